@@ -1,0 +1,129 @@
+"""What a dataset is to the rest of the code, and `load_dataset()`, which finds or makes one by name."""
+
+import math
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from utils.data.cifar import VERSIONS, CifarVersion, exclusive_lock, read_class_names, read_split, remedy
+from utils.data.shapes import CLASS_NAMES, draw_shapes
+from utils.errors import ConfigError, DataError
+
+NUM_SHAPES_TRAIN, NUM_SHAPES_VALID = 10_000, 2_000
+
+
+@dataclass(frozen=True)
+class ImageArrays:
+    """One split. The images may be a read-only memory map with strides."""
+
+    images: np.ndarray  # uint8 [N, 3, H, W]
+    labels: np.ndarray  # int64 [N]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    name: str
+    train: ImageArrays
+    valid: ImageArrays
+    class_names: tuple[str, ...]
+    mean: tuple[float, float, float]  # per channel of the training images in [0, 1]
+    std: tuple[float, float, float]
+
+
+def load_dataset(name: str, data_path: Path, *, download: bool, seed: int = 0) -> Dataset:
+    """The dataset `name`: "cifar100" or "cifar10" from `data_path`, or "shapes", which needs no file, drawn by `seed`.
+
+    CIFAR is read from the binary version's folder or, without it, from torchvision's, which is downloaded only where
+    `download` says so. Among the processes of one job let one download and the others wait; unrelated processes may
+    call at the same time. Raises DataError where the files are missing or damaged.
+    """
+    if name == "shapes":
+        return _draw_shapes_dataset(seed)
+    if name not in VERSIONS:
+        raise ConfigError(f"dataset={name!r} is not known; allowed: {', '.join(sorted(VERSIONS))}, shapes")
+    version = VERSIONS[name]
+    if (data_path / version.folder).is_dir():
+        return _load_binary_version(version, data_path / version.folder)
+    if not (data_path / version.python_folder).is_dir():
+        if not download:
+            raise DataError(
+                f"{version.title} is not in {data_path}: neither {version.folder} nor {version.python_folder} is "
+                f"there.\n{remedy(version, data_path)}"
+            )
+        _download_python_version(version, data_path)
+    return _load_python_version(version, data_path)
+
+
+def _load_binary_version(version: CifarVersion, folder: Path) -> Dataset:
+    return Dataset(
+        version.name,
+        ImageArrays(*read_split(folder, version, version.train)),
+        ImageArrays(*read_split(folder, version, version.valid)),
+        read_class_names(folder, version),
+        version.mean,
+        version.std,
+    )
+
+
+def _load_python_version(version: CifarVersion, data_path: Path) -> Dataset:
+    """Through torchvision, which compares every file with its published MD5 before it unpickles any."""
+    import torchvision
+
+    dataset_class = getattr(torchvision.datasets, version.torchvision_class)
+    try:
+        splits = [dataset_class(data_path, train=train) for train in (True, False)]
+    except (RuntimeError, OSError) as error:
+        raise DataError(
+            f"{data_path / version.python_folder}: incomplete or altered ({error}). Move it away, then:\n"
+            f"{remedy(version, data_path)}"
+        ) from error
+    # torchvision hands out [N, 32, 32, 3], a view of planes: this view back is contiguous.
+    train, valid = (ImageArrays(s.data.transpose(0, 3, 1, 2), np.asarray(s.targets, np.int64)) for s in splits)
+    return Dataset(version.name, train, valid, tuple(splits[0].classes), version.mean, version.std)
+
+
+def _download_python_version(version: CifarVersion, data_path: Path) -> None:
+    """Into a folder of our own beside the target, then one rename: nobody ever sees half a download."""
+    import torchvision
+
+    dataset_class = getattr(torchvision.datasets, version.torchvision_class)
+    target = data_path / version.python_folder
+    partial = data_path / f".{version.python_folder}.{secrets.token_hex(4)}"
+    try:
+        data_path.mkdir(parents=True, exist_ok=True)
+        with exclusive_lock(data_path / f".{version.name}.lock"):
+            if target.is_dir():  # another process brought it while this one waited
+                return
+            try:
+                partial.mkdir()
+                dataset_class(partial, download=True)
+                (partial / version.python_folder).rename(target)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except (OSError, RuntimeError) as error:
+        if target.is_dir():  # without locks, the other one was faster
+            return
+        raise DataError(f"{version.title} cannot be downloaded: {error}\n{remedy(version, data_path)}") from error
+
+
+def _draw_shapes_dataset(seed: int) -> Dataset:
+    train = ImageArrays(*draw_shapes(NUM_SHAPES_TRAIN, [seed, 0]))
+    valid = ImageArrays(*draw_shapes(NUM_SHAPES_VALID, [seed, 1]))
+    mean, std = channel_statistics(train.images)
+    return Dataset("shapes", train, valid, CLASS_NAMES, mean, std)
+
+
+def channel_statistics(images: np.ndarray) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+    """Mean and standard deviation of each channel in [0, 1], from exact counts. images: uint8 [N, 3, H, W]."""
+    means, deviations = [], []
+    for channel in range(3):
+        counts = [int(count) for count in np.bincount(images[:, channel].reshape(-1), minlength=256)]
+        number = sum(counts)
+        total = sum(count * value for value, count in enumerate(counts))
+        squares = sum(count * value**2 for value, count in enumerate(counts))
+        means.append(total / (number * 255))
+        deviations.append(math.sqrt(number * squares - total**2) / (number * 255))
+    return (means[0], means[1], means[2]), (deviations[0], deviations[1], deviations[2])
