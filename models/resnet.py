@@ -1,0 +1,58 @@
+"""ResNets for 32x32 images, on torchvision's residual blocks.
+
+`resnet18` to `resnet152` are torchvision's networks with the stem that small images need: stride 1 and no max-pool,
+so that the first stage still sees 32x32. With the tutorial's 7x7 stem and 100 classes, resnet50 has 23,712,932
+parameters and needs 2.61 GFLOP (multiply and add counted) per image and forward pass.
+`resnet8`, `resnet20` and `resnet56` are the CIFAR networks of He et al. 2015 (arXiv:1512.03385, section 4.2):
+6n+2 layers in three stages of 16, 32 and 64 channels.
+"""
+
+from typing import Literal
+
+import torchvision
+from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock
+
+LARGE = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+BLOCKS_PER_STAGE = {"resnet8": 1, "resnet20": 3, "resnet56": 9}
+
+
+def resnet_for_small_images(name: str, num_classes: int, stem: Literal["7x7", "3x3"]) -> nn.Module:
+    """torchvision's `name` for images [N, 3, 32, 32] -> logits [N, num_classes]."""
+    model = getattr(torchvision.models, name)(num_classes=num_classes)
+    kernel_size = int(stem[0])
+    model.conv1 = nn.Conv2d(3, 64, kernel_size, stride=1, padding=kernel_size // 2, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision does
+    model.maxpool = nn.Identity()
+    return model
+
+
+class SmallResNet(nn.Module):
+    """He's CIFAR ResNet: images [N, 3, 32, 32] -> logits [N, num_classes]; projection shortcuts (option B)."""
+
+    def __init__(self, blocks_per_stage: int, num_classes: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.relu = nn.ReLU(inplace=True)
+        self.layer1 = _stage(16, 16, blocks_per_stage, stride=1)  # [N, 16, 32, 32]
+        self.layer2 = _stage(16, 32, blocks_per_stage, stride=2)  # [N, 32, 16, 16]
+        self.layer3 = _stage(32, 64, blocks_per_stage, stride=2)  # [N, 64, 8, 8]
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(64, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.relu(self.bn1(self.conv1(images)))
+        features = self.layer3(self.layer2(self.layer1(features)))
+        return self.fc(self.avgpool(features).flatten(1))
+
+
+def _stage(in_channels: int, channels: int, num_blocks: int, stride: int) -> nn.Sequential:
+    shortcut = None
+    if stride != 1 or in_channels != channels:
+        shortcut = nn.Sequential(nn.Conv2d(in_channels, channels, 1, stride, bias=False), nn.BatchNorm2d(channels))
+    first = BasicBlock(in_channels, channels, stride, shortcut)
+    return nn.Sequential(first, *(BasicBlock(channels, channels) for _ in range(num_blocks - 1)))

@@ -1,0 +1,363 @@
+"""Train a CIFAR-adapted ResNet from a named configuration block.
+
+    python train.py --config=bs256-amp-nhwc
+    torchrun --nproc_per_node=8 train.py --config=bs2048-warmup-opt
+    sbatch submit_multinode.slr
+
+The loop is `Trainer.train` -> `train_one_epoch` -> `utils.step.TrainStep`. Every speed-up is tagged where it acts:
+`grep -rn "# AMP:\\|# NHWC:\\|# EXTRA:\\|# PROF:\\|# DDP:"`.
+"""
+
+from utils.cli import Arguments, parse_arguments
+
+if __name__ == "__main__":
+    ARGUMENTS = parse_arguments()  # answers --help and --list-configs before the import of torch takes its seconds
+
+import math
+import os
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from models import build_model
+from utils import checkpoint, run_folder
+from utils.config import Config
+from utils.data import build_loaders, open_dataset
+from utils.distributed import Distributed, find_place, process_group, split_batch
+from utils.dry_run import describe
+from utils.errors import ExpectedError, Stopped
+from utils.metrics import MetricSums, RunLogger, Throughput
+from utils.optim import Plateau, build_optimizer, build_schedule, load_optimizer, set_learning_rate
+from utils.precision import choose_precision
+from utils.preemption import StopRequest, listen
+from utils.profiling import Profiler
+from utils.step import TrainStep
+
+
+class Trainer:
+    """Builds everything a run needs from its configuration, and holds the order of events.
+
+    Position: `epoch` finished epochs, `batch` batches trained in the next one, `step` optimizer steps in all.
+    """
+
+    def __init__(self, config: Config, place: Distributed) -> None:
+        self.config, self.place = config, place
+        self.split = split_batch(config.batch_size, place.world_size, config.micro_batch_size)
+        self.precision = choose_precision(config, place.device)
+        self.notes = prepare_backends(config)
+
+        dataset = open_dataset(config, place)
+        self.train_loader, self.valid_loader = build_loaders(config, dataset, place)
+        self.steps_per_epoch = len(self.train_loader)
+
+        torch.manual_seed(config.seed)
+        self.model = build_model(config).to(place.device)
+        if config.enable_nhwc:
+            # NHWC: weights in the channels_last memory format; the loaders bring the images in the same one
+            self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+        self.optimizer = build_optimizer(config, self.model)
+        self.schedule = build_schedule(config, self.steps_per_epoch)
+        self.plateau = Plateau(config.lr_plateau_patience)
+        self.profiler = Profiler(place.device)
+        self.criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+        self.train_step = TrainStep(
+            model=self._distribute(self.model),
+            optimizer=self.optimizer,
+            criterion=self.criterion,
+            precision=self.precision,
+            accumulation=self.split.accumulation,
+            set_to_none=config.extra_opt("zero_grad_set_to_none"),
+            profiler=self.profiler,
+        )
+
+        self.epoch = self.batch = self.step = 0
+        self.sums = MetricSums(place.device)
+        self.best: dict[str, float] = {"acc1": -1.0, "epoch": 0}
+        self.seconds = 0.0
+        self.throughput = Throughput(place.world_size)
+        self.stop = StopRequest(place)
+
+    def _distribute(self, model: nn.Module) -> nn.Module:
+        if self.place.world_size == 1:
+            return model
+        # DDP: averages gradients over the ranks during backward. BatchNorm's buffers are not broadcast every step but
+        # averaged once before validation.
+        device_ids = [self.place.device.index] if self.place.device.type == "cuda" else None
+        return DistributedDataParallel(
+            model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+
+    def describe(self) -> str:
+        """What this run would do and need."""
+        return describe(self.config, self.split, self.schedule, self.precision, self.model, self.criterion)
+
+    # ---- the order of events
+
+    def train(self, folder: Path, config_name: str, resume: str) -> None:
+        """Train to the end, or go on to it; `Stopped` when a signal asked to stop and everything is saved."""
+        self.folder, self.config_name = folder, config_name
+        lock, notes = self._open_folder(resume)
+        logger = RunLogger(
+            folder,
+            enabled=self.place.is_main,
+            to_screen=self.config.log_to_screen,
+            to_tensorboard=self.config.log_to_tensorboard,
+            first_epoch=self.epoch,
+        )
+        with lock or nullcontext(), logger as self.log, listen(self.stop):
+            self._introduce(notes)
+            finished_before = self.epoch >= self.config.max_epochs
+            while self.epoch < self.config.max_epochs:
+                started = time.perf_counter()
+                # PROF: the range that nsys captures
+                with self.profiler.capture(self._is_profiled(self.epoch + 1)):
+                    with self.profiler.range(f"epoch {self.epoch + 1}"):
+                        self.train_one_epoch(started)
+                    train_metrics = self._check_finite(self.sums.average(self.place))
+                    valid_metrics = self.validate_one_epoch()
+                self._finish_epoch(train_metrics, valid_metrics, started)
+            self.log.say(self._summary(finished_before))
+
+    def train_one_epoch(self, started: float) -> None:
+        """The rest of the current epoch, from batch `self.batch` on."""
+        self.model.train()
+        self.train_loader.set_epoch(self.epoch, first_batch=self.batch)
+        self.log.start_bar(f"epoch {self.epoch + 1}/{self.config.max_epochs}", self.steps_per_epoch, self.batch)
+        self.throughput.start()
+        batches = iter(self.train_loader)
+        while self.batch < self.steps_per_epoch:
+            with self.profiler.range(f"iteration {self.batch}"):
+                with self.profiler.range("data"):
+                    images, labels = next(batches)
+                set_learning_rate(self.optimizer, self.schedule.factor(self.step, self.plateau.cuts))
+                self.train_step(images, labels, self.sums)
+            self.batch += 1
+            self.step += 1
+            self.throughput.add(len(labels))
+            self.log.advance_bar(self.batch)
+            if (self.batch - 1) % self.config.log_freq == 0:
+                self._log_point()
+            if self.stop.agreed():
+                self._save_and_leave(started)
+
+    @torch.no_grad()
+    def validate_one_epoch(self) -> dict[str, float]:
+        """Loss and accuracy over every validation image, each counted once over all ranks."""
+        self.place.average_buffers(self.model)
+        self.model.eval()
+        self.valid_loader.set_epoch(self.epoch)
+        self.log.start_bar("validation", len(self.valid_loader))
+        sums = MetricSums(self.place.device)
+        for number, (images, labels) in enumerate(self.valid_loader, start=1):
+            # AMP: validation runs in the precision of training
+            with self.precision.autocast():
+                outputs = self.model(images)
+                loss = nn.functional.cross_entropy(outputs, labels)
+            sums.add(loss, outputs, labels)
+            self.log.advance_bar(number)
+        return sums.average(self.place)
+
+    def _finish_epoch(self, train: dict[str, float], valid: dict[str, float], started: float) -> None:
+        """Schedule, record, save."""
+        seconds = time.perf_counter() - started
+        self.seconds += seconds
+        if self.step >= self.schedule.warmup_steps:
+            self.plateau.observe(valid["loss"])
+        self.epoch, self.batch = self.epoch + 1, 0
+        self.sums = MetricSums(self.place.device)
+        is_best = valid["acc1"] > self.best["acc1"]
+        if is_best:
+            self.best = {"acc1": valid["acc1"], "epoch": self.epoch}
+        values = {
+            "loss/train": train["loss"],
+            "loss/valid": valid["loss"],
+            "acc1/train": train["acc1"],
+            "acc1/valid": valid["acc1"],
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "images/valid": valid["images"],
+            "images_per_sec": self.throughput.overall(),
+            "seconds": self.seconds,
+        }
+        self.log.log_epoch(self.epoch, self.step, values)
+        self.log.say(f"Time taken for epoch {self.epoch} is {seconds} sec")
+        self.log.say(f"train acc1={train['acc1']}, valid acc1={valid['acc1']}")
+        self._save(is_best)
+
+    def _log_point(self) -> None:
+        window = self._check_finite(self.sums.average_since_last(self.place))
+        values = {
+            "loss": window["loss"],
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "images_per_sec": self.throughput.close_window(),
+        }
+        self.log.log_step(self.epoch + 1, self.batch - 1, self.step, values)
+        self.log.advance_bar(self.batch, f"loss {values['loss']:.3f}  {values['images_per_sec']:.0f} images/s")
+
+    def _check_finite(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Passes metrics on; they are over all ranks, so that all of them stop together when the loss is not finite."""
+        if math.isfinite(metrics["loss"]):
+            return metrics
+        first_bad = min(self.place.gather(self.sums.finite_batches())) // self.split.accumulation
+        raise ExpectedError(
+            f"the loss stopped being a finite number in epoch {self.epoch + 1}, iteration {first_bad}, learning rate "
+            f"{self.optimizer.param_groups[0]['lr']:.4g}; nothing was saved since the last checkpoint\n"
+            "a lower lr, a warm-up (lr_warmup_epochs) or amp_dtype=bf16 are the usual remedies"
+        )
+
+    # ---- stop, save, go on
+
+    def _save_and_leave(self, started: float) -> None:
+        self.seconds += time.perf_counter() - started
+        where = f"{self.stop.name()} in epoch {self.epoch + 1} after iteration {self.batch - 1}"
+        if not self.config.save_checkpoint:
+            raise ExpectedError(f"stopped on {where}; save_checkpoint is false, so this run cannot be continued")
+        self._check_finite(self.sums.average(self.place))
+        self._save(is_best=False)
+        raise Stopped(f"stopped on {where} with everything saved; run the same command again to go on")
+
+    def _save(self, is_best: bool) -> None:
+        """Collective: write the last checkpoint, and the best one where it is new."""
+        if not self.config.save_checkpoint:
+            return
+        ranks = self.place.gather(self._rank_state())
+        if self.place.is_main:
+            content = checkpoint.encode(self._state(ranks))
+            folder = self.folder / "checkpoints"
+            if is_best:
+                checkpoint.write_atomically(folder / "best.pt", content)
+            checkpoint.save_last(folder, content, self.step, self.config.keep_checkpoints)
+
+    def _state(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        """Everything that training goes on from; the table is in utils/checkpoint.py."""
+        return {
+            "format": checkpoint.FORMAT,
+            "config": self.config.model_dump(mode="json"),
+            "config_name": self.config_name,
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "grad_scaler": self.train_step.grad_scaler.state_dict(),
+            "plateau": asdict(self.plateau),
+            "best": self.best,
+            "seconds": self.seconds,
+            "ranks": ranks,
+            "versions": checkpoint.versions(),
+        }
+
+    def _rank_state(self) -> dict[str, Any]:
+        """What differs between ranks. The buffers only in mid-epoch: validation has made them equal."""
+        buffers = dict(self.model.named_buffers()) if self.place.world_size > 1 and self.batch else {}
+        return {
+            "random": checkpoint.random_state(),
+            "metric_sums": self.sums.sums.cpu(),
+            "buffers": {name: buffer.cpu() for name, buffer in buffers.items()},
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's state, at the same or another world size."""
+        self.model.load_state_dict(state["model"])
+        load_optimizer(self.optimizer, state["optimizer"])
+        if state["grad_scaler"]:
+            self.train_step.grad_scaler.load_state_dict(state["grad_scaler"])
+        self.plateau = Plateau(**state["plateau"] | {"patience": self.config.lr_plateau_patience})
+        self.epoch, self.batch, self.step = state["epoch"], state["batch"], state["step"]
+        self.best, self.seconds = state["best"], state["seconds"]
+        ranks = state["ranks"]
+        if len(ranks) == self.place.world_size:
+            mine = ranks[self.place.rank]
+            checkpoint.restore_random_state(mine["random"])
+            self.model.load_state_dict(mine["buffers"], strict=False)
+            self.sums.load(mine["metric_sums"])
+        else:
+            # another world size: BatchNorm goes on from the mean of what the ranks had seen
+            for name, buffer in self.model.named_buffers():
+                if name in ranks[0]["buffers"] and buffer.is_floating_point():
+                    buffer.copy_(torch.stack([rank["buffers"][name] for rank in ranks]).mean(0))
+            if self.place.is_main:
+                self.sums.load(sum(rank["metric_sums"] for rank in ranks))
+
+    def _open_folder(self, resume: str) -> tuple[IO[str] | None, list[str]]:
+        """Collective: take the run's folder and restore what is to be resumed; returns its lock and what to tell."""
+        opened = self.place.main_only(lambda: run_folder.open_run(self.folder, resume, self.config))
+        state = self.place.broadcast(opened.state if opened else None)
+        if state is not None:
+            self.load_state(state)
+        return (opened.lock, opened.notes) if opened else (None, [])
+
+    def _introduce(self, notes: list[str]) -> None:
+        if not self.place.is_main:
+            return
+        environment = run_folder.describe_environment(self.place.device, self.place.world_size)
+        run_folder.write_description(self.folder, self.config, self.config_name, environment)
+        for note in [*self.notes, *notes]:
+            self.log.say(note)
+        self.log.say(f"{self.config.model} on {environment['device']}, torch {torch.__version__}, {self.precision}")
+        self.log.say(f"batch {self.split}; writes to {self.folder}")
+        if self.epoch < self.config.max_epochs:
+            self.log.say("Starting Training Loop...")
+
+    def _summary(self, finished_before: bool) -> str:
+        best = f"best acc1 {100 * self.best['acc1']:.2f} % in epoch {self.best['epoch']:.0f} of {self.epoch}"
+        if finished_before:
+            return f"Already finished: {best}; --resume never trains it again"
+        return f"Finished: {best}, {self.seconds:.1f} s, {self.throughput.overall():.1f} images/s"
+
+    def _is_profiled(self, epoch: int) -> bool:
+        return self.config.enable_profiling and epoch == self.config.profiling_epoch_start
+
+
+def prepare_backends(config: Config) -> list[str]:
+    """Process-wide switches of PyTorch; returns what has to be said about them."""
+    notes = []
+    benchmark = config.extra_opt("cudnn_benchmark")
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
+        if benchmark:
+            notes.append("deterministic: cudnn_benchmark is left off, its choices differ from run to run")
+    torch.use_deterministic_algorithms(config.deterministic)
+    torch.backends.cudnn.deterministic = config.deterministic
+    # EXTRA: cuDNN times its algorithms on the first batch and keeps the fastest
+    torch.backends.cudnn.benchmark = benchmark and not config.deterministic
+    return notes
+
+
+def main(arguments: Arguments) -> int:
+    """Train, or only describe; returns the exit status."""
+    try:
+        with process_group(arguments.config.device) as place:
+            trainer = Trainer(arguments.config, place)
+            if arguments.dry_run:
+                if place.is_main:
+                    print(trainer.describe())
+            else:
+                trainer.train(arguments.run_dir, arguments.config_name, arguments.resume)
+        status = 0
+    except ExpectedError as error:
+        print(f"error: {error}" if error.exit_status != Stopped.exit_status else error, file=sys.stderr)
+        status = error.exit_status
+    except KeyboardInterrupt:
+        print("interrupted; nothing was saved since the last checkpoint", file=sys.stderr)
+        status = 130
+    _tell_launcher(status)
+    return status
+
+
+def _tell_launcher(status: int) -> None:
+    """torchrun turns every failure into 1; a batch script that must tell 75 from it names a file in this variable."""
+    path = os.environ.get("TRAIN_EXIT_STATUS_FILE")
+    if path and find_place(os.environ)[0] == 0:
+        checkpoint.write_atomically(Path(path), f"{status}\n".encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main(ARGUMENTS))

@@ -1,0 +1,94 @@
+"""The command line of train.py, answered without importing torch where no training is asked for."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from utils.config import Config, list_blocks, load_config, render_config
+from utils.errors import ConfigError
+
+DESCRIPTION = """\
+Train a ResNet from a named configuration block.
+
+  python train.py --config=bs256-amp-nhwc
+  torchrun --nproc_per_node=8 train.py --config=bs2048-warmup-opt
+  sbatch submit_multinode.slr"""
+
+EXIT_STATUS = """\
+exit status: 0 finished, 2 bad usage or configuration, 3 data missing or damaged, 4 no usable checkpoint,
+75 stopped on request with everything saved (run the same command to go on), 1 anything else"""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What the command line asked for."""
+
+    config: Config
+    config_name: str
+    run_dir: Path
+    resume: str
+    dry_run: bool
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
+    """The checked command line; leaves through SystemExit for --help, --list-configs, --print-config and errors."""
+    options = _parser().parse_args(argv)
+    try:
+        if options.list_configs:
+            _print_blocks(options.yaml_config)
+            raise SystemExit(0)
+        config = load_config(options.yaml_config, options.config, options.set)
+        if options.print_config:
+            default = load_config(options.yaml_config, "default")
+            print(f"# {options.config} in {options.yaml_config}\n{render_config(config, default)}", end="")
+            raise SystemExit(0)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_status) from None
+    run_dir = options.run_dir or Path("expts") / options.config
+    return Arguments(config, options.config, run_dir, options.resume, options.dry_run)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION,
+        epilog=EXIT_STATUS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", default="default", metavar="NAME", help="configuration block (default: default)")
+    parser.add_argument(
+        "--yaml_config", type=Path, default=Path("config/cifar100.yaml"), metavar="PATH",
+        help="file of configuration blocks (default: config/cifar100.yaml)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key of the block; repeatable"
+    )
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="where the run writes (default: expts/NAME)")
+    parser.add_argument(
+        "--resume", default="auto", metavar="auto|never|PATH",
+        help="auto: go on from the run folder's newest good checkpoint, if any; never: start anew, moving an earlier run "
+        "aside; PATH: go on from this checkpoint file or run folder (default: auto)",
+    )  # fmt: skip
+    parser.add_argument("--list-configs", action="store_true", help="list the blocks and what each changes, and leave")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the resolved keys, differences first, and leave"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="open the data, build the model, print what would happen and what memory it would take, and leave",
+    )  # fmt: skip
+    # torch.distributed.launch still passes it; the environment variable LOCAL_RANK says the same
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def _print_blocks(path: Path) -> None:
+    blocks: dict[str, dict[str, Any]] = list_blocks(path)
+    width = max(map(len, blocks), default=0)
+    for name, differences in blocks.items():
+        changes = ", ".join(f"{key}={value}" for key, value in differences.items())
+        print(f"{name:{width}}  {changes or 'every key as in default'}")

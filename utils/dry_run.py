@@ -1,0 +1,70 @@
+"""What a run would do and need, without training: `train.py --dry-run`."""
+
+import torch
+from torch import Tensor, nn
+
+from utils.config import Config
+from utils.distributed import BatchSplit
+from utils.optim import Schedule
+from utils.precision import Precision
+
+PROBE_IMAGES = 4
+
+
+def describe(
+    config: Config, split: BatchSplit, schedule: Schedule, precision: Precision, model: nn.Module, criterion: nn.Module
+) -> str:
+    """Parameters, steps, the learning rate where its course changes, and an estimate of memory."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    steps = schedule.total_steps // config.max_epochs
+    states = 4 * parameters * (3 if config.momentum else 2)  # weights, gradients, momentum in float32
+    per_image = activation_bytes_per_image(model, criterion, precision)
+    activations = per_image * split.micro_batch_size
+    lines = [
+        f"model            {config.model}, {parameters:,} parameters, {precision}",
+        f"training images  {config.dataset}, {steps * config.batch_size:,} in {steps} steps an epoch",
+        f"batch            {split}",
+        f"epochs           {config.max_epochs}, {schedule.total_steps:,} steps",
+        f"memory estimate  {_gigabytes(states + activations)} a rank, without libraries and workspaces:",
+        f"  weights, gradients and momentum {_gigabytes(states)}, activations {_gigabytes(activations)}",
+        f"learning rate    schedule {config.lr_schedule}",
+    ]
+    lines += [f"  step {step:>8,}  {config.lr * schedule.factor(step):.6g}" for step in _corners(schedule)]
+    if config.lr_schedule == "plateau":
+        patience = config.lr_plateau_patience + 1
+        lines.append(f"  then x {config.lr_decay_factor:g} after {patience} epochs without a better validation loss")
+    return "\n".join(lines)
+
+
+def _corners(schedule: Schedule) -> list[int]:
+    """Steps at which the learning rate starts, turns and ends."""
+    corners = {0, schedule.warmup_steps - 1, schedule.warmup_steps, schedule.total_steps - 1}
+    corners |= {step - before for step in schedule.milestone_steps for before in (0, 1)}
+    return sorted(step for step in corners if 0 <= step < schedule.total_steps)
+
+
+def activation_bytes_per_image(model: nn.Module, criterion: nn.Module, precision: Precision) -> int:
+    """Bytes that autograd keeps for the backward pass of one 32x32 image, counted on a small batch."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    device = next(model.parameters()).device
+    images = torch.zeros(PROBE_IMAGES, 3, 32, 32, device=device)
+    labels = torch.zeros(PROBE_IMAGES, dtype=torch.int64, device=device)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.train()
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), precision.autocast():
+        loss = criterion(model(images), labels)
+    del loss
+    model.load_state_dict(buffers, strict=False)
+    return sum(kept.values()) // PROBE_IMAGES
+
+
+def _gigabytes(number: float) -> str:
+    return f"{number / 1e9:.2f} GB"

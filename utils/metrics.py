@@ -1,0 +1,201 @@
+"""What a run tells: sums on the device, throughput, and the run's folder with log, JSON lines and TensorBoard."""
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from utils.distributed import Distributed
+
+logger = logging.getLogger("train")
+
+
+class MetricSums:
+    """Loss, correct predictions and images of an epoch, summed on the device without waiting for it.
+
+    Averages are by image, so they do not depend on how an epoch was cut into batches or ranks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # summed loss, correct predictions, images, batches before the first loss that is not finite
+        self.sums = torch.zeros(4, dtype=torch.float64, device=device)
+        self._last = [0.0] * 4
+
+    def load(self, sums: Tensor) -> None:
+        """Go on from saved sums [4]."""
+        self.sums.copy_(sums)
+
+    def add(self, mean_loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
+        """Add one batch: its mean loss (scalar), outputs [N, classes] and labels [N]."""
+        num_images = labels.shape[0]
+        self.sums[0] += mean_loss.double() * num_images
+        self.sums[1] += (outputs.argmax(1) == labels).sum()
+        self.sums[2] += num_images
+        self.sums[3] += torch.isfinite(self.sums[0])
+
+    def average(self, place: Distributed) -> dict[str, float]:
+        """Collective: {"loss", "acc1" (share in [0, 1]), "images"} over all ranks; waits for the device."""
+        return self._average(self._totals(place), [0.0] * 4)
+
+    def average_since_last(self, place: Distributed) -> dict[str, float]:
+        """Collective: like `average`, over what was added since the last call."""
+        totals, before = self._totals(place), self._last
+        self._last = totals
+        return self._average(totals, before)
+
+    def finite_batches(self) -> int:
+        """Batches of this rank before the first with a loss that is not finite; waits for the device."""
+        return int(self.sums[3].item())
+
+    def _totals(self, place: Distributed) -> list[float]:
+        return place.sum(self.sums.clone()).tolist()
+
+    @staticmethod
+    def _average(totals: list[float], before: list[float]) -> dict[str, float]:
+        loss, correct, images = (now - then for now, then in zip(totals[:3], before[:3], strict=True))
+        return {"loss": loss / images, "acc1": correct / images, "images": images}
+
+
+class Throughput:
+    """Images per second over all ranks, between log points.
+
+    The first window of a process holds the start of workers, cuDNN's choice of algorithms and compilation, so `overall`
+    leaves it out wherever there is another.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.windows: list[tuple[int, float]] = []  # images, seconds
+        self.start()
+
+    def start(self) -> None:
+        """Begin a window now; the time since the last one does not count."""
+        self.images, self.since = 0, time.perf_counter()
+
+    def add(self, images: int) -> None:
+        """Count one more batch of this rank."""
+        self.images += images * self.world_size
+
+    def close_window(self) -> float:
+        """Images per second since the window began; begins the next. Call when the device has caught up."""
+        seconds = time.perf_counter() - self.since
+        window = (self.images, seconds)
+        self.windows.append(window)
+        self.start()
+        return window[0] / seconds
+
+    def overall(self) -> float:
+        """Images per second over all windows but the first."""
+        counted = self.windows[1:] or self.windows
+        seconds = sum(window[1] for window in counted)
+        return sum(window[0] for window in counted) / seconds if seconds else 0.0
+
+
+class RunLogger:
+    """The main process's log lines, progress bar, metrics.jsonl and TensorBoard; the other ranks' does nothing.
+
+    A terminal gets a progress bar and one line an epoch, a file or pipe the tutorial's plain lines; train.log gets
+    all lines in either case.
+    """
+
+    def __init__(self, folder: Path, *, enabled: bool, to_screen: bool, to_tensorboard: bool, first_epoch: int) -> None:
+        self.enabled = enabled
+        self.progress: Any = None
+        self._task: Any = None
+        self._writer: Any = None
+        self._metrics: Any = None
+        self._handlers: list[logging.Handler] = []
+        if not enabled:
+            return
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        self._add_handler(logging.FileHandler(folder / "train.log", encoding="utf-8"))
+        if to_screen and sys.stdout.isatty():
+            self._start_progress()
+        elif to_screen:
+            self._add_handler(logging.StreamHandler(sys.stdout))
+        self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._tensorboard = (folder / "tb_logs", first_epoch + 1) if to_tensorboard else None
+
+    def _add_handler(self, handler: logging.Handler) -> None:
+        handler.setFormatter(logging.Formatter("%(asctime)s - %(levelname)s - %(message)s"))
+        logger.addHandler(handler)
+        self._handlers.append(handler)
+
+    def _start_progress(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn())
+        self.progress = Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[info]}"), transient=True)
+        self._task = self.progress.add_task("", total=None, info="")
+        self.progress.start()
+
+    def say(self, message: str) -> None:
+        """A line for the reader: log file and screen."""
+        if self.enabled:
+            logger.info(message)
+            if self.progress is not None:
+                self.progress.console.print(message, highlight=False, markup=False)
+
+    def start_bar(self, description: str, total: int, done: int = 0) -> None:
+        """Reuse the progress bar for the next loop over batches."""
+        if self.progress is not None:
+            self.progress.reset(self._task, description=description, total=total, completed=done, info="")
+
+    def advance_bar(self, done: int, info: str | None = None) -> None:
+        """Batches done so far, and what to show beside them."""
+        if self.progress is not None:
+            fields = {} if info is None else {"info": info}
+            self.progress.update(self._task, completed=done, **fields)
+
+    def log_step(self, epoch: int, iteration: int, step: int, values: dict[str, float]) -> None:
+        """A log point within an epoch, with the tutorial's line. `values`: loss, learning_rate, images_per_sec."""
+        if not self.enabled:
+            return
+        logger.info(f"Epoch: {epoch}, Iteration: {iteration}, Avg img/sec: {values['images_per_sec']}")
+        self._write({"kind": "step", "epoch": epoch, "step": step, **values})
+
+    def log_epoch(self, epoch: int, step: int, values: dict[str, float]) -> None:
+        """The end of an epoch. `values` holds loss/train, loss/valid, acc1/train, acc1/valid, learning_rate, ..."""
+        if not self.enabled:
+            return
+        self._write({"kind": "epoch", "epoch": epoch, "step": step, **values})
+        writer = self._open_writer()
+        if writer is not None:
+            for tag in ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate"):
+                writer.add_scalar(tag, values[tag], epoch)
+            writer.flush()
+
+    def _open_writer(self) -> Any:
+        """TensorBoard's writer; events of epochs that a resumed run trains again are marked as outdated."""
+        if self._writer is None and self._tensorboard is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            folder, first_epoch = self._tensorboard
+            self._writer = SummaryWriter(str(folder), purge_step=first_epoch)
+        return self._writer
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._metrics.write(json.dumps(record) + "\n")
+        self._metrics.flush()
+
+    def __enter__(self) -> "RunLogger":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+        for file in (self._metrics, self._writer):
+            if file is not None:
+                file.close()
+        for handler in self._handlers:
+            logger.removeHandler(handler)
+            handler.close()

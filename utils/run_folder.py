@@ -1,0 +1,181 @@
+"""A run's folder: expts/<config>/ with one run in it, never two, and never an old one overwritten.
+
+config.yaml  environment.json  train.log  metrics.jsonl  tb_logs/  checkpoints/{step-*.pt,best.pt}
+"""
+
+import fcntl
+import json
+import os
+import platform
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torchvision
+
+from utils import checkpoint
+from utils.config import Config, render_config
+from utils.errors import CheckpointError, ConfigError
+
+# Of the environment only these are written down: a dump could hold secrets.
+RECORDED_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "WORLD_SIZE", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES",
+    "SLURM_RESTART_COUNT", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "TORCH_LOGS",
+)  # fmt: skip
+
+
+def lock_folder(folder: Path) -> IO[str]:
+    """Create `folder` and hold it for this process; `ConfigError` where another run holds it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot hold a run: {error.strerror}; choose another with --run-dir") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"{folder}: another run is writing here; wait for it or choose another --run-dir") from None
+    return lock
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """A run folder that this process holds."""
+
+    lock: IO[str]  # held as long as it is open
+    state: dict[str, Any] | None  # the checkpoint to go on from
+    notes: list[str]  # what the reader should know
+
+
+def open_run(folder: Path, resume: str, config: Config) -> OpenedRun:
+    """Take `folder` for a run: resume what is there, or move it aside; `resume` is auto, never, or a path."""
+    lock = lock_folder(folder)
+    own = folder / "checkpoints"
+    notes: list[str] = []
+    path, state = None, None
+    if resume == "auto":
+        path, state = _newest(own, notes)
+    elif resume != "never":
+        path, state = _demanded(Path(resume), notes)
+    if path is not None and state is not None:
+        changed = checkpoint.check_fit(path, state["config"], config.model_dump(mode="json"))
+        notes.append(f"Resuming from {path}: epoch {state['epoch'] + 1}, batch {state['batch']}, step {state['step']}")
+        notes += [
+            f"Resuming with another {key}: {state['config'].get(key)} -> {getattr(config, key)}" for key in changed
+        ]
+    if path is not None and state is not None and path.parent.resolve() == own.resolve():
+        _drop_after(folder / "metrics.jsonl", state["step"])
+        for newer in checkpoint.list_checkpoints(own):
+            if newer.name > path.name and resume != "auto":
+                newer.rename(newer.with_name(newer.name + ".superseded"))
+    elif holds_run(folder):
+        notes.append(f"The earlier run in {folder} is now in {_move_aside(folder)}")
+        lock.close()
+        lock = lock_folder(folder)
+    own.mkdir(exist_ok=True)
+    return OpenedRun(lock, state, notes)
+
+
+def _newest(folder: Path, notes: list[str]) -> tuple[Path | None, dict[str, Any] | None]:
+    path, state, complaints = checkpoint.newest_good(folder)
+    if complaints and state is None:
+        raise CheckpointError(f"{complaints[0]}\nno good checkpoint is left in {folder}; --resume never starts anew")
+    notes += [f"Passed over: {complaint}" for complaint in complaints]
+    return path, state
+
+
+def _demanded(path: Path, notes: list[str]) -> tuple[Path, dict[str, Any]]:
+    if path.is_file():
+        return path, checkpoint.read_checkpoint(path)
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    newest, state = _newest(folder, notes)
+    if newest is None or state is None:
+        raise CheckpointError(
+            f"--resume {path}: no checkpoint there; give a checkpoint file, a run folder, auto or never"
+        )
+    return newest, state
+
+
+def write_description(folder: Path, config: Config, config_name: str, environment: dict[str, Any]) -> None:
+    """config.yaml, a block that can be run again, and environment.json."""
+    body = textwrap.indent(render_config(config), "  ")
+    (folder / "config.yaml").write_text(f"{config_name}:\n{body}", encoding="utf-8")
+    (folder / "environment.json").write_text(json.dumps(environment, indent=1) + "\n", encoding="utf-8")
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has written into this folder."""
+    return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
+
+
+def _move_aside(folder: Path) -> Path:
+    """Rename a run's folder to the first free NAME.1, NAME.2 ...; returns the new path."""
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    try:
+        folder.rename(target)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be moved aside: {error.strerror}; choose another --run-dir") from None
+    return target
+
+
+def describe_environment(device: torch.device, world_size: int) -> dict[str, Any]:
+    """Versions, device, commit and an allow-list of variables: what a figure needs to be compared."""
+    cuda = device.type == "cuda"
+    return {
+        "command": sys.argv,
+        "commit": _git_commit(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "torchvision": torchvision.__version__,
+        "cuda": torch.version.cuda if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "device": torch.cuda.get_device_name(device) if cuda else _processor(),
+        "threads": torch.get_num_threads(),
+        "world_size": world_size,
+        "host": platform.node(),
+        "variables": {name: os.environ[name] for name in RECORDED_VARIABLES if name in os.environ},
+    }
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Keep the lines of metrics.jsonl up to `step`: what came after it is about to be trained again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):  # a line that a kill cut short
+            continue
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(path)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]} x {len(names)}" if names else platform.machine()
+
+
+def _git_commit() -> str | None:
+    here = Path(__file__).resolve().parent
+    commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
+    try:
+        commit, changes = (
+            subprocess.run(command, cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+            for command in commands
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + (" with changes" if changes else "")
