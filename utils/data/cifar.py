@@ -12,6 +12,9 @@ import hashlib
 import json
 import os
 import secrets
+import shlex
+import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +132,7 @@ VERSIONS = {version.name: version for version in (CIFAR10, CIFAR100)}
 
 def remedy(version: CifarVersion, data_path: Path) -> str:
     """The two commands that bring sound files, with and without a network."""
-    command = f"python -m tools.prepare_data --dataset {version.name} --data_path {data_path}"
+    command = f"python -m tools.prepare_data --dataset {version.name} --data_path {shlex.quote(str(data_path))}"
     return f"With a network: {command}\nWithout one:    {command} --from ARCHIVE_OR_FOLDER"
 
 
@@ -251,9 +254,29 @@ def exclusive_lock(path: Path) -> Iterator[bool]:
     with path.open("a") as file:
         locked = True
         try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process, which holds {path}", file=sys.stderr, flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
             locked = False
         yield locked
+
+
+@contextlib.contextmanager
+def partial_folder(target: Path, *, alone: bool) -> Iterator[Path]:
+    """A new folder beside `target`, to be filled and renamed to it; whatever is left of it at the end is removed.
+
+    `alone` says that a lock is held, so that any other such folder was left by a process that was killed: it goes too.
+    """
+    if alone:
+        for leftover in target.parent.glob(f".{target.name}.*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        partial.mkdir()
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

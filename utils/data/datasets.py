@@ -1,14 +1,21 @@
 """What a dataset is to the rest of the code, and `load_dataset()`, which finds or makes one by name."""
 
+import http.client
 import math
-import secrets
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from utils.data.cifar import VERSIONS, CifarVersion, exclusive_lock, read_class_names, read_split, remedy
+from utils.data.cifar import (
+    VERSIONS,
+    CifarVersion,
+    exclusive_lock,
+    partial_folder,
+    read_class_names,
+    read_split,
+    remedy,
+)
 from utils.data.shapes import CLASS_NAMES, draw_shapes
 from utils.errors import ConfigError, DataError
 
@@ -91,19 +98,15 @@ def _download_python_version(version: CifarVersion, data_path: Path) -> None:
 
     dataset_class = getattr(torchvision.datasets, version.torchvision_class)
     target = data_path / version.python_folder
-    partial = data_path / f".{version.python_folder}.{secrets.token_hex(4)}"
     try:
         data_path.mkdir(parents=True, exist_ok=True)
-        with exclusive_lock(data_path / f".{version.name}.lock"):
+        with exclusive_lock(data_path / f".{version.name}.lock") as locked:
             if target.is_dir():  # another process brought it while this one waited
                 return
-            try:
-                partial.mkdir()
+            with partial_folder(target, alone=locked) as partial:
                 dataset_class(partial, download=True)
                 (partial / version.python_folder).rename(target)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, http.client.HTTPException) as error:
         if target.is_dir():  # without locks, the other one was faster
             return
         raise DataError(f"{version.title} cannot be downloaded: {error}\n{remedy(version, data_path)}") from error

@@ -1,0 +1,344 @@
+"""Datasets on disk: the official binary version, torchvision's, and the drawn shapes."""
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torchvision
+from tiny_cifar import RECORDS_PER_FILE, TinyCifar, make_archive, make_tiny_cifar, md5, serve
+
+from utils.data import cifar
+from utils.data.cifar import VERSIONS, fingerprint
+from utils.data.datasets import Dataset, channel_statistics, load_dataset
+from utils.errors import ConfigError, DataError
+
+NAMES = ("cifar10", "cifar100")
+
+
+@pytest.fixture(params=NAMES)
+def tiny(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TinyCifar:
+    return make_tiny_cifar(request.param, monkeypatch)
+
+
+def load(tiny: TinyCifar, data_path: Path, *, download: bool = False) -> Dataset:
+    return load_dataset(tiny.version.name, data_path, download=download)
+
+
+def assert_holds(dataset: Dataset, tiny: TinyCifar) -> None:
+    """Every record of `tiny`, in order: the last label byte, then three planes of 32 rows of 32 pixels."""
+    assert dataset.name == tiny.version.name
+    assert dataset.class_names == tiny.version.class_names
+    for arrays, split in ((dataset.train, tiny.version.train), (dataset.valid, tiny.version.valid)):
+        records = tiny.split(split)
+        assert arrays.images.dtype == np.uint8 and arrays.labels.dtype == np.int64
+        assert arrays.images.shape == (len(split.files) * RECORDS_PER_FILE, 3, 32, 32)
+        for image, label, record in zip(arrays.images, arrays.labels, records, strict=True):
+            assert label == record[tiny.version.label_bytes - 1]
+            pixels = record[tiny.version.label_bytes :]
+            assert image[2, 5, 7] == pixels[2 * 1024 + 5 * 32 + 7]
+            assert image.tobytes() == pixels.tobytes()
+
+
+# ---- the binary version
+
+
+def test_binary_version_holds_every_record(tiny: TinyCifar, tmp_path: Path) -> None:
+    tiny.write_binary(tmp_path)
+    assert_holds(load(tiny, tmp_path), tiny)
+
+
+def test_one_file_is_mapped_and_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny = make_tiny_cifar("cifar100", monkeypatch)
+    tiny.write_binary(tmp_path)
+    images = load(tiny, tmp_path).train.images
+    owner = images
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    assert isinstance(owner, np.memmap)
+    assert not images.flags.writeable
+
+
+def test_class_names_come_from_the_file_if_there_is_one(tiny: TinyCifar, tmp_path: Path) -> None:
+    folder = tiny.write_binary(tmp_path)
+    names = [f"name {number}" for number in range(len(tiny.version.class_names))]
+    (folder / tiny.version.names_file).write_text("\n".join(names) + "\n\n")  # CIFAR-10's ends with an empty line
+    assert load(tiny, tmp_path).class_names == tuple(names)
+    (folder / tiny.version.names_file).write_text("one\ntwo\n")
+    with pytest.raises(DataError, match=f"{tiny.version.names_file}: 2 class names"):
+        load(tiny, tmp_path)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def alter_first_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+
+
+def alter_last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 128
+    path.write_bytes(content)
+
+
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage", [cut, lengthen, alter_first_byte, alter_last_byte, Path.unlink, replace_by_folder])
+@pytest.mark.parametrize("which", [0, -1])
+@pytest.mark.parametrize("verified_before", [False, True])
+def test_damage_is_an_error_that_names_the_file_and_the_remedy(
+    tiny: TinyCifar, tmp_path: Path, damage: Callable[[Path], None], which: int, verified_before: bool
+) -> None:
+    folder = tiny.write_binary(tmp_path)
+    if verified_before:
+        load(tiny, tmp_path)
+    path = folder / list(tiny.records)[which]
+    damage(path)
+    os.utime(path.parent if not path.is_file() else path, ns=(1, 1))  # not left to the clock's resolution
+    with pytest.raises(DataError) as caught:
+        load(tiny, tmp_path)
+    message = str(caught.value)
+    assert caught.value.exit_status == 3
+    assert str(path) in message
+    if damage in (cut, lengthen):
+        expected = RECORDS_PER_FILE * tiny.version.record_bytes
+        assert str(expected) in message and str(expected + (1 if damage is lengthen else -1)) in message
+    command = f"python -m tools.prepare_data --dataset {tiny.version.name} --data_path {tmp_path}"
+    assert command in message and f"{command} --from ARCHIVE_OR_FOLDER" in message
+
+
+def test_labels_out_of_range_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny = make_tiny_cifar("cifar100", monkeypatch)
+    tiny.records["test.bin"][3, 1] = 100
+    proved = fingerprint([tiny.records["test.bin"]])
+    object.__setattr__(tiny.version.valid, "fingerprint", proved)
+    tiny.write_binary(tmp_path)
+    with pytest.raises(DataError, match=r"test\.bin: label 100 found, CIFAR-100 has labels 0 to 99"):
+        load(tiny, tmp_path)
+
+
+def test_fingerprint_is_the_sum_of_the_digests_of_the_records() -> None:
+    records = np.arange(3 * 5, dtype=np.uint8).reshape(3, 5)
+    digests = [hashlib.sha256(bytes(range(start, start + 5))).hexdigest() for start in (0, 5, 10)]
+    expected = f"{sum(int(digest, 16) for digest in digests) % 2**256:064x}"
+    assert fingerprint([records]) == expected
+    assert fingerprint([records[[2]], records[[0, 1]]]) == expected  # another order, another division into files
+    assert fingerprint([records[::2]]) != expected
+    assert fingerprint([records[[0, 1, 2, 2]]]) != expected
+
+
+def test_the_same_records_in_another_order_are_as_good(tiny: TinyCifar, tmp_path: Path) -> None:
+    for name in tiny.records:
+        tiny.records[name][:] = tiny.records[name][::-1].copy()
+    tiny.write_binary(tmp_path)
+    assert_holds(load(tiny, tmp_path), tiny)
+
+
+def test_a_verified_folder_is_not_hashed_again(
+    tiny: TinyCifar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.write_binary(tmp_path)
+    hashed: list[str] = []
+
+    def counted(records: object) -> str:
+        hashed.append("again")
+        return fingerprint(records)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cifar, "fingerprint", counted)
+    load(tiny, tmp_path)
+    assert len(hashed) == 2
+    load(tiny, tmp_path)
+    assert len(hashed) == 2
+    (folder / cifar.VERIFIED_FILE).write_text('{"train": ')  # a broken proof proves nothing
+    load(tiny, tmp_path)
+    assert len(hashed) == 4
+
+
+def test_a_folder_that_cannot_be_written_is_read_all_the_same(
+    tiny: TinyCifar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.write_binary(tmp_path)
+
+    def refuse(self: Path, text: str) -> int:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert_holds(load(tiny, tmp_path), tiny)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(tiny.records)
+
+
+# ---- absent, or torchvision's version
+
+
+def test_missing_data_name_the_two_commands_that_mend_it(tiny: TinyCifar, tmp_path: Path) -> None:
+    data_path = tmp_path / "my data"
+    with pytest.raises(DataError) as caught:
+        load(tiny, data_path)
+    command = f"python -m tools.prepare_data --dataset {tiny.version.name} --data_path '{data_path}'"
+    assert f"With a network: {command}\n" in str(caught.value)
+    assert str(caught.value).endswith(f"{command} --from ARCHIVE_OR_FOLDER")
+    assert not data_path.exists()
+
+
+def test_unknown_dataset_is_a_configuration_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cifar10, cifar100, shapes"):
+        load_dataset("cifar1000", tmp_path, download=False)
+
+
+def test_torchvision_version_gives_what_the_binary_version_gives(
+    tiny: TinyCifar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.publish_python(monkeypatch)
+    tiny.write_python(tmp_path)
+    dataset = load(tiny, tmp_path)
+    assert_holds(dataset, tiny)
+    assert dataset.train.images.flags.c_contiguous
+    assert (dataset.mean, dataset.std) == (tiny.version.mean, tiny.version.std)
+
+
+def test_altered_torchvision_version_is_refused_unopened(
+    tiny: TinyCifar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.publish_python(monkeypatch)
+    folder = tiny.write_python(tmp_path)
+    trap = tmp_path / "opened"
+    first = next(iter(tiny.pickles()))
+    (folder / first).write_bytes(b"cos\nmkdir\n(V%s\ntR." % str(trap).encode())
+    with pytest.raises(DataError, match=tiny.version.python_folder):
+        load(tiny, tmp_path)
+    assert not trap.exists()
+
+
+@pytest.fixture
+def published(tiny: TinyCifar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, list[str]]]:
+    """The archive that torchvision fetches, from this machine, and a list that grows with every fetch."""
+    monkeypatch.setenv("no_proxy", "*")
+    tiny.publish_python(monkeypatch)
+    folder = tiny.version.python_folder
+    members = {f"{folder}/{name}": content for name, content in {**tiny.pickles(), **tiny.meta_pickle()}.items()}
+    dataset_class = getattr(torchvision.datasets, tiny.version.torchvision_class)
+    (tmp_path / "server").mkdir()
+    archive = make_archive(tmp_path / "server" / dataset_class.filename, members)
+    monkeypatch.setattr(dataset_class, "tgz_md5", md5(archive.read_bytes()))
+    fetched: list[str] = []
+    original = dataset_class.download
+
+    def counted(self: object) -> None:
+        fetched.append(dataset_class.url)
+        original(self)
+
+    monkeypatch.setattr(dataset_class, "download", counted)
+    with serve(archive.parent) as address:
+        monkeypatch.setattr(dataset_class, "url", f"{address}/{archive.name}")
+        yield archive, fetched
+
+
+def test_download_once_by_however_many(tiny: TinyCifar, tmp_path: Path, published: tuple[Path, list[str]]) -> None:
+    data_path, (_, fetched) = tmp_path / "data", published
+    loaded: list[Dataset] = []
+    threads = [
+        threading.Thread(target=lambda: loaded.append(load(tiny, data_path, download=True))) for _ in range(3)
+    ]  # a file lock keeps threads apart as it does processes: each opens the file for itself
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(loaded) == 3 and len(fetched) == 1
+    for dataset in loaded:
+        assert_holds(dataset, tiny)
+    expected = [f".{tiny.version.name}.lock", tiny.version.python_folder]
+    assert sorted(path.name for path in data_path.iterdir()) == expected
+    assert_holds(load(tiny, data_path), tiny)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, cut, alter_last_byte])
+def test_failed_download_leaves_nothing_and_names_the_remedy(
+    tiny: TinyCifar, tmp_path: Path, published: tuple[Path, list[str]], damage: Callable[[Path], None]
+) -> None:
+    data_path, (archive, _) = tmp_path / "data", published
+    damage(archive)
+    with pytest.raises(DataError, match=r"cannot be downloaded: [\s\S]*--from ARCHIVE_OR_FOLDER"):
+        load(tiny, data_path, download=True)
+    assert [path.name for path in data_path.iterdir()] == [f".{tiny.version.name}.lock"]
+
+
+# ---- shapes
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return load_dataset("shapes", tmp_path_factory.mktemp("empty"), download=False)
+
+
+def test_shapes_are_the_same_bytes_everywhere(shapes: Dataset) -> None:
+    digest = hashlib.sha256()
+    for arrays in (shapes.train, shapes.valid):
+        digest.update(arrays.images.tobytes())
+        digest.update(arrays.labels.astype("<i8").tobytes())
+    assert digest.hexdigest() == "654d2101f3450ffc583d2d9ff1cf15ab81ed4619f52f542a67d62b2e33777ddc"
+
+
+def test_shapes_are_balanced_and_described(shapes: Dataset) -> None:
+    assert len(shapes.class_names) == 10
+    for arrays, count in ((shapes.train, 1000), (shapes.valid, 200)):
+        assert arrays.images.shape == (10 * count, 3, 32, 32) and arrays.images.dtype == np.uint8
+        assert arrays.labels.dtype == np.int64
+        assert np.bincount(arrays.labels).tolist() == [count] * 10
+    scaled = shapes.train.images.astype(np.float64) / 255
+    assert shapes.mean == pytest.approx(scaled.mean(axis=(0, 2, 3)), rel=1e-12)
+    assert shapes.std == pytest.approx(scaled.std(axis=(0, 2, 3)), rel=1e-9)
+
+
+def test_seed_changes_the_shapes_and_no_image_is_in_both_splits(shapes: Dataset, tmp_path: Path) -> None:
+    other = load_dataset("shapes", tmp_path, download=False, seed=1)
+    images = [image.tobytes() for split in (shapes, other) for a in (split.train, split.valid) for image in a.images]
+    assert len(set(images)) == len(images) == 24_000
+
+
+def test_shapes_cannot_be_told_by_a_linear_classifier(shapes: Dataset) -> None:
+    """Least squares on the pixels, 2 x 2 averaged, reaches about 20 %; a small ResNet above 99 % in four epochs."""
+
+    def features(images: np.ndarray) -> np.ndarray:
+        averaged = images.reshape(-1, 3, 16, 2, 16, 2).mean(axis=(3, 5), dtype=np.float32) / 255
+        return np.concatenate([averaged.reshape(len(images), -1), np.ones((len(images), 1), np.float32)], axis=1)
+
+    train, targets = features(shapes.train.images), np.eye(10, dtype=np.float32)[shapes.train.labels]
+    weights = np.linalg.solve(train.T @ train + np.eye(train.shape[1], dtype=np.float32), train.T @ targets)
+    accuracy = (np.argmax(features(shapes.valid.images) @ weights, axis=1) == shapes.valid.labels).mean()
+    assert accuracy < 0.6
+
+
+# ---- the real data
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_official_data(name: str) -> None:
+    if "CIFAR_DATA" not in os.environ:
+        pytest.skip("CIFAR_DATA names no folder with the official binary version")
+    dataset = load_dataset(name, Path(os.environ["CIFAR_DATA"]), download=False)
+    assert dataset.train.images.shape == (50_000, 3, 32, 32) and dataset.valid.images.shape == (10_000, 3, 32, 32)
+    num_classes = len(dataset.class_names)
+    assert np.bincount(dataset.train.labels).tolist() == [50_000 // num_classes] * num_classes
+    assert np.bincount(dataset.valid.labels).tolist() == [10_000 // num_classes] * num_classes
+    mean, std = channel_statistics(dataset.train.images)
+    assert dataset.mean == pytest.approx(mean, rel=1e-14)
+    assert dataset.std == pytest.approx(std, rel=1e-14)
+    # The built-in names are those of the archive, and the fingerprint is computed anew, whatever is remembered.
+    version, folder = VERSIONS[name], Path(os.environ["CIFAR_DATA"]) / VERSIONS[name].folder
+    assert dataset.class_names == version.class_names
+    for split in version.splits:
+        assert fingerprint(cifar.map_records(folder / file, version) for file in split.files) == split.fingerprint

@@ -1,0 +1,60 @@
+"""Bring CIFAR to a machine, before the job: on a login node, or from a local copy where there is no network.
+
+    python -m tools.prepare_data --dataset cifar100 --data_path data
+    python -m tools.prepare_data --dataset cifar100 --data_path data --from cifar-100-python.tar.gz
+    python -m tools.prepare_data --dataset cifar100 --data_path /shared/data --stage /local/data
+
+It writes the files of the official binary version, verified, in one rename: an interrupted or failed run leaves
+nothing that could be taken for data, and two runs at once do the work once.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from utils.errors import ExpectedError
+
+DATASETS = ("cifar10", "cifar100")
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parse_arguments(argv)
+    try:
+        from utils.data.cifar import VERSIONS  # here, since the package imports torch, for which --help need not wait
+        from utils.data.prepare import prepare
+
+        version = VERSIONS[arguments.dataset]
+        print(prepare(version, arguments.data_path, arguments.source))
+        if arguments.stage is not None:
+            print(prepare(version, arguments.stage, arguments.data_path / version.folder))
+    except ExpectedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("error: interrupted; nothing half-written is left. The same command starts again.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.prepare_data",
+        description="Download, or take from a local copy, verify and write CIFAR in its official binary version.",
+        allow_abbrev=False,
+        epilog="Exit status: 0 done or already there; 2 usage; 3 bad input, no network or no room; 130 interrupted.",
+    )
+    parser.add_argument("--dataset", required=True, choices=DATASETS)
+    parser.add_argument("--data_path", required=True, type=Path, metavar="DIR", help="where the data shall be")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="ARCHIVE_OR_FOLDER",
+        help="a local tar.gz, tar or folder of the binary or the python version, instead of a download",
+    )
+    parser.add_argument("--stage", type=Path, metavar="NODE_LOCAL_DIR", help="copy to this folder too, for fast reads")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
