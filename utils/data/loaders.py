@@ -13,7 +13,7 @@ from utils.data.datasets import ImageArrays
 from utils.data.sampling import EpochPlan, IntArray
 
 
-class _AugmentedImages:
+class AugmentedImages:
     """What a DataLoader worker runs: the batch with these indices in this epoch, cut, flipped and rotated.
 
     The images stay uint8 until they are on the device: a quarter of the bytes to hand over and copy.
@@ -31,7 +31,7 @@ class _AugmentedImages:
         return torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(self.arrays.labels[indices])
 
 
-class _Batches:
+class BatchSampler:
     """A DataLoader's sampler: (epoch, indices) of one batch after the other, so that workers need no shared state."""
 
     def __init__(self, plan: EpochPlan) -> None:
@@ -51,9 +51,9 @@ class TorchvisionLoader:
         self, arrays: ImageArrays, plan: EpochPlan, normalise: Normalise, device: torch.device, num_workers: int
     ) -> None:
         self.plan, self.normalise, self.device = plan, normalise, device
-        self.sampler = _Batches(plan)
+        self.sampler = BatchSampler(plan)
         self.loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
-            _AugmentedImages(arrays, plan),  # type: ignore[arg-type]
+            AugmentedImages(arrays, plan),  # type: ignore[arg-type]
             batch_size=None,
             sampler=self.sampler,  # type: ignore[arg-type]
             num_workers=num_workers,

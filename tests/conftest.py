@@ -1,0 +1,65 @@
+"""Shared by all tests: small configurations, single-process places, and which tests this machine can run."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from utils.config import Config, load_config
+from utils.distributed import Distributed
+
+ROOT = Path(__file__).resolve().parent.parent
+CIFAR100 = ROOT / "config/cifar100.yaml"
+
+# A whole run in about a second: drawn shapes, the smallest network, few batches, plain float32.
+TINY = {
+    "dataset": "shapes",
+    "num_classes": 10,
+    "data_loader": "device",
+    "model": "resnet8",
+    "batch_size": 32,
+    "valid_batch_size_per_gpu": 100,
+    "limit_train_batches": 4,
+    "limit_valid_batches": 2,
+    "max_epochs": 2,
+    "log_freq": 2,
+    "log_to_tensorboard": False,
+    "num_data_workers": 0,
+    "device": "cpu",
+}
+
+
+@pytest.fixture
+def tiny() -> Callable[..., Config]:
+    """tiny(block="default", **changes): a block of config/cifar100.yaml cut down to a second."""
+
+    def load(block: str = "default", **changes: Any) -> Config:
+        values = load_config(CIFAR100, block).model_dump() | TINY | changes
+        return Config(**values)
+
+    return load
+
+
+@pytest.fixture
+def alone() -> Distributed:
+    """The place of a single process on the CPU."""
+    return Distributed(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def cifar_path() -> Path:
+    """The folder with the real CIFAR binaries; skips where the environment variable CIFAR_DATA is not set."""
+    folder = os.environ.get("CIFAR_DATA")
+    if not folder:
+        pytest.skip("CIFAR_DATA is not set: the folder that holds cifar-100-binary/ and cifar-10-batches-bin/")
+    return Path(folder)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
