@@ -93,10 +93,10 @@ def make_tiny_cifar(name: str, monkeypatch: pytest.MonkeyPatch) -> TinyCifar:
     return TinyCifar(version, records)
 
 
-Members = dict[str, bytes] | list[tuple[tarfile.TarInfo, bytes]]
+MemberList = list[tuple[tarfile.TarInfo, bytes]]
 
 
-def make_archive(path: Path, members: Members, *, packed: bool = True) -> Path:
+def make_archive(path: Path, members: dict[str, bytes] | MemberList, *, packed: bool = True) -> Path:
     if isinstance(members, dict):
         members = [(tarfile.TarInfo(name), content) for name, content in members.items()]
     with (
