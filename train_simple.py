@@ -2,8 +2,8 @@
 
     python train_simple.py [--data_path ./data] [--epochs 100]
 
-One process, float32, SGD, the tutorial's plateau schedule. train.py adds, each as a switch: mixed precision, NHWC, fused
-updates, many ranks, warm-up, profiling, and what a long run needs: log files, checkpoints, resuming, a clean stop.
+One process, float32, SGD, the tutorial's plateau schedule. train.py adds, each as a switch: mixed precision, NHWC,
+fused updates, many ranks, warm-up, profiling, and what a long run needs: logs, checkpoints, resuming, a clean stop.
 """
 
 import argparse

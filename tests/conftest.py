@@ -37,7 +37,9 @@ def tiny() -> Callable[..., Config]:
     """tiny(block="default", **changes): a block of config/cifar100.yaml cut down to a second."""
 
     def load(block: str = "default", **changes: Any) -> Config:
-        values = load_config(CIFAR100, block).model_dump() | TINY | changes
+        values = load_config(CIFAR100, block).model_dump() | TINY
+        values["lr_warmup_epochs"] = min(values["lr_warmup_epochs"], 1)
+        values |= changes
         return Config(**values)
 
     return load

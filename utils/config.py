@@ -152,7 +152,7 @@ class Config(BaseModel):
             raise ValueError("lr_schedule onecycle needs lr_warmup_epochs, its rise, between 0 and max_epochs")
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov needs a momentum above 0")
-        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
+        if self.batch_size % min(self.micro_batch_size or self.batch_size, self.batch_size):
             raise ValueError(
                 f"batch_size {self.batch_size} must be a multiple of micro_batch_size {self.micro_batch_size}"
             )

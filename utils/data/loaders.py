@@ -6,14 +6,14 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from utils.data.augment import BatchAugmenter, Normalise, augment_each
 from utils.data.datasets import ImageArrays
 from utils.data.sampling import EpochPlan, IntArray
 
 
-class AugmentedImages:
+class AugmentedImages(Dataset[tuple[Tensor, Tensor]]):
     """What a DataLoader worker runs: the batch with these indices in this epoch, cut, flipped and rotated.
 
     The images stay uint8 until they are on the device: a quarter of the bytes to hand over and copy.
@@ -31,7 +31,7 @@ class AugmentedImages:
         return torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(self.arrays.labels[indices])
 
 
-class BatchSampler:
+class BatchSampler(Sampler[tuple[int, IntArray]]):
     """A DataLoader's sampler: (epoch, indices) of one batch after the other, so that workers need no shared state."""
 
     def __init__(self, plan: EpochPlan) -> None:
@@ -53,9 +53,9 @@ class TorchvisionLoader:
         self.plan, self.normalise, self.device = plan, normalise, device
         self.sampler = BatchSampler(plan)
         self.loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
-            AugmentedImages(arrays, plan),  # type: ignore[arg-type]
+            AugmentedImages(arrays, plan),
             batch_size=None,
-            sampler=self.sampler,  # type: ignore[arg-type]
+            sampler=self.sampler,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=device.type == "cuda",

@@ -1,0 +1,73 @@
+"""The networks: size, cost, shapes, layout."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from models import build_model
+
+
+@pytest.mark.parametrize(
+    ("model", "stem", "num_classes", "parameters"),
+    [
+        ("resnet50", "7x7", 100, 23_712_932),  # the tutorial's, counted there
+        ("resnet50", "3x3", 100, 23_705_252),
+        ("resnet18", "3x3", 10, 11_173_962),  # as in the widely used pytorch-cifar
+        ("resnet20", "7x7", 10, 272_474),  # 0.27 M in table 6 of He et al., with projection shortcuts
+        ("resnet56", "7x7", 10, 855_770),  # 0.85 M there
+    ],
+)
+def test_number_of_parameters(tiny, model, stem, num_classes, parameters):
+    built = build_model(tiny(model=model, stem=stem, num_classes=num_classes))
+    assert sum(parameter.numel() for parameter in built.parameters()) == parameters
+
+
+def test_resnet50_needs_2_61_gflop_forward(tiny):
+    model = build_model(tiny(model="resnet50", num_classes=100)).eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 3, 32, 32))
+    assert counter.get_total_flops() / 1e9 == pytest.approx(2.61, abs=0.01)
+
+
+def test_small_images_keep_their_resolution_through_the_stem(tiny):
+    model = build_model(tiny(model="resnet50", num_classes=100)).eval()
+    sizes = {}
+    for name in ("conv1", "layer1", "layer2", "layer3", "layer4"):
+        model.get_submodule(name).register_forward_hook(
+            lambda _module, _inputs, output, name=name: sizes.update({name: tuple(output.shape[1:])})
+        )
+    with torch.no_grad():
+        assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
+    assert sizes == {
+        "conv1": (64, 32, 32),
+        "layer1": (256, 32, 32),
+        "layer2": (512, 16, 16),
+        "layer3": (1024, 8, 8),
+        "layer4": (2048, 4, 4),
+    }
+
+
+@pytest.mark.parametrize("model", ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet8", "resnet20"])
+def test_every_network_trains_a_step(tiny, model):
+    built = build_model(tiny(model=model))
+    built(torch.randn(2, 3, 32, 32)).sum().backward()
+    assert all(parameter.grad is not None for parameter in built.parameters())
+
+
+def test_memory_format_does_not_change_the_result(tiny):
+    torch.manual_seed(0)
+    model = build_model(tiny(model="resnet18")).eval()
+    images = torch.randn(4, 3, 32, 32)
+    with torch.no_grad():
+        plain = model(images)
+        nhwc = model.to(memory_format=torch.channels_last)(images.to(memory_format=torch.channels_last))
+    torch.testing.assert_close(nhwc, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_follow_from_the_seed(tiny):
+    def weights(seed):
+        torch.manual_seed(seed)
+        return build_model(tiny()).fc.weight
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))

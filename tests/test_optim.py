@@ -1,0 +1,142 @@
+"""Learning-rate factors against literal lists and PyTorch's schedulers; the optimizer against plain SGD."""
+
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from utils.optim import Plateau, Schedule, build_optimizer, build_schedule, load_optimizer, set_learning_rate
+
+
+def factors(schedule, steps):
+    return [schedule.factor(step) for step in range(steps)]
+
+
+def test_warmup_rises_with_every_step():
+    schedule = Schedule(kind="constant", warmup_steps=4, total_steps=6)
+    assert factors(schedule, 6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_warmup_of_the_tutorial_ends_at_its_peak(tiny):
+    # bs2048-warmup-opt: 16 epochs of 24 steps; the tutorial's epochs ended at lr * epoch / 16
+    schedule = build_schedule(tiny(lr_warmup_epochs=16, max_epochs=120, lr=0.4), steps_per_epoch=24)
+    assert [0.4 * schedule.factor(24 * epoch - 1) for epoch in (1, 2, 16, 17)] == pytest.approx([0.025, 0.05, 0.4, 0.4])
+
+
+def test_step_schedule_cuts_after_its_milestones(tiny):
+    config = tiny(lr_schedule="step", lr_milestones=(1, 2), max_epochs=3)
+    assert factors(build_schedule(config, 2), 6) == pytest.approx([1, 1, 0.2, 0.2, 0.04, 0.04])
+
+
+def test_cosine_equals_pytorch():
+    parameter = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    reference = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
+    expected = []
+    for _ in range(50):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        reference.step()
+    assert factors(Schedule(kind="cosine", warmup_steps=0, total_steps=50), 50) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("warmup", "total"), [(10, 40), (2, 5), (7, 9)])
+def test_onecycle_equals_pytorch(warmup, total):
+    parameter = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9)
+    reference = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=1.0, total_steps=total, pct_start=warmup / total, cycle_momentum=False
+    )
+    expected = []
+    for step in range(total):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if step < total - 1:
+            reference.step()
+    ours = factors(Schedule(kind="onecycle", warmup_steps=warmup, total_steps=total), total)
+    assert ours == pytest.approx(expected)
+
+
+def test_plateau_cuts_when_pytorch_does():
+    generator = random.Random(0)
+    for _ in range(20):
+        patience = generator.randint(0, 4)
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+        reference = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=patience, eps=0)
+        ours = Plateau(patience)
+        schedule = Schedule(kind="plateau", warmup_steps=0, total_steps=1, decay_factor=0.5)
+        for _ in range(40):
+            loss = generator.random()
+            reference.step(loss)
+            ours.observe(loss)
+            assert schedule.factor(0, ours.cuts) == pytest.approx(optimizer.param_groups[0]["lr"])
+
+
+def test_plateau_never_takes_nan_for_progress():
+    plateau = Plateau(patience=0)
+    plateau.observe(math.nan)
+    assert plateau.cuts == 1
+
+
+def test_learning_rate_reaches_every_group():
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(()))], "lr": lr} for lr in (1.0, 0.1)])
+    for factor in (0.5, 0.25):  # from the initial rate each time, not from the last
+        set_learning_rate(optimizer, factor)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.025]
+
+
+def train(optimizer, parameter, gradients, scaler=None):
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    return parameter.detach().clone()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_fused_sgd_equals_plain_sgd(tiny, nesterov):
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(50, generator=generator) for _ in range(5)]
+    results = []
+    for fused in (False, True):
+        parameter = nn.Parameter(torch.ones(50))
+        model = nn.ParameterList([parameter])
+        optimizer = build_optimizer(tiny(fused_optimizer=fused, nesterov=nesterov), model)
+        results.append(train(optimizer, parameter, gradients))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-7)
+
+
+def test_fused_sgd_survives_a_first_step_that_loss_scaling_skips(tiny):
+    """PyTorch's fused kernel leaves a momentum buffer unwritten then; deterministic mode fills such memory with NaN."""
+    parameter = nn.Parameter(torch.ones(50))
+    optimizer = build_optimizer(tiny(fused_optimizer=True), nn.ParameterList([parameter]))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.zeros(()))  # makes the scaler create its state, as scaling a loss does
+    overflow, gradient = torch.full((50,), math.inf), torch.full((50,), 2.0)
+    torch.use_deterministic_algorithms(True)
+    try:
+        result = train(optimizer, parameter, [overflow, gradient, gradient], scaler)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    plain = nn.Parameter(torch.ones(50))
+    reference = build_optimizer(tiny(fused_optimizer=False), nn.ParameterList([plain]))
+    torch.testing.assert_close(
+        result, train(reference, plain, [gradient, gradient])
+    )  # the scale is 1 after the overflow
+
+
+def test_restored_optimizer_keeps_its_buffers_but_not_its_options(tiny):
+    def optimizer(**changes):
+        return build_optimizer(tiny(**changes), nn.ParameterList([nn.Parameter(torch.ones(3))]))
+
+    before = optimizer(lr=0.1, momentum=0.9)
+    train(before, before.param_groups[0]["params"][0], [torch.ones(3)])
+    after = optimizer(lr=0.5, momentum=0.8)
+    load_optimizer(after, before.state_dict())
+    assert (after.param_groups[0]["lr"], after.param_groups[0]["momentum"]) == (0.5, 0.8)
+    assert torch.equal(*(next(iter(side.state.values()))["momentum_buffer"] for side in (before, after)))

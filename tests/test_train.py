@@ -1,0 +1,299 @@
+"""Whole runs through the Trainer: what they compute, write, say, and how they end."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import train as train_module
+import train_simple
+from tests.conftest import ROOT, TINY
+from train import Trainer
+from utils.checkpoint import read_checkpoint
+from utils.cli import Arguments
+from utils.errors import ConfigError, DataError, ExpectedError
+
+FIFTEEN = [
+    "bs128", "bs256", "bs256-prof", "bs256-amp", "bs256-amp-prof", "bs256-amp-nhwc", "bs256-amp-nhwc-prof",
+    "bs256-amp-nhwc-extra-opts", "bs256-amp-nhwc-extra-opts-prof", "bs128-opt", "bs512-opt", "bs1024-opt", "bs2048-opt",
+    "bs1024-warmup-opt", "bs2048-warmup-opt",
+]  # fmt: skip
+
+
+def records(folder, kind):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def run(config, place, folder, resume="auto"):
+    trainer = Trainer(config, place)
+    trainer.train(folder, "tiny", resume)
+    return trainer
+
+
+def without_times(rows):
+    return [{key: value for key, value in row.items() if key not in ("seconds", "images_per_sec")} for row in rows]
+
+
+def test_train_py_with_every_switch_off_equals_train_simple(tiny, alone, tmp_path, monkeypatch):
+    config = tiny("bs128", data_loader="torchvision", limit_train_batches=6, max_epochs=3)
+    run(config, alone, tmp_path / "run")
+    simple = train_simple.Trainer(config)
+    # the drawn shapes bring their own mean and deviation; train_simple is written for CIFAR-100 alone
+    dataset = train_module.open_dataset(config, alone)
+    simple.normalise = train_module.build_loaders(config, dataset, alone)[0].normalise
+    history = simple.train()
+    ours = records(tmp_path / "run", "epoch")
+    assert [{key: row[key] for key in history[0]} for row in ours] == history
+
+
+def test_two_epochs_equal_one_and_a_resumed_one(tiny, alone, tmp_path):
+    whole = run(tiny(max_epochs=2), alone, tmp_path / "whole")
+    run(tiny(max_epochs=1), alone, tmp_path / "parts")
+    resumed = run(tiny(max_epochs=2), alone, tmp_path / "parts")
+    for kind in ("step", "epoch"):
+        assert without_times(records(tmp_path / "parts", kind)) == without_times(records(tmp_path / "whole", kind))
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+    assert whole.step == resumed.step == 8
+
+
+def test_accumulated_micro_batches_give_the_gradient_of_the_whole_batch(tiny, alone):
+    """BatchNorm in eval mode, as it would see other statistics."""
+    gradients = []
+    for micro_batch_size in (None, 8):
+        trainer = Trainer(tiny(micro_batch_size=micro_batch_size, rnd_rotation_angle=0.0), alone)
+        trainer.model.eval()
+        trainer.train_loader.set_epoch(0)
+        images, labels = next(iter(trainer.train_loader))
+        trainer.train_step(images, labels, trainer.sums)
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("switches", [{"enable_nhwc": True}, {"enable_extra_opts": True}, {"enable_amp": True}])
+def test_switches_change_the_speed_and_not_the_training(tiny, alone, tmp_path, switches):
+    reference = run(tiny(limit_train_batches=20, max_epochs=1, lr=0.02), alone, tmp_path / "off")
+    switched = run(tiny(limit_train_batches=20, max_epochs=1, lr=0.02, **switches), alone, tmp_path / "on")
+    off, on = (records(tmp_path / name, "step") for name in ("off", "on"))
+    tolerance = 0.02 if switches.get("enable_amp") else 1e-3
+    assert [row["loss"] for row in on] == pytest.approx([row["loss"] for row in off], rel=tolerance)
+    assert reference.step == switched.step
+
+
+def test_nhwc_reaches_model_and_images(tiny, alone):
+    trainer = Trainer(tiny(enable_nhwc=True), alone)
+    images, _ = next(iter(trainer.train_loader))
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert trainer.model.layer1[0].conv1.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_amp_runs_training_and_validation_in_bf16_on_a_cpu(tiny, alone, tmp_path):
+    trainer = Trainer(tiny(enable_amp=True), alone)
+    dtypes = set()
+    trainer.model.fc.register_forward_hook(lambda module, _inputs, output: dtypes.add((module.training, output.dtype)))
+    trainer.train(tmp_path / "run", "tiny", "auto")
+    assert dtypes == {(True, torch.bfloat16), (False, torch.bfloat16)}
+
+
+def test_fp16_on_a_cpu_is_refused_by_name(tiny, alone):
+    with pytest.raises(ConfigError, match="amp_dtype fp16 needs a CUDA device"):
+        Trainer(tiny(enable_amp=True, amp_dtype="fp16"), alone)
+
+
+def test_extra_opts_switch_their_members_and_members_stand_alone(tiny, alone):
+    group = Trainer(tiny(enable_extra_opts=True, zero_grad_set_to_none=False), alone)
+    assert group.optimizer.param_groups[0]["fused"]
+    assert torch.backends.cudnn.benchmark
+    assert not group.train_step.set_to_none
+    single = Trainer(tiny(fused_optimizer=True), alone)
+    assert single.optimizer.param_groups[0]["fused"]
+    assert not torch.backends.cudnn.benchmark
+
+
+def test_validation_counts_every_image_once(tiny, alone, tmp_path):
+    run(tiny(limit_valid_batches=None, limit_train_batches=1, max_epochs=1), alone, tmp_path)
+    assert records(tmp_path, "epoch")[0]["images/valid"] == 2000
+
+
+def test_train_metrics_cover_the_whole_epoch(tiny, alone, tmp_path):
+    """A learning rate of nothing: the mean over the epoch must equal a separate pass over its batches."""
+    config = tiny(lr=1e-12, momentum=0.0, max_epochs=1, limit_train_batches=5)
+    run(config, alone, tmp_path)
+    trainer = Trainer(config, alone)
+    trainer.model.train()
+    trainer.train_loader.set_epoch(0)
+    with torch.no_grad():
+        losses = [trainer.criterion(trainer.model(images), labels).item() for images, labels in trainer.train_loader]
+    assert records(tmp_path, "epoch")[0]["loss/train"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+
+
+def test_a_batch_can_be_learned_by_heart(tiny, alone):
+    trainer = Trainer(tiny(lr=0.05), alone)
+    images, labels = next(iter(trainer.train_loader))
+    averages = []
+    for _ in range(30):
+        trainer.train_step(images, labels, trainer.sums)
+        averages.append(trainer.sums.average_since_last(alone))
+    assert averages[0]["loss"] > 2.0 > 0.2 > averages[-1]["loss"]
+    assert averages[-1]["acc1"] == 1.0
+
+
+def test_run_folder_holds_what_a_figure_needs(tiny, alone, tmp_path):
+    run(tiny(log_to_tensorboard=True), alone, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        ".lock", "config.yaml", "environment.json", "train.log", "metrics.jsonl", "tb_logs", "checkpoints"
+    }  # fmt: skip
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
+        "best.pt", "step-000000004.pt", "step-000000008.pt"
+    }  # fmt: skip
+    assert json.loads((tmp_path / "environment.json").read_text())["torch"] == str(torch.__version__)
+    log = (tmp_path / "train.log").read_text()
+    assert "Starting Training Loop..." in log
+    assert "Epoch: 1, Iteration: 0, Avg img/sec: " in log
+    assert "Time taken for epoch 2 is " in log
+
+
+def test_tensorboard_has_the_tutorials_tags_by_epoch(tiny, alone, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(tiny(log_to_tensorboard=True), alone, tmp_path)
+    events = EventAccumulator(str(tmp_path / "tb_logs")).Reload()
+    rows = records(tmp_path, "epoch")
+    for tag in ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate"):
+        scalars = events.Scalars(tag)
+        assert [scalar.step for scalar in scalars] == [1, 2]
+        assert [scalar.value for scalar in scalars] == pytest.approx([row[tag] for row in rows], rel=1e-6)
+
+
+def test_saved_config_is_a_block_that_runs_again(tiny, alone, tmp_path):
+    from utils.config import load_config
+
+    config = tiny(lr=0.123)
+    run(config, alone, tmp_path)
+    assert load_config(tmp_path / "config.yaml", "tiny") == config
+
+
+def test_finished_run_says_so_and_trains_nothing(tiny, alone, tmp_path):
+    first = run(tiny(), alone, tmp_path)
+    second = run(tiny(), alone, tmp_path)
+    assert second.best == first.best
+    assert len(records(tmp_path, "epoch")) == 2
+    assert "Already finished: best acc1" in (tmp_path / "train.log").read_text()
+
+
+def test_resume_never_moves_the_earlier_run_aside(tiny, alone, tmp_path):
+    run(tiny(max_epochs=1), alone, tmp_path / "run")
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    run(tiny(max_epochs=1, seed=1), alone, tmp_path / "run", resume="never")
+    assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == before
+    assert len(records(tmp_path / "run", "epoch")) == 1
+
+
+def test_resume_path_starts_from_another_runs_checkpoint(tiny, alone, tmp_path):
+    run(tiny(max_epochs=1), alone, tmp_path / "one")
+    run(tiny(), alone, tmp_path / "two", resume=str(tmp_path / "one"))
+    whole = run(tiny(), alone, tmp_path / "whole")
+    assert [row["epoch"] for row in records(tmp_path / "two", "epoch")] == [2]
+    assert read_checkpoint(tmp_path / "two/checkpoints/step-000000008.pt")["best"] == whole.best
+
+
+def test_non_finite_loss_stops_and_leaves_the_last_checkpoint(tiny, alone, tmp_path):
+    run(tiny(max_epochs=1), alone, tmp_path)
+    good = {path: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
+    trainer = Trainer(tiny(max_epochs=3), alone)
+    step, count = trainer.train_step.__call__, iter(range(100))
+
+    def break_the_second_batch(images, labels, sums):
+        step(images * (math.nan if next(count) == 1 else 1), labels, sums)
+
+    trainer.train_step = break_the_second_batch
+    with pytest.raises(ExpectedError, match="finite number in epoch 2, iteration 1, learning rate"):
+        trainer.train(tmp_path, "tiny", "auto")
+    assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()} == good
+
+
+def test_throughput_leaves_the_first_window_out():
+    from utils.metrics import Throughput
+
+    throughput = Throughput(world_size=2)
+    throughput.windows = [(100, 50.0), (600, 2.0), (400, 2.0)]
+    assert throughput.overall() == 250.0
+    throughput.windows = [(100, 50.0)]
+    assert throughput.overall() == 2.0
+    throughput.add(32)
+    throughput.close_window()
+    assert throughput.windows[-1][0] == 64  # the images of both ranks
+
+
+def test_wrong_number_of_classes_is_refused(tiny, alone):
+    with pytest.raises(ConfigError, match="num_classes is 100, but shapes has 10; use --set num_classes=10"):
+        Trainer(tiny(num_classes=100), alone)
+
+
+def test_missing_data_is_refused(tiny, alone, tmp_path):
+    with pytest.raises(DataError, match=r"python -m tools\.prepare_data"):
+        Trainer(tiny(dataset="cifar100", num_classes=100, data_path=str(tmp_path), download=False), alone)
+
+
+def test_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys):
+    arguments = Arguments(tiny("bs2048-warmup-opt", batch_size=32), "tiny", tmp_path / "run", "auto", dry_run=True)
+    assert train_module.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "78,042 parameters" in said
+    assert "128 in 4 steps an epoch" in said
+    assert "memory estimate" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_memory_estimate_counts_what_autograd_keeps(tiny, alone):
+    from utils.dry_run import activation_bytes_per_image
+
+    trainer = Trainer(tiny(), alone)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    per_image = activation_bytes_per_image(trainer.model, trainer.criterion, trainer.precision)
+    first_stage = 16 * 32 * 32 * 4  # one feature map of the first stage; 7 of them are kept there
+    assert 7 * first_stage < per_image < 14 * first_stage
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+
+
+@pytest.mark.parametrize("block", [*FIFTEEN, "default"])
+def test_every_tutorial_block_trains_two_short_epochs(tiny, alone, tmp_path, block):
+    """On a small network and drawn shapes; test_blocks_on_real_data runs the real thing."""
+    config = tiny(block, limit_train_batches=2, limit_valid_batches=1)
+    run(config, alone, tmp_path)
+    assert [row["epoch"] for row in records(tmp_path, "epoch")] == [1, 2]
+    assert all(math.isfinite(row["loss/valid"]) for row in records(tmp_path, "epoch"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("block", FIFTEEN)
+def test_blocks_on_real_data(block, cifar_path, tmp_path):
+    """The tutorial's blocks by name on real CIFAR-100 with the real ResNet50: two epochs of one batch each."""
+    command = [
+        sys.executable, "train.py", f"--config={block}", f"--run-dir={tmp_path}", "--set", f"data_path={cifar_path}",
+        "--set", "max_epochs=2", "--set", f"lr_warmup_epochs={int('warmup' in block)}",
+        "--set", "limit_train_batches=1", "--set", "limit_valid_batches=1",
+    ]  # fmt: skip
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    rows = records(tmp_path, "epoch")
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert all(3.0 < row["loss/train"] < 10.0 for row in rows)
+
+
+def test_command_line_run_ends_with_the_tutorials_lines(tmp_path):
+    settings = [f"--set={key}={'null' if value is None else value}" for key, value in TINY.items()]
+    command = [sys.executable, "train.py", "--config=bs128-opt", f"--run-dir={tmp_path / 'run'}", *settings]
+    environment = os.environ | {"TRAIN_EXIT_STATUS_FILE": str(tmp_path / "status")}
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=True)
+    assert "INFO - Epoch: 2, Iteration: 2, Avg img/sec: " in result.stdout
+    assert "Finished: best acc1" in result.stdout.splitlines()[-1]
+    assert (tmp_path / "status").read_text() == "0\n"
+    assert Path(tmp_path / "run/checkpoints/best.pt").exists()
