@@ -124,6 +124,7 @@ class Trainer:
                     train_metrics = self._check_finite(self.sums.average(self.place))
                     valid_metrics = self.validate_one_epoch()
                 self._finish_epoch(train_metrics, valid_metrics, started)
+            self.log.say(f"Curves: tensorboard --logdir {folder.parent}    best weights: {folder}/checkpoints/best.pt")
             self.log.say(self._summary(finished_before))
 
     def train_one_epoch(self, started: float) -> None:
