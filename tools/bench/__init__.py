@@ -1,0 +1,1 @@
+"""Measurements with one protocol: `python -m tools.bench --help`."""

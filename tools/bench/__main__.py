@@ -1,0 +1,35 @@
+"""`python -m tools.bench COMMAND`: measure one part of the trainer with trials, median and spread.
+
+A command is a module of this package with `add_arguments(parser)` and `run(options) -> int`, and a line in COMMANDS.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from utils.errors import ExpectedError
+
+COMMANDS = {
+    "loaders": "images/s of each data loader, alone and feeding a training step",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench", description="Measure one part of the trainer.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        if name in argv:  # the others are not imported: torch takes its seconds
+            importlib.import_module(f"tools.bench.{name}").add_arguments(command)
+    options = parser.parse_args(argv)
+    try:
+        return importlib.import_module(f"tools.bench.{options.command}").run(options)
+    except ExpectedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

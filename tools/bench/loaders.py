@@ -1,0 +1,142 @@
+"""Images per second of each data loader, alone and feeding a training step, and how much of a step is waiting."""
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models import build_model
+from tools.bench import common
+from utils.config import Config
+from utils.data import Dataset, Loader, build_loaders, open_dataset
+from utils.distributed import Distributed, process_group, split_batch
+from utils.metrics import MetricSums
+from utils.optim import build_optimizer
+from utils.precision import choose_precision
+from utils.profiling import Profiler
+from utils.step import TrainStep
+
+BACKENDS = ("torchvision", "device")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m tools.bench loaders`."""
+    common.add_arguments(parser, config="bs256-amp-nhwc-extra-opts")
+    parser.add_argument(
+        "--loaders", default=",".join(BACKENDS), metavar="A,B", help=f"which ones (default: {','.join(BACKENDS)})"
+    )
+    parser.add_argument(
+        "--batches", type=int, default=100, metavar="N", help="batches of a trial of a loader alone (default: 100)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, metavar="N", help="training steps of a trial; 0: loaders alone (default: 20)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print a table, write the report."""
+    config = common.read_config(options)
+    with process_group(config.device) as place:
+        dataset = open_dataset(config, place)
+        step = build_step(config, place) if options.steps else None
+        cases: dict[str, Callable[[], Mapping[str, float]]] = {}
+        for name in options.loaders.split(","):
+            chosen = Config(**config.model_dump() | {"data_loader": name})
+            cases[name] = Case(build_loaders(chosen, dataset, place)[0], step, place, options.batches, options.steps)
+        results = common.measure(cases, options.trials)
+        if place.is_main:
+            show(config, dataset, place, results)
+        common.write_report(options.json, "loaders", config, place, results)
+    return 0
+
+
+@dataclass
+class Case:
+    """One trial of one loader: it runs through the epochs, and each trial goes on where the last one stopped."""
+
+    loader: Loader
+    step: Callable[[Tensor, Tensor], None] | None
+    place: Distributed
+    num_batches: int
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        self.epochs = itertools.count()
+
+    def __call__(self) -> Mapping[str, float]:
+        values = {"images_per_sec": self._alone()}
+        if self.step is not None:
+            values |= self._feeding(self.step)
+        return values
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for epoch in self.epochs:
+            self.loader.set_epoch(epoch)
+            yield from self.loader
+
+    def _alone(self) -> float:
+        """Images per second over all ranks with nothing else to do; the first batches, which start workers or were
+        prepared ahead, do not count."""
+        batches = self._batches()
+        for _ in range(max(1, self.num_batches // 4)):
+            next(batches)
+        common.synchronize(self.place.device)
+        images, started = 0, time.perf_counter()
+        for _, labels in itertools.islice(batches, self.num_batches):
+            images += len(labels)
+        common.synchronize(self.place.device)
+        return images * self.place.world_size / (time.perf_counter() - started)
+
+    def _feeding(self, step: Callable[[Tensor, Tensor], None]) -> dict[str, float]:
+        """Images per second of training, and the share of that time in which the host waited for the next batch."""
+        batches = self._batches()
+        step(*next(batches))
+        common.synchronize(self.place.device)
+        images, waiting, started = 0, 0.0, time.perf_counter()
+        for _ in range(self.num_steps):
+            before = time.perf_counter()
+            inputs, labels = next(batches)
+            waiting += time.perf_counter() - before
+            step(inputs, labels)
+            images += len(labels)
+        common.synchronize(self.place.device)
+        seconds = time.perf_counter() - started
+        return {"training_images_per_sec": images * self.place.world_size / seconds, "waiting": waiting / seconds}
+
+
+def build_step(config: Config, place: Distributed) -> Callable[[Tensor, Tensor], None]:
+    """The configuration's training step on a fresh model of this rank alone."""
+    model = build_model(config).to(place.device)
+    if config.enable_nhwc:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    train_step = TrainStep(
+        model=model,
+        optimizer=build_optimizer(config, model),
+        criterion=nn.CrossEntropyLoss(label_smoothing=config.label_smoothing),
+        precision=choose_precision(config, place.device),
+        accumulation=split_batch(config.batch_size, place.world_size, config.micro_batch_size).accumulation,
+        set_to_none=config.extra_opt("zero_grad_set_to_none"),
+        profiler=Profiler(place.device),
+    )
+    sums = MetricSums(place.device)
+    return lambda images, labels: train_step(images, labels, sums)
+
+
+def show(config: Config, dataset: Dataset, place: Distributed, results: Mapping[str, Mapping[str, Any]]) -> None:
+    """The table: median and spread of the trials."""
+    feeding = any("waiting" in values for values in results.values())
+    columns = ["loader", "images/s alone", *(["images/s training", "waiting, % of a step"] if feeding else [])]
+    rows = []
+    for name, values in results.items():
+        row = [name, f"{values['images_per_sec']:,.0f}"]
+        if feeding:
+            percent = common.Sample(tuple(100 * share for share in values["waiting"].values))
+            row += [f"{values['training_images_per_sec']:,.0f}", f"{percent:.1f}"]
+        rows.append(row)
+    setting = f"{dataset.name}, batch {config.batch_size}, {place.world_size} rank(s) on {place.device.type}"
+    common.print_table(f"{setting}: median (min-max)", columns, rows)
