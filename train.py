@@ -124,7 +124,7 @@ class Trainer:
                     train_metrics = self._check_finite(self.sums.average(self.place))
                     valid_metrics = self.validate_one_epoch()
                 self._finish_epoch(train_metrics, valid_metrics, started)
-            self.log.say(f"Curves: tensorboard --logdir {folder.parent}    best weights: {folder}/checkpoints/best.pt")
+            self.log.say(f"Look at the curves with: tensorboard --logdir {folder.parent}")
             self.log.say(self._summary(finished_before))
 
     def train_one_epoch(self, started: float) -> None:
@@ -185,11 +185,10 @@ class Trainer:
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "images/valid": valid["images"],
             "images_per_sec": self.throughput.overall(),
+            "epoch_seconds": seconds,
             "seconds": self.seconds,
         }
         self.log.log_epoch(self.epoch, self.step, values)
-        self.log.say(f"Time taken for epoch {self.epoch} is {seconds} sec")
-        self.log.say(f"train acc1={train['acc1']}, valid acc1={valid['acc1']}")
         self._save(is_best)
 
     def _log_point(self) -> None:

@@ -140,8 +140,7 @@ class RunLogger:
         """A line for the reader: log file and screen."""
         if self.enabled:
             logger.info(message)
-            if self.progress is not None:
-                self.progress.console.print(message, highlight=False, markup=False)
+            self._print(message)
 
     def start_bar(self, description: str, total: int, done: int = 0) -> None:
         """Reuse the progress bar for the next loop over batches."""
@@ -165,12 +164,24 @@ class RunLogger:
         """The end of an epoch. `values` holds loss/train, loss/valid, acc1/train, acc1/valid, learning_rate, ..."""
         if not self.enabled:
             return
+        logger.info(f"Time taken for epoch {epoch} is {values['epoch_seconds']} sec")
+        logger.info(f"train acc1={values['acc1/train']}, valid acc1={values['acc1/valid']}")
+        self._print(
+            f"epoch {epoch:3}  train loss {values['loss/train']:.4f} acc1 {values['acc1/train']:7.2%}  "
+            f"valid loss {values['loss/valid']:.4f} acc1 {values['acc1/valid']:7.2%}  "
+            f"lr {values['learning_rate']:.2e}  {values['epoch_seconds']:.1f} s"
+        )
         self._write({"kind": "epoch", "epoch": epoch, "step": step, **values})
         writer = self._open_writer()
         if writer is not None:
             for tag in ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate"):
                 writer.add_scalar(tag, values[tag], epoch)
             writer.flush()
+
+    def _print(self, message: str) -> None:
+        """A line above the progress bar, on a terminal only."""
+        if self.progress is not None:
+            self.progress.console.print(message, highlight=False, markup=False, soft_wrap=True)
 
     def _open_writer(self) -> Any:
         """TensorBoard's writer; events of epochs that a resumed run trains again are marked as outdated."""
