@@ -170,7 +170,7 @@ class Trainer:
         """Schedule, record, save."""
         seconds = time.perf_counter() - started
         self.seconds += seconds
-        if self.step >= self.schedule.warmup_steps:
+        if self.step > self.schedule.warmup_steps:  # as the tutorial: not in the epochs of the warm-up
             self.plateau.observe(valid["loss"])
         self.epoch, self.batch = self.epoch + 1, 0
         self.sums = MetricSums(self.place.device)
