@@ -1,6 +1,12 @@
 """Shared by all tests: small configurations, single-process places, and which tests this machine can run."""
 
 import os
+
+# Before torch is imported, for this process and those that tests start: threads that spin for work on shared cores
+# take it from each other, up to a hundredfold.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
