@@ -28,15 +28,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from models import build_model
 from utils import checkpoint, run_folder
+from utils.backends import prepare_backends
 from utils.config import Config
 from utils.data import build_loaders, open_dataset
 from utils.distributed import Distributed, find_place, process_group, split_batch
 from utils.dry_run import describe
-from utils.errors import ExpectedError, Stopped
+from utils.errors import CheckpointError, ExpectedError, Stopped, explain
 from utils.metrics import MetricSums, RunLogger, Throughput
 from utils.optim import Plateau, build_optimizer, build_schedule, load_optimizer, set_learning_rate
 from utils.precision import choose_precision
-from utils.preemption import StopRequest, listen
+from utils.preemption import Asked, Requests, listen
 from utils.profiling import Profiler
 from utils.step import TrainStep
 
@@ -55,7 +56,9 @@ class Trainer:
 
         dataset = open_dataset(config, place)
         self.train_loader, self.valid_loader = build_loaders(config, dataset, place)
+        self.class_names = dataset.class_names
         self.steps_per_epoch = len(self.train_loader)
+        self.shared_valid_batches = min(place.gather(len(self.valid_loader)))  # some ranks may have one more
 
         torch.manual_seed(config.seed)
         self.model = build_model(config).to(place.device)
@@ -78,21 +81,27 @@ class Trainer:
             profiler=self.profiler,
         )
 
-        self.epoch = self.batch = self.step = 0
+        self.epoch = self.batch = self.step = self.saved_step = 0
         self.sums = MetricSums(place.device)
         self.best: dict[str, float] = {"acc1": -1.0, "epoch": 0}
         self.seconds = 0.0
         self.throughput = Throughput(place.world_size)
-        self.stop = StopRequest(place)
+        self.requests = Requests(place, config.checkpoint_every_minutes)
 
     def _distribute(self, model: nn.Module) -> nn.Module:
         if self.place.world_size == 1:
             return model
         # DDP: averages gradients over the ranks during backward. BatchNorm's buffers are not broadcast every step but
         # averaged once before validation.
-        device_ids = [self.place.device.index] if self.place.device.type == "cuda" else None
+        on_gpu = self.place.device.type == "cuda"
         return DistributedDataParallel(
-            model, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
+            model,
+            device_ids=[self.place.device.index] if on_gpu else None,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            # After its first step DDP regroups the gradients, which with three or more ranks changes the order of their
+            # sums: a resumed run would differ in the last bit from one that never stopped. This keeps the first groups.
+            find_unused_parameters=self.config.deterministic or not on_gpu,
         )
 
     def describe(self) -> str:
@@ -112,22 +121,25 @@ class Trainer:
             to_tensorboard=self.config.log_to_tensorboard,
             first_epoch=self.epoch,
         )
-        with lock or nullcontext(), logger as self.log, listen(self.stop):
-            self._introduce(notes)
+        writer = checkpoint.Writer(folder / "checkpoints", self.config.keep_checkpoints, self.config.checkpoint_async)
+        with lock or nullcontext(), logger as self.log, listen(self.requests), writer as self.writer:
+            self.place.main_only(lambda: self._introduce(notes))
+            self.since = time.perf_counter()
             finished_before = self.epoch >= self.config.max_epochs
             while self.epoch < self.config.max_epochs:
                 started = time.perf_counter()
                 # PROF: the range that nsys captures
                 with self.profiler.capture(self._is_profiled(self.epoch + 1)):
                     with self.profiler.range(f"epoch {self.epoch + 1}"):
-                        self.train_one_epoch(started)
+                        self.train_one_epoch()
                     train_metrics = self._check_finite(self.sums.average(self.place))
                     valid_metrics = self.validate_one_epoch()
                 self._finish_epoch(train_metrics, valid_metrics, started)
+            self.place.main_only(self.writer.wait)
             self.log.say(f"Look at the curves with: tensorboard --logdir {folder.parent}")
             self.log.say(self._summary(finished_before))
 
-    def train_one_epoch(self, started: float) -> None:
+    def train_one_epoch(self) -> None:
         """The rest of the current epoch, from batch `self.batch` on."""
         self.model.train()
         self.train_loader.set_epoch(self.epoch, first_batch=self.batch)
@@ -144,15 +156,16 @@ class Trainer:
             self.step += 1
             self.throughput.add(len(labels))
             self.log.advance_bar(self.batch)
+            if self.batch == self.steps_per_epoch:
+                # DDP: for validation; before a checkpoint can be taken, since one taken here resumes with validation
+                self.place.average_buffers(self.model)
             if (self.batch - 1) % self.config.log_freq == 0:
                 self._log_point()
-            if self.stop.agreed():
-                self._save_and_leave(started)
+            self._obey(self.requests.poll())
 
     @torch.no_grad()
     def validate_one_epoch(self) -> dict[str, float]:
         """Loss and accuracy over every validation image, each counted once over all ranks."""
-        self.place.average_buffers(self.model)
         self.model.eval()
         self.valid_loader.set_epoch(self.epoch)
         self.log.start_bar("validation", len(self.valid_loader))
@@ -164,12 +177,13 @@ class Trainer:
                 loss = nn.functional.cross_entropy(outputs, labels)
             sums.add(loss, outputs, labels)
             self.log.advance_bar(number)
+            if number <= self.shared_valid_batches:
+                self._obey(self.requests.poll())
         return sums.average(self.place)
 
     def _finish_epoch(self, train: dict[str, float], valid: dict[str, float], started: float) -> None:
         """Schedule, record, save."""
-        seconds = time.perf_counter() - started
-        self.seconds += seconds
+        self._count_seconds()
         if self.step > self.schedule.warmup_steps:  # as the tutorial: not in the epochs of the warm-up
             self.plateau.observe(valid["loss"])
         self.epoch, self.batch = self.epoch + 1, 0
@@ -185,10 +199,10 @@ class Trainer:
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "images/valid": valid["images"],
             "images_per_sec": self.throughput.overall(),
-            "epoch_seconds": seconds,
+            "epoch_seconds": time.perf_counter() - started,
             "seconds": self.seconds,
         }
-        self.log.log_epoch(self.epoch, self.step, values)
+        self.place.main_only(lambda: self.log.log_epoch(self.epoch, self.step, values))
         self._save(is_best)
 
     def _log_point(self) -> None:
@@ -198,7 +212,7 @@ class Trainer:
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "images_per_sec": self.throughput.close_window(),
         }
-        self.log.log_step(self.epoch + 1, self.batch - 1, self.step, values)
+        self.place.main_only(lambda: self.log.log_step(self.epoch + 1, self.batch - 1, self.step, values))
         self.log.advance_bar(self.batch, f"loss {values['loss']:.3f}  {values['images_per_sec']:.0f} images/s")
 
     def _check_finite(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -214,26 +228,45 @@ class Trainer:
 
     # ---- stop, save, go on
 
-    def _save_and_leave(self, started: float) -> None:
-        self.seconds += time.perf_counter() - started
-        where = f"{self.stop.name()} in epoch {self.epoch + 1} after iteration {self.batch - 1}"
+    def _obey(self, asked: Asked) -> None:
+        """Collective: what is asked for between two batches, by a signal or by the checkpoint intervals."""
+        every = self.config.checkpoint_every_steps
+        if asked == "stop":
+            self._save_and_leave()
+        elif (asked == "save" or (every and self.step % every == 0)) and self.step > self.saved_step:
+            self._check_finite(self.sums.average(self.place))
+            self._save(is_best=False)
+
+    def _save_and_leave(self) -> None:
+        in_validation = self.batch == self.steps_per_epoch
+        position = "in validation" if in_validation else f"after iteration {self.batch - 1}"
+        where = f"{self.requests.name()} in epoch {self.epoch + 1} {position}"
         if not self.config.save_checkpoint:
             raise ExpectedError(f"stopped on {where}; save_checkpoint is false, so this run cannot be continued")
         self._check_finite(self.sums.average(self.place))
         self._save(is_best=False)
+        self.place.main_only(self.writer.wait)
         raise Stopped(f"stopped on {where} with everything saved; run the same command again to go on")
 
     def _save(self, is_best: bool) -> None:
         """Collective: write the last checkpoint, and the best one where it is new."""
         if not self.config.save_checkpoint:
             return
+        self._count_seconds()
         ranks = self.place.gather(self._rank_state())
-        if self.place.is_main:
-            content = checkpoint.encode(self._state(ranks))
-            folder = self.folder / "checkpoints"
-            if is_best:
-                checkpoint.write_atomically(folder / "best.pt", content)
-            checkpoint.save_last(folder, content, self.step, self.config.keep_checkpoints)
+
+        def write() -> None:
+            self.log.sync()
+            self.writer.save(self._state(ranks), is_best)
+
+        self.place.main_only(write)
+        self.saved_step = self.step
+
+    def _count_seconds(self) -> None:
+        """Adds the time since the last call to the training time."""
+        now = time.perf_counter()
+        self.seconds += now - self.since
+        self.since = now
 
     def _state(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         """Everything that training goes on from; the table is in utils/checkpoint.py."""
@@ -241,6 +274,8 @@ class Trainer:
             "format": checkpoint.FORMAT,
             "config": self.config.model_dump(mode="json"),
             "config_name": self.config_name,
+            "config_digest": checkpoint.config_digest(self.config.model_dump(mode="json")),
+            "class_names": list(self.class_names),
             "epoch": self.epoch,
             "batch": self.batch,
             "step": self.step,
@@ -248,6 +283,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "grad_scaler": self.train_step.grad_scaler.state_dict(),
             "plateau": asdict(self.plateau),
+            "logged_sums": self.sums.logged,
             "best": self.best,
             "seconds": self.seconds,
             "ranks": ranks,
@@ -255,7 +291,7 @@ class Trainer:
         }
 
     def _rank_state(self) -> dict[str, Any]:
-        """What differs between ranks. The buffers only in mid-epoch: validation has made them equal."""
+        """What differs between ranks. The buffers only in mid-epoch: they are averaged before validation."""
         buffers = dict(self.model.named_buffers()) if self.place.world_size > 1 and self.batch else {}
         return {
             "random": checkpoint.random_state(),
@@ -271,32 +307,34 @@ class Trainer:
             self.train_step.grad_scaler.load_state_dict(state["grad_scaler"])
         self.plateau = Plateau(**state["plateau"] | {"patience": self.config.lr_plateau_patience})
         self.epoch, self.batch, self.step = state["epoch"], state["batch"], state["step"]
-        self.best, self.seconds = state["best"], state["seconds"]
+        self.best, self.seconds, self.saved_step = state["best"], state["seconds"], state["step"]
+        if self.step:  # what the epoch's record tells when there is only its validation left
+            set_learning_rate(self.optimizer, self.schedule.factor(self.step - 1, self.plateau.cuts))
         ranks = state["ranks"]
         if len(ranks) == self.place.world_size:
             mine = ranks[self.place.rank]
             checkpoint.restore_random_state(mine["random"])
             self.model.load_state_dict(mine["buffers"], strict=False)
-            self.sums.load(mine["metric_sums"])
+            self.sums.load(mine["metric_sums"], state["logged_sums"])
         else:
             # another world size: BatchNorm goes on from the mean of what the ranks had seen
             for name, buffer in self.model.named_buffers():
                 if name in ranks[0]["buffers"] and buffer.is_floating_point():
                     buffer.copy_(torch.stack([rank["buffers"][name] for rank in ranks]).mean(0))
-            if self.place.is_main:
-                self.sums.load(sum(rank["metric_sums"] for rank in ranks))
+            total = sum(rank["metric_sums"] for rank in ranks)
+            self.sums.load(total if self.place.is_main else torch.zeros_like(total), state["logged_sums"])
+        self.sums.set_finite_batches(self.batch * self.split.accumulation)
 
     def _open_folder(self, resume: str) -> tuple[IO[str] | None, list[str]]:
         """Collective: take the run's folder and restore what is to be resumed; returns its lock and what to tell."""
-        opened = self.place.main_only(lambda: run_folder.open_run(self.folder, resume, self.config))
+        weights = self.model.state_dict()
+        opened = self.place.main_only(lambda: run_folder.open_run(self.folder, resume, self.config, weights))
         state = self.place.broadcast(opened.state if opened else None)
         if state is not None:
             self.load_state(state)
         return (opened.lock, opened.notes) if opened else (None, [])
 
     def _introduce(self, notes: list[str]) -> None:
-        if not self.place.is_main:
-            return
         environment = run_folder.describe_environment(self.place.device, self.place.world_size)
         run_folder.write_description(self.folder, self.config, self.config_name, environment)
         for note in [*self.notes, *notes]:
@@ -316,21 +354,6 @@ class Trainer:
         return self.config.enable_profiling and epoch == self.config.profiling_epoch_start
 
 
-def prepare_backends(config: Config) -> list[str]:
-    """Process-wide switches of PyTorch; returns what has to be said about them."""
-    notes = []
-    benchmark = config.extra_opt("cudnn_benchmark")
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
-        if benchmark:
-            notes.append("deterministic: cudnn_benchmark is left off, its choices differ from run to run")
-    torch.use_deterministic_algorithms(config.deterministic)
-    torch.backends.cudnn.deterministic = config.deterministic
-    # EXTRA: cuDNN times its algorithms on the first batch and keeps the fastest
-    torch.backends.cudnn.benchmark = benchmark and not config.deterministic
-    return notes
-
-
 def main(arguments: Arguments) -> int:
     """Train, or only describe; returns the exit status."""
     try:
@@ -342,9 +365,12 @@ def main(arguments: Arguments) -> int:
             else:
                 trainer.train(arguments.run_dir, arguments.config_name, arguments.resume)
         status = 0
-    except ExpectedError as error:
-        print(f"error: {error}" if error.exit_status != Stopped.exit_status else error, file=sys.stderr)
-        status = error.exit_status
+    except Exception as error:
+        expected = explain(error)
+        if expected is None:
+            raise
+        print(expected if isinstance(expected, Stopped) else f"error: {expected}", file=sys.stderr)
+        status = expected.exit_status
     except KeyboardInterrupt:
         print("interrupted; nothing was saved since the last checkpoint", file=sys.stderr)
         status = 130
@@ -356,7 +382,10 @@ def _tell_launcher(status: int) -> None:
     """torchrun turns every failure into 1; a batch script that must tell 75 from it names a file in this variable."""
     path = os.environ.get("TRAIN_EXIT_STATUS_FILE")
     if path and find_place(os.environ)[0] == 0:
-        checkpoint.write_atomically(Path(path), f"{status}\n".encode())
+        try:
+            checkpoint.write_atomically(Path(path), f"{status}\n".encode())
+        except CheckpointError as error:
+            print(f"TRAIN_EXIT_STATUS_FILE: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

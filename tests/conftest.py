@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from utils.config import Config, load_config
+from utils.data import datasets
 from utils.distributed import Distributed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +38,12 @@ TINY = {
     "num_data_workers": 0,
     "device": "cpu",
 }
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _draw_shapes_once() -> None:
+    """Drawing takes half a second, and most tests want the same shapes."""
+    datasets._draw_shapes_dataset = cache(datasets._draw_shapes_dataset)
 
 
 @pytest.fixture

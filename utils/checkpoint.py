@@ -3,15 +3,20 @@
 | key | holds |
 |---|---|
 | format | version of this table |
-| config, config_name | the resolved configuration, plain values, and its block's name |
+| config, config_name, config_digest | the resolved configuration, plain values; its block's name; its SHA-256 |
+| class_names | what the network's outputs mean |
 | epoch, batch, step | position: finished epochs, batches trained in the next one, optimizer steps in all |
 | model | weights and buffers, keys without `module.` |
 | optimizer, grad_scaler, plateau | their states; the learning rate is a function of step and plateau |
-| metric_sums | loss, correct and images of the epoch so far, over all ranks |
+| logged_sums | the epoch's sums over all ranks at the last log point |
 | best | {"acc1", "epoch"} of the best validation so far |
 | seconds | training time so far, over all interruptions |
-| ranks | per rank: states of the random generators, and BatchNorm's buffers, which differ in mid-epoch |
+| ranks | of each rank: states of the random generators, sums of the epoch so far (loss, correct, images), and
+  BatchNorm's buffers where they differ between ranks |
 | versions | Python and torch that wrote it |
+
+The loaders have no state beside (epoch, batch): order and augmentation are functions of seed, epoch and sample index.
+`batch` equal to the batches of an epoch means that its validation is still to be done.
 
 Only tensors and plain values, read with `weights_only=True`. The file is what torch.save writes, with the SHA-256 of
 its content as the comment of the zip archive: PyTorch itself does not notice a flipped bit.
@@ -19,26 +24,39 @@ its content as the comment of the zip archive: PyTorch itself does not notice a 
 
 import hashlib
 import io
+import json
 import os
 import random
 import re
 import struct
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from utils.errors import CheckpointError
+from utils.errors import CheckpointError, ExpectedError
 
 FORMAT = 1
+KEYS = frozenset({
+    "format", "config", "config_name", "config_digest", "class_names", "epoch", "batch", "step", "model", "optimizer",
+    "grad_scaler", "plateau", "logged_sums", "best", "seconds", "ranks", "versions",
+})  # fmt: skip
 # keys of the configuration that decide what the saved tensors and the position in the data mean
 FITTING_KEYS = ("dataset", "num_classes", "model", "stem", "batch_size", "seed", "limit_train_batches")
 
 _DIGEST = b"sha256:"
 _COMMENT_BYTES = len(_DIGEST) + 64
 _STEP_FILE = re.compile(r"step-(\d{9})\.pt")
+
+
+class DamagedError(CheckpointError):
+    """A file that is not what was written; an older checkpoint may be whole."""
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -51,43 +69,62 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise CheckpointError(
             f"{path}: cannot be written: {error.strerror}; what was there before is untouched"
         ) from None
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with suppress(OSError):  # not every file system can flush a folder; the file is whole and in its place
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of writers that were killed; only for the process that holds the run's lock."""
+    for temporary in folder.glob(".*.tmp"):
+        temporary.unlink(missing_ok=True)
 
 
 def encode(state: dict[str, Any]) -> bytes:
     """torch.save's bytes with their SHA-256 as the archive's comment."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    content = buffer.getbuffer()
     # the last two bytes of a zip archive without a comment are the comment's length
-    head = bytes(content[:-2]) + struct.pack("<H", _COMMENT_BYTES)
-    return head + _DIGEST + hashlib.sha256(head).hexdigest().encode()
+    buffer.seek(-2, os.SEEK_END)
+    buffer.write(struct.pack("<H", _COMMENT_BYTES))
+    digest = hashlib.sha256(buffer.getbuffer()).hexdigest()
+    buffer.write(_DIGEST + digest.encode())
+    return buffer.getvalue()
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint file, on the CPU; `CheckpointError` naming the file where it is not whole."""
+    """The state in a checkpoint file, on the CPU; `CheckpointError` naming the file where it cannot be used."""
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    head, comment = content[:-_COMMENT_BYTES], content[-_COMMENT_BYTES:]
+        raise DamagedError(f"{path}: cannot be read: {error.strerror}") from None
+    head, comment = memoryview(content)[:-_COMMENT_BYTES], content[-_COMMENT_BYTES:]
     if comment != _DIGEST + hashlib.sha256(head).hexdigest().encode():
-        raise CheckpointError(
+        raise DamagedError(
             f"{path}: is damaged or no checkpoint of this program ({len(content)} bytes, digest differs)"
         )
-    state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # the digest is right: somebody wrote it on purpose, and torch may raise anything
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path}: is no checkpoint of this program: {reason}") from None
+    if not isinstance(state, dict) or not isinstance(state.get("format"), int):
+        raise CheckpointError(f"{path}: is no checkpoint of this program: it names no format")
     if state["format"] != FORMAT:
         raise CheckpointError(
-            f"{path}: has format {state['format']}, this program reads {FORMAT}; use the version that wrote it"
+            f"{path}: has format {state['format']}, this program reads {FORMAT}; use the version that wrote it, or "
+            "start anew with --resume never or another --run-dir"
         )
+    if missing := KEYS - state.keys():
+        raise CheckpointError(f"{path}: is no checkpoint of this program: it lacks {', '.join(sorted(missing))}")
     return state
 
 
@@ -96,8 +133,105 @@ def save_last(folder: Path, content: bytes, step: int, keep: int) -> Path:
     path = folder / f"step-{step:09d}.pt"
     write_atomically(path, content)
     for old in list_checkpoints(folder)[keep:]:
-        old.unlink(missing_ok=True)
+        with suppress(OSError):
+            old.unlink()
     return path
+
+
+class Writer:
+    """Writes the checkpoints of a run: before `save` returns, or (`background`) in a thread while training goes on.
+
+    In the background one state is being written and the newest one waits, as copies in host memory: a state that is
+    due while the disk is slow takes the place of the one that waits. So training waits for the disk only in `wait`, at
+    its end. What is on the disk stays until the next one is whole. A failed write is raised by the next call.
+    """
+
+    def __init__(self, folder: Path, keep: int, background: bool) -> None:
+        self.folder, self.keep, self.background = folder, keep, background
+        self._lock = threading.Lock()
+        self._best: dict[str, Any] | None = None
+        self._last: dict[str, Any] | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def save(self, state: dict[str, Any], is_best: bool) -> None:
+        """Write `state` as the last checkpoint, and as the best one where it is; `ExpectedError` where that fails."""
+        check_finite(state["model"], state["step"])
+        if not self.background:
+            self._write(state if is_best else None, state)
+            return
+        self._raise_failure()
+        state = _on_host(state)
+        with self._lock:
+            self._last = state
+            if is_best:
+                self._best = state
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_waiting, name="checkpoint writer", daemon=True)
+                self._thread.start()
+
+    def wait(self) -> None:
+        """Return when everything is on the disk; raises what went wrong in the thread."""
+        while (thread := self._thread) is not None:
+            thread.join()
+        self._raise_failure()
+
+    def _write_waiting(self) -> None:
+        while True:
+            with self._lock:
+                best, last, self._best, self._last = self._best, self._last, None, None
+                if last is None or self._failure is not None:
+                    self._thread = None
+                    return
+            try:
+                self._write(best, last)
+            except Exception as error:
+                self._failure = error
+
+    def _write(self, best: dict[str, Any] | None, last: dict[str, Any]) -> None:
+        """The best one first: after a kill between the two, the run goes on from before it and finds it again."""
+        content = encode(last)
+        if best is not None:
+            write_atomically(self.folder / "best.pt", content if best is last else encode(best))
+        save_last(self.folder, content, last["step"], self.keep)
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """An error on its way out keeps its place, but what waits is still written; Ctrl-C waits for nothing."""
+        if error is None:
+            self.wait()
+        elif isinstance(error, Exception) and (thread := self._thread) is not None:
+            thread.join()
+
+
+def check_finite(weights: dict[str, Tensor], step: int) -> None:
+    """`ExpectedError` where a weight is not a finite number, so that no such state takes the place of a good one."""
+    bad = [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]
+    if bad:
+        raise ExpectedError(
+            f"after step {step}, {len(bad)} of the network's {len(weights)} tensors hold numbers that are not finite, "
+            f"first {bad[0]}; nothing was saved since the last checkpoint"
+        )
+
+
+def _on_host(value: Any) -> Any:
+    """A copy in host memory that training does not change."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _on_host(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_on_host(item) for item in value)
+    return value
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -106,12 +240,15 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_good(folder: Path) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
-    """(path, state, complaints): the newest checkpoint that is whole, and what was wrong with newer ones."""
+    """(path, state, complaints): the newest checkpoint that is whole, and what was wrong with newer ones.
+
+    Only damage is passed over. One that is whole and of another version of this program raises its `CheckpointError`.
+    """
     complaints: list[str] = []
     for path in list_checkpoints(folder):
         try:
             return path, read_checkpoint(path), complaints
-        except CheckpointError as error:
+        except DamagedError as error:
             complaints.append(str(error))
     return None, None, complaints
 
@@ -126,6 +263,28 @@ def check_fit(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> lis
             "go on with the saved values, or start anew with --resume never or another --run-dir"
         )
     return different
+
+
+def check_weights_fit(path: Path, saved: dict[str, Tensor], current: dict[str, Tensor]) -> None:
+    """`CheckpointError` naming the tensors that only one side has or whose shapes differ."""
+    different = [f"{name} (only in the checkpoint)" for name in saved if name not in current]
+    different += [f"{name} (not in the checkpoint)" for name in current if name not in saved]
+    different += [
+        f"{name} {tuple(saved[name].shape)} -> {tuple(current[name].shape)}"
+        for name in current
+        if name in saved and saved[name].shape != current[name].shape
+    ]
+    if different:
+        shown = ", ".join(different[:3]) + (f" and {len(different) - 3} more" if len(different) > 3 else "")
+        raise CheckpointError(
+            f"{path}: its weights do not fit this network: {shown}\n"
+            "it was written by another version of models/; use that, or start anew with --resume never"
+        )
+
+
+def config_digest(config: dict[str, Any]) -> str:
+    """SHA-256 of a resolved configuration, independent of the order of its keys."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def random_state() -> dict[str, Any]:

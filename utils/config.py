@@ -131,6 +131,12 @@ class Config(BaseModel):
     """Write the last and the best checkpoint."""
     log_freq: PositiveInt
     """Steps between two log points; the only points where the host waits for the device."""
+    checkpoint_every_steps: PositiveInt | None
+    """Write a checkpoint every so many optimizer steps too, beside every epoch's; null: no."""
+    checkpoint_every_minutes: Annotated[float, Field(gt=0)] | None
+    """Write a checkpoint every so many minutes too, beside every epoch's; null: no."""
+    checkpoint_async: bool
+    """Write checkpoints from a copy in host memory while training goes on, instead of waiting for the disk."""
     keep_checkpoints: PositiveInt
     """How many of the last checkpoints are kept, beside the best."""
     limit_train_batches: PositiveInt | None

@@ -3,6 +3,13 @@
 `main()` of every command prints such an error as one or two lines, without a traceback. Anything else is a bug.
 """
 
+import re
+
+# What torch says when another process of the run is gone: gloo, NCCL, and the store that they meet at.
+LOST_RANK = re.compile(
+    "connection (was )?(closed|reset) by (remote )?peer|broken pipe|remote process exited|socket closed", re.IGNORECASE
+)
+
 
 class ExpectedError(Exception):
     """Something foreseeable went wrong; the message names the thing, the value, what is allowed and the remedy."""
@@ -32,3 +39,31 @@ class Stopped(ExpectedError):
     """Stopped on request with everything saved: the same command goes on from there (sysexits.h EX_TEMPFAIL)."""
 
     exit_status = 75
+
+
+def explain(error: Exception) -> ExpectedError | None:
+    """What a failure of the run's surroundings means, in one or two lines; None for what may be a bug."""
+    text = str(error)
+    if isinstance(error, ExpectedError):
+        return error
+    if "DataLoader worker" in text:
+        return ExpectedError(_explain_loader_worker(text))
+    if isinstance(error, RuntimeError) and LOST_RANK.search(text):
+        return ExpectedError("another process of this run has ended, so this one ends too; see its message")
+    return None
+
+
+def _explain_loader_worker(text: str) -> str:
+    """One line for a traceback that came from a worker process, or for a worker that is gone."""
+    if re.search(r"Caught \w+ in DataLoader worker", text):
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        places = [line for line in lines if line.startswith("File ")]
+        return f"a loader worker failed: {lines[-1]} ({places[-1] if places else 'place unknown'})"
+    process = re.search(r"pid(?:\(s\))?:? ([\d, ]+)", text)
+    name = f"loader worker {process[1].strip()}" if process else "a loader worker"
+    if "Killed" in text:
+        return (
+            f"{name} was killed by SIGKILL, which is what the kernel does when memory runs out\n"
+            "use fewer num_data_workers, data_loader=device, or a job with more memory; the last checkpoint is good"
+        )
+    return f"{name} ended without a word: {text.splitlines()[0]}; the last checkpoint is good"

@@ -2,8 +2,11 @@
 
 import json
 import logging
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor
 
 from utils.distributed import Distributed
+from utils.errors import ExpectedError
 
 logger = logging.getLogger("train")
 
@@ -25,11 +29,16 @@ class MetricSums:
     def __init__(self, device: torch.device) -> None:
         # summed loss, correct predictions, images, batches before the first loss that is not finite
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
-        self._last = [0.0] * 4
+        self.logged = [0.0] * 4  # totals over all ranks at the last log point
 
-    def load(self, sums: Tensor) -> None:
-        """Go on from saved sums [4]."""
+    def load(self, sums: Tensor, logged: list[float]) -> None:
+        """Go on from saved sums [4] and from what was logged of them."""
         self.sums.copy_(sums)
+        self.logged = logged
+
+    def set_finite_batches(self, batches: int) -> None:
+        """All of the epoch's `batches` so far were finite: nothing else is ever saved."""
+        self.sums[3] = batches
 
     def add(self, mean_loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
         """Add one batch: its mean loss (scalar), outputs [N, classes] and labels [N]."""
@@ -45,8 +54,8 @@ class MetricSums:
 
     def average_since_last(self, place: Distributed) -> dict[str, float]:
         """Collective: like `average`, over what was added since the last call."""
-        totals, before = self._totals(place), self._last
-        self._last = totals
+        totals, before = self._totals(place), self.logged
+        self.logged = totals
         return self._average(totals, before)
 
     def finite_batches(self) -> int:
@@ -97,6 +106,24 @@ class Throughput:
         return sum(window[0] for window in counted) / seconds if seconds else 0.0
 
 
+class _LogFile(logging.FileHandler):
+    """train.log; an error of writing it is raised instead of printed beside the log."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if error is not None:
+            raise error
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Turns an error of writing into `folder` into one that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise ExpectedError(f"{folder}: the run's log cannot be written: {error.strerror or error}") from None
+
+
 class RunLogger:
     """The main process's log lines, progress bar, metrics.jsonl and TensorBoard; the other ranks' does nothing.
 
@@ -105,7 +132,7 @@ class RunLogger:
     """
 
     def __init__(self, folder: Path, *, enabled: bool, to_screen: bool, to_tensorboard: bool, first_epoch: int) -> None:
-        self.enabled = enabled
+        self.folder, self.enabled = folder, enabled
         self.progress: Any = None
         self._task: Any = None
         self._writer: Any = None
@@ -115,12 +142,13 @@ class RunLogger:
             return
         logger.setLevel(logging.INFO)
         logger.propagate = False
-        self._add_handler(logging.FileHandler(folder / "train.log", encoding="utf-8"))
+        with _naming(folder):
+            self._add_handler(_LogFile(folder / "train.log", encoding="utf-8"))
+            self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         if to_screen and sys.stdout.isatty():
             self._start_progress()
         elif to_screen:
             self._add_handler(logging.StreamHandler(sys.stdout))
-        self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._tensorboard = (folder / "tb_logs", first_epoch + 1) if to_tensorboard else None
 
     def _add_handler(self, handler: logging.Handler) -> None:
@@ -139,8 +167,14 @@ class RunLogger:
     def say(self, message: str) -> None:
         """A line for the reader: log file and screen."""
         if self.enabled:
-            logger.info(message)
+            self._log(message)
             self._print(message)
+
+    def sync(self) -> None:
+        """Flush metrics.jsonl to the disk: before a checkpoint is written that the lines so far belong to."""
+        if self.enabled:
+            with _naming(self.folder):
+                os.fsync(self._metrics.fileno())
 
     def start_bar(self, description: str, total: int, done: int = 0) -> None:
         """Reuse the progress bar for the next loop over batches."""
@@ -157,26 +191,27 @@ class RunLogger:
         """A log point within an epoch, with the tutorial's line. `values`: loss, learning_rate, images_per_sec."""
         if not self.enabled:
             return
-        logger.info(f"Epoch: {epoch}, Iteration: {iteration}, Avg img/sec: {values['images_per_sec']}")
+        self._log(f"Epoch: {epoch}, Iteration: {iteration}, Avg img/sec: {values['images_per_sec']}")
         self._write({"kind": "step", "epoch": epoch, "step": step, **values})
 
     def log_epoch(self, epoch: int, step: int, values: dict[str, float]) -> None:
         """The end of an epoch. `values` holds loss/train, loss/valid, acc1/train, acc1/valid, learning_rate, ..."""
         if not self.enabled:
             return
-        logger.info(f"Time taken for epoch {epoch} is {values['epoch_seconds']} sec")
-        logger.info(f"train acc1={values['acc1/train']}, valid acc1={values['acc1/valid']}")
+        self._log(f"Time taken for epoch {epoch} is {values['epoch_seconds']} sec")
+        self._log(f"train acc1={values['acc1/train']}, valid acc1={values['acc1/valid']}")
         self._print(
             f"epoch {epoch:3}  train loss {values['loss/train']:.4f} acc1 {values['acc1/train']:7.2%}  "
             f"valid loss {values['loss/valid']:.4f} acc1 {values['acc1/valid']:7.2%}  "
             f"lr {values['learning_rate']:.2e}  {values['epoch_seconds']:.1f} s"
         )
         self._write({"kind": "epoch", "epoch": epoch, "step": step, **values})
-        writer = self._open_writer()
-        if writer is not None:
-            for tag in ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate"):
-                writer.add_scalar(tag, values[tag], epoch)
-            writer.flush()
+        with _naming(self.folder):
+            writer = self._open_writer()
+            if writer is not None:
+                for tag in ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate"):
+                    writer.add_scalar(tag, values[tag], epoch)
+                writer.flush()
 
     def _print(self, message: str) -> None:
         """A line above the progress bar, on a terminal only."""
@@ -193,8 +228,13 @@ class RunLogger:
         return self._writer
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._metrics.write(json.dumps(record) + "\n")
-        self._metrics.flush()
+        with _naming(self.folder):
+            self._metrics.write(json.dumps(record) + "\n")
+            self._metrics.flush()
+
+    def _log(self, message: str) -> None:
+        with _naming(self.folder):
+            logger.info(message)
 
     def __enter__(self) -> "RunLogger":
         return self
@@ -204,9 +244,20 @@ class RunLogger:
     ) -> None:
         if self.progress is not None:
             self.progress.stop()
-        for file in (self._metrics, self._writer):
+        if self.enabled and error is not None:
+            self._log_end(error)
+        for file in (self._metrics, self._writer, *self._handlers):
             if file is not None:
-                file.close()
+                with suppress(OSError):  # what a full disk did not take was raised when it was written
+                    file.close()
         for handler in self._handlers:
             logger.removeHandler(handler)
-            handler.close()
+
+    def _log_end(self, error: BaseException) -> None:
+        """How the run ended, for train.log alone: main() tells the screen. With a traceback where it may be a bug."""
+        foreseen = isinstance(error, ExpectedError | KeyboardInterrupt)
+        trace = None if foreseen else (type(error), error, error.__traceback__)
+        message = f"ended by {type(error).__name__}: {error}"
+        record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), trace)
+        with suppress(OSError):
+            self._handlers[0].handle(record)

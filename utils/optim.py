@@ -24,6 +24,8 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.SGD:
         nesterov=config.nesterov,
         fused=fused,
     )
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
     if fused and config.momentum:
         _fill_momentum(optimizer)
     return optimizer

@@ -1,77 +1,95 @@
-"""Stop on request: a signal sets a flag, the ranks agree on it between two steps, and the Trainer saves and leaves.
+"""Stop or save on request: a signal or the clock sets a flag, the ranks agree on it between two batches, and the
+Trainer saves and, where asked to, leaves.
 
 Nothing is saved inside a signal handler: it may interrupt anything, a checkpoint being written included.
 """
 
 import os
 import signal
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from utils.distributed import Distributed
 
-POLL_STEPS = 8  # ranks compare their flags this often, one small message off the device's queue
+POLL_BATCHES = 8  # ranks compare their flags this often, one small message off the device's queue
+# a launcher passes Ctrl-C on to processes that the terminal has already sent it to: those two are one
+ONE_KEYSTROKE = 1.0  # seconds
+
+Asked = Literal["stop", "save"] | None
 
 
-class StopRequest:
-    """Whether to stop, asked once per step by every rank at the same step.
+class Requests:
+    """What is asked of the run, polled after each batch by every rank at the same batch.
 
-    With several ranks an answer is that of the poll before, which was sent 8 steps ago and has long arrived: no rank
-    waits, and all get the same answer at the same step.
+    With several ranks an answer is that of the poll before, which was sent 8 batches ago and has long arrived: no rank
+    waits, and all get the same answer at the same batch. Time is the monotonic clock's, which nobody sets back.
     """
 
-    def __init__(self, place: Distributed) -> None:
+    def __init__(self, place: Distributed, save_every_minutes: float | None) -> None:
         self.place = place
         self.signal: int | None = None
-        self._asked = 0
+        self.since_signal = 0.0
+        self._interval = None if save_every_minutes is None else 60 * save_every_minutes
+        self._saved_at = time.monotonic()
+        self._polls = 0
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
-    def agreed(self) -> bool:
-        """Collective: True on every rank once any of them was asked to stop."""
+    def poll(self) -> Asked:
+        """Collective: "stop" on every rank once any of them got a signal, "save" once the interval has passed."""
         if self.place.world_size == 1:
-            return self.signal is not None
-        self._asked += 1
-        if self._asked % POLL_STEPS:
-            return False
-        stop = self.agreed_now() if self._pending is None else self._collect()
-        flag = torch.tensor([self.signal or 0])  # on the CPU: goes over gloo, not through the GPU's queue
-        self._pending = (flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, async_op=True))  # type: ignore[assignment]
-        return stop
-
-    def _collect(self) -> bool:
-        assert self._pending is not None
-        flag, work = self._pending
+            return self._obey(self._flags())
+        self._polls += 1
+        if self._polls % POLL_BATCHES:
+            return None
+        flags, work = self._pending or self._send()  # the first time there is none under way: ask and wait
         work.wait()
-        if flag.item():
-            self.signal = int(flag.item())
-        return bool(flag.item())
-
-    def agreed_now(self) -> bool:
-        """Collective: like `agreed`, but ask and wait."""
-        if self.place.world_size > 1:
-            flag = torch.tensor([self.signal or 0])
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-            self.signal = int(flag.item()) or None
-        return self.signal is not None
+        asked = self._obey(flags)
+        self._pending = self._send()
+        return asked
 
     def name(self) -> str:
         """The signal's name, for the message."""
         return signal.Signals(self.signal).name if self.signal else "no signal"
 
+    def _flags(self) -> torch.Tensor:
+        """[signal or 0, whether a save is due by the main process's clock], on the CPU: goes over gloo, not through
+        the GPU's queue."""
+        due = self._interval is not None and self.place.is_main and time.monotonic() - self._saved_at >= self._interval
+        return torch.tensor([self.signal or 0, int(due)])
+
+    def _send(self) -> tuple[torch.Tensor, dist.Work]:
+        flags = self._flags()
+        return flags, dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True)  # type: ignore[return-value]
+
+    def _obey(self, flags: torch.Tensor) -> Asked:
+        number, save = flags.tolist()
+        if number:
+            self.signal = number
+            return "stop"
+        if save:
+            self._saved_at = time.monotonic()
+            return "save"
+        return None
+
 
 @contextmanager
-def listen(request: StopRequest) -> Iterator[None]:
-    """SIGTERM, SIGUSR1 and the first Ctrl-C set the request's flag; a second Ctrl-C stops at once."""
+def listen(requests: Requests) -> Iterator[None]:
+    """SIGTERM, SIGUSR1 and the first Ctrl-C ask to stop; a second Ctrl-C stops at once."""
 
     def remember(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and request.signal is not None:
+        now = time.monotonic()
+        if number == signal.SIGINT and requests.signal is not None and now - requests.since_signal > ONE_KEYSTROKE:
             raise KeyboardInterrupt
-        request.signal = number
-        os.write(2, b"\nasked to stop: saving after this step; Ctrl-C again stops without saving\n")
+        if requests.signal is None:
+            requests.signal, requests.since_signal = number, now
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, b"\nasked to stop: saving after this step; Ctrl-C again stops without saving\n")
 
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     before = {number: signal.signal(number, remember) for number in numbers}

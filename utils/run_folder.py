@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import torch
 import torchvision
+from torch import Tensor
 
 from utils import checkpoint
 from utils.config import Config, render_config
@@ -51,8 +52,12 @@ class OpenedRun:
     notes: list[str]  # what the reader should know
 
 
-def open_run(folder: Path, resume: str, config: Config) -> OpenedRun:
-    """Take `folder` for a run: resume what is there, or move it aside; `resume` is auto, never, or a path."""
+def open_run(folder: Path, resume: str, config: Config, weights: dict[str, Tensor]) -> OpenedRun:
+    """Take `folder` for a run: resume what is there, or move it aside; `resume` is auto, never, or a path.
+
+    Raises `ExpectedError`, with the folder as it was, where another run holds it or the checkpoint does not fit the
+    configuration or the names and shapes of the network's `weights`.
+    """
     lock = lock_folder(folder)
     own = folder / "checkpoints"
     notes: list[str] = []
@@ -63,14 +68,16 @@ def open_run(folder: Path, resume: str, config: Config) -> OpenedRun:
         path, state = _demanded(Path(resume), notes)
     if path is not None and state is not None:
         changed = checkpoint.check_fit(path, state["config"], config.model_dump(mode="json"))
+        checkpoint.check_weights_fit(path, state["model"], weights)
         notes.append(f"Resuming from {path}: epoch {state['epoch'] + 1}, batch {state['batch']}, step {state['step']}")
         notes += [
             f"Resuming with another {key}: {state['config'].get(key)} -> {getattr(config, key)}" for key in changed
         ]
     if path is not None and state is not None and path.parent.resolve() == own.resolve():
-        _drop_after(folder / "metrics.jsonl", state["step"])
+        checkpoint.remove_leftovers(own)
+        _drop_after(folder / "metrics.jsonl", state["step"], state["epoch"])
         for newer in checkpoint.list_checkpoints(own):
-            if newer.name > path.name and resume != "auto":
+            if newer.name > path.name:  # damaged or not wanted: kept, but no longer among the last ones
                 newer.rename(newer.with_name(newer.name + ".superseded"))
     elif holds_run(folder):
         notes.append(f"The earlier run in {folder} is now in {_move_aside(folder)}")
@@ -103,8 +110,8 @@ def _demanded(path: Path, notes: list[str]) -> tuple[Path, dict[str, Any]]:
 def write_description(folder: Path, config: Config, config_name: str, environment: dict[str, Any]) -> None:
     """config.yaml, a block that can be run again, and environment.json."""
     body = textwrap.indent(render_config(config), "  ")
-    (folder / "config.yaml").write_text(f"{config_name}:\n{body}", encoding="utf-8")
-    (folder / "environment.json").write_text(json.dumps(environment, indent=1) + "\n", encoding="utf-8")
+    checkpoint.write_atomically(folder / "config.yaml", f"{config_name}:\n{body}".encode())
+    checkpoint.write_atomically(folder / "environment.json", (json.dumps(environment, indent=1) + "\n").encode())
 
 
 def holds_run(folder: Path) -> bool:
@@ -143,20 +150,21 @@ def describe_environment(device: torch.device, world_size: int) -> dict[str, Any
     }
 
 
-def _drop_after(path: Path, step: int) -> None:
-    """Keep the lines of metrics.jsonl up to `step`: what came after it is about to be trained again."""
+def _drop_after(path: Path, step: int, epoch: int) -> None:
+    """Keep the lines of metrics.jsonl up to `step` and the finished `epoch`: what came after is about to be done again.
+
+    An epoch's line has the step of its last log line, but comes after its validation."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            if json.loads(line)["step"] <= step:
+            record = json.loads(line)
+            if record["step"] <= step and (record["kind"] != "epoch" or record["epoch"] <= epoch):
                 kept.append(line + "\n")
-        except (ValueError, KeyError):  # a line that a kill cut short
+        except (ValueError, KeyError, TypeError):  # a line that a kill cut short
             continue
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.replace(path)
+    checkpoint.write_atomically(path, "".join(kept).encode())
 
 
 def _processor() -> str:

@@ -59,6 +59,7 @@ class TorchvisionLoader:
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=device.type == "cuda",
+            generator=torch.Generator(),  # its own: each epoch begun would draw a number from the run's generator
         )
 
     def __len__(self) -> int:

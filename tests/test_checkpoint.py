@@ -1,0 +1,359 @@
+"""Checkpoint files: written whole or not at all, read whole or refused by name, and the newest good one chosen."""
+
+import errno
+import io
+import os
+import pickle
+import random
+import re
+import struct
+import subprocess
+import sys
+import threading
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from train import Trainer
+from utils import checkpoint
+from utils.checkpoint import Writer, encode, list_checkpoints, newest_good, read_checkpoint, save_last
+from utils.errors import CheckpointError, ConfigError, ExpectedError
+
+
+@pytest.fixture(scope="module")
+def state():
+    """The smallest state that counts as a checkpoint."""
+    values = dict.fromkeys(checkpoint.KEYS)
+    generator = torch.Generator().manual_seed(0)
+    return values | {
+        "format": checkpoint.FORMAT,
+        "step": 8,
+        "model": {"weight": torch.randn(64, 8, generator=generator)},
+    }
+
+
+@pytest.fixture
+def folder(tmp_path, state):
+    """A good checkpoint of step 8 and one of step 16 to be damaged."""
+    for step in (8, 16):
+        save_last(tmp_path, encode(state | {"step": step}), step, keep=2)
+    return tmp_path
+
+
+def test_the_table_names_every_key_and_no_other(tiny, alone, tmp_path):
+    trainer = Trainer(tiny(max_epochs=1), alone)
+    trainer.train(tmp_path, "tiny", "auto")
+    rows = re.findall(r"^\| ([a-z_, ]+) \|", checkpoint.__doc__, re.MULTILINE)
+    in_table = {key.strip() for row in rows for key in row.split(",")} - {"key"}
+    assert in_table == checkpoint.KEYS == read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0]).keys()
+
+
+def test_a_checkpoint_is_read_as_it_was_written(tmp_path, state):
+    nested = state | {"best": {"acc1": -1.0}, "ranks": [{"random": (1, "a", None, torch.arange(3))}]}
+    path = save_last(tmp_path, encode(nested), 8, keep=1)
+    read = read_checkpoint(path)
+    assert torch.equal(read["model"]["weight"], state["model"]["weight"])
+    assert torch.equal(read["ranks"][0]["random"][3], torch.arange(3))
+    assert read["best"] == {"acc1": -1.0}
+    assert torch.load(path, weights_only=True).keys() == nested.keys()  # any PyTorch reads it
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_truncated_anywhere_it_is_passed_over_aloud(folder, seed):
+    newest = list_checkpoints(folder)[0]
+    content = newest.read_bytes()
+    newest.write_bytes(content[: random.Random(seed).randrange(len(content))])
+    path, good, complaints = newest_good(folder)
+    assert path.name == "step-000000008.pt"
+    assert good["step"] == 8
+    size = newest.stat().st_size
+    assert complaints == [f"{newest}: is damaged or no checkpoint of this program ({size} bytes, digest differs)"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_with_a_flipped_byte_it_is_passed_over_aloud(folder, seed):
+    newest, draw = list_checkpoints(folder)[0], random.Random(seed)
+    content = bytearray(newest.read_bytes())
+    content[draw.randrange(len(content))] ^= draw.randrange(1, 256)
+    newest.write_bytes(content)
+    path, _, complaints = newest_good(folder)
+    assert path.name == "step-000000008.pt"
+    assert len(complaints) == 1
+    assert str(newest) in complaints[0]
+
+
+def test_no_good_one_is_an_error_of_status_4(tiny, alone, tmp_path):
+    Trainer(tiny(max_epochs=1), alone).train(tmp_path, "tiny", "auto")
+    damaged = list_checkpoints(tmp_path / "checkpoints")[0]
+    damaged.write_bytes(b"nothing")
+    before = _contents(tmp_path)
+    with pytest.raises(CheckpointError, match=r"step-000000004.pt: is damaged .*\n.*--resume never") as raised:
+        Trainer(tiny(), alone).train(tmp_path, "tiny", "auto")
+    assert raised.value.exit_status == 4
+    assert _contents(tmp_path) == before
+
+
+def test_the_last_few_are_kept(tmp_path, state):
+    for step in (8, 16, 24, 32):
+        save_last(tmp_path, encode(state), step, keep=3)
+    assert [path.name for path in list_checkpoints(tmp_path)] == [
+        "step-000000032.pt", "step-000000024.pt", "step-000000016.pt"
+    ]  # fmt: skip
+
+
+# ---- refused: whole, but not for this run
+
+
+def test_newer_format_is_refused_and_not_passed_over(folder, state):
+    save_last(folder, encode(state | {"format": checkpoint.FORMAT + 1}), 24, keep=3)
+    with pytest.raises(CheckpointError, match=r"step-000000024.pt: has format 2, this program reads 1; use"):
+        newest_good(folder)
+
+
+def test_missing_keys_are_named(tmp_path, state):
+    path = tmp_path / "step-000000001.pt"
+    path.write_bytes(encode({key: value for key, value in state.items() if key not in ("ranks", "best")}))
+    with pytest.raises(CheckpointError, match="lacks best, ranks"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model": "resnet20"}, "model 'resnet8' -> 'resnet20'"),
+        ({"batch_size": 16}, "batch_size 32 -> 16"),
+        ({"seed": 5}, "seed 0 -> 5"),
+    ],
+)
+def test_another_model_batch_or_order_is_refused_with_what_differs(tiny, alone, tmp_path, change, named):
+    Trainer(tiny(max_epochs=1), alone).train(tmp_path, "tiny", "auto")
+    before = _contents(tmp_path)
+    with pytest.raises(CheckpointError, match="does not fit this configuration") as raised:
+        Trainer(tiny(**change), alone).train(tmp_path, "tiny", "auto")
+    assert named in str(raised.value)
+    assert _contents(tmp_path) == before
+
+
+def test_another_networks_weights_are_refused_by_name(tiny, alone, tmp_path):
+    Trainer(tiny(max_epochs=1), alone).train(tmp_path, "tiny", "auto")
+    before = _contents(tmp_path)
+    trainer = Trainer(tiny(), alone)
+    trainer.model.fc = torch.nn.Linear(64, 10, bias=False)
+    trainer.model.extra = torch.nn.Linear(1, 1, bias=False)
+    with pytest.raises(CheckpointError, match=r"fc.bias \(only in the checkpoint\), extra.weight \(not in"):
+        trainer.train(tmp_path, "tiny", "auto")
+    assert _contents(tmp_path) == before
+
+
+def test_what_may_change_is_told_and_used(tiny, alone, tmp_path):
+    Trainer(tiny(max_epochs=1), alone).train(tmp_path, "tiny", "auto")
+    trainer = Trainer(tiny(lr=0.05), alone)
+    trainer.train(tmp_path, "tiny", "auto")
+    assert "Resuming with another lr: 0.1 -> 0.05" in (tmp_path / "train.log").read_text()
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.05
+
+
+class _Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def test_a_pickle_that_would_run_something_is_not_run(tmp_path, state):
+    """With the right digest: whoever can write the file can write that too."""
+    path = tmp_path / "step-000000001.pt"
+    path.write_bytes(encode(state | {"best": _Bomb(tmp_path / "sprung")}))
+    with pytest.raises(CheckpointError, match="is no checkpoint of this program"):
+        read_checkpoint(path)
+    assert not (tmp_path / "sprung").exists()
+    torch.load(path, weights_only=False)
+    assert (tmp_path / "sprung").exists()  # the trap would have sprung
+
+
+def test_a_bare_pickle_with_a_digest_is_refused(tmp_path):
+    head = pickle.dumps({"format": 1}, protocol=2)
+    path = tmp_path / "step-000000001.pt"
+    path.write_bytes(head + b"sha256:" + sha256(head).hexdigest().encode())
+    with pytest.raises(CheckpointError):
+        read_checkpoint(path)
+
+
+def test_random_states_come_back(state):
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    saved = torch.load(io.BytesIO(encode({"random": checkpoint.random_state()})), weights_only=True)["random"]
+    drawn = [(random.random(), np.random.rand(), np.random.randn(), torch.rand(()).item()) for _ in range(2)]
+    checkpoint.restore_random_state(saved)
+    assert [(random.random(), np.random.rand(), np.random.randn(), torch.rand(()).item()) for _ in range(2)] == drawn
+
+
+# ---- writing
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    checkpoint.write_atomically(path, b"old")
+    monkeypatch.setattr(os, "fsync", _no_space)
+    with pytest.raises(CheckpointError, match="file: cannot be written: No space left on device; what was"):
+        checkpoint.write_atomically(path, b"new")
+    assert _contents(tmp_path) == {"file": b"old"}
+
+
+def _no_space(_descriptor):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
+@pytest.mark.parametrize("background", [False, True])
+def test_a_really_full_disk(tmp_path, state, background):
+    """4 MB hold the first checkpoint and not the next: it stays, whole, and nothing half-written is beside it."""
+    script = f"""
+import torch
+from pathlib import Path
+from utils.checkpoint import Writer, newest_good
+from utils.errors import CheckpointError
+folder = Path({str(tmp_path)!r})
+writer = Writer(folder, keep=1, background={background})
+for step, megabytes in ((1, 2), (2, 3)):
+    state = torch.load({str(tmp_path.parent / "state.pt")!r})
+    state |= {{"step": step, "model": {{"weight": torch.zeros(megabytes, 250_000)}}}}
+    try:
+        writer.save(state, is_best=False)
+        writer.wait()
+    except CheckpointError as error:
+        print("error:", error)
+print(newest_good(folder)[0].name, sorted(path.name for path in folder.iterdir()))
+"""
+    torch.save(state, tmp_path.parent / "state.pt")
+    mount = f'mount -t tmpfs -o size=4m none "{tmp_path}" && exec "{sys.executable}" -c "$0"'
+    command = ["unshare", "--mount", "sh", "-c", mount, script]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if "unshare failed" in result.stderr or "permission denied" in result.stderr.lower():
+        pytest.skip(f"cannot mount here: {result.stderr.strip()}")
+    assert result.stdout.splitlines() == [
+        f"error: {tmp_path}/step-000000002.pt: cannot be written: No space left on device; what was there before is "
+        "untouched",
+        "step-000000001.pt ['step-000000001.pt']",
+    ], result.stderr
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, state):
+    writer = Writer(tmp_path, keep=2, background=False)
+    broken = {"fine": torch.ones(2), "broken": torch.tensor([1.0, float("inf")])}
+    with pytest.raises(ExpectedError, match=r"after step 8, 1 of the network's 2 tensors .* first broken"):
+        writer.save(state | {"model": broken}, is_best=False)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Writes wait for `release`; `started` tells that one is under way."""
+    started, release = threading.Event(), threading.Event()
+    really = checkpoint.write_atomically
+
+    def write(path, content):
+        started.set()
+        assert release.wait(60)
+        really(path, content)
+
+    monkeypatch.setattr(checkpoint, "write_atomically", write)
+    return started, release
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, state, slow_disk):
+    started, release = slow_disk
+    writer = Writer(tmp_path, keep=2, background=True)
+    weight = torch.zeros(2)
+    for step, is_best in ((1, False), (2, True), (3, False)):
+        weight.fill_(step)
+        writer.save(state | {"step": step, "model": {"weight": weight}}, is_best)  # returns although nothing is written
+        assert started.wait(60)
+    assert not list_checkpoints(tmp_path)
+    weight.fill_(99)  # training changes its weights: the copies must not change with them
+    release.set()
+    writer.wait()
+    written = {path.name: read_checkpoint(path)["model"]["weight"].tolist() for path in tmp_path.iterdir()}
+    # step 2 waited and gave its place to step 3; as the best one it was written all the same
+    assert written == {
+        "step-000000001.pt": [1.0, 1.0], "step-000000003.pt": [3.0, 3.0], "best.pt": [2.0, 2.0],
+    }  # fmt: skip
+
+
+def test_an_error_of_the_writing_thread_surfaces(tmp_path, state, monkeypatch):
+    writer = Writer(tmp_path, keep=2, background=True)
+    writer.save(state, is_best=False)
+    writer.wait()
+    monkeypatch.setattr(os, "fsync", _no_space)
+    writer.save(state | {"step": 9}, is_best=False)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        writer.wait()
+    writer.save(state | {"step": 10}, is_best=False)
+    while writer._thread is not None:
+        writer._thread.join()
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        writer.save(state | {"step": 11}, is_best=False)
+    assert newest_good(tmp_path)[0].name == "step-000000008.pt"
+
+
+def test_the_last_state_is_written_when_training_fails(tmp_path, state, slow_disk):
+    _, release = slow_disk
+
+    def fail():
+        with Writer(tmp_path, keep=2, background=True) as writer:
+            writer.save(state, is_best=True)
+            release.set()
+            raise ValueError("training failed")
+
+    with pytest.raises(ValueError, match="training failed"):
+        fail()
+    assert {path.name for path in tmp_path.iterdir()} == {"step-000000008.pt", "best.pt"}
+
+
+def test_what_a_killed_writer_left_is_removed(tiny, alone, tmp_path):
+    Trainer(tiny(max_epochs=1), alone).train(tmp_path, "tiny", "auto")
+    leftover = tmp_path / "checkpoints" / ".step-000000008.pt.123.tmp"
+    leftover.write_bytes(b"half")
+    Trainer(tiny(), alone).train(tmp_path, "tiny", "auto")
+    assert not leftover.exists()
+
+
+# ---- run folders
+
+
+def test_a_second_run_in_one_folder_is_refused(tiny, alone, tmp_path, monkeypatch):
+    refused = []
+    trainer, second = Trainer(tiny(max_epochs=1), alone), Trainer(tiny(max_epochs=1), alone)
+    validate = trainer.validate_one_epoch
+
+    def start_another():
+        before = _contents(tmp_path)
+        for resume in ("auto", "never"):
+            with pytest.raises(ConfigError, match="another run is writing here; wait for it or choose another"):
+                second.train(tmp_path, "tiny", resume)
+        assert _contents(tmp_path) == before
+        refused.append(True)
+        return validate()
+
+    monkeypatch.setattr(trainer, "validate_one_epoch", start_another)
+    trainer.train(tmp_path, "tiny", "auto")
+    assert refused == [True]
+
+
+def _contents(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "train.log"
+    }
+
+
+def test_the_archive_comment_is_the_digest_of_what_stands_before_it(state):
+    content = encode(state)
+    head, comment = content[:-71], content[-71:]
+    assert comment == b"sha256:" + sha256(head).hexdigest().encode()
+    assert head[-2:] == struct.pack("<H", 71)

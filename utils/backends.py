@@ -1,0 +1,22 @@
+"""Process-wide switches of PyTorch."""
+
+import os
+
+import torch
+
+from utils.config import Config
+
+
+def prepare_backends(config: Config) -> list[str]:
+    """Process-wide switches of PyTorch; returns what has to be said about them."""
+    notes = []
+    benchmark = config.extra_opt("cudnn_benchmark")
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
+        if benchmark:
+            notes.append("deterministic: cudnn_benchmark is left off, its choices differ from run to run")
+    torch.use_deterministic_algorithms(config.deterministic)
+    torch.backends.cudnn.deterministic = config.deterministic
+    # EXTRA: cuDNN times its algorithms on the first batch and keeps the fastest
+    torch.backends.cudnn.benchmark = benchmark and not config.deterministic
+    return notes
