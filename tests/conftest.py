@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from utils.cli import parse_arguments
 from utils.config import Config, load_config
 from utils.data import datasets
 from utils.distributed import Distributed
@@ -72,6 +73,23 @@ def cifar_path() -> Path:
     if not folder:
         pytest.skip("CIFAR_DATA is not set: the folder that holds cifar-100-binary/ and cifar-10-batches-bin/")
     return Path(folder)
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """refused(*arguments): what train.py's command line says on refusing them, one or two lines with exit status 2."""
+
+    def refuse(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as leaving:
+            parse_arguments(arguments)
+        out, err = capsys.readouterr()
+        assert (leaving.value.code, out) == (2, "")
+        assert err.startswith("error: ")
+        assert err.count("\n") <= 2, err
+        assert err.replace("\n", "").isprintable()
+        return err
+
+    return refuse
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,13 +1,15 @@
 """The command line of train.py, answered without importing torch where no training is asked for."""
 
 import argparse
+import difflib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
-from utils.config import Config, list_blocks, load_config, render_config
+from utils.config import Config, as_yaml, list_blocks, load_config, render_config
 from utils.errors import ConfigError
 
 DESCRIPTION = """\
@@ -38,13 +40,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     options = _parser().parse_args(argv)
     try:
         if options.list_configs:
-            _print_blocks(options.yaml_config)
-            raise SystemExit(0)
+            _leave_with(_describe_blocks(options.yaml_config))
         config = load_config(options.yaml_config, options.config, options.set)
         if options.print_config:
-            default = load_config(options.yaml_config, "default")
-            print(f"# {options.config} in {options.yaml_config}\n{render_config(config, default)}", end="")
-            raise SystemExit(0)
+            has_default = "default" in list_blocks(options.yaml_config)
+            default = load_config(options.yaml_config, "default") if has_default else None
+            _leave_with(f"# {options.config} in {options.yaml_config}\n{render_config(config, default)}")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_status) from None
@@ -52,8 +53,21 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     return Arguments(config, options.config, run_dir, options.resume, options.dry_run)
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse with one line for bad usage, which names the nearest option."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown, colon, words = message.partition("unrecognized arguments: ")
+        if colon and not unknown:
+            word = words.split("=")[0].split()[0]
+            near = difflib.get_close_matches(word, self._option_string_actions, n=1)
+            message += f"; did you mean {near[0]}?" if near else "; --help lists the options"
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(ConfigError.exit_status)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         description=DESCRIPTION,
         epilog=EXIT_STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -67,11 +81,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key of the block; repeatable"
     )
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="where the run writes (default: expts/NAME)")
+    parser.add_argument("--run-dir", type=_folder, metavar="DIR", help="where the run writes (default: expts/NAME)")
     parser.add_argument(
         "--resume", default="auto", metavar="auto|never|PATH",
-        help="auto: go on from the run folder's newest good checkpoint, if any; never: start anew, moving an earlier run "
-        "aside; PATH: go on from this checkpoint file or run folder (default: auto)",
+        help="auto: go on from the run folder's newest good checkpoint, if any; never: start anew, moving an earlier "
+        "run aside; PATH: go on from this checkpoint file or run folder (default: auto)",
     )  # fmt: skip
     parser.add_argument("--list-configs", action="store_true", help="list the blocks and what each changes, and leave")
     parser.add_argument(
@@ -86,9 +100,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _print_blocks(path: Path) -> None:
-    blocks: dict[str, dict[str, Any]] = list_blocks(path)
+def _folder(text: str) -> Path:
+    if not text:  # Path("") is the working directory, which an unset shell variable did not mean
+        raise argparse.ArgumentTypeError("is empty; expected a folder")
+    return Path(text)
+
+
+def _describe_blocks(path: Path) -> str:
+    """A line for each block, with what it changes as --set would take it."""
+    blocks = list_blocks(path)
     width = max(map(len, blocks), default=0)
-    for name, differences in blocks.items():
-        changes = ", ".join(f"{key}={value}" for key, value in differences.items())
-        print(f"{name:{width}}  {changes or 'every key as in default'}")
+    changes = {
+        name: ", ".join(f"{key}={as_yaml(value)}" for key, value in differences.items())
+        for name, differences in blocks.items()
+    }
+    return "".join(f"{name:{width}}  {changes[name] or 'every key as in default'}\n" for name in blocks)
+
+
+def _leave_with(text: str) -> NoReturn:
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:  # the reader, `| head` for instance, has seen enough; nor may the flush at exit complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(0)

@@ -9,7 +9,9 @@ Precedence: merged blocks < the block itself < `--set KEY=VALUE`.
 
 import difflib
 import json
+import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,9 +28,11 @@ from utils.errors import ConfigError
 # A block's name becomes the folder expts/<name>/, so it can hold neither a separator nor a leading dot.
 BLOCK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
 
-PerChannel = Annotated[tuple[float, float, float], Field(strict=False)]
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+# Whole numbers fit into 32 bits everywhere: PyTorch and NumPy meet larger ones with an overflow.
+MAX_INT = 2**31 - 1
+PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
+PerChannel = Field(strict=False, min_length=3, max_length=3)
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -44,14 +48,14 @@ class Config(BaseModel):
     """What to learn: CIFAR-100, CIFAR-10, or the built-in drawn shapes that need no file."""
     data_path: Annotated[str, Field(min_length=1)]
     """Folder that holds the datasets, relative to the working directory."""
-    download: Literal["auto", True, False]
+    download: Literal["auto"] | bool
     """Fetch a missing dataset; auto: yes, except inside a Slurm job (compute nodes often have no network)."""
-    num_classes: Annotated[int, Field(ge=2)]
+    num_classes: Annotated[int, Field(ge=2, le=MAX_INT)]
     """Outputs of the network; must be what the dataset has."""
-    cifar100_mean: PerChannel
+    cifar100_mean: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], PerChannel]
     """Per-channel mean of CIFAR-100's training images, in [0, 1]; other datasets bring their own."""
-    cifar100_std: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False, min_length=3, max_length=3)]
-    """Per-channel standard deviation of CIFAR-100's training images."""
+    cifar100_std: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], PerChannel]
+    """Per-channel standard deviation of CIFAR-100's training images, whose values lie in [0, 1]."""
     data_loader: Literal["torchvision", "device"]
     """Who cuts, flips, rotates and normalises: torchvision in worker processes, or the device itself in batches."""
     num_data_workers: NonNegativeInt
@@ -70,13 +74,13 @@ class Config(BaseModel):
     """First convolution of the large ResNets: the tutorial's 7x7 or the usual CIFAR 3x3, stride 1, no max-pool."""
 
     # ---- optimisation
-    lr: Annotated[float, Field(gt=0)]
+    lr: Annotated[float, Field(gt=0, le=1000)]
     """Peak learning rate."""
     momentum: Fraction
     """SGD momentum."""
     nesterov: bool
     """Nesterov momentum."""
-    weight_decay: Annotated[float, Field(ge=0)]
+    weight_decay: Annotated[float, Field(ge=0, le=1000)]
     """L2 penalty, on every parameter."""
     label_smoothing: Fraction
     """Share of the target spread over all classes in training; validation never smooths."""
@@ -152,12 +156,23 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "Config":
+        # Each message names its keys, since the error is placed where the last of them was set.
         if self.lr_warmup_epochs > self.max_epochs:
             raise ValueError(f"lr_warmup_epochs {self.lr_warmup_epochs:g} must not exceed max_epochs {self.max_epochs}")
         if self.lr_schedule == "onecycle" and not 0 < self.lr_warmup_epochs < self.max_epochs:
-            raise ValueError("lr_schedule onecycle needs lr_warmup_epochs, its rise, between 0 and max_epochs")
+            raise ValueError(
+                f"lr_schedule onecycle rises over lr_warmup_epochs, which is {self.lr_warmup_epochs:g}; "
+                f"allowed: above 0 and below max_epochs {self.max_epochs}"
+            )
+        if self.lr_schedule == "step" and not self.lr_milestones:
+            raise ValueError("lr_schedule step cuts at lr_milestones, which is []; list at least one epoch")
         if self.nesterov and self.momentum == 0:
-            raise ValueError("nesterov needs a momentum above 0")
+            raise ValueError("nesterov is true, which needs momentum above 0; momentum is 0")
+        if self.enable_profiling and self.profiling_epoch_start > self.max_epochs:
+            raise ValueError(
+                f"enable_profiling would profile nothing: profiling_epoch_start {self.profiling_epoch_start} "
+                f"exceeds max_epochs {self.max_epochs}"
+            )
         if self.batch_size % min(self.micro_batch_size or self.batch_size, self.batch_size):
             raise ValueError(
                 f"batch_size {self.batch_size} must be a multiple of micro_batch_size {self.micro_batch_size}"
@@ -172,38 +187,48 @@ class Config(BaseModel):
 
 @dataclass(frozen=True)
 class _Entry:
-    """One key of one block: its value and where it stands."""
+    """One key of one block: its value and where it was set."""
 
     value: Any
+    line: int  # sys.maxsize for --set, which is read last
+    place: str  # as the user knows it: file, line and block, or --set
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One block with its merges resolved."""
+
     line: int
-    block: str
+    entries: dict[str, _Entry]
 
 
 def load_config(path: Path, name: str, overrides: Iterable[str] = ()) -> Config:
     """Block `name` of the YAML file `path` with `KEY=VALUE` overrides on top; `ConfigError` for anything wrong."""
     blocks = _read_blocks(path)
     _check_block_name(path, name, blocks)
-    entries = dict(blocks[name])
-    where = {key: f"{path}:{entry.line}: block {entry.block!r}" for key, entry in entries.items()}
-    values = {key: entry.value for key, entry in entries.items()}
-    for override in overrides:
-        key, value = _parse_override(override)
-        values[key], where[key] = value, f"--set {override}"
+    entries = blocks[name].entries | dict(_parse_override(override) for override in overrides)
     try:
-        return Config(**values)
+        return Config(**{key: entry.value for key, entry in entries.items()})
     except ValidationError as error:
-        raise ConfigError(_explain(error, path, name, values, where)) from None
+        raise ConfigError(_explain(error, f"{path}:{blocks[name].line}: block {name!r}", entries)) from None
 
 
 def list_blocks(path: Path) -> dict[str, dict[str, Any]]:
     """Every block of the file with the values in which it differs from `default`, in the file's order."""
-    blocks = _read_blocks(path)
-    base = {key: entry.value for key, entry in blocks.get("default", {}).items()}
-    missing = object()
+    blocks = {
+        name: {key: entry.value for key, entry in block.entries.items()} for name, block in _read_blocks(path).items()
+    }
+    base, missing = blocks.get("default", {}), object()
     return {
-        name: {key: entry.value for key, entry in block.items() if base.get(key, missing) != entry.value}
+        name: {key: value for key, value in block.items() if base.get(key, missing) != value}
         for name, block in blocks.items()
     }
+
+
+def as_yaml(value: Any) -> str:
+    """A value as it is written in a block, on one line."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isprintable() else json.dumps(value)
 
 
 def render_config(config: Config, default: Config | None = None) -> str:
@@ -211,10 +236,10 @@ def render_config(config: Config, default: Config | None = None) -> str:
     values = config.model_dump(mode="json")
     base = values if default is None else default.model_dump(mode="json")
     different = [key for key in values if values[key] != base[key]]
-    lines = [f"{key}: {json.dumps(values[key])}  # default: {json.dumps(base[key])}" for key in different]
+    lines = [f"{key}: {as_yaml(values[key])}  # default: {as_yaml(base[key])}" for key in different]
     if different:
         lines.append("# as in default:")
-    lines += [f"{key}: {json.dumps(values[key])}" for key in values if key not in different]
+    lines += [f"{key}: {as_yaml(values[key])}" for key in values if key not in different]
     return "\n".join(lines) + "\n"
 
 
@@ -232,29 +257,34 @@ def schema() -> dict[str, Any]:
     }
 
 
-def _read_blocks(path: Path) -> dict[str, dict[str, _Entry]]:
+def _read_blocks(path: Path) -> dict[str, _Block]:
     root = _compose(path)
     if not isinstance(root, MappingNode):
-        raise ConfigError(f"{path}: holds no configuration blocks; expected a mapping of block names to keys")
-    blocks: dict[str, dict[str, _Entry]] = {}
-    lines: dict[str, int] = {}
-    for key_node, block_node in root.value:
+        raise ConfigError(f"{path}: holds no configuration blocks; expected block names with keys below them")
+    names = {id(node): key_node.value for key_node, node in reversed(root.value)}
+    blocks: dict[str, _Block] = {}
+    for key_node, node in root.value:
         name, line = _scalar_key(path, key_node), key_node.start_mark.line + 1
-        if name in lines:
-            raise ConfigError(f"{path}:{line}: block {name!r} stands twice, first on line {lines[name]}; rename one")
-        lines[name] = line
+        if name in blocks:
+            raise ConfigError(
+                f"{path}:{line}: block {name!r} stands twice, first on line {blocks[name].line}; rename one"
+            )
         if not BLOCK_NAME.fullmatch(name):
             raise ConfigError(
-                f"{path}:{line}: block name {name!r} cannot name a folder; "
-                "allowed: letters, digits and . _ + -, not starting with a sign"
+                f"{path}:{line}: block name {_shown(name)} cannot name a folder; "
+                "allowed: up to 100 letters, digits and . _ + -, beginning with a letter or digit"
             )
-        blocks[name] = _flatten(path, name, block_node, parents=())
+        if not isinstance(node, MappingNode):
+            raise ConfigError(
+                f"{path}:{line}: block {name!r} is {_kind(node)}; expected keys below it, for example <<: *DEFAULT"
+            )
+        blocks[name] = _Block(line, _flatten(path, name, node, names, parents=()))
     return blocks
 
 
 def _compose(path: Path) -> Node | None:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the configuration file: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -262,16 +292,22 @@ def _compose(path: Path) -> Node | None:
     try:
         return YAML(typ="safe", pure=True).compose(text)
     except YAMLError as error:
-        raise ConfigError(f"{path}{_where_yaml_broke(error)}") from None
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{line}: is not valid YAML 1.2: {_yaml_problem(error)}") from None
     except RecursionError:
         raise ConfigError(f"{path}: is nested too deeply; expected blocks of flat keys") from None
 
 
-def _where_yaml_broke(error: YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-    line = f":{mark.line + 1}" if mark else ""
-    return f"{line}: is not valid YAML 1.2: {' '.join(str(problem).split())}"
+def _yaml_problem(error: YAMLError) -> str:
+    """The parser's complaint on one line, with the remedy where it does not say."""
+    problem = " ".join(str(getattr(error, "problem", None) or str(error).splitlines()[0]).split())
+    remedies = {
+        "undefined alias": "its anchor &NAME must stand above it",
+        "'\\t'": "indent with spaces",
+        "another document": "a file holds one document, without ---",
+    }
+    return "; ".join([problem] + [remedy for sign, remedy in remedies.items() if sign in problem])
 
 
 def _scalar_key(path: Path, node: Node) -> str:
@@ -280,92 +316,164 @@ def _scalar_key(path: Path, node: Node) -> str:
     return node.value
 
 
-def _flatten(path: Path, block: str, node: Node, parents: tuple[int, ...]) -> dict[str, _Entry]:
+def _flatten(
+    path: Path, name: str, node: MappingNode, names: Mapping[int, str], parents: tuple[int, ...]
+) -> dict[str, _Entry]:
     """The keys of a block with its merges (`<<`) resolved; own keys win over merged, earlier merges over later."""
-    line = node.start_mark.line + 1
-    if not isinstance(node, MappingNode):
-        raise ConfigError(f"{path}:{line}: block {block!r} must be a mapping of keys to values")
     if id(node) in parents:
-        raise ConfigError(f"{path}:{line}: block {block!r} merges itself; remove the cyclic <<")
+        line = node.start_mark.line + 1
+        raise ConfigError(f"{path}:{line}: block {name!r} merges itself; remove the cyclic <<")
     merged: dict[str, _Entry] = {}
     own: dict[str, _Entry] = {}
+    lines: dict[str, int] = {}
     for key_node, value_node in node.value:
-        key, key_line = _scalar_key(path, key_node), key_node.start_mark.line + 1
-        if key == "<<":
-            sources = value_node.value if isinstance(value_node, SequenceNode) else [value_node]
-            for source in reversed(sources):
-                merged |= _flatten(path, block, source, (*parents, id(node)))
-        elif key in own:
-            raise ConfigError(
-                f"{path}:{key_line}: block {block!r}: key {key!r} stands twice, first on line {own[key].line}; keep one"
-            )
-        else:
-            own[key] = _Entry(_construct(path, value_node), key_line, block)
+        key, line = _scalar_key(path, key_node), key_node.start_mark.line + 1
+        place = f"{path}:{line}: block {name!r}"
+        if key in lines:
+            remedy = "merge a list, <<: [*ONE, *OTHER]" if key == "<<" else "keep one"
+            raise ConfigError(f"{place}: key {key!r} stands twice, first on line {lines[key]}; {remedy}")
+        lines[key] = line
+        if key != "<<":
+            own[key] = _Entry(_construct(value_node, key, place), line, place)
+            continue
+        sources = value_node.value if isinstance(value_node, SequenceNode) else [value_node]
+        for source in reversed(sources):
+            if not isinstance(source, MappingNode):
+                raise ConfigError(
+                    f"{place}: << merges {_kind(source)}; expected a block by its anchor, for example <<: *DEFAULT"
+                )
+            merged |= _flatten(path, names.get(id(source), name), source, names, (*parents, id(node)))
     return merged | own
 
 
-def _construct(path: Path, node: Node) -> Any:
+def _construct(node: Node, key: str, place: str) -> Any:
+    """A key's value, a scalar or a flat list of scalars, by the core schema of YAML 1.2."""
+    kind = str(node.tag).removeprefix("tag:yaml.org,2002:")
+    if isinstance(node, SequenceNode) and kind == "seq" and all(isinstance(item, ScalarNode) for item in node.value):
+        return [_construct(item, key, place) for item in node.value]
+    if kind in ("map", "seq"):
+        raise ConfigError(_wrong_value(key, "holds " + ("a mapping" if kind == "map" else "a list in a list"), place))
+    if kind in ("timestamp", "merge", "value"):  # types of YAML 1.1, which 1.2 reads as text
+        return node.value
+    if kind not in ("str", "int", "float", "bool", "null"):
+        tag = kind if kind.startswith("!") else f"!!{kind}"
+        raise ConfigError(_wrong_value(key, f"has the tag {tag}, which is not read here", place))
     try:
-        return YAML(typ="safe", pure=True).constructor.construct_object(node, deep=True)
-    except (YAMLError, ValueError, TypeError, RecursionError) as error:
-        problem = str(getattr(error, "problem", error)).splitlines()[0]
-        raise ConfigError(f"{path}:{node.start_mark.line + 1}: cannot read the value: {problem}") from None
+        return _constructor().construct_object(node)
+    except (YAMLError, ValueError, KeyError, TypeError):
+        raise ConfigError(
+            _wrong_value(key, f"is {_shown(node.value)}, which cannot be read as {kind}", place)
+        ) from None
+
+
+@lru_cache(maxsize=1)
+def _constructor() -> Any:
+    """One for all values: every YAML() searches the disk for plug-ins."""
+    return YAML(typ="safe", pure=True).constructor
+
+
+def _kind(node: Node) -> str:
+    if isinstance(node, ScalarNode):
+        return _shown(node.value) if node.value else "empty"
+    return "a list" if isinstance(node, SequenceNode) else "a mapping"
 
 
 def _check_block_name(path: Path, name: str, blocks: Mapping[str, Any]) -> None:
     if name not in blocks:
         raise ConfigError(
-            f"--config={name}: {path} has no such block.{_did_you_mean(name, blocks)}"
+            f"--config={_shortened(name)}: {path} has no such block{_did_you_mean(name, blocks) or '.'}"
             f" It has: {', '.join(blocks) or 'none'}"
         )
 
 
-def _parse_override(override: str) -> tuple[str, Any]:
+def _parse_override(override: str) -> tuple[str, _Entry]:
+    place = f"--set {_shortened(override)}"
     key, equals, text = override.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"--set {override}: expected KEY=VALUE, for example --set lr=0.2")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"{place}: expected KEY=VALUE, for example --set lr=0.2")
+    if not text.strip():
+        raise ConfigError(_wrong_value(key, "has no value", place))
     try:
-        return key.strip(), YAML(typ="safe", pure=True).load(text)
-    except (YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--set {override}: the value{_where_yaml_broke(error)}") from None  # type: ignore[arg-type]
+        node = YAML(typ="safe", pure=True).compose(text)
+    except YAMLError as error:
+        raise ConfigError(f"{place}: the value is not valid YAML 1.2: {_yaml_problem(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{place}: the value is nested too deeply") from None
+    return key, _Entry(None if node is None else _construct(node, key, place), sys.maxsize, place)
 
 
-def _explain(error: ValidationError, path: Path, name: str, values: Mapping[str, Any], where: Mapping[str, str]) -> str:
-    """Two lines at most: the first thing that is wrong, and how much else is."""
-    problems = error.errors(include_url=False)
-    absent = [problem for problem in problems if problem["type"] == "missing" and len(problem["loc"]) == 1]
-    missing = [str(problem["loc"][0]) for problem in absent]
-    others = [problem for problem in problems if problem not in absent]
-    if others:
-        message = _explain_one(others[0], path, name, values, where)
-    else:
-        message = (
-            f"{path}: block {name!r} lacks {', '.join(missing[:4])}{' ...' if len(missing) > 4 else ''}; "
-            "begin it with <<: *DEFAULT, or give a value"
+def _explain(error: ValidationError, block: str, entries: Mapping[str, _Entry]) -> str:
+    """Two lines at most: the first thing that is wrong, and which other keys are."""
+    problems: dict[str | None, Any] = {}  # the first of each key; None: of a combination of keys
+    for problem in error.errors(include_url=False):
+        problems.setdefault(str(problem["loc"][0]) if problem["loc"] else None, problem)
+    missing = [key for key in problems if key is not None and key not in entries]
+    wrong = [key for key in problems if key not in missing]
+    if not wrong:
+        return (
+            f"{block} lacks {', '.join(missing[:4])}{' ...' if len(missing) > 4 else ''}; "
+            "begin it with <<: *DEFAULT, or give each a value"
         )
-    more = len(others) - 1
-    return message + (f"\nand {more} more wrong {'key' if more == 1 else 'keys'} after it" if more > 0 else "")
+    if wrong[0] is None:
+        return _explain_combination(problems[None]["msg"].removeprefix("Value error, "), block, entries)
+    value, place = entries[wrong[0]].value, entries[wrong[0]].place
+    message = _wrong_value(wrong[0], f"is {_shown(value)}", place) + _hint(wrong[0], value)
+    others = ", ".join(_shortened(str(key)) for key in wrong[1:6])
+    return message + (f"\nwrong as well: {others}{' ...' if len(wrong) > 6 else ''}" if others else "")
 
 
-def _explain_one(problem: Any, path: Path, name: str, values: Mapping[str, Any], where: Mapping[str, str]) -> str:
-    if not problem["loc"]:  # a combination of keys
-        return f"{path}: block {name!r}: {problem['msg'].removeprefix('Value error, ')}"
-    key = str(problem["loc"][0])
-    place = where[key]
-    if problem["type"] == "extra_forbidden":
-        return f"{place}: unknown key {key!r}.{_did_you_mean(key, Config.model_fields)}"
-    value = values[key]
-    hint = "; write null for none" if value == "None" else ""
-    return f"{place}: {key} is {_shown(value)}; allowed: {_allowed(key)}{hint}"
+def _explain_combination(message: str, block: str, entries: Mapping[str, _Entry]) -> str:
+    """A rule over several keys, placed where the last of the keys that it names was set."""
+    named = [entries[word] for word in re.findall(r"\w+", message) if word in entries]
+    place = max(named, key=lambda entry: entry.line).place if named else block
+    return f"{place}: {message}"
+
+
+def _wrong_value(key: str, what: str, place: str) -> str:
+    if key not in Config.model_fields:
+        near = _did_you_mean(key, Config.model_fields)
+        return f"{place}: unknown key {_shortened(key)!r}{near or '; --print-config shows every key'}"
+    return f"{place}: {key} {what}; allowed: {_allowed(key)}"
+
+
+def _hint(key: str, value: Any) -> str:
+    """What the writer of a wrong value probably meant, where that would be allowed."""
+    if key not in Config.model_fields:
+        return ""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "; it must be finite"
+    meant = value
+    if isinstance(value, str):
+        words = {"none": None, "yes": True, "on": True, "y": True, "no": False, "off": False, "n": False}
+        try:
+            meant = words[value.lower()] if value.lower() in words else json.loads(value.lower())
+        except (ValueError, RecursionError):
+            return ""
+    elif isinstance(value, float) and value.is_integer():
+        meant = int(value)
+    elif value in (0, 1):
+        meant = bool(value)
+    try:
+        Config(**{key: meant})  # type: ignore[arg-type]
+    except ValidationError as error:
+        if any(problem["loc"][0] == key for problem in error.errors(include_url=False)):
+            return ""
+    return f"; write {as_yaml(meant)}" + (" without quotes" if as_yaml(meant) == value else "")
 
 
 def _did_you_mean(word: str, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    return f". Did you mean {near[0]!r}?" if near else ""
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    return _shortened(as_yaml(value))
+
+
+def _shortened(text: str) -> str:
+    """Text from outside, fit for one line of a message."""
+    text = text if text.isprintable() else as_yaml(text)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -383,18 +491,13 @@ def _in_words(part: Mapping[str, Any]) -> str:
     if "anyOf" in part:
         return " or ".join(_in_words(option) for option in part["anyOf"])
     if "enum" in part or "const" in part:
-        return ", ".join(json.dumps(value).strip('"') for value in part.get("enum", [part.get("const")]))
-    if part.get("type") == "array":
-        item = _in_words(part["prefixItems"][0] if "prefixItems" in part else part["items"])
-        count = f"{part['minItems']} values" if part.get("minItems") == part.get("maxItems") != None else "values"  # noqa: E711
-        return f"a list of {count}, each {item}"
-    names = {
-        "integer": "a whole number",
-        "number": "a number",
-        "boolean": "true or false",
-        "string": "a text that is not empty",
-        "null": "null",
-    }
+        return ", ".join(part.get("enum", [part.get("const")]))
+    if part["type"] == "array":
+        count = f"{part['minItems']} values" if "minItems" in part else "values"
+        return f"a list of {count}, each {_in_words(part['items'])}"
+    if part["type"] == "integer":
+        return f"a whole number from {part['minimum']} to {part['maximum']}"
+    names = {"number": "a number", "boolean": "true or false", "string": "a text that is not empty", "null": "null"}
     bounds = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
     limits = [f"{word} {part[bound]:g}" for bound, word in bounds.items() if bound in part]
     return " ".join([names[part["type"]], " and ".join(limits)]).strip()

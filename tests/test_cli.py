@@ -1,0 +1,185 @@
+"""The command line of train.py: its answers, its refusals, and that it answers before torch is imported."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from utils.cli import parse_arguments
+from utils.config import list_blocks, load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+CIFAR100 = ROOT / "config/cifar100.yaml"
+RATE = "allowed: a number above 0 and at most 1000"
+
+
+@pytest.fixture(autouse=True)
+def from_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default --yaml_config is relative to the checkout."""
+    monkeypatch.chdir(ROOT)
+
+
+def run_train(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *python, "train.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+# ---- answers
+
+
+def test_arguments_without_options() -> None:
+    arguments = parse_arguments([])
+    assert arguments.config == load_config(CIFAR100, "default")
+    assert (arguments.config_name, arguments.run_dir, arguments.resume) == ("default", Path("expts/default"), "auto")
+    assert not arguments.dry_run
+
+
+def test_arguments_with_every_option() -> None:
+    what = ["--yaml_config=config/cifar100.yaml", "--config=bs256-amp", "--set", "lr=0.2", "--set", "max_epochs=3"]
+    how = ["--run-dir=runs/a", "--resume=never", "--dry-run", "--local_rank=0"]
+    arguments = parse_arguments(what + how)
+    assert arguments.config == load_config(CIFAR100, "bs256-amp", ["lr=0.2", "max_epochs=3"])
+    assert (arguments.config.lr, arguments.config.max_epochs, arguments.config.enable_amp) == (0.2, 3, True)
+    assert (arguments.config_name, arguments.run_dir, arguments.resume) == ("bs256-amp", Path("runs/a"), "never")
+    assert arguments.dry_run
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lr"),
+    [(["lr=-3", "lr=.2"], 0.2), (["lr = 0.3"], 0.3), ([" lr=0.4 "], 0.4), (["lr=0.5 # x"], 0.5), (["lr=5e-4"], 5e-4)],
+    ids=["last wins", "spaces", "spaces outside", "comment", "exponent"],
+)  # fmt: skip
+def test_set_is_read_generously(overrides: list[str], lr: float) -> None:
+    assert parse_arguments([part for override in overrides for part in ("--set", override)]).config.lr == lr
+
+
+@pytest.mark.parametrize("option", ["--help", "--list-configs", "--print-config"])
+def test_questions_are_answered_without_torch(option: str) -> None:
+    answer = run_train(option, python=("-X", "importtime"))
+    imported = re.findall(r"\| +([\w.]+)$", answer.stderr, re.MULTILINE)
+    assert answer.returncode == 0
+    assert "utils.cli" in imported
+    assert not [name for name in imported if name.split(".")[0] in ("torch", "torchvision", "numpy", "models")]
+    # nothing else on stderr than the import times
+    assert [line for line in answer.stderr.splitlines() if not line.startswith("import time:")] == []
+    assert len(answer.stdout.splitlines()) > 10
+
+
+@pytest.mark.parametrize("option", ["--list-configs", "--print-config"])
+def test_a_reader_who_leaves_early_is_no_error(option: str) -> None:
+    command = [sys.executable, "-u", "train.py", option]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()  # before a word is written
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 0
+
+
+def test_help_names_every_option_and_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    text = answered(capsys, "--help")
+    for word in ("--config", "--yaml_config", "--set", "--run-dir", "--resume", "--list-configs", "--print-config"):
+        assert word in text
+    assert "0 finished, 2 bad usage or configuration, 3 data" in text
+
+
+def test_listed_changes_can_be_given_to_set(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every block's line, `NAME  KEY=VALUE, ...`, repeated as --set on default gives the block."""
+    lines = answered(capsys, "--list-configs").splitlines()
+    assert [line.split()[0] for line in lines] == list(list_blocks(CIFAR100))
+    for line in lines:
+        name, changes = line.split(maxsplit=1)
+        overrides = [] if changes == "every key as in default" else re.split(r", (?=\w+=)", changes)
+        assert load_config(CIFAR100, "default", overrides) == load_config(CIFAR100, name)
+
+
+def test_a_printed_configuration_is_a_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--config=bs2048-warmup-opt", "--set=data_path=/some where/#1")
+    printed = answered(capsys, *arguments, "--print-config")
+    copy = tmp_path / "copy.yaml"
+    copy.write_text("again:\n" + "".join(f"  {line}\n" for line in printed.splitlines()), encoding="utf-8")
+    assert load_config(copy, "again") == parse_arguments(arguments).config
+    # a file of one block, such as a run folder's config.yaml, has no default to compare with
+    again = answered(capsys, f"--yaml_config={copy}", "--config=again", "--print-config")
+    assert again.splitlines()[0] == f"# again in {copy}"
+    assert "# default:" not in again
+    copy.write_text("again:\n" + "".join(f"  {line}\n" for line in again.splitlines()), encoding="utf-8")
+    assert load_config(copy, "again") == parse_arguments(arguments).config
+
+
+def test_printing_begins_with_the_differences(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = answered(capsys, "--config=bs256", "--print-config").splitlines()
+    assert lines[:4] == [
+        "# bs256 in config/cifar100.yaml",
+        "lr: 0.14  # default: 0.1",
+        "batch_size: 256  # default: 128",
+        "# as in default:",
+    ]
+
+
+# ---- refusals
+
+REFUSALS = [
+    (["--set", "lr"], "--set lr: expected KEY=VALUE, for example --set lr=0.2"),
+    (["--set", "=3"], "--set =3: expected KEY=VALUE, for example --set lr=0.2"),
+    (["--set", "lr="], f"--set lr=: lr has no value; {RATE}"),
+    (["--set", "micro_batch_size= "], "--set micro_batch_size= : micro_batch_size has no value; allowed: a whole"),
+    (["--set", "lr=[1"], "--set lr=[1: the value is not valid YAML 1.2: "),
+    (["--set", "lr=*X"], "--set lr=*X: the value is not valid YAML 1.2: found undefined alias 'X'"),
+    (["--set", "lrr=1"], "--set lrr=1: unknown key 'lrr'. Did you mean 'lr'?"),
+    (["--set", "xyzzy=1"], "--set xyzzy=1: unknown key 'xyzzy'; --print-config shows every key"),
+    (["--set", "<<=3"], "--set <<=3: unknown key '<<'; --print-config shows every key"),
+    (["--set", "lr=0.2", "--set", "lr=-1"], f"--set lr=-1: lr is -1; {RATE}"),
+    (["--set", "lr=0.1=2"], f'--set lr=0.1=2: lr is "0.1=2"; {RATE}'),
+    (["--set", "enable_amp=on"], '--set enable_amp=on: enable_amp is "on"; allowed: true or false; write true'),
+    (["--set", "lr=!!python/object:os.x y"], "--set lr=!!python/object:os.x y: lr has the tag !!python/object:os.x"),
+    (["--set", "lr=" + "[" * 1000], f"--set lr={'[' * 54}...: the value is nested too deeply"),
+    (["--set", "lr=1\nseed: 2"], '--set "lr=1\\nseed: 2": the value is not valid YAML 1.2: '),
+    (["--set", "max_epochs=1"], "--set max_epochs=1: lr_warmup_epochs 16 must not exceed max_epochs 1"),
+    (["--config=bs256_amp"], "--config=bs256_amp: config/cifar100.yaml has no such block. Did you mean 'bs256-amp'?"),
+    (["--config=../x"], "--config=../x: config/cifar100.yaml has no such block. It has: default, bs128, "),
+    (["--config="], "--config=: config/cifar100.yaml has no such block. It has: "),
+    (["--config=a\nb"], '--config="a\\nb": config/cifar100.yaml has no such block. '),
+    (["--config=" + "x" * 300], f"--config={'x' * 57}...: config/cifar100.yaml has no such block. It has: "),
+    (["--confg=bs256"], "unrecognized arguments: --confg=bs256; did you mean --config?"),
+    (["bs256"], "unrecognized arguments: bs256; --help lists the options"),
+    (["--set"], "argument --set: expected one argument"),
+    (["--run-dir="], "argument --run-dir: is empty; expected a folder"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSALS, ids=[" ".join(words)[:30] for words, _ in REFUSALS])
+def test_bad_usage_is_refused_in_one_line(arguments: list[str], message: str, refused: Callable[..., str]) -> None:
+    # the last --config wins: a block with a warm-up unless the case names another
+    assert refused("--config=bs2048-warmup-opt", *arguments).startswith("error: " + message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config=nope"], "--config=nope: config/cifar100.yaml has no such block."),
+        (["--set", "lr=fast"], f'--set lr=fast: lr is "fast"; {RATE}'),
+        (["--set", "batch=1"], "--set batch=1: unknown key 'batch'. Did you mean 'batch_size'?"),
+        (["--yaml_config=config"], "config: cannot read the configuration file: Is a directory"),
+        (["--yaml_config=train.py"], "train.py"),
+        (["--config=bs2048-warmup-opt", "--set", "max_epochs=8"], "--set max_epochs=8: lr_warmup_epochs 16 must not"),
+        (["--lr=3"], "unrecognized arguments: --lr=3"),
+    ],
+    ids=lambda part: " ".join(part)[:30] if isinstance(part, list) else "",
+)
+def test_train_refuses_without_a_traceback(arguments: list[str], message: str) -> None:
+    process = run_train(*arguments)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.startswith(f"error: {message}")
+    assert process.stderr.count("\n") <= 2
+
+
+def answered(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as leaving:
+        parse_arguments(arguments)
+    out, err = capsys.readouterr()
+    assert (leaving.value.code, err) == (0, "")
+    return out

@@ -1,0 +1,416 @@
+"""config/*.yaml against Config and the tutorial, YAML 1.2, and what a user reads when a file is wrong."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ruamel.yaml import YAML
+
+from train import Trainer
+from utils.cli import parse_arguments
+from utils.config import Config, as_yaml, list_blocks, load_config, render_config, schema
+from utils.distributed import Distributed
+from utils.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted((ROOT / "config").glob("*.yaml"))
+CIFAR100 = ROOT / "config/cifar100.yaml"
+BLOCKS = [pytest.param(path, name, id=f"{path.stem}-{name}") for path in FILES for name in list_blocks(path)]
+
+# ---- the files of this repository
+
+
+@pytest.mark.parametrize(("path", "name"), BLOCKS)
+def test_every_block_loads_and_survives_being_printed(path: Path, name: str, tmp_path: Path) -> None:
+    config, default = load_config(path, name), load_config(path, "default")
+    for printed in (render_config(config), render_config(config, default)):
+        copy = tmp_path / "copy.yaml"
+        copy.write_text(f"{name}:\n" + "".join(f"  {line}\n" for line in printed.splitlines()), encoding="utf-8")
+        assert load_config(copy, name) == config
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_default_lists_every_key_and_nothing_else(path: Path) -> None:
+    assert set(_unmerged(path)["default"]) == set(Config.model_fields)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_blocks_state_only_differences(path: Path) -> None:
+    for name, block in _unmerged(path).items():
+        own = {key: value for key, value in block.items() if key != "merged"}
+        merged = _merge(block.get("merged", {}))
+        repeated = [key for key, value in own.items() if key in merged and merged[key] == value]
+        assert not repeated, f"{path.name}: block {name} repeats what it merges: {repeated}"
+
+
+def test_the_check_for_repeated_values_sees_one(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("a: &A {lr: 1, seed: 2}\nb: {<<: *A, lr: 1}\n", encoding="utf-8")
+    with pytest.raises(AssertionError, match=r"block b repeats what it merges: \['lr'\]"):
+        test_blocks_state_only_differences(path)
+
+
+# Names that say all there is to say.
+OBVIOUS = {"num_classes", "momentum", "nesterov", "weight_decay", "max_epochs", "cifar100_std"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_key_of_default_has_a_comment_or_is_obvious(path: Path) -> None:
+    previous, bare = "", []
+    for line in path.read_text(encoding="utf-8").split("\ndefault:")[1].splitlines()[1:]:
+        if line and not line.startswith(" "):
+            break
+        key = re.match(r"  (\w+):", line)
+        if key and "#" not in line and not previous.lstrip().startswith("# "):
+            bare.append(key[1])
+        previous = line
+    assert set(bare) <= OBVIOUS
+
+
+def test_every_field_has_a_docstring() -> None:
+    assert [key for key, field in Config.model_fields.items() if not field.description] == []
+
+
+def test_schema_is_current() -> None:
+    kept = json.loads((ROOT / "config/schema.json").read_text(encoding="utf-8"))
+    assert kept == json.loads(json.dumps(schema())), "run: python -m utils.config > config/schema.json"
+
+
+# The SC20 tutorial's config/cifar100.yaml, written out.
+TUTORIAL_DEFAULT = {
+    "lr": 0.1,
+    "momentum": 0.9,
+    "weight_decay": 0.0005,
+    "lr_warmup_epochs": 0,
+    "cifar100_mean": (0.5070751592371323, 0.48654887331495095, 0.4409178433670343),
+    "cifar100_std": (0.2673342858792401, 0.2564384629170883, 0.27615047132568404),
+    "data_path": "./data",
+    "rnd_rotation_angle": 15,
+    "num_data_workers": 6,
+    "num_classes": 100,
+    "max_epochs": 100,
+    "batch_size": 128,
+    "valid_batch_size_per_gpu": 128,
+    "log_to_screen": True,
+    "log_to_tensorboard": True,
+    "save_checkpoint": True,
+    "log_freq": 20,
+    "enable_amp": False,
+    "enable_nhwc": False,
+    "enable_extra_opts": False,
+    "enable_profiling": False,
+    "profiling_epoch_start": 2,
+    "profiling_iters_per_epoch": 100,
+}
+# block: (lr, batch size, epochs, warm-up epochs, AMP, NHWC, EXTRA, profiled without checkpoints)
+TUTORIAL_BLOCKS = {
+    "bs128": (0.1, 128, 100, 0, False, False, False, False),
+    "bs256": (0.14, 256, 100, 0, False, False, False, False),
+    "bs256-prof": (0.14, 256, 2, 0, False, False, False, True),
+    "bs256-amp": (0.14, 256, 100, 0, True, False, False, False),
+    "bs256-amp-prof": (0.14, 256, 2, 0, True, False, False, True),
+    "bs256-amp-nhwc": (0.14, 256, 100, 0, True, True, False, False),
+    "bs256-amp-nhwc-prof": (0.14, 256, 2, 0, True, True, False, True),
+    "bs256-amp-nhwc-extra-opts": (0.14, 256, 100, 0, True, True, True, False),
+    "bs256-amp-nhwc-extra-opts-prof": (0.14, 256, 2, 0, True, True, True, True),
+    "bs128-opt": (0.1, 128, 100, 0, True, True, True, False),
+    "bs512-opt": (0.2, 512, 120, 0, True, True, True, False),
+    "bs1024-opt": (0.28, 1024, 120, 0, True, True, True, False),
+    "bs2048-opt": (0.4, 2048, 120, 0, True, True, True, False),
+    "bs1024-warmup-opt": (0.28, 1024, 120, 8, True, True, True, False),
+    "bs2048-warmup-opt": (0.4, 2048, 120, 16, True, True, True, False),
+}
+
+
+def test_default_is_the_tutorials() -> None:
+    assert load_config(CIFAR100, "default").model_dump(include=set(TUTORIAL_DEFAULT)) == TUTORIAL_DEFAULT
+
+
+@pytest.mark.parametrize("name", TUTORIAL_BLOCKS)
+def test_named_blocks_are_the_tutorials(name: str) -> None:
+    lr, batch_size, max_epochs, warmup, amp, nhwc, extra, profiled = TUTORIAL_BLOCKS[name]
+    config = load_config(CIFAR100, name)
+    assert config.model_dump(include=set(TUTORIAL_DEFAULT)) == TUTORIAL_DEFAULT | {
+        "lr": lr,
+        "batch_size": batch_size,
+        "max_epochs": max_epochs,
+        "lr_warmup_epochs": warmup,
+        "enable_amp": amp,
+        "enable_nhwc": nhwc,
+        "enable_extra_opts": extra,
+        "enable_profiling": profiled,
+        "save_checkpoint": not profiled,
+    }
+    # Of the keys that the tutorial did not have, only the micro-batch that stands for its GPUs may differ.
+    ours = set(list_blocks(CIFAR100)[name]) - set(TUTORIAL_DEFAULT)
+    assert ours == ({"micro_batch_size"} if batch_size > 256 else set())
+    assert config.micro_batch_size == (128 if batch_size > 256 else None)
+
+
+# ---- what YAML means
+
+# Every key on line 1, so that the line numbers below are easy to read.
+DEFAULT = load_config(CIFAR100, "default")
+PAIRS = ", ".join(f"{key}: {as_yaml(value)}" for key, value in DEFAULT.model_dump(mode="json").items())
+LINE_1 = f"default: &DEFAULT {{{PAIRS}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("weight_decay", "5e-4", 0.0005),  # a string to YAML 1.1 parsers
+        ("lr", "1", 1.0),
+        ("lr", ".5", 0.5),
+        ("batch_size", "0x100", 256),
+        ("enable_amp", "True", True),
+        ("enable_amp", "TRUE", True),
+        ("micro_batch_size", "~", None),
+        ("download", "false", False),
+        ("data_path", "on", "on"),  # True to YAML 1.1 parsers
+        ("data_path", "2026-01-01", "2026-01-01"),  # a date to YAML 1.1 parsers
+        ("data_path", "12:30", "12:30"),  # 750 to YAML 1.1 parsers
+        ("data_path", "a b", "a b"),
+        ("lr_milestones", "[60, 80]", (60, 80)),
+    ],
+)
+def test_values_are_yaml_1_2_in_a_file_and_on_the_command_line(
+    key: str, text: str, value: object, tmp_path: Path
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"{LINE_1}x:\n  <<: *DEFAULT\n  {key}: {text}\n", encoding="utf-8")
+    from_file = getattr(load_config(path, "x"), key)
+    from_override = getattr(load_config(path, "default", [f"{key}={text}"]), key)
+    assert from_file == from_override == value
+    assert type(from_file) is type(from_override) is type(value)
+
+
+@pytest.mark.parametrize("text", ["é", "😀", 'a "b" \\c', "# no comment", "\x7f\x85\u2028", " ", "null", "1", "*a: [b"])
+def test_any_text_survives_being_printed(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"x:\n  {render_config(_with(data_path=text)).replace(chr(10), chr(10) + '  ')}", encoding="utf-8")
+    assert load_config(path, "x").data_path == text
+
+
+def test_own_keys_win_over_merged_and_earlier_merges_over_later(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    text = "a: &A {lr: 2, seed: 2, log_freq: 2}\nb: &B {lr: 3, seed: 3}\nx:\n  <<: [*B, *A, *DEFAULT]\n  lr: 4\n"
+    path.write_text(LINE_1 + text, encoding="utf-8")
+    config = load_config(path, "x", ["seed=5", "seed=6"])
+    assert (config.lr, config.seed, config.log_freq, config.batch_size) == (4, 6, 2, 128)
+
+
+def test_windows_files_load(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(b"\xef\xbb\xbf" + LINE_1.replace("\n", "\r\n").encode())
+    assert load_config(path, "default") == DEFAULT
+
+
+# ---- what a user reads when a value is wrong: the third line of block x, which is line 4 of the file
+
+RATE = "allowed: a number above 0 and at most 1000"
+COUNT = "allowed: a whole number from 1 to 2147483647"
+MEAN = "allowed: a list of 3 values, each a number at least 0 and at most 1"
+BROKEN_VALUES = [
+    ("lr: fast", 'lr is "fast"; ' + RATE),
+    ("lr: -0.1", "lr is -0.1; " + RATE),
+    ("lr: .nan", f"lr is NaN; {RATE}; it must be finite"),
+    ("lr: -.inf", f"lr is -Infinity; {RATE}; it must be finite"),
+    ("lr: 1e400", f"lr is Infinity; {RATE}; it must be finite"),
+    ("lr: 1e300", "lr is 1e+300; " + RATE),
+    ("lr: true", "lr is true; " + RATE),
+    ("lr:", "lr is null; " + RATE),
+    ('lr: "0.1"', f'lr is "0.1"; {RATE}; write 0.1 without quotes'),
+    ("lr: 1:30", 'lr is "1:30"; ' + RATE),
+    ("lr: [0.1]", "lr is [0.1]; " + RATE),
+    ("lr: {start: 0.1}", "lr holds a mapping; " + RATE),
+    ("batch_size: 1.0", f"batch_size is 1.0; {COUNT}; write 1"),
+    ("batch_size: 1e3", f"batch_size is 1000.0; {COUNT}; write 1000"),
+    ("batch_size: 128.5", "batch_size is 128.5; " + COUNT),
+    ('batch_size: "8"', f'batch_size is "8"; {COUNT}; write 8 without quotes'),
+    ("batch_size: 0", "batch_size is 0; " + COUNT),
+    ("batch_size: 99999999999999999999", "batch_size is 99999999999999999999; " + COUNT),
+    ("batch_size: " + "9" * 5000, f'batch_size is "{"9" * 56}..., which cannot be read as int; {COUNT}'),
+    ("seed: -1", "seed is -1; allowed: a whole number from 0 to 2147483647"),
+    ("momentum: 1", "momentum is 1; allowed: a number at least 0 and below 1"),
+    ("enable_amp: yes", 'enable_amp is "yes"; allowed: true or false; write true'),
+    ("enable_amp: off", 'enable_amp is "off"; allowed: true or false; write false'),
+    ("enable_amp: 1", "enable_amp is 1; allowed: true or false; write true"),
+    ('enable_amp: "true"', 'enable_amp is "true"; allowed: true or false; write true without quotes'),
+    ("download: on", 'download is "on"; allowed: auto or true or false; write true'),
+    ("download: 1", "download is 1; allowed: auto or true or false; write true"),
+    ("micro_batch_size: None", f'micro_batch_size is "None"; {COUNT} or null; write null'),
+    ("lr_schedule: linear", 'lr_schedule is "linear"; allowed: plateau, onecycle, cosine'),
+    ("stem: 3", "stem is 3; allowed: 7x7, 3x3"),
+    ('data_path: ""', 'data_path is ""; allowed: a text that is not empty'),
+    ("data_path: 3", "data_path is 3; allowed: a text that is not empty"),
+    ("cifar100_mean: []", "cifar100_mean is []; " + MEAN),
+    ("cifar100_mean: [0.5, 0.5]", "cifar100_mean is [0.5, 0.5]; " + MEAN),
+    ('cifar100_mean: [0.5, "0.4", 0.5]', 'cifar100_mean is [0.5, "0.4", 0.5]; ' + MEAN),
+    ("cifar100_mean: [129.3, 124.1, 112.4]", "cifar100_mean is [129.3, 124.1, 112.4]; " + MEAN),
+    ("cifar100_mean: [true, true, true]", "cifar100_mean is [true, true, true]; " + MEAN),
+    ("lr_milestones: [1.0]", "lr_milestones is [1.0]; allowed: a list of values, each a whole number from 1"),
+    ("lr_milestones: &L [*L]", "lr_milestones holds a list in a list; allowed: a list of values"),
+    ("lr: " + "[" * 300 + "]" * 300, "lr holds a list in a list; " + RATE),
+    ("lr: !!python/object/apply:os.getpid []", "lr has the tag !!python/object/apply:os.getpid, which is not read"),
+    ("lr: !mine 3", "lr has the tag !mine, which is not read here; " + RATE),
+    ("enable_amp: !!bool maybe", 'enable_amp is "maybe", which cannot be read as bool; allowed: true or false'),
+    ("bacth_size: 64", "unknown key 'bacth_size'. Did you mean 'batch_size'?"),
+    ("xyzzy: 64", "unknown key 'xyzzy'; --print-config shows every key"),
+    ("optimizer: {name: sgd}", "unknown key 'optimizer'. Did you mean 'fused_optimizer'?"),
+    ("lr_warmup_epochs: 200", "lr_warmup_epochs 200 must not exceed max_epochs 100"),
+    ("lr_schedule: onecycle", "lr_schedule onecycle rises over lr_warmup_epochs, which is 0; allowed: above 0 and"),
+    ("lr_schedule: step", "lr_schedule step cuts at lr_milestones, which is []; list at least one epoch"),
+    ("micro_batch_size: 33", "batch_size 128 must be a multiple of micro_batch_size 33"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BROKEN_VALUES, ids=[line[:40] for line, _ in BROKEN_VALUES])
+def test_a_broken_value_is_named_with_its_place(
+    line: str, message: str, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"{LINE_1}x:\n  <<: *DEFAULT\n  {line}\n", encoding="utf-8")
+    assert refused(f"--yaml_config={path}", "--config=x").startswith(f"error: {path}:4: block 'x': {message}")
+
+
+# ---- and when the file is; FILE stands for its path
+
+BROKEN_FILES = {
+    "duplicate key": ("x:\n  <<: *DEFAULT\n  lr: 1\n  lr: 2\n", "FILE:5: block 'x': key 'lr' stands twice, first"),
+    "duplicate block": ("x:\n  <<: *DEFAULT\nx:\n  <<: *DEFAULT\n", "FILE:4: block 'x' stands twice, first on line 2"),
+    "duplicate merge": (
+        "x:\n  <<: *DEFAULT\n  <<: *DEFAULT\n",
+        "FILE:4: block 'x': key '<<' stands twice, first on line 3; merge a list, <<: [*ONE, *OTHER]",
+    ),
+    "two keys wrong": (
+        "x:\n  <<: *DEFAULT\n  cifar100_mean: []\n  lr: -1\n",
+        f"FILE:4: block 'x': cifar100_mean is []; {MEAN}\nwrong as well: lr\n",
+    ),
+    "combination placed at its last key": (
+        "x:\n  <<: *DEFAULT\n  nesterov: true\n  momentum: 0\n",
+        "FILE:5: block 'x': nesterov is true, which needs momentum above 0; momentum is 0",
+    ),
+    "profiled epoch never comes": (
+        "x:\n  <<: *DEFAULT\n  enable_profiling: true\n  max_epochs: 1\n",
+        "FILE:5: block 'x': enable_profiling would profile nothing: profiling_epoch_start 2 exceeds max_epochs 1",
+    ),
+    "wrong in the merged block": (
+        "y: &Y\n  <<: *DEFAULT\n  lr: -1\nx:\n  <<: *Y\n",
+        "FILE:4: block 'y': lr is -1; " + RATE,
+    ),
+    "tab": ("x:\n  <<: *DEFAULT\n\tlr: 1\n", "FILE:4: is not valid YAML 1.2: found character '\\t'"),
+    "no colon": ("x:\n  lr 3\n", "FILE:2: block 'x' is \"lr 3\"; expected keys below it, for example <<: *DEFAULT"),
+    "bad indentation": ("x:\n   lr: 3\n  seed: 4\n", "FILE:4: is not valid YAML 1.2: "),
+    "block is a list": ("x: [1, 2]\n", "FILE:2: block 'x' is a list; expected keys below it"),
+    "block is a number": ("x: 3\n", "FILE:2: block 'x' is \"3\"; expected keys below it"),
+    "block is empty": ("x:\n", "FILE:2: block 'x' is empty; expected keys below it"),
+    "block without merge": ("x:\n  lr: 1\n", "FILE:2: block 'x' lacks dataset, data_path, download, num_classes ..."),
+    "unknown block": ("y: *DEFAULT\n", "--config=x: FILE has no such block. It has: default, y"),
+    "cyclic merge": ("x: &X\n  <<: *X\n", "FILE:2: block 'x' merges itself; remove the cyclic <<"),
+    "cyclic merge of two": ("x: &X\n  <<: &Y\n    <<: *X\n", "FILE:2: block 'x' merges itself; remove the cyclic <<"),
+    "merge of a number": ("x:\n  <<: 3\n", "FILE:3: block 'x': << merges \"3\"; expected a block by its"),
+    "merge of a name": ("x:\n  <<: DEFAULT\n", "FILE:3: block 'x': << merges \"DEFAULT\"; expected a block by its"),
+    "merge of a list": ("x:\n  <<: [*DEFAULT, 3]\n", "FILE:3: block 'x': << merges \"3\"; expected a block by its"),
+    "missing anchor": ("x:\n  <<: *NOPE\n", "FILE:3: is not valid YAML 1.2: found undefined alias 'NOPE'; its anchor"),
+    "key is a list": ("x:\n  <<: *DEFAULT\n  [a, b]: 1\n", "FILE:4: a key must be a plain word, not a list or mapping"),
+    "two documents": ("---\nx: 1\n", "FILE:2: is not valid YAML 1.2: but found another document; a file holds one"),
+}  # fmt: skip
+BROKEN_FILES |= {
+    f"block name {name[:12]!r}": (
+        f"{json.dumps(name)}:\n  <<: *DEFAULT\n",
+        f"FILE:2: block name {shown} cannot name a folder; allowed: up to 100 letters, digits and . _ + -, beginning",
+    )
+    for name, shown in [
+        *((name, json.dumps(name)) for name in ("../x", "a/b", "/x", "..", ".x", "-x", "", "a b", "x\n", "a\\b", "~")),
+        ("x" * 300, f'"{"x" * 56}...'),
+    ]
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN_FILES.values(), ids=BROKEN_FILES.keys())
+def test_a_broken_block_is_named_with_its_place(
+    text: str, message: str, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(LINE_1 + text, encoding="utf-8")
+    assert refused(f"--yaml_config={path}", "--config=x").startswith("error: " + message.replace("FILE", str(path)))
+
+
+NO_BLOCKS = "FILE: holds no configuration blocks; expected block names with keys below them"
+NO_TEXT = "FILE: is no UTF-8 text; expected a YAML file of configuration blocks"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param(b"", NO_BLOCKS, id="empty"),
+        pytest.param(b"# later\n", NO_BLOCKS, id="only a comment"),
+        pytest.param(b"- default\n- x\n", NO_BLOCKS, id="a list"),
+        pytest.param(b"hello\n", NO_BLOCKS, id="a word"),
+        pytest.param(bytes(range(256)), NO_TEXT, id="binary"),
+        pytest.param("x: é".encode("latin-1"), NO_TEXT, id="Latin-1"),
+        pytest.param("x: 1".encode("utf-16"), NO_TEXT, id="UTF-16"),
+        pytest.param(b"x:\n  lr: \x00\n", "FILE: is not valid YAML 1.2: unacceptable character", id="NUL"),
+        pytest.param(b"[" * 1000, "FILE: is nested too deeply; expected blocks of flat keys", id="deep"),
+    ],
+)
+def test_a_broken_file_is_named(content: bytes, message: str, tmp_path: Path, refused: Callable[..., str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(content)
+    assert refused(f"--yaml_config={path}", "--config=x").startswith("error: " + message.replace("FILE", str(path)))
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path, refused: Callable[..., str]) -> None:
+    cannot = "cannot read the configuration file:"
+    missing = tmp_path / "no.yaml"
+    assert refused(f"--yaml_config={missing}") == f"error: {missing}: {cannot} No such file or directory\n"
+    assert refused(f"--yaml_config={tmp_path}") == f"error: {tmp_path}: {cannot} Is a directory\n"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_file_without_permission_is_named(tmp_path: Path, refused: Callable[..., str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.touch(mode=0)
+    assert "cannot read the configuration file: Permission denied" in refused(f"--yaml_config={path}")
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused(tiny: Callable[..., Config]) -> None:
+    ranks = Distributed(rank=0, local_rank=0, world_size=3, device=torch.device("cpu"))
+    message = "batch_size 32 cannot be split evenly over 3 ranks; use a multiple of 3, for example 33"
+    with pytest.raises(ConfigError, match=message):
+        Trainer(tiny(), ranks)
+
+
+# ---- where a block may write
+
+
+@pytest.mark.parametrize("name", ["x", "bs256-amp", "a.b", "v1_2+3", "0", "null", "x" * 100])
+def test_a_block_writes_into_its_own_folder_of_expts(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"{LINE_1}{json.dumps(name)}: *DEFAULT\n", encoding="utf-8")
+    run_dir = parse_arguments([f"--yaml_config={path}", f"--config={name}"]).run_dir
+    assert run_dir.resolve() == Path.cwd() / "expts" / name
+
+
+def _with(**changes: Any) -> Config:
+    return Config(**(DEFAULT.model_dump() | changes))
+
+
+def _unmerged(path: Path) -> dict[str, dict[str, Any]]:
+    """Every block with its own keys, and what it merges under the key `merged`."""
+    return YAML(typ="safe").load(path.read_text(encoding="utf-8").replace("<<:", "merged:"))
+
+
+def _merge(source: dict[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
+    if isinstance(source, list):
+        merged: dict[str, Any] = {}
+        for block in reversed(source):
+            merged |= _merge(block)
+        return merged
+    own = {key: value for key, value in source.items() if key != "merged"}
+    return _merge(source.get("merged", [])) | own
