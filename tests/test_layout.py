@@ -1,0 +1,153 @@
+"""The house stays in order: imports run one way and do nothing else; no file knows the machine it was written on."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+HOUSES = ("models", "tools", "utils")
+ENTRIES = ("train", "train_simple")
+BASE = ("utils.config", "utils.distributed", "utils.errors")  # what everyone may use, and which uses nothing else
+
+FILES = [ROOT / f"{name}.py" for name in ENTRIES] + [path for name in HOUSES for path in (ROOT / name).rglob("*.py")]
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in sorted(FILES)
+}
+# Packages that a machine may lack: the module that needs one is itself imported late.
+OPTIONAL = {"matplotlib", "nvidia"}
+
+
+def allowed(importer: str, imported: str) -> bool:
+    """Whether one module of this repository may import another: train.py, tools -> utils, models -> BASE."""
+    house = importer.split(".", 1)[0]
+    if importer in BASE:
+        return imported in BASE
+    reach = {"models": ("models", *BASE), "utils": ("utils",), "tools": ("tools", "utils", "models")}
+    return any(f"{imported}.".startswith(f"{name}.") for name in reach.get(house, ("utils", "models")))
+
+
+def imports(source: str, modules: set[str]) -> Iterator[str]:
+    """The modules among `modules` that a source text imports anywhere, but for the type checker."""
+    waiting: list[ast.AST] = [ast.parse(source)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            waiting += node.orelse
+            continue
+        waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from {name if name in modules else node.module or "" for name in names} & modules
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_one_way(module: str) -> None:
+    found = set(imports(MODULES[module].read_text(encoding="utf-8"), set(MODULES)))
+    assert sorted(name for name in found if not allowed(module, name)) == []
+
+
+def test_imports_have_no_cycle() -> None:
+    graph = {name: set(imports(path.read_text(encoding="utf-8"), set(MODULES))) for name, path in MODULES.items()}
+    order = list(TopologicalSorter(graph).static_order())  # raises CycleError, which shows the cycle
+    assert order.index("utils.errors") < order.index("utils.config") < order.index("train")
+
+
+@pytest.mark.parametrize(
+    ("importer", "source", "verdict"),
+    [
+        ("tools.report", "import train", False),
+        ("utils.step", "from models import build_model", False),
+        ("utils.step", "def f():\n    from tools.bench import common", False),
+        ("models.resnet", "from utils.optim import Schedule", False),
+        ("models.resnet", "from utils import optim", False),
+        ("models.resnet", "from utils.config import Config", True),
+        ("utils.config", "from utils import checkpoint", False),
+        ("utils.step", "from utils import checkpoint", True),
+        ("utils.step", "if TYPE_CHECKING:\n    from train import Trainer", True),
+        ("utils.step", "if TYPE_CHECKING:\n    pass\nelse:\n    from train import Trainer", False),
+        ("train", "import tools.bench.common", False),
+        ("train", "import torch, utils.cli", True),
+    ],
+)
+def test_the_check_of_imports_sees(importer: str, source: str, verdict: bool) -> None:
+    known = {
+        *MODULES,
+        "tools",
+        "tools.bench",
+        "tools.bench.common",
+        "utils.optim",
+        "utils.checkpoint",
+        "train",
+        "models",
+    }
+    assert all(allowed(importer, name) for name in imports(source, known)) == verdict
+
+
+def test_importing_does_nothing_else(tmp_path: Path) -> None:
+    """Every module, imported in one bare process: no word, no file, no CUDA, no signal handler, no drawn number."""
+    program = f"""
+import importlib, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+sys.dont_write_bytecode = True
+import torch
+handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+random_state = torch.get_rng_state()
+threads, algorithms = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+for name in {sorted(MODULES)!r}:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in {OPTIONAL!r}:
+            raise
+assert not torch.cuda.is_initialized(), "CUDA was started"
+assert not torch.distributed.is_initialized(), "a process group was started"
+assert handlers == [signal.getsignal(number) for number in signal.valid_signals()], "a signal handler was set"
+assert random_state.equal(torch.get_rng_state()), "a random number was drawn"
+assert threads == torch.get_num_threads(), "the number of threads was changed"
+assert algorithms == torch.are_deterministic_algorithms_enabled()
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+# Folders of one person's machine. Paths below another folder, such as data/work/, are not meant.
+MACHINE_PATH = re.compile(r"(?<![\w.~$}-])/(work|root|tmp/venv|tmp/cifar)(?![\w-])")
+
+
+def test_no_tracked_file_names_a_path_of_one_machine() -> None:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("no git checkout, so that tracked files are not known")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    found = []
+    for name in filter(None, listed.stdout.split("\0")):
+        path = ROOT / name
+        try:
+            text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        except UnicodeDecodeError:
+            continue  # a picture or an archive
+        found += [
+            f"{name}:{number}: {line.strip()[:100]}"
+            for number, line in enumerate(text.splitlines(), start=1)
+            if MACHINE_PATH.search(line)
+        ]
+    assert found == []
+
+
+def test_the_check_of_paths_sees() -> None:
+    folder = "/" + "work"
+    assert MACHINE_PATH.search(f"cd {folder}/main")
+    assert MACHINE_PATH.search(f"'{folder}'")
+    assert not MACHINE_PATH.search(f"data{folder}/main {folder}shop $HOME{folder}")
