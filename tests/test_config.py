@@ -77,8 +77,13 @@ def test_every_field_has_a_docstring() -> None:
 
 
 def test_schema_is_current() -> None:
-    kept = json.loads((ROOT / "config/schema.json").read_text(encoding="utf-8"))
-    assert kept == json.loads(json.dumps(schema())), "run: python -m utils.config > config/schema.json"
+    def one_spelling(part: dict[str, Any]) -> dict[str, Any]:
+        """Older pydantic writes {"const": x, "enum": [x]}."""
+        return {key: value for key, value in part.items() if key != "enum" or "const" not in part}
+
+    kept = json.loads((ROOT / "config/schema.json").read_text(encoding="utf-8"), object_hook=one_spelling)
+    current = json.loads(json.dumps(schema()), object_hook=one_spelling)
+    assert kept == current, "run: python -m utils.config > config/schema.json"
 
 
 # The SC20 tutorial's config/cifar100.yaml, written out.
