@@ -1,0 +1,540 @@
+"""submit.slr and submit_multinode.slr: with stand-ins for Slurm's commands, and (marked slurm) on a real cluster."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SlurmCluster, wait_until, why_not
+
+from tests.conftest import ROOT, TINY
+
+SCRIPTS = ["submit.slr", "submit_multinode.slr"]
+# All that the scripts may need on PATH, beside Slurm's commands and torchrun.
+TOOLS = ["bash", "cat", "env", "grep", "ls", "mkdir", "rm", "sed", "seq", "sleep", "touch"]
+
+# What a stand-in does after it has noted its arguments, in bash.
+STAND_INS = {
+    "srun": 'echo 0 >"$TRAIN_EXIT_STATUS_FILE"',
+    "scontrol": '[[ $1 != --oneliner ]] || echo "JobId=4 JobState=RUNNING Reason=None"',
+    "sbatch": "",
+    "torchrun": "",
+    "python3": "",
+}
+# srun as it is while a training runs: it saves when SIGUSR1 comes, as train.py does, and torchrun makes a 1 of its 75.
+TRAINS = "trap 'echo 75 >\"$TRAIN_EXIT_STATUS_FILE\"; exit 1' USR1; touch started; while true; do sleep 0.05; done"
+ON_ONE_NODE = {
+    "SLURM_JOB_ID": "4",
+    "SLURM_JOB_NODELIST": "node1",
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_GPUS_ON_NODE": "2",
+}
+ON_TWO_NODES = ON_ONE_NODE | {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"}
+
+
+class FakeJob:
+    """A batch script under stand-ins for every command but a few of the shell's; `calls` holds their arguments."""
+
+    def __init__(self, folder: Path, stand_ins: dict[str, str], environment: dict[str, str]) -> None:
+        self.folder, self.calls, commands = folder, folder / "calls", folder / "commands"
+        self.calls.mkdir()
+        commands.mkdir()
+        link_commands(commands, TOOLS)
+        for name, action in stand_ins.items():
+            note = f'printf "%s\\0" "$@" >"{self.calls}/{name}.$$"'
+            (commands / name).write_text(f"#!/bin/bash\n{note}\n{action}\n")
+            (commands / name).chmod(0o755)
+        for name in ["train.py", *SCRIPTS]:
+            (folder / name).symlink_to(ROOT / name)
+        self.environment = {"PATH": str(commands), "SLURM_SUBMIT_DIR": str(folder)} | environment
+
+    def start(self, script: str, *args: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            ["bash", str(self.folder / script), *args],
+            cwd=self.folder,
+            env=self.environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, script: str, *args: str) -> tuple[int, str]:
+        """Exit status and what the script said."""
+        process = self.start(script, *args)
+        _, said = process.communicate(timeout=20)
+        return process.returncode, said
+
+    def run_and_signal(self, number: signal.Signals, *args: str) -> tuple[int, str]:
+        """Like run, with a signal to the batch shell once the training runs."""
+        process = self.start("submit.slr", *args)
+        wait_until("start of the stand-in", 20, (self.folder / "started").exists, 0.02)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=20)
+        return process.returncode, said
+
+    def arguments(self, command: str) -> list[list[str]]:
+        """The arguments of each call of the command."""
+        notes = sorted(self.calls.glob(f"{command}.*"), key=lambda note: note.stat().st_mtime_ns)
+        return [note.read_text().split("\0")[:-1] for note in notes]
+
+
+def link_commands(folder: Path, names: list[str]) -> None:
+    """Make folder a PATH of just these commands."""
+    for name in names:
+        target = shutil.which(name)
+        assert target, f"{name} is not on PATH"
+        (folder / name).symlink_to(target)
+
+
+def fake_job(tmp_path: Path, stand_ins: dict[str, str] | None = None, **environment: str) -> FakeJob:
+    return FakeJob(tmp_path, STAND_INS | (stand_ins or {}), ON_ONE_NODE | environment)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_script_parses(script: str) -> None:
+    subprocess.run(["bash", "-n", ROOT / script], check=True)
+
+
+def headers(script: str) -> dict[str, str]:
+    lines = re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", (ROOT / script).read_text(), re.MULTILINE)
+    return dict(lines)
+
+
+def test_headers_differ_only_in_what_they_ask_for() -> None:
+    one, many = (headers(script) for script in SCRIPTS)
+    assert {key for key in one.keys() | many.keys() if one.get(key) != many.get(key)} == {
+        *("nodes", "gpus-per-node", "cpus-per-task", "exclusive")
+    }
+    assert one["signal"] == "B:USR1@120"
+    assert "/" not in one["output"]  # a folder would have to exist before sbatch
+
+
+@pytest.mark.parametrize(
+    ("script", "job", "config"),
+    [("submit.slr", ON_ONE_NODE, "bs128-opt"), ("submit_multinode.slr", ON_TWO_NODES, "bs2048-warmup-opt")],
+)
+def test_one_srun_starts_torchrun_on_all_nodes(tmp_path: Path, script: str, job: dict[str, str], config: str) -> None:
+    status, _ = (fake := fake_job(tmp_path, **job)).run(script, "--config=other", "--set", "a=b  c")
+    assert status == 0
+    (srun,) = fake.arguments("srun")
+    nodes, processes = job["SLURM_JOB_NUM_NODES"], job["SLURM_GPUS_ON_NODE"]
+    assert {f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"} <= set(srun)
+    torchrun = srun[srun.index("torchrun") :]
+    assert {
+        f"--nnodes={nodes}", f"--nproc_per_node={processes}", "--max_restarts=0", "--rdzv_backend=c10d", "--rdzv_id=4",
+        "--rdzv_endpoint=node1:10004", "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+    } <= set(torchrun)  # fmt: skip
+    # The script's own default comes first, so that a --config given to sbatch wins.
+    assert torchrun[torchrun.index("train.py") + 1 :] == [f"--config={config}", "--config=other", "--set", "a=b  c"]
+
+
+def test_each_node_knows_its_address_and_who_is_head(tmp_path: Path) -> None:
+    # srun as on two nodes: what stands after its own options is run on each.
+    both = 'until [[ $1 == bash ]]; do shift; done; for node in node1 node2; do SLURMD_NODENAME=$node "$@"; done'
+    job = fake_job(tmp_path, {"srun": both}, **ON_TWO_NODES, HOST_SUFFIX="-ib0", JOIN_TIMEOUT="7")
+    assert job.run("submit_multinode.slr", "--set", "a=b  c")[0] == 0
+    for node, is_host, arguments in zip(["node1", "node2"], ["true", "false"], job.arguments("torchrun"), strict=True):
+        assert f"--local_addr={node}-ib0" in arguments
+        assert f"--rdzv_conf=is_host={is_host},join_timeout=7,read_timeout=7" in arguments
+        assert "--rdzv_endpoint=node1-ib0:10004" in arguments
+        assert arguments[-1] == "a=b  c"
+
+
+def test_site_settings_reach_the_nodes(tmp_path: Path) -> None:
+    show = "env >environment"
+    settings = {
+        "TRAIN_CONFIG": "quickstart",
+        "PROCESSES_PER_NODE": "3",
+        "ACTIVATE": "export ACTIVATED=$UNSET_VARIABLE,yes",
+        "NETWORK_INTERFACE": "hsn0",
+        "HEAD_ADDRESS": "10.0.0.7",
+        "MAX_RESTARTS": "2",
+    }
+    job = fake_job(tmp_path, {"srun": show}, **settings)
+    assert job.run("submit.slr")[0] == 0
+    (srun,) = job.arguments("srun")
+    assert {"--config=quickstart", "--nproc_per_node=3", "--rdzv_endpoint=10.0.0.7:10004", "--max_restarts=2"} <= set(
+        srun
+    )
+    environment = (tmp_path / "environment").read_text().splitlines()
+    assert {
+        "ACTIVATED=,yes", "NCCL_SOCKET_IFNAME=hsn0", "GLOO_SOCKET_IFNAME=hsn0", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+    } <= set(environment)  # fmt: skip
+
+
+def test_ports_of_neighbouring_jobs_differ_and_are_below_the_ephemeral_ones(tmp_path: Path) -> None:
+    ports = set()
+    for job_id in ["19999", "20000", "20001"]:
+        folder = tmp_path / job_id
+        folder.mkdir()
+        job = fake_job(folder, SLURM_JOB_ID=job_id)
+        assert job.run("submit.slr")[0] == 0
+        (endpoint,) = (word for word in job.arguments("srun")[0] if word.startswith("--rdzv_endpoint="))
+        ports.add(int(endpoint.split(":")[1]))
+    assert ports == {29999, 10000, 10001}
+
+
+@pytest.mark.parametrize(
+    ("of_srun", "of_train", "expected"), [(0, "0", 0), (1, "2", 2), (1, "3", 3), (137, None, 137), (1, "0", 1)]
+)
+def test_exit_status_is_the_trainings_own(tmp_path: Path, of_srun: int, of_train: str | None, expected: int) -> None:
+    tell = f'echo {of_train} >"$TRAIN_EXIT_STATUS_FILE"; ' if of_train else ""
+    job = fake_job(tmp_path, {"srun": f"{tell}exit {of_srun}"})
+    assert job.run("submit.slr")[0] == expected
+    assert not job.arguments("scontrol") and not job.arguments("sbatch")
+    assert not list((tmp_path / "expts").iterdir())
+
+
+def test_status_of_an_earlier_start_is_not_believed(tmp_path: Path) -> None:
+    job = fake_job(tmp_path, {"srun": "exit 9"})
+    (tmp_path / "expts/.slurm-4").mkdir(parents=True)
+    (tmp_path / "expts/.slurm-4/exit_status").write_text("75\n")
+    assert job.run("submit.slr")[0] == 9
+
+
+def test_mistake_in_the_command_line_is_told_before_any_node_starts(tmp_path: Path) -> None:
+    job = fake_job(tmp_path, {"python3": "echo 'error: no such key' >&2; exit 2"})
+    assert job.run("submit.slr", "--set", "lear=1") == (2, "error: no such key\n")
+    assert job.arguments("python3") == [["train.py", "--config=bs128-opt", "--set", "lear=1", "--print-config"]]
+    assert not job.arguments("srun")
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_stopped_while_running_is_queued_again(tmp_path: Path, number: signal.Signals) -> None:
+    job = fake_job(tmp_path, {"srun": TRAINS})
+    status, said = job.run_and_signal(number)
+    assert status == 75
+    assert ["requeue", "4"] in job.arguments("scontrol")
+    assert not job.arguments("sbatch")
+    assert "stopped with everything saved" in said and "queued again as job 4" in said
+
+
+def test_stopped_by_a_signal_that_only_the_steps_got(tmp_path: Path) -> None:
+    """The grace time before a preemption: SIGTERM to the steps, and a job that exits then is not queued by Slurm."""
+    job = fake_job(tmp_path, {"srun": 'echo 75 >"$TRAIN_EXIT_STATUS_FILE"; exit 1'})
+    assert job.run("submit.slr")[0] == 75
+    assert ["requeue", "4"] in job.arguments("scontrol")
+
+
+def test_element_of_an_array_is_queued_by_its_own_name(tmp_path: Path) -> None:
+    job = fake_job(tmp_path, {"srun": TRAINS}, SLURM_ARRAY_JOB_ID="3", SLURM_ARRAY_TASK_ID="1")
+    job.run_and_signal(signal.SIGUSR1)
+    assert ["requeue", "3_1"] in job.arguments("scontrol")
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_job_that_slurm_is_ending_is_left_alone(tmp_path: Path, number: signal.Signals) -> None:
+    """scancel, a preemption, a lost node: a job cancelled for good must stay so, and none may be queued twice."""
+    ending = 'echo "JobId=4 JobState=COMPLETING Reason=None"'
+    job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": ending})
+    status, said = job.run_and_signal(number, "--set", "a=b c")
+    assert status == 75
+    assert job.arguments("scontrol") == [["--oneliner", "show", "job", "4"]]
+    assert not job.arguments("sbatch")
+    assert r"sbatch submit.slr --set a=b\ c" in said
+
+
+def without_scontrol(tmp_path: Path, **environment: str) -> FakeJob:
+    job = fake_job(tmp_path, {"srun": TRAINS}, **environment)
+    (tmp_path / "commands/scontrol").unlink()
+    return job
+
+
+def test_without_scontrol_the_warning_signal_submits_a_copy(tmp_path: Path) -> None:
+    job = without_scontrol(tmp_path, SLURM_JOB_NAME="long", SLURM_JOB_ACCOUNT="m1", SLURM_GPUS_PER_NODE="2")
+    assert job.run_and_signal(signal.SIGUSR1, "--set", "a=b c")[0] == 75
+    options = ["--job-name=long", "--nodes=1", "--account=m1", "--gpus-per-node=2"]
+    assert job.arguments("sbatch") == [[*options, str(tmp_path / "submit.slr"), "--set", "a=b c"]]
+
+
+def test_without_scontrol_sigterm_says_how_to_go_on(tmp_path: Path) -> None:
+    """Nothing tells a preemption, after which Slurm queues the job itself, from scancel."""
+    job = without_scontrol(tmp_path)
+    status, said = job.run_and_signal(signal.SIGTERM, "--config=x")
+    assert status == 75
+    assert not job.arguments("sbatch")
+    assert "to go on: sbatch submit.slr --config=x" in said
+
+
+def test_where_slurm_refuses_to_requeue_a_copy_is_submitted(tmp_path: Path) -> None:
+    refuses = f"[[ $1 != requeue ]] || exit 1; {STAND_INS['scontrol']}"
+    job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": refuses, "sbatch": "exit 1"})
+    status, said = job.run_and_signal(signal.SIGUSR1)
+    assert status == 75
+    assert len(job.arguments("sbatch")) == 1
+    assert "to go on: sbatch submit.slr" in said
+
+
+def test_signal_before_the_training_begins_queues_again_once(tmp_path: Path) -> None:
+    """torchrun dies of SIGUSR1 before it has set its handlers; with too short a time limit that would never end."""
+    job = fake_job(tmp_path, {"srun": "touch started; exec sleep 30"})
+    for restart, requeued in [("0", True), ("1", False)]:
+        (tmp_path / "started").unlink(missing_ok=True)
+        shutil.rmtree(job.calls)
+        job.calls.mkdir()
+        job.environment["SLURM_RESTART_COUNT"] = restart
+        status, said = job.run_and_signal(signal.SIGUSR1)
+        assert status == 128 + signal.SIGUSR1
+        assert "nothing saved since the last checkpoint" in said
+        assert (["requeue", "4"] in job.arguments("scontrol")) == requeued
+    assert "is the time limit too short?" in said
+
+
+def test_signal_during_activation_starts_nothing(tmp_path: Path) -> None:
+    job = fake_job(tmp_path, ACTIVATE="kill -USR1 $$")
+    assert job.run("submit.slr")[0] == 143
+    assert not job.arguments("srun")
+    assert ["requeue", "4"] in job.arguments("scontrol")
+
+
+def test_missing_nodes_are_named(tmp_path: Path) -> None:
+    one_starts = 'touch "$PWD/expts/.slurm-4/nodes/gpu008-b"; exit 1'
+    nodes = {"SLURM_JOB_NODELIST": "gpu[007-009,15]-b,login1,x[1-2]y[3-4]", "SLURM_JOB_NUM_NODES": "9"}
+    status, said = fake_job(tmp_path, {"srun": one_starts}, **nodes).run("submit_multinode.slr")
+    assert status == 1
+    missing = said.partition("Nodes where nothing started: ")[2].partition(". All 9 must reach gpu007-b:10004 ")[0]
+    assert missing.split() == ["gpu007-b", "gpu009-b", "gpu15-b", "login1", "x1y3", "x1y4", "x2y3", "x2y4"]
+
+
+def test_submitted_from_elsewhere_or_without_environment(tmp_path: Path) -> None:
+    job = fake_job(tmp_path)
+    (tmp_path / "commands/torchrun").unlink()
+    status, said = job.run("submit.slr")
+    assert status == 2 and "no torchrun on PATH: set ACTIVATE" in said
+    (tmp_path / "train.py").unlink()
+    status, said = job.run("submit.slr")
+    assert status == 2 and f"no train.py in {tmp_path}" in said
+
+
+# On a real cluster. Two nodes of two claimed GPUs each; on them PROCESSES_PER_NODE=1 where more would only cost time.
+
+slurm = pytest.mark.slurm
+# Long enough to be interrupted: some 10 s on two cores.
+EPOCHS, BATCHES = 3, 150
+OPTIONS = ("--cpus-per-task=2", "--gpus-per-node=2")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """Three nodes: two to work, one to spare."""
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    # Paths of Unix sockets are short.
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, SlurmCluster(Path(folder), 3) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's folder as jobs see it; what they write stays out of the real one."""
+    folder = tmp_path_factory.mktemp("project")
+    for name in ["train.py", "config", "models", "utils", *SCRIPTS]:
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+class Run:
+    """One submitted training: its job, its log, its run folder."""
+
+    def __init__(
+        self,
+        cluster: SlurmCluster,
+        project: Path,
+        name: str,
+        script: str = "submit_multinode.slr",
+        options: tuple[str, ...] = OPTIONS,
+        settings: dict[str, object] | None = None,
+        **environment: str,
+    ) -> None:
+        self.cluster, self.project, self.folder = cluster, project, project / "expts" / name
+        values = TINY | {"limit_train_batches": BATCHES, "max_epochs": EPOCHS, "log_freq": 10} | (settings or {})
+        arguments = [f"--run-dir={self.folder}", *(f"--set={key}={value}" for key, value in values.items())]
+        base = {
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PROCESSES_PER_NODE": "1",
+            "SLURM_WAIT": "60",
+        }
+        self.job = cluster.submit(
+            project / script, "--config=bs128-opt", *arguments, options=options, cwd=project, **(base | environment)
+        )
+
+    def log(self, job: int | None = None) -> str:
+        return "".join(path.read_text() for path in self.project.glob(f"*-{job or self.job}.out"))
+
+    def wait_for(self, text: str, seconds: float = 60) -> None:
+        try:
+            wait_until(repr(text), seconds, lambda: text in self.log())
+        except AssertionError as error:
+            raise AssertionError(f"{error} in the log:\n{self.log()}") from None
+
+    def end(self, state: str, seconds: float = 90) -> dict[str, str]:
+        """The job's fields at its end, which is to be in this state."""
+        fields = self.cluster.wait(self.job, seconds)
+        assert fields["JobState"] == state, f"{fields['JobState']} {fields['ExitCode']}, not {state}:\n{self.log()}"
+        return fields
+
+    def epochs(self) -> list[dict[str, float]]:
+        """What the run learned, epoch by epoch, without how long it took."""
+        rows = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+        return [
+            {key: value for key, value in row.items() if "sec" not in key} for row in rows if row["kind"] == "epoch"
+        ]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(cluster: SlurmCluster, project: Path) -> Run:
+    """Two nodes, one process each, left in peace."""
+    run = Run(cluster, project, "uninterrupted")
+    assert run.end("COMPLETED")["ExitCode"] == "0:0"
+    return run
+
+
+@slurm
+def test_two_nodes_complete(uninterrupted: Run) -> None:
+    assert "batch 32 = 2 rank(s)" in uninterrupted.log()
+    assert [row["epoch"] for row in uninterrupted.epochs()] == [1, 2, 3]
+    assert not list(uninterrupted.folder.parent.glob(".slurm-*"))
+
+
+@slurm
+@pytest.mark.parametrize(
+    "options", [("-b", "-s", "USR1"), ("-s", "TERM"), ("-b", "-s", "TERM")], ids=["USR1", "TERM-steps", "TERM-batch"]
+)
+def test_stopped_by_a_signal_goes_on_to_the_same_end(
+    cluster: SlurmCluster, project: Path, uninterrupted: Run, options: tuple[str, ...]
+) -> None:
+    run = Run(cluster, project, "stopped" + "".join(options))
+    run.wait_for("Epoch: 1, Iteration: ")
+    cluster.cancel(run.job, *options)
+    fields = run.end("COMPLETED")
+    assert fields["Restarts"] == "1" and fields["ExitCode"] == "0:0"
+    assert "stopped with everything saved" in run.log() and "Resuming from" in run.log()
+    assert run.epochs() == uninterrupted.epochs()
+
+
+@slurm
+def test_cancelled_saves_and_stays_cancelled(cluster: SlurmCluster, project: Path) -> None:
+    run = Run(cluster, project, "cancelled")
+    run.wait_for("Epoch: 1, Iteration: ")
+    cluster.cancel(run.job)
+    run.wait_for("stopped with everything saved")
+    run.wait_for("Slurm is ending this job (COMPLETING); unless it queues it again: sbatch submit_multinode.slr ")
+    # Longer than a requeued job would wait.
+    time.sleep(8)
+    fields = run.end("CANCELLED")
+    assert fields["Restarts"] == "0"
+
+
+@slurm
+def test_two_jobs_share_a_node(cluster: SlurmCluster, project: Path) -> None:
+    settings = {"max_epochs": 1}
+    options = ("--cpus-per-task=2", "--gpus-per-node=1", "--nodelist=node1")
+    runs = [
+        Run(cluster, project, name, "submit.slr", options, settings, PROCESSES_PER_NODE="2")
+        for name in ["left", "right"]
+    ]
+    for run in runs:
+        assert run.end("COMPLETED")["ExitCode"] == "0:0"
+        assert "batch 32 = 2 rank(s)" in run.log()
+    left, right = (cluster.job(run.job) for run in runs)
+    assert left["NodeList"] == right["NodeList"] == "node1"
+    assert left["StartTime"] < right["EndTime"] and right["StartTime"] < left["EndTime"]
+
+
+@slurm
+def test_killed_worker_is_started_again(cluster: SlurmCluster, project: Path) -> None:
+    run = Run(cluster, project, "killed-worker", MAX_RESTARTS="1")
+    run.wait_for("Epoch: 2, Iteration: ")
+    workers = [pid for pid, command in cluster.pids("node2").items() if re.match(r"\S*python\S* -u train.py", command)]
+    os.kill(workers[0], signal.SIGKILL)
+    assert run.end("COMPLETED")["Restarts"] == "0"
+    assert "Resuming from" in run.log()
+
+
+@slurm
+def test_mistake_gives_the_job_the_trainers_exit_status(cluster: SlurmCluster, project: Path) -> None:
+    run = Run(cluster, project, "mistake", settings={"lear": 0.1})
+    assert run.end("FAILED")["ExitCode"] == "2:0"
+    assert "lear" in run.log() and "Traceback" not in run.log()
+
+
+@slurm
+def test_missing_data_gives_the_job_the_trainers_exit_status(cluster: SlurmCluster, project: Path) -> None:
+    """train.py finds this one out itself, under torchrun."""
+    run = Run(cluster, project, "no-data", "submit.slr", settings={"dataset": "cifar10", "data_path": project / "none"})
+    assert run.end("FAILED")["ExitCode"] == "3:0"
+
+
+@slurm
+def test_node_that_does_not_answer_is_named(cluster: SlurmCluster, project: Path) -> None:
+    (slurmd,) = [pid for pid, command in cluster.pids("node2").items() if command.startswith("slurmd -D")]
+    os.kill(slurmd, signal.SIGSTOP)
+    try:
+        run = Run(cluster, project, "silent", options=(*OPTIONS, "--nodelist=node[1-2]"))
+        run.end("FAILED")
+    finally:
+        os.kill(slurmd, signal.SIGCONT)
+    assert "Nodes where nothing started: node2. All 2 must reach node1:" in run.log()
+
+
+@slurm
+def test_node_that_never_joins_ends_the_job(cluster: SlurmCluster, project: Path, tmp_path: Path) -> None:
+    torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
+    shim = tmp_path / "torchrun"
+    shim.write_text(f'#!/bin/bash\n[[ $SLURMD_NODENAME != node2 ]] || sleep 100\nexec {torchrun} "$@"\n')
+    shim.chmod(0o755)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    options = (*OPTIONS, "--nodelist=node[1-2]")
+    run = Run(cluster, project, "never", options=options, PATH=path, JOIN_TIMEOUT="5", SLURM_WAIT="2")
+    run.end("FAILED")
+    assert "All 2 must reach node1:" in run.log() and "within 5 s" in run.log()
+    assert "node2: task 1: " in run.log()
+
+
+@slurm
+def test_without_scontrol_a_copy_finishes(cluster: SlurmCluster, project: Path, tmp_path: Path) -> None:
+    link_commands(tmp_path, [*TOOLS, "srun", "sbatch", "hostname", "uname"])
+    for name in ["torchrun", "python3"]:
+        (tmp_path / name).symlink_to(Path(sys.executable).parent / name)
+    run = Run(cluster, project, "copy", "submit.slr", PATH=str(tmp_path))
+    run.wait_for("Epoch: 1, Iteration: ")
+    cluster.cancel(run.job, "-b", "-s", "USR1")
+    assert run.end("FAILED")["ExitCode"] == "75:0"
+    copy = int(re.findall(r"Submitted batch job (\d+)", run.log())[0])
+    assert cluster.wait(copy, 90)["JobState"] == "COMPLETED", run.log(copy)
+    assert "Resuming from" in run.log(copy)
+
+
+@slurm
+def test_lost_node_is_replaced(cluster: SlurmCluster, project: Path, uninterrupted: Run) -> None:
+    run = Run(cluster, project, "lost-node", options=(*OPTIONS, "--exclude=node3"))
+    run.wait_for("Epoch: 2, Iteration: ")
+    cluster.client("scontrol", "update", f"JobId={run.job}", "ExcNodeList=")
+    cluster.kill_node("node2")
+    fields = run.end("COMPLETED", 150)
+    assert fields["Restarts"] == "1" and fields["NodeList"] == "node[1,3]"
+    assert run.epochs() == uninterrupted.epochs()
+    cluster.boot_node("node2")
+    wait_until("node2", 30, lambda: cluster.node_states()["node2"] == "idle")
+
+
+@slurm
+def test_cluster_leaves_nothing_behind(cluster: SlurmCluster) -> None:
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, SlurmCluster(Path(folder), 1) as other:
+        assert other.client("srun", "hostname") == "node1\n"
+        hosts = [host.pid for host in other.hosts.values()]
+        pids = [pid for name in other.hosts for pid in other.pids(name)]
+    assert len(pids) > len(hosts)
+    for pid in pids:
+        assert not Path(f"/proc/{pid}").exists()
+    assert other.cgroup is None or not other.cgroup.exists()
+    assert set(cluster.node_states()) == {"node1", "node2", "node3"}
