@@ -30,7 +30,7 @@ from models import build_model
 from utils import checkpoint, run_folder
 from utils.backends import prepare_backends
 from utils.config import Config
-from utils.data import build_loaders, open_dataset
+from utils.data import build_loaders, open_dataset, report_unreadable
 from utils.distributed import Distributed, find_place, process_group, split_batch
 from utils.dry_run import describe
 from utils.errors import CheckpointError, ExpectedError, Stopped, explain
@@ -55,7 +55,9 @@ class Trainer:
         self.notes = prepare_backends(config)
 
         dataset = open_dataset(config, place)
-        self.train_loader, self.valid_loader = build_loaders(config, dataset, place)
+        self.loaders = build_loaders(config, dataset, place)
+        self.train_loader, self.valid_loader = self.loaders.train, self.loaders.valid
+        self.notes += self.loaders.notes
         self.class_names = dataset.class_names
         self.steps_per_epoch = len(self.train_loader)
         self.shared_valid_batches = min(place.gather(len(self.valid_loader)))  # some ranks may have one more
@@ -203,6 +205,8 @@ class Trainer:
             "seconds": self.seconds,
         }
         self.place.main_only(lambda: self.log.log_epoch(self.epoch, self.step, values))
+        for line in report_unreadable(self.place, self.loaders):
+            self.log.say(line)
         self._save(is_best)
 
     def _log_point(self) -> None:

@@ -10,6 +10,7 @@ import argparse
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ class Trainer:
         self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, factor=0.2, patience=10)
         self.criterion = nn.CrossEntropyLoss()
 
-    def build_loader(self, dataset: Dataset, training: bool) -> tuple[BatchSampler, DataLoader[tuple[Tensor, Tensor]]]:
+    def build_loader(self, dataset: Dataset, training: bool) -> tuple[BatchSampler, DataLoader[Any]]:
         arrays = dataset.train if training else dataset.valid
         plan = EpochPlan(
             num_samples=len(arrays.labels),
@@ -94,8 +95,8 @@ class Trainer:
             count += len(labels)
         return loss_sum / count, correct / count
 
-    def batches(self, loader: DataLoader[tuple[Tensor, Tensor]]) -> Iterable[tuple[Tensor, Tensor]]:
-        for images, labels in loader:
+    def batches(self, loader: DataLoader[Any]) -> Iterable[tuple[Tensor, Tensor]]:
+        for images, labels, _ in loader:
             yield self.normalise(images.to(self.device)), labels.to(self.device)
 
 

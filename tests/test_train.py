@@ -49,7 +49,7 @@ def test_train_py_with_every_switch_off_equals_train_simple(tiny, alone, tmp_pat
     simple = train_simple.Trainer(config)
     # the drawn shapes bring their own mean and deviation; train_simple is written for CIFAR-100 alone
     dataset = train_module.open_dataset(config, alone)
-    simple.normalise = train_module.build_loaders(config, dataset, alone)[0].normalise
+    simple.normalise = train_module.build_loaders(config, dataset, alone).train.normalise
     history = simple.train()
     ours = records(tmp_path / "run", "epoch")
     assert [{key: row[key] for key in history[0]} for row in ours] == history

@@ -44,10 +44,20 @@ class Config(BaseModel):
     )
 
     # ---- data
-    dataset: Literal["cifar100", "cifar10", "shapes"]
-    """What to learn: CIFAR-100, CIFAR-10, or the built-in drawn shapes that need no file."""
+    dataset: Literal["cifar100", "cifar10", "shapes", "imagefolder", "imagenet"]
+    """What to learn: CIFAR-100, CIFAR-10, the built-in drawn shapes that need no file, or images in class folders:
+    data_path/train/CLASS/ and data_path/val/CLASS/, one's own or ImageNet's."""
     data_path: Annotated[str, Field(min_length=1)]
     """Folder that holds the datasets, relative to the working directory."""
+    image_size: PositiveInt | None
+    """imagefolder, imagenet: images become squares of this many pixels; null: 224 for imagenet, the shorter side of the
+    first training image for imagefolder."""
+    centre_crop_share: Annotated[float, Field(gt=0, le=1)]
+    """imagefolder, imagenet: the shorter side is resized to image_size / this, then the central square is cut;
+    0.875 is usual for ImageNet. Training images too, unless rnd_resized_crop."""
+    fail_on_unreadable: bool
+    """imagefolder, imagenet: end the run at an image that cannot be read; false: name and count it, train on another in
+    its place, leave it out of validation."""
     download: Literal["auto"] | bool
     """Fetch a missing dataset; auto: yes, except inside a Slurm job (compute nodes often have no network)."""
     num_classes: Annotated[int, Field(ge=2, le=MAX_INT)]
@@ -56,16 +66,23 @@ class Config(BaseModel):
     """Per-channel mean of CIFAR-100's training images, in [0, 1]; other datasets bring their own."""
     cifar100_std: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], PerChannel]
     """Per-channel standard deviation of CIFAR-100's training images, whose values lie in [0, 1]."""
-    data_loader: Literal["torchvision", "device"]
-    """Who cuts, flips, rotates and normalises: torchvision in worker processes, or the device itself in batches."""
+    data_loader: Literal["torchvision", "dali", "device", "synthetic"]
+    """Who cuts, flips, rotates and normalises: torchvision in worker processes, NVIDIA DALI, or the device itself in
+    batches from a dataset that lives there; synthetic: nobody, one random batch again and again, to time computing."""
     num_data_workers: NonNegativeInt
-    """Worker processes of the torchvision loader on each rank; 0 loads in the training process."""
+    """Worker processes (torchvision) or threads (dali) on each rank, at most its share of the cores; 0 loads in the
+    training process."""
     rnd_crop_padding: Annotated[int, Field(ge=0, le=32)]
     """Random crop after padding with this many black pixels on each side; 0: no crop."""
     rnd_horizontal_flip: bool
     """Mirror every second training image, at random."""
     rnd_rotation_angle: Annotated[float, Field(ge=0, le=180)]
     """Rotate training images by up to this many degrees either way; 0: no rotation."""
+    rnd_resized_crop: bool
+    """imagefolder, imagenet: a random window of 8 to 100 % of the image, resized to image_size, as is usual for
+    ImageNet."""
+    enable_alternating_flip: bool
+    """In place of rnd_horizontal_flip: each image is mirrored in every second epoch, half of them in even ones."""
 
     # ---- model
     model: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet8", "resnet20", "resnet56"]

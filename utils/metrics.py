@@ -43,6 +43,8 @@ class MetricSums:
     def add(self, mean_loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
         """Add one batch: its mean loss (scalar), outputs [N, classes] and labels [N]."""
         num_images = labels.shape[0]
+        if not num_images:  # a validation batch of which no file could be read: the mean of nothing is NaN
+            return
         self.sums[0] += mean_loss.double() * num_images
         self.sums[1] += (outputs.argmax(1) == labels).sum()
         self.sums[2] += num_images

@@ -21,7 +21,7 @@ from utils.precision import choose_precision
 from utils.profiling import Profiler
 from utils.step import TrainStep
 
-BACKENDS = ("torchvision", "device")
+BACKENDS = ("torchvision", "device", "synthetic")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         cases: dict[str, Callable[[], Mapping[str, float]]] = {}
         for name in options.loaders.split(","):
             chosen = Config(**config.model_dump() | {"data_loader": name})
-            cases[name] = Case(build_loaders(chosen, dataset, place)[0], step, place, options.batches, options.steps)
+            cases[name] = Case(build_loaders(chosen, dataset, place).train, step, place, options.batches, options.steps)
         results = common.measure(cases, options.trials)
         if place.is_main:
             show(config, dataset, place, results)

@@ -10,20 +10,33 @@ The loader contract, the same for every backend:
 """
 
 import os
+import platform
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from utils.config import Config
 from utils.data.augment import Normalise
-from utils.data.datasets import Dataset, ImageArrays, load_dataset
-from utils.data.loaders import DeviceLoader, TorchvisionLoader, usable_cores
+from utils.data.cifar import VERSIONS
+from utils.data.datasets import Dataset, ImageArrays, Split, load_dataset
+from utils.data.folders import IMAGENET_MEAN, IMAGENET_SIZE, IMAGENET_STD, open_folders
+from utils.data.loaders import (
+    DeviceLoader,
+    SyntheticLoader,
+    TorchvisionLoader,
+    check_shared_memory,
+    decode_all,
+    describe_unreadable,
+    usable_cores,
+)
 from utils.data.sampling import AugmentationRanges, EpochPlan
 from utils.distributed import Distributed, split_batch
-from utils.errors import ConfigError
+from utils.errors import ConfigError, DataError
 
 
 class Loader(Protocol):
@@ -36,23 +49,75 @@ class Loader(Protocol):
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None: ...
 
 
+@dataclass(frozen=True)
+class Loaders:
+    """Both loaders of this rank, the plan of the training one, and what the reader of the log should know."""
+
+    train: Loader
+    valid: Loader
+    plan: EpochPlan
+    notes: list[str]
+
+
 def open_dataset(config: Config, place: Distributed) -> Dataset:
-    """Collective: the dataset `dataset`; one process fetches what is missing, where `download` allows it."""
+    """Collective: the dataset `dataset`; one process fetches what is missing, where `download` allows it.
+
+    With data_loader synthetic, CIFAR and ImageNet are stood in for by their sizes, and no file is needed.
+    """
+    data_path = Path(config.data_path)
+    if config.data_loader == "synthetic" and config.dataset in IMAGES:
+        return _stand_in(config)
+    if config.dataset in ("imagefolder", "imagenet"):
+        return place.main_first(
+            lambda: open_folders(config.dataset, data_path, config.image_size, config.centre_crop_share)
+        )
     download = "SLURM_JOB_ID" not in os.environ if config.download == "auto" else config.download
-    return place.main_first(lambda: load_dataset(config.dataset, Path(config.data_path), download=download))
+    return place.main_first(lambda: load_dataset(config.dataset, data_path, download=download))
 
 
-def build_loaders(config: Config, dataset: Dataset, place: Distributed) -> tuple[Loader, Loader]:
-    """(training, validation) loaders of this rank. `ConfigError` where dataset and configuration do not fit."""
+# training and validation images of the datasets that can be stood in for
+IMAGES = {"cifar100": (50_000, 10_000), "cifar10": (50_000, 10_000), "imagenet": (1_281_167, 50_000)}
+
+
+def _stand_in(config: Config) -> Dataset:
+    """Black images of the right number and size, which take no memory."""
+    if config.dataset == "imagenet":
+        size, mean, std = config.image_size or IMAGENET_SIZE, IMAGENET_MEAN, IMAGENET_STD
+    else:
+        size, mean, std = 32, VERSIONS[config.dataset].mean, VERSIONS[config.dataset].std
+    train, valid = (
+        ImageArrays(np.broadcast_to(np.uint8(0), (count, 3, size, size)), np.zeros(count, np.int64))
+        for count in IMAGES[config.dataset]
+    )
+    class_names = tuple(f"class {number}" for number in range(config.num_classes))
+    return Dataset(config.dataset, train, valid, class_names, mean, std)
+
+
+def build_loaders(config: Config, dataset: Dataset, place: Distributed) -> Loaders:
+    """Collective: the loaders of this rank. `ConfigError` where dataset and configuration do not fit."""
     if len(dataset.class_names) != config.num_classes:
         raise ConfigError(
             f"num_classes is {config.num_classes}, but {dataset.name} has {len(dataset.class_names)}; "
             f"use --set num_classes={len(dataset.class_names)}"
         )
+    notes: list[str] = []
+    if config.rnd_resized_crop and (isinstance(dataset.train, ImageArrays) or config.data_loader == "device"):
+        raise ConfigError(
+            f"rnd_resized_crop needs images that are decoded anew in each epoch: dataset imagefolder or imagenet with "
+            f"data_loader torchvision or dali, not {config.dataset} with {config.data_loader}"
+        )
+    if config.data_loader == "device":
+        dataset = _decode(config, dataset, notes)
     train_images = len(dataset.train.labels)
     if config.batch_size > train_images:
         raise ConfigError(f"batch_size {config.batch_size} exceeds the {train_images} training images; use fewer")
-    ranges = AugmentationRanges(config.rnd_crop_padding, config.rnd_horizontal_flip, config.rnd_rotation_angle)
+    ranges = AugmentationRanges(
+        config.rnd_crop_padding,
+        config.rnd_horizontal_flip,
+        config.rnd_rotation_angle,
+        config.enable_alternating_flip,
+        config.rnd_resized_crop,
+    )
     train = EpochPlan(
         num_samples=train_images,
         batch_size=split_batch(config.batch_size, place.world_size, config.micro_batch_size).rank_batch_size,
@@ -71,7 +136,32 @@ def build_loaders(config: Config, dataset: Dataset, place: Distributed) -> tuple
         training=False,
         limit=config.limit_valid_batches,
     )
-    return _build(config, dataset, dataset.train, train, place), _build(config, dataset, dataset.valid, valid, place)
+    num_workers = 0
+    if config.data_loader in ("torchvision", "dali"):
+        num_workers = _count_workers(config, place, notes)
+    if config.data_loader == "torchvision":
+        # The validation loader's workers stay, asleep and with nothing prepared, while training runs, and vice versa.
+        images = max(plan.batch_size for plan in (train, valid))
+        ranks_here = place.gather(platform.node()).count(platform.node())
+        check_shared_memory(images * int(np.prod(dataset.train.image_shape)), num_workers * ranks_here)
+    return Loaders(
+        _build(config, dataset, dataset.train, train, place, num_workers),
+        _build(config, dataset, dataset.valid, valid, place, num_workers),
+        train,
+        notes,
+    )
+
+
+def report_unreadable(place: Distributed, loaders: Loaders) -> list[str]:
+    """Collective: a line where files could not be read so far on any rank, else nothing."""
+    mine = {
+        path: reason
+        for loader in (loaders.train, loaders.valid)
+        if isinstance(loader, TorchvisionLoader)
+        for path, reason in loader.unreadable.items()
+    }
+    merged = {path: reason for unreadable in place.gather(mine) for path, reason in unreadable.items()}
+    return [f"{describe_unreadable(merged)}; replaced in training, left out in validation"] if merged else []
 
 
 def _train_limit(config: Config) -> int | None:
@@ -79,7 +169,35 @@ def _train_limit(config: Config) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _build(config: Config, dataset: Dataset, arrays: ImageArrays, plan: EpochPlan, place: Distributed) -> Loader:
+def _decode(config: Config, dataset: Dataset, notes: list[str]) -> Dataset:
+    """The dataset with every image in memory."""
+    train, unreadable = decode_all(dataset.train, replace=True)
+    valid, others = decode_all(dataset.valid, replace=False)
+    if unreadable | others:
+        message = describe_unreadable(unreadable | others)
+        if config.fail_on_unreadable:
+            raise DataError(f"{message}; mend them, or --set fail_on_unreadable=false")
+        notes.append(f"{message}; replaced in training, left out in validation")
+    return replace(dataset, train=train, valid=valid)
+
+
+def _count_workers(config: Config, place: Distributed, notes: list[str]) -> int:
+    """Collective: `num_data_workers`, but no more than this rank's share of the cores that it may run on."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    sharing = place.gather((platform.node(), cores)).count((platform.node(), cores))
+    allowed = max(1, usable_cores() // sharing)
+    if config.num_data_workers <= allowed:
+        return config.num_data_workers
+    who = f" for {sharing} ranks" if sharing > 1 else ""
+    notes.append(
+        f"num_data_workers: {allowed} instead of {config.num_data_workers}, there are {usable_cores()} cores{who}"
+    )
+    return allowed
+
+
+def _build(
+    config: Config, dataset: Dataset, split: Split, plan: EpochPlan, place: Distributed, num_workers: int
+) -> Loader:
     cifar100 = dataset.name == "cifar100"
     # NHWC: images come out of the loader in the memory format of the model
     normalise = Normalise(
@@ -88,6 +206,19 @@ def _build(config: Config, dataset: Dataset, arrays: ImageArrays, plan: EpochPla
         place.device,
         torch.channels_last if config.enable_nhwc else torch.contiguous_format,
     )
-    if config.data_loader == "device":
-        return DeviceLoader(arrays, plan, normalise, place.device)
-    return TorchvisionLoader(arrays, plan, normalise, place.device, min(config.num_data_workers, usable_cores()))
+    if config.data_loader == "synthetic":
+        return SyntheticLoader(split, plan, config.num_classes, normalise)
+    if config.data_loader == "device" and isinstance(split, ImageArrays):
+        return DeviceLoader(split, plan, normalise, place.device)
+    if config.data_loader == "dali":
+        from utils.data.dali_loader import DaliLoader
+
+        return DaliLoader(split, plan, normalise, place.device, num_threads=max(1, num_workers))
+    return TorchvisionLoader(
+        split,
+        plan,
+        normalise,
+        place.device,
+        num_workers=num_workers,
+        fail_on_unreadable=config.fail_on_unreadable,
+    )

@@ -1,16 +1,15 @@
 """How the tutorial's augmentation is done: image by image with torchvision, or a whole batch in one gather.
 
-Both take the same `Augmentation` parameters and agree: exactly for crop and flip, and for the rotation but for pixels
-whose source lies on the border between two (nearest neighbour, fixed-point against floating-point arithmetic).
+Both take the same `Augmentation` parameters and agree bit for bit.
 """
-
-import math
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from utils.data.sampling import Augmentation
+
+FIXED_POINT = 65536  # PIL rotates in 16.16 fixed-point arithmetic
 
 
 class Normalise:
@@ -24,7 +23,9 @@ class Normalise:
         self.memory_format = memory_format
 
     def __call__(self, images: Tensor) -> Tensor:
-        return images.contiguous(memory_format=self.memory_format).float().div_(255).sub_(self.mean).div_(self.std)
+        # Arithmetic first: it runs along whole planes, where channels_last has runs of three.
+        normalised = images.float().div_(255).sub_(self.mean).div_(self.std)
+        return normalised.contiguous(memory_format=self.memory_format)
 
 
 def augment_each(images: np.ndarray, augmentation: Augmentation, crop_padding: int) -> np.ndarray:
@@ -49,39 +50,59 @@ def augment_each(images: np.ndarray, augmentation: Augmentation, crop_padding: i
     return result
 
 
+def gather_plan(augmentation: Augmentation, height: int, width: int, crop_padding: int) -> np.ndarray:
+    """What `BatchAugmenter` needs to know of each image: int32 [N, 9].
+
+    Rotation, flip and crop in one: output pixel (row, column) shows the source pixel whose column is
+    (a * column + b * row + c) >> 16 counted from the first visible column, black where that is negative or above
+    `last`; its row likewise. The nine values are (a, b, c, last) for the column, the same for the row, and the place of
+    the first visible pixel in the flattened image, plus one.
+    """
+    # PIL.Image.rotate and affine_fixed in its Geometry.c, nearest neighbour about the image's centre
+    angle = -np.radians(np.mod(augmentation.angle, 360))
+    cos, sin = np.round(np.cos(angle), 15), np.round(np.sin(angle), 15)
+    centre_x, centre_y = width / 2, height / 2
+    column = [cos, sin, centre_x - cos * centre_x - sin * centre_y + 0.5 * (cos + sin)]
+    row = [-sin, cos, centre_y + sin * centre_x - cos * centre_y + 0.5 * (cos - sin)]
+    column, row = ([np.floor(part * FIXED_POINT + 0.5).astype(np.int64) for part in parts] for parts in (column, row))
+    # width - 1 - floor(x) = floor(width - x) but where x is whole: in fixed point one unit less
+    mirrored = [-column[0], -column[1], width * FIXED_POINT - 1 - column[2]]
+    column = [np.where(augmentation.flip, there, here) for there, here in zip(mirrored, column, strict=True)]
+    plan, first = [], np.int64(1)
+    for parts, shift, size, stride in (
+        (column, augmentation.shift_x - crop_padding, width, 1),
+        (row, augmentation.shift_y - crop_padding, height, width),
+    ):
+        low, high = np.maximum(0, -shift), np.minimum(size, size - shift)
+        plan += [parts[0], parts[1], parts[2] - low * FIXED_POINT, high - low - 1]
+        first = first + (low + shift) * stride
+    return np.stack([*plan, first], axis=1).astype(np.int32)
+
+
 class BatchAugmenter:
-    """Crop, flip and rotation of a whole batch on its device as one gather of pixels: each output pixel is traced back
-    through the rotation, the flip and the crop to its source; what falls outside is black."""
+    """Crop, flip and rotation of a whole batch on its device as one gather of pixels.
 
-    def __init__(self, height: int, width: int, crop_padding: int, device: torch.device) -> None:
-        self.height, self.width, self.crop_padding = height, width, crop_padding
-        self.rows = torch.arange(height, device=device).view(1, height, 1)
-        self.columns = torch.arange(width, device=device).view(1, 1, width)
+    Written for few and cheap passes: int32 throughout, no comparisons (PyTorch's are slow on a CPU), signs instead.
+    """
 
-    def __call__(self, images: Tensor, shift_y: Tensor, shift_x: Tensor, flip: Tensor, angle: Tensor | None) -> Tensor:
-        """uint8 [N, 3, H, W] with parameters [N] on the same device -> uint8 [N, 3, H, W]; angle None: no rotation."""
-        num_images, channels = images.shape[:2]
-        if angle is None:
-            y, x = self.rows, self.columns
-            inside = None
-        else:
-            y, x, inside = self._rotate(angle.view(-1, 1, 1))
-        x = torch.where(flip.view(-1, 1, 1), self.width - 1 - x, x)
-        y = y + (shift_y - self.crop_padding).view(-1, 1, 1)
-        x = x + (shift_x - self.crop_padding).view(-1, 1, 1)
-        visible = (y >= 0) & (y < self.height) & (x >= 0) & (x < self.width)
-        if inside is not None:
-            visible &= inside
-        source = (y.clamp(0, self.height - 1) * self.width + x.clamp(0, self.width - 1)).view(num_images, 1, -1)
-        pixels = images.flatten(2).gather(2, source.expand(-1, channels, -1)).view(images.shape)
-        return pixels * visible.unsqueeze(1)
+    def __init__(self, height: int, width: int, device: torch.device) -> None:
+        self.width = width
+        rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        self.rows = rows.reshape(1, 1, -1).int().to(device)  # [1, 1, H * W]
+        self.columns = columns.reshape(1, 1, -1).int().to(device)
 
-    def _rotate(self, angle: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Source row and column of each output pixel of a rotation about the image's centre by `angle` degrees
-        counter-clockwise, nearest neighbour with pixel centres at +0.5 as in PIL, and which lie inside the image."""
-        radians = angle * (math.pi / 180)
-        cos, sin = radians.cos(), radians.sin()
-        down, right = self.rows + 0.5 - self.height / 2, self.columns + 0.5 - self.width / 2
-        x = (cos * right - sin * down + self.width / 2).floor().long()
-        y = (sin * right + cos * down + self.height / 2).floor().long()
-        return y, x, (y >= 0) & (y < self.height) & (x >= 0) & (x < self.width)
+    def __call__(self, images: Tensor, plan: Tensor) -> Tensor:
+        """uint8 [N, C, H, W] and `gather_plan` [N, 9] on the same device -> uint8 [N, C, H, W]."""
+        a, b, c, last = plan[:, :8].view(-1, 2, 4).transpose(0, 1).unbind(2)  # each [2, N]: columns, rows
+        position = self.columns * a.unsqueeze(2)  # [2, N, H * W]
+        position += self.rows * b.unsqueeze(2)
+        position += c.unsqueeze(2)
+        position >>= 16
+        # negative where the source lies outside on either side
+        outside = (last.unsqueeze(2) - position).bitwise_or_(position)
+        visible = (outside[0] | outside[1]).bitwise_not_().bitwise_right_shift_(31)  # all ones, or zero
+        source = position[0].add_(position[1], alpha=self.width).add_(plan[:, 8:])
+        source &= visible
+        # pixel 0 of the padded image is black
+        padded = nn.functional.pad(images.flatten(2), (1, 0))
+        return padded.gather(2, source.long().unsqueeze(1).expand(-1, images.shape[1], -1)).view(images.shape)

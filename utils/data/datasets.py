@@ -16,6 +16,8 @@ from utils.data.cifar import (
     read_split,
     remedy,
 )
+from utils.data.files import Batch, ImageFiles
+from utils.data.sampling import IntArray
 from utils.data.shapes import CLASS_NAMES, draw_shapes
 from utils.errors import ConfigError, DataError
 
@@ -29,12 +31,24 @@ class ImageArrays:
     images: np.ndarray  # uint8 [N, 3, H, W]
     labels: np.ndarray  # int64 [N]
 
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height, width."""
+        return self.images.shape[1], self.images.shape[2], self.images.shape[3]
+
+    def read(self, indices: IntArray, windows: None, *, replace: bool) -> Batch:
+        """The samples `indices`; the rest is for `ImageFiles`, which share this interface."""
+        return Batch(self.images[indices], indices, {})
+
+
+Split = ImageArrays | ImageFiles
+
 
 @dataclass(frozen=True)
 class Dataset:
     name: str
-    train: ImageArrays
-    valid: ImageArrays
+    train: Split
+    valid: Split
     class_names: tuple[str, ...]
     mean: tuple[float, float, float]  # per channel of the training images in [0, 1]
     std: tuple[float, float, float]

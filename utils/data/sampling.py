@@ -4,11 +4,21 @@ Rank, world size, worker and backend do not enter, so the same epoch is drawn an
 starts at the right image without running through those before it.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 IntArray = np.ndarray  # int64 [N]
+
+# Random resized crop, as in Szegedy et al. 2014 (arXiv:1409.4842) and torchvision.RandomResizedCrop
+WINDOW_AREA = (0.08, 1.0)  # share of the image
+WINDOW_RATIO = (3 / 4, 4 / 3)  # width to height
+WINDOW_ATTEMPTS = 10
+
+# Every purpose has its own stream of random numbers, so that switching one on leaves the others as they were.
+STREAM_SHIFT_Y, STREAM_SHIFT_X, STREAM_FLIP, STREAM_ANGLE = range(4)
+STREAM_WINDOW = 16  # and the 4 * WINDOW_ATTEMPTS - 1 after it
 
 
 @dataclass(frozen=True)
@@ -19,26 +29,57 @@ class Augmentation:
     shift_x: np.ndarray  # int64 [N]
     flip: np.ndarray  # bool [N]
     angle: np.ndarray  # float64 [N], degrees counter-clockwise
+    window: np.ndarray | None = None  # float64 [N, WINDOW_ATTEMPTS, 4] in [0, 1), for `resized_crop_window`
 
 
 @dataclass(frozen=True)
 class AugmentationRanges:
-    """What may be drawn: the tutorial's RandomCrop, RandomHorizontalFlip and RandomRotation."""
+    """What may be drawn: the tutorial's RandomCrop, RandomHorizontalFlip and RandomRotation, and beyond it
+    - alternating flip: the images that one epoch mirrors are those that the next does not, so that every two epochs
+      show both sides of each (Jordan 2024, arXiv:2404.00498);
+    - resized crop: a random window, resized to the image's size."""
 
     crop_padding: int
     horizontal_flip: bool
     rotation_angle: float
+    alternating_flip: bool = False
+    resized_crop: bool = False
 
     def draw(self, seed: int, epoch: int, indices: IntArray) -> Augmentation:
         """The augmentation of the images `indices` [N] in `epoch`."""
-        uniform = [_uniform(seed, epoch, indices, stream) for stream in range(4)]
         num_shifts = 2 * self.crop_padding + 1
+        if self.alternating_flip:
+            flip = (uniform(seed, 0, indices, STREAM_FLIP) < 0.5) ^ bool(epoch % 2)
+        else:
+            flip = (uniform(seed, epoch, indices, STREAM_FLIP) < 0.5) & self.horizontal_flip
+        window = None
+        if self.resized_crop:
+            streams = range(STREAM_WINDOW, STREAM_WINDOW + 4 * WINDOW_ATTEMPTS)
+            drawn = np.stack([uniform(seed, epoch, indices, stream) for stream in streams], axis=1)
+            window = drawn.reshape(-1, WINDOW_ATTEMPTS, 4)
         return Augmentation(
-            shift_y=(uniform[0] * num_shifts).astype(np.int64),
-            shift_x=(uniform[1] * num_shifts).astype(np.int64),
-            flip=(uniform[2] < 0.5) & self.horizontal_flip,
-            angle=(2 * uniform[3] - 1) * self.rotation_angle,
+            shift_y=(uniform(seed, epoch, indices, STREAM_SHIFT_Y) * num_shifts).astype(np.int64),
+            shift_x=(uniform(seed, epoch, indices, STREAM_SHIFT_X) * num_shifts).astype(np.int64),
+            flip=flip,
+            angle=(2 * uniform(seed, epoch, indices, STREAM_ANGLE) - 1) * self.rotation_angle,
+            window=window,
         )
+
+
+def resized_crop_window(drawn: np.ndarray, height: int, width: int) -> tuple[int, int, int, int]:
+    """(top, left, height, width) of a random window in an image of this size, from `drawn`, one image's part of
+    `Augmentation.window`: the first attempt whose area and aspect ratio fit, else the largest central window."""
+    low, high = math.log(WINDOW_RATIO[0]), math.log(WINDOW_RATIO[1])
+    for area, ratio, top, left in drawn.tolist():
+        pixels = height * width * (WINDOW_AREA[0] + area * (WINDOW_AREA[1] - WINDOW_AREA[0]))
+        aspect = math.exp(low + ratio * (high - low))
+        window_width, window_height = round(math.sqrt(pixels * aspect)), round(math.sqrt(pixels / aspect))
+        if 0 < window_width <= width and 0 < window_height <= height:
+            rows, columns = height - window_height + 1, width - window_width + 1
+            return int(top * rows), int(left * columns), window_height, window_width
+    window_width = min(width, round(height * WINDOW_RATIO[1]))
+    window_height = min(height, round(width / WINDOW_RATIO[0]))
+    return (height - window_height) // 2, (width - window_width) // 2, window_height, window_width
 
 
 def epoch_order(seed: int, epoch: int, num_samples: int) -> IntArray:
@@ -88,7 +129,7 @@ class EpochPlan:
         return None if self.ranges is None else self.ranges.draw(self.seed, epoch, indices)
 
 
-def _uniform(seed: int, epoch: int, indices: IntArray, stream: int) -> np.ndarray:
+def uniform(seed: int, epoch: int, indices: IntArray, stream: int) -> np.ndarray:
     """float64 [N] in [0, 1): a hash of (seed, epoch, stream, index)."""
     key = np.zeros(1, np.uint64)
     for part in (seed, epoch, stream):

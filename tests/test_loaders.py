@@ -1,0 +1,412 @@
+"""The loader contract of utils.data, held against every backend; DALI's where DALI is installed."""
+
+import importlib.util
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from train import main
+from utils.cli import Arguments
+from utils.config import Config
+from utils.data import Loader, Loaders, build_loaders, loaders, open_dataset
+from utils.data.augment import BatchAugmenter, Normalise, augment_each, gather_plan
+from utils.data.datasets import Dataset, ImageArrays
+from utils.data.sampling import Augmentation, AugmentationRanges, EpochPlan
+from utils.distributed import Distributed
+from utils.errors import ConfigError
+
+WORLD_SIZES = (1, 2, 3, 8)
+BATCH = 24  # divisible by each of them
+NUM_TRAIN, NUM_VALID = 5 * BATCH + 7, 83  # neither divides
+CPU = torch.device("cpu")
+
+needs_dali = pytest.mark.skipif(importlib.util.find_spec("nvidia.dali") is None, reason="NVIDIA DALI is not installed")
+DALI = pytest.param("dali", marks=[needs_dali, pytest.mark.dali])
+REAL = pytest.mark.parametrize("backend", ["torchvision", "device", DALI])
+OTHERS = pytest.mark.parametrize("backend", ["device", DALI])
+EVERY = pytest.mark.parametrize("backend", ["torchvision", "device", "synthetic", DALI])
+NO_AUGMENTATION = {"rnd_crop_padding": 0, "rnd_horizontal_flip": False, "rnd_rotation_angle": 0.0}
+
+
+def place(rank: int = 0, world_size: int = 1) -> Distributed:
+    """A rank that gathers without the others: each of them would say the same."""
+
+    class Pretended(Distributed):
+        def gather(self, value: Any) -> list[Any]:
+            return [value] * self.world_size
+
+    return Pretended(rank=rank, local_rank=rank, world_size=world_size, device=CPU)
+
+
+@pytest.fixture(scope="module")
+def dataset() -> Dataset:
+    """Noise: every image is like no other, however it is cut, and its label is its index, so that rows can be told."""
+    rng = np.random.default_rng(1)
+    train, valid = (
+        ImageArrays(rng.integers(0, 256, (count, 3, 32, 32), np.uint8), np.arange(count))
+        for count in (NUM_TRAIN, NUM_VALID)
+    )
+    return Dataset("noise", train, valid, tuple(map(str, range(NUM_TRAIN))), (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+
+
+@pytest.fixture
+def build(tiny: Callable[..., Config], dataset: Dataset) -> Callable[..., Loaders]:
+    whole = {"limit_train_batches": None, "limit_valid_batches": None}
+    base = tiny(batch_size=BATCH, valid_batch_size_per_gpu=10, num_classes=NUM_TRAIN, **whole).model_dump()
+
+    def build(backend: str, where: Distributed | None = None, **changes: Any) -> Loaders:
+        return build_loaders(Config(**base | {"data_loader": backend} | changes), dataset, where or place())
+
+    return build
+
+
+def images_of(loader: Loader, epoch: int, first_batch: int = 0) -> Counter[tuple[int, bytes]]:
+    """The epoch's images as (label, pixels), counted. The augmentation shows in the pixels."""
+    loader.set_epoch(epoch, first_batch)
+    return Counter(
+        (int(label), image.contiguous().numpy().tobytes())
+        for images, labels in loader
+        for image, label in zip(images, labels, strict=True)
+    )
+
+
+# ---- order and augmentation are functions of (seed, epoch, index)
+
+
+@pytest.mark.parametrize("alternating", [False, True])
+def test_plan_draws_the_same_set_at_every_world_size_and_after_resuming(alternating: bool) -> None:
+    ranges = AugmentationRanges(4, True, 15.0, alternating)
+
+    def drawn(world_size: int, epoch: int, first_batch: int = 0) -> Counter[tuple[float, ...]]:
+        rows: Counter[tuple[float, ...]] = Counter()
+        for rank in range(world_size):
+            plan = EpochPlan(NUM_TRAIN, BATCH // world_size, rank, world_size, True, seed=3, ranges=ranges)
+            for indices in plan.batches(epoch, first_batch):
+                augmentation = plan.draw(epoch, indices)
+                assert augmentation is not None
+                columns = (augmentation.shift_y, augmentation.shift_x, augmentation.flip, augmentation.angle)
+                rows.update(zip(indices.tolist(), *(column.tolist() for column in columns), strict=True))
+        return rows
+
+    for epoch in (0, 5):
+        alone = drawn(1, epoch)
+        assert alone.total() == len(alone) == NUM_TRAIN // BATCH * BATCH
+        for world_size in WORLD_SIZES[1:]:
+            assert drawn(world_size, epoch) == alone
+            assert drawn(world_size, epoch, 2) == drawn(1, epoch, 2)
+        assert drawn(1, epoch, 2) < alone
+    assert drawn(1, 0) != drawn(1, 1)
+
+
+@REAL
+def test_every_world_size_renders_the_same_set_of_images(backend: str, build: Callable[..., Loaders]) -> None:
+    alone = build(backend).train
+    for epoch, first_batch in ((0, 0), (3, 0), (3, 2)):
+        expected = images_of(alone, epoch, first_batch)
+        assert expected.total() == len(expected) == (NUM_TRAIN // BATCH - first_batch) * BATCH
+        for world_size in WORLD_SIZES[1:]:
+            loaders_of_ranks = [build(backend, place(rank, world_size)).train for rank in range(world_size)]
+            assert all(len(loader) == NUM_TRAIN // BATCH for loader in loaders_of_ranks)
+            assert sum((images_of(loader, epoch, first_batch) for loader in loaders_of_ranks), Counter()) == expected
+
+
+@REAL
+def test_an_epoch_that_begins_in_the_middle_goes_on_with_the_same_batches(
+    backend: str, build: Callable[..., Loaders]
+) -> None:
+    loader = build(backend).train
+    loader.set_epoch(4)
+    whole = list(loader)
+    loader.set_epoch(4, first_batch=3)
+    rest = list(loader)
+    assert len(whole) == len(loader) == 5 and len(rest) == 2
+    for (images, labels), (images_again, labels_again) in zip(whole[3:], rest, strict=True):
+        assert torch.equal(images, images_again) and torch.equal(labels, labels_again)
+
+
+@REAL
+def test_an_epoch_left_early_does_not_leak_into_the_next(backend: str, build: Callable[..., Loaders]) -> None:
+    """Also: workers persist from one epoch to the next."""
+    loader = build(backend, num_data_workers=1).train
+    fresh = images_of(build(backend).train, 7)
+    for _ in range(2):
+        loader.set_epoch(6)
+        next(iter(loader))  # several batches are on their way when it is dropped
+        assert images_of(loader, 7) == fresh
+    loader.set_epoch(6)
+    left_open = iter(loader)
+    next(left_open)
+    assert images_of(loader, 7) == fresh
+
+
+@REAL
+@pytest.mark.parametrize("limit", [1, 2])
+def test_an_epoch_of_fewer_batches_than_are_prefetched(backend: str, limit: int, build: Callable[..., Loaders]) -> None:
+    loader = build(backend, limit_train_batches=limit).train
+    assert images_of(loader, 1).total() == limit * BATCH
+    assert images_of(loader, 2) == images_of(build(backend, limit_train_batches=limit).train, 2)
+
+
+def test_worker_processes_persist(build: Callable[..., Loaders]) -> None:
+    loader = build("torchvision", num_data_workers=1).train
+    workers = []
+    for epoch in range(3):
+        images_of(loader, epoch)
+        workers.append({process.pid for process in multiprocessing.active_children()})
+    assert workers[0] and workers[0] == workers[1] == workers[2]
+
+
+@EVERY
+def test_validation_yields_every_image_once_at_every_world_size(backend: str, build: Callable[..., Loaders]) -> None:
+    for world_size in WORLD_SIZES:
+        labels: list[int] = []
+        for rank in range(world_size):
+            loader = build(backend, place(rank, world_size)).valid
+            for epoch in (0, 1):  # the same again
+                loader.set_epoch(epoch)
+                batches = [batch_labels for _, batch_labels in loader]
+                assert len(batches) == len(loader)
+            labels += torch.cat(batches).tolist()
+        assert len(labels) == NUM_VALID
+        if backend != "synthetic":
+            assert sorted(labels) == list(range(NUM_VALID))
+
+
+@EVERY
+@pytest.mark.parametrize("nhwc", [False, True])
+def test_batches_have_the_shape_type_and_memory_format_of_the_contract(
+    backend: str, nhwc: bool, build: Callable[..., Loaders]
+) -> None:
+    for loader, size in ((build(backend, enable_nhwc=nhwc).train, BATCH), (build(backend, enable_nhwc=nhwc).valid, 10)):
+        images, labels = next(iter(loader))
+        assert images.shape == (size, 3, 32, 32) and images.dtype is torch.float32
+        assert labels.shape == (size,) and labels.dtype is torch.int64
+        memory_format = torch.channels_last if nhwc else torch.contiguous_format
+        assert images.is_contiguous(memory_format=memory_format)
+
+
+# ---- the backends agree
+
+
+def both(build: Callable[..., Loaders], backend: str, part: str, **changes: Any) -> tuple[Tensor, Tensor]:
+    """All images of one epoch from the torchvision loader and from `backend`, in order."""
+    gathered = []
+    for name in ("torchvision", backend):
+        loader: Loader = getattr(build(name, **changes), part)
+        loader.set_epoch(2)
+        batches = list(loader)
+        gathered.append((torch.cat([images for images, _ in batches]), torch.cat([labels for _, labels in batches])))
+    (images, labels), (others, other_labels) = gathered
+    assert torch.equal(labels, other_labels)
+    return images, others
+
+
+def assert_agree(backend: str, expected: Tensor, images: Tensor) -> None:
+    """Bit for bit; DALI rounds its own normalisation otherwise in the last place."""
+    if backend == "dali":
+        torch.testing.assert_close(images, expected, rtol=0, atol=1e-6)
+    else:
+        assert torch.equal(images, expected)
+
+
+@OTHERS
+@pytest.mark.parametrize("part", ["train", "valid"])
+def test_backends_agree_without_augmentation(backend: str, part: str, build: Callable[..., Loaders]) -> None:
+    assert_agree(backend, *both(build, backend, part, **NO_AUGMENTATION))
+
+
+@OTHERS
+def test_backends_agree_on_crop_and_flip(backend: str, build: Callable[..., Loaders]) -> None:
+    assert_agree(backend, *both(build, backend, "train", rnd_rotation_angle=0.0))
+
+
+def test_device_agrees_with_torchvision_on_every_augmentation(build: Callable[..., Loaders]) -> None:
+    assert_agree("device", *both(build, "device", "train"))
+
+
+@needs_dali
+@pytest.mark.dali
+def test_dali_rotates_as_torchvision_but_for_pixels_whose_source_lies_on_a_border(
+    build: Callable[..., Loaders],
+) -> None:
+    expected, images = both(build, "dali", "train")
+    share = ((images - expected).abs() > 1e-6).float().mean().item()
+    assert 0 < share < 1e-3  # two roundings of one position: about one pixel in ten thousand
+
+
+def test_the_images_are_normalised_by_the_training_statistics(dataset: Dataset, build: Callable[..., Loaders]) -> None:
+    images, labels = next(iter(build("device", **NO_AUGMENTATION).train))
+    mean, std = (np.array(values).reshape(3, 1, 1) for values in (dataset.mean, dataset.std))
+    expected = (dataset.train.images[labels.numpy()] / 255 - mean) / std  # type: ignore[union-attr]
+    np.testing.assert_allclose(images.numpy(), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(("height", "width", "padding", "angle"), [(32, 32, 4, 15), (31, 48, 5, 180), (24, 24, 30, 0)])
+def test_one_gather_equals_torchvision_image_by_image(height: int, width: int, padding: int, angle: float) -> None:
+    """Odd sizes, every angle, and a padding beyond the image: not one pixel differs."""
+    images = np.random.default_rng(0).integers(0, 256, (300, 3, height, width), np.uint8)
+    drawn = AugmentationRanges(padding, True, angle).draw(1, 2, np.arange(300))
+    gathered = BatchAugmenter(height, width, CPU)(
+        torch.from_numpy(images), torch.from_numpy(gather_plan(drawn, height, width, padding))
+    )
+    np.testing.assert_array_equal(gathered.numpy(), augment_each(images, drawn, padding))
+
+
+def test_one_gather_turns_by_quarters_as_torchvision() -> None:
+    """PIL has shortcuts for these angles."""
+    images = np.random.default_rng(0).integers(0, 256, (5, 3, 8, 8), np.uint8)
+    nothing = np.zeros(5, np.int64)
+    turned = Augmentation(nothing, nothing, nothing.astype(bool), np.array([0.0, 90.0, 180.0, -90.0, 360.0]))
+    gathered = BatchAugmenter(8, 8, CPU)(torch.from_numpy(images), torch.from_numpy(gather_plan(turned, 8, 8, 0)))
+    np.testing.assert_array_equal(gathered.numpy(), augment_each(images, turned, 0))
+
+
+# ---- what is drawn
+
+
+def test_draws_are_uniform() -> None:
+    """10,000 draws; a chi-squared of k cells stays below k + 5 sqrt(2 k) but for one seed in millions."""
+    number = 10_000
+    drawn = AugmentationRanges(4, True, 15.0).draw(0, 0, np.arange(number))
+
+    def chi_squared(counts: np.ndarray) -> float:
+        expected = number / len(counts)
+        return float(((counts - expected) ** 2 / expected).sum())
+
+    def limit(cells: int) -> float:
+        return cells + 5 * (2 * cells) ** 0.5
+
+    assert chi_squared(np.bincount(drawn.shift_y * 9 + drawn.shift_x, minlength=81)) < limit(81)
+    assert chi_squared(np.bincount(drawn.flip.astype(np.int64), minlength=2)) < limit(2)
+    angles, _ = np.histogram(drawn.angle, bins=30, range=(-15, 15))
+    assert angles.sum() == number and chi_squared(angles) < limit(30)
+    # shift and flip know nothing of each other, and one epoch nothing of the next
+    together = np.bincount(drawn.shift_y * 2 + drawn.flip, minlength=18)
+    assert chi_squared(together) < limit(18)
+    again = AugmentationRanges(4, True, 15.0).draw(0, 1, np.arange(number))
+    assert chi_squared(np.bincount(drawn.flip * 2 + again.flip, minlength=4)) < limit(4)
+
+
+def test_alternating_flip_shows_the_other_side_in_the_next_epoch() -> None:
+    ranges = AugmentationRanges(0, False, 0.0, alternating_flip=True)
+    flips = [ranges.draw(5, epoch, np.arange(10_000)).flip for epoch in range(4)]
+    assert 0.48 < flips[0].mean() < 0.52
+    np.testing.assert_array_equal(flips[0], ~flips[1])
+    np.testing.assert_array_equal(flips[0], flips[2])
+    np.testing.assert_array_equal(flips[1], flips[3])
+
+
+# ---- resources
+
+
+def test_device_loader_uses_the_images_where_they_are_on_a_cpu(tmp_path: Path) -> None:
+    """A read-only memory map with gaps between the images, as CIFAR-100's file is mapped."""
+    records = np.random.default_rng(0).integers(0, 256, (50, 2 + 3072), np.uint8)
+    (tmp_path / "records.bin").write_bytes(records.tobytes())
+    mapped = np.memmap(tmp_path / "records.bin", np.uint8, "r").reshape(50, -1)[:, 2:].reshape(50, 3, 32, 32)
+    plan = EpochPlan(50, 10, 0, 1, training=True)
+    normalise = Normalise((0, 0, 0), (1 / 255,) * 3, CPU, torch.contiguous_format)
+    loader = loaders.DeviceLoader(ImageArrays(mapped, np.arange(50)), plan, normalise, CPU)
+    assert loader.images.data_ptr() == mapped.ctypes.data
+    for images, labels in loader:
+        np.testing.assert_array_equal(images.round().numpy(), mapped[labels.numpy()])
+
+
+@pytest.mark.gpu
+def test_device_loader_on_a_gpu_equals_the_cpu(dataset: Dataset, build: Callable[..., Loaders]) -> None:
+    gpu = Distributed(0, 0, 1, torch.device("cuda", 0))
+    for (images, labels), (expected, expected_labels) in zip(
+        build("device", gpu).train, build("device").train, strict=True
+    ):
+        assert torch.equal(images.cpu(), expected) and torch.equal(labels.cpu(), expected_labels)
+
+
+def test_zero_workers_load_in_this_process(build: Callable[..., Loaders]) -> None:
+    before = set(multiprocessing.active_children())
+    built = build("torchvision", num_data_workers=0)
+    assert images_of(built.train, 0) and set(multiprocessing.active_children()) == before
+    assert built.notes == []
+
+
+@pytest.mark.parametrize(("cores", "ranks", "workers"), [(2, 1, 2), (8, 1, 8), (8, 3, 2), (2, 8, 1)])
+def test_workers_are_capped_to_the_ranks_share_of_the_cores(
+    cores: int, ranks: int, workers: int, build: Callable[..., Loaders], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    built = build("torchvision", place(0, ranks), num_data_workers=64)
+    assert built.train.loader.num_workers == workers  # type: ignore[attr-defined]
+    (note,) = built.notes
+    assert note.startswith(f"num_data_workers: {workers} instead of 64, there are {cores} cores")
+
+
+def test_a_full_shared_memory_is_an_error_that_names_the_remedy(
+    build: Callable[..., Loaders], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        f_bavail, f_frsize = 10, 4096
+
+    real = os.statvfs
+    monkeypatch.setattr(loaders, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda path: Full() if path == tmp_path else real(path))
+    with pytest.raises(ConfigError, match=r"--ipc=host, or --shm-size.*num_data_workers=0"):
+        build("torchvision", num_data_workers=1)
+    build("torchvision", num_data_workers=0)
+    build("device", num_data_workers=1)
+
+
+@pytest.mark.parametrize(
+    "message", ["DataLoader worker (pid 7) is killed by signal: Bus error. ", "No space left on device (28)"]
+)
+def test_a_worker_that_dies_of_full_shared_memory_is_explained(message: str) -> None:
+    def batches() -> Any:
+        raise RuntimeError(message)
+        yield
+
+    with pytest.raises(ConfigError, match="--ipc=host"):
+        loaders.TorchvisionLoader._next(batches())
+
+
+def test_any_other_error_of_a_worker_is_passed_on() -> None:
+    def batches() -> Any:
+        raise RuntimeError("something else")
+        yield
+
+    with pytest.raises(RuntimeError, match="something else"):
+        loaders.TorchvisionLoader._next(batches())
+
+
+# ---- the whole command
+
+
+def test_synthetic_needs_no_files_and_keeps_one_batch(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    config = tiny(dataset="cifar100", num_classes=100, data_loader="synthetic", data_path=str(tmp_path / "nothing"))
+    config = config.model_copy(update={"limit_train_batches": None})
+    built = build_loaders(config, open_dataset(config, place()), place())
+    assert len(built.train) == 50_000 // config.batch_size
+    batches = iter(built.train)
+    (images, labels), (images_again, labels_again) = next(batches), next(batches)
+    assert images.data_ptr() == images_again.data_ptr() and torch.equal(labels, labels_again)
+    assert len(labels.unique()) > 10
+    assert abs(images.mean()) < 0.5 and images.std() > 0.5
+
+
+@pytest.mark.parametrize("backend", ["torchvision", "synthetic", DALI])
+def test_train_runs_with_the_loader(backend: str, tiny: Callable[..., Config], tmp_path: Path) -> None:
+    config = tiny(data_loader=backend, num_data_workers=1)
+    assert main(Arguments(config, "default", tmp_path, "auto", dry_run=False)) == 0
+
+
+def test_missing_dali_is_bad_usage_with_the_command_that_installs_it(
+    tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "nvidia.dali", None)
+    assert main(Arguments(tiny(data_loader="dali"), "default", tmp_path, "auto", dry_run=False)) == 2
+    assert 'pip install ".[dali]"' in capsys.readouterr().err

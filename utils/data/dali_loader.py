@@ -1,0 +1,206 @@
+"""NVIDIA DALI behind the loader contract: a GPU pipeline where the training is on a GPU, else a CPU pipeline.
+
+Order and augmentation are the contract's: images in memory are handed to DALI batch by batch, files are read by DALI's
+own reader from a list in the epoch's order, and crop offset, flip and angle come from `EpochPlan.draw`. DALI crops,
+flips, rotates and normalises, and decodes JPEG, on a GPU fused with the random window. What it does not keep:
+- the window of rnd_resized_crop is DALI's own draw, from (seed, epoch, rank): it differs between world sizes and after
+  resuming in mid-epoch;
+- resizing rounds otherwise than PIL does: by a few of 255 levels;
+- a file that cannot be read ends the run: DALI fails the whole batch.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from utils.data.augment import Normalise
+from utils.data.datasets import ImageArrays, Split
+from utils.data.files import ImageFiles
+from utils.data.sampling import WINDOW_AREA, WINDOW_ATTEMPTS, WINDOW_RATIO, Augmentation, EpochPlan, IntArray
+from utils.errors import ConfigError, DataError
+
+AHEAD = 2  # batches that DALI prepares while the last one is trained on
+
+
+def import_dali() -> tuple[Any, Any, Any]:
+    """DALI's modules `fn`, `types` and the class Pipeline; `ConfigError` where it is not installed."""
+    try:
+        from nvidia.dali import Pipeline, fn, types
+    except ImportError as error:
+        raise ConfigError(
+            f"data_loader dali: NVIDIA DALI cannot be imported ({error}).\n"
+            'pip install ".[dali]" (CUDA 11: ".[dali-cuda110]"), or --set data_loader=device'
+        ) from None
+    return fn, types, Pipeline
+
+
+class DaliLoader:
+    """One pipeline with `num_threads` threads, fed one batch at a time, `AHEAD` batches ahead."""
+
+    def __init__(
+        self, split: Split, plan: EpochPlan, normalise: Normalise, device: torch.device, *, num_threads: int
+    ) -> None:
+        self.fn, self.types, self.pipeline_class = import_dali()
+        self.split, self.plan, self.normalise, self.device, self.num_threads = (
+            split, plan, normalise, device, num_threads,
+        )  # fmt: skip
+        self.labels = torch.from_numpy(split.labels).to(device)
+        self.epoch, self.first_batch = 0, 0
+        self.pipeline: Any = None
+        self.started = False
+        self.in_flight: list[IntArray] = []
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
+        self.epoch, self.first_batch = epoch, first_batch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        batches = self.plan.batches(self.epoch, self.first_batch)
+        while self.in_flight:  # of an epoch that was left early, or fillers
+            self._receive()
+        if batches and (self.pipeline is None or isinstance(self.split, ImageFiles)):
+            self.pipeline = self._build(np.concatenate(batches))  # the reader's list is that of one epoch
+            self.started = False
+        epoch = self.epoch
+        for number, indices in enumerate(batches):
+            self._send(epoch, indices)
+            if number + 1 >= AHEAD:
+                yield self._receive()
+        for _ in range(min(AHEAD - 1, len(batches))):
+            yield self._receive()
+
+    def _send(self, epoch: int, indices: IntArray) -> None:
+        """Let DALI begin with one batch. Only numpy goes in: a torch tensor makes DALI look for a GPU's driver."""
+        self.in_flight.append(indices)
+        if isinstance(self.split, ImageArrays):
+            self.pipeline.feed_input("images", np.ascontiguousarray(self.split.images[indices]))
+        else:  # the reader fills the last batch up with its first files
+            indices = np.resize(indices, self.plan.batch_size)
+        augmentation = self.plan.draw(epoch, indices)
+        if augmentation is not None:
+            for name, values in self._arguments(augmentation).items():
+                self.pipeline.feed_input(name, values)
+        # DALI's first call of schedule_run begins with as many batches as it prefetches: they must all be there.
+        if self.started or len(self.in_flight) == AHEAD:
+            self.pipeline.schedule_run()
+            self.started = True
+
+    def _arguments(self, augmentation: Augmentation) -> dict[str, np.ndarray]:
+        """What `_augment` takes from outside, each [N, ...]."""
+        arguments = {"flip": augmentation.flip.astype(np.int32)}
+        if self.plan.ranges is not None and self.plan.ranges.crop_padding:
+            corner = np.stack([augmentation.shift_y, augmentation.shift_x], axis=1) - self.plan.ranges.crop_padding
+            arguments["corner"] = corner.astype(np.int32)
+        if self.plan.ranges is not None and self.plan.ranges.rotation_angle:
+            arguments["angle"] = augmentation.angle.astype(np.float32)
+        return arguments
+
+    def _receive(self) -> tuple[Tensor, Tensor]:
+        """The oldest batch that was sent, as tensors of our own: DALI will write into its memory again."""
+        from nvidia.dali.plugin.pytorch import feed_ndarray
+
+        while not self.started:  # an epoch of fewer batches than DALI prefetches: fill up with what nobody receives
+            self._send(self.epoch, self.in_flight[-1])
+        indices = self.in_flight.pop(0)
+        try:
+            (output,) = self.pipeline.share_outputs()
+        except RuntimeError as error:
+            raise DataError(_explain(error)) from None
+        dense = output.as_tensor()
+        images = torch.empty(dense.shape(), dtype=torch.float32, device=self.device)
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        feed_ndarray(dense, images, cuda_stream=stream)
+        self.pipeline.release_outputs()
+        if self._channels_last:
+            images = images.permute(0, 3, 1, 2)
+        on_device = torch.from_numpy(indices).to(self.device, non_blocking=True)
+        return images[: len(indices)], self.labels[on_device]
+
+    @property
+    def _channels_last(self) -> bool:
+        return self.normalise.memory_format is torch.channels_last
+
+    def _build(self, indices: IntArray) -> Any:
+        """The pipeline; `indices` are those of the files to read, in order."""
+        gpu = self.device.type == "cuda"
+        pipeline = self.pipeline_class(
+            batch_size=self.plan.batch_size,
+            num_threads=self.num_threads,
+            device_id=self.device.index if gpu else None,
+            seed=int(np.random.SeedSequence([self.plan.seed, self.epoch, self.plan.rank]).generate_state(1)[0] >> 1),
+            prefetch_queue_depth=AHEAD,
+        )
+        with pipeline:
+            if isinstance(self.split, ImageArrays):
+                images = self.fn.external_source(
+                    name="images", layout="CHW", dtype=self.types.UINT8, ndim=3, batch=True
+                )
+                images = self.fn.transpose(images.gpu() if gpu else images, perm=[1, 2, 0])
+            else:
+                images = self._decode(self.split, indices, gpu)
+            images = self._augment(images)
+            images = self.fn.crop_mirror_normalize(
+                images,
+                mean=[255 * value for value in self.normalise.mean.flatten().tolist()],
+                std=[255 * value for value in self.normalise.std.flatten().tolist()],
+                output_layout="HWC" if self._channels_last else "CHW",
+            )
+            pipeline.set_outputs(images)
+        pipeline.build()
+        return pipeline
+
+    def _decode(self, files: ImageFiles, indices: IntArray, gpu: bool) -> Any:
+        """Images [size, size, 3] of the files `indices`, in this order."""
+        fn, size = self.fn, files.size
+        names = [files.path(index) for index in indices.tolist()]
+        encoded, _ = fn.readers.file(
+            files=names, name="files", prefetch_queue_depth=AHEAD, pad_last_batch=False, random_shuffle=False
+        )
+        decoder = {"device": "mixed" if gpu else "cpu", "output_type": self.types.RGB}
+        if self.plan.ranges is not None and self.plan.ranges.resized_crop:
+            images = fn.decoders.image_random_crop(
+                encoded,
+                random_area=list(WINDOW_AREA),
+                random_aspect_ratio=list(WINDOW_RATIO),
+                num_attempts=WINDOW_ATTEMPTS,
+                **decoder,
+            )
+            return fn.resize(images, resize_x=size, resize_y=size, interp_type=self.types.INTERP_TRIANGULAR)
+        images = fn.decoders.image(encoded, **decoder)
+        images = fn.resize(
+            images, resize_shorter=round(size / files.centre_share), interp_type=self.types.INTERP_TRIANGULAR
+        )
+        return fn.crop(images, crop=(size, size))
+
+    def _augment(self, images: Any) -> Any:
+        """Crop, flip, rotate by the arguments that each batch brings."""
+        fn, ranges = self.fn, self.plan.ranges
+        if ranges is None:
+            return images
+        if ranges.crop_padding:
+            corner = fn.external_source(name="corner", dtype=self.types.INT32, ndim=1, batch=True)
+            images = fn.slice(
+                images,
+                start=corner,
+                shape=list(self.split.image_shape[1:]),
+                axes=(0, 1),
+                out_of_bounds_policy="pad",
+                fill_values=0,
+            )
+        images = fn.flip(images, horizontal=fn.external_source(name="flip", dtype=self.types.INT32, ndim=0, batch=True))
+        if ranges.rotation_angle:
+            angle = fn.external_source(name="angle", dtype=self.types.FLOAT, ndim=0, batch=True)
+            images = fn.rotate(images, angle=angle, keep_size=True, fill_value=0, interp_type=self.types.INTERP_NN)
+        return images
+
+
+def _explain(error: RuntimeError) -> str:
+    """DALI's message over many lines, in one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("Stacktrace")]
+    what = next((line for line in lines if "rror" in line and "when executing" not in line), lines[0])
+    return f"DALI cannot go on: {what}\ndata_loader torchvision names unreadable images and goes on without them"

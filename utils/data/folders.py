@@ -1,0 +1,87 @@
+"""Images in class folders: `imagefolder` for a dataset of one's own, and `imagenet`.
+
+DATA_PATH/train/CLASS/*.jpg    DATA_PATH/val/CLASS/*.jpg
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from utils.data.datasets import Dataset, channel_statistics
+from utils.data.files import ImageFiles
+from utils.errors import DataError
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+STATISTICS_IMAGES = 512  # training images, evenly spread, whose mean and deviation stand for all
+IMAGENET_SIZE = 224
+# of ImageNet's training images, the values that torchvision's published weights were trained with
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+LAYOUT = "expected DATA_PATH/train/CLASS/IMAGE and DATA_PATH/val/CLASS/IMAGE"
+
+
+def open_folders(name: str, data_path: Path, image_size: int | None, centre_share: float) -> Dataset:
+    """The dataset `name`, "imagefolder" or "imagenet", in `data_path`; DataError where the folders are not as expected.
+
+    `image_size` None: 224 for imagenet, else the shorter side of the first training image.
+    """
+    class_names = _class_folders(data_path / "train")
+    if (others := _class_folders(data_path / "val")) != class_names:
+        name_of_one = sorted(set(class_names) ^ set(others))[0]
+        raise DataError(f"{data_path}: train/ and val/ hold different classes, for example {name_of_one!r}; {LAYOUT}")
+    train, valid = (_list_files(data_path / split, class_names) for split in ("train", "val"))
+    size = image_size or (IMAGENET_SIZE if name == "imagenet" else _shorter_side(data_path / "train", train[0]))
+    train_files, valid_files = (
+        ImageFiles(data_path / split, names, labels, size, centre_share)
+        for split, (names, labels) in (("train", train), ("val", valid))
+    )
+    mean, std = (IMAGENET_MEAN, IMAGENET_STD) if name == "imagenet" else _statistics(train_files)
+    return Dataset(name, train_files, valid_files, class_names, mean, std)
+
+
+def _class_folders(folder: Path) -> tuple[str, ...]:
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be read: {error.strerror}; {LAYOUT}") from None
+    if not names:
+        raise DataError(f"{folder}: holds no class folders; {LAYOUT}")
+    return tuple(names)
+
+
+def _list_files(folder: Path, class_names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Names relative to `folder`, bytes [N], and labels, int64 [N], in the order of the names."""
+    names: list[bytes] = []
+    counts = []
+    for class_name in class_names:
+        files = sorted(
+            entry.name for entry in os.scandir(folder / class_name) if entry.name.lower().endswith(EXTENSIONS)
+        )
+        if not files:
+            raise DataError(
+                f"{folder / class_name}: class folder without images ({', '.join(EXTENSIONS)}); fill or remove it"
+            )
+        names += [os.fsencode(os.path.join(class_name, file)) for file in files]
+        counts.append(len(files))
+    return np.array(names), np.repeat(np.arange(len(class_names)), counts)
+
+
+def _shorter_side(folder: Path, names: np.ndarray) -> int:
+    from PIL import Image
+
+    path = os.path.join(folder, os.fsdecode(names[0]))
+    try:
+        with Image.open(path) as image:
+            return min(image.size)
+    except OSError as error:
+        raise DataError(f"{path}: no size can be taken from it ({error}); set image_size or remove it") from None
+
+
+def _statistics(files: ImageFiles) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+    """Mean and deviation of the training images, from a sample of them that is the same on every rank."""
+    chosen = np.linspace(0, len(files.labels) - 1, min(STATISTICS_IMAGES, len(files.labels))).astype(np.int64)
+    images = files.read(chosen, None, replace=False).images
+    if not len(images):
+        raise DataError(f"{files.root}: not one of {len(chosen)} images can be read, {files.path(0)} among them")
+    mean, std = channel_statistics(images)
+    return mean, (max(std[0], 1e-6), max(std[1], 1e-6), max(std[2], 1e-6))
