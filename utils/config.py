@@ -49,15 +49,6 @@ class Config(BaseModel):
     data_path/train/CLASS/ and data_path/val/CLASS/, one's own or ImageNet's."""
     data_path: Annotated[str, Field(min_length=1)]
     """Folder that holds the datasets, relative to the working directory."""
-    image_size: PositiveInt | None
-    """imagefolder, imagenet: images become squares of this many pixels; null: 224 for imagenet, the shorter side of the
-    first training image for imagefolder."""
-    centre_crop_share: Annotated[float, Field(gt=0, le=1)]
-    """imagefolder, imagenet: the shorter side is resized to image_size / this, then the central square is cut;
-    0.875 is usual for ImageNet. Training images too, unless rnd_resized_crop."""
-    fail_on_unreadable: bool
-    """imagefolder, imagenet: end the run at an image that cannot be read; false: name and count it, train on another in
-    its place, leave it out of validation."""
     download: Literal["auto"] | bool
     """Fetch a missing dataset; auto: yes, except inside a Slurm job (compute nodes often have no network)."""
     num_classes: Annotated[int, Field(ge=2, le=MAX_INT)]
@@ -83,6 +74,15 @@ class Config(BaseModel):
     ImageNet."""
     enable_alternating_flip: bool
     """In place of rnd_horizontal_flip: each image is mirrored in every second epoch, half of them in even ones."""
+    image_size: PositiveInt | None
+    """imagefolder, imagenet: images become squares of this many pixels; null: 224 for imagenet, the shorter side of the
+    first training image for imagefolder."""
+    centre_crop_share: Annotated[float, Field(gt=0, le=1)]
+    """imagefolder, imagenet: the shorter side is resized to image_size / this, then the central square is cut;
+    0.875 is usual for ImageNet. Training images too, unless rnd_resized_crop."""
+    fail_on_unreadable: bool
+    """imagefolder, imagenet: end the run at an image that cannot be read; false: name and count it, train on another in
+    its place, leave it out of validation."""
 
     # ---- model
     model: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet8", "resnet20", "resnet56"]
