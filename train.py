@@ -35,11 +35,11 @@ from utils.distributed import Distributed, find_place, process_group, split_batc
 from utils.dry_run import describe
 from utils.errors import CheckpointError, ExpectedError, Stopped, explain
 from utils.metrics import MetricSums, RunLogger, Throughput
-from utils.optim import Plateau, build_optimizer, build_schedule, load_optimizer, set_learning_rate
-from utils.precision import choose_precision
+from utils.optim import Plateau, build_optimizer, build_schedule, learning_rate, load_optimizer, set_learning_rate
+from utils.precision import MasterWeights, choose_precision
 from utils.preemption import Asked, Requests, listen
 from utils.profiling import Profiler
-from utils.step import TrainStep
+from utils.step import TrainStep, capture_stream, choose_step, prefetch, wants_graphs
 
 
 class Trainer:
@@ -52,7 +52,7 @@ class Trainer:
         self.config, self.place = config, place
         self.split = split_batch(config.batch_size, place.world_size, config.micro_batch_size)
         self.precision = choose_precision(config, place.device)
-        self.notes = prepare_backends(config)
+        self.notes = prepare_backends(config, place.device)
 
         dataset = open_dataset(config, place)
         self.loaders = build_loaders(config, dataset, place)
@@ -67,21 +67,30 @@ class Trainer:
         if config.enable_nhwc:
             # NHWC: weights in the channels_last memory format; the loaders bring the images in the same one
             self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.weights = MasterWeights(self.model, self.precision)
 
-        self.optimizer = build_optimizer(config, self.model)
+        graphed = wants_graphs(config, place.device)
+        self.optimizer = build_optimizer(config, self.weights.parameters(), graphed=graphed)
+        self.loss_scaler = self.precision.loss_scaler()
         self.schedule = build_schedule(config, self.steps_per_epoch)
         self.plateau = Plateau(config.lr_plateau_patience)
         self.profiler = Profiler(place.device)
         self.criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
-        self.train_step = TrainStep(
-            model=self._distribute(self.model),
-            optimizer=self.optimizer,
-            criterion=self.criterion,
-            precision=self.precision,
-            accumulation=self.split.accumulation,
-            set_to_none=config.extra_opt("zero_grad_set_to_none"),
-            profiler=self.profiler,
-        )
+        # GRAPHS: DDP must be built on the stream that the graph is captured on
+        with torch.cuda.stream(capture_stream(place.device) if graphed else None):
+            step = TrainStep(
+                model=self._distribute(self.model),
+                weights=self.weights,
+                optimizer=self.optimizer,
+                criterion=self.criterion,
+                precision=self.precision,
+                loss_scaler=self.loss_scaler,
+                accumulation=self.split.accumulation,
+                set_to_none=config.extra_opt("zero_grad_set_to_none"),
+                profiler=self.profiler,
+            )
+        self.train_step, step_notes = choose_step(config, step, place.device)
+        self.notes += step_notes
 
         self.epoch = self.batch = self.step = self.saved_step = 0
         self.sums = MetricSums(place.device)
@@ -147,7 +156,7 @@ class Trainer:
         self.train_loader.set_epoch(self.epoch, first_batch=self.batch)
         self.log.start_bar(f"epoch {self.epoch + 1}/{self.config.max_epochs}", self.steps_per_epoch, self.batch)
         self.throughput.start()
-        batches = iter(self.train_loader)
+        batches = prefetch(self.config, iter(self.train_loader), self.place.device)
         while self.batch < self.steps_per_epoch:
             with self.profiler.range(f"iteration {self.batch}"):
                 with self.profiler.range("data"):
@@ -174,10 +183,8 @@ class Trainer:
         sums = MetricSums(self.place.device)
         for number, (images, labels) in enumerate(self.valid_loader, start=1):
             # AMP: validation runs in the precision of training
-            with self.precision.autocast():
-                outputs = self.model(images)
-                loss = nn.functional.cross_entropy(outputs, labels)
-            sums.add(loss, outputs, labels)
+            outputs = self.precision.forward(self.model, images)
+            sums.add(nn.functional.cross_entropy(outputs, labels), outputs, labels)
             self.log.advance_bar(number)
             if number <= self.shared_valid_batches:
                 self._obey(self.requests.poll())
@@ -189,7 +196,7 @@ class Trainer:
         if self.step > self.schedule.warmup_steps:  # as the tutorial: not in the epochs of the warm-up
             self.plateau.observe(valid["loss"])
         self.epoch, self.batch = self.epoch + 1, 0
-        self.sums = MetricSums(self.place.device)
+        self.sums.reset()
         is_best = valid["acc1"] > self.best["acc1"]
         if is_best:
             self.best = {"acc1": valid["acc1"], "epoch": self.epoch}
@@ -198,11 +205,12 @@ class Trainer:
             "loss/valid": valid["loss"],
             "acc1/train": train["acc1"],
             "acc1/valid": valid["acc1"],
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "learning_rate": learning_rate(self.optimizer),
             "images/valid": valid["images"],
             "images_per_sec": self.throughput.overall(),
             "epoch_seconds": time.perf_counter() - started,
             "seconds": self.seconds,
+            **self.loss_scaler.metrics(),
         }
         self.place.main_only(lambda: self.log.log_epoch(self.epoch, self.step, values))
         for line in report_unreadable(self.place, self.loaders):
@@ -213,8 +221,9 @@ class Trainer:
         window = self._check_finite(self.sums.average_since_last(self.place))
         values = {
             "loss": window["loss"],
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "learning_rate": learning_rate(self.optimizer),
             "images_per_sec": self.throughput.close_window(),
+            **self.loss_scaler.metrics(),
         }
         self.place.main_only(lambda: self.log.log_step(self.epoch + 1, self.batch - 1, self.step, values))
         self.log.advance_bar(self.batch, f"loss {values['loss']:.3f}  {values['images_per_sec']:.0f} images/s")
@@ -226,7 +235,7 @@ class Trainer:
         first_bad = min(self.place.gather(self.sums.finite_batches())) // self.split.accumulation
         raise ExpectedError(
             f"the loss stopped being a finite number in epoch {self.epoch + 1}, iteration {first_bad}, learning rate "
-            f"{self.optimizer.param_groups[0]['lr']:.4g}; nothing was saved since the last checkpoint\n"
+            f"{learning_rate(self.optimizer):.4g}; nothing was saved since the last checkpoint\n"
             "a lower lr, a warm-up (lr_warmup_epochs) or amp_dtype=bf16 are the usual remedies"
         )
 
@@ -283,9 +292,9 @@ class Trainer:
             "epoch": self.epoch,
             "batch": self.batch,
             "step": self.step,
-            "model": self.model.state_dict(),
+            "model": self.weights.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "grad_scaler": self.train_step.grad_scaler.state_dict(),
+            "grad_scaler": self.loss_scaler.state_dict(),
             "plateau": asdict(self.plateau),
             "logged_sums": self.sums.logged,
             "best": self.best,
@@ -305,10 +314,10 @@ class Trainer:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint's state, at the same or another world size."""
-        self.model.load_state_dict(state["model"])
+        self.weights.load_state_dict(state["model"])
         load_optimizer(self.optimizer, state["optimizer"])
         if state["grad_scaler"]:
-            self.train_step.grad_scaler.load_state_dict(state["grad_scaler"])
+            self.loss_scaler.load_state_dict(state["grad_scaler"])
         self.plateau = Plateau(**state["plateau"] | {"patience": self.config.lr_plateau_patience})
         self.epoch, self.batch, self.step = state["epoch"], state["batch"], state["step"]
         self.best, self.seconds, self.saved_step = state["best"], state["seconds"], state["step"]

@@ -132,6 +132,16 @@ class Config(BaseModel):
     """AMP: forward and loss under autocast."""
     amp_dtype: Literal["auto", "fp16", "bf16"]
     """AMP: auto is the tutorial's fp16 with loss scaling on CUDA and bf16 on a CPU."""
+    opt_level: Literal["O0", "O1", "O2", "O3"] | None
+    """AMP: apex's levels. O0 float32, O1 autocast, O2 half weights with float32 BatchNorm and master weights, O3 half
+    throughout; null: O1 with enable_amp, else O0."""
+    keep_batchnorm_fp32: bool | None
+    """AMP: O2 and O3 leave BatchNorm in float32; null: O2 does, O3 does not."""
+    loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0)] | None
+    """AMP: factor on the loss against fp16 underflow; null: dynamic for fp16 in O1 and O2, else none."""
+    enable_tf32: bool
+    """Float32 products and convolutions of an NVIDIA GPU with the 10-bit mantissas of its tensor cores. False, unlike
+    PyTorch's own default for convolutions: the baseline is float32."""
     enable_nhwc: bool
     """NHWC: model and images in the channels_last memory format."""
     enable_extra_opts: bool
@@ -142,6 +152,15 @@ class Config(BaseModel):
     """EXTRA: drop gradients instead of writing zeros into them."""
     cudnn_benchmark: bool | None
     """EXTRA: let cuDNN time its convolution algorithms and keep the fastest."""
+    enable_compile: Literal["auto", True, False]
+    """COMPILE: forward, loss and backward through torch.compile; validation stays eager, as a second compilation would
+    cost more than it saves. auto: where there is a C++ compiler."""
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+    """COMPILE: torch.compile's mode; reduce-overhead and max-autotune capture CUDA graphs of their own."""
+    enable_cuda_graphs: Literal["auto", True, False]
+    """GRAPHS: capture the whole training step once and replay it; needs CUDA and the fused optimizer. auto: on CUDA."""
+    enable_prefetch: Literal["auto", True, False]
+    """PREFETCH: prepare the next batch on a second CUDA stream during the step. auto: on CUDA."""
 
     # ---- output
     log_to_screen: bool
@@ -193,6 +212,22 @@ class Config(BaseModel):
         if self.batch_size % min(self.micro_batch_size or self.batch_size, self.batch_size):
             raise ValueError(
                 f"batch_size {self.batch_size} must be a multiple of micro_batch_size {self.micro_batch_size}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_graphs(self) -> "Config":
+        if self.enable_cuda_graphs is False:
+            return self
+        if not self.extra_opt("fused_optimizer"):
+            raise ValueError(
+                f"enable_cuda_graphs {str(self.enable_cuda_graphs).lower()} needs fused_optimizer true (or "
+                "enable_extra_opts): PyTorch's other SGDs read the learning rate on the host"
+            )
+        if self.compile_mode in ("reduce-overhead", "max-autotune"):
+            raise ValueError(
+                f"compile_mode {self.compile_mode} captures CUDA graphs itself; with enable_cuda_graphs use default or "
+                "max-autotune-no-cudagraphs"
             )
         return self
 

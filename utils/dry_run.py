@@ -17,7 +17,10 @@ def describe(
     """Parameters, steps, the learning rate where its course changes, and an estimate of memory."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     steps = schedule.total_steps // config.max_epochs
-    states = 4 * parameters * (3 if config.momentum else 2)  # weights, gradients, momentum in float32
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    masters = 4 * parameters if precision.level == "O2" else 0
+    momentum = (masters or weights) if config.momentum else 0
+    states = 2 * (weights + masters) + momentum  # weights and gradients of each
     per_image = activation_bytes_per_image(model, criterion, precision)
     activations = per_image * split.micro_batch_size
     lines = [
@@ -59,8 +62,8 @@ def activation_bytes_per_image(model: nn.Module, criterion: nn.Module, precision
     labels = torch.zeros(PROBE_IMAGES, dtype=torch.int64, device=device)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.train()
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), precision.autocast():
-        loss = criterion(model(images), labels)
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        loss = criterion(precision.forward(model, images), labels)
     del loss
     model.load_state_dict(buffers, strict=False)
     return sum(kept.values()) // PROBE_IMAGES

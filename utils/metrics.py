@@ -31,6 +31,11 @@ class MetricSums:
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
         self.logged = [0.0] * 4  # totals over all ranks at the last log point
 
+    def reset(self) -> None:
+        """Begin anew, in the same memory: a CUDA graph of the step goes on adding there."""
+        self.sums.zero_()
+        self.logged = [0.0] * 4
+
     def load(self, sums: Tensor, logged: list[float]) -> None:
         """Go on from saved sums [4] and from what was logged of them."""
         self.sums.copy_(sums)
@@ -208,10 +213,12 @@ class RunLogger:
             f"lr {values['learning_rate']:.2e}  {values['epoch_seconds']:.1f} s"
         )
         self._write({"kind": "epoch", "epoch": epoch, "step": step, **values})
+        tags = ["loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate"]
+        tags += [tag for tag in ("loss_scale", "skipped_steps") if tag in values]  # where the loss is scaled
         with _naming(self.folder):
             writer = self._open_writer()
             if writer is not None:
-                for tag in ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate"):
+                for tag in tags:
                     writer.add_scalar(tag, values[tag], epoch)
                 writer.flush()
 

@@ -1,11 +1,12 @@
 """The optimizer, and the learning rate as a function of the step."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from utils.config import Config
 
@@ -13,19 +14,21 @@ ONECYCLE_START = 1 / 25  # torch.optim.lr_scheduler.OneCycleLR: div_factor 25
 ONECYCLE_END = 1 / 25e4  # and final_div_factor 1e4 below that
 
 
-def build_optimizer(config: Config, model: nn.Module) -> torch.optim.SGD:
-    """SGD over all parameters; EXTRA: as one fused kernel."""
+def build_optimizer(config: Config, parameters: Iterable[nn.Parameter], *, graphed: bool = False) -> torch.optim.SGD:
+    """SGD over `parameters`; EXTRA: as one fused kernel. `graphed`: for a step that is captured as a CUDA graph, which
+    reads the learning rate from a tensor on the device, as numbers are frozen into it."""
+    parameters = list(parameters)
     fused = config.extra_opt("fused_optimizer")
     optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=config.lr,
+        parameters,
+        lr=torch.tensor(config.lr, device=parameters[0].device) if graphed else config.lr,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
         nesterov=config.nesterov,
         fused=fused,
     )
     for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
+        group["initial_lr"] = config.lr
     if fused and config.momentum:
         _fill_momentum(optimizer)
     return optimizer
@@ -51,9 +54,18 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Every parameter group's learning rate = its initial one x `factor`."""
+    """Every parameter group's learning rate = its initial one x `factor`, without waiting for the device."""
     for group in optimizer.param_groups:
-        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+        initial = group.setdefault("initial_lr", float(group["lr"]))
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(initial * factor)
+        else:
+            group["lr"] = initial * factor
+
+
+def learning_rate(optimizer: torch.optim.Optimizer) -> float:
+    """The first group's present learning rate; waits for the device where it is kept there."""
+    return float(optimizer.param_groups[0]["lr"])
 
 
 @dataclass(frozen=True)

@@ -1,38 +1,191 @@
-"""AMP: which number format the forward pass runs in, and whether the loss must be scaled."""
+"""AMP: which number formats weights, forward pass and update use, and whether the loss is scaled.
+
+| level | weights | BatchNorm | forward | optimizer updates | loss scale |
+|---|---|---|---|---|---|
+| O0 | float32 | float32 | float32 | the weights | none |
+| O1 | float32 | float32 | autocast | the weights | dynamic with fp16 |
+| O2 | half | float32 | half | float32 master weights | dynamic with fp16 |
+| O3 | half | half | half | the half weights: the "speed of light", not meant to converge | none |
+
+The levels are NVIDIA apex's, in plain PyTorch; half is fp16 or bf16 (`amp_dtype`). `enable_amp` alone is O1.
+"""
 
 from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from utils.config import Config
 from utils.errors import ConfigError
 
+Level = Literal["O0", "O1", "O2", "O3"]
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
 
 @dataclass(frozen=True)
 class Precision:
-    """autocast's dtype (None: float32 throughout) and the device it is for."""
+    """The table above for one run and the kind of device it is on."""
 
     device_type: str
-    dtype: torch.dtype | None
+    level: Level = "O0"
+    half: torch.dtype = torch.bfloat16  # without meaning in O0
+    keep_batchnorm_fp32: bool = True  # O2, O3
+    loss_scale: float | Literal["dynamic"] | None = None
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether weights and images are in half precision, instead of what autocast chooses."""
+        return self.level in ("O2", "O3")
 
     def autocast(self) -> torch.autocast:
-        """AMP: the context for forward and loss; does nothing in float32."""
-        return torch.autocast(self.device_type, dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None)
+        """AMP: the context for forward and loss; does nothing but in O1."""
+        return torch.autocast(self.device_type, dtype=self.half, enabled=self.level == "O1")
 
-    def grad_scaler(self) -> torch.amp.GradScaler:
-        """AMP: scales the loss for fp16, whose gradients underflow; passes everything through otherwise."""
-        return torch.amp.GradScaler(self.device_type, enabled=self.dtype is torch.float16)
+    def forward(self, model: nn.Module, images: Tensor) -> Tensor:
+        """AMP: float32 images [N, 3, H, W] -> float32 logits [N, classes], computed in this precision."""
+        with self.autocast():
+            outputs: Tensor = model(images.to(self.half) if self.casts_weights else images)
+        return outputs.float()
+
+    def cast_weights(self, model: nn.Module) -> None:
+        """AMP: O2 and O3 make the model's weights half, in place; its BatchNorm may stay float32."""
+        if not self.casts_weights:
+            return
+        model.to(self.half)
+        for module in model.modules():
+            if isinstance(module, _BatchNorm) and self.keep_batchnorm_fp32:
+                module.float()
+
+    def loss_scaler(self) -> "LossScaler":
+        """AMP: scales the loss so that small fp16 gradients do not become zero; does nothing where not asked for."""
+        return LossScaler(self.device_type, self.loss_scale)
 
     def __str__(self) -> str:
-        names = {None: "float32", torch.float16: "fp16 autocast with loss scaling", torch.bfloat16: "bf16 autocast"}
-        return names[self.dtype]
+        scale = "" if self.loss_scale is None else f", loss scale {self.loss_scale}"
+        if self.level == "O0":
+            return f"float32{scale}"
+        half = NAMES[self.half]
+        if self.level == "O1":
+            return f"{half} autocast{scale}"
+        batchnorm = "float32" if self.keep_batchnorm_fp32 else half
+        master = ", float32 master weights" if self.level == "O2" else ""
+        return f"{self.level}: {half} weights, {batchnorm} BatchNorm{master}{scale}"
 
 
 def choose_precision(config: Config, device: torch.device) -> Precision:
-    """What `enable_amp` and `amp_dtype` mean on this device."""
-    if not config.enable_amp:
-        return Precision(device.type, None)
-    if config.amp_dtype == "fp16" and device.type != "cuda":
+    """What the AMP keys mean on this device."""
+    level: Level = config.opt_level or ("O1" if config.enable_amp else "O0")
+    if config.amp_dtype == "fp16" and level != "O0" and device.type != "cuda":
         raise ConfigError(f"amp_dtype fp16 needs a CUDA device, this run is on {device.type}; use bf16 or auto")
     fp16 = config.amp_dtype == "fp16" or (config.amp_dtype == "auto" and device.type == "cuda")
-    return Precision(device.type, torch.float16 if fp16 else torch.bfloat16)
+    keep_batchnorm_fp32 = config.keep_batchnorm_fp32
+    precision = Precision(
+        device_type=device.type,
+        level=level,
+        half=torch.float16 if fp16 else torch.bfloat16,
+        keep_batchnorm_fp32=level != "O3" if keep_batchnorm_fp32 is None else keep_batchnorm_fp32,
+        loss_scale=config.loss_scale or ("dynamic" if fp16 and level in ("O1", "O2") else None),
+    )
+    if level == "O3" and fp16 and precision.loss_scale is not None and not config.extra_opt("fused_optimizer"):
+        raise ConfigError(
+            f"loss_scale {precision.loss_scale} with opt_level O3 needs fused_optimizer: true, "
+            "as PyTorch unscales no fp16 gradients for other optimizers"
+        )
+    return precision
+
+
+class MasterWeights:
+    """AMP: casts a model for O2 or O3 and, for O2, keeps the float32 weights that the optimizer updates.
+
+    In the other levels there is nothing to keep, and the optimizer updates the model's own parameters.
+    """
+
+    def __init__(self, model: nn.Module, precision: Precision) -> None:
+        self.model = model
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        precision.cast_weights(model)
+        self.masters = {
+            name: nn.Parameter(before[name])
+            for name, parameter in model.named_parameters()
+            if precision.level == "O2" and parameter.dtype != torch.float32
+        }
+        self._halves: list[Tensor] = [parameter for name, parameter in model.named_parameters() if name in self.masters]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What the optimizer updates, in the order of the model's parameters."""
+        return [self.masters.get(name, parameter) for name, parameter in self.model.named_parameters()]
+
+    def take_gradients(self) -> None:
+        """After backward: the half weights' gradients become the masters'."""
+        if not self.masters:
+            return
+        masters = list(self.masters.values())
+        gradients = [torch.empty_like(master) for master in masters]
+        torch._foreach_copy_(gradients, [cast(Tensor, half.grad) for half in self._halves])
+        for half, master, gradient in zip(self._halves, masters, gradients, strict=True):
+            half.grad, master.grad = None, gradient
+
+    @torch.no_grad()
+    def give_weights(self) -> None:
+        """After the optimizer's step: the model's half weights are the masters', rounded."""
+        if self.masters:
+            torch._foreach_copy_(self._halves, list(self.masters.values()))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model's state with the masters in place of its half weights."""
+        return self.model.state_dict() | {name: master.detach() for name, master in self.masters.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Model and masters from a state of any level."""
+        self.model.load_state_dict(state)
+        for name, master in self.masters.items():
+            master.copy_(state[name])
+
+
+class LossScaler(torch.amp.GradScaler):
+    """PyTorch's scaler with apex's constant scale beside the dynamic one, and a count of skipped steps.
+
+    The fused optimizer skips an overflowed step on the device; for any other, PyTorch asks the device in every step.
+    """
+
+    def __init__(self, device_type: str, loss_scale: float | Literal["dynamic"] | None) -> None:
+        self.constant = None if loss_scale == "dynamic" or loss_scale is None else float(loss_scale)
+        initial = 2.0**16 if self.constant is None else self.constant  # PyTorch's own default
+        super().__init__(device_type, init_scale=initial, enabled=loss_scale is not None)
+        self.skipped = torch.zeros((), device=device_type)  # steps, on the device
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """The optimizer's step, unless a gradient overflowed."""
+        result = super().step(optimizer, *args, **kwargs)
+        if self.is_enabled():
+            for found_inf in self._found_inf_per_device(optimizer).values():
+                self.skipped += found_inf
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """The scale of the next step."""
+        super().update(self.constant if new_scale is None else new_scale)
+
+    def metrics(self) -> dict[str, float]:
+        """{"loss_scale", "skipped_steps"} for a log point, where the device is waited for; empty when switched off."""
+        if not self.is_enabled():
+            return {}
+        return {"loss_scale": self.get_scale(), "skipped_steps": self.skipped.item()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As PyTorch's, with the count."""
+        return super().state_dict() | {"skipped": self.skipped.item()} if self.is_enabled() else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """A count that an earlier state lacks begins at 0; a constant scale stays as configured."""
+        if not self.is_enabled():
+            return
+        super().load_state_dict(state_dict)
+        if self.constant is not None:
+            self._init_scale = self.constant
+            if self._scale is not None:
+                self._scale.fill_(self._init_scale)
+        self.skipped.fill_(state_dict.get("skipped", 0.0))

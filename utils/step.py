@@ -1,14 +1,37 @@
-"""One training step: the only code that runs for every batch, and so the code where a host synchronisation hurts."""
+"""One training step: the only code that runs for every batch, and so the code where a host synchronisation hurts.
 
+Eager, compiled (`enable_compile`) or captured as a CUDA graph (`enable_cuda_graphs`); each is `step(images, labels,
+sums)` and computes the same. Also the prefetching of batches.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from utils.config import Config
+from utils.errors import ConfigError
 from utils.metrics import MetricSums
-from utils.precision import Precision
+from utils.precision import LossScaler, MasterWeights, Precision
 from utils.profiling import Profiler
+
+# PyTorch asks for 11 steps before a graph with DDP is captured (its notes on CUDA graphs), for 3 without.
+GRAPH_WARMUP_STEPS = 11
+
+Batch = tuple[Tensor, Tensor]
+Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Step(Protocol):
+    """One optimizer step on this rank's share of a global batch; adds loss and hits to `sums` on the device."""
+
+    def __call__(self, images: Tensor, labels: Tensor, sums: MetricSums) -> None: ...
 
 
 class TrainStep:
@@ -18,19 +41,26 @@ class TrainStep:
         self,
         *,
         model: nn.Module,
+        weights: MasterWeights,
         optimizer: torch.optim.Optimizer,
         criterion: nn.Module,
         precision: Precision,
+        loss_scaler: LossScaler,
         accumulation: int,
         set_to_none: bool,
         profiler: Profiler,
     ) -> None:
-        self.model, self.optimizer, self.criterion = model, optimizer, criterion
-        self.precision, self.grad_scaler = precision, precision.grad_scaler()
+        self.model, self.weights, self.optimizer, self.criterion = model, weights, optimizer, criterion
+        self.precision, self.loss_scaler = precision, loss_scaler
         self.accumulation, self.set_to_none, self.profiler = accumulation, set_to_none, profiler
+        self.forward: Forward = self._forward
+
+    def compile(self, mode: str) -> None:
+        """COMPILE: forward and loss, and with them their backward. The model itself, its state's keys and validation
+        stay as they are; a batch of another size would be compiled anew, but training batches have one size."""
+        self.forward = torch.compile(self._forward, mode=mode, dynamic=False)
 
     def __call__(self, images: Tensor, labels: Tensor, sums: MetricSums) -> None:
-        """One optimizer step on this rank's share of a global batch; adds loss and hits to `sums` on the device."""
         with self.profiler.range("zero_grad"):
             # EXTRA: dropping the gradients saves writing zeros and adding to them
             self.optimizer.zero_grad(set_to_none=self.set_to_none)
@@ -38,23 +68,120 @@ class TrainStep:
         with self.profiler.range("forward/loss/backward"):
             micro_batches = list(zip(images.chunk(self.accumulation), labels.chunk(self.accumulation), strict=True))
             for number, (micro_images, micro_labels) in enumerate(micro_batches, start=1):
-                last = number == len(micro_batches)
-                with self._reduce_gradients(last):
-                    # AMP: forward pass and loss under autocast
-                    with self.precision.autocast():
-                        outputs = self.model(micro_images)
-                        loss = self.criterion(outputs, micro_labels)
+                with self._reduce_gradients(last=number == len(micro_batches)):
+                    loss, outputs = self.forward(micro_images, micro_labels)
                     # AMP: scale the loss so that fp16 gradients do not underflow
-                    self.grad_scaler.scale(loss / self.accumulation).backward()
+                    self.loss_scaler.scale(loss / self.accumulation).backward()
                 sums.add(loss.detach(), outputs.detach(), micro_labels)
 
         with self.profiler.range("optimizer.step"):
+            self.weights.take_gradients()
             # AMP: unscales the gradients, and skips the step where they overflowed
-            self.grad_scaler.step(self.optimizer)
-            self.grad_scaler.update()
+            self.loss_scaler.step(self.optimizer)
+            self.loss_scaler.update()
+            self.weights.give_weights()
 
-    def _reduce_gradients(self, last: bool) -> AbstractContextManager[None]:
+    def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss, float32 logits [N, classes])."""
+        outputs = self.precision.forward(self.model, images)
+        return self.criterion(outputs, labels), outputs
+
+    def _reduce_gradients(self, *, last: bool) -> AbstractContextManager[None]:
         """DDP: gradients cross the ranks once a step, with the last micro-batch."""
         if isinstance(self.model, DistributedDataParallel) and not last:
             return self.model.no_sync()
         return nullcontext()
+
+
+class GraphedStep:
+    """GRAPHS: the whole step captured as one CUDA graph, so that the host launches one thing instead of thousands.
+
+    The first steps run eagerly on a side stream, as PyTorch asks; they are steps of the training like any other. The
+    graph reads its batch from fixed buffers, and the learning rate and the loss scale from tensors.
+    """
+
+    def __init__(self, step: TrainStep, device: torch.device) -> None:
+        self.step, self.stream = step, capture_stream(device)
+        self.graph = torch.cuda.CUDAGraph()
+        self.eager_steps = 0
+        self.captured = False
+
+    def __call__(self, images: Tensor, labels: Tensor, sums: MetricSums) -> None:
+        if self.eager_steps < GRAPH_WARMUP_STEPS:
+            self.eager_steps += 1
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                self.step(images, labels, sums)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return
+        if not self.captured:
+            self.captured = True
+            self.images, self.labels, self.sums = images.clone(), labels.clone(), sums
+            # thread_local: NCCL's watchdog and the loader's pinning thread may use CUDA meanwhile
+            with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
+                self.step(self.images, self.labels, self.sums)
+        assert sums is self.sums, "the graph adds to the sums that it was captured with"
+        with self.step.profiler.range("graph replay"):
+            self.images.copy_(images)
+            self.labels.copy_(labels)
+            self.graph.replay()
+
+
+def choose_step(config: Config, step: TrainStep, device: torch.device) -> tuple[Step, list[str]]:
+    """The step in the way the configuration asks for, and what a log should say of it."""
+    notes = []
+    if config.enable_compile is True or (config.enable_compile == "auto" and _has_compiler()):
+        if not _has_compiler():
+            raise ConfigError(
+                f"enable_compile needs a C++ compiler, and {_compiler()} is not found; install one, name it in the "
+                "environment variable CXX, or set enable_compile to false or auto"
+            )
+        step.compile(config.compile_mode)
+        notes.append(f"compiled (mode {config.compile_mode}): the first step takes up to minutes")
+    if config.enable_cuda_graphs is True and device.type != "cuda":
+        raise ConfigError(f"enable_cuda_graphs needs a CUDA device, this run is on {device.type}; use false or auto")
+    if wants_graphs(config, device):
+        notes.append(f"captured as a CUDA graph after {GRAPH_WARMUP_STEPS} steps")
+        return GraphedStep(step, device), notes
+    return step, notes
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """GRAPHS: the side stream on which steps are captured; DDP must be built on it too, since it accumulates gradients
+    on the stream that it was built on."""
+    return torch.cuda.Stream(device)
+
+
+def wants_graphs(config: Config, device: torch.device) -> bool:
+    """Whether the step will be a CUDA graph."""
+    return config.enable_cuda_graphs is not False and device.type == "cuda"
+
+
+def _compiler() -> str:
+    """The C++ compiler that torch.compile calls."""
+    return os.environ.get("CXX", "g++")
+
+
+def _has_compiler() -> bool:
+    return shutil.which(_compiler()) is not None
+
+
+def prefetch(config: Config, batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """PREFETCH: the next batch is copied and augmented on a side stream while the device trains on the present one.
+
+    On a CPU there is nothing to overlap with: the batches come as they are.
+    """
+    if config.enable_prefetch is False or device.type != "cuda":
+        yield from batches
+        return
+    stream = torch.cuda.Stream(device)
+    while True:
+        with torch.cuda.stream(stream):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        torch.cuda.current_stream().wait_stream(stream)
+        for tensor in batch:
+            tensor.record_stream(torch.cuda.current_stream())  # else its memory could be given away during the step
+        yield batch

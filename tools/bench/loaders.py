@@ -7,19 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from models import build_model
 from tools.bench import common
+from tools.bench.training import build_training
 from utils.config import Config
 from utils.data import Dataset, Loader, build_loaders, open_dataset
-from utils.distributed import Distributed, process_group, split_batch
-from utils.metrics import MetricSums
-from utils.optim import build_optimizer
-from utils.precision import choose_precision
-from utils.profiling import Profiler
-from utils.step import TrainStep
+from utils.distributed import Distributed, process_group
 
 BACKENDS = ("torchvision", "device", "synthetic")
 
@@ -43,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     config = common.read_config(options)
     with process_group(config.device) as place:
         dataset = open_dataset(config, place)
-        step = build_step(config, place) if options.steps else None
+        step = build_training(config, place) if options.steps else None
         cases: dict[str, Callable[[], Mapping[str, float]]] = {}
         for name in options.loaders.split(","):
             chosen = Config(**config.model_dump() | {"data_loader": name})
@@ -107,24 +101,6 @@ class Case:
         common.synchronize(self.place.device)
         seconds = time.perf_counter() - started
         return {"training_images_per_sec": images * self.place.world_size / seconds, "waiting": waiting / seconds}
-
-
-def build_step(config: Config, place: Distributed) -> Callable[[Tensor, Tensor], None]:
-    """The configuration's training step on a fresh model of this rank alone."""
-    model = build_model(config).to(place.device)
-    if config.enable_nhwc:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    train_step = TrainStep(
-        model=model,
-        optimizer=build_optimizer(config, model),
-        criterion=nn.CrossEntropyLoss(label_smoothing=config.label_smoothing),
-        precision=choose_precision(config, place.device),
-        accumulation=split_batch(config.batch_size, place.world_size, config.micro_batch_size).accumulation,
-        set_to_none=config.extra_opt("zero_grad_set_to_none"),
-        profiler=Profiler(place.device),
-    )
-    sums = MetricSums(place.device)
-    return lambda images, labels: train_step(images, labels, sums)
 
 
 def show(config: Config, dataset: Dataset, place: Distributed, results: Mapping[str, Mapping[str, Any]]) -> None:

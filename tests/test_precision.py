@@ -1,0 +1,222 @@
+"""Number formats: apex's levels against float32, master weights, loss scaling with its skipped steps."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from train import Trainer
+from utils.backends import prepare_backends
+from utils.checkpoint import read_checkpoint
+from utils.errors import ConfigError
+from utils.optim import build_optimizer
+from utils.precision import LossScaler, MasterWeights, Precision, choose_precision
+
+CPU = torch.device("cpu")
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(128, 4),
+    )  # fmt: skip
+
+
+def batches(number):
+    """Images [16, 3, 8, 8] whose class is the quarter that is bright."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(number):
+        labels = torch.randint(0, 4, (16,), generator=generator)
+        images = 0.5 * torch.randn(16, 3, 8, 8, generator=generator)
+        for image, label in zip(images, labels, strict=True):
+            row, column = divmod(int(label), 2)
+            image[:, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] += 1
+        yield images, labels
+
+
+def losses(config, precision, steps=60):
+    """The loss of each step of a training in this precision; and model, weights and scaler after it."""
+    model = network()
+    weights = MasterWeights(model, precision)
+    optimizer, scaler = build_optimizer(config, weights.parameters()), precision.loss_scaler()
+    history = []
+    for images, labels in batches(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(precision.forward(model, images), labels)
+        scaler.scale(loss).backward()
+        weights.take_gradients()
+        scaler.step(optimizer)
+        scaler.update()
+        weights.give_weights()
+        history.append(loss.item())
+    return torch.tensor(history), model, weights, scaler
+
+
+LEVELS = [
+    Precision("cpu", "O1"),
+    Precision("cpu", "O2"),
+    Precision("cpu", "O2", keep_batchnorm_fp32=False),
+    Precision("cpu", "O3", keep_batchnorm_fp32=False),
+    Precision("cpu", "O3", keep_batchnorm_fp32=True),
+    Precision("cpu", "O2", loss_scale=128.0),
+    Precision("cpu", "O1", torch.float16, loss_scale="dynamic"),
+    Precision("cpu", "O2", torch.float16, loss_scale=1024.0),
+]
+
+
+@pytest.mark.parametrize("precision", LEVELS, ids=str)
+@pytest.mark.parametrize("fused", [False, True])
+def test_every_level_trains_like_float32(tiny, precision, fused):
+    config = tiny(lr=0.05, fused_optimizer=fused)
+    steps = 12 if precision.half is torch.float16 else 60  # PyTorch only emulates fp16 on a CPU
+    reference, *_ = losses(config, Precision("cpu"), steps)
+    history, *_ = losses(config, precision, steps)
+    assert reference[0] > 1.2 > reference[-1]
+    tolerance = {"O1": 0.02, "O2": 0.02, "O3": 0.1}[precision.level]
+    torch.testing.assert_close(history, reference, rtol=tolerance, atol=tolerance)
+
+
+def test_o0_is_float32_to_the_bit(tiny):
+    config = tiny(opt_level="O0", enable_amp=True)
+    precision = choose_precision(config, CPU)
+    history, _, weights, scaler = losses(config, precision, 5)
+    assert torch.equal(history, losses(tiny(), choose_precision(tiny(), CPU), 5)[0])
+    assert not weights.masters and not scaler.is_enabled()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "float32"),
+        ({"enable_amp": True}, "bf16 autocast"),
+        ({"opt_level": "O1"}, "bf16 autocast"),
+        ({"opt_level": "O0", "enable_amp": True}, "float32"),
+        ({"opt_level": "O2"}, "O2: bf16 weights, float32 BatchNorm, float32 master weights"),
+        ({"opt_level": "O3", "loss_scale": 128}, "O3: bf16 weights, bf16 BatchNorm, loss scale 128"),
+        ({"opt_level": "O3"}, "O3: bf16 weights, bf16 BatchNorm"),
+        ({"opt_level": "O3", "keep_batchnorm_fp32": True}, "O3: bf16 weights, float32 BatchNorm"),
+    ],
+)  # fmt: skip
+def test_keys_choose_the_precision(tiny, changes, expected):
+    assert str(choose_precision(tiny(**changes), CPU)).removesuffix(".0") == expected
+
+
+def test_cuda_chooses_fp16_with_dynamic_scaling_but_none_for_o3(tiny):
+    cuda = torch.device("cuda", 0)
+    assert str(choose_precision(tiny(enable_amp=True), cuda)) == "fp16 autocast, loss scale dynamic"
+    assert choose_precision(tiny(opt_level="O2"), cuda).loss_scale == "dynamic"
+    assert choose_precision(tiny(opt_level="O3"), cuda).loss_scale is None
+    assert choose_precision(tiny(opt_level="O2", amp_dtype="bf16"), cuda).loss_scale is None
+    with pytest.raises(ConfigError, match=r"loss_scale dynamic with opt_level O3 needs fused_optimizer"):
+        choose_precision(tiny(opt_level="O3", loss_scale="dynamic"), cuda)
+
+
+@pytest.mark.parametrize(("level", "batchnorm"), [("O2", True), ("O2", False), ("O3", True), ("O3", False)])
+def test_levels_cast_what_the_table_says(tiny, level, batchnorm):
+    _, model, weights, _ = losses(tiny(), Precision("cpu", level, keep_batchnorm_fp32=batchnorm), 2)
+    assert model[0].weight.dtype == model[5].weight.dtype == torch.bfloat16
+    assert model[1].weight.dtype == model[1].running_mean.dtype == (torch.float32 if batchnorm else torch.bfloat16)
+    assert all(master.dtype == torch.float32 for master in weights.masters.values())
+    expected = {"O2": {"0.weight", "5.weight", "5.bias"}, "O3": set()}[level]
+    if level == "O2" and not batchnorm:
+        expected |= {"1.weight", "1.bias"}
+    assert set(weights.masters) == expected
+    for name, master in weights.masters.items():
+        assert torch.equal(model.state_dict()[name], master.bfloat16()), name
+
+
+def test_master_weights_collect_updates_that_half_weights_lose(tiny):
+    config = tiny(lr=1e-5, momentum=0.0, weight_decay=0.0)
+    moved = {}
+    for level in ("O2", "O3"):
+        before = network()[5].weight
+        _, _, weights, _ = losses(config, Precision("cpu", level), 3)
+        after = weights.state_dict()["5.weight"]
+        moved[level] = (after != before.to(after.dtype)).float().mean().item()
+    assert moved["O2"] > 0.95
+    assert moved["O3"] < 0.1  # only those near zero
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_level_resumes_to_the_bit_and_saves_its_full_precision(tiny, alone, tmp_path, level):
+    def run(folder, epochs):
+        trainer = Trainer(tiny(opt_level=level, max_epochs=epochs, fused_optimizer=True), alone)
+        trainer.train(tmp_path / folder, "tiny", "auto")
+        return trainer
+
+    whole = run("whole", 2)
+    run("parts", 1)
+    parts = run("parts", 2)
+    assert all(torch.equal(*pair) for pair in zip(whole.weights.parameters(), parts.weights.parameters(), strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(whole.model.state_dict().values(), parts.model.state_dict().values(), strict=True)
+    )
+    saved = read_checkpoint(max((tmp_path / "whole/checkpoints").glob("step-*.pt")))["model"]
+    assert saved["fc.weight"].dtype == (torch.float32 if level == "O2" else torch.bfloat16)
+    assert torch.equal(saved["fc.weight"].bfloat16(), whole.model.fc.weight)
+
+
+def scaled_steps(scaler, gradients, fused=True):
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, fused=fused)
+    for gradient in gradients:
+        scaler.scale(torch.zeros(()))
+        parameter.grad = torch.full((4,), gradient) * scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+    return parameter.detach()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_skipped_steps_are_counted_and_change_nothing(fused):
+    scaler = LossScaler("cpu", "dynamic")
+    after = scaled_steps(scaler, [math.inf, 1.0, math.nan, 1.0, math.inf], fused)
+    assert scaler.metrics() == {"loss_scale": 65536 / 8, "skipped_steps": 3}
+    torch.testing.assert_close(after, torch.full((4,), 0.8))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_constant_scale_stays_and_still_skips(fused):
+    scaler = LossScaler("cpu", 128.0)
+    after = scaled_steps(scaler, [1.0, math.inf, 1.0], fused)
+    assert scaler.metrics() == {"loss_scale": 128, "skipped_steps": 1}
+    torch.testing.assert_close(after, torch.full((4,), 0.8))
+
+
+def test_scaler_state_comes_back():
+    before, after, constant = LossScaler("cpu", "dynamic"), LossScaler("cpu", "dynamic"), LossScaler("cpu", 8.0)
+    scaled_steps(before, [math.inf, 1.0])
+    for scaler in (after, constant):
+        scaler.load_state_dict(copy.deepcopy(before.state_dict()))
+    assert after.state_dict() == before.state_dict()
+    assert after.metrics() == {"loss_scale": 32768, "skipped_steps": 1}
+    assert constant.metrics() == {"loss_scale": 8, "skipped_steps": 1}
+    assert LossScaler("cpu", None).state_dict() == {}
+
+
+def test_scale_and_skipped_steps_are_logged(tiny, alone, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    Trainer(tiny(enable_amp=True, loss_scale=64, log_to_tensorboard=True), alone).train(tmp_path, "tiny", "auto")
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert (row["loss_scale"], row["skipped_steps"]) == (64, 0)
+    events = EventAccumulator(str(tmp_path / "tb_logs")).Reload()
+    assert [scalar.value for scalar in events.Scalars("loss_scale")] == [64, 64]
+    assert [scalar.value for scalar in events.Scalars("skipped_steps")] == [0, 0]
+    assert "bf16 autocast, loss scale 64" in (tmp_path / "train.log").read_text()
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_tf32_is_what_the_key_says(tiny, enabled):
+    notes = prepare_backends(tiny(enable_tf32=enabled), CPU)
+    try:
+        assert torch.backends.cudnn.allow_tf32 == torch.backends.cuda.matmul.allow_tf32 == enabled
+        assert notes == (["enable_tf32: a CPU has nothing for it to act on"] if enabled else [])
+    finally:
+        prepare_backends(tiny(), CPU)

@@ -1,0 +1,180 @@
+"""The training step: eager, compiled and captured compute the same, and none waits for the device."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tools.bench.training import build_training
+from train import Trainer
+from utils.config import Config
+from utils.errors import ConfigError
+from utils.optim import build_optimizer, learning_rate, set_learning_rate
+from utils.step import prefetch
+
+# every switch of speed that a CPU can use, alone; the last one is all together
+SWITCHES = {
+    "amp": {"enable_amp": True},
+    "O2": {"opt_level": "O2"},
+    "loss scale": {"enable_amp": True, "loss_scale": 128, "fused_optimizer": True},
+    "nhwc": {"enable_nhwc": True},
+    "fused": {"fused_optimizer": True},
+    "set to none": {"zero_grad_set_to_none": True},
+    "cudnn benchmark": {"cudnn_benchmark": True},
+    "accumulation": {"micro_batch_size": 16},
+    "compile": {"enable_compile": True},
+    "all": {"enable_amp": True, "enable_nhwc": True, "enable_extra_opts": True, "enable_compile": True},
+}
+
+
+def train_losses(config, alone, steps):
+    trainer = Trainer(config, alone)
+    trainer.model.train()
+    epochs = itertools.chain.from_iterable(_epoch(trainer, epoch) for epoch in itertools.count())
+    history = []
+    for images, labels in itertools.islice(epochs, steps):
+        trainer.train_step(images, labels, trainer.sums)
+        history.append(trainer.sums.average_since_last(alone)["loss"])
+    return torch.tensor(history)
+
+
+def _epoch(trainer, epoch):
+    trainer.train_loader.set_epoch(epoch)
+    return trainer.train_loader
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Tensor]:
+    return {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_trains_like_float32_for_200_steps(tiny, alone, references, name):
+    """Rounding grows along a training, so single steps are held at first, and then the course of the loss."""
+    small: dict[str, object] = {"lr": 0.02, "limit_train_batches": 50, "fused_optimizer": False}
+    if "reference" not in references:
+        references["reference"] = train_losses(tiny(**small), alone, 200)
+    reference, losses = references["reference"], train_losses(tiny(**(small | SWITCHES[name])), alone, 200)
+    assert reference[:10].mean() > 2.2 and reference[-50:].mean() < 1.5
+    if name != "accumulation":  # whose BatchNorm sees other batches
+        torch.testing.assert_close(losses[:10], reference[:10], rtol=0.03, atol=0.03)
+    windows = (losses.view(4, 50).mean(1), reference.view(4, 50).mean(1))
+    torch.testing.assert_close(*windows, rtol=0.08, atol=0.03)
+
+
+class Small(nn.Module):
+    """Compiles in seconds: images [N, 3, 32, 32] -> logits [N, 10]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 4, 3, stride=4), nn.BatchNorm2d(4), nn.Linear(4, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.fc(self.norm(self.conv(images)).relu().mean((2, 3)))
+
+
+def test_a_compiled_step_equals_the_eager_one_and_keeps_the_models_names(tiny, alone, monkeypatch):
+    monkeypatch.setattr("tools.bench.training.build_model", lambda config: Small())
+    trainings = [build_training(tiny(enable_compile=compiled), alone) for compiled in (False, True)]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        images = torch.randn(8, 3, 32, 32, generator=generator)
+        labels = torch.randint(0, 10, (8,), generator=generator)
+        for training in trainings:
+            training(images, labels)
+    eager, compiled = (training.model.state_dict() for training in trainings)
+    assert list(eager) == list(compiled)
+    for name, value in eager.items():
+        torch.testing.assert_close(compiled[name], value, rtol=1e-4, atol=1e-5)
+    assert trainings[1].step.forward is not trainings[1].step._forward
+    torch.testing.assert_close(trainings[0].sums.sums, trainings[1].sums.sums, rtol=1e-5, atol=0)
+
+
+def test_compile_without_a_compiler_says_what_to_do(tiny, alone, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"enable_compile needs a C\+\+ compiler, and no-such-compiler is not found"):
+        Trainer(tiny(enable_compile=True), alone)
+    assert not any("compiled" in note for note in Trainer(tiny(enable_compile="auto"), alone).notes)
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert any("compiled (mode default)" in note for note in Trainer(tiny(enable_compile="auto"), alone).notes)
+
+
+def test_graphs_need_cuda_and_the_fused_optimizer(tiny, alone):
+    with pytest.raises(ConfigError, match="enable_cuda_graphs needs a CUDA device, this run is on cpu"):
+        Trainer(tiny(enable_cuda_graphs=True, fused_optimizer=True), alone)
+    with pytest.raises(ValueError, match="enable_cuda_graphs true needs fused_optimizer true"):
+        tiny(enable_cuda_graphs=True)
+    with pytest.raises(ValueError, match="compile_mode reduce-overhead captures CUDA graphs itself"):
+        tiny(enable_cuda_graphs="auto", fused_optimizer=True, compile_mode="reduce-overhead")
+    assert Trainer(tiny(enable_cuda_graphs="auto", fused_optimizer=True), alone).train_step.forward  # eager on a CPU
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+def test_learning_rate_as_number_and_as_tensor(tiny, graphed):
+    optimizer = build_optimizer(tiny(lr=0.5), [nn.Parameter(torch.ones(2))], graphed=graphed)
+    before = optimizer.param_groups[0]["lr"]
+    for factor in (0.5, 0.25):
+        set_learning_rate(optimizer, factor)
+        assert learning_rate(optimizer) == 0.5 * factor
+    assert (optimizer.param_groups[0]["lr"] is before) is graphed  # a graph reads the very tensor it was captured with
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operations by which the host asks for a tensor's value, and so would wait for a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.count = 0
+        for name in ("cpu", "tolist", "numpy", "item", "__bool__", "__float__", "__int__"):
+            monkeypatch.setattr(Tensor, name, self._counted(getattr(Tensor, name)))
+
+    def _counted(self, method):
+        def call(*args, **kwargs):
+            self.count += 1
+            return method(*args, **kwargs)
+
+        return call
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        reads = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        self.count += function in (*reads, torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
+        return function(*args, **(kwargs or {}))
+
+
+def count_reads(config: Config, alone, monkeypatch, steps: int = 3) -> int:
+    trainer = Trainer(config, alone)
+    trainer.model.train()
+    trainer.train_loader.set_epoch(0)
+    batches = prefetch(config, iter(trainer.train_loader), alone.device)
+    trainer.train_step(*next(batches), trainer.sums)
+    with HostReads(monkeypatch) as reads:
+        for number in range(steps):
+            set_learning_rate(trainer.optimizer, trainer.schedule.factor(number))
+            trainer.train_step(*next(batches), trainer.sums)
+    count = reads.count
+    with reads:
+        trainer.sums.average_since_last(alone)  # a log point reads: the counter counts
+    assert reads.count > count
+    return count
+
+
+@pytest.mark.parametrize("name", [name for name in SWITCHES if name not in ("compile", "all")])
+def test_no_step_asks_for_a_value(tiny, alone, monkeypatch, name):
+    assert count_reads(tiny(**SWITCHES[name]), alone, monkeypatch) == 0
+
+
+def test_extra_opts_are_what_keeps_loss_scaling_from_asking(tiny, alone, monkeypatch):
+    """PyTorch's scaler asks whether to skip the step of an optimizer that is not fused: the one exception."""
+    assert count_reads(tiny(enable_amp=True, loss_scale=128), alone, monkeypatch) > 0
+    assert count_reads(tiny("bs256-amp-nhwc-extra-opts", loss_scale=128), alone, monkeypatch) == 0
+
+
+def test_prefetch_hands_on_what_comes(tiny):
+    batches = [(torch.full((1,), number), torch.tensor([number])) for number in range(3)]
+    for value in (False, True, "auto"):
+        assert list(prefetch(tiny(enable_prefetch=value), iter(batches), torch.device("cpu"))) == batches
