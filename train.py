@@ -29,12 +29,14 @@ from torch.nn.parallel import DistributedDataParallel
 from models import build_model
 from utils import checkpoint, run_folder
 from utils.backends import prepare_backends
+from utils.board import Board
 from utils.config import Config
 from utils.data import build_loaders, open_dataset, report_unreadable
 from utils.distributed import Distributed, find_place, process_group, split_batch
 from utils.dry_run import describe
 from utils.errors import CheckpointError, ExpectedError, Stopped, explain
 from utils.metrics import MetricSums, RunLogger, Throughput
+from utils.observe import Confusion, StepWatch, input_remedy
 from utils.optim import Plateau, build_optimizer, build_schedule, learning_rate, load_optimizer, set_learning_rate
 from utils.precision import MasterWeights, choose_precision
 from utils.preemption import Asked, Requests, listen
@@ -98,6 +100,7 @@ class Trainer:
         self.seconds = 0.0
         self.throughput = Throughput(place.world_size)
         self.requests = Requests(place, config.checkpoint_every_minutes)
+        self.watch = StepWatch(self.model, place)
 
     def _distribute(self, model: nn.Module) -> nn.Module:
         if self.place.world_size == 1:
@@ -125,12 +128,12 @@ class Trainer:
         """Train to the end, or go on to it; `Stopped` when a signal asked to stop and everything is saved."""
         self.folder, self.config_name = folder, config_name
         lock, notes = self._open_folder(resume)
+        board = Board(folder / "tb_logs", epoch=self.epoch, step=self.step, seconds=self.seconds)
         logger = RunLogger(
             folder,
             enabled=self.place.is_main,
             to_screen=self.config.log_to_screen,
-            to_tensorboard=self.config.log_to_tensorboard,
-            first_epoch=self.epoch,
+            board=board if self.config.log_to_tensorboard else None,
         )
         writer = checkpoint.Writer(folder / "checkpoints", self.config.keep_checkpoints, self.config.checkpoint_async)
         with lock or nullcontext(), logger as self.log, listen(self.requests), writer as self.writer:
@@ -146,6 +149,8 @@ class Trainer:
                     train_metrics = self._check_finite(self.sums.average(self.place))
                     valid_metrics = self.validate_one_epoch()
                 self._finish_epoch(train_metrics, valid_metrics, started)
+            if not finished_before:
+                self._log_end(valid_metrics)
             self.place.main_only(self.writer.wait)
             self.log.say(f"Look at the curves with: tensorboard --logdir {folder.parent}")
             self.log.say(self._summary(finished_before))
@@ -156,7 +161,7 @@ class Trainer:
         self.train_loader.set_epoch(self.epoch, first_batch=self.batch)
         self.log.start_bar(f"epoch {self.epoch + 1}/{self.config.max_epochs}", self.steps_per_epoch, self.batch)
         self.throughput.start()
-        batches = prefetch(self.config, iter(self.train_loader), self.place.device)
+        batches = self.watch.batches(prefetch(self.config, iter(self.train_loader), self.place.device))
         while self.batch < self.steps_per_epoch:
             with self.profiler.range(f"iteration {self.batch}"):
                 with self.profiler.range("data"):
@@ -181,10 +186,12 @@ class Trainer:
         self.valid_loader.set_epoch(self.epoch)
         self.log.start_bar("validation", len(self.valid_loader))
         sums = MetricSums(self.place.device)
+        self.confusion = Confusion(self.config.num_classes, self.place.device)
         for number, (images, labels) in enumerate(self.valid_loader, start=1):
             # AMP: validation runs in the precision of training
             outputs = self.precision.forward(self.model, images)
             sums.add(nn.functional.cross_entropy(outputs, labels), outputs, labels)
+            self.confusion.add(outputs, labels)
             self.log.advance_bar(number)
             if number <= self.shared_valid_batches:
                 self._obey(self.requests.poll())
@@ -215,7 +222,16 @@ class Trainer:
         self.place.main_only(lambda: self.log.log_epoch(self.epoch, self.step, values))
         for line in report_unreadable(self.place, self.loaders):
             self.log.say(line)
+        for remark in self.watch.judge(input_remedy(self.config.data_loader, self.config.num_data_workers)):
+            self.log.say(remark)
         self._save(is_best)
+
+    def _log_end(self, valid: dict[str, float]) -> None:
+        results = {f"best_{name}": value for name, value in self.best.items()}
+        results |= {"last_acc1": valid["acc1"], "last_loss": valid["loss"]}
+        results |= {"seconds": self.seconds, "images_per_sec": self.throughput.overall()}
+        counts = self.confusion.collect(self.place)
+        self.place.main_only(lambda: self.log.log_end(self.config, self.step, results, counts, self.class_names))
 
     def _log_point(self) -> None:
         window = self._check_finite(self.sums.average_since_last(self.place))
@@ -224,8 +240,10 @@ class Trainer:
             "learning_rate": learning_rate(self.optimizer),
             "images_per_sec": self.throughput.close_window(),
             **self.loss_scaler.metrics(),
+            **self.watch.close_window(),
         }
-        self.place.main_only(lambda: self.log.log_step(self.epoch + 1, self.batch - 1, self.step, values))
+        sample = self.watch.take_sample()
+        self.place.main_only(lambda: self.log.log_step(self.epoch + 1, self.batch - 1, self.step, values, sample))
         self.log.advance_bar(self.batch, f"loss {values['loss']:.3f}  {values['images_per_sec']:.0f} images/s")
 
     def _check_finite(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -350,6 +368,7 @@ class Trainer:
     def _introduce(self, notes: list[str]) -> None:
         environment = run_folder.describe_environment(self.place.device, self.place.world_size)
         run_folder.write_description(self.folder, self.config, self.config_name, environment)
+        self.log.describe(self.config, self.config_name, environment)
         for note in [*self.notes, *notes]:
             self.log.say(note)
         self.log.say(f"{self.config.model} on {environment['device']}, torch {torch.__version__}, {self.precision}")

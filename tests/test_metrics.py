@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from utils.board import Board
 from utils.metrics import MetricSums, RunLogger
 
-EPOCH = dict.fromkeys(("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate", "epoch_seconds"), 0.5)
+EPOCH = dict.fromkeys(
+    ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate", "epoch_seconds", "seconds"), 0.5
+)
 
 
 def batches(*sizes):
@@ -51,9 +54,7 @@ def test_first_loss_that_is_not_finite_is_found(alone):
 
 
 def make_logger(folder, **changes):
-    return RunLogger(
-        folder, **{"enabled": True, "to_screen": False, "to_tensorboard": False, "first_epoch": 0} | changes
-    )
+    return RunLogger(folder, **{"enabled": True, "to_screen": False, "board": None} | changes)
 
 
 def test_other_ranks_write_nothing(tmp_path):
@@ -78,7 +79,8 @@ def test_resumed_run_marks_the_repeated_epochs_of_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first_epoch, loss in ((0, 9.0), (1, 2.0)):
-        with make_logger(tmp_path, to_tensorboard=True, first_epoch=first_epoch) as log:
+        board = Board(tmp_path / "tb_logs", epoch=first_epoch, step=first_epoch, seconds=first_epoch)
+        with make_logger(tmp_path, board=board) as log:
             for epoch in range(first_epoch + 1, 4):
                 log.log_epoch(epoch, epoch, EPOCH | {"loss/train": loss})
     scalars = EventAccumulator(str(tmp_path / "tb_logs")).Reload().Scalars("loss/train")

@@ -36,11 +36,11 @@ def run(config, place, folder, resume="auto"):
     return trainer
 
 
+TIMES = ("seconds", "epoch_seconds", "images_per_sec", "data_wait", "memory_gb")
+
+
 def without_times(rows):
-    return [
-        {key: value for key, value in row.items() if key not in ("seconds", "epoch_seconds", "images_per_sec")}
-        for row in rows
-    ]
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 
 
 def test_train_py_with_every_switch_off_equals_train_simple(tiny, alone, tmp_path, monkeypatch):

@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from utils.board import Board
+from utils.config import Config
 from utils.distributed import Distributed
 from utils.errors import ExpectedError
+from utils.observe import worst_classes
 
 logger = logging.getLogger("train")
 
@@ -138,11 +141,11 @@ class RunLogger:
     all lines in either case.
     """
 
-    def __init__(self, folder: Path, *, enabled: bool, to_screen: bool, to_tensorboard: bool, first_epoch: int) -> None:
+    def __init__(self, folder: Path, *, enabled: bool, to_screen: bool, board: Board | None) -> None:
         self.folder, self.enabled = folder, enabled
+        self.board = board if enabled else None
         self.progress: Any = None
         self._task: Any = None
-        self._writer: Any = None
         self._metrics: Any = None
         self._handlers: list[logging.Handler] = []
         if not enabled:
@@ -156,7 +159,6 @@ class RunLogger:
             self._start_progress()
         elif to_screen:
             self._add_handler(logging.StreamHandler(sys.stdout))
-        self._tensorboard = (folder / "tb_logs", first_epoch + 1) if to_tensorboard else None
 
     def _add_handler(self, handler: logging.Handler) -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s - %(levelname)s - %(message)s"))
@@ -194,12 +196,20 @@ class RunLogger:
             fields = {} if info is None else {"info": info}
             self.progress.update(self._task, completed=done, **fields)
 
-    def log_step(self, epoch: int, iteration: int, step: int, values: dict[str, float]) -> None:
-        """A log point within an epoch, with the tutorial's line. `values`: loss, learning_rate, images_per_sec."""
+    def log_step(
+        self, epoch: int, iteration: int, step: int, values: dict[str, float], images: Tensor | None = None
+    ) -> None:
+        """A log point within an epoch, with the tutorial's line. `values`: loss, learning_rate, images_per_sec, ...;
+        `images`: an augmented batch to show, if any."""
         if not self.enabled:
             return
         self._log(f"Epoch: {epoch}, Iteration: {iteration}, Avg img/sec: {values['images_per_sec']}")
         self._write({"kind": "step", "epoch": epoch, "step": step, **values})
+        if self.board is not None:
+            with _naming(self.folder):
+                self.board.add_step(step, values)
+                if images is not None:
+                    self.board.add_images(images)
 
     def log_epoch(self, epoch: int, step: int, values: dict[str, float]) -> None:
         """The end of an epoch. `values` holds loss/train, loss/valid, acc1/train, acc1/valid, learning_rate, ..."""
@@ -213,28 +223,34 @@ class RunLogger:
             f"lr {values['learning_rate']:.2e}  {values['epoch_seconds']:.1f} s"
         )
         self._write({"kind": "epoch", "epoch": epoch, "step": step, **values})
-        tags = ["loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate"]
-        tags += [tag for tag in ("loss_scale", "skipped_steps") if tag in values]  # where the loss is scaled
-        with _naming(self.folder):
-            writer = self._open_writer()
-            if writer is not None:
-                for tag in tags:
-                    writer.add_scalar(tag, values[tag], epoch)
-                writer.flush()
+        if self.board is not None:
+            with _naming(self.folder):
+                self.board.add_epoch(epoch, values)
+
+    def describe(self, config: Config, config_name: str, environment: dict[str, Any]) -> None:
+        """What is run on what, as TensorBoard's texts."""
+        if self.board is not None:
+            with _naming(self.folder):
+                self.board.describe(config, config_name, environment)
+
+    def log_end(
+        self, config: Config, step: int, results: dict[str, float], counts: Tensor, class_names: tuple[str, ...]
+    ) -> None:
+        """The end of the training: its results, and which classes it takes for which ([true, predicted] counts)."""
+        if not self.enabled:
+            return
+        columns = ("class", "accuracy", "taken_for", "share")
+        worst = [dict(zip(columns, row, strict=True)) for row in worst_classes(counts, class_names)]
+        self._write({"kind": "end", "step": step, **results, "worst_classes": worst})
+        if self.board is not None:
+            with _naming(self.folder):
+                self.board.add_classes(counts, class_names, config.max_epochs)
+                self.board.add_result(config, results)
 
     def _print(self, message: str) -> None:
         """A line above the progress bar, on a terminal only."""
         if self.progress is not None:
             self.progress.console.print(message, highlight=False, markup=False, soft_wrap=True)
-
-    def _open_writer(self) -> Any:
-        """TensorBoard's writer; events of epochs that a resumed run trains again are marked as outdated."""
-        if self._writer is None and self._tensorboard is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            folder, first_epoch = self._tensorboard
-            self._writer = SummaryWriter(str(folder), purge_step=first_epoch)
-        return self._writer
 
     def _write(self, record: dict[str, Any]) -> None:
         with _naming(self.folder):
@@ -255,7 +271,7 @@ class RunLogger:
             self.progress.stop()
         if self.enabled and error is not None:
             self._log_end(error)
-        for file in (self._metrics, self._writer, *self._handlers):
+        for file in (self._metrics, self.board, *self._handlers):
             if file is not None:
                 with suppress(OSError):  # what a full disk did not take was raised when it was written
                     file.close()

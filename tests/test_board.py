@@ -1,0 +1,94 @@
+"""utils.board: what a run's TensorBoard folder holds, read back from its event files."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from train import Trainer
+from utils.board import draw_matrix
+
+
+def read(folder: Path) -> EventAccumulator:
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0, "images": 0, "scalars": 0})
+    events.Reload()
+    return events
+
+
+def texts(events: EventAccumulator, tag: str) -> str:
+    return events.Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0].decode()
+
+
+@pytest.fixture
+def run(tiny, alone, tmp_path):
+    def train(**changes):
+        trainer = Trainer(tiny(log_to_tensorboard=True, **changes), alone)
+        trainer.train(tmp_path / "run", "tiny", "auto")
+        return tmp_path / "run"
+
+    return train
+
+
+def records(folder: Path, kind: str) -> list[dict]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def test_every_axis_has_its_tags_and_the_values_of_metrics_jsonl(run):
+    folder = run()
+    by_epoch, by_step, by_second = (read(folder / "tb_logs" / axis) for axis in ("", "by_step", "by_second"))
+    tutorial = {"loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate"}
+    assert tutorial <= set(by_epoch.Tags()["scalars"])
+    for tag in tutorial:
+        assert [(event.step, event.value) for event in by_epoch.Scalars(tag)] == [
+            (row["epoch"], pytest.approx(row[tag])) for row in records(folder, "epoch")
+        ]
+    steps = records(folder, "step")
+    for name in ("loss", "learning_rate", "images_per_sec", "data_wait", "memory_gb"):
+        assert [(event.step, event.value) for event in by_step.Scalars(f"step/{name}")] == [
+            (row["step"], pytest.approx(row[name])) for row in steps
+        ]
+    assert [(event.step, event.value) for event in by_second.Scalars("by_second/acc1_valid")] == [
+        (round(row["seconds"]), pytest.approx(row["acc1/valid"])) for row in records(folder, "epoch")
+    ]
+
+
+def test_texts_pictures_layout_and_hparams(run):
+    events = read(run() / "tb_logs")
+    assert "batch_size: 32" in texts(events, "config")
+    assert '"torch"' in texts(events, "environment")
+    assert "| class | accuracy |" in texts(events, "worst classes")
+    assert {"augmented batch", "confusion matrix"} <= set(events.Tags()["images"])
+    grid = events.Images("augmented batch")[-1]
+    assert (grid.height, grid.width) == (3 * (2 * 33 + 1), 3 * (16 * 33 + 1))
+    assert "custom_scalars__config__" in events.Tags()["tensors"]
+    assert "_hparams_/session_start_info" in events.summary_metadata
+    assert {"result/best_acc1", "result/seconds"} <= set(events.Tags()["scalars"])
+
+
+def test_a_resumed_run_marks_what_it_trains_again_as_outdated(run):
+    """A run that goes on after a lost epoch: TensorBoard shows the second attempt, once."""
+    folder = run(max_epochs=2)
+    newest = max((folder / "checkpoints").glob("step-*.pt"))
+    newest.unlink()  # the second epoch is lost
+    run(max_epochs=3)
+    for axis, tag in (("", "acc1/valid"), ("by_step", "step/loss")):
+        steps = [event.step for event in read(folder / "tb_logs" / axis).Scalars(tag)]
+        assert steps == sorted(set(steps)) and len(steps) == 3 * (2 if axis else 1)
+
+
+def test_without_tensorboard_no_folder_and_the_same_log(tiny, alone, tmp_path):
+    Trainer(tiny(max_epochs=1), alone).train(tmp_path / "run", "tiny", "auto")
+    assert not (tmp_path / "run/tb_logs").exists()
+    end = records(tmp_path / "run", "end")
+    assert len(end) == 1 and end[0]["best_epoch"] == 1 and len(end[0]["worst_classes"]) == 10
+
+
+def test_matrix_is_white_without_and_dark_on_the_diagonal():
+    image = draw_matrix(torch.tensor([[4, 0], [1, 3]]))
+    assert image.dtype == np.uint8 and image.shape == (600, 600, 3)
+    assert image[0, 599].tolist() == [255, 255, 255] and image[0, 0].tolist() == [8, 48, 107]
+    assert 8 < image[599, 0, 0] < 255

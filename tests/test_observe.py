@@ -1,0 +1,176 @@
+"""utils.observe: waiting for input, slow ranks, and which classes are taken for which."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.conftest import ROOT
+from utils.distributed import Distributed
+from utils.observe import Confusion, StepWatch, Window, input_remedy, slow_ranks, waiting_share, worst_classes
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until a test moves it: clock.now += seconds."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("utils.observe.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    return clock
+
+
+def test_a_rank_is_slow_only_when_it_is_so_in_every_window():
+    usual = [1.0, 1.0, 1.02, 0.98]
+    assert slow_ranks([usual] * 9) == []
+    slow = [1.0, 1.0, 1.3, 1.0]
+    assert slow_ranks([slow] * 4) == [], "too few windows to judge"
+    assert slow_ranks([slow] * 5) == [(2, pytest.approx(1.3))]
+    assert slow_ranks([slow, slow, usual, slow, slow]) == []
+    assert slow_ranks([[0.0, 0.0]] * 5) == [], "nothing was timed"
+
+
+def test_waiting_share_is_by_time_not_by_window():
+    assert waiting_share([Window(own=1, waiting=1, total=10), Window(own=1, waiting=5, total=10)]) == 0.3
+    assert waiting_share([]) == 0.0
+
+
+def four_batches(wait: Callable[[], None]) -> Iterator[tuple[Tensor, Tensor]]:
+    for number in range(4):
+        wait()
+        yield torch.full((2, 3, 4, 4), float(number)), torch.zeros(2, dtype=torch.int64)
+
+
+def epoch(watch: StepWatch, model: nn.Module, clock: SimpleNamespace, waiting: float) -> list[dict[str, float]]:
+    """Each step waits for input, computes for 2 seconds, and waits for the other ranks for 5."""
+
+    def wait() -> None:
+        clock.now += waiting
+
+    windows = []
+    for images, _ in watch.batches(four_batches(wait)):
+        clock.now += 2
+        model(images).sum().backward()
+        clock.now += 5
+        windows.append(watch.close_window())
+    return windows
+
+
+def test_waiting_for_input_is_measured_and_said_once(alone, clock):
+    model = nn.Conv2d(3, 1, 1)
+    watch = StepWatch(model, alone)
+    windows = epoch(watch, model, clock, waiting=3)
+    assert [window["data_wait"] for window in windows] == [0.3] * 4
+    assert windows[0]["memory_gb"] > 0.01
+    remarks = watch.judge(input_remedy("torchvision", 6))
+    assert len(remarks) == 1 and "takes 30% of the time; more num_data_workers (now 6 a rank)" in remarks[0]
+    epoch(watch, model, clock, waiting=3)
+    assert watch.judge("") == []
+
+
+def test_a_little_waiting_is_not_worth_a_line(alone, clock):
+    model = nn.Conv2d(3, 1, 1)
+    watch = StepWatch(model, alone)
+    epoch(watch, model, clock, waiting=0.5)
+    assert watch.judge("remedy") == []
+
+
+def test_own_time_ends_with_the_gradient_of_the_first_layer(alone, clock):
+    """What comes after it, as the wait for other ranks does, is not this rank's."""
+    model = nn.Sequential(nn.Conv2d(3, 1, 1), nn.Conv2d(1, 1, 1))
+    watch = StepWatch(model, alone)
+    epoch(watch, model, clock, waiting=3)
+    assert {window.own for window in watch._windows} == {5.0}
+
+
+def test_the_first_batch_is_kept_for_the_picture_once(alone):
+    watch = StepWatch(nn.Conv2d(3, 1, 1), alone)
+    for _ in watch.batches(four_batches(lambda: None)):
+        pass
+    sample = watch.take_sample()
+    assert sample is not None and sample.shape == (2, 3, 4, 4) and sample.unique().tolist() == [0.0]
+    assert watch.take_sample() is None
+
+
+@pytest.mark.gpu
+def test_between_log_points_the_host_never_waits_for_the_gpu():
+    device = torch.device("cuda", 0)
+    model = nn.Conv2d(3, 4, 1).to(device)
+    watch = StepWatch(model, Distributed(0, 0, 1, device))
+    confusion = Confusion(4, device)
+    batches = [(torch.zeros(2, 3, 4, 4, device=device), torch.zeros(2, dtype=torch.int64, device=device))] * 3
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for images, labels in watch.batches(batches):
+            outputs = model(images).mean((2, 3))
+            outputs.sum().backward()
+            confusion.add(outputs.detach(), labels)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    watch.close_window()
+    assert watch.clock.steps == []
+
+
+def test_worst_classes_and_what_they_are_taken_for(alone):
+    confusion = Confusion(3, alone.device)
+    outputs = torch.eye(3)
+    confusion.add(outputs[[0, 0, 1, 1]], torch.tensor([0, 0, 1, 0]))
+    confusion.add(outputs[[0]], torch.tensor([1]))
+    counts = confusion.collect(alone)
+    assert counts.tolist() == [[2, 1, 0], [1, 1, 0], [0, 0, 0]]
+    assert worst_classes(counts, ("cat", "dog", "absent")) == [
+        ("dog", 0.5, "cat", 0.5),
+        ("cat", pytest.approx(2 / 3), "dog", pytest.approx(1 / 3)),
+    ]
+
+
+SLOWED = """
+import gc, time, torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from utils.distributed import process_group
+from utils.observe import StepWatch
+
+def main():
+    with process_group("cpu") as place:
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.LazyLinear(10))
+        model(torch.zeros(1, 3, 8, 8))
+        watch = StepWatch(model, place)
+        parallel = DistributedDataParallel(model)
+
+        def slow(module, inputs):
+            time.sleep(0.2 if place.rank == 1 else 0.02)
+
+        model.register_forward_pre_hook(slow)
+        batch = (torch.zeros(4, 3, 8, 8), torch.zeros(4))
+        for _ in range(2):
+            for images, _ in watch.batches([batch] * 6):
+                parallel(images).sum().backward()
+                watch.close_window()
+            for remark in watch.judge(""):
+                if place.is_main:
+                    print(remark)
+        # freed before the group ends: DistributedDataParallel keeps threads that must not outlive it
+        del parallel
+        gc.collect()
+
+
+main()
+"""
+
+
+def test_a_slowed_rank_is_named_once(tmp_path: Path):
+    """Under DDP the steps of all ranks take equally long: only the time before the all-reduce tells them apart."""
+    script = tmp_path / "slowed.py"
+    script.write_text(SLOWED)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", str(script)]
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200, check=False)
+    assert finished.returncode == 0, finished.stderr
+    named = [line for line in finished.stdout.splitlines() if "is slow" in line]
+    assert len(named) == 1 and named[0].startswith("Rank 1 on "), finished.stdout
