@@ -32,6 +32,7 @@ from utils.backends import prepare_backends
 from utils.board import Board
 from utils.config import Config
 from utils.data import build_loaders, open_dataset, report_unreadable
+from utils.data.mix import build_mix
 from utils.distributed import Distributed, find_place, process_group, split_batch
 from utils.dry_run import describe
 from utils.errors import CheckpointError, ExpectedError, Stopped, explain
@@ -60,7 +61,8 @@ class Trainer:
         self.loaders = build_loaders(config, dataset, place)
         self.train_loader, self.valid_loader = self.loaders.train, self.loaders.valid
         self.notes += self.loaders.notes
-        self.class_names = dataset.class_names
+        self.mix = build_mix(config, self.loaders.plan)
+        self.class_names, self.image_shape = dataset.class_names, dataset.train.image_shape
         self.steps_per_epoch = len(self.train_loader)
         self.shared_valid_batches = min(place.gather(len(self.valid_loader)))  # some ranks may have one more
 
@@ -120,7 +122,9 @@ class Trainer:
 
     def describe(self) -> str:
         """What this run would do and need."""
-        return describe(self.config, self.split, self.schedule, self.precision, self.model, self.criterion)
+        return describe(
+            self.config, self.split, self.schedule, self.precision, self.model, self.criterion, self.image_shape
+        )
 
     # ---- the order of events
 
@@ -166,6 +170,8 @@ class Trainer:
             with self.profiler.range(f"iteration {self.batch}"):
                 with self.profiler.range("data"):
                     images, labels = next(batches)
+                    if self.mix is not None:
+                        images, labels = self.mix(images, labels, self.epoch, self.batch)
                 set_learning_rate(self.optimizer, self.schedule.factor(self.step, self.plateau.cuts))
                 self.train_step(images, labels, self.sums)
             self.batch += 1

@@ -1,4 +1,4 @@
-"""ResNets for 32x32 images, on torchvision's residual blocks.
+"""ResNets for 32x32 images, on torchvision's residual blocks, and torchvision's own for 224x224.
 
 `resnet18` to `resnet152` are torchvision's networks with the stem that small images need: stride 1 and no max-pool,
 so that the first stage still sees 32x32. With the tutorial's 7x7 stem and 100 classes, resnet50 has 23,712,932
@@ -17,9 +17,11 @@ LARGE = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 BLOCKS_PER_STAGE = {"resnet8": 1, "resnet20": 3, "resnet56": 9}
 
 
-def resnet_for_small_images(name: str, num_classes: int, stem: Literal["7x7", "3x3"]) -> nn.Module:
-    """torchvision's `name` for images [N, 3, 32, 32] -> logits [N, num_classes]."""
+def large_resnet(name: str, num_classes: int, stem: Literal["7x7", "3x3", "imagenet"]) -> nn.Module:
+    """torchvision's `name` with this stem -> logits [N, num_classes]; images [N, 3, 32, 32], for imagenet 224."""
     model = getattr(torchvision.models, name)(num_classes=num_classes)
+    if stem == "imagenet":
+        return model
     kernel_size = int(stem[0])
     model.conv1 = nn.Conv2d(3, 64, kernel_size, stride=1, padding=kernel_size // 2, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision does

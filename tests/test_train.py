@@ -260,7 +260,7 @@ def test_memory_estimate_counts_what_autograd_keeps(tiny, alone):
 
     trainer = Trainer(tiny(), alone)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    per_image = activation_bytes_per_image(trainer.model, trainer.criterion, trainer.precision)
+    per_image = activation_bytes_per_image(trainer.model, trainer.criterion, trainer.precision, (3, 32, 32))
     first_stage = 16 * 32 * 32 * 4  # one feature map of the first stage; 7 of them are kept there
     assert 7 * first_stage < per_image < 14 * first_stage
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())

@@ -74,6 +74,14 @@ class Config(BaseModel):
     ImageNet."""
     enable_alternating_flip: bool
     """In place of rnd_horizontal_flip: each image is mirrored in every second epoch, half of them in even ones."""
+    cutout_size: NonNegativeInt
+    """Blank a square of this many pixels at a random place of each training image; 0: none."""
+    mixup_alpha: Annotated[float, Field(ge=0)]
+    """Blend pairs of training images and their targets, in shares from Beta(alpha, alpha); 0: none. Training accuracy
+    then counts the class of the larger share."""
+    cutmix_alpha: Annotated[float, Field(ge=0)]
+    """Paste a rectangle of one training image into another, its area from Beta(alpha, alpha); 0: none. Beside mixup,
+    each image draws one of the two."""
     image_size: PositiveInt | None
     """imagefolder, imagenet: images become squares of this many pixels; null: 224 for imagenet, the shorter side of the
     first training image for imagefolder."""
@@ -87,8 +95,9 @@ class Config(BaseModel):
     # ---- model
     model: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet8", "resnet20", "resnet56"]
     """torchvision's ResNet family with a CIFAR stem, or He's small CIFAR networks (8, 20, 56 layers)."""
-    stem: Literal["7x7", "3x3"]
-    """First convolution of the large ResNets: the tutorial's 7x7 or the usual CIFAR 3x3, stride 1, no max-pool."""
+    stem: Literal["7x7", "3x3", "imagenet"]
+    """First convolution of the large ResNets: the tutorial's 7x7 or the usual CIFAR 3x3, stride 1, no max-pool, or for
+    224-pixel images torchvision's own, 7x7 with stride 2 and a max-pool."""
 
     # ---- optimisation
     lr: Annotated[float, Field(gt=0, le=1000)]

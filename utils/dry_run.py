@@ -12,7 +12,13 @@ PROBE_IMAGES = 4
 
 
 def describe(
-    config: Config, split: BatchSplit, schedule: Schedule, precision: Precision, model: nn.Module, criterion: nn.Module
+    config: Config,
+    split: BatchSplit,
+    schedule: Schedule,
+    precision: Precision,
+    model: nn.Module,
+    criterion: nn.Module,
+    image_shape: tuple[int, int, int],
 ) -> str:
     """Parameters, steps, the learning rate where its course changes, and an estimate of memory."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -21,7 +27,7 @@ def describe(
     masters = 4 * parameters if precision.level == "O2" else 0
     momentum = (masters or weights) if config.momentum else 0
     states = 2 * (weights + masters) + momentum  # weights and gradients of each
-    per_image = activation_bytes_per_image(model, criterion, precision)
+    per_image = activation_bytes_per_image(model, criterion, precision, image_shape)
     activations = per_image * split.micro_batch_size
     lines = [
         f"model            {config.model}, {parameters:,} parameters, {precision}",
@@ -46,8 +52,10 @@ def _corners(schedule: Schedule) -> list[int]:
     return sorted(step for step in corners if 0 <= step < schedule.total_steps)
 
 
-def activation_bytes_per_image(model: nn.Module, criterion: nn.Module, precision: Precision) -> int:
-    """Bytes that autograd keeps for the backward pass of one 32x32 image, counted on a small batch."""
+def activation_bytes_per_image(
+    model: nn.Module, criterion: nn.Module, precision: Precision, image_shape: tuple[int, int, int]
+) -> int:
+    """Bytes that autograd keeps for the backward pass of one image, counted on a small batch."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -58,7 +66,7 @@ def activation_bytes_per_image(model: nn.Module, criterion: nn.Module, precision
         return tensor
 
     device = next(model.parameters()).device
-    images = torch.zeros(PROBE_IMAGES, 3, 32, 32, device=device)
+    images = torch.zeros(PROBE_IMAGES, *image_shape, device=device)
     labels = torch.zeros(PROBE_IMAGES, dtype=torch.int64, device=device)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.train()

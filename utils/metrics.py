@@ -49,12 +49,14 @@ class MetricSums:
         self.sums[3] = batches
 
     def add(self, mean_loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
-        """Add one batch: its mean loss (scalar), outputs [N, classes] and labels [N]."""
+        """Add one batch: its mean loss (scalar), outputs [N, classes] and labels [N], or the shares of the classes in
+        mixed targets [N, classes], of which the largest counts."""
         num_images = labels.shape[0]
         if not num_images:  # a validation batch of which no file could be read: the mean of nothing is NaN
             return
         self.sums[0] += mean_loss.double() * num_images
-        self.sums[1] += (outputs.argmax(1) == labels).sum()
+        classes = labels if labels.dim() == 1 else labels.argmax(1)
+        self.sums[1] += (outputs.argmax(1) == classes).sum()
         self.sums[2] += num_images
         self.sums[3] += torch.isfinite(self.sums[0])
 

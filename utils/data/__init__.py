@@ -101,7 +101,8 @@ def build_loaders(config: Config, dataset: Dataset, place: Distributed) -> Loade
             f"use --set num_classes={len(dataset.class_names)}"
         )
     notes: list[str] = []
-    if config.rnd_resized_crop and (isinstance(dataset.train, ImageArrays) or config.data_loader == "device"):
+    stays_encoded = not isinstance(dataset.train, ImageArrays) and config.data_loader != "device"
+    if config.rnd_resized_crop and not stays_encoded and config.data_loader != "synthetic":
         raise ConfigError(
             f"rnd_resized_crop needs images that are decoded anew in each epoch: dataset imagefolder or imagenet with "
             f"data_loader torchvision or dali, not {config.dataset} with {config.data_loader}"

@@ -5,7 +5,7 @@ own reader from a list in the epoch's order, and crop offset, flip and angle com
 flips, rotates and normalises, and decodes JPEG, on a GPU fused with the random window. What it does not keep:
 - the window of rnd_resized_crop is DALI's own draw, from (seed, epoch, rank): it differs between world sizes and after
   resuming in mid-epoch;
-- resizing rounds otherwise than PIL does: by a few of 255 levels;
+- resizing rounds otherwise than PIL does, by a few of 255 levels, and the central square may lie a pixel elsewhere;
 - a file that cannot be read ends the run: DALI fails the whole batch.
 """
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from utils.data.augment import Normalise
 from utils.data.datasets import ImageArrays, Split
 from utils.data.files import ImageFiles
+from utils.data.loaders import describe_unreadable
 from utils.data.sampling import WINDOW_AREA, WINDOW_ATTEMPTS, WINDOW_RATIO, Augmentation, EpochPlan, IntArray
 from utils.errors import ConfigError, DataError
 
@@ -110,7 +111,7 @@ class DaliLoader:
         try:
             (output,) = self.pipeline.share_outputs()
         except RuntimeError as error:
-            raise DataError(_explain(error)) from None
+            raise DataError(self._explain(error, indices)) from None
         dense = output.as_tensor()
         images = torch.empty(dense.shape(), dtype=torch.float32, device=self.device)
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
@@ -198,9 +199,11 @@ class DaliLoader:
             images = fn.rotate(images, angle=angle, keep_size=True, fill_value=0, interp_type=self.types.INTERP_NN)
         return images
 
-
-def _explain(error: RuntimeError) -> str:
-    """DALI's message over many lines, in one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("Stacktrace")]
-    what = next((line for line in lines if "rror" in line and "when executing" not in line), lines[0])
-    return f"DALI cannot go on: {what}\ndata_loader torchvision names unreadable images and goes on without them"
+    def _explain(self, error: RuntimeError, indices: IntArray) -> str:
+        """DALI's message over many lines in one, or the files at fault, which not every version of it names."""
+        lines = [line.strip() for line in str(error).splitlines() if "rror" in line or "ailure" in line]
+        what = lines[-1] if lines else str(error)
+        if isinstance(self.split, ImageFiles):
+            unreadable = self.split.read(indices, None, replace=False).unreadable
+            what = describe_unreadable(unreadable) if unreadable else what
+        return f"DALI cannot go on: {what}\ndata_loader torchvision can go on without unreadable images"

@@ -1,0 +1,359 @@
+"""`dataset: imagefolder` and `imagenet`: class folders through every loader that takes them."""
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import functional
+
+from models import build_model
+from train import main
+from utils.cli import Arguments
+from utils.config import Config
+from utils.data import Loaders, build_loaders, loaders, open_dataset, report_unreadable
+from utils.data.sampling import AugmentationRanges, resized_crop_window
+from utils.distributed import Distributed
+from utils.errors import ConfigError, DataError
+
+CLASSES = ("ant", "bée", "cat")
+NUM_TRAIN, NUM_VALID = 8, 5  # of each class
+CPU = torch.device("cpu")
+NO_AUGMENTATION = {"rnd_crop_padding": 0, "rnd_horizontal_flip": False, "rnd_rotation_angle": 0.0}
+
+needs_dali = pytest.mark.skipif(importlib.util.find_spec("nvidia.dali") is None, reason="NVIDIA DALI is not installed")
+DALI = pytest.param("dali", marks=[needs_dali, pytest.mark.dali])
+
+
+def write_image(path: Path, seed: int, width: int, height: int) -> None:
+    """Smooth colours, as in photographs: JPEG and resizing change them little."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(path, quality=95)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """small/: PNG of 32 x 32. large/: JPEG of many sizes."""
+    root = tmp_path_factory.mktemp("folders")
+    for label, name in enumerate(CLASSES):
+        for split, count in (("train", NUM_TRAIN), ("val", NUM_VALID)):
+            for number in range(count):
+                seed = 1000 * label + 10 * number + (split == "val")
+                write_image(root / "small" / split / name / f"{number}.png", seed, 32, 32)
+                write_image(root / "large" / split / name / f"{number}.JPEG", seed, 70 + 9 * number, 110 - 5 * number)
+                (root / "large" / split / name / "notes.txt").write_text("no image")
+    return root
+
+
+@pytest.fixture
+def config(tiny: Callable[..., Config], made: Path) -> Callable[..., Config]:
+    def make(dataset: str, **changes: Any) -> Config:
+        base = {
+            "dataset": dataset,
+            "data_path": str(made / ("large" if dataset == "imagenet" else "small")),
+            "data_loader": "torchvision",
+            "num_classes": len(CLASSES),
+            "batch_size": 6,
+            "valid_batch_size_per_gpu": 4,
+            "limit_train_batches": None,
+            "limit_valid_batches": None,
+        }
+        if dataset == "imagenet":
+            base |= {"image_size": 48, "centre_crop_share": 0.875, "rnd_resized_crop": True, "rnd_crop_padding": 0}
+            base |= {"rnd_rotation_angle": 0.0, "model": "resnet18", "stem": "imagenet"}
+        return tiny(**base | changes)
+
+    return make
+
+
+def pretend(rank: int = 0, world_size: int = 1) -> Distributed:
+    """A rank that waits for nobody: each of the others would say and do the same."""
+
+    class Pretended(Distributed):
+        def gather(self, value: Any) -> list[Any]:
+            return [value] * self.world_size
+
+        def main_first(self, action: Callable[[], Any]) -> Any:
+            return action()
+
+    return Pretended(rank=rank, local_rank=rank, world_size=world_size, device=CPU)
+
+
+def build(config: Config, rank: int = 0, world_size: int = 1) -> Loaders:
+    place = pretend(rank, world_size)
+    return build_loaders(config, open_dataset(config, place), place)
+
+
+def everything(loader: Any, epoch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    loader.set_epoch(epoch)
+    batches = list(loader)
+    return torch.cat([images for images, _ in batches]), torch.cat([labels for _, labels in batches])
+
+
+def test_classes_sizes_and_statistics_come_from_the_data(config: Callable[..., Config], alone: Distributed) -> None:
+    dataset = open_dataset(config("imagefolder"), alone)
+    assert dataset.class_names == CLASSES
+    assert dataset.train.image_shape == dataset.valid.image_shape == (3, 32, 32)
+    assert np.bincount(dataset.train.labels).tolist() == [NUM_TRAIN] * 3
+    images = dataset.train.read(np.arange(3 * NUM_TRAIN), None, replace=False).images  # fewer than the sample: all
+    np.testing.assert_allclose(dataset.mean, images.mean((0, 2, 3)) / 255, rtol=1e-9)
+    np.testing.assert_allclose(dataset.std, images.std((0, 2, 3)) / 255, rtol=1e-9)
+    assert open_dataset(config("imagenet", image_size=None), alone).train.image_shape == (3, 224, 224)
+
+
+def test_small_images_are_read_as_they_are(config: Callable[..., Config], made: Path, alone: Distributed) -> None:
+    files = open_dataset(config("imagefolder"), alone).train
+    batch = files.read(np.array([NUM_TRAIN + 2]), None, replace=False)
+    expected = np.asarray(Image.open(made / "small/train" / CLASSES[1] / "2.png")).transpose(2, 0, 1)
+    np.testing.assert_array_equal(batch.images[0], expected)
+    assert files.labels[batch.indices[0]] == 1
+
+
+def test_validation_resizes_the_shorter_side_and_cuts_the_centre(
+    config: Callable[..., Config], made: Path, alone: Distributed
+) -> None:
+    files = open_dataset(config("imagenet"), alone).valid
+    image = Image.open(made / "large/val" / CLASSES[0] / "3.JPEG")
+    expected = functional.center_crop(functional.resize(image, 55), 48)  # 48 / 0.875 = 54.9
+    np.testing.assert_array_equal(
+        files.read(np.array([3]), None, replace=False).images[0], np.asarray(expected).transpose(2, 0, 1)
+    )
+
+
+def test_training_resizes_a_random_window(config: Callable[..., Config], made: Path) -> None:
+    """Image by image against torchvision, with the window and the flip of the plan."""
+    built = build(config("imagenet"))
+    images, labels = everything(built.train, epoch=3)
+    indices = np.concatenate(built.plan.batches(3))
+    drawn = built.plan.draw(3, indices)
+    assert drawn is not None and drawn.window is not None
+    normalise = built.train.normalise  # type: ignore[attr-defined]
+    for row, index in enumerate(indices.tolist()):
+        image = Image.open(made / "large/train" / CLASSES[index // NUM_TRAIN] / f"{index % NUM_TRAIN}.JPEG")
+        top, left, height, width = resized_crop_window(drawn.window[row], image.height, image.width)
+        expected = functional.resized_crop(image, top, left, height, width, [48, 48])
+        expected = functional.hflip(expected) if drawn.flip[row] else expected
+        assert torch.equal(images[row : row + 1], normalise(functional.pil_to_tensor(expected)[None]))
+        assert labels[row] == index // NUM_TRAIN
+
+
+def test_windows_have_the_area_and_aspect_ratio_of_torchvision() -> None:
+    ranges = AugmentationRanges(0, False, 0.0, resized_crop=True)
+    window = ranges.draw(1, 2, np.arange(4000)).window
+    assert window is not None
+    height, width = 300, 400
+    boxes = np.array([resized_crop_window(drawn, height, width) for drawn in window])
+    assert (boxes[:, :2] >= 0).all()
+    assert (boxes[:, 0] + boxes[:, 2] <= height).all() and (boxes[:, 1] + boxes[:, 3] <= width).all()
+    area, ratio = boxes[:, 2] * boxes[:, 3] / (height * width), boxes[:, 3] / boxes[:, 2]
+    assert 0.079 < area.min() < 0.1 and 0.95 < area.max() <= 1
+    assert 0.74 < ratio.min() < 0.76 and 1.32 < ratio.max() < 1.35
+
+    from torchvision.transforms import RandomResizedCrop
+
+    torch.manual_seed(0)
+    blank = Image.new("L", (width, height))
+    others = np.array([RandomResizedCrop.get_params(blank, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)])
+    # means of 4,000 draws whose deviations are at most a quarter of the sides
+    np.testing.assert_allclose(boxes.mean(0), others.mean(0), atol=6 * 0.25 * width / 4000**0.5)
+    # a window that never fits: the largest central one
+    assert resized_crop_window(window[0], 10, 400) == (0, 193, 10, 13)
+
+
+@pytest.mark.parametrize("backend", ["torchvision", "device", DALI])
+@pytest.mark.parametrize("dataset", ["imagefolder", "imagenet"])
+def test_every_world_size_sees_the_same_set(backend: str, dataset: str, config: Callable[..., Config]) -> None:
+    changes = {"data_loader": backend, "rnd_resized_crop": dataset == "imagenet" and backend == "torchvision"}
+    seen = []
+    for world_size in (1, 2, 3):
+        rows = []
+        for rank in range(world_size):
+            images, labels = everything(build(config(dataset, **changes), rank, world_size).train, epoch=1)
+            rows += [(int(label), image.numpy().tobytes()) for image, label in zip(images, labels, strict=True)]
+        seen.append(sorted(rows))
+    assert len(seen[0]) == 3 * NUM_TRAIN
+    assert seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.parametrize("backend", ["torchvision", "device", DALI])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_validation_yields_every_image_once(backend: str, world_size: int, config: Callable[..., Config]) -> None:
+    alone, expected_labels = everything(build(config("imagefolder", data_loader=backend)).valid)
+    ranks = [
+        everything(build(config("imagefolder", data_loader=backend, batch_size=24), rank, world_size).valid)
+        for rank in range(world_size)
+    ]
+    images, labels = (torch.cat(parts) for parts in zip(*ranks, strict=True))
+    assert sorted(labels.tolist()) == sorted(expected_labels.tolist())
+    assert sorted(image.numpy().tobytes() for image in images) == sorted(image.numpy().tobytes() for image in alone)
+
+
+@pytest.mark.parametrize("backend", ["device", DALI])
+def test_backends_agree_on_small_images(backend: str, config: Callable[..., Config]) -> None:
+    """Crop and flip included; nothing is resized."""
+    expected, expected_labels = everything(build(config("imagefolder", rnd_rotation_angle=0.0)).train, epoch=2)
+    images, labels = everything(
+        build(config("imagefolder", rnd_rotation_angle=0.0, data_loader=backend)).train, epoch=2
+    )
+    assert torch.equal(labels, expected_labels)
+    torch.testing.assert_close(images, expected, rtol=0, atol=0 if backend == "device" else 1e-6)
+
+
+@needs_dali
+@pytest.mark.dali
+@pytest.mark.parametrize("part", ["train", "valid"])
+def test_dali_decodes_and_resizes_nearly_as_pil(part: str, config: Callable[..., Config]) -> None:
+    """JPEG of many sizes: order and labels equal, pixels within a few of 255 levels once the centres, which the two
+    round otherwise, lie on each other."""
+    off = {**NO_AUGMENTATION, "rnd_resized_crop": False}
+    results = []
+    for backend in ("torchvision", "dali"):
+        built = build(config("imagenet", data_loader=backend, **off))
+        results.append(everything(getattr(built, part), epoch=1))
+    (expected, expected_labels), (images, labels) = results
+    assert torch.equal(labels, expected_labels)
+    middle = images[:, :, 1:-1, 1:-1]
+    shifted = torch.stack([expected[:, :, y : y + 46, x : x + 46] for y in range(3) for x in range(3)])
+    levels = ((middle - shifted).abs() * 255 * 0.225).mean((2, 3, 4)).amin(0)
+    assert levels.max() < 3 and levels.median() < 0.6
+
+
+@needs_dali
+@pytest.mark.dali
+def test_dali_draws_its_own_windows_in_the_order_of_the_contract(config: Callable[..., Config]) -> None:
+    built = build(config("imagenet", data_loader="dali", enable_nhwc=True))
+    images, labels = everything(built.train, epoch=1)
+    again, _ = everything(built.train, epoch=1)
+    others, other_labels = everything(built.train, epoch=2)
+    _, expected_labels = everything(build(config("imagenet")).train, epoch=1)
+    assert torch.equal(labels, expected_labels) and not torch.equal(labels, other_labels)
+    assert torch.equal(images, again) and not torch.equal(images, others)
+    assert images.shape == (3 * NUM_TRAIN, 3, 48, 48)
+
+
+# ---- what is wrong with the data
+
+
+@pytest.fixture
+def damaged(made: Path, tmp_path: Path) -> Path:
+    """A truncated training image, a training image that is none, and a truncated validation image."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(made / "large", folder)
+    for name in ("train/ant/1.JPEG", "val/cat/0.JPEG"):
+        path = folder / name
+        path.write_bytes(path.read_bytes()[:300])
+    (folder / "train/cat/7.JPEG").write_text("no image")
+    return folder
+
+
+@pytest.mark.parametrize("backend", ["torchvision", "device"])
+def test_unreadable_images_are_named_counted_and_passed_over(
+    backend: str, config: Callable[..., Config], damaged: Path, alone: Distributed
+) -> None:
+    chosen = config("imagenet", data_path=str(damaged), data_loader=backend, rnd_resized_crop=False, num_data_workers=1)
+    built = build(chosen)
+    images, _ = everything(built.train)
+    assert len(images) == 3 * NUM_TRAIN  # batches stay whole: the next image stands in
+    _, labels = everything(built.valid)
+    assert np.bincount(labels.tolist()).tolist() == [NUM_VALID, NUM_VALID, NUM_VALID - 1]
+    (line,) = report_unreadable(alone, built) if backend == "torchvision" else built.notes
+    assert "train/ant/1.JPEG and 2 more" in line
+
+
+def test_a_validation_batch_without_a_readable_image_is_empty(config: Callable[..., Config], damaged: Path) -> None:
+    built = build(config("imagenet", data_path=str(damaged), valid_batch_size_per_gpu=1))
+    sizes = [len(labels) for _, labels in built.valid]
+    assert sorted(sizes) == [0] + [1] * (3 * NUM_VALID - 1)
+
+
+@pytest.mark.parametrize("backend", ["torchvision", "device", DALI])
+def test_unreadable_images_end_the_run_where_asked(
+    backend: str, config: Callable[..., Config], damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DALI cannot pass over any, so it is always asked."""
+    chosen = config(
+        "imagenet", data_path=str(damaged), data_loader=backend, rnd_resized_crop=False, fail_on_unreadable=True
+    )
+    assert main(Arguments(chosen, "default", tmp_path / "run", "auto", dry_run=False)) == 3
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and len(error.splitlines()) <= 2
+    assert "JPEG" in error
+
+
+def test_a_run_over_damaged_images_says_so_and_ends_well(
+    config: Callable[..., Config], damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = config("imagenet", data_path=str(damaged), max_epochs=1, valid_batch_size_per_gpu=1)
+    assert main(Arguments(chosen, "default", tmp_path / "run", "auto", dry_run=False)) == 0
+    assert "cannot be read as an image" in capsys.readouterr().out
+
+
+def empty_class(folder: Path) -> None:
+    for path in (folder / "train/ant").iterdir():
+        path.unlink()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "class folder without images": (empty_class, "train/ant: class folder without images"),
+    "no val": (lambda folder: shutil.rmtree(folder / "val"), "val: cannot be read: No such file"),
+    "other classes": (lambda folder: shutil.rmtree(folder / "val/cat"), "different classes, for example 'cat'"),
+    "no classes": (lambda folder: [shutil.rmtree(path) for path in (folder / "train").iterdir()], "no class folders"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_wrong_folders_are_named(
+    damage: str, config: Callable[..., Config], made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    break_it, message = DAMAGES[damage]
+    shutil.copytree(made / "small", tmp_path / "data")
+    break_it(tmp_path / "data")
+    chosen = config("imagefolder", data_path=str(tmp_path / "data"))
+    assert main(Arguments(chosen, "default", tmp_path / "run", "auto", dry_run=False)) == 3
+    assert message in capsys.readouterr().err
+
+
+def test_all_images_unreadable(config: Callable[..., Config], made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "small", tmp_path / "data")
+    for path in (tmp_path / "data/train").rglob("*.png"):
+        path.write_text("no image")
+    with pytest.raises(DataError, match="not one of"):
+        build(config("imagefolder", image_size=32, data_path=str(tmp_path / "data")))
+    built = build(config("imagenet", data_path=str(tmp_path / "data")))
+    with pytest.raises(DataError, match="not one training image can be read"):
+        next(iter(built.train))
+    with pytest.raises(DataError, match="not one of"):
+        loaders.decode_all(
+            open_dataset(config("imagenet", data_path=str(tmp_path / "data")), pretend()).train, replace=True
+        )
+
+
+def test_what_does_not_fit_the_configuration(config: Callable[..., Config]) -> None:
+    with pytest.raises(ConfigError, match="num_classes=3"):
+        build(config("imagefolder", num_classes=10))
+    with pytest.raises(ConfigError, match="rnd_resized_crop needs"):
+        build(config("imagenet", data_loader="device"))
+
+
+# ---- 224 pixels
+
+
+def test_the_stem_for_224_pixels_is_torchvisions_own(tiny: Callable[..., Config]) -> None:
+    model = build_model(tiny(model="resnet50", stem="imagenet", num_classes=1000))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032  # as torchvision publishes
+    with torch.no_grad():
+        assert model.eval()(torch.zeros(1, 3, 224, 224)).shape == (1, 1000)
+
+
+@pytest.mark.parametrize("backend", ["torchvision", "synthetic", DALI])
+def test_train_on_imagenets_layout(backend: str, config: Callable[..., Config], tmp_path: Path) -> None:
+    changes = {"num_classes": 3} if backend != "synthetic" else {"limit_train_batches": 2, "limit_valid_batches": 1}
+    chosen = config("imagenet", data_loader=backend, max_epochs=1, **changes)
+    assert main(Arguments(chosen, "default", tmp_path, "auto", dry_run=False)) == 0
+    assert main(Arguments(chosen, "default", tmp_path, "auto", dry_run=True)) == 0

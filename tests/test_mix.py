@@ -1,0 +1,141 @@
+"""utils.data.mix: cutout, mixup and cutmix against references that go image by image."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from train import Trainer, main
+from utils.cli import Arguments
+from utils.config import Config
+from utils.data.mix import BatchMix, MixRanges, build_mix, symmetric_beta
+from utils.data.sampling import EpochPlan, epoch_order
+from utils.distributed import Distributed
+from utils.errors import ConfigError
+from utils.metrics import MetricSums
+
+NUM_IMAGES, BATCH, CLASSES, SIZE = 60, 24, 7, 16
+RANGES = {
+    "cutout": MixRanges(6, 0, 0),
+    "mixup": MixRanges(0, 0.4, 0),
+    "cutmix": MixRanges(0, 0, 1.0),
+    "all": MixRanges(5, 0.4, 1.0),
+}
+
+
+def plan(rank: int = 0, world_size: int = 1) -> EpochPlan:
+    return EpochPlan(NUM_IMAGES, BATCH // world_size, rank, world_size, training=True, seed=9)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    """All images and labels, by index."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(NUM_IMAGES, 3, SIZE, SIZE, generator=generator)
+    return images, torch.randint(0, CLASSES, (NUM_IMAGES,), generator=generator)
+
+
+def reference(ranges: MixRanges, epoch: int, index: int) -> tuple[Tensor, Tensor]:
+    """What sample `index` becomes in `epoch`, knowing only (seed, epoch, index)."""
+    images, labels = data()
+    order = epoch_order(9, epoch, NUM_IMAGES).tolist()
+    partner = order[order.index(index) ^ 1]
+
+    def with_hole(number: int) -> Tensor:
+        top, left, bottom, right = ranges.draw(9, epoch, np.array([number]), SIZE, SIZE).hole[0]
+        image = images[number].clone()
+        image[:, top:bottom, left:right] = 0
+        return image
+
+    mixing = ranges.draw(9, epoch, np.array([index]), SIZE, SIZE)
+    own, other = with_hole(index), with_hole(partner)
+    mixed = mixing.share[0] * own + (1 - mixing.share[0]) * other
+    top, left, bottom, right = mixing.patch[0]
+    mixed[:, top:bottom, left:right] = other[:, top:bottom, left:right]
+    target = torch.zeros(CLASSES)
+    target[labels[index]] += mixing.label_share[0]
+    target[labels[partner]] += 1 - mixing.label_share[0]
+    return mixed, target
+
+
+@pytest.mark.parametrize("name", RANGES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_mixing_equals_a_reference_that_knows_only_seed_epoch_and_index(name: str, world_size: int) -> None:
+    """So it is the same at every world size, and for a run resumed in mid-epoch."""
+    images, labels = data()
+    for rank in range(world_size):
+        mix = BatchMix(RANGES[name], plan(rank, world_size), CLASSES)
+        for epoch, batch in ((3, 1), (0, 0), (3, 0)):
+            indices = plan(rank, world_size).batches(epoch)[batch]
+            mixed, targets = mix(images[indices], labels[indices], epoch, batch)
+            for row, index in enumerate(indices.tolist()):
+                expected, target = reference(RANGES[name], epoch, index)
+                torch.testing.assert_close(mixed[row], expected, rtol=1e-5, atol=1e-6)
+                if name == "cutout":
+                    assert targets[row] == labels[index]
+                else:
+                    torch.testing.assert_close(targets[row], target)
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_mixing_keeps_the_memory_format_and_its_input(name: str) -> None:
+    images, labels = data()
+    indices = plan().batches(0)[0]
+    batch = images[indices].contiguous(memory_format=torch.channels_last)
+    before = batch.clone()
+    mixed, _ = BatchMix(RANGES[name], plan(), CLASSES)(batch, labels[indices], 0, 0)
+    assert mixed.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(batch, before) and not torch.equal(mixed, before)
+
+
+def test_shares_follow_the_beta_distribution() -> None:
+    """alpha 1 is uniform, alpha 1/2 the arcsine distribution; others against NumPy's generator."""
+    drawn = (np.arange(10_000) + 0.5) / 10_000
+    np.testing.assert_allclose(symmetric_beta(drawn, 1.0), drawn, atol=1e-6)
+    np.testing.assert_allclose(symmetric_beta(drawn, 0.5), np.sin(np.pi * drawn / 2) ** 2, atol=1e-6)
+    rng = np.random.default_rng(0)
+    for alpha in (0.2, 2.0):
+        sample = np.sort(rng.beta(alpha, alpha, len(drawn)))
+        assert np.abs(symmetric_beta(drawn, alpha) - sample).max() < 0.05
+    assert np.isfinite(symmetric_beta(np.array([0.0, 1 - 2.0**-53]), 0.2)).all()
+
+
+def test_soft_targets_give_the_same_loss_as_two_weighted_losses() -> None:
+    images, labels = data()
+    indices = plan().batches(0)[0]
+    ranges = RANGES["mixup"]
+    _, targets = BatchMix(ranges, plan(), CLASSES)(images[indices], labels[indices], 0, 0)
+    outputs = torch.randn(BATCH, CLASSES, generator=torch.Generator().manual_seed(1))
+    share = torch.from_numpy(ranges.draw(9, 0, indices, SIZE, SIZE).label_share)
+    own = labels[indices]
+    other = own.view(-1, 2).flip(1).flatten()
+    for smoothing in (0.0, 0.1):
+        each = nn.CrossEntropyLoss(label_smoothing=smoothing, reduction="none")
+        expected = (share * each(outputs, own) + (1 - share) * each(outputs, other)).mean()
+        torch.testing.assert_close(nn.CrossEntropyLoss(label_smoothing=smoothing)(outputs, targets), expected)
+
+
+def test_accuracy_counts_the_class_of_the_larger_share() -> None:
+    sums = MetricSums(torch.device("cpu"))
+    targets = torch.tensor([[0.6, 0.4, 0], [0.3, 0, 0.7]])
+    sums.add(torch.tensor(1.0), torch.tensor([[2.0, 1, 0], [0, 1, 0]]), targets)
+    assert sums.sums.tolist()[:3] == [2.0, 1.0, 2.0]
+
+
+def test_off_is_nothing_and_an_odd_share_cannot_be_paired(tiny: Callable[..., Config]) -> None:
+    assert build_mix(tiny(), plan()) is None
+    with pytest.raises(ConfigError, match="3; use an even share"):
+        build_mix(tiny(mixup_alpha=0.2), plan(0, 8))
+    assert build_mix(tiny(cutout_size=4), plan(0, 8)) is not None
+
+
+def test_train_with_everything_switched_on(tiny: Callable[..., Config], alone: Distributed, tmp_path: Path) -> None:
+    on = {"cutout_size": 8, "mixup_alpha": 0.2, "cutmix_alpha": 1.0, "enable_alternating_flip": True}
+    config = tiny(micro_batch_size=8, label_smoothing=0.1, **on)
+    assert main(Arguments(config, "default", tmp_path / "run", "auto", dry_run=False)) == 0
+    trainer = Trainer(config, alone)
+    assert trainer.mix is not None
+    trainer.train(tmp_path / "again", "default", "never")
+    assert 0 <= trainer.best["acc1"] <= 1
