@@ -24,7 +24,6 @@ from typing import IO, Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from models import build_model
 from utils import checkpoint, run_folder
@@ -33,15 +32,18 @@ from utils.board import Board
 from utils.config import Config
 from utils.data import build_loaders, open_dataset, report_unreadable
 from utils.data.mix import build_mix
-from utils.distributed import Distributed, find_place, process_group, split_batch
+from utils.distributed import Distributed, split_batch
 from utils.dry_run import describe
-from utils.errors import CheckpointError, ExpectedError, Stopped, explain
+from utils.errors import ExpectedError, Stopped
+from utils.launch import was_restarted
 from utils.metrics import MetricSums, RunLogger, Throughput
 from utils.observe import Confusion, StepWatch, input_remedy
 from utils.optim import Plateau, build_optimizer, build_schedule, learning_rate, load_optimizer, set_learning_rate
+from utils.parallel import describe_parallel, distribute, pin_near_gpu, synchronise_batch_norm
 from utils.precision import MasterWeights, choose_precision
 from utils.preemption import Asked, Requests, listen
 from utils.profiling import Profiler
+from utils.ranks import run_ranks
 from utils.step import TrainStep, capture_stream, choose_step, prefetch, wants_graphs
 
 
@@ -55,7 +57,7 @@ class Trainer:
         self.config, self.place = config, place
         self.split = split_batch(config.batch_size, place.world_size, config.micro_batch_size)
         self.precision = choose_precision(config, place.device)
-        self.notes = prepare_backends(config, place.device)
+        self.notes = describe_parallel(config) + prepare_backends(config, place.device) + pin_near_gpu(config, place)
 
         dataset = open_dataset(config, place)
         self.loaders = build_loaders(config, dataset, place)
@@ -67,7 +69,7 @@ class Trainer:
         self.shared_valid_batches = min(place.gather(len(self.valid_loader)))  # some ranks may have one more
 
         torch.manual_seed(config.seed)
-        self.model = build_model(config).to(place.device)
+        self.model = synchronise_batch_norm(config, build_model(config), place).to(place.device)
         if config.enable_nhwc:
             # NHWC: weights in the channels_last memory format; the loaders bring the images in the same one
             self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -83,13 +85,14 @@ class Trainer:
         # GRAPHS: DDP must be built on the stream that the graph is captured on
         with torch.cuda.stream(capture_stream(place.device) if graphed else None):
             step = TrainStep(
-                model=self._distribute(self.model),
+                model=distribute(config, self.model, place),
                 weights=self.weights,
                 optimizer=self.optimizer,
                 criterion=self.criterion,
                 precision=self.precision,
                 loss_scaler=self.loss_scaler,
                 accumulation=self.split.accumulation,
+                communicate=config.parallel != "no_communication",
                 set_to_none=config.extra_opt("zero_grad_set_to_none"),
                 profiler=self.profiler,
             )
@@ -103,22 +106,6 @@ class Trainer:
         self.throughput = Throughput(place.world_size)
         self.requests = Requests(place, config.checkpoint_every_minutes)
         self.watch = StepWatch(self.model, place)
-
-    def _distribute(self, model: nn.Module) -> nn.Module:
-        if self.place.world_size == 1:
-            return model
-        # DDP: averages gradients over the ranks during backward. BatchNorm's buffers are not broadcast every step but
-        # averaged once before validation.
-        on_gpu = self.place.device.type == "cuda"
-        return DistributedDataParallel(
-            model,
-            device_ids=[self.place.device.index] if on_gpu else None,
-            broadcast_buffers=False,
-            gradient_as_bucket_view=True,
-            # After its first step DDP regroups the gradients, which with three or more ranks changes the order of their
-            # sums: a resumed run would differ in the last bit from one that never stopped. This keeps the first groups.
-            find_unused_parameters=self.config.deterministic or not on_gpu,
-        )
 
     def describe(self) -> str:
         """What this run would do and need."""
@@ -393,37 +380,19 @@ class Trainer:
 
 
 def main(arguments: Arguments) -> int:
-    """Train, or only describe; returns the exit status."""
-    try:
-        with process_group(arguments.config.device) as place:
-            trainer = Trainer(arguments.config, place)
-            if arguments.dry_run:
-                if place.is_main:
-                    print(trainer.describe())
-            else:
-                trainer.train(arguments.run_dir, arguments.config_name, arguments.resume)
-        status = 0
-    except Exception as error:
-        expected = explain(error)
-        if expected is None:
-            raise
-        print(expected if isinstance(expected, Stopped) else f"error: {expected}", file=sys.stderr)
-        status = expected.exit_status
-    except KeyboardInterrupt:
-        print("interrupted; nothing was saved since the last checkpoint", file=sys.stderr)
-        status = 130
-    _tell_launcher(status)
-    return status
+    """Train, or only describe, as one of the ranks; returns the exit status."""
+    config = arguments.config
 
+    def run(place: Distributed) -> None:
+        trainer = Trainer(config, place)
+        if not arguments.dry_run:
+            # a run that is started again by itself goes on, whatever its first start was to do with an earlier one
+            resume = "auto" if arguments.resume == "never" and was_restarted(os.environ) else arguments.resume
+            trainer.train(arguments.run_dir, arguments.config_name, resume)
+        elif place.is_main:
+            print(trainer.describe())
 
-def _tell_launcher(status: int) -> None:
-    """torchrun turns every failure into 1; a batch script that must tell 75 from it names a file in this variable."""
-    path = os.environ.get("TRAIN_EXIT_STATUS_FILE")
-    if path and find_place(os.environ)[0] == 0:
-        try:
-            checkpoint.write_atomically(Path(path), f"{status}\n".encode())
-        except CheckpointError as error:
-            print(f"TRAIN_EXIT_STATUS_FILE: {error}", file=sys.stderr)
+    return run_ranks(run, config.device, config.start_timeout_seconds, config.collective_timeout_seconds)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from utils.config import Config, as_yaml, list_blocks, load_config, render_config
 from utils.errors import ConfigError
+from utils.launch import has_other_ranks
 
 DESCRIPTION = """\
 Train a ResNet from a named configuration block.
@@ -37,8 +38,8 @@ class Arguments:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     """The checked command line; leaves through SystemExit for --help, --list-configs, --print-config and errors."""
-    options = _parser().parse_args(argv)
     try:
+        options = _parser().parse_args(argv)
         if options.list_configs:
             _leave_with(_describe_blocks(options.yaml_config))
         config = load_config(options.yaml_config, options.config, options.set)
@@ -47,10 +48,22 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
             default = load_config(options.yaml_config, "default") if has_default else None
             _leave_with(f"# {options.config} in {options.yaml_config}\n{render_config(config, default)}")
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_status) from None
+        raise SystemExit(_report(error)) from None
     run_dir = options.run_dir or Path("expts") / options.config
     return Arguments(config, options.config, run_dir, options.resume, options.dry_run)
+
+
+def _report(error: ConfigError) -> int:
+    """Print the error, with several ranks on one of them only, and return its exit status."""
+    if not has_other_ranks(os.environ):
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    from utils.ranks import run_ranks
+
+    def fail(place: object) -> None:
+        raise error
+
+    return run_ranks(fail, "cpu", start_timeout=60, collective_timeout=60)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,8 +75,7 @@ class _Parser(argparse.ArgumentParser):
             word = words.split("=")[0].split()[0]
             near = difflib.get_close_matches(word, self._option_string_actions, n=1)
             message += f"; did you mean {near[0]}?" if near else "; --help lists the options"
-        print(f"error: {message}", file=sys.stderr)
-        raise SystemExit(ConfigError.exit_status)
+        raise ConfigError(message)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -101,7 +101,11 @@ class Config(BaseModel):
 
     # ---- optimisation
     lr: Annotated[float, Field(gt=0, le=1000)]
-    """Peak learning rate."""
+    """Peak learning rate; at a batch of `lr_reference_batch_size` where lr_scale_rule is not none."""
+    lr_scale_rule: Literal["none", "sqrt", "linear"]
+    """Multiply lr by (batch_size / lr_reference_batch_size), or by its square root."""
+    lr_reference_batch_size: PositiveInt
+    """The global batch for which lr is meant; only for lr_scale_rule."""
     momentum: Fraction
     """SGD momentum."""
     nesterov: bool
@@ -171,6 +175,29 @@ class Config(BaseModel):
     enable_prefetch: Literal["auto", True, False]
     """PREFETCH: prepare the next batch on a second CUDA stream during the step. auto: on CUDA."""
 
+    # ---- several processes
+    start_timeout_seconds: Annotated[float, Field(gt=0)]
+    """How long to wait at the start for all ranks; then the run ends and names those that are missing."""
+    collective_timeout_seconds: Annotated[float, Field(gt=0)]
+    """How long a rank waits in a collective for the others, rank 0's download of a dataset included."""
+    parallel: Literal["ddp", "dataparallel", "no_communication"]
+    """DDP: one process per device; or, only to compare with, one process for all GPUs (torch.nn.DataParallel), or DDP
+    that never averages gradients, whose ranks train different networks."""
+    bucket_cap_mb: Annotated[float, Field(gt=0)]
+    """DDP: gradients are reduced in buckets of this many MiB, while backward still computes the others."""
+    gradient_as_bucket_view: bool
+    """DDP: gradients live inside the buckets: no copy, and one set of gradients less in memory."""
+    static_graph: bool
+    """DDP: promise that every step uses the same parameters in the same order, which saves looking."""
+    broadcast_buffers: bool
+    """DDP: copy rank 0's BatchNorm statistics to all in every step; else they are averaged once before validation."""
+    enable_sync_bn: bool
+    """DDP: BatchNorm over the whole global batch instead of each rank's micro-batch; CUDA only."""
+    gradient_compression: Literal["none", "fp16", "bf16"]
+    """DDP: send gradients in half the bytes, rounded."""
+    enable_cpu_affinity: bool
+    """Keep each process on the processor cores nearest its GPU; nothing happens with one process or without a GPU."""
+
     # ---- output
     log_to_screen: bool
     """Progress and log lines on the terminal."""
@@ -239,6 +266,12 @@ class Config(BaseModel):
                 "max-autotune-no-cudagraphs"
             )
         return self
+
+    @property
+    def peak_lr(self) -> float:
+        """lr after `lr_scale_rule`."""
+        exponent = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.lr_scale_rule]
+        return self.lr * (self.batch_size / self.lr_reference_batch_size) ** exponent
 
     def extra_opt(self, key: Literal["fused_optimizer", "zero_grad_set_to_none", "cudnn_benchmark"]) -> bool:
         """The member's own value, or the group's where the member is null."""

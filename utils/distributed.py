@@ -1,13 +1,12 @@
-"""Where this process stands among the others: rank, world size, device; start-up, clean-up, collectives.
+"""Where this process stands among the others: rank, world size, device, collectives.
 
-Every function here works with one process and no process group, so that callers need no second path.
+utils/ranks.py starts and ends the ranks. Every function here works with one process and no process group, so that
+callers need no second path.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -17,14 +16,6 @@ from torch import Tensor, nn
 from utils.errors import ConfigError, ExpectedError
 
 T = TypeVar("T")
-
-# How launchers tell a process its place: (rank, world size, rank on this node), the first complete row counts.
-LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-}
-START_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -96,46 +87,15 @@ class Distributed:
                 buffer.copy_(mean.view_as(buffer))
 
 
-def find_place(environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """(rank, world size, local rank) from the launcher's variables; (0, 1, 0) when started by plain python."""
-    for launcher, names in LAUNCHERS.items():
-        rank, world_size, local_rank = (environment.get(name) for name in names)
-        # srun's variables are also set in an interactive allocation's shell, where only a step has a SLURM_STEP_ID
-        if launcher == "srun" and "SLURM_STEP_ID" not in environment:
-            continue
-        if rank is not None and world_size is not None:
-            return int(rank), int(world_size), int(local_rank or 0)
-    if environment.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError(
-            f"WORLD_SIZE is {environment['WORLD_SIZE']} but RANK is not set; start with torchrun, or unset WORLD_SIZE"
-        )
-    return 0, 1, 0
-
-
-@contextmanager
-def process_group(device: str) -> Iterator[Distributed]:
-    """Join the other processes, if any, for the length of a `with` block; NCCL on GPUs, gloo on CPUs."""
-    rank, world_size, local_rank = find_place(os.environ)
-    place = Distributed(rank, local_rank, world_size, _choose_device(device, local_rank))
-    if place.device.type == "cuda":
-        torch.cuda.set_device(place.device)
-    if world_size == 1:
-        yield place
-        return
-    backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=START_TIMEOUT)
-    try:
-        yield place
-    finally:
-        dist.destroy_process_group()
-
-
-def _choose_device(device: str, local_rank: int) -> torch.device:
+def choose_device(device: str, local_rank: int) -> torch.device:
+    """The device of this process: `device` is auto, cpu or cuda. `ConfigError` where there is none for it."""
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise ConfigError("device: cuda was asked for, but PyTorch finds no usable GPU; use device: auto or cpu")
     if device == "cpu" or not available:
         return torch.device("cpu")
+    if torch.cuda.device_count() == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
+        return torch.device("cuda", 0)  # srun --gpus-per-task=1 shows each process its own GPU only
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"rank {local_rank} of this node has no GPU: {torch.cuda.device_count()} here; start one process per GPU"

@@ -38,7 +38,7 @@ def describe(
         f"  weights, gradients and momentum {_gigabytes(states)}, activations {_gigabytes(activations)}",
         f"learning rate    schedule {config.lr_schedule}",
     ]
-    lines += [f"  step {step:>8,}  {config.lr * schedule.factor(step):.6g}" for step in _corners(schedule)]
+    lines += [f"  step {step:>8,}  {config.peak_lr * schedule.factor(step):.6g}" for step in _corners(schedule)]
     if config.lr_schedule == "plateau":
         patience = config.lr_plateau_patience + 1
         lines.append(f"  then x {config.lr_decay_factor:g} after {patience} epochs without a better validation loss")

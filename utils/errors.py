@@ -7,7 +7,8 @@ import re
 
 # What torch says when another process of the run is gone: gloo, NCCL, and the store that they meet at.
 LOST_RANK = re.compile(
-    "connection (was )?(closed|reset) by (remote )?peer|broken pipe|remote process exited|socket closed", re.IGNORECASE
+    "connection (was )?(closed|reset) by (remote )?peer|broken pipe|remote process exited|socket closed|gloo/transport",
+    re.IGNORECASE,
 )
 
 

@@ -21,14 +21,14 @@ def build_optimizer(config: Config, parameters: Iterable[nn.Parameter], *, graph
     fused = config.extra_opt("fused_optimizer")
     optimizer = torch.optim.SGD(
         parameters,
-        lr=torch.tensor(config.lr, device=parameters[0].device) if graphed else config.lr,
+        lr=torch.tensor(config.peak_lr, device=parameters[0].device) if graphed else config.peak_lr,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
         nesterov=config.nesterov,
         fused=fused,
     )
     for group in optimizer.param_groups:
-        group["initial_lr"] = config.lr
+        group["initial_lr"] = config.peak_lr
     if fused and config.momentum:
         _fill_momentum(optimizer)
     return optimizer

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from utils.batch_norm import RunningStatistics
 from utils.config import Config
 from utils.errors import ConfigError
 from utils.metrics import MetricSums
@@ -49,10 +50,15 @@ class TrainStep:
         accumulation: int,
         set_to_none: bool,
         profiler: Profiler,
+        communicate: bool = True,
     ) -> None:
         self.model, self.weights, self.optimizer, self.criterion = model, weights, optimizer, criterion
         self.precision, self.loss_scaler = precision, loss_scaler
         self.accumulation, self.set_to_none, self.profiler = accumulation, set_to_none, profiler
+        self.communicate = communicate
+        # DDP: a static graph is recorded in the first step, which needs every backward pass of it to be reduced
+        self.recording = isinstance(model, DistributedDataParallel) and model.static_graph
+        self.statistics = RunningStatistics(model) if accumulation > 1 else None
         self.forward: Forward = self._forward
 
     def compile(self, mode: str) -> None:
@@ -67,11 +73,16 @@ class TrainStep:
 
         with self.profiler.range("forward/loss/backward"):
             micro_batches = list(zip(images.chunk(self.accumulation), labels.chunk(self.accumulation), strict=True))
+            if self.statistics is not None:
+                self.statistics.start()
             for number, (micro_images, micro_labels) in enumerate(micro_batches, start=1):
-                with self._reduce_gradients(last=number == len(micro_batches)):
+                last = number == len(micro_batches)
+                with self._reduce_gradients(last):
                     loss, outputs = self.forward(micro_images, micro_labels)
                     # AMP: scale the loss so that fp16 gradients do not underflow
                     self.loss_scaler.scale(loss / self.accumulation).backward()
+                if self.statistics is not None:
+                    self.statistics.collect(last)
                 sums.add(loss.detach(), outputs.detach(), micro_labels)
 
         with self.profiler.range("optimizer.step"):
@@ -80,15 +91,16 @@ class TrainStep:
             self.loss_scaler.step(self.optimizer)
             self.loss_scaler.update()
             self.weights.give_weights()
+        self.recording = False
 
     def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, float32 logits [N, classes])."""
         outputs = self.precision.forward(self.model, images)
         return self.criterion(outputs, labels), outputs
 
-    def _reduce_gradients(self, *, last: bool) -> AbstractContextManager[None]:
+    def _reduce_gradients(self, last: bool) -> AbstractContextManager[None]:
         """DDP: gradients cross the ranks once a step, with the last micro-batch."""
-        if isinstance(self.model, DistributedDataParallel) and not last:
+        if isinstance(self.model, DistributedDataParallel) and not (self.communicate and (last or self.recording)):
             return self.model.no_sync()
         return nullcontext()
 

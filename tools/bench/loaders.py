@@ -13,7 +13,8 @@ from tools.bench import common
 from tools.bench.training import build_training
 from utils.config import Config
 from utils.data import Dataset, Loader, build_loaders, open_dataset
-from utils.distributed import Distributed, process_group
+from utils.distributed import Distributed
+from utils.ranks import run_ranks
 
 BACKENDS = ("torchvision", "device", "synthetic")
 
@@ -35,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, print a table, write the report."""
     config = common.read_config(options)
-    with process_group(config.device) as place:
+
+    def measure(place: Distributed) -> None:
         dataset = open_dataset(config, place)
         step = build_training(config, place) if options.steps else None
         cases: dict[str, Callable[[], Mapping[str, float]]] = {}
@@ -46,7 +48,8 @@ def run(options: argparse.Namespace) -> int:
         if place.is_main:
             show(config, dataset, place, results)
         common.write_report(options.json, "loaders", config, place, results)
-    return 0
+
+    return run_ranks(measure, config.device, config.start_timeout_seconds, config.collective_timeout_seconds)
 
 
 @dataclass

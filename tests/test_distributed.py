@@ -1,0 +1,297 @@
+"""The same numbers from 1, 2, 3 and 4 processes, from accumulation, and whichever way DDP is told to work."""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import CIFAR100, TINY
+from processes import run_job
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import train
+import utils.ranks
+from utils.batch_norm import RunningStatistics
+from utils.cli import Arguments
+from utils.config import Config, load_config
+from utils.data.datasets import Dataset, load_dataset
+from utils.data.loaders import DeviceLoader
+from utils.data.sampling import EpochPlan
+from utils.distributed import Distributed, split_batch
+from utils.errors import ConfigError
+from utils.metrics import RunLogger
+from utils.optim import set_learning_rate
+from utils.parallel import cores_near, describe_parallel, distribute, pin_near_gpu, synchronise_batch_norm
+
+BATCH = 24  # 1, 2, 3 and 4 ranks share it evenly
+
+
+def configuration(**changes: Any) -> Config:
+    return Config(
+        **load_config(CIFAR100, "default").model_dump()
+        | TINY
+        | {"batch_size": BATCH, "limit_valid_batches": None}
+        | changes
+    )
+
+
+@lru_cache(maxsize=1)
+def shapes() -> Dataset:
+    """Drawn once a process, not for every Trainer."""
+    return load_dataset("shapes", Path("unused"), download=False)
+
+
+def train_some_steps(place: Distributed, num_steps: int, **changes: Any) -> dict[str, Any]:
+    """Weights and gradients, flat, and metrics after some steps, and in how many pieces of memory the gradients lie.
+
+    BatchNorm in eval mode, in which nothing keeps an untrained network's activations in range: float32 amplifies its
+    rounding to 2e-4 within 20 steps, with one process and another order of summation too. So in float64.
+    """
+    torch.set_default_dtype(torch.float64)
+    train.open_dataset = lambda config, place: shapes()
+    trainer = train.Trainer(configuration(limit_train_batches=num_steps, **changes), place)
+    trainer.model.train()
+    for module in trainer.model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    for images, labels in trainer.train_loader:
+        trainer.train_step(images.double(), labels, trainer.sums)
+    parameters = list(trainer.model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return {
+        "weights": torch.cat([parameter.detach().flatten() for parameter in parameters]),
+        "gradients": torch.cat([gradient.flatten() for gradient in gradients]),
+        "metrics": trainer.sums.average(place),
+        "storages": len({gradient.untyped_storage().data_ptr() for gradient in gradients}),
+    }
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fused": {"fused_optimizer": True},
+    "small buckets": {"bucket_cap_mb": 0.02},
+    "gradients of their own": {"gradient_as_bucket_view": False},
+    "zeroed": {"zero_grad_set_to_none": False},
+    "dropped": {"zero_grad_set_to_none": True},
+    "all at once": {"fused_optimizer": True, "zero_grad_set_to_none": True, "micro_batch_size": 6, "enable_nhwc": True},
+    "accumulated, zeroed": {"micro_batch_size": 12, "zero_grad_set_to_none": False},
+    "static graph": {"static_graph": True},
+    "static graph, accumulated": {"static_graph": True, "micro_batch_size": 12},
+    "buffers broadcast": {"broadcast_buffers": True},
+    "fp16 on the wire": {"gradient_compression": "fp16"},
+    "bf16 on the wire": {"gradient_compression": "bf16"},
+    "no communication": {"parallel": "no_communication"},
+}
+
+
+def save_results(folder: Path, num_steps: int, variants: dict[str, dict[str, Any]]) -> int:
+    def action(place: Distributed) -> None:
+        results = {name: train_some_steps(place, num_steps, **changes) for name, changes in variants.items()}
+        torch.save(results, folder / f"{place.world_size}-{place.rank}.pt")
+
+    return utils.ranks.run_ranks(action, "cpu", 60, 60)
+
+
+def results_of(folder: Path, world_size: int, num_steps: int, variants: dict[str, Any]) -> list[dict[str, Any]]:
+    """Per rank, what `train_some_steps` gave for each variant."""
+    ended = run_job(folder / f"job-{world_size}", world_size, save_results, folder, num_steps, variants)
+    assert [process.status for process in ended] == [0] * world_size, ended[0].errors
+    return [torch.load(folder / f"{world_size}-{rank}.pt") for rank in range(world_size)]
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative to b, in the Euclidean norm."""
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+ACCUMULATIONS = {f"accumulated {number}": {"micro_batch_size": BATCH // number} for number in (2, 3, 4)}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """20 steps of one process: the reference `plain`, and with accumulation."""
+    folder = tmp_path_factory.mktemp("one")
+    return results_of(folder, 1, 20, {"plain": {}} | ACCUMULATIONS)[0]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_equal_one_process(tmp_path: Path, one_process: dict[str, Any], world_size: int) -> None:
+    for result in results_of(tmp_path, world_size, 20, {"plain": {}}):
+        for what in ("weights", "gradients"):
+            assert distance(result["plain"][what], one_process["plain"][what]) < 1e-6, what
+        metrics, expected = result["plain"]["metrics"], one_process["plain"]["metrics"]
+        assert (metrics["images"], metrics["acc1"]) == (20 * BATCH, expected["acc1"])
+        assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ACCUMULATIONS)
+def test_accumulation_equals_one_process(one_process: dict[str, Any], name: str) -> None:
+    for what in ("weights", "gradients"):
+        assert distance(one_process[name][what], one_process["plain"][what]) < 1e-6, what
+
+
+def test_every_way_of_ddp_gives_the_same(tmp_path: Path) -> None:
+    first, second = results_of(tmp_path, 2, 3, VARIANTS)
+    reference = results_of(tmp_path, 1, 3, {"plain": {}})[0]["plain"]
+    for name, result in first.items():
+        tolerance = {"fp16 on the wire": 1e-3, "bf16 on the wire": 1e-2}.get(name, 1e-6)
+        if name != "no communication":
+            assert distance(result["weights"], reference["weights"]) < tolerance, name
+            assert torch.equal(result["weights"], second[name]["weights"]), name
+    for name in ("fp16 on the wire", "bf16 on the wire"):  # and they do something
+        assert distance(first[name]["gradients"], reference["gradients"]) > 1e-6, name
+    apart = first["no communication"]["weights"], second["no communication"]["weights"]
+    assert distance(*apart) > 1e-3
+    # gradients live in the one bucket, however they are cleared; without the key each has memory of its own
+    for name in ("fused", "zeroed", "dropped", "all at once", "accumulated, zeroed"):
+        assert first[name]["storages"] == 1, name
+    assert first["small buckets"]["storages"] > 3
+    assert first["gradients of their own"]["storages"] > 20
+
+
+# ---- whole runs
+
+
+def run_program(folder: Path, changes: dict[str, Any]) -> int:
+    torch.use_deterministic_algorithms(True)
+    return train.main(Arguments(configuration(**changes), "test", folder, "auto", dry_run=False))
+
+
+def epochs_of(tmp_path: Path, name: str, world_size: int, **changes: Any) -> list[dict[str, Any]]:
+    """The epoch records of a whole run on `world_size` ranks."""
+    run = tmp_path / name
+    ended = run_job(tmp_path / f"job-{name}", world_size, run_program, run, changes)
+    assert [process.status for process in ended] == [0] * world_size, ended[0].errors
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == "epoch"]
+
+
+def test_epoch_metrics_of_two_ranks_are_those_of_accumulation(tmp_path: Path) -> None:
+    """BatchNorm in train mode: both see the same micro-batches, so what was trained is equal to the last bit."""
+    ranks = epochs_of(tmp_path, "ranks", 2)
+    accumulated = epochs_of(tmp_path, "accumulated", 1, micro_batch_size=BATCH // 2)
+    assert len(ranks) == 2
+    for here, there in zip(ranks, accumulated, strict=True):
+        for key in ("loss/train", "acc1/train", "learning_rate"):
+            assert here[key] == there[key], key
+        # the running statistics are means taken every step here and once an epoch there
+        assert here["loss/valid"] == pytest.approx(there["loss/valid"], rel=1e-5)
+        assert here["acc1/valid"] == there["acc1/valid"]
+
+
+def test_runs_go_on_at_another_world_size(tmp_path: Path) -> None:
+    straight = epochs_of(tmp_path, "straight", 1, micro_batch_size=BATCH // 2)
+    epochs_of(tmp_path, "moved", 2, max_epochs=1)
+    moved = epochs_of(tmp_path / "again", "../moved", 1, micro_batch_size=BATCH // 2)
+    assert [row["epoch"] for row in moved] == [1, 2]
+    for here, there in zip(moved, straight, strict=True):
+        assert here["loss/train"] == there["loss/train"]
+        assert here["loss/valid"] == pytest.approx(there["loss/valid"], rel=1e-5)
+
+
+VALIDATION_SIZES = (2, 7, 100)
+
+
+def validate(folder: Path) -> int:
+    """Validation over the first few images only, with fewer batches than ranks, too."""
+
+    def action(place: Distributed) -> None:
+        trainer = train.Trainer(configuration(), place)
+        trainer.log = RunLogger(folder, enabled=False, to_screen=False, to_tensorboard=False, first_epoch=0)
+        whole = trainer.valid_loader
+        assert isinstance(whole, DeviceLoader)
+        results = {}
+        for size in VALIDATION_SIZES:
+            plan = EpochPlan(size, batch_size=5, rank=place.rank, world_size=place.world_size, training=False)
+            loader = DeviceLoader.__new__(DeviceLoader)
+            loader.__dict__.update(whole.__dict__ | {"plan": plan})
+            trainer.valid_loader = loader
+            results[size] = trainer.validate_one_epoch()
+        if place.is_main:
+            (folder / "validated.json").write_text(json.dumps(results))
+
+    return utils.ranks.run_ranks(action, "cpu", 60, 60)
+
+
+def test_validation_is_exact_at_any_world_size(tmp_path: Path) -> None:
+    results = []
+    for world_size in (1, 2, 3, 4):
+        folder = tmp_path / str(world_size)
+        folder.mkdir()
+        ended = run_job(folder / "job", world_size, validate, folder)
+        assert [process.status for process in ended] == [0] * world_size, ended[0].errors
+        results.append(json.loads((folder / "validated.json").read_text()))
+    for result in results:
+        for size in map(str, VALIDATION_SIZES):
+            assert result[size]["images"] == int(size)
+            assert result[size]["acc1"] == results[0][size]["acc1"]
+            assert result[size]["loss"] == pytest.approx(results[0][size]["loss"], rel=1e-6)
+
+
+# ---- the pieces
+
+
+def test_accumulated_statistics_are_the_mean_over_micro_batches() -> None:
+    """One BatchNorm fed with 3 micro-batches = the mean of 3 that were fed with one each."""
+    torch.manual_seed(0)
+    layer, apart = nn.BatchNorm2d(4), [nn.BatchNorm2d(4) for _ in range(3)]
+    statistics = RunningStatistics(layer)
+    for _ in range(5):
+        statistics.start()
+        for number, other in enumerate(apart, start=1):
+            images = 2 + torch.randn(8, 4, 3, 3)  # [N, 4, 3, 3]
+            layer(images)
+            other(images)
+            statistics.collect(last=number == 3)
+    assert layer.running_mean is not None and layer.running_var is not None
+    for name in ("running_mean", "running_var"):
+        mean = torch.stack([getattr(other, name) for other in apart]).mean(0)
+        assert torch.allclose(getattr(layer, name), mean, rtol=1e-5)
+
+
+def test_keys_that_cannot_work_here_are_named(alone: Distributed) -> None:
+    pair = Distributed(rank=0, local_rank=0, world_size=2, device=torch.device("cpu"))
+    model = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match="enable_sync_bn needs CUDA devices, this run is on cpu"):
+        synchronise_batch_norm(configuration(enable_sync_bn=True), model, pair)
+    with pytest.raises(ConfigError, match="dataparallel needs CUDA devices, this run is on cpu"):
+        distribute(configuration(parallel="dataparallel"), model, alone)
+    with pytest.raises(ConfigError, match="no_communication compares several ranks"):
+        distribute(configuration(parallel="no_communication"), model, alone)
+    with pytest.raises(ConfigError, match="batch_size 24 cannot be split evenly over 5 ranks"):
+        split_batch(BATCH, 5, None)
+
+
+def test_ways_to_measure_say_that_they_are_none_to_train() -> None:
+    assert describe_parallel(configuration()) == []
+    assert "gradients are NOT averaged" in describe_parallel(configuration(parallel="no_communication"))[0]
+    assert "one process drives all GPUs" in describe_parallel(configuration(parallel="dataparallel"))[0]
+
+
+def test_one_process_needs_no_ddp(alone: Distributed) -> None:
+    model = nn.Linear(1, 1)
+    assert distribute(configuration(), model, alone) is model
+    assert not isinstance(model, DistributedDataParallel)
+
+
+def test_cores_near_a_gpu(tmp_path: Path, alone: Distributed) -> None:
+    (tmp_path / "0000:3b:00.0").mkdir()
+    (tmp_path / "0000:3b:00.0/local_cpulist").write_text("0-2,8,10-11\n")
+    assert cores_near("0000:3b:00.0", tmp_path) == {0, 1, 2, 8, 10, 11}
+    assert cores_near("0000:af:00.0", tmp_path) == set()
+    assert pin_near_gpu(configuration(), alone) == []
+
+
+@pytest.mark.parametrize(("rule", "peak"), [("none", 0.1), ("sqrt", 0.2), ("linear", 0.4)])
+def test_learning_rate_follows_the_batch(alone: Distributed, rule: str, peak: float) -> None:
+    """Four times the reference batch; the warm-up starts from there, in every parameter group."""
+    config = configuration(
+        lr=0.1, lr_scale_rule=rule, lr_reference_batch_size=BATCH // 4, lr_warmup_epochs=1, lr_schedule="constant"
+    )
+    assert config.peak_lr == pytest.approx(peak)
+    trainer = train.Trainer(config, alone)
+    trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 10 * config.peak_lr})
+    set_learning_rate(trainer.optimizer, trainer.schedule.factor(0))
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([peak / 4, 10 * peak / 4])

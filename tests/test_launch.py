@@ -1,0 +1,383 @@
+"""How processes find each other under each launcher, and how all of them leave when one fails."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import ROOT, Ended, Job, free_port, run_job, torchrun_variables, without_launcher
+
+import utils.ranks
+from utils.distributed import Distributed
+from utils.errors import ConfigError, DataError, Stopped
+from utils.launch import Launch, find_launch, first_host, name_ranks, was_restarted
+from utils.ranks import run_ranks
+
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1", "MASTER_PORT": "1234", "TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
+SRUN = {
+    "SLURM_JOB_ID": "1001", "SLURM_STEP_ID": "2", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+    "SLURM_STEP_NODELIST": "gpu[03-04,9]",
+    "SLURM_JOB_NODELIST": "gpu[03-04,9],login", "SLURM_NTASKS": "6",
+}  # fmt: skip
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "95158273",
+}  # fmt: skip
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_PORT": "5000"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, Launch()),
+        ({"WORLD_SIZE": "1"}, Launch()),
+        (TORCHRUN, Launch(3, 4, 1, 2, "node1", 1234, "abc", hosts_store=False)),
+        (SRUN, Launch(5, 6, 1, 2, "gpu03", 27009, "1001.2")),
+        (OPEN_MPI, Launch(1, 2, 1, 2, "127.0.0.1", 22358, "95158273")),
+        (MPICH, Launch(1, 2, 1, 2, "127.0.0.1", 5000, "")),
+        (SRUN | TORCHRUN, Launch(3, 4, 1, 2, "node1", 1234, "abc", hosts_store=False)),
+        # one mpirun over two nodes of a Slurm job, which starts its remote half with srun
+        (
+            SRUN | OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+            Launch(1, 2, 1, 1, "gpu03", 22358, "95158273"),
+        ),
+        (SRUN | {"MASTER_ADDR": "fast-gpu03", "MASTER_PORT": "99"}, Launch(5, 6, 1, 2, "fast-gpu03", 99, "1001.2")),
+        # a batch script and an interactive shell hold SLURM_NTASKS and SLURM_PROCID, but are no step of that many tasks
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, Launch()),
+        (SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}, Launch()),
+    ],
+)
+def test_place_under_each_launcher(environment: dict[str, str], expected: Launch) -> None:
+    assert find_launch(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 but RANK is not set"),
+        ({"RANK": "1"}, "RANK is 1 but WORLD_SIZE is not set"),
+        (TORCHRUN | {"RANK": "4"}, "RANK is 4 and WORLD_SIZE is 4; ranks count from 0 to WORLD_SIZE - 1"),
+        (TORCHRUN | {"WORLD_SIZE": "0", "RANK": "0"}, "RANK is 0 and WORLD_SIZE is 0"),
+        (TORCHRUN | {"RANK": "first"}, "RANK is 'first'; expected a whole number"),
+        (TORCHRUN | {"WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2'; expected a whole number"),
+        (TORCHRUN | {"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
+        (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000; allowed: 1 to 65535"),
+        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+        (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR is not"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "set it to the host of rank 0"),
+        (MPICH | {"MASTER_PORT": ""}, "MASTER_PORT is not"),
+    ],
+)
+def test_senseless_variables_are_named(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        find_launch(environment)
+
+
+@pytest.mark.parametrize(
+    ("node_list", "host"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("gpu[03-05,9],cpu1", "gpu03"),
+        ("gpu[9,03-05]", "gpu9"),
+        ("rack[2-3]n[07-09]", "rack2n07"),
+        ("gpu[1-2].cluster.local,x", "gpu1.cluster.local"),
+    ],
+)
+def test_first_host_of_a_node_list(node_list: str, host: str) -> None:
+    assert first_host(node_list) == host
+
+
+def test_ranks_in_words() -> None:
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([7, 1, 2, 3]) == "ranks 1-3, 7"
+    assert name_ranks([0, 1]) == "ranks 0, 1"
+
+
+def test_neighbouring_jobs_and_steps_get_other_ports() -> None:
+    places = [
+        SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(500, 540) for step in range(7)
+    ]
+    ports = [find_launch(place).port for place in places]
+    assert len(set(ports)) == len(ports)
+    assert all(20000 <= port < 30000 for port in ports)
+
+
+def test_restarts_are_recognised() -> None:
+    assert not was_restarted({"TORCHELASTIC_RESTART_COUNT": "0"})
+    assert was_restarted({"TORCHELASTIC_RESTART_COUNT": "2"})
+    assert was_restarted({"SLURM_RESTART_COUNT": "1"})
+
+
+# ---- what the ranks below do
+
+
+def add_up(ranks: int) -> int:
+    """Every rank prints the sum over all ranks."""
+
+    def action(place: Distributed) -> None:
+        print(place.sum(torch.tensor([1.0 + place.rank])).item(), place.world_size == ranks)
+
+    return run_ranks(action, "cpu", 20, 20)
+
+
+def fail_on(rank: int, kind: str, others: str) -> int:
+    """One rank fails as `kind` says, while the others wait in a collective or do something else that is long."""
+    utils.ranks.GRACE_SECONDS = 0.5
+
+    def action(place: Distributed) -> None:
+        place.barrier()
+        if place.rank == rank:
+            time.sleep(0.3)
+            if kind == "expected":
+                raise DataError("the disk is gone\nbuy another")
+            if kind == "unforeseen":
+                raise ValueError("what is this")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if others == "collective":
+            place.barrier()
+        time.sleep(60)
+
+    return run_ranks(action, "cpu", 20, 60)
+
+
+def stop_on_request() -> int:
+    def action(place: Distributed) -> None:
+        if place.is_main:
+            time.sleep(0.5)  # rank 0 still writes the checkpoint
+            print("saved", flush=True)
+        raise Stopped("stopped with everything saved")
+
+    return run_ranks(action, "cpu", 20, 20)
+
+
+def split_odd() -> int:
+    """The whole program, with a batch that two ranks cannot share."""
+    import train
+    from utils.cli import parse_arguments
+
+    return train.main(parse_arguments(["--config=quickstart", "--set", "batch_size=33", "--set", "device=cpu"]))
+
+
+def bad_command_line() -> int:
+    from utils.cli import parse_arguments
+
+    try:
+        parse_arguments(["--config=quickstart", "--set", "batch_size=none"])
+    except SystemExit as leave:
+        return int(str(leave.code))
+    return 0
+
+
+def complaints(ended: list[Ended]) -> list[str]:
+    """Every line that any process wrote to stderr, PyTorch's own warnings left out."""
+    lines = [line for process in ended for line in process.errors.splitlines()]
+    native = re.compile(r"(\[rank\d+\]:)?\[[WE]\d+|Exception raised from|frame #|<omitting|$")
+    return [line for line in lines if not native.match(line)]
+
+
+# ---- the ranks themselves
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_meet_and_leave(tmp_path: Path, world_size: int) -> None:
+    ended = run_job(tmp_path, world_size, add_up, world_size)
+    total = float(sum(range(1, world_size + 1)))
+    assert [(process.status, process.output) for process in ended] == [(0, f"{total} True\n")] * world_size
+    assert [process.errors for process in ended] == [""] * world_size
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("others", ["collective", "something else"])
+def test_an_expected_failure_ends_all_and_is_told_once(tmp_path: Path, rank: int, others: str) -> None:
+    ended = run_job(tmp_path, 3, fail_on, rank, "expected", others)
+    assert [process.status for process in ended] == [3, 3, 3]
+    assert complaints(ended) == [f"error: rank {rank}: the disk is gone", "buy another"]
+    assert max(process.seconds for process in ended) < 20
+
+
+def test_an_unforeseen_failure_shows_one_traceback(tmp_path: Path) -> None:
+    ended = run_job(tmp_path, 3, fail_on, 1, "unforeseen", "collective")
+    assert [process.status for process in ended] == [1, 1, 1]
+    lines = complaints(ended)
+    assert lines[-1] == "error: rank 1: ValueError: what is this"
+    assert sum(line.startswith("Traceback") for line in lines) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_rank_is_named(tmp_path: Path, rank: int) -> None:
+    ended = run_job(tmp_path, 3, fail_on, rank, "killed", "collective")
+    assert ended[rank].status == -signal.SIGKILL
+    assert [process.status for process in ended if process is not ended[rank]] == [1, 1]
+    lines = complaints(ended)
+    assert len(lines) == 1
+    assert f"rank {rank}" in lines[0].partition("lost contact")[2]
+
+
+def test_a_stop_ends_all_after_rank_0_has_saved(tmp_path: Path) -> None:
+    ended = run_job(tmp_path, 3, stop_on_request)
+    assert [process.status for process in ended] == [75, 75, 75]
+    assert complaints(ended) == ["stopped with everything saved"]
+    assert ended[0].output == "saved\n"
+
+
+def test_the_same_error_everywhere_is_told_once(tmp_path: Path) -> None:
+    for function, words in (
+        (split_odd, "batch_size 33 cannot be split evenly over 2 ranks"),
+        (bad_command_line, 'batch_size is "none"'),
+    ):
+        ended = run_job(tmp_path / function.__name__, 2, function)
+        assert [process.status for process in ended] == [2, 2]
+        assert len(complaints(ended)) == 1
+        assert words in complaints(ended)[0]
+
+
+def test_exit_status_file_tells_another_ranks_failure(tmp_path: Path) -> None:
+    port, told = free_port(), tmp_path / "told"
+    ranks = [torchrun_variables(rank, 2, port, TRAIN_EXIT_STATUS_FILE=str(told)) for rank in range(2)]
+    Job(tmp_path / "job", fail_on, (1, "expected", "something else"), ranks).wait()
+    assert told.read_text() == "3\n"
+
+
+def test_missing_ranks_are_named(tmp_path: Path) -> None:
+    port = free_port()
+    ranks = [torchrun_variables(rank, 5, port) for rank in (0, 1)]
+    ended = Job(tmp_path, wait_two_seconds, (), ranks).wait()
+    assert [process.status for process in ended] == [1, 1]
+    lines = complaints(ended)
+    assert len(lines) == 2
+    assert f"ranks 2-4 of 5 did not arrive at 127.0.0.1:{port} within 2 s (start_timeout_seconds)" in lines[0]
+
+
+def wait_two_seconds() -> int:
+    return run_ranks(lambda place: None, "cpu", 2, 20)
+
+
+def test_a_rank_without_rank_0_says_where_it_looked(tmp_path: Path) -> None:
+    port = free_port()
+    ended = Job(tmp_path, wait_two_seconds, (), [torchrun_variables(1, 2, port) | {"LOCAL_RANK": "0"}]).wait()
+    assert ended[0].status == 1
+    assert f"error: rank 1: no answer from 127.0.0.1:{port}, where rank 0 should be, within 2 s" in ended[0].errors
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    store = dist.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
+    ended = Job(tmp_path, wait_two_seconds, (), [torchrun_variables(0, 2, store.port)]).wait()
+    assert ended[0].status == 2
+    assert re.fullmatch(rf"error: rank 0: port {store.port} on \S+ is in use, .*MASTER_PORT.*\n", ended[0].errors)
+
+
+def test_a_host_name_that_does_not_resolve_is_named(tmp_path: Path) -> None:
+    ranks = [torchrun_variables(rank, 2, free_port(), MASTER_ADDR="nowhere.invalid") for rank in range(2)]
+    ended = Job(tmp_path, wait_two_seconds, (), ranks).wait()
+    assert [process.status for process in ended] == [2, 2]
+    assert len(complaints(ended)) == 1
+    assert "MASTER_ADDR 'nowhere.invalid' does not resolve" in complaints(ended)[0]
+
+
+def test_restarts_in_torchruns_store_do_not_mistake_an_old_meeting_for_their_own(tmp_path: Path) -> None:
+    store = dist.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    ranks = [torchrun_variables(rank, 2, store.port, TORCHELASTIC_USE_AGENT_STORE="True") for rank in range(2)]
+    failed = Job(tmp_path / "first", fail_on, (1, "expected", "collective"), ranks).wait()
+    assert [process.status for process in failed] == [3, 3]
+    for attempt in ("second", "third"):
+        ended = Job(tmp_path / attempt, add_up, (2,), ranks).wait()
+        assert [(process.status, process.output, process.errors) for process in ended] == [(0, "3.0 True\n", "")] * 2
+
+
+def test_two_jobs_on_one_node_do_not_meet(tmp_path: Path) -> None:
+    def places(job: int, ranks: int) -> list[dict[str, str]]:
+        common = SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0"}
+        common |= {"SLURM_STEP_TASKS_PER_NODE": str(ranks), "SLURM_STEP_NUM_TASKS": str(ranks)}
+        return [common | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(ranks)]
+
+    number = 100 + os.getpid() % 1000
+    jobs = [Job(tmp_path / str(job), add_up, (3,), places(job, 3)) for job in (number, number + 1)]
+    for job in jobs:
+        assert [(process.status, process.output) for process in job.wait()] == [(0, "6.0 True\n")] * 3
+
+
+def test_strangers_at_one_port_do_not_meet(tmp_path: Path) -> None:
+    """Two jobs told the same port: the second fails, and its rank 1 does not join the first."""
+    port = free_port()
+    first = [torchrun_variables(rank, 2, port, TORCHELASTIC_RUN_ID="one") for rank in range(2)]
+    second = [torchrun_variables(1, 2, port, TORCHELASTIC_RUN_ID="two")]
+    stranger = Job(tmp_path / "two", wait_two_seconds, (), second)
+    ended = Job(tmp_path / "one", add_up, (2,), first).wait()
+    assert [(process.status, process.output) for process in ended] == [(0, "3.0 True\n")] * 2
+    assert stranger.wait()[0].status != 0
+
+
+# ---- the launchers themselves
+
+SHORT = (
+    "train.py", "--config=quickstart", "--set", "device=cpu", "--set", "max_epochs=3", "--set", "limit_train_batches=4",
+    "--set", "limit_valid_batches=1", "--set", "log_to_tensorboard=false",
+)  # fmt: skip
+
+
+def launch(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1"} | variables
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def torchrun(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return launch(sys.executable, "-m", "torch.distributed.run", *arguments, **variables)
+
+
+def test_mpirun_of_open_mpi(tmp_path: Path) -> None:
+    mpirun = shutil.which("mpirun.openmpi") or shutil.which("mpirun")
+    version = launch(mpirun, "--version").stdout if mpirun else ""
+    if mpirun is None or not re.search("OpenRTE|Open MPI", version):
+        pytest.skip("no mpirun of Open MPI here (Debian: openmpi-bin)")
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    ended = launch(
+        mpirun, *root, "--oversubscribe", "-n", "2", sys.executable, *SHORT, "--run-dir", str(tmp_path / "run")
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "128 = 2 rank(s) x 1 accumulated x 64 images" in ended.stdout
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_after_a_killed_worker(tmp_path: Path) -> None:
+    """Rank 1 is killed in its second epoch; torchrun starts both again, and they go on from the first epoch's end."""
+    run = tmp_path / "run"
+    script = tmp_path / "killed_once.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import train\n"
+        "from utils.cli import parse_arguments\n"
+        "whole = train.Trainer.train_one_epoch\n"
+        "def epoch(self, started):\n"
+        "    if (self.epoch, self.place.rank, os.environ['TORCHELASTIC_RESTART_COUNT']) == (1, 1, '0'):\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    whole(self, started)\n"
+        "train.Trainer.train_one_epoch = epoch\n"
+        "sys.exit(train.main(parse_arguments()))\n"
+    )
+    ended = torchrun(
+        "--standalone", "--nproc_per_node=2", "--max-restarts=1", str(script), *SHORT[1:], "--resume", "never",
+        "--run-dir", str(run),
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "error: rank 0: lost contact: no answer from rank 1" in ended.stderr
+    assert "epoch 2, batch 0, step 4" in ended.stdout
+    assert "Finished" in ended.stdout
+    assert not (tmp_path / "run.1").exists()
+    # at another world size: finished already, and the same checkpoint goes on for one more epoch
+    more = launch(sys.executable, *SHORT, "--set", "max_epochs=4", "--run-dir", str(run))
+    assert more.returncode == 0, more.stderr
+    assert "epoch 4, batch 0, step 12" in more.stdout
