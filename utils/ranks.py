@@ -5,6 +5,7 @@ ones have names. Failure: the rank that claims the store's key `failure` first p
 leave with its exit status, those that wait in a collective for the one that failed included.
 """
 
+import gc
 import json
 import multiprocessing
 import os
@@ -101,6 +102,7 @@ def _run_among_others(
             outcome = Failure(stopped.exit_status, str(stopped) if place.is_main else "")
         place.barrier()  # rank 0 may still be writing what the others need not wait for
         meeting.stop_watching()
+        gc.collect()  # DistributedDataParallel keeps threads that must not outlive the group
         dist.destroy_process_group()
         meeting.leave_last()
     except BaseException as error:
