@@ -44,6 +44,7 @@ from utils.precision import MasterWeights, choose_precision
 from utils.preemption import Asked, Requests, listen
 from utils.profiling import Profiler
 from utils.ranks import run_ranks
+from utils.recipe import build_average, predict, resize, training_size
 from utils.step import TrainStep, capture_stream, choose_step, prefetch, wants_graphs
 
 
@@ -74,6 +75,7 @@ class Trainer:
             # NHWC: weights in the channels_last memory format; the loaders bring the images in the same one
             self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.weights = MasterWeights(self.model, self.precision)
+        self.average = build_average(config, self.model)
 
         graphed = wants_graphs(config, place.device)
         self.optimizer = build_optimizer(config, self.weights.parameters(), graphed=graphed)
@@ -95,6 +97,7 @@ class Trainer:
                 communicate=config.parallel != "no_communication",
                 set_to_none=config.extra_opt("zero_grad_set_to_none"),
                 profiler=self.profiler,
+                clip_grad_norm=config.clip_grad_norm,
             )
         self.train_step, step_notes = choose_step(config, step, place.device)
         self.notes += step_notes
@@ -113,6 +116,12 @@ class Trainer:
             self.config, self.split, self.schedule, self.precision, self.model, self.criterion, self.image_shape
         )
 
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to train."""
+        enough = self.config.stop_at_accuracy
+        return self.epoch >= self.config.max_epochs or (enough is not None and self.best["acc1"] >= enough)
+
     # ---- the order of events
 
     def train(self, folder: Path, config_name: str, resume: str) -> None:
@@ -130,8 +139,8 @@ class Trainer:
         with lock or nullcontext(), logger as self.log, listen(self.requests), writer as self.writer:
             self.place.main_only(lambda: self._introduce(notes))
             self.since = time.perf_counter()
-            finished_before = self.epoch >= self.config.max_epochs
-            while self.epoch < self.config.max_epochs:
+            finished_before = self.finished
+            while not self.finished:
                 started = time.perf_counter()
                 # PROF: the range that nsys captures
                 with self.profiler.capture(self._is_profiled(self.epoch + 1)):
@@ -152,6 +161,7 @@ class Trainer:
         self.train_loader.set_epoch(self.epoch, first_batch=self.batch)
         self.log.start_bar(f"epoch {self.epoch + 1}/{self.config.max_epochs}", self.steps_per_epoch, self.batch)
         self.throughput.start()
+        size = training_size(self.config, self.epoch)
         batches = self.watch.batches(prefetch(self.config, iter(self.train_loader), self.place.device))
         while self.batch < self.steps_per_epoch:
             with self.profiler.range(f"iteration {self.batch}"):
@@ -160,14 +170,18 @@ class Trainer:
                     if self.mix is not None:
                         images, labels = self.mix(images, labels, self.epoch, self.batch)
                 set_learning_rate(self.optimizer, self.schedule.factor(self.step, self.plateau.cuts))
-                self.train_step(images, labels, self.sums)
+                self.train_step(resize(images, size), labels, self.sums)
+                if self.average is not None:
+                    self.average.update_parameters(self.model)
             self.batch += 1
             self.step += 1
             self.throughput.add(len(labels))
             self.log.advance_bar(self.batch)
             if self.batch == self.steps_per_epoch:
                 # DDP: for validation; before a checkpoint can be taken, since one taken here resumes with validation
-                self.place.average_buffers(self.model)
+                for network in (self.model, self.average):
+                    if network is not None:
+                        self.place.average_buffers(network)
             if (self.batch - 1) % self.config.log_freq == 0:
                 self._log_point()
             self._obey(self.requests.poll())
@@ -175,14 +189,15 @@ class Trainer:
     @torch.no_grad()
     def validate_one_epoch(self) -> dict[str, float]:
         """Loss and accuracy over every validation image, each counted once over all ranks."""
-        self.model.eval()
+        model = self.model if self.average is None else self.average.module
+        model.eval()
         self.valid_loader.set_epoch(self.epoch)
         self.log.start_bar("validation", len(self.valid_loader))
         sums = MetricSums(self.place.device)
         self.confusion = Confusion(self.config.num_classes, self.place.device)
         for number, (images, labels) in enumerate(self.valid_loader, start=1):
             # AMP: validation runs in the precision of training
-            outputs = self.precision.forward(self.model, images)
+            outputs = predict(self.precision, model, images, mirrored=self.config.test_time_flip)
             sums.add(nn.functional.cross_entropy(outputs, labels), outputs, labels)
             self.confusion.add(outputs, labels)
             self.log.advance_bar(number)
@@ -304,6 +319,7 @@ class Trainer:
             "batch": self.batch,
             "step": self.step,
             "model": self.weights.state_dict(),
+            "average": self.average.state_dict() if self.average else None,
             "optimizer": self.optimizer.state_dict(),
             "grad_scaler": self.loss_scaler.state_dict(),
             "plateau": asdict(self.plateau),
@@ -316,16 +332,24 @@ class Trainer:
 
     def _rank_state(self) -> dict[str, Any]:
         """What differs between ranks. The buffers only in mid-epoch: they are averaged before validation."""
-        buffers = dict(self.model.named_buffers()) if self.place.world_size > 1 and self.batch else {}
+        buffers = self._buffers() if self.place.world_size > 1 and self.batch else {}
         return {
             "random": checkpoint.random_state(),
             "metric_sums": self.sums.sums.cpu(),
             "buffers": {name: buffer.cpu() for name, buffer in buffers.items()},
         }
 
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """BatchNorm's buffers of the network and of its average."""
+        average = () if self.average is None else self.average.module.named_buffers(prefix="average")
+        return {**dict(self.model.named_buffers()), **dict(average)}
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint's state, at the same or another world size."""
         self.weights.load_state_dict(state["model"])
+        self.average = build_average(self.config, self.model)  # where none was saved, it begins with these weights
+        if self.average is not None and state["average"] is not None:
+            self.average.load_state_dict(state["average"])
         load_optimizer(self.optimizer, state["optimizer"])
         if state["grad_scaler"]:
             self.loss_scaler.load_state_dict(state["grad_scaler"])
@@ -338,11 +362,13 @@ class Trainer:
         if len(ranks) == self.place.world_size:
             mine = ranks[self.place.rank]
             checkpoint.restore_random_state(mine["random"])
-            self.model.load_state_dict(mine["buffers"], strict=False)
+            for name, buffer in self._buffers().items():
+                if name in mine["buffers"]:
+                    buffer.copy_(mine["buffers"][name])
             self.sums.load(mine["metric_sums"], state["logged_sums"])
         else:
             # another world size: BatchNorm goes on from the mean of what the ranks had seen
-            for name, buffer in self.model.named_buffers():
+            for name, buffer in self._buffers().items():
                 if name in ranks[0]["buffers"] and buffer.is_floating_point():
                     buffer.copy_(torch.stack([rank["buffers"][name] for rank in ranks]).mean(0))
             total = sum(rank["metric_sums"] for rank in ranks)
@@ -366,7 +392,7 @@ class Trainer:
             self.log.say(note)
         self.log.say(f"{self.config.model} on {environment['device']}, torch {torch.__version__}, {self.precision}")
         self.log.say(f"batch {self.split}; writes to {self.folder}")
-        if self.epoch < self.config.max_epochs:
+        if not self.finished:
             self.log.say("Starting Training Loop...")
 
     def _summary(self, finished_before: bool) -> str:

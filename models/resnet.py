@@ -17,9 +17,11 @@ LARGE = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 BLOCKS_PER_STAGE = {"resnet8": 1, "resnet20": 3, "resnet56": 9}
 
 
-def large_resnet(name: str, num_classes: int, stem: Literal["7x7", "3x3", "imagenet"]) -> nn.Module:
+def large_resnet(
+    name: str, num_classes: int, stem: Literal["7x7", "3x3", "imagenet"], *, zero_init: bool = False
+) -> nn.Module:
     """torchvision's `name` with this stem -> logits [N, num_classes]; images [N, 3, 32, 32], for imagenet 224."""
-    model = getattr(torchvision.models, name)(num_classes=num_classes)
+    model = getattr(torchvision.models, name)(num_classes=num_classes, zero_init_residual=zero_init)
     if stem == "imagenet":
         return model
     kernel_size = int(stem[0])
@@ -30,21 +32,27 @@ def large_resnet(name: str, num_classes: int, stem: Literal["7x7", "3x3", "image
 
 
 class SmallResNet(nn.Module):
-    """He's CIFAR ResNet: images [N, 3, 32, 32] -> logits [N, num_classes]; projection shortcuts (option B)."""
+    """He's CIFAR ResNet: images [N, 3, 32, 32] -> logits [N, num_classes]; projection shortcuts (option B).
 
-    def __init__(self, blocks_per_stage: int, num_classes: int) -> None:
+    `width` times as many channels as He's, as in wide ResNets (arXiv:1605.07146).
+    """
+
+    def __init__(self, blocks_per_stage: int, num_classes: int, *, width: int = 1, zero_init: bool = False) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(16)
+        channels = [16 * width, 32 * width, 64 * width]
+        self.conv1 = nn.Conv2d(3, channels[0], 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels[0])
         self.relu = nn.ReLU(inplace=True)
-        self.layer1 = _stage(16, 16, blocks_per_stage, stride=1)  # [N, 16, 32, 32]
-        self.layer2 = _stage(16, 32, blocks_per_stage, stride=2)  # [N, 32, 16, 16]
-        self.layer3 = _stage(32, 64, blocks_per_stage, stride=2)  # [N, 64, 8, 8]
+        self.layer1 = _stage(channels[0], channels[0], blocks_per_stage, stride=1)  # [N, 16 x width, 32, 32]
+        self.layer2 = _stage(channels[0], channels[1], blocks_per_stage, stride=2)  # [N, 32 x width, 16, 16]
+        self.layer3 = _stage(channels[1], channels[2], blocks_per_stage, stride=2)  # [N, 64 x width, 8, 8]
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(64, num_classes)
+        self.fc = nn.Linear(channels[2], num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if isinstance(module, BasicBlock) and zero_init:
+                nn.init.zeros_(module.bn2.weight)
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.relu(self.bn1(self.conv1(images)))

@@ -266,7 +266,7 @@ BROKEN_VALUES = [
     ("enable_amp: !!bool maybe", 'enable_amp is "maybe", which cannot be read as bool; allowed: true or false'),
     ("bacth_size: 64", "unknown key 'bacth_size'. Did you mean 'batch_size'?"),
     ("xyzzy: 64", "unknown key 'xyzzy'; --print-config shows every key"),
-    ("optimizer: {name: sgd}", "unknown key 'optimizer'. Did you mean 'fused_optimizer'?"),
+    ("the_optimizer: {name: sgd}", "unknown key 'the_optimizer'. Did you mean 'optimizer'?"),
     ("lr_warmup_epochs: 200", "lr_warmup_epochs 200 must not exceed max_epochs 100"),
     ("lr_schedule: onecycle", "lr_schedule onecycle rises over lr_warmup_epochs, which is 0; allowed: above 0 and"),
     ("lr_schedule: step", "lr_schedule step cuts at lr_milestones, which is []; list at least one epoch"),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torchvision
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import build_model
@@ -15,6 +16,11 @@ from models import build_model
         ("resnet18", "3x3", 10, 11_173_962),  # as in the widely used pytorch-cifar
         ("resnet20", "7x7", 10, 272_474),  # 0.27 M in table 6 of He et al., with projection shortcuts
         ("resnet56", "7x7", 10, 855_770),  # 0.85 M there
+        ("vgg16", "7x7", 10, 14_719_818),  # torchvision's convolutions and one linear layer
+        ("vgg16_bn", "7x7", 10, 14_728_266),  # as in pytorch-cifar
+        ("resnet50", "imagenet", 1000, 25_557_032),  # from here on as torchvision's documentation has them
+        ("resnet18", "imagenet", 1000, 11_689_512),
+        ("alexnet", "imagenet", 1000, 61_100_840),
     ],
 )
 def test_number_of_parameters(tiny, model, stem, num_classes, parameters):
@@ -47,11 +53,34 @@ def test_small_images_keep_their_resolution_through_the_stem(tiny):
     }
 
 
-@pytest.mark.parametrize("model", ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet8", "resnet20"])
+@pytest.mark.parametrize(
+    "model", ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet8", "resnet20", "vgg16"]
+)
 def test_every_network_trains_a_step(tiny, model):
     built = build_model(tiny(model=model))
     built(torch.randn(2, 3, 32, 32)).sum().backward()
     assert all(parameter.grad is not None for parameter in built.parameters())
+
+
+@pytest.mark.parametrize("model", ["vgg16", "vgg16_bn"])
+def test_vgg_of_small_images_computes_torchvisions_features(tiny, model):
+    """Its thirteen convolutions with torchvision's weights: the same features, so the same network up to the end."""
+    ours = build_model(tiny(model=model, num_classes=10)).eval()
+    reference = getattr(torchvision.models, model)(init_weights=False, num_classes=10).eval()
+    ours.features.load_state_dict(reference.features.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        features = reference.features(images)
+        assert features.shape == (2, 512, 1, 1)
+        assert torch.equal(ours(images), ours.fc(features.flatten(1)))
+
+
+def test_width_multiplies_every_channel(tiny):
+    plain, wide = (build_model(tiny(model="resnet8", width=width)).state_dict() for width in (1, 3))
+    for name, weight in plain.items():
+        if name.startswith("layer") and name.endswith("conv1.weight"):
+            assert wide[name].shape[:2] == (3 * weight.shape[0], 3 * weight.shape[1])
+    assert wide["fc.weight"].shape == (10, 192)
 
 
 def test_memory_format_does_not_change_the_result(tiny):

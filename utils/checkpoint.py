@@ -7,6 +7,7 @@
 | class_names | what the network's outputs mean |
 | epoch, batch, step | position: finished epochs, batches trained in the next one, optimizer steps in all |
 | model | weights and buffers, keys without `module.` |
+| average | the moving average that is validated, as AveragedModel's state; null where ema_decay is |
 | optimizer, grad_scaler, plateau | their states; the learning rate is a function of step and plateau |
 | logged_sums | the epoch's sums over all ranks at the last log point |
 | best | {"acc1", "epoch"} of the best validation so far |
@@ -44,11 +45,14 @@ from utils.errors import CheckpointError, ExpectedError
 
 FORMAT = 1
 KEYS = frozenset({
-    "format", "config", "config_name", "config_digest", "class_names", "epoch", "batch", "step", "model", "optimizer",
-    "grad_scaler", "plateau", "logged_sums", "best", "seconds", "ranks", "versions",
+    "format", "config", "config_name", "config_digest", "class_names", "epoch", "batch", "step", "model", "average",
+    "optimizer", "grad_scaler", "plateau", "logged_sums", "best", "seconds", "ranks", "versions",
 })  # fmt: skip
 # keys of the configuration that decide what the saved tensors and the position in the data mean
-FITTING_KEYS = ("dataset", "num_classes", "model", "stem", "batch_size", "seed", "limit_train_batches")
+FITTING_KEYS = (
+    "dataset", "num_classes", "model", "stem", "width", "optimizer", "weight_decay_bn_bias", "batch_size", "seed",
+    "limit_train_batches",
+)  # fmt: skip
 
 _DIGEST = b"sha256:"
 _COMMENT_BYTES = len(_DIGEST) + 64

@@ -93,11 +93,20 @@ class Config(BaseModel):
     its place, leave it out of validation."""
 
     # ---- model
-    model: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet8", "resnet20", "resnet56"]
-    """torchvision's ResNet family with a CIFAR stem, or He's small CIFAR networks (8, 20, 56 layers)."""
+    model: Literal[
+        "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet8", "resnet20", "resnet56",
+        "vgg16", "vgg16_bn", "alexnet",
+    ]  # fmt: skip
+    """torchvision's ResNet family, VGG16 (_bn: with BatchNorm) and AlexNet, or He's small CIFAR ResNets (8, 20, 56
+    layers)."""
     stem: Literal["7x7", "3x3", "imagenet"]
     """First convolution of the large ResNets: the tutorial's 7x7 or the usual CIFAR 3x3, stride 1, no max-pool, or for
-    224-pixel images torchvision's own, 7x7 with stride 2 and a max-pool."""
+    224-pixel images torchvision's own, 7x7 with stride 2 and a max-pool. VGG and AlexNet too are torchvision's own
+    with imagenet."""
+    width: Annotated[int, Field(ge=1, le=64)]
+    """resnet8, 20, 56: so many times as many channels; 1 is He's."""
+    zero_init_residual: bool
+    """ResNets: the last BatchNorm of each residual block starts at 0, so that the block starts as the identity."""
 
     # ---- optimisation
     lr: Annotated[float, Field(gt=0, le=1000)]
@@ -106,12 +115,23 @@ class Config(BaseModel):
     """Multiply lr by (batch_size / lr_reference_batch_size), or by its square root."""
     lr_reference_batch_size: PositiveInt
     """The global batch for which lr is meant; only for lr_scale_rule."""
+    optimizer: Literal["sgd", "lars", "lamb"]
+    """SGD with momentum, or for large batches LARS (layer-wise SGD) or LAMB (layer-wise Adam with decoupled decay)."""
+    lars_trust_coefficient: Annotated[float, Field(gt=0)]
+    """lars: the size of a layer's step in proportion to its weights, at learning rate 1; 0.001 in the paper."""
     momentum: Fraction
-    """SGD momentum."""
+    """Momentum of sgd and lars, beta1 of lamb."""
     nesterov: bool
-    """Nesterov momentum."""
+    """Nesterov momentum, of sgd and lars."""
     weight_decay: Annotated[float, Field(ge=0, le=1000)]
-    """L2 penalty, on every parameter."""
+    """L2 penalty; for lamb decoupled from the gradient."""
+    weight_decay_bn_bias: bool
+    """Apply weight_decay to BatchNorm's weights and to biases too, as the tutorial does."""
+    clip_grad_norm: Annotated[float, Field(gt=0)] | None
+    """Scale the whole gradient down to this Euclidean norm where it is longer; null: never."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None
+    """Validate an exponential moving average of weights and BatchNorm statistics, updated every step with this decay;
+    null: the weights themselves."""
     label_smoothing: Fraction
     """Share of the target spread over all classes in training; validation never smooths."""
     lr_schedule: Literal["plateau", "onecycle", "cosine", "step", "constant"]
@@ -126,6 +146,15 @@ class Config(BaseModel):
     """step: epochs after which the learning rate is cut."""
     max_epochs: PositiveInt
     """Epochs to train."""
+    stop_at_accuracy: Annotated[float, Field(gt=0, le=1)] | None
+    """End the run after the first epoch with at least this validation accuracy, a share in [0, 1]; null: never."""
+    test_time_flip: bool
+    """Validate on the mean of the network's outputs for each image and its mirror image."""
+    progressive_image_sizes: Annotated[tuple[Annotated[int, Field(ge=8, le=1024)], ...], Field(strict=False)]
+    """Train on images of these sizes one after the other, in pixels, resized on the device, then on whole ones; []:
+    whole ones throughout. Validation always sees whole ones."""
+    progressive_image_shares: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(strict=False)]
+    """The share of max_epochs at which each of progressive_image_sizes ends, rising."""
     batch_size: PositiveInt
     """Images in one optimizer step, over all ranks."""
     micro_batch_size: PositiveInt | None
@@ -160,7 +189,7 @@ class Config(BaseModel):
     enable_extra_opts: bool
     """EXTRA: the tutorial's group switch for the three keys below, each of which follows it where null."""
     fused_optimizer: bool | None
-    """EXTRA: one fused kernel for the whole SGD update."""
+    """EXTRA: one fused kernel for the whole update; optimizer sgd has one."""
     zero_grad_set_to_none: bool | None
     """EXTRA: drop gradients instead of writing zeros into them."""
     cudnn_benchmark: bool | None
@@ -240,6 +269,16 @@ class Config(BaseModel):
             raise ValueError("lr_schedule step cuts at lr_milestones, which is []; list at least one epoch")
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov is true, which needs momentum above 0; momentum is 0")
+        if self.nesterov and self.optimizer == "lamb":
+            raise ValueError("nesterov is true, which optimizer lamb does not have; use nesterov=false")
+        if self.fused_optimizer and self.optimizer != "sgd":
+            raise ValueError(f"fused_optimizer is true, but optimizer {self.optimizer} has no fused kernel; use null")
+        shares = self.progressive_image_shares
+        if len(shares) != len(self.progressive_image_sizes) or list(shares) != sorted(set(shares)):
+            raise ValueError(
+                f"progressive_image_shares {list(shares)} must rise and be as many as progressive_image_sizes "
+                f"{list(self.progressive_image_sizes)}"
+            )
         if self.enable_profiling and self.profiling_epoch_start > self.max_epochs:
             raise ValueError(
                 f"enable_profiling would profile nothing: profiling_epoch_start {self.profiling_epoch_start} "
@@ -252,9 +291,35 @@ class Config(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_model(self) -> "Config":
+        if self.width != 1 and self.model not in ("resnet8", "resnet20", "resnet56"):
+            raise ValueError(f"width {self.width} is for resnet8, resnet20 and resnet56; model {self.model} needs 1")
+        if self.zero_init_residual and not self.model.startswith("resnet"):
+            raise ValueError(f"zero_init_residual is true, but model {self.model} has no residual blocks; use false")
+        if self.model == "alexnet" and self.stem != "imagenet":
+            raise ValueError(f"model alexnet is for large images: stem must be imagenet, not {self.stem}")
+        if self.stem == "imagenet" and self.model in ("resnet8", "resnet20", "resnet56"):
+            raise ValueError(f"model {self.model} is for small images; stem imagenet needs another model")
+        if self.ema_decay is not None and self.opt_level in ("O2", "O3"):
+            raise ValueError(
+                f"ema_decay {self.ema_decay:g} needs float32 weights: opt_level O0 or O1, not {self.opt_level}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_graphs(self) -> "Config":
         if self.enable_cuda_graphs is False:
             return self
+        if self.progressive_image_sizes:
+            raise ValueError(
+                f"enable_cuda_graphs {str(self.enable_cuda_graphs).lower()} needs images of one size; "
+                "progressive_image_sizes gives several, use []"
+            )
+        if self.optimizer != "sgd":
+            raise ValueError(
+                f"enable_cuda_graphs {str(self.enable_cuda_graphs).lower()} needs optimizer sgd; "
+                f"{self.optimizer} reads the learning rate on the host"
+            )
         if not self.extra_opt("fused_optimizer"):
             raise ValueError(
                 f"enable_cuda_graphs {str(self.enable_cuda_graphs).lower()} needs fused_optimizer true (or "
@@ -276,7 +341,8 @@ class Config(BaseModel):
     def extra_opt(self, key: Literal["fused_optimizer", "zero_grad_set_to_none", "cudnn_benchmark"]) -> bool:
         """The member's own value, or the group's where the member is null."""
         value = getattr(self, key)
-        return self.enable_extra_opts if value is None else value
+        group = self.enable_extra_opts and (key != "fused_optimizer" or self.optimizer == "sgd")
+        return group if value is None else value
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,8 @@ class Distributed:
     def average_buffers(self, model: nn.Module) -> None:
         """Collective: the mean over the ranks of every floating-point buffer, in place: BatchNorm's statistics, of
         which each rank has seen its own share."""
-        if self.world_size > 1:
-            buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        if self.world_size > 1 and buffers:
             flat = self.sum(torch.cat([buffer.flatten() for buffer in buffers])) / self.world_size
             for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
                 buffer.copy_(mean.view_as(buffer))

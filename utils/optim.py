@@ -9,32 +9,60 @@ import torch
 from torch import Tensor, nn
 
 from utils.config import Config
+from utils.large_batch import Lamb, Lars
 
 ONECYCLE_START = 1 / 25  # torch.optim.lr_scheduler.OneCycleLR: div_factor 25
 ONECYCLE_END = 1 / 25e4  # and final_div_factor 1e4 below that
 
 
-def build_optimizer(config: Config, parameters: Iterable[nn.Parameter], *, graphed: bool = False) -> torch.optim.SGD:
-    """SGD over `parameters`; EXTRA: as one fused kernel. `graphed`: for a step that is captured as a CUDA graph, which
-    reads the learning rate from a tensor on the device, as numbers are frozen into it."""
+def build_optimizer(
+    config: Config, parameters: Iterable[nn.Parameter], *, graphed: bool = False
+) -> torch.optim.Optimizer:
+    """`optimizer` over `parameters`; EXTRA: SGD as one fused kernel. `graphed`: for a step that is captured as a CUDA
+    graph, which reads the learning rate from a tensor on the device, as numbers are frozen into it."""
     parameters = list(parameters)
-    fused = config.extra_opt("fused_optimizer")
-    optimizer = torch.optim.SGD(
-        parameters,
-        lr=torch.tensor(config.peak_lr, device=parameters[0].device) if graphed else config.peak_lr,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        nesterov=config.nesterov,
-        fused=fused,
-    )
+    groups = _parameter_groups(config, parameters)
+    optimizer: torch.optim.Optimizer
+    if config.optimizer == "lamb":
+        optimizer = Lamb(groups, lr=config.peak_lr, beta1=config.momentum, weight_decay=config.weight_decay)
+    elif config.optimizer == "lars":
+        optimizer = Lars(
+            groups,
+            lr=config.peak_lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            nesterov=config.nesterov,
+            trust_coefficient=config.lars_trust_coefficient,
+        )
+    else:
+        optimizer = torch.optim.SGD(
+            groups,
+            lr=torch.tensor(config.peak_lr, device=parameters[0].device) if graphed else config.peak_lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            nesterov=config.nesterov,
+            fused=config.extra_opt("fused_optimizer"),
+        )
+        if config.extra_opt("fused_optimizer") and config.momentum:
+            _fill_momentum(optimizer)
     for group in optimizer.param_groups:
         group["initial_lr"] = config.peak_lr
-    if fused and config.momentum:
-        _fill_momentum(optimizer)
     return optimizer
 
 
-def _fill_momentum(optimizer: torch.optim.SGD) -> None:
+def _parameter_groups(config: Config, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """One group, or two where BatchNorm and biases, all the parameters with one dimension, are treated differently."""
+    if config.optimizer == "sgd" and config.weight_decay_bn_bias:
+        return [{"params": parameters}]
+    vectors: dict[str, Any] = {"params": [parameter for parameter in parameters if parameter.ndim <= 1]}
+    if not config.weight_decay_bn_bias:
+        vectors["weight_decay"] = 0.0
+    if config.optimizer != "sgd":
+        vectors["adapt"] = False
+    return [{"params": [parameter for parameter in parameters if parameter.ndim > 1]}, vectors]
+
+
+def _fill_momentum(optimizer: torch.optim.Optimizer) -> None:
     """Start every momentum buffer at zero, which gives the same trajectory as SGD's own first step.
 
     Without it, a GradScaler that skips the very first fused step (fp16 overflows at the initial scale of 65536)

@@ -51,6 +51,7 @@ class TrainStep:
         set_to_none: bool,
         profiler: Profiler,
         communicate: bool = True,
+        clip_grad_norm: float | None = None,
     ) -> None:
         self.model, self.weights, self.optimizer, self.criterion = model, weights, optimizer, criterion
         self.precision, self.loss_scaler = precision, loss_scaler
@@ -59,6 +60,7 @@ class TrainStep:
         # DDP: a static graph is recorded in the first step, which needs every backward pass of it to be reduced
         self.recording = isinstance(model, DistributedDataParallel) and model.static_graph
         self.statistics = RunningStatistics(model) if accumulation > 1 else None
+        self.clip_grad_norm = clip_grad_norm
         self.forward: Forward = self._forward
 
     def compile(self, mode: str) -> None:
@@ -87,6 +89,9 @@ class TrainStep:
 
         with self.profiler.range("optimizer.step"):
             self.weights.take_gradients()
+            if self.clip_grad_norm is not None:
+                self.loss_scaler.unscale_(self.optimizer)  # the length that counts is that of the true gradient
+                nn.utils.clip_grad_norm_(self.weights.parameters(), self.clip_grad_norm)
             # AMP: unscales the gradients, and skips the step where they overflowed
             self.loss_scaler.step(self.optimizer)
             self.loss_scaler.update()

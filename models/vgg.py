@@ -1,0 +1,26 @@
+"""VGG16 for 32x32 images, on torchvision's layers (Simonyan and Zisserman, arXiv:1409.1556, configuration D)."""
+
+from torch import Tensor, nn
+from torchvision.models.vgg import cfgs, make_layers
+
+SMALL_VGGS = {"vgg16": False, "vgg16_bn": True}  # name: with BatchNorm
+
+
+class SmallVgg(nn.Module):
+    """Images [N, 3, 32, 32] -> logits [N, num_classes]; 14.7 M parameters.
+
+    The thirteen convolutions leave [N, 512, 1, 1], so one linear layer takes the place of torchvision's three, whose
+    120 M parameters are for 224-pixel images.
+    """
+
+    def __init__(self, num_classes: int, *, batch_norm: bool) -> None:
+        super().__init__()
+        self.features = make_layers(cfgs["D"], batch_norm=batch_norm)
+        self.fc = nn.Linear(512, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d) and module.bias is not None:  # as torchvision does
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+                nn.init.zeros_(module.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.fc(self.features(images).flatten(1))

@@ -1,0 +1,413 @@
+"""What a recipe adds to plain SGD: each against a reference, and through whole runs."""
+
+import copy
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from models import build_model
+from train import Trainer
+from utils.checkpoint import read_checkpoint
+from utils.config import Config
+from utils.errors import CheckpointError
+from utils.large_batch import LAMB_BETA2, LAMB_EPSILON, Lamb, Lars
+from utils.optim import build_optimizer, load_optimizer
+from utils.precision import Precision
+from utils.recipe import predict, resize, training_size
+
+STEPS = 6
+
+
+def epochs(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == "epoch"]
+
+
+def run(config, place, folder, resume="auto"):
+    trainer = Trainer(config, place)
+    trainer.train(folder, "tiny", resume)
+    return trainer
+
+
+# ---- LARS and LAMB
+
+
+def problem():
+    """Parameters (a filter, a matrix that starts at 0, a vector), and their gradients in each of STEPS steps."""
+    rng = np.random.default_rng(0)
+    start = [rng.normal(size=(4, 3, 3, 3)), np.zeros((5, 4)), rng.normal(size=5)]
+    return start, [[rng.normal(size=value.shape) for value in start] for _ in range(STEPS)]
+
+
+def ours(tiny, rates, **changes):
+    """The parameters after STEPS steps of the optimizer that the configuration builds."""
+    start, gradients = problem()
+    parameters = [nn.Parameter(torch.from_numpy(value.copy())) for value in start]
+    optimizer = build_optimizer(tiny(**changes), parameters)
+    for rate, step in zip(rates, gradients, strict=True):
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = torch.from_numpy(gradient)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    return [parameter.detach().numpy() for parameter in parameters]
+
+
+def lars_paper(rates, momentum, decay, trust):
+    """Algorithm 1 of arXiv:1708.03888, with the learning rate outside of the momentum, as in torch.optim.SGD."""
+    weights, gradients = problem()
+    buffers = [np.zeros_like(weight) for weight in weights]
+    for rate, step in zip(rates, gradients, strict=True):
+        for number, gradient in enumerate(step):
+            weight = weights[number]
+            length, slope = np.linalg.norm(weight), np.linalg.norm(gradient)
+            local = trust * length / (slope + decay * length) if weight.ndim > 1 and length > 0 else 1.0
+            buffers[number] = momentum * buffers[number] + local * (gradient + decay * weight)
+            weights[number] = weight - rate * buffers[number]
+    return weights
+
+
+def lamb_paper(rates, beta1, decay):
+    """Algorithm 2 of arXiv:1904.00962."""
+    weights, gradients = problem()
+    means, squares = ([np.zeros_like(weight) for weight in weights] for _ in range(2))
+    for number_of_step, (rate, step) in enumerate(zip(rates, gradients, strict=True), start=1):
+        for number, gradient in enumerate(step):
+            weight = weights[number]
+            means[number] = beta1 * means[number] + (1 - beta1) * gradient
+            squares[number] = LAMB_BETA2 * squares[number] + (1 - LAMB_BETA2) * gradient**2
+            mean = means[number] / (1 - beta1**number_of_step)
+            square = squares[number] / (1 - LAMB_BETA2**number_of_step)
+            update = mean / (np.sqrt(square) + LAMB_EPSILON) + decay * weight
+            length = np.linalg.norm(weight)
+            scale = length / np.linalg.norm(update) if weight.ndim > 1 and length > 0 else 1.0
+            weights[number] = weight - rate * scale * update
+    return weights
+
+
+RATES = [0.1, 0.2, 0.3, 0.2, 0.1, 0.05]
+
+
+def assert_same(left, right):
+    for one, other in zip(left, right, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-9)
+
+
+def test_lars_is_the_papers(tiny):
+    changes = {"optimizer": "lars", "momentum": 0.8, "weight_decay": 0.01, "lars_trust_coefficient": 0.02}
+    assert_same(ours(tiny, RATES, **changes), lars_paper(RATES, 0.8, 0.01, 0.02))
+
+
+def test_lamb_is_the_papers(tiny):
+    changes = {"optimizer": "lamb", "momentum": 0.8, "weight_decay": 0.01}
+    assert_same(ours(tiny, RATES, **changes), lamb_paper(RATES, 0.8, 0.01))
+
+
+@pytest.mark.parametrize("name", ["lars", "lars nesterov", "lamb"])
+def test_lars_and_lamb_equal_timms(name):
+    timm = pytest.importorskip("timm.optim", reason="timm is not installed")
+    start, gradients = problem()
+    # timm decides by the weight decay whether a layer is scaled; ours by the group
+    sides = []
+    for library in ("ours", "timm"):
+        parameters = [nn.Parameter(torch.from_numpy(value.copy())) for value in start]
+        vectors = {"params": parameters[2:], "weight_decay": 0.0}
+        if library == "ours":
+            groups = [{"params": parameters[:2]}, vectors | {"adapt": False}]
+            optimizer = (
+                Lamb(groups, lr=0.1, beta1=0.9, weight_decay=0.01)
+                if name == "lamb"
+                else Lars(
+                    groups,
+                    lr=0.1,
+                    momentum=0.9,
+                    weight_decay=0.01,
+                    nesterov="nesterov" in name,
+                    trust_coefficient=0.001,
+                )
+            )
+        else:
+            groups = [{"params": parameters[:2]}, vectors]
+            optimizer = (
+                timm.Lamb(groups, lr=0.1, weight_decay=0.01, max_grad_norm=None)
+                if name == "lamb"
+                else timm.Lars(groups, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov="nesterov" in name)
+            )
+        for rate, step in zip(RATES, gradients, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            for parameter, gradient in zip(parameters, step, strict=True):
+                parameter.grad = torch.from_numpy(gradient)
+            optimizer.step()
+        sides.append([parameter.detach().numpy() for parameter in parameters])
+    assert_same(*sides)
+
+
+@pytest.mark.parametrize("name", ["lars", "lamb"])
+def test_large_batch_optimizers_go_on_from_their_state(tiny, name):
+    def build():
+        parameter = nn.Parameter(torch.ones(3, 2))
+        return build_optimizer(tiny(optimizer=name), [parameter]), parameter
+
+    def train(optimizer, parameter, steps):
+        for step in steps:
+            parameter.grad = torch.full((3, 2), 1.0 + step)
+            optimizer.step()
+
+    whole, expected = build()
+    train(whole, expected, range(4))
+    first, half = build()
+    train(first, half, range(2))
+    second, rest = build()
+    load_optimizer(second, copy.deepcopy(first.state_dict()))
+    rest.data.copy_(half.data)
+    train(second, rest, range(2, 4))
+    assert torch.equal(rest, expected)
+
+
+LARGE_BATCH = {"lars": {"lr": 1.0, "lars_trust_coefficient": 0.02}, "lamb": {"lr": 0.01}}
+
+
+@pytest.mark.parametrize("name", ["lars", "lamb"])
+def test_large_batch_optimizers_learn_a_batch_by_heart(tiny, alone, name):
+    trainer = Trainer(tiny(optimizer=name, **LARGE_BATCH[name]), alone)
+    images, labels = next(iter(trainer.train_loader))
+    for _ in range(25):
+        trainer.train_step(images, labels, trainer.sums)
+        average = trainer.sums.average_since_last(alone)
+    assert average["loss"] < 0.5
+
+
+@pytest.mark.parametrize("name", ["lars", "lamb"])
+def test_large_batch_optimizers_resume_bitwise(tiny, alone, tmp_path, name):
+    changes = {"optimizer": name, **LARGE_BATCH[name], "weight_decay_bn_bias": False}
+    whole = run(tiny(max_epochs=2, **changes), alone, tmp_path / "whole")
+    run(tiny(max_epochs=1, **changes), alone, tmp_path / "parts")
+    parts = run(tiny(max_epochs=2, **changes), alone, tmp_path / "parts")
+    for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_state_of_another_optimizer_is_refused(tiny, alone, tmp_path):
+    run(tiny(max_epochs=1), alone, tmp_path)
+    with pytest.raises(CheckpointError, match="optimizer 'sgd' -> 'lars'"):
+        run(tiny(max_epochs=2, optimizer="lars"), alone, tmp_path)
+
+
+# ---- weight decay, clipping
+
+
+def test_weight_decay_leaves_batchnorm_and_biases_alone(tiny):
+    """With gradients of zero, one step shrinks what is decayed and leaves the rest."""
+    model = build_model(tiny())
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    optimizer = build_optimizer(tiny(weight_decay_bn_bias=False, weight_decay=0.1, lr=1.0), model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    modules = dict(model.named_modules())
+    for name, value in model.named_parameters():
+        decayed = name.endswith("weight") and not isinstance(modules[name.rpartition(".")[0]], nn.BatchNorm2d)
+        torch.testing.assert_close(value, before[name] * (0.9 if decayed else 1.0))
+
+
+def test_weight_decay_on_everything_is_the_tutorials(tiny):
+    assert len(build_optimizer(tiny(), build_model(tiny()).parameters()).param_groups) == 1
+
+
+def test_clipped_gradient_has_the_given_length_and_the_direction_of_the_whole(tiny, alone):
+    gradients = {}
+    for limit in (None, 0.5, 1e6):
+        trainer = Trainer(tiny(clip_grad_norm=limit, micro_batch_size=16), alone)
+        images, labels = next(iter(trainer.train_loader))
+        trainer.train_step(images, labels, trainer.sums)
+        gradients[limit] = torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
+    assert gradients[None].norm() > 0.5
+    assert gradients[0.5].norm().item() == pytest.approx(0.5, rel=1e-4)
+    torch.testing.assert_close(gradients[0.5] / 0.5, gradients[None] / gradients[None].norm(), rtol=1e-3, atol=1e-5)
+    assert torch.equal(gradients[1e6], gradients[None])
+
+
+def test_clipping_measures_the_gradient_without_the_loss_scale(tiny, alone):
+    lengths = []
+    for loss_scale in (None, 1024.0):
+        trainer = Trainer(tiny(clip_grad_norm=0.5, loss_scale=loss_scale), alone)
+        images, labels = next(iter(trainer.train_loader))
+        trainer.train_step(images, labels, trainer.sums)
+        lengths.append(torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]).norm().item())
+    assert lengths == pytest.approx([0.5, 0.5], rel=1e-4)
+
+
+# ---- zero init
+
+
+@pytest.mark.parametrize("model", ["resnet8", "resnet18", "resnet50"])
+def test_zero_init_makes_residual_blocks_the_identity(tiny, model):
+    built = build_model(tiny(model=model, zero_init_residual=True)).eval()
+    block = built.layer1[-1] if model != "resnet8" else built.layer1[0]
+    features = torch.randn(2, next(block.parameters()).shape[1], 8, 8).relu()
+    with torch.no_grad():
+        assert torch.equal(block(features), features if block.downsample is None else block.downsample(features).relu())
+
+
+def test_zero_init_changes_nothing_else(tiny):
+    torch.manual_seed(0)
+    plain = build_model(tiny(model="resnet8")).state_dict()
+    torch.manual_seed(0)
+    changed = build_model(tiny(model="resnet8", zero_init_residual=True)).state_dict()
+    assert {name for name in plain if not torch.equal(plain[name], changed[name])} == {
+        f"layer{stage}.0.bn2.weight" for stage in (1, 2, 3)
+    }
+
+
+# ---- moving average
+
+
+def test_average_is_the_formula_and_is_what_is_validated(tiny, alone, tmp_path):
+    decay = 0.7
+    trainer = Trainer(tiny(ema_decay=decay, max_epochs=1), alone)
+    expected, seen = {}, []
+    update = trainer.average.update_parameters
+
+    def follow(model):
+        for name, value in model.state_dict().items():
+            new = value.double().clone()
+            expected[name] = decay * expected[name] + (1 - decay) * new if name in expected else new
+        update(model)
+
+    trainer.average.update_parameters = follow
+    trainer.average.module.fc.register_forward_hook(lambda *_: seen.append("average"))
+    trainer.model.fc.register_forward_hook(lambda module, *_: seen.append("training" if module.training else "raw"))
+    trainer.train(tmp_path, "tiny", "auto")
+    assert set(seen) == {"training", "average"}
+    for name, value in trainer.average.module.state_dict().items():
+        if value.is_floating_point():
+            torch.testing.assert_close(value.double(), expected[name], rtol=1e-4, atol=1e-6)
+            assert name.startswith("bn1.weight") or not torch.equal(value, trainer.model.state_dict()[name])
+
+
+def test_average_is_saved_and_resumed_in_mid_epoch(tiny, alone, tmp_path):
+    config = tiny(ema_decay=0.9, max_epochs=2, checkpoint_every_steps=3, keep_checkpoints=9)
+    whole = run(config, alone, tmp_path / "whole")
+    for step in (3, 4):
+        path = tmp_path / f"whole/checkpoints/step-{step:09d}.pt"
+        parts = run(config, alone, tmp_path / f"from {step}", resume=str(path))
+        assert epochs(tmp_path / f"from {step}")[-1]["loss/valid"] == epochs(tmp_path / "whole")[-1]["loss/valid"]
+        for one, other in zip(whole.average.state_dict().values(), parts.average.state_dict().values(), strict=True):
+            assert torch.equal(one, other)
+    assert read_checkpoint(path)["average"]["n_averaged"] == 4
+
+
+def test_average_can_be_switched_on_in_a_run_that_goes_on(tiny, alone, tmp_path):
+    run(tiny(max_epochs=1), alone, tmp_path)
+    run(tiny(max_epochs=2, ema_decay=0.5), alone, tmp_path)
+    run(tiny(max_epochs=3), alone, tmp_path)
+    assert all(math.isfinite(row["loss/valid"]) for row in epochs(tmp_path))
+
+
+# ---- validation with mirror images
+
+
+def test_test_time_flip_is_the_mean_of_both_outputs(tiny):
+    model, images = build_model(tiny()).eval(), torch.randn(4, 3, 32, 32)
+    with torch.no_grad():
+        mirrored = predict(Precision("cpu"), model, images, mirrored=True)
+        torch.testing.assert_close(mirrored, (model(images) + model(images.flip(3))) / 2)
+        assert not torch.equal(mirrored, predict(Precision("cpu"), model, images, mirrored=False))
+        torch.testing.assert_close(predict(Precision("cpu"), model, images.flip(3), mirrored=True), mirrored)
+
+
+def test_test_time_flip_is_for_validation_only(tiny, alone, tmp_path):
+    plain = run(tiny(max_epochs=1), alone, tmp_path / "plain")
+    flipped = run(tiny(max_epochs=1, test_time_flip=True), alone, tmp_path / "flipped")
+    assert torch.equal(plain.model.fc.weight, flipped.model.fc.weight)
+    rows = [epochs(tmp_path / name)[0] for name in ("plain", "flipped")]
+    assert rows[0]["loss/train"] == rows[1]["loss/train"]
+    assert rows[0]["loss/valid"] != rows[1]["loss/valid"]
+
+
+# ---- image size by epoch
+
+
+def test_sizes_follow_the_shares_of_the_epochs(tiny):
+    config = tiny(max_epochs=10, progressive_image_sizes=(16, 24), progressive_image_shares=(0.3, 0.55))
+    assert [training_size(config, epoch) for epoch in range(10)] == [16] * 3 + [24] * 3 + [None] * 4
+    assert training_size(tiny(), 0) is None
+
+
+def test_resizing_smooths_and_keeps_the_memory_format():
+    images = torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)
+    small = resize(images, 16)
+    assert small.shape == (2, 3, 16, 16)
+    assert small.is_contiguous(memory_format=torch.channels_last)
+    constant = torch.full((1, 3, 32, 32), 0.25)
+    torch.testing.assert_close(resize(constant, 20), torch.full((1, 3, 20, 20), 0.25))
+    stripes = torch.zeros(1, 3, 32, 32)
+    stripes[..., ::2] = 1  # finer than the small grid: grey, not moire
+    assert (resize(stripes, 16)[..., 2:-2] - 0.5).abs().max() < 0.1
+    assert resize(images, None) is images
+
+
+def test_network_trains_on_small_images_and_validates_on_whole_ones(tiny, alone, tmp_path):
+    config = tiny(progressive_image_sizes=(16,), progressive_image_shares=(0.5,), limit_train_batches=2)
+    trainer, sizes = Trainer(config, alone), []
+    trainer.model.conv1.register_forward_hook(
+        lambda module, inputs, _: sizes.append((module.training, inputs[0].shape[-1]))
+    )
+    trainer.train(tmp_path, "tiny", "auto")
+    assert sizes == [(True, 16)] * 2 + [(False, 32)] * 2 + [(True, 32)] * 2 + [(False, 32)] * 2
+
+
+# ---- stopping at a target
+
+
+def test_run_ends_at_its_target_and_stays_ended(tiny, alone, tmp_path):
+    first = run(tiny(max_epochs=4, stop_at_accuracy=0.01), alone, tmp_path)
+    assert len(epochs(tmp_path)) == 1
+    assert first.best["acc1"] >= 0.01
+    run(tiny(max_epochs=4, stop_at_accuracy=0.01), alone, tmp_path)
+    assert len(epochs(tmp_path)) == 1
+    assert "Already finished" in (tmp_path / "train.log").read_text()
+    run(tiny(max_epochs=4, stop_at_accuracy=0.999), alone, tmp_path)
+    assert len(epochs(tmp_path)) == 4
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": "lamb", "nesterov": True}, "nesterov is true, which optimizer lamb does not have"),
+        ({"optimizer": "lars", "fused_optimizer": True}, "optimizer lars has no fused kernel"),
+        ({"progressive_image_sizes": (16,)}, "as many as progressive_image_sizes"),
+        ({"progressive_image_sizes": (16, 24), "progressive_image_shares": (0.5, 0.2)}, "must rise"),
+        (
+            {
+                "progressive_image_sizes": (16,),
+                "progressive_image_shares": (0.5,),
+                "enable_cuda_graphs": "auto",
+                "fused_optimizer": True,
+            },
+            "needs images of one size",
+        ),
+        ({"optimizer": "lars", "enable_cuda_graphs": "auto"}, "needs optimizer sgd"),
+        ({"model": "vgg16", "zero_init_residual": True}, "model vgg16 has no residual blocks"),
+        ({"model": "alexnet"}, "stem must be imagenet"),
+        ({"model": "resnet8", "stem": "imagenet"}, "is for small images"),
+        ({"model": "resnet18", "width": 2}, "width 2 is for resnet8"),
+        ({"ema_decay": 0.9, "opt_level": "O2"}, "ema_decay 0.9 needs float32 weights"),
+    ],
+)
+def test_combinations_without_meaning_are_refused(tiny, changes, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**tiny().model_dump() | changes)
+
+
+def test_group_switch_leaves_the_fused_kernel_out_where_there_is_none(tiny):
+    assert tiny(enable_extra_opts=True).extra_opt("fused_optimizer")
+    assert not tiny(enable_extra_opts=True, optimizer="lamb").extra_opt("fused_optimizer")

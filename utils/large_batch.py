@@ -1,0 +1,132 @@
+"""LARS and LAMB: optimizers that give each layer a step in proportion to its weights, for large batches.
+
+In both, only matrices and filters are scaled so; a group with `adapt` false, for BatchNorm and biases, gets the plain
+update, as is usual. The learning rate multiplies the whole update, as in torch.optim.SGD.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LAMB_BETA2 = 0.999  # You et al. 2019
+LAMB_EPSILON = 1e-6
+
+
+class Lars(torch.optim.Optimizer):
+    """SGD with momentum whose gradient each layer scales by trust_coefficient x |w| / (|g| + weight_decay x |w|).
+
+    You, Gitman and Ginsburg 2017, arXiv:1708.03888, equation 6.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        nesterov: bool,
+        trust_coefficient: float,
+    ) -> None:
+        options = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "trust_coefficient": trust_coefficient,
+            "adapt": True,
+        }
+        super().__init__(parameters, options)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        assert closure is None, "a closure is not supported"
+        for group in self.param_groups:
+            parameters, gradients = _with_gradients(group)
+            if not parameters:
+                continue
+            updates = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
+            if group["adapt"]:
+                weights, slopes = _norms(parameters), _norms(gradients)
+                scale = group["trust_coefficient"] * weights / (slopes + group["weight_decay"] * weights)
+                torch._foreach_mul_(updates, _where_both(weights, slopes, scale))
+            buffers = self._buffers("momentum_buffer", parameters)
+            torch._foreach_mul_(buffers, group["momentum"])
+            torch._foreach_add_(buffers, updates)
+            if group["nesterov"]:
+                torch._foreach_add_(updates, buffers, alpha=group["momentum"])
+            torch._foreach_add_(parameters, updates if group["nesterov"] else buffers, alpha=-float(group["lr"]))
+        return None
+
+    def _buffers(self, name: str, parameters: list[Tensor]) -> list[Tensor]:
+        for parameter in parameters:
+            if name not in self.state[parameter]:
+                self.state[parameter][name] = torch.zeros_like(parameter)
+        return [self.state[parameter][name] for parameter in parameters]
+
+
+class Lamb(torch.optim.Optimizer):
+    """Adam with decoupled weight decay whose update r each layer scales by |w| / |r|.
+
+    You et al. 2019, arXiv:1904.00962, algorithm 2, with phi(x) = x.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        beta1: float,
+        weight_decay: float,
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "beta1": beta1, "weight_decay": weight_decay, "adapt": True})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        assert closure is None, "a closure is not supported"
+        for group in self.param_groups:
+            parameters, gradients = _with_gradients(group)
+            if not parameters:
+                continue
+            states = [self._state(parameter) for parameter in parameters]
+            means, squares = ([state[name] for state in states] for name in ("mean", "square"))
+            beta1, step = group["beta1"], states[0]["step"]
+            torch._foreach_lerp_(means, gradients, 1 - beta1)
+            torch._foreach_mul_(squares, LAMB_BETA2)
+            torch._foreach_addcmul_(squares, gradients, gradients, 1 - LAMB_BETA2)
+            roots = torch._foreach_sqrt(torch._foreach_div(squares, 1 - LAMB_BETA2**step))
+            torch._foreach_add_(roots, LAMB_EPSILON)
+            updates = list(torch._foreach_div(torch._foreach_div(means, 1 - beta1**step), roots))
+            torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
+            if group["adapt"]:
+                weights, lengths = _norms(parameters), _norms(updates)
+                torch._foreach_mul_(updates, _where_both(weights, lengths, weights / lengths))
+            torch._foreach_add_(parameters, updates, alpha=-float(group["lr"]))
+        return None
+
+    def _state(self, parameter: Tensor) -> dict[str, Any]:
+        state = self.state[parameter]
+        if not state:
+            state |= {"step": 0, "mean": torch.zeros_like(parameter), "square": torch.zeros_like(parameter)}
+        state["step"] += 1
+        return state
+
+
+def _with_gradients(group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """The group's parameters that have a gradient, and these gradients."""
+    parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+    return parameters, [parameter.grad for parameter in parameters]
+
+
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """The Euclidean norm of each of N tensors, [N]."""
+    return torch.stack(torch._foreach_norm(tensors))
+
+
+def _where_both(first: Tensor, second: Tensor, scale: Tensor) -> list[Tensor]:
+    """scale [N] as N scalars, 1 where one of the norms is 0: weights that start at 0 must be able to leave it."""
+    return list(torch.where((first > 0) & (second > 0), scale, 1.0).unbind())
