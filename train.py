@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -143,11 +143,10 @@ class Trainer:
             while not self.finished:
                 started = time.perf_counter()
                 # PROF: the range that nsys captures
-                with self.profiler.capture(self._is_profiled(self.epoch + 1)):
-                    with self.profiler.range(f"epoch {self.epoch + 1}"):
-                        self.train_one_epoch()
-                    train_metrics = self._check_finite(self.sums.average(self.place))
-                    valid_metrics = self.validate_one_epoch()
+                with self._profile(self.epoch + 1), self.profiler.range(f"epoch {self.epoch + 1}"):
+                    self.train_one_epoch()
+                train_metrics = self._check_finite(self.sums.average(self.place))
+                valid_metrics = self.validate_one_epoch()
                 self._finish_epoch(train_metrics, valid_metrics, started)
             if not finished_before:
                 self._log_end(valid_metrics)
@@ -401,8 +400,11 @@ class Trainer:
             return f"Already finished: {best}; --resume never trains it again"
         return f"Finished: {best}, {self.seconds:.1f} s, {self.throughput.overall():.1f} images/s"
 
-    def _is_profiled(self, epoch: int) -> bool:
-        return self.config.enable_profiling and epoch == self.config.profiling_epoch_start
+    def _profile(self, epoch: int) -> AbstractContextManager[None]:
+        """PROF: every rank marks its ranges, the main process records and tells."""
+        if not self.config.enable_profiling or epoch != self.config.profiling_epoch_start:
+            return nullcontext()
+        return self.profiler.capture(self.folder if self.place.is_main else None, self.log.say)
 
 
 def main(arguments: Arguments) -> int:

@@ -1,18 +1,21 @@
 """The training step: eager, compiled and captured compute the same, and none waits for the device."""
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.conftest import ROOT
 from tools.bench.training import build_training
 from train import Trainer
 from utils.config import Config
 from utils.errors import ConfigError
 from utils.optim import build_optimizer, learning_rate, set_learning_rate
-from utils.step import prefetch
+from utils.step import prefetch, wants_graphs
 
 # every switch of speed that a CPU can use, alone; the last one is all together
 SWITCHES = {
@@ -178,3 +181,34 @@ def test_prefetch_hands_on_what_comes(tiny):
     batches = [(torch.full((1,), number), torch.tensor([number])) for number in range(3)]
     for value in (False, True, "auto"):
         assert list(prefetch(tiny(enable_prefetch=value), iter(batches), torch.device("cpu"))) == batches
+
+
+def test_kept_memory_is_not_faulted_in_again():
+    """In a process of its own, since nothing takes it back: page faults of ten times the same 64 MB."""
+    program = """
+import resource, sys, torch
+from pathlib import Path
+from utils.backends import prepare_backends
+from utils.config import load_config
+config = load_config(Path("config/cifar100.yaml"), "default", ["keep_cpu_memory=" + sys.argv[1]])
+prepare_backends(config, torch.device("cpu"))
+torch.ones(16_000_000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    torch.ones(16_000_000)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    faults = {}
+    for value in ("auto", "false"):
+        command = [sys.executable, "-c", program, value]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+        faults[value] = int(result.stdout)
+    assert faults["auto"] * 10 < faults["false"]
+
+
+def test_fastest_is_what_each_device_can_do(tiny, alone):
+    config = tiny("fastest", enable_compile=False)
+    trainer = Trainer(config, alone)
+    assert str(trainer.precision) == "bf16 autocast" and trainer.optimizer.param_groups[0]["fused"]
+    assert not wants_graphs(config, alone.device)
+    assert wants_graphs(config, torch.device("cuda", 0))

@@ -203,6 +203,9 @@ class Config(BaseModel):
     """GRAPHS: capture the whole training step once and replay it; needs CUDA and the fused optimizer. auto: on CUDA."""
     enable_prefetch: Literal["auto", True, False]
     """PREFETCH: prepare the next batch on a second CUDA stream during the step. auto: on CUDA."""
+    keep_cpu_memory: Literal["auto", True, False]
+    """ALLOC: training on a CPU, keep freed memory in the process instead of giving it back to the system, which has to
+    clear and map it again in every step. auto: where the C library is glibc."""
 
     # ---- several processes
     start_timeout_seconds: Annotated[float, Field(gt=0)]
@@ -249,7 +252,7 @@ class Config(BaseModel):
     limit_valid_batches: PositiveInt | None
     """Validate on this many batches of each rank only; null: all."""
     enable_profiling: bool
-    """PROF: NVTX ranges for `nsys profile --capture-range=nvtx --nvtx-capture=PROFILE`."""
+    """PROF: NVTX ranges where Nsight Systems listens, else a trace, a memory snapshot and a summary in words."""
     profiling_epoch_start: PositiveInt
     """PROF: the epoch (counted from 1) that is profiled."""
     profiling_iters_per_epoch: PositiveInt

@@ -1,50 +1,85 @@
-"""PROF: named ranges on the timeline of Nsight Systems and torch.profiler, free of cost when switched off."""
+"""PROF: named ranges on the timeline, and a profile of one epoch: trace, memory snapshot and a summary in words.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+Under Nsight Systems the ranges are NVTX ranges and nothing else is done, since only one tool can listen to the driver:
+
+    nsys profile --trace=cuda,nvtx --capture-range=nvtx --nvtx-capture=PROFILE \\
+        --env-var=NSYS_NVTX_PROFILER_REGISTER_ONLY=0 python train.py --config=bs256-prof
+
+Otherwise torch.profiler records the same ranges into profile/rank0.pt.trace.json.gz in the run's folder, for
+TensorBoard's profile page, ui.perfetto.dev or chrome://tracing; utils/trace.py says in words what it shows. On CUDA
+profile/memory.pickle is for docs.pytorch.org/memory_viz.
+
+GPU work is asynchronous, and the ranges do not wait for it, as that would change what is measured: nsys shows each
+range's share of the GPU as the range's projection, and the summary counts the kernels that were launched in a range.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 
+from utils.trace import describe_trace, read_trace
+
+MEMORY_EVENTS = 100_000  # the newest allocations that the snapshot holds
+
 
 class Profiler:
-    """Marks ranges while it is running; the Trainer starts it for one epoch.
-
-    GPU work is asynchronous: without a synchronisation at both ends, a range would hold only the launch of its work.
-    """
+    """Marks ranges while it is running; the Trainer starts it for the training iterations of one epoch."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self.running = False
 
-    @contextmanager
-    def range(self, name: str) -> Iterator[None]:
+    def range(self, name: str) -> AbstractContextManager[None]:
         """A named range around a `with` block; nothing at all unless the profiler is running."""
-        if not self.running:
-            yield
-            return
-        self._push(name)
+        return self._range(name) if self.running else nullcontext()
+
+    @contextmanager
+    def _range(self, name: str) -> Iterator[None]:
+        if self.cuda:
+            torch.cuda.nvtx.range_push(name)
         try:
             with torch.profiler.record_function(name):
                 yield
         finally:
-            self._pop()
+            if self.cuda:
+                torch.cuda.nvtx.range_pop()
 
     @contextmanager
-    def capture(self, wanted: bool) -> Iterator[None]:
-        """The range PROFILE that `nsys --capture-range=nvtx --nvtx-capture=PROFILE` waits for, where it is wanted."""
-        self.running = wanted
+    def capture(self, folder: Path | None, say: Callable[[str], None]) -> Iterator[None]:
+        """The range PROFILE, which `nsys --nvtx-capture=PROFILE` waits for. Without nsys: what is recorded goes into
+        `folder`/profile (None: nowhere), the summary to `say`."""
+        self.running = True
         try:
-            with self.range("PROFILE"):
+            recording = folder is not None and "NSYS_PROFILING_SESSION_ID" not in os.environ
+            with (
+                self._record(folder / "profile", say) if recording and folder else nullcontext(),
+                self.range("PROFILE"),
+            ):
                 yield
         finally:
             self.running = False
 
-    def _push(self, name: str) -> None:
+    @contextmanager
+    def _record(self, folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+        folder.mkdir(parents=True, exist_ok=True)
+        activities = [torch.profiler.ProfilerActivity.CPU]
         if self.cuda:
-            torch.cuda.synchronize()
-            torch.cuda.nvtx.range_push(name)
-
-    def _pop(self) -> None:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+        with torch.profiler.profile(activities=activities) as profile:
+            yield
+            if self.cuda:
+                torch.cuda.synchronize()
         if self.cuda:
-            torch.cuda.synchronize()
-            torch.cuda.nvtx.range_pop()
+            torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        path = folder / "rank0.pt.trace.json.gz"
+        profile.export_chrome_trace(str(path))
+        summary = describe_trace(read_trace(path))
+        (folder / "summary.txt").write_text(summary + "\n", encoding="utf-8")
+        for line in summary.splitlines():
+            say(line)
+        say(f"Trace for ui.perfetto.dev: {path}    this summary: {folder / 'summary.txt'}")

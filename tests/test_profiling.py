@@ -1,0 +1,122 @@
+"""A profiled run: its ranges, its trace and the summary, whose figures are held on traces made by hand."""
+
+import gzip
+import json
+
+import pytest
+import torch
+
+from train import Trainer
+from utils.profiling import Profiler
+from utils.trace import RANGES, describe_trace, find_ranges, read_trace
+
+ITERATIONS = 3
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    """The folder of a run with the third of its blocks profiled, on the CPU."""
+    from tests.conftest import CIFAR100, TINY
+    from utils.config import Config, load_config
+    from utils.distributed import Distributed
+
+    values = load_config(CIFAR100, "bs256-amp-nhwc-prof").model_dump() | TINY
+    values |= {"limit_train_batches": None, "profiling_iters_per_epoch": ITERATIONS}
+    folder = tmp_path_factory.mktemp("profiled")
+    place = Distributed(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    Trainer(Config(**values), place).train(folder, "prof", "auto")
+    return folder
+
+
+def test_the_trace_holds_the_tutorials_ranges_and_exactly_the_iterations(profiled):
+    path = profiled / "profile/rank0.pt.trace.json.gz"
+    with gzip.open(path) as file:
+        trace = json.load(file)  # what TensorBoard and Perfetto read
+    assert {"schemaVersion", "traceEvents"} <= set(trace)
+    assert all({"name", "ph", "ts", "pid", "tid"} <= set(row) for row in trace["traceEvents"] if row["ph"] == "X")
+    events = read_trace(path)
+    ranges = find_ranges(events)
+    assert set(ranges) == set(RANGES) - {"graph replay"}
+    assert {name: len(occurrences) for name, occurrences in ranges.items()} == dict.fromkeys(ranges, ITERATIONS)
+    names = [event.name for event in events if event.category == "user_annotation"]
+    assert names.count("PROFILE") == names.count("epoch 2") == 1
+    assert [event.name for event in ranges["iteration"]] == [f"iteration {number}" for number in range(ITERATIONS)]
+    for name in ("data", "zero_grad", "forward/loss/backward", "optimizer.step"):
+        for inner, outer in zip(ranges[name], ranges["iteration"], strict=True):
+            assert outer.start <= inner.start and inner.end <= outer.end
+
+
+def test_only_the_profiled_epoch_is_recorded_and_every_epoch_is_as_short(profiled):
+    rows = [json.loads(line) for line in (profiled / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["step"] for row in rows) == 2 * ITERATIONS
+
+
+def test_the_summary_is_in_the_log_and_beside_the_trace(profiled):
+    summary = (profiled / "profile/summary.txt").read_text()
+    log = (profiled / "train.log").read_text()
+    for line in summary.splitlines():
+        assert line in log
+    assert f"Profile of {ITERATIONS} iterations" in summary
+    for word in (*(set(RANGES) - {"graph replay"}), "aten::", "layout transposes", "waiting for input", "host sync"):
+        assert word in summary
+
+
+def event(name, category, start, duration, correlation=None, thread=1):
+    arguments = {} if correlation is None else {"correlation": correlation}
+    row = {"ph": "X", "name": name, "cat": category, "ts": start, "dur": duration}
+    return row | {"pid": 1, "tid": thread, "args": arguments}
+
+
+def describe(tmp_path, rows):
+    path = tmp_path / "trace.json.gz"
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": [*rows, {"ph": "M", "name": "process_name", "pid": 1, "tid": 1, "ts": 0}]}, file)
+    return describe_trace(read_trace(path))
+
+
+def test_gpu_summary_counts_kernels_where_they_were_launched(tmp_path):
+    rows = [
+        event("iteration 0", "user_annotation", 0, 1000),
+        event("data", "user_annotation", 0, 100),
+        event("forward/loss/backward", "user_annotation", 100, 500),
+        event("optimizer.step", "user_annotation", 600, 400),
+        event("iteration 0", "gpu_user_annotation", 0, 1000, thread=7),
+        event("cudaLaunchKernel", "cuda_runtime", 150, 5, 1),
+        event("cudaLaunchKernel", "cuda_runtime", 300, 5, 2, thread=2),  # autograd's thread
+        event("cudaLaunchKernel", "cuda_runtime", 700, 5, 3),
+        event("cudaStreamSynchronize", "cuda_runtime", 750, 50),
+        event("conv", "kernel", 200, 300, 1, thread=7),
+        event("cudnn::nchwToNhwcKernel", "kernel", 600, 100, 2, thread=7),
+        event("sgd", "kernel", 800, 100, 3, thread=7),
+    ]
+    lines = {" ".join(line.split()) for line in describe(tmp_path, rows).splitlines()}
+    assert "forward/loss/backward 0.500 50.0 % 0.400" in lines
+    assert "optimizer.step 0.400 40.0 % 0.100" in lines
+    assert "30.0 % conv" in lines
+    assert "launch gaps: the GPU is idle 50.0 % of the time, 2 gaps, the longest 0.10 ms" in lines
+    assert "layout transposes: 10.0 %" in lines
+    assert "waiting for input: 10.0 %" in lines
+    assert "host synchronisations: 1.0 an iteration, 5.0 %" in lines
+
+
+def test_cpu_summary_counts_each_moment_once(tmp_path):
+    rows = [
+        event("iteration 0", "user_annotation", 0, 1000),
+        event("aten::conv2d", "cpu_op", 0, 600),
+        event("aten::contiguous", "cpu_op", 0, 100),
+        event("aten::contiguous", "cpu_op", 10, 80),
+        event("aten::mkldnn_convolution", "cpu_op", 100, 450),
+        event("aten::_local_scalar_dense", "cpu_op", 800, 100),
+    ]
+    lines = {" ".join(line.split()) for line in describe(tmp_path, rows).splitlines()}
+    assert {"45.0 % aten::mkldnn_convolution", "5.0 % aten::conv2d", "layout transposes: 10.0 %"} <= lines
+    assert "outside operators (Python, waiting): 30.0 %" in lines
+    assert "host synchronisations: 1.0 an iteration, 10.0 %" in lines
+
+
+def test_under_nsys_only_ranges_are_marked(tmp_path, monkeypatch):
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    profiler = Profiler(torch.device("cpu"))
+    with profiler.capture(tmp_path, print):
+        assert profiler.running
+    assert list(tmp_path.iterdir()) == [] and not profiler.running
