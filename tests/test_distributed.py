@@ -199,7 +199,7 @@ def validate(folder: Path) -> int:
 
     def action(place: Distributed) -> None:
         trainer = train.Trainer(configuration(), place)
-        trainer.log = RunLogger(folder, enabled=False, to_screen=False, to_tensorboard=False, first_epoch=0)
+        trainer.log = RunLogger(folder, enabled=False, to_screen=False, board=None)
         whole = trainer.valid_loader
         assert isinstance(whole, DeviceLoader)
         results = {}
