@@ -1,0 +1,171 @@
+"""tools.predict_scaling: the model against closed forms, the command, and docs/scaling.md against both."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from tests.conftest import CIFAR100, ROOT
+from tools.predict_scaling import layer_costs, main, published_cases, published_table
+from tools.scaling_model import (
+    Bucket,
+    Machine,
+    Work,
+    all_reduce,
+    expected_maximum,
+    make_buckets,
+    overlap,
+    predict,
+    ring,
+    tree,
+)
+from utils.config import load_config
+
+FREE = Machine(
+    intra=math.inf, inter=math.inf, call_latency=0, intra_latency=0, inter_latency=0, memory=math.inf, noise=0, floor=0
+)
+WORK = Work(step=0.3, batch=64, buckets=(Bucket(10_000_000, 0.5), Bucket(10_000_000, 1.0)))
+
+
+def test_expected_maximum_of_normals():
+    closed = {1: 0, 2: 1 / math.sqrt(math.pi), 3: 1.5 / math.sqrt(math.pi)}
+    closed[4] = 6 / math.pi**1.5 * math.atan(math.sqrt(2))  # https://oeis.org/A243453
+    for count, value in closed.items():
+        assert expected_maximum(count) == pytest.approx(value, abs=1e-4)
+    assert expected_maximum(1000) == pytest.approx(3.2414, abs=1e-3)  # tables of normal order statistics
+
+
+def test_ring_and_tree_all_reduce():
+    assert ring(8e6, 4, 1e9, 1e-6) == pytest.approx(2 * 3 / 4 * 8e6 / 1e9 + 6e-6)
+    assert tree(8e6, 8, 1e9, 1e-6) == pytest.approx(2 * 8e6 / 1e9 + 6e-6)
+    assert ring(8e6, 1, 1e9, 1e-6) == tree(8e6, 1, 1e9, 1e-6) == 0
+
+
+def test_hierarchical_all_reduce_takes_the_slower_stage_and_the_better_algorithm():
+    machine = Machine(gpus_per_node=4, intra=100e9, inter=10e9, call_latency=0, intra_latency=1e-6, inter_latency=10e-6)
+    assert all_reduce(1e8, 4, machine) == pytest.approx(ring(1e8, 4, 100e9, 1e-6))
+    assert all_reduce(1e8, 8, machine) == pytest.approx(6e-6 + ring(1e8, 2, 10e9, 10e-6)), "network is the bottleneck"
+    assert all_reduce(100, 4 * 256, machine) == pytest.approx(6e-6 + tree(100, 256, 10e9, 10e-6), rel=1e-3)
+    fast_network = replace(machine, inter=1e12)
+    assert all_reduce(1e9, 8, fast_network) == pytest.approx(6e-6 + 20e-6 + ring(1e9, 4, 100e9, 0))
+
+
+def test_overlap_hides_all_but_the_last_bucket():
+    assert overlap(1.0, [(0.1, 1.0)]) == pytest.approx(1.1)
+    assert overlap(1.0, [(0.1, 0.5), (0.1, 1.0)]) == pytest.approx(1.1), "the first is hidden"
+    assert overlap(1.0, [(5.0, 0.5), (0.1, 1.0)]) == pytest.approx(0.5 + 5.0 + 0.1), "bound by communication"
+    assert overlap(1.0, []) == 1.0
+    # computing beside an all-reduce: 0.2 s of it take what 0.1 s would
+    assert overlap(1.0, [(0.2, 0.5)], interference=1.0) == pytest.approx(1.1)
+    assert overlap(1.0, [(0.2, 0.5), (0.0, 1.0)], interference=1.0) == pytest.approx(1.1)
+    assert overlap(1.0, [(9.0, 0.5)], interference=1.0) == pytest.approx(9.5), "hindered all along"
+
+
+def test_buckets_close_when_full_in_backward_order():
+    mega = 2**20
+    layers = [(10 * mega, 1.0), (20 * mega, 1.0), (30 * mega, 1.0), (2 * mega, 1.0)]
+    buckets = make_buckets(layers)
+    assert [bucket.size // mega for bucket in buckets] == [2, 30, 30]
+    assert [bucket.ready for bucket in buckets] == [0.25, 0.5, 1.0]
+    assert make_buckets([(mega // 2, 1.0)]) == (Bucket(mega // 2, 1.0),)
+
+
+def test_a_perfect_machine_scales_perfectly_and_each_cost_shows_alone():
+    for gpus in (1, 8, 4096):
+        assert predict(WORK, gpus, FREE).efficiency == pytest.approx(1.0)
+        assert predict(WORK, gpus, FREE, strong=True).efficiency == pytest.approx(1.0)
+    noisy = predict(WORK, 2, replace(FREE, noise=0.1))
+    assert noisy.step == pytest.approx(0.3 * (1 + 0.1 / math.sqrt(math.pi))) and noisy.limit == "compute"
+    fed = predict(WORK, 8, replace(FREE, input_rate=640, gpus_per_node=8))
+    assert (fed.step, fed.limit) == (pytest.approx(0.8), "input")
+    wired = predict(WORK, 8, replace(FREE, intra=1e9, interference=0))
+    assert wired.step == pytest.approx(0.3 + ring(1e7, 8, 1e9, 0)), "only the last bucket is exposed"
+    assert predict(WORK, 1, Machine()).step == 0.3
+
+
+def test_strong_scaling_ends_at_the_floor():
+    row = predict(WORK, 64, replace(FREE, floor=0.01), strong=True)
+    assert (row.step, row.limit, row.batch_per_gpu) == (0.01, "launches", 1)
+
+
+def test_costs_of_the_network_are_those_of_the_literature():
+    layers = layer_costs("resnet50-imagenet")
+    assert sum(size for size, _ in layers) == 4 * 25_557_032
+    assert sum(cost for _, cost in layers) == pytest.approx(4.09e9, rel=0.01)  # multiplications for 224 pixels
+    assert sum(size for size, _ in layer_costs("resnet50-cifar")) == 4 * 23_712_932
+
+
+def test_published_measurements_within_five_points_but_one():
+    errors = {case["name"]: 100 * (forecast.efficiency - case["published"]) for case, forecast in published_cases()}
+    assert len(errors) == 8
+    far = [name for name, error in errors.items() if abs(error) > 5]
+    assert far == ["SC20 tutorial, 16 GPUs, training only"], "docs/scaling.md gives the reason for this one alone"
+
+
+def test_docs_hold_the_table_that_the_command_prints():
+    assert published_table() in (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def report(tmp_path):
+    def write(world_size=1, **results):
+        content = {
+            "environment": {"world_size": world_size, "device": "a GPU"},
+            "config": load_config(CIFAR100, "bs256").model_dump(mode="json"),
+            "results": {name: {"images_per_sec": {"median": rate}} for name, rate in results.items()},
+        }
+        path = tmp_path / "bench.json"
+        path.write_text(json.dumps(content))
+        return path
+
+    return write
+
+
+def test_command_prints_both_curves_and_its_assumptions(report, capsys, tmp_path):
+    path = report(slow=1000.0, fast=2560.0)
+    assert main(["--from", str(path), "--gpus", "1,64", "--inter", "40"]) == 0
+    printed = capsys.readouterr().out
+    assert "measured: fast, 2,560 images/s" in printed and "94.9 MB of float32 gradients" in printed
+    assert "40 GB/s between nodes" in printed and "weak scaling" in printed and "strong scaling" in printed
+    one = next(line for line in printed.splitlines() if line.split()[:1] == ["1"])
+    assert one.split()[2:5] == ["100.00", "2,560", "100.0%"]
+    assert main(["--from", str(path), "--case", "slow", "--gpus", "8"]) == 0
+    assert "measured: slow" in capsys.readouterr().out
+
+
+def test_plot(report, tmp_path):
+    pytest.importorskip("matplotlib", reason='matplotlib is missing: pip install ".[report]"')
+    assert main(["--from", str(report(fast=2560.0)), "--plot", str(tmp_path / "curve.png")]) == 0
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--from", "missing.json"], 3, "cannot be read"),
+        ([], 2, "--from is missing"),
+        (["--from", "REPORT", "--gpus", "many"], 2, "--gpus many"),
+        (["--from", "REPORT", "--case", "other"], 2, "the report has fast"),
+        (["--from", "REPORT", "--inter", "0"], 2, "must be above 0"),
+    ],
+)
+def test_bad_usage_is_one_line(report, capsys, arguments, status, message):
+    path = str(report(fast=1000.0))
+    assert main([path if word == "REPORT" else word for word in arguments]) == status
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_report_of_many_ranks_is_refused(report, capsys):
+    assert main(["--from", str(report(world_size=8, fast=1000.0))]) == 3
+    assert "begins with images/s of one GPU" in capsys.readouterr().err
+
+
+def test_help_does_not_wait_for_torch():
+    code = (
+        "import sys; from tools.predict_scaling import parser; parser().format_help(); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,64 @@
+"""Figures in one style, with matplotlib, which is an optional extra: pip install ".[report]"."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from utils.errors import ConfigError
+
+# Okabe and Ito's colours, told apart by colour-blind readers too
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B")
+
+
+def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (5.6, 3.8)) -> tuple[Any, Any]:
+    """A figure of `rows` x `columns` axes, each of `size` inches; needs no display."""
+    try:
+        from cycler import cycler
+        from matplotlib import rc_context
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError('matplotlib is missing; install it with: pip install ".[report]"') from None
+    style: Any = {
+        "axes.prop_cycle": cycler(color=COLOURS),
+        "axes.grid": True,
+        "grid.alpha": 0.3,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 11,
+        "font.size": 9,
+        "legend.frameon": False,
+        "legend.fontsize": 8,
+    }
+    with rc_context(style):
+        figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(rows, columns)
+    return figure, axes
+
+
+def save(figure: Any, path: Path) -> None:
+    """As PNG; `ConfigError` where it cannot be written."""
+    try:
+        path.write_bytes(as_png(figure))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def as_png(figure: Any) -> bytes:
+    """The figure as a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return buffer.getvalue()
+
+
+def colour(number: int) -> str:
+    """The colour of the run with this number."""
+    return COLOURS[number % len(COLOURS)]
+
+
+def legend_below(axes: Any, labels: Sequence[str]) -> None:
+    """A legend that hides no curve when there are many."""
+    if labels:
+        axes.legend(loc="best", ncols=1 + len(labels) // 7)

@@ -1,0 +1,245 @@
+"""Forecast throughput and efficiency beyond the machine at hand, from a step measured on one GPU.
+
+    python -m tools.bench ladder --json BENCH.json
+    python -m tools.predict_scaling --from BENCH.json --gpus 8,16,64,1024,4096 --gpus-per-node 8 --intra 240 --inter 100
+    python -m tools.predict_scaling --published        # the same model against published measurements
+
+The model is in tools/scaling_model.py, its assumptions and its errors in docs/scaling.md.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tools.scaling_model import BACKWARD_SHARE, Forecast, Machine, Work, make_buckets, predict
+from utils.errors import ConfigError, DataError, ExpectedError
+
+PUBLISHED = Path(__file__).resolve().parent.parent / "results/reference/published_scaling.json"
+BYTES = 4  # of a gradient: DistributedDataParallel reduces float32, under autocast too
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the forecast; returns the exit status."""
+    options = parser().parse_args(argv)
+    try:
+        if options.published:
+            print(published_table())
+            return 0
+        if options.source is None:
+            raise ConfigError("--from is missing: give a report of tools.bench, or --published")
+        work, described = read_work(options.source, options.case, options.bucket_mb)
+        machine = read_machine(options)
+        gpus = [int(number) for number in options.gpus.split(",")]
+        weak = [predict(work, count, machine) for count in gpus]
+        strong = [predict(work, count, machine, strong=True) for count in gpus if count <= work.batch]
+        print(
+            "\n".join([described, *assumptions(work, machine), "", *table("weak", weak), "", *table("strong", strong)])
+        )
+        if options.plot:
+            plot(options.plot, weak, strong)
+            print(f"\nplot: {options.plot}")
+    except ValueError:
+        print(f"error: --gpus {options.gpus}: give counts such as 8,16,64", file=sys.stderr)
+        return ConfigError.exit_status
+    except ExpectedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    default = Machine()
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.predict_scaling", description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "--from", dest="source", type=Path, metavar="BENCH.json", help="a report of tools.bench, measured on one GPU"
+    )
+    parser.add_argument("--case", metavar="NAME", help="which case of the report (default: the fastest)")
+    parser.add_argument("--gpus", default="8,16,64,1024,4096", metavar="N,M", help="for how many GPUs")
+    parser.add_argument("--gpus-per-node", type=int, default=default.gpus_per_node, metavar="N")
+    parser.add_argument(
+        "--intra", type=float, default=default.intra / 1e9, metavar="GB/s", help="that an all-reduce reaches in a node"
+    )
+    parser.add_argument(
+        "--inter", type=float, default=default.inter / 1e9, metavar="GB/s", help="of one node to the others, all cards"
+    )
+    parser.add_argument(
+        "--latency", type=float, default=default.inter_latency * 1e6, metavar="us", help="a network hop"
+    )
+    parser.add_argument("--noise", type=float, default=100 * default.noise, metavar="%%", help="of a rank's step time")
+    parser.add_argument("--input", type=float, default=math.inf, metavar="IMG/s", help="that a node's loaders deliver")
+    parser.add_argument("--bucket-mb", type=float, default=25.0, metavar="MB", help="DistributedDataParallel's buckets")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw both curves")
+    parser.add_argument("--published", action="store_true", help="predicted beside published measurements, and leave")
+    return parser
+
+
+def read_machine(options: argparse.Namespace) -> Machine:
+    """The cluster of the command line."""
+    for name in ("gpus_per_node", "intra", "inter", "input"):
+        if getattr(options, name) <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0")
+    return Machine(
+        gpus_per_node=options.gpus_per_node,
+        intra=options.intra * 1e9,
+        inter=options.inter * 1e9,
+        inter_latency=options.latency * 1e-6,
+        noise=options.noise / 100,
+        input_rate=options.input,
+    )
+
+
+def read_work(path: Path, case: str | None, bucket_mb: float) -> tuple[Work, str]:
+    """The step that a report of tools.bench measured, and a line that says which."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        config, results, ranks = report["config"], report["results"], report["environment"]["world_size"]
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: is no report of tools.bench ({error}); make one with --json") from None
+    rates = {name: rate for name, values in results.items() if (rate := images_per_second(values))}
+    if not rates or ranks != 1:
+        raise DataError(f"{path}: a forecast begins with images/s of one GPU; this has {len(rates)} on {ranks} ranks")
+    chosen = case or max(rates, key=lambda name: rates[name])
+    if chosen not in rates:
+        raise ConfigError(f"--case {chosen}: the report has {', '.join(rates)}")
+    work = Work(
+        step=config["batch_size"] / rates[chosen],
+        batch=config["batch_size"],
+        buckets=make_buckets(layer_costs(config), int(bucket_mb * 2**20)),
+    )
+    device = report["environment"].get("device")
+    return work, f"measured: {chosen}, {rates[chosen]:,.0f} images/s with batch {work.batch} on {device} ({path})"
+
+
+def images_per_second(values: Any) -> float | None:
+    """The median that a case of a report has, of training where it tells loading and training apart."""
+    for key in ("training_images_per_sec", "images_per_sec"):
+        if isinstance(values, dict) and key in values:
+            value = values[key]
+            return float(value["median"] if isinstance(value, dict) else value)
+    return None
+
+
+def layer_costs(config: dict[str, Any] | str) -> list[tuple[int, float]]:
+    """(bytes of gradients, multiplications) of each layer in forward order; the network of a configuration, or one of
+    the published cases: resnet50-cifar, resnet50-imagenet, unet3d."""
+    if config == "unet3d":
+        layers = json.loads(PUBLISHED.read_text(encoding="utf-8"))["unet3d"]["values"]
+        return [
+            (BYTES * (given * made * 64 + made), float(given * made * 64 * side**3)) for given, made, side in layers
+        ]
+    import torch
+    import torchvision
+    from torch import nn
+
+    from models import build_model
+    from utils.config import Config, load_config
+
+    side = 32
+    with torch.device("meta"):  # shapes without memory
+        if config == "resnet50-imagenet":
+            model, side = torchvision.models.resnet50(), 224
+        elif config == "resnet50-cifar":
+            model = build_model(load_config(PUBLISHED.parents[2] / "config/cifar100.yaml", "bs128"))
+        else:
+            assert isinstance(config, dict)
+            model = build_model(Config(**config))
+    costs: dict[nn.Module, float] = {}
+
+    def count(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        costs[module] = output.numel() * weight.numel() / weight.shape[0]
+
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            module.register_forward_hook(count)
+    model(torch.zeros(1, 3, side, side, device="meta"))
+    sizes = [(module, sum(p.numel() for p in module.parameters(recurse=False))) for module in model.modules()]
+    return [(BYTES * size, costs.get(module, 0.0)) for module, size in sizes if size]
+
+
+def assumptions(work: Work, machine: Machine) -> list[str]:
+    """What the forecast takes for granted, in words."""
+    gradients = sum(bucket.size for bucket in work.buckets)
+    limited = math.isfinite(machine.input_rate)
+    feed = f"at most {machine.input_rate:,.0f} images/s a node" if limited else "never waited for"
+    return [
+        "assumed:",
+        f"  {gradients / 1e6:.1f} MB of float32 gradients in {len(work.buckets)} buckets; backward is "
+        f"{BACKWARD_SHARE:.0%} of the step; gradients come as their layers' multiplications are done",
+        f"  {machine.gpus_per_node} GPUs a node; all-reduce {machine.intra / 1e9:g} GB/s in a node, "
+        f"{machine.inter / 1e9:g} GB/s between nodes, {machine.inter_latency * 1e6:g} us a network hop",
+        f"  a GPU that communicates computes {machine.interference:.1%} slower; {machine.copies} more passes over the "
+        f"gradients at {machine.memory / 1e12:g} TB/s",
+        f"  a rank's step varies by {machine.noise:.1%} (standard deviation), independently; all wait for the slowest",
+        f"  input: {feed}; no step is shorter than {machine.floor * 1e3:g} ms, the time to launch its kernels",
+    ]
+
+
+def table(kind: str, forecasts: Sequence[Forecast]) -> list[str]:
+    """Lines of a table, one forecast each."""
+    held = {"weak": "batch per GPU stays", "strong": "global batch stays"}[kind]
+    lines = [f"{kind} scaling ({held})", "  GPUs  batch/GPU     step, ms      images/s  efficiency  limited by"]
+    for row in forecasts:
+        lines.append(
+            f"{row.gpus:6,}  {row.batch_per_gpu:9.4g}  {row.step * 1e3:11.2f}  {row.images_per_sec:12,.0f}"
+            f"  {row.efficiency:10.1%}  {row.limit}"
+        )
+    return lines
+
+
+def published_cases() -> list[tuple[dict[str, Any], Forecast]]:
+    """Each published measurement with its forecast."""
+    cases = []
+    for case in json.loads(PUBLISHED.read_text(encoding="utf-8"))["cases"]:
+        work = Work(case["step_ms"] / 1e3, case["batch"], make_buckets(layer_costs(case["model"])))
+        cases.append((case, predict(work, case["gpus"], replace(Machine(), **case["machine"]))))
+    return cases
+
+
+def published_table() -> str:
+    """A Markdown table: predicted beside published."""
+    lines = [
+        "| measurement | published | predicted | error, points | of the step: exposed communication | stragglers |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case, forecast in published_cases():
+        error = 100 * (forecast.efficiency - case["published"])
+        lines.append(
+            f"| {case['name']} | {case['published']:.1%} | {forecast.efficiency:.1%} | {error:+.1f} "
+            f"| {forecast.exposed / forecast.step:.1%} | {forecast.straggling / forecast.step:.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(path: Path, weak: Sequence[Forecast], strong: Sequence[Forecast]) -> None:
+    """Throughput and efficiency against GPUs; `ConfigError` where matplotlib is missing."""
+    from tools.figures import new_figure, save
+
+    figure, (left, right) = new_figure(1, 2)
+    for name, rows in (("weak", weak), ("strong", strong)):
+        gpus = [row.gpus for row in rows]
+        left.plot(gpus, [row.images_per_sec for row in rows], marker="o", label=name)
+        right.plot(gpus, [100 * row.efficiency for row in rows], marker="o", label=name)
+    ideal = weak[0].images_per_sec / weak[0].efficiency / weak[0].gpus
+    gpus = [row.gpus for row in weak]
+    left.plot(gpus, [ideal * count for count in gpus], linestyle="--", color="gray", label="ideal")
+    left.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="images/s", title="Forecast of throughput")
+    right.set(xscale="log", xlabel="GPUs", ylabel="efficiency, %", ylim=(0, 105), title="Forecast of efficiency")
+    for axes in (left, right):
+        axes.legend()
+    save(figure, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

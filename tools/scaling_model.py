@@ -1,0 +1,170 @@
+"""What data-parallel training costs on N GPUs: pure functions from a measured step to a forecast.
+
+A step on N GPUs is the step of one GPU, plus the part of the gradients' all-reduce that backward cannot hide, plus the
+wait for the slowest of N ranks; input may set a floor. Units: seconds, bytes, bytes/s, images.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BACKWARD_SHARE = 2 / 3  # of a step: a backward pass multiplies twice for every multiplication of the forward pass
+FIRST_BUCKET = 2**20  # bytes; DistributedDataParallel's first bucket is small, so that communication starts early
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a forecast assumes about a cluster. Bandwidths are what an all-reduce reaches, not the cable's peak."""
+
+    gpus_per_node: int = 8
+    intra: float = 120e9  # bytes/s of one GPU to its neighbours within a node
+    inter: float = 10e9  # bytes/s of one node to the others, over all its network cards
+    call_latency: float = 17e-6  # seconds to start an all-reduce; this and the next two: NCCL's src/graph/tuning.cc
+    intra_latency: float = 3.6e-6  # seconds a hop over NVLink (5.7e-6 over PCIe)
+    inter_latency: float = 14e-6  # seconds a hop over a network
+    memory: float = 2e12  # bytes/s of a GPU's memory
+    copies: int = (
+        2  # passes over the gradients beside the all-reduce: 2 to divide them, 6 without gradient_as_bucket_view
+    )
+    interference: float = 0.189  # how much slower a GPU computes while it communicates (mean in arXiv:2507.03114)
+    noise: float = 0.01  # standard deviation of one rank's step, as a share of it
+    input_rate: float = math.inf  # images/s that one node's loaders can deliver
+    floor: float = 0.010  # seconds; no step is shorter: about a thousand kernel launches of 10 us
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that cross the ranks together: their bytes, and the share of backward after which they are complete."""
+
+    size: int
+    ready: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """A measured step on one GPU."""
+
+    step: float  # seconds
+    batch: int  # images
+    buckets: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What N GPUs would do. `efficiency` is against N times one GPU."""
+
+    gpus: int
+    batch_per_gpu: float
+    step: float
+    images_per_sec: float
+    efficiency: float
+    exposed: float  # seconds of communication that backward does not hide, with its interference and copies
+    straggling: float  # seconds of waiting for the slowest rank
+    limit: str  # what sets the step: compute, launches (the floor), communication, stragglers or input
+
+
+def make_buckets(layers: Sequence[tuple[int, float]], cap: int = 25 * 2**20) -> tuple[Bucket, ...]:
+    """DistributedDataParallel's buckets. `layers`: (bytes of gradients, cost of the backward pass) in forward order.
+
+    Gradients come in backward order; a bucket is closed by the layer that fills it.
+    """
+    total = sum(cost for _, cost in layers)
+    buckets: list[Bucket] = []
+    size, spent = 0, 0.0
+    for layer_bytes, cost in reversed(layers):
+        size, spent = size + layer_bytes, spent + cost
+        if size >= (cap if buckets else min(cap, FIRST_BUCKET)):
+            buckets.append(Bucket(size, spent / total))
+            size = 0
+    if size:
+        buckets.append(Bucket(size, 1.0))
+    return tuple(buckets)
+
+
+def ring(size: float, members: int, bandwidth: float, latency: float) -> float:
+    """Seconds of a ring all-reduce: 2(n-1) hops, each of size/n bytes (Patarasuk and Yuan, 2009)."""
+    return 2 * (members - 1) * (size / members / bandwidth + latency)
+
+
+def tree(size: float, members: int, bandwidth: float, latency: float) -> float:
+    """Seconds of a double binary tree: all bytes up and down, in log2 n hops each way (Sanders et al., 2009)."""
+    return 2 * (size / bandwidth + math.ceil(math.log2(members)) * latency) if members > 1 else 0.0
+
+
+def all_reduce(size: float, gpus: int, machine: Machine) -> float:
+    """Seconds to sum `size` bytes over `gpus` GPUs, by the faster of ring and tree between nodes.
+
+    Over several nodes: a ring within each (reduce-scatter, all-gather) around an all-reduce between them. The stages
+    are pipelined in chunks, so the slower bandwidth counts, and the latencies add up.
+    """
+    local = min(gpus, machine.gpus_per_node)
+    nodes = math.ceil(gpus / machine.gpus_per_node)
+    within = ring(size, local, machine.intra, 0.0)
+    start = machine.call_latency + ring(0.0, local, machine.intra, machine.intra_latency)
+    if nodes == 1:
+        return within + start
+    between = (algorithm(size, nodes, machine.inter, 0.0) for algorithm in (ring, tree))
+    starts = (algorithm(0.0, nodes, machine.inter, machine.inter_latency) for algorithm in (ring, tree))
+    return start + min(max(within, bytes_) + hops for bytes_, hops in zip(between, starts, strict=True))
+
+
+def overlap(backward: float, buckets: Sequence[tuple[float, float]], interference: float = 0.0) -> float:
+    """Seconds from the start of backward to the last reduced gradient.
+
+    `backward`: seconds without communication; `buckets`: (seconds of all-reduce, share of backward after which it can
+    start), in order. One all-reduce runs at a time; while it runs, computing is slower by `interference`.
+    """
+    now = done = free = 0.0  # the clock, backward's work so far, when the network is free again
+    for seconds, ready in buckets:
+        work = ready * backward - done
+        hindered = min(work, max(0.0, free - now) / (1 + interference))  # work done beside an all-reduce
+        now += work + hindered * interference
+        done = ready * backward
+        free = max(free, now) + seconds
+    work = backward - done
+    now += work + min(work, max(0.0, free - now) / (1 + interference)) * interference
+    return max(now, free)
+
+
+def expected_maximum(count: int) -> float:
+    """Mean of the largest of `count` independent standard normal numbers: 0, 0.564, 0.846, ... about sqrt(2 ln n).
+
+    Integrates 1 - F^n above 0 and F^n below, F being the normal distribution.
+    """
+    if count == 1:
+        return 0.0
+    step, total = 1 / 256, 0.0
+    for number in range(12 * 256):
+        x = (number + 0.5) * step
+        upper = -math.expm1(count * math.log1p(-0.5 * math.erfc(x / math.sqrt(2))))
+        lower = (0.5 * math.erfc(x / math.sqrt(2))) ** count
+        total += (upper - lower) * step
+    return total
+
+
+def predict(work: Work, gpus: int, machine: Machine, *, strong: bool = False) -> Forecast:
+    """One point of a scaling curve: weak (the batch per GPU stays) or strong (the global batch stays `work.batch`)."""
+    batch = work.batch / gpus if strong else float(work.batch)
+    alone = max(work.step * batch / work.batch, min(machine.floor, work.step))
+    backward = BACKWARD_SHARE * alone
+    copying = machine.copies * sum(bucket.size for bucket in work.buckets) / machine.memory if gpus > 1 else 0.0
+    reductions = [
+        (all_reduce(bucket.size, gpus, machine) if gpus > 1 else 0.0, bucket.ready) for bucket in work.buckets
+    ]
+    exposed = overlap(backward, reductions, machine.interference if gpus > 1 else 0.0) - backward + copying
+    straggling = machine.noise * work.step * expected_maximum(gpus)
+    computed = alone + exposed + straggling
+    fed = batch * min(gpus, machine.gpus_per_node) / machine.input_rate
+    at_floor = alone > work.step * batch / work.batch
+    parts = {"launches" if at_floor else "compute": alone, "communication": exposed, "stragglers": straggling}
+    step = max(computed, fed)
+    return Forecast(
+        gpus=gpus,
+        batch_per_gpu=batch,
+        step=step,
+        images_per_sec=gpus * batch / step,
+        efficiency=work.step * gpus * batch / (step * gpus * work.batch),
+        exposed=exposed,
+        straggling=straggling,
+        limit="input" if fed > computed else max(parts, key=lambda part: parts[part]),
+    )
