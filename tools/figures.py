@@ -1,7 +1,6 @@
 """Figures in one style, with matplotlib, which is an optional extra: pip install ".[report]"."""
 
 import io
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,15 @@ def colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def legend_below(axes: Any, labels: Sequence[str]) -> None:
-    """A legend that hides no curve when there are many."""
+def legend_below(figure: Any, axes: Any) -> None:
+    """One legend for all axes of the figure, of the curves in `axes`, where it hides none of them."""
+    handles, labels = axes.get_legend_handles_labels()
     if labels:
-        axes.legend(loc="best", ncols=1 + len(labels) // 7)
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False, fontsize=8)
+
+
+def whole_numbers(axes: Any) -> None:
+    """Only whole numbers along the horizontal axis."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -237,7 +237,7 @@ def plot(path: Path, weak: Sequence[Forecast], strong: Sequence[Forecast]) -> No
     left.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="images/s", title="Forecast of throughput")
     right.set(xscale="log", xlabel="GPUs", ylabel="efficiency, %", ylim=(0, 105), title="Forecast of efficiency")
     for axes in (left, right):
-        axes.legend()
+        axes.legend(frameon=False)
     save(figure, path)
 
 
