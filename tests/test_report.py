@@ -1,4 +1,4 @@
-"""tools.report, tools.runs, tools.history: published curves, whole runs, and everything that can be wrong with a run."""
+"""tools.report, tools.runs, tools.history: published curves, whole runs, and all that can be wrong with a run."""
 
 import fcntl
 import html.parser

@@ -1,0 +1,180 @@
+"""tools.doctor: finds what is staged here, says the remedy, and passes a machine that is well."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tools import doctor
+from tools.doctor import Finding
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """small_disk(megabytes) -> a folder on a file system of that size."""
+    mounted = []
+
+    def mount(megabytes: int) -> Path:
+        folder = tmp_path / f"disk{len(mounted)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            pytest.skip("there is no mount command")
+        if done.returncode:
+            pytest.skip(f"cannot mount a small file system: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def look(capsys, *arguments: str) -> tuple[int, dict[str, Finding]]:
+    status = doctor.main(["--json", *arguments])
+    document = json.loads(capsys.readouterr().out)
+    return status, {entry["check"]: Finding(**entry) for entry in document["findings"]}
+
+
+def test_a_machine_that_is_well_passes(capsys, tmp_path):
+    status, findings = look(capsys, "--config", "quickstart", "--run-dir", str(tmp_path / "expts/not/yet/there"))
+    assert status == 0 and all(finding.level != "fail" for finding in findings.values()), findings
+    expected = "torch, gpu software, memory, shared memory, disk, data, host names, threads, ceilings"
+    assert ", ".join(findings) == expected
+    assert not list(tmp_path.iterdir()), "the probe of the disk leaves nothing behind"
+
+
+def test_missing_data_fails_with_the_command_that_brings_it(capsys, tmp_path):
+    status, findings = look(capsys, "--config", "bs128", "--set", f"data_path={tmp_path}", "--run-dir", str(tmp_path))
+    assert status == 1
+    assert findings["data"].level == "fail" and "CIFAR-100 is not in" in findings["data"].message
+    assert findings["data"].remedy == f"python -m tools.prepare_data --dataset cifar100 --data_path {tmp_path}"
+
+
+def test_shared_memory_of_a_container_is_too_small_for_workers(small_disk):
+    folder = small_disk(64)
+    finding = doctor.check_shared_memory(folder, needed=10_000_000, workers=6)
+    assert finding.level == "fail" and "--ipc=host" in finding.remedy and "has 67 MB" in finding.message
+    assert doctor.check_shared_memory(folder, needed=10_000_000, workers=0).level == "ok", "nobody uses it"
+    assert doctor.check_shared_memory(small_disk(512), needed=10_000_000, workers=6).level == "ok"
+    assert doctor.check_shared_memory(small_disk(512), needed=10**10, workers=6).level == "fail"
+
+
+def test_full_disk(small_disk):
+    folder = small_disk(4)
+    assert doctor.check_disk(folder, needed=2**30).level == "fail"
+    finding = doctor.check_disk(folder / "expts", needed=2**20)  # room by the figures, but not for the file
+    assert finding.level == "fail" and "No space left" in finding.message and "--run-dir" in finding.remedy
+    assert not list(folder.iterdir())
+    assert doctor.check_disk(small_disk(100), needed=2**20).level == "ok"
+
+
+def test_host_name_that_does_not_resolve():
+    def resolve(name: str) -> str:
+        if name == "node7":
+            raise socket.gaierror(-2, "Name or service not known")
+        return "10.0.0.1"
+
+    assert doctor.check_names(["login1"], resolve).level == "ok"
+    finding = doctor.check_names(["login1", "node7"], resolve)
+    assert finding.level == "fail" and finding.message.startswith("node7 does not resolve")
+    assert "MASTER_ADDR" in finding.remedy
+    names = doctor.names_to_resolve({"MASTER_ADDR": "head", "SLURM_JOB_NODELIST": "gpu[03-05]"})
+    assert names == [socket.gethostname(), "head", "gpu03"]
+
+
+def test_torch_and_torchvision_that_do_not_fit():
+    assert doctor.check_torch("2.14.1+cu130", "0.29.1", ["numpy", "torch==2.14.1"]).level == "ok"
+    finding = doctor.check_torch("2.13.0", "0.29.1", ["numpy", "torch==2.14.1"])
+    assert finding.level == "fail" and "torch==2.14.1" in finding.remedy
+    assert doctor.check_torch("2.10.0", "0.25.0", []).level == "fail"
+
+
+def test_gpu_software_that_does_not_fit():
+    check = doctor.check_gpu_stack
+    assert check("13.0", False, None, {}).level == "ok", "a CPU machine"
+    assert check("13.0", True, "/bin/nvidia-smi", {"nvidia-nccl-cu13": "2.30"}).message == "CUDA 13.0, NCCL 2.30"
+    assert "newer driver" in check("13.0", False, "/bin/nvidia-smi", {}).remedy
+    assert check(None, False, "/bin/nvidia-smi", {}).level == "fail"
+    assert check("13.0", True, "/bin/nvidia-smi", {"nvidia-dali-cuda110": "1.34"}).level == "warn"
+
+
+def test_memory_threads_clocks_and_slow_devices(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   16000000 kB\n")
+    assert doctor.check_memory(tmp_path / "meminfo", 1).level == "ok"
+    assert doctor.check_memory(tmp_path / "meminfo", 16).level == "warn"
+    assert doctor.check_memory(tmp_path / "gone", 1).level == "warn"
+    assert doctor.check_threads(cores=40, local_ranks=8, threads=5, workers=6).level == "ok"
+    assert "OMP_NUM_THREADS=5" in doctor.check_threads(cores=40, local_ranks=8, threads=40, workers=6).remedy
+    assert "num_data_workers" in doctor.check_threads(cores=8, local_ranks=8, threads=1, workers=6).remedy
+    assert doctor.check_clocks([0.0, 0.1, -0.2]).level == "ok"
+    assert "rank 2" in doctor.check_clocks([0.0, 0.1, -90.0]).message
+    (finding,) = doctor.check_rates([("gpu 0", 600.0), ("gpu 1", 610.0), ("gpu 2", 450.0)], "slow device")
+    assert finding.level == "fail" and finding.message == "gpu 2 takes 1.33 times the median"
+
+
+SLOWED = """
+import os, sys
+from tools import doctor, limits
+
+limits.SECONDS = 0.01
+doctor.matmul_of = lambda device: 4e11 if os.environ["RANK"] == "1" else 1e12
+sys.exit(doctor.main(["--config", "quickstart", "--run-dir", sys.argv[1]]))
+"""
+
+
+def test_under_torchrun_the_slowed_rank_is_named(tmp_path):
+    script = tmp_path / "slowed.py"
+    script.write_text(SLOWED)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", str(script)]
+    done = subprocess.run(
+        [*command, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=200, check=False
+    )
+    lines = done.stdout.splitlines()
+    slow = [line for line in lines if "slow rank" in line]
+    assert len(slow) == 1 and slow[0].startswith("fail") and "rank 1 on" in slow[0] and "2.50 times" in slow[0]
+    for check in ("rendezvous", "clocks", "all-reduce"):
+        assert any(line.startswith("ok") and check in line for line in lines), done.stdout
+    assert lines[-1].startswith("fail:") and done.returncode != 0
+
+
+def test_nodes_asks_srun_for_one_process_a_node(tmp_path, monkeypatch, capfd):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert doctor.main(["--nodes"]) == 2
+    assert "no Slurm allocation" in capfd.readouterr().err
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\necho "$@"\nexit 1\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    assert doctor.main(["--nodes", "--config", "bs128"]) == 1
+    assert capfd.readouterr().out.strip() == f"--ntasks-per-node=1 {sys.executable} -m tools.doctor --config bs128"
+
+
+def test_lines_tell_level_remedy_and_what_is_alike():
+    findings = [
+        Finding("disk", "ok", "fine", where="a"),
+        Finding("disk", "ok", "fine", where="b"),
+        Finding("data", "fail", "missing", "fetch it", where="b"),
+    ]
+    assert doctor.render(findings, "fail") == [
+        "ok    disk           fine  [2 alike]",
+        "fail  data           missing  [b]",
+        "                     -> fetch it",
+        "fail: 1 ok, 0 warn, 1 fail",
+    ]
+
+
+def test_help_does_not_wait_for_torch_and_bad_usage_ends_with_2(capsys):
+    code = "import sys; from tools.doctor import parser; parser().format_help(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    assert doctor.main(["--config", "nothing"]) == 2

@@ -1,0 +1,424 @@
+"""Before a job: is this machine, or every node of this allocation, fit for it?
+
+    python -m tools.doctor                                          # this machine
+    torchrun --nproc_per_node=8 -m tools.doctor                     # its ranks too: all-reduce, clocks, the slow one
+    srun --ntasks-per-node=8 python -m tools.doctor                 # the same over nodes
+    python -m tools.doctor --nodes                                  # in a Slurm allocation: one process on every node
+
+Each line is ok, warn or fail, with the remedy. Exit status: 0 nothing failed, 1 something did, 2 bad usage.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from utils.config import Config, load_config
+from utils.errors import ConfigError, ExpectedError
+
+if TYPE_CHECKING:
+    import torch
+
+    from utils.distributed import Distributed
+
+LEVELS = ("ok", "warn", "fail")
+MINIMUM_TORCH = (2, 11)
+SLOW = 1.15  # times the median of devices or ranks
+GIGABYTE = 1e9
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, what was seen, and what to do about it."""
+
+    check: str
+    level: str
+    message: str
+    remedy: str = ""
+    where: str = ""  # host, and rank where it matters
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Look, print, return the exit status."""
+    options = parser().parse_args(argv)
+    try:
+        if options.nodes and "SLURM_STEP_ID" not in os.environ:
+            return subprocess.run(_on_every_node(sys.argv[1:] if argv is None else list(argv)), check=False).returncode
+        config = load_config(options.yaml_config, options.config, options.set)
+    except ExpectedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    from utils.ranks import run_ranks
+
+    worst = ["ok"]
+    started = time.perf_counter()
+    status = run_ranks(
+        lambda place: worst.append(examine(config, options.run_dir, place, started, options.json)),
+        config.device,
+        config.start_timeout_seconds,
+        config.collective_timeout_seconds,
+    )
+    return status or int(worst[-1] == "fail")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--config", default="default", metavar="NAME", help="configuration block of the coming run")
+    parser.add_argument(
+        "--yaml_config", type=Path, default=Path("config/cifar100.yaml"), metavar="PATH", help="file of blocks"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
+    parser.add_argument("--run-dir", type=Path, default=Path("expts"), metavar="DIR", help="where runs will write")
+    parser.add_argument("--nodes", action="store_true", help="look at every node of this Slurm allocation, by srun")
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
+    return parser
+
+
+def _on_every_node(arguments: list[str]) -> list[str]:
+    if "SLURM_JOB_ID" not in os.environ or shutil.which("srun") is None:
+        raise ConfigError("--nodes: this is no Slurm allocation; get one with salloc, or start the doctor by torchrun")
+    rest = [word for word in arguments if word != "--nodes"]
+    return ["srun", "--ntasks-per-node=1", sys.executable, "-m", "tools.doctor", *rest]
+
+
+def examine(config: Config, run_dir: Path, place: "Distributed", started: float, as_json: bool) -> str:
+    """Collective: all checks; the main process prints. Returns the worst level of all ranks."""
+    import socket
+
+    import torch
+
+    joined = time.perf_counter() - started
+    findings = []
+    if place.local_rank == 0:
+        findings += machine_checks(config, run_dir, place)
+    findings += device_checks(place)
+    host = socket.gethostname()
+    where = f"{host}, rank {place.rank}" if place.world_size > 1 else host
+    mine = [Finding(**asdict(finding) | {"where": where}) for finding in findings]
+    everything = [finding for part in place.gather(mine) for finding in part]
+    if place.world_size > 1:
+        rates = place.gather((f"rank {place.rank} on {host}", matmul_of(place.device)))
+        everything += check_rates(rates, "slow rank")
+        everything += [check_meeting(joined, place.world_size), check_clocks(clock_offsets(place))]
+        everything += [check_all_reduce(all_reduce_rate(place, torch.float32), place)]
+    worst = max((finding.level for finding in everything), key=LEVELS.index, default="ok")
+    if place.is_main:
+        print(render_json(everything, worst) if as_json else "\n".join(render(everything, worst)))
+    return worst
+
+
+# ---- this machine
+
+
+def machine_checks(config: Config, run_dir: Path, place: "Distributed") -> list[Finding]:
+    """What all ranks of a node share."""
+    import importlib.metadata
+
+    import torch
+    import torchvision
+
+    from utils.data.loaders import usable_cores
+
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
+    batch_bytes = config.batch_size // place.world_size * 3 * 32 * 32
+    workers = min(config.num_data_workers, usable_cores()) if config.data_loader == "torchvision" else 0
+    installed = {name.lower(): version for name, version in _distributions(importlib.metadata).items()}
+    return [
+        check_torch(str(torch.__version__), torchvision.__version__, importlib.metadata.requires("torchvision") or []),
+        check_gpu_stack(torch.version.cuda, torch.cuda.is_available(), shutil.which("nvidia-smi"), installed),
+        check_memory(Path("/proc/meminfo"), local_ranks),
+        check_shared_memory(Path("/dev/shm"), 2 * batch_bytes * max(workers, 1) * local_ranks, workers),
+        check_disk(run_dir),
+        check_data(config),
+        check_names(names_to_resolve(os.environ)),
+        check_threads(usable_cores(), local_ranks, torch.get_num_threads(), workers),
+    ]
+
+
+def _distributions(metadata: Any) -> dict[str, str]:
+    found = ((item.metadata["Name"], item.version) for item in metadata.distributions())
+    return {name: version for name, version in found if name}
+
+
+def check_torch(torch_version: str, torchvision_version: str, required: Sequence[str]) -> Finding:
+    """Whether torch is new enough, and the one that torchvision was built for (`required`: torchvision's own words)."""
+    base = torch_version.split("+", maxsplit=1)[0]
+    number = tuple(int(part) for part in base.split(".")[:2])
+    if number < MINIMUM_TORCH:
+        wanted = ".".join(map(str, MINIMUM_TORCH))
+        return Finding(
+            "torch", "fail", f"torch {torch_version}", f"at least {wanted}: pip install -c constraints.txt ."
+        )
+    pinned = [word.split("==")[1].strip() for word in required if word.replace(" ", "").startswith("torch==")]
+    seen = f"torch {torch_version}, torchvision {torchvision_version}"
+    if pinned and pinned[0].split("+")[0] != base:
+        remedy = f'this torchvision needs torch {pinned[0]}: pip install "torch=={pinned[0]}", or let pip choose both'
+        return Finding("torch", "fail", f"{seen} do not fit", remedy)
+    return Finding("torch", "ok", seen)
+
+
+def check_gpu_stack(built_for: str | None, usable: bool, driver: str | None, installed: Mapping[str, str]) -> Finding:
+    """Whether PyTorch, driver, NCCL and DALI fit. `built_for`: the CUDA of torch; `driver`: nvidia-smi's path."""
+    dali = [f"{name} {version}" for name, version in installed.items() if name.startswith("nvidia-dali-cuda")]
+    nccl = [f"NCCL {version}" for name, version in installed.items() if name.startswith("nvidia-nccl")]
+    seen = ", ".join([f"CUDA {built_for}" if built_for else "torch without CUDA", *nccl, *dali])
+    if driver and not built_for:
+        return Finding("gpu software", "fail", f"{seen}, but there is an NVIDIA driver", "install a torch with CUDA")
+    if driver and not usable:
+        remedy = "a newer driver, or a torch built for an older CUDA; in a container: docker run --gpus all"
+        return Finding("gpu software", "fail", f"{seen}: torch cannot use the GPU of this machine", remedy)
+    majors = {name.removeprefix("nvidia-dali-cuda")[:2] for name in installed if name.startswith("nvidia-dali-cuda")}
+    if built_for and majors and built_for.split(".", maxsplit=1)[0] not in majors:
+        remedy = f"pip install nvidia-dali-cuda{built_for.split('.', maxsplit=1)[0]}0"
+        return Finding("gpu software", "warn", f"{seen}: DALI is for another CUDA than torch", remedy)
+    return Finding("gpu software", "ok", seen if driver else f"{seen}; no NVIDIA driver: runs use the CPU")
+
+
+def check_memory(meminfo: Path, local_ranks: int) -> Finding:
+    """Available memory of the host, for this many ranks."""
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines() if ":" in line)
+        available = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return Finding("memory", "warn", "how much is available is not known", f"look at {meminfo}")
+    seen = f"{available / GIGABYTE:.1f} GB available for {local_ranks} rank(s)"
+    if available < 2 * GIGABYTE * local_ranks:
+        remedy = "2 GB a rank: fewer ranks, fewer num_data_workers, or more memory from the scheduler (--mem)"
+        return Finding("memory", "warn", seen, remedy)
+    return Finding("memory", "ok", seen)
+
+
+def check_shared_memory(path: Path, needed: int, workers: int) -> Finding:
+    """Whether /dev/shm can hold the batches that loader workers hand over; a container gives 64 MB unless told."""
+    try:
+        total = shutil.disk_usage(path).total
+    except OSError as error:
+        return Finding("shared memory", "warn", f"{path}: {error.strerror}", "loader workers need it")
+    seen = f"{path} has {total / 1e6:,.0f} MB"
+    if workers and total < max(needed, 2**28):
+        remedy = "docker run --ipc=host (or --shm-size=8g); without it loader workers die with a bus error"
+        return Finding("shared memory", "fail", f"{seen}, too small for {workers} loader workers", remedy)
+    return Finding("shared memory", "ok", seen)
+
+
+def check_disk(folder: Path, needed: int = 2**30) -> Finding:
+    """Room and speed where runs will be written. `needed`: bytes, of checkpoints and logs."""
+    from tools.limits import write_rate
+
+    there = folder
+    while not there.is_dir() and there != there.parent:
+        there = there.parent
+    remedy = "free some, or choose another disk with --run-dir"
+    try:
+        free = shutil.disk_usage(there).free
+        if free < needed:
+            return Finding("disk", "fail", f"{there.resolve()}: {free / GIGABYTE:.2f} GB free", remedy)
+        rate = write_rate(there)
+    except OSError as error:
+        return Finding("disk", "fail", f"{there.resolve()}: cannot be written: {error.strerror}", remedy)
+    seen = f"{there.resolve()}: {free / GIGABYTE:,.0f} GB free, writes {rate / 1e6:,.0f} MB/s"
+    if rate < 50e6:
+        return Finding("disk", "warn", seen, "checkpoints will take seconds: a faster disk, or checkpoint_async")
+    return Finding("disk", "ok", seen)
+
+
+def check_data(config: Config) -> Finding:
+    """Whether the dataset is in place, complete and unaltered."""
+    from utils.data.datasets import load_dataset
+
+    if config.dataset == "shapes":
+        return Finding("data", "ok", "shapes are drawn by the program itself")
+    try:
+        dataset = load_dataset(config.dataset, Path(config.data_path), download=False)
+    except ExpectedError as error:
+        remedy = f"python -m tools.prepare_data --dataset {config.dataset} --data_path {config.data_path}"
+        return Finding("data", "fail", str(error).splitlines()[0], remedy)
+    count = f"{len(dataset.train.labels):,} + {len(dataset.valid.labels):,} images"
+    return Finding("data", "ok", f"{config.dataset} in {config.data_path}: {count}")
+
+
+def names_to_resolve(environment: Mapping[str, str]) -> list[str]:
+    """This host's name, and that of rank 0's host where a launcher names it."""
+    import socket
+
+    from utils.launch import first_host
+
+    names = [socket.gethostname()]
+    nodes = environment.get("SLURM_JOB_NODELIST", "")
+    names += [name for name in (environment.get("MASTER_ADDR"), first_host(nodes) if nodes else None) if name]
+    return list(dict.fromkeys(names))
+
+
+def check_names(names: Sequence[str], resolve: Callable[[str], Any] | None = None) -> Finding:
+    """Whether the names resolve: ranks find each other by them."""
+    import socket
+
+    for name in names:
+        try:
+            (resolve or socket.gethostbyname)(name)
+        except OSError as error:
+            remedy = "add it to /etc/hosts or the DNS, or set MASTER_ADDR to an address that all nodes reach"
+            return Finding("host names", "fail", f"{name} does not resolve: {error}", remedy)
+    return Finding("host names", "ok", f"{', '.join(names)} resolve")
+
+
+def check_threads(cores: int, local_ranks: int, threads: int, workers: int) -> Finding:
+    """Whether threads and loader workers of all ranks fit the cores that this process may use."""
+    seen = f"{cores} cores for {local_ranks} rank(s) of {threads} thread(s) and {workers} loader worker(s)"
+    if local_ranks * threads > cores:
+        remedy = f"OMP_NUM_THREADS={max(1, cores // local_ranks)}: more threads than cores are slower than one"
+        return Finding("threads", "warn", seen, remedy)
+    if local_ranks * (workers + 1) > 2 * cores:
+        remedy = "more cores from the scheduler (--cpus-per-task), fewer num_data_workers, or data_loader=device"
+        return Finding("threads", "warn", seen, remedy)
+    return Finding("threads", "ok", seen)
+
+
+# ---- devices
+
+
+def device_checks(place: "Distributed") -> list[Finding]:
+    """Ceilings of this rank's device, or of all devices where there is one rank."""
+    import torch
+
+    from tools.limits import host_to_device_rate, memory_rate
+
+    if place.device.type != "cuda":
+        rate, memory = matmul_of(place.device), memory_rate(place.device)
+        seen = f"CPU: {rate / GIGABYTE:,.0f} GFLOP/s in float32, memory {memory / GIGABYTE:.1f} GB/s"
+        return [Finding("ceilings", "ok", seen)]
+    count = torch.cuda.device_count()
+    devices = [place.device] if place.world_size > 1 else [torch.device("cuda", number) for number in range(count)]
+    findings, rates = [], []
+    for device in devices:
+        free, total = torch.cuda.mem_get_info(device)
+        rate = matmul_of(device)
+        name = f"{torch.cuda.get_device_name(device)} {device.index}"
+        rates.append((name, rate))
+        seen = (
+            f"{name}: {rate / 1e12:,.0f} TFLOP/s in bf16, memory {memory_rate(device) / GIGABYTE:,.0f} GB/s, "
+            f"from the host {host_to_device_rate(device) / GIGABYTE:.1f} GB/s, {free / GIGABYTE:.0f} of "
+            f"{total / GIGABYTE:.0f} GB free"
+        )
+        busy = free < 0.8 * total
+        remedy = "another process holds its memory: nvidia-smi tells which" if busy else ""
+        findings.append(Finding("ceilings", "warn" if busy else "ok", seen, remedy))
+    return findings + [finding for finding in check_rates(rates, "slow device") if finding.level != "ok"]
+
+
+def matmul_of(device: "torch.device") -> float:
+    """Operations per second of the arithmetic that training on this device uses; the best of three, since others may
+    use the machine for a moment."""
+    import torch
+
+    from tools.limits import matmul_rate
+
+    return max(matmul_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32) for _ in range(3))
+
+
+def check_rates(rates: Sequence[tuple[str, float]], check: str) -> list[Finding]:
+    """Names every one that is slower than the median by 15 %: all others wait for it. `rates`: (name, per second)."""
+    middle = statistics.median(rate for _, rate in rates)
+    slow = [(name, middle / rate) for name, rate in rates if rate * SLOW < middle]
+    if not slow:
+        return [Finding(check, "ok", f"all {len(rates)} within 15 % of the median")]
+    remedy = "look for another process, heat or a power limit there (nvidia-smi -q -d PERFORMANCE); leave the node out"
+    return [Finding(check, "fail", f"{name} takes {factor:.2f} times the median", remedy) for name, factor in slow]
+
+
+# ---- ranks together
+
+
+def check_meeting(seconds: float, world_size: int) -> Finding:
+    """How long the ranks took to find each other, the import of PyTorch included."""
+    seen = f"{world_size} ranks met after {seconds:.1f} s"
+    slow = seconds > 60
+    return Finding("rendezvous", "warn" if slow else "ok", seen, "a slow file system under Python?" if slow else "")
+
+
+def clock_offsets(place: "Distributed", rounds: int = 5) -> list[float]:
+    """Collective: seconds by which each rank's clock is ahead of rank 0's; the rounds' median, since leaving a barrier
+    takes a moment that differs."""
+    seen = []
+    for _ in range(rounds):
+        place.barrier()
+        times = place.gather(time.time())
+        seen.append([moment - times[0] for moment in times])
+    return [statistics.median(column) for column in zip(*seen, strict=True)]
+
+
+def check_clocks(offsets: Sequence[float], allowed: float = 1.0) -> Finding:
+    """Whether the clocks agree: logs of several nodes are read together."""
+    worst = max(range(len(offsets)), key=lambda rank: abs(offsets[rank]))
+    seen = f"clocks differ by at most {abs(offsets[worst]):.3f} s (rank {worst})"
+    level = "warn" if abs(offsets[worst]) > allowed else "ok"
+    return Finding("clocks", level, seen, "is chrony or ntpd running on its node?" if level == "warn" else "")
+
+
+def all_reduce_rate(place: "Distributed", dtype: "torch.dtype") -> float:
+    """Collective: bytes per second and rank of a large all-reduce (the "bus bandwidth" of nccl-tests)."""
+    import torch
+
+    tensor = torch.zeros(2**26 if place.device.type == "cuda" else 2**21, dtype=dtype, device=place.device)
+    for _ in range(2):
+        place.sum(tensor)
+    rounds = 20 if place.device.type == "cuda" else 5
+    place.barrier()
+    started = time.perf_counter()
+    for _ in range(rounds):
+        place.sum(tensor)
+    tensor[0].item()
+    seconds = (time.perf_counter() - started) / rounds
+    size = tensor.numel() * tensor.element_size()
+    return 2 * (place.world_size - 1) / place.world_size * size / seconds
+
+
+def check_all_reduce(rate: float, place: "Distributed") -> Finding:
+    """The bandwidth that gradients get."""
+    seen = f"all-reduce over {place.world_size} ranks: {rate / GIGABYTE:.2f} GB/s (bus bandwidth)"
+    if place.device.type == "cuda" and rate < 5 * GIGABYTE:
+        remedy = "NCCL_DEBUG=INFO tells which network it took; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose another"
+        return Finding("all-reduce", "warn", seen, remedy)
+    return Finding("all-reduce", "ok", seen)
+
+
+# ---- printing
+
+
+def render(findings: Sequence[Finding], worst: str) -> list[str]:
+    """A line for each finding, its remedy below; what is the same on several nodes is told once."""
+    merged: dict[tuple[str, str, str, str], list[str]] = {}
+    for finding in findings:
+        merged.setdefault((finding.check, finding.level, finding.message, finding.remedy), []).append(finding.where)
+    several = len({finding.where for finding in findings if finding.where}) > 1
+    lines = []
+    for (check, level, message, remedy), places in merged.items():
+        named = [place for place in places if place] if several else []
+        suffix = f"  [{named[0] if len(named) == 1 else f'{len(named)} alike'}]" if named else ""
+        lines.append(f"{level:4}  {check:14} {message}{suffix}")
+        if remedy and level != "ok":
+            lines.append(f"      {'':14} -> {remedy}")
+    counts = {level: sum(key[1] == level for key in merged) for level in LEVELS}
+    lines.append(f"{worst}: " + ", ".join(f"{count} {level}" for level, count in counts.items()))
+    return lines
+
+
+def render_json(findings: Sequence[Finding], worst: str) -> str:
+    """The same for a program."""
+    return json.dumps({"worst": worst, "findings": [asdict(finding) for finding in findings]}, indent=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
