@@ -34,6 +34,11 @@ def distribute(config: Config, model: nn.Module, place: Distributed) -> nn.Modul
         if config.parallel == "no_communication":
             raise ConfigError("parallel: no_communication compares several ranks, but this run has one; use ddp")
         return model
+    return wrap_in_ddp(config, model, place)
+
+
+def wrap_in_ddp(config: Config, model: nn.Module, place: Distributed) -> DistributedDataParallel:
+    """Collective: DDP as the configuration asks for it, in a process group of any size."""
     on_gpu = place.device.type == "cuda"
     # DDP: averages gradients over the ranks during backward
     distributed = DistributedDataParallel(

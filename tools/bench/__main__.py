@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from utils.errors import ExpectedError
 
 COMMANDS = {
+    "ddp_overhead": "what a process group and DDP cost a single process",
+    "scaling": "weak and strong scaling over processes, and the share of communication",
     "loaders": "images/s of each data loader, alone and feeding a training step",
 }
 

@@ -91,12 +91,13 @@ def write_report(
         "results": results,
     }
     try:
-        path.write_text(json.dumps(report, indent=1, default=_as_json) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(report, indent=1, default=as_json) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--json {path}: cannot be written: {error.strerror}") from None
 
 
-def _as_json(value: Any) -> Any:
+def as_json(value: Any) -> Any:
+    """For json.dumps: samples as median, range and values."""
     if isinstance(value, Sample):
         return value.as_json()
     raise TypeError(f"{value!r} has no JSON form")

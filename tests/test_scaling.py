@@ -1,0 +1,88 @@
+"""The scaling benchmark's arithmetic, what it refuses, and one run of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.bench.__main__ import main
+from tools.bench.scaling import add_report, check_comparable, plan, summarise
+from utils.errors import ConfigError
+
+
+def record(speed: float, share: float | None = None, **config: Any) -> dict[str, Any]:
+    values = {"train_images_per_sec": speed, "epoch_images_per_sec": speed / 2}
+    if share is not None:
+        values["communication_share"] = share
+    return {"values": values, "environment": {"torch": "2.14", "host": "a"}, "config": {"batch_size": 8} | config}
+
+
+def test_speed_up_and_efficiency_are_of_medians() -> None:
+    records = {
+        ("strong", 1): [record(speed) for speed in (100, 90, 500)],
+        ("strong", 4): [record(speed, 0.1) for speed in (300, 320, 1)],
+        ("weak", 2): [record(50.0)],
+    }
+    results = summarise(records)
+    assert results["strong 4"]["train_speed_up"] == 3.0
+    assert results["strong 4"]["train_efficiency"] == 0.75
+    assert results["strong 4"]["epoch_speed_up"] == 3.0
+    assert results["strong 4"]["communication_share"].median == 0.1
+    assert results["weak 2"]["train_efficiency"] == 1.0  # the fewest processes are the reference
+
+
+def test_runs_that_differ_are_not_mixed() -> None:
+    check_comparable({("weak", 1): [record(1)], ("weak", 2): [record(1, batch_size=16)]})
+    with pytest.raises(ConfigError, match="cannot be compared: model is resnet8 in one and resnet50 in another"):
+        check_comparable({("weak", 1): [record(1, model="resnet8")], ("weak", 2): [record(1, model="resnet50")]})
+    other = record(1)
+    other["environment"] = {"torch": "2.13", "host": "b"}
+    with pytest.raises(ConfigError, match=r"torch is 2\.14 in one and 2\.13 in another"):
+        check_comparable({("weak", 1): [record(1), other]})
+
+
+def test_batches_are_checked_before_anything_runs(tiny: Any) -> None:
+    assert {key: case.batch_size for key, case in plan(tiny(), [1, 2], ["strong", "weak"]).items()} == {
+        ("strong", 1): 32, ("strong", 2): 32, ("weak", 1): 32, ("weak", 2): 64,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="batch_size 32 cannot be split evenly over 3 ranks"):
+        plan(tiny(), [1, 3], ["strong"])
+
+
+def test_a_run_and_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "scaling.json"
+    keys = [
+        "dataset=shapes",
+        "num_classes=10",
+        "model=resnet8",
+        "device=cpu",
+        "data_loader=device",
+        "enable_compile=false",
+    ]
+    sets = [part for key in [*keys, "batch_size=8", "limit_valid_batches=1"] for part in ("--set", key)]
+    common = [
+        "scaling",
+        "--config",
+        "default",
+        *sets,
+        "--mode",
+        "weak",
+        "--steps",
+        "3",
+        "--dropped",
+        "1",
+        "--trials",
+        "1",
+    ]
+    assert main([*common, "--nproc", "2", "--json", str(report)]) == 0
+    assert "weak 2" in capsys.readouterr().out
+    content = json.loads(report.read_text())
+    values = content["trials"][0]["runs"][0]["values"]
+    assert set(values) == {"step_seconds", "train_images_per_sec", "epoch_images_per_sec", "communication_share"}
+    assert values["train_images_per_sec"] == pytest.approx(16 / values["step_seconds"])
+    added: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    add_report(added, report)
+    assert list(added) == [("weak", 2)]
+    with pytest.raises(ConfigError, match="is no report of"):
+        add_report(added, tmp_path / "absent.json")

@@ -1,0 +1,73 @@
+"""What the distributed path costs a single process: DDP in a process group of one rank, against the plain step."""
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from tools.bench import common
+from tools.bench.training import Training, build_training
+from utils.data import build_loaders, open_dataset
+from utils.distributed import Distributed
+from utils.parallel import distribute, wrap_in_ddp
+from utils.ranks import run_ranks
+
+CASES = {
+    "plain": lambda config, model, place: model,
+    "as train.py does": distribute,
+    "DDP, one rank": wrap_in_ddp,
+}
+QUANTITIES = ("milliseconds", "processor_milliseconds")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m tools.bench ddp_overhead`."""
+    common.add_arguments(parser, config="bs128-opt", trials=15)
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="training steps of a trial (default: 5)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print a table, write the report."""
+    config = common.read_config(options)
+
+    def measure(place: Distributed) -> None:
+        backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        images, labels = next(iter(build_loaders(config, open_dataset(config, place), place).train))
+        trainings = {name: build_training(config, place, wrap) for name, wrap in CASES.items()}
+
+        def trial(training: Training) -> Callable[[], Mapping[str, float]]:
+            def steps() -> Mapping[str, float]:
+                started, busy = time.perf_counter(), time.process_time()
+                for _ in range(options.steps):
+                    training(images, labels)
+                common.synchronize(place.device)
+                seconds = time.perf_counter() - started, time.process_time() - busy
+                return {name: 1000 * spent / options.steps for name, spent in zip(QUANTITIES, seconds, strict=True)}
+
+            return steps
+
+        # a captured step trains 11 steps before its capture
+        warm_up = -(-12 // options.steps)
+        cases = {name: trial(training) for name, training in trainings.items()}
+        results = common.measure(cases, options.trials, warm_up=warm_up)
+        rows = []
+        overheads = {}
+        for name in CASES:
+            row = [name]
+            for quantity in QUANTITIES:
+                # each trial against its neighbour: what changes on the machine meets both
+                pairs = zip(results[name][quantity].values, results["plain"][quantity].values, strict=True)
+                overheads[name, quantity] = common.Sample(tuple(100 * (mine / plain - 1) for mine, plain in pairs))
+                row += [f"{results[name][quantity].median:.1f}", f"{overheads[name, quantity].median:+.1f}"]
+            rows.append(row)
+        title = f"{config.model}, batch {config.batch_size}, {place.device}, torch {torch.__version__}: a training step"
+        common.print_table(title, ("", "ms", "overhead %", "processor ms", "overhead %"), rows)
+        print("train.py uses no DDP and no process group for a single process, whoever starts it.")
+        percent = {f"{name}: overhead, % of {quantity}": sample for (name, quantity), sample in overheads.items()}
+        common.write_report(options.json, "ddp_overhead", config, place, results | percent)
+        dist.destroy_process_group()
+
+    return run_ranks(measure, config.device, config.start_timeout_seconds, config.collective_timeout_seconds)

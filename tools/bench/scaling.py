@@ -1,0 +1,176 @@
+"""Weak and strong scaling over processes of one machine, each run a torchrun of its own.
+
+Strong: the global batch stays that of the configuration; weak: it grows with the processes. Protocol of DLPerf: first
+steps dropped, several interleaved trials, median; speed-up = images/s over those of the fewest processes, efficiency =
+speed-up over the ratio of processes. The share of communication is what a step lasts longer than one that never
+averages gradients.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.bench import common
+from utils.config import Config
+from utils.distributed import split_batch
+from utils.errors import ConfigError, ExpectedError
+
+ROOT = Path(__file__).resolve().parents[2]
+MODES = ("strong", "weak")
+QUANTITIES = ("train_images_per_sec", "epoch_images_per_sec")
+# What may differ between runs that are compared: the batch is what weak scaling changes.
+FREE_KEYS = ("batch_size",)
+COMPARED = ("commit", "python", "torch", "torchvision", "cuda", "cudnn", "device", "threads")
+
+Records = dict[tuple[str, int], list[dict[str, Any]]]  # (mode, processes) -> one record a trial
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m tools.bench scaling`."""
+    common.add_arguments(parser, config="bs128-opt", trials=5)
+    parser.add_argument("--nproc", default="1,2", metavar="N,M", help="numbers of processes (default: 1,2)")
+    parser.add_argument("--mode", default=",".join(MODES), metavar="A,B", help=f"default: {','.join(MODES)}")
+    parser.add_argument("--steps", type=int, default=60, metavar="N", help="steps of a trial that count (default: 60)")
+    parser.add_argument("--dropped", type=int, default=20, metavar="N", help="steps before them (default: 20)")
+    parser.add_argument(
+        "--add",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="report of an earlier run to show beside it",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print a table, write the report."""
+    config = common.read_config(options)
+    cases = plan(config, _numbers(options.nproc), options.mode.split(","))
+    most = max(number for _, number in cases)
+    records: Records = {}
+    for path in options.add:
+        add_report(records, path)
+    for trial in range(options.trials):
+        for (mode, processes), case in cases.items():
+            record = run_once(case, processes, most, options.steps, options.dropped)
+            records.setdefault((mode, processes), []).append(record)
+            speed = record["values"]["train_images_per_sec"]
+            print(f"trial {trial + 1} of {options.trials}, {mode}, {processes}: {speed:.1f} images/s", file=sys.stderr)
+    check_comparable(records)
+    results = summarise(records)
+    show(config, results)
+    write(options.json, config, records, results)
+    return 0
+
+
+def plan(config: Config, processes: Sequence[int], modes: Sequence[str]) -> dict[tuple[str, int], Config]:
+    """The configuration of every (mode, processes); `ConfigError` where a batch cannot be split."""
+    unknown = [mode for mode in modes if mode not in MODES]
+    if unknown:
+        raise ConfigError(f"--mode {unknown[0]}: allowed: {', '.join(MODES)}")
+    cases = {}
+    for mode in modes:
+        for number in processes:
+            batch_size = config.batch_size * (number if mode == "weak" else 1)
+            split_batch(batch_size, number, config.micro_batch_size)
+            cases[mode, number] = Config(**config.model_dump() | {"batch_size": batch_size})
+    return cases
+
+
+def run_once(config: Config, processes: int, most: int, steps: int, dropped: int) -> dict[str, Any]:
+    """One trial in processes of its own: {"values", "environment", "config"}.
+
+    On a CPU each process stands for a device and has the cores that are left for each with `most` processes.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "record.json"
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
+            "-m", "tools.bench.scaling_worker", config.model_dump_json(), str(steps), str(dropped), str(path),
+        ]  # fmt: skip
+        threads = str(max(1, (os.cpu_count() or 1) // most))
+        environment = {"OMP_NUM_THREADS": threads} | os.environ
+        ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        if ended.returncode or not path.exists():
+            told = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+            raise ExpectedError(f"a run with {processes} processes failed: {told[0] if told else ended.stderr[-2000:]}")
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def check_comparable(records: Records) -> None:
+    """`ConfigError` that names the first key or version in which two runs differ."""
+    everything = [record for runs in records.values() for record in runs]
+    first = everything[0]
+    for record in everything[1:]:
+        for part, keys in (("config", first["config"].keys() | record["config"].keys()), ("environment", COMPARED)):
+            for key in sorted(set(keys) - set(FREE_KEYS)):
+                here, there = first[part].get(key), record[part].get(key)
+                if here != there:
+                    raise ConfigError(
+                        f"runs that differ cannot be compared: {key} is {here} in one and {there} in another"
+                    )
+
+
+def summarise(records: Records) -> dict[str, dict[str, Any]]:
+    """{"strong 2": {quantity: sample, speed-up and efficiency of each quantity}}, by medians."""
+    results: dict[str, dict[str, Any]] = {}
+    for (mode, processes), runs in sorted(records.items()):
+        values: dict[str, Any] = {
+            name: common.Sample(tuple(run["values"][name] for run in runs)) for name in runs[0]["values"]
+        }
+        fewest = min(number for other, number in records if other == mode)
+        base = {name: common.Sample(tuple(run["values"][name] for run in records[mode, fewest])) for name in QUANTITIES}
+        for name in QUANTITIES:
+            short = name.removesuffix("_images_per_sec")
+            values[f"{short}_speed_up"] = values[name].median / base[name].median
+            values[f"{short}_efficiency"] = values[f"{short}_speed_up"] * fewest / processes
+        results[f"{mode} {processes}"] = values
+    return results
+
+
+def show(config: Config, results: Mapping[str, Mapping[str, Any]]) -> None:
+    """The tables for the terminal."""
+    for what, words in (("train", "training steps alone"), ("epoch", "whole epoch: loader, metrics, validation")):
+        rows = []
+        for name, values in results.items():
+            share = values.get("communication_share")
+            row = [name, f"{values[f'{what}_images_per_sec']:.0f}", f"{values[f'{what}_speed_up']:.2f}"]
+            row.append(f"{100 * values[f'{what}_efficiency']:.0f} %")
+            rows.append([*row, f"{100 * share.median:.1f} %" if share and what == "train" else "-"])
+        title = f"{config.model}, batch {config.batch_size} (weak: of each process), {words}"
+        common.print_table(title, ("processes", "images/s", "speed-up", "efficiency", "communication"), rows)
+
+
+def write(path: Path | None, config: Config, records: Records, results: Mapping[str, Any]) -> None:
+    """The report, every trial in it, so that `--add` can read it."""
+    if path is None:
+        return
+    trials = [{"mode": mode, "processes": number, "runs": runs} for (mode, number), runs in records.items()]
+    report = {"bench": "scaling", "config": config.model_dump(mode="json"), "results": results, "trials": trials}
+    try:
+        path.write_text(json.dumps(report, indent=1, default=common.as_json) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {path}: cannot be written: {error.strerror}") from None
+
+
+def add_report(records: Records, path: Path) -> None:
+    """The trials of an earlier report, beside those of this run."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        for case in report["trials"]:
+            records.setdefault((case["mode"], case["processes"]), []).extend(case["runs"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"--add {path}: is no report of `python -m tools.bench scaling --json`") from None
+
+
+def _numbers(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(f"--nproc {text}: expected numbers of processes, such as 1,2,4")
+    return [int(part) for part in parts]

@@ -1,0 +1,106 @@
+"""One run of `python -m tools.bench scaling`: a rank under torchrun, which measures and writes one JSON record.
+
+Arguments: the configuration as JSON, steps, steps that are dropped first, and the record's path.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tools.bench import common
+from tools.bench.training import Training, build_training
+from utils.config import Config
+from utils.data import Loaders, build_loaders, open_dataset
+from utils.distributed import Distributed
+from utils.metrics import MetricSums
+from utils.ranks import run_ranks
+from utils.run_folder import describe_environment
+
+ROUNDS = 3  # with and without communication take turns
+
+
+def measure(config: Config, place: Distributed, steps: int, dropped: int) -> dict[str, Any]:
+    """Collective: seconds of a training step with and without communication, and images/s of a whole epoch."""
+    loaders = build_loaders(config, open_dataset(config, place), place)
+    images, labels = next(iter(loaders.train))
+    cases = {"ddp": build_training(config, place)}
+    if place.world_size > 1:
+        silent = Config(**config.model_dump() | {"parallel": "no_communication"})
+        cases["no_communication"] = build_training(silent, place)
+    for training in cases.values():
+        _time_steps(training, images, labels, place, dropped)
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(ROUNDS):
+        for name, training in cases.items():
+            seconds[name].append(_time_steps(training, images, labels, place, -(-steps // ROUNDS)))
+    medians = {name: median(values) for name, values in seconds.items()}
+    record = {
+        "step_seconds": medians["ddp"],
+        "train_images_per_sec": config.batch_size / medians["ddp"],
+        "epoch_images_per_sec": _time_epoch(cases["ddp"], loaders, config, place, steps),
+    }
+    if place.world_size > 1:
+        record["communication_share"] = 1 - medians["no_communication"] / medians["ddp"]
+    return record
+
+
+def _time_steps(training: Training, images: Tensor, labels: Tensor, place: Distributed, steps: int) -> float:
+    """Seconds a step of the slowest rank."""
+    place.barrier()
+    started = time.perf_counter()
+    for _ in range(steps):
+        training(images, labels)
+    common.synchronize(place.device)
+    place.barrier()
+    return max(place.gather((time.perf_counter() - started) / max(1, steps)))
+
+
+def _time_epoch(training: Training, loaders: Loaders, config: Config, place: Distributed, steps: int) -> float:
+    """Training images/s over at most `steps` batches from the loader, with metrics and validation in the time."""
+    place.barrier()
+    started = time.perf_counter()
+    loaders.train.set_epoch(0)
+    batches = 0
+    for images, labels in loaders.train:
+        training(images, labels)
+        batches += 1
+        if batches == steps:
+            break
+    training.sums.average(place)
+    place.average_buffers(training.model)
+    training.model.eval()
+    sums = MetricSums(place.device)
+    with torch.no_grad():
+        loaders.valid.set_epoch(0)
+        for number, (images, labels) in enumerate(loaders.valid, start=1):
+            outputs = training.precision.forward(training.model, images)
+            sums.add(torch.nn.functional.cross_entropy(outputs, labels), outputs, labels)
+            if number >= max(1, len(loaders.valid) * batches // len(loaders.train)):
+                break  # of the validation the same share as of the training
+    sums.average(place)
+    training.model.train()
+    return batches * config.batch_size / max(place.gather(time.perf_counter() - started))
+
+
+def main(arguments: list[str]) -> int:
+    """Measure as one of the ranks; returns the exit status."""
+    config, steps, dropped = Config(**json.loads(arguments[0])), int(arguments[1]), int(arguments[2])
+
+    def action(place: Distributed) -> None:
+        record = measure(config, place, steps, dropped)
+        environment = describe_environment(place.device, place.world_size)
+        if place.is_main:
+            content = {"values": record, "environment": environment, "config": config.model_dump(mode="json")}
+            Path(arguments[3]).write_text(json.dumps(content), encoding="utf-8")
+
+    return run_ranks(action, config.device, config.start_timeout_seconds, config.collective_timeout_seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
