@@ -361,10 +361,10 @@ def test_torchrun_goes_on_after_a_killed_worker(tmp_path: Path) -> None:
         "import train\n"
         "from utils.cli import parse_arguments\n"
         "whole = train.Trainer.train_one_epoch\n"
-        "def epoch(self, started):\n"
+        "def epoch(self, *arguments):\n"
         "    if (self.epoch, self.place.rank, os.environ['TORCHELASTIC_RESTART_COUNT']) == (1, 1, '0'):\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    whole(self, started)\n"
+        "    whole(self, *arguments)\n"
         "train.Trainer.train_one_epoch = epoch\n"
         "sys.exit(train.main(parse_arguments()))\n"
     )
