@@ -10,11 +10,11 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 NSENTER = shutil.which("nsenter") or "nsenter"  # also under a PATH that a test has changed
@@ -94,9 +94,7 @@ class SlurmCluster:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._power_off()
 
     # Jobs
@@ -117,9 +115,7 @@ class SlurmCluster:
             fields = self.job(job)
             return fields if fields["JobState"] in (FINAL_STATES if state is None else {state}) else None
 
-        fields: dict[str, str] = wait_until(
-            f"{state or 'end'} of job {job} ({self.job(job)['JobState']})", timeout, reached
-        )
+        fields: dict[str, str] = wait_until(f"{state or 'end'} of job {job}", timeout, reached)
         return fields
 
     def cancel(self, job: int, *options: str) -> None:
@@ -129,7 +125,7 @@ class SlurmCluster:
     # Nodes
 
     def node_states(self) -> dict[str, str]:
-        """State of each node, as sinfo spells it; empty while the controller does not answer."""
+        """State of each node, as sinfo spells it."""
         try:
             lines = self.client("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
         except subprocess.CalledProcessError:
@@ -137,23 +133,16 @@ class SlurmCluster:
         return dict(line.split(None, 1) for line in lines)
 
     def kill_node(self, name: str) -> None:
-        """Power the node off: every process on it dies at once."""
-        host = self.hosts.pop(name)
-        host.kill()
-        host.wait()
+        """Power the node off. It says nothing more, so its peers do not see their connections close."""
+        self.client("ip", "link", "delete", f"v-{name}")
+        self._kill_host(name)
 
     def boot_node(self, name: str) -> None:
         """Power the node on and plug it in."""
         self._boot(name, self.addresses[name], BOOT_NODE)
-        cable = f"v-{name}"
-        inside = ["nsenter", "--target", str(self.hosts[CONTROLLER].pid), "--net", "ip", "link"]
-        peer = ["type", "veth", "peer", "name", "eth0", "netns", str(self.hosts[name].pid)]
-        # The cable of a node killed just before may take a moment to go.
-        plug = [*inside, "add", cable, *peer]
-        wait_until(
-            f"cable to {name}", 10, lambda: not subprocess.run(plug, capture_output=True, check=False).returncode
-        )
-        subprocess.run([*inside, "set", cable, "master", "br0", "up"], check=True)
+        peer = ["peer", "name", "eth0", "netns", str(self.hosts[name].pid)]
+        self.client("ip", "link", "add", f"v-{name}", "type", "veth", *peer)
+        self.client("ip", "link", "set", f"v-{name}", "master", "br0", "up")
 
     def pids(self, name: str) -> dict[int, str]:
         """Process id, as this machine numbers it, and command line of everything on the node."""
@@ -166,6 +155,7 @@ class SlurmCluster:
         return found
 
     # Below
+
     def client(self, *command: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
         """Output of a command run on the controller's host; CalledProcessError where it fails."""
         enter = [NSENTER, "--target", str(self.hosts[CONTROLLER].pid), "--net", "--uts"]
@@ -177,21 +167,13 @@ class SlurmCluster:
     def _boot(self, name: str, address: str, script: str) -> None:
         start = f'hostname "$0"; HOSTNAME=$0; mount --bind "$1/hosts" /etc/hosts; ip link set lo up; {script}'
         spaces = ["--net", "--uts", "--mount", "--propagation=slave", "--pid", "--fork", "--mount-proc"]
+        # Where this process is killed, the kernel kills unshare, and unshare's end the host's first process.
+        host_of_its_own = ["setpriv", "--pdeathsig=KILL", "unshare", "--kill-child=KILL", *spaces]
         arguments = [name, str(self.folder), address, str(self.cgroup or "")]
         daemons = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "HOME": "/root"}
         with open(self.folder / f"{name}.log", "ab") as log:
             host = self.hosts[name] = subprocess.Popen(
-                [
-                    "setpriv",
-                    "--pdeathsig=KILL",
-                    "unshare",
-                    "--kill-child=KILL",
-                    *spaces,
-                    "bash",
-                    "-c",
-                    start,
-                    *arguments,
-                ],
+                [*host_of_its_own, "bash", "-c", start, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -203,16 +185,25 @@ class SlurmCluster:
 
     def _kill_host(self, name: str) -> None:
         host = self.hosts.pop(name)
-        host.kill()
-        host.wait()
+        # Its one child is the first process of the namespace: with it the kernel ends, and awaits, all others.
+        children = Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()
+        for pid in children or [str(host.pid)]:
+            os.kill(int(pid), signal.SIGKILL)
+        host.wait(10)
 
     def _power_off(self) -> None:
         for name in [*self.hosts]:
             self._kill_host(name)
-        if self.cgroup and self.cgroup.exists():
+        if self.cgroup:
+            wait_until(f"end of {self.cgroup}", 10, self._is_cgroup_removed)
+
+    def _is_cgroup_removed(self) -> bool:
+        """A cgroup can go a moment after its last process ended."""
+        assert self.cgroup is not None
+        with contextlib.suppress(OSError):
             for folder, _, _ in os.walk(self.cgroup, topdown=False):
-                # A cgroup is empty a moment after its last process ended.
-                wait_until(f"end of {folder}", 10, lambda folder=folder: _removed(folder), 0.02)
+                os.rmdir(folder)
+        return not self.cgroup.exists()
 
     def _write_files(self) -> None:
         for name in ["munge", "state", *(f"spool/{node}" for node in self.addresses)]:
@@ -258,17 +249,15 @@ SlurmdParameters=config_overrides
 GresTypes=gpu
 ReturnToService=2
 SchedulerParameters=sched_interval=2,bf_interval=2
+MessageTimeout=5
 KillWait=10
 SlurmdTimeout=10
 MinJobAge=3600
 AccountingStorageType=accounting_storage/none
-{nodes}PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+{nodes}PartitionName=main Nodes=ALL Default=YES PriorityTier=2
+# Jobs of main push those of the others aside, at once or after a warning.
+PartitionName=low Nodes=ALL
+PartitionName=low-grace Nodes=ALL GraceTime=60
 """)
-
-
-def _removed(folder: str) -> bool:
-    try:
-        os.rmdir(folder)
-    except OSError:
-        return False
-    return True
