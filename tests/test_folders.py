@@ -1,6 +1,5 @@
 """`dataset: imagefolder` and `imagenet`: class folders through every loader that takes them."""
 
-import importlib.util
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +19,14 @@ from utils.data import Loaders, build_loaders, loaders, open_dataset, report_unr
 from utils.data.sampling import AugmentationRanges, resized_crop_window
 from utils.distributed import Distributed
 from utils.errors import ConfigError, DataError
+from utils.run_folder import dali_version
 
 CLASSES = ("ant", "bée", "cat")
 NUM_TRAIN, NUM_VALID = 8, 5  # of each class
 CPU = torch.device("cpu")
 NO_AUGMENTATION = {"rnd_crop_padding": 0, "rnd_horizontal_flip": False, "rnd_rotation_angle": 0.0}
 
-needs_dali = pytest.mark.skipif(importlib.util.find_spec("nvidia.dali") is None, reason="NVIDIA DALI is not installed")
+needs_dali = pytest.mark.skipif(dali_version() is None, reason="NVIDIA DALI is not installed")
 DALI = pytest.param("dali", marks=[needs_dali, pytest.mark.dali])
 
 

@@ -1,8 +1,10 @@
 """The loader contract of utils.data, held against every backend; DALI's where DALI is installed."""
 
-import importlib.util
 import multiprocessing
 import os
+import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,13 +24,14 @@ from utils.data.datasets import Dataset, ImageArrays
 from utils.data.sampling import Augmentation, AugmentationRanges, EpochPlan
 from utils.distributed import Distributed
 from utils.errors import ConfigError
+from utils.run_folder import dali_version
 
 WORLD_SIZES = (1, 2, 3, 8)
 BATCH = 24  # divisible by each of them
 NUM_TRAIN, NUM_VALID = 5 * BATCH + 7, 83  # neither divides
 CPU = torch.device("cpu")
 
-needs_dali = pytest.mark.skipif(importlib.util.find_spec("nvidia.dali") is None, reason="NVIDIA DALI is not installed")
+needs_dali = pytest.mark.skipif(dali_version() is None, reason="NVIDIA DALI is not installed")
 DALI = pytest.param("dali", marks=[needs_dali, pytest.mark.dali])
 REAL = pytest.mark.parametrize("backend", ["torchvision", "device", DALI])
 OTHERS = pytest.mark.parametrize("backend", ["device", DALI])
@@ -320,6 +323,32 @@ def test_device_loader_uses_the_images_where_they_are_on_a_cpu(tmp_path: Path) -
         np.testing.assert_array_equal(images.round().numpy(), mapped[labels.numpy()])
 
 
+def test_device_loader_needs_no_second_dataset_of_memory() -> None:
+    """A process of its own, whose peak nobody else has raised. On a GPU the copy there is the only one."""
+    program = """
+import resource
+import numpy as np, torch
+from utils.data.augment import Normalise
+from utils.data.datasets import ImageArrays
+from utils.data.loaders import DeviceLoader
+from utils.data.sampling import AugmentationRanges, EpochPlan
+
+def run(count):
+    images = np.ones((count, 3, 32, 32), np.uint8)
+    plan = EpochPlan(count, 256, 0, 1, training=True, ranges=AugmentationRanges(4, True, 15.0))
+    normalise = Normalise((0.5,) * 3, (0.2,) * 3, torch.device("cpu"), torch.channels_last)
+    for _ in DeviceLoader(ImageArrays(images, np.zeros(count, np.int64)), plan, normalise, torch.device("cpu")):
+        pass
+    return images.nbytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+_, before = run(2560)  # libraries and the memory of a batch
+nbytes, peak = run(64 * 1024)
+print((peak - before) / nbytes)
+"""
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
+    assert float(finished.stdout) < 1.3
+
+
 @pytest.mark.gpu
 def test_device_loader_on_a_gpu_equals_the_cpu(dataset: Dataset, build: Callable[..., Loaders]) -> None:
     gpu = Distributed(0, 0, 1, torch.device("cuda", 0))
@@ -360,6 +389,30 @@ def test_a_full_shared_memory_is_an_error_that_names_the_remedy(
         build("torchvision", num_data_workers=1)
     build("torchvision", num_data_workers=0)
     build("device", num_data_workers=1)
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("unshare") is None,
+    reason="needs root, to mount a small /dev/shm of its own",
+)
+def test_a_run_with_the_shared_memory_of_a_bare_container(tmp_path: Path) -> None:
+    """With 64 KB of /dev/shm; then the remedy that the message names, in the same place."""
+    train = f"{sys.executable} train.py --config=quickstart --run-dir={tmp_path} --set max_epochs=3 " + " ".join(
+        f"--set {change}" for change in ("data_loader=torchvision", "limit_train_batches=2", "limit_valid_batches=1")
+    )
+    small = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
+
+    def run(workers: int) -> subprocess.CompletedProcess[str]:
+        script = f"{small} && exec {train} --set num_data_workers={workers}"
+        command = ["unshare", "-m", "sh", "-c", script]
+        return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+    failed = run(1)
+    if "mount" in failed.stderr or "unshare" in failed.stderr:
+        pytest.skip(f"this machine does not let us mount: {failed.stderr.strip()}")
+    assert failed.returncode == 2
+    assert "error: /dev/shm has 0 MB free" in failed.stderr and "--ipc=host" in failed.stderr
+    assert run(0).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -407,6 +460,6 @@ def test_train_runs_with_the_loader(backend: str, tiny: Callable[..., Config], t
 def test_missing_dali_is_bad_usage_with_the_command_that_installs_it(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "nvidia.dali", None)
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     assert main(Arguments(tiny(data_loader="dali"), "default", tmp_path, "auto", dry_run=False)) == 2
     assert 'pip install ".[dali]"' in capsys.readouterr().err

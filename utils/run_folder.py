@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
@@ -140,6 +141,7 @@ def describe_environment(device: torch.device, world_size: int) -> dict[str, Any
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "torchvision": torchvision.__version__,
+        "dali": dali_version(),
         "cuda": torch.version.cuda if cuda else None,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "device": torch.cuda.get_device_name(device) if cuda else _processor(),
@@ -148,6 +150,16 @@ def describe_environment(device: torch.device, world_size: int) -> dict[str, Any
         "host": platform.node(),
         "variables": {name: os.environ[name] for name in RECORDED_VARIABLES if name in os.environ},
     }
+
+
+def dali_version() -> str | None:
+    """The installed NVIDIA DALI, whichever of its packages it is."""
+    for package in ("nvidia-dali-cuda130", "nvidia-dali-cuda110"):
+        try:
+            return f"{package} {metadata.version(package)}"
+        except metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def _drop_after(path: Path, step: int, epoch: int) -> None:

@@ -15,15 +15,16 @@ from utils.config import Config
 from utils.data import Dataset, Loader, build_loaders, open_dataset
 from utils.distributed import Distributed
 from utils.ranks import run_ranks
+from utils.run_folder import dali_version
 
-BACKENDS = ("torchvision", "device", "synthetic")
+BACKENDS = ",".join(["torchvision", *(["dali"] if dali_version() else []), "device", "synthetic"])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m tools.bench loaders`."""
     common.add_arguments(parser, config="bs256-amp-nhwc-extra-opts")
     parser.add_argument(
-        "--loaders", default=",".join(BACKENDS), metavar="A,B", help=f"which ones (default: {','.join(BACKENDS)})"
+        "--loaders", default=BACKENDS, metavar="A,B", help=f"which ones (default, what is installed: {BACKENDS})"
     )
     parser.add_argument(
         "--batches", type=int, default=100, metavar="N", help="batches of a trial of a loader alone (default: 100)"
@@ -42,8 +43,10 @@ def run(options: argparse.Namespace) -> int:
         step = build_training(config, place) if options.steps else None
         cases: dict[str, Callable[[], Mapping[str, float]]] = {}
         for name in options.loaders.split(","):
-            chosen = Config(**config.model_dump() | {"data_loader": name})
-            cases[name] = Case(build_loaders(chosen, dataset, place).train, step, place, options.batches, options.steps)
+            built = build_loaders(Config(**config.model_dump() | {"data_loader": name}), dataset, place)
+            cases[name] = Case(built.train, step, place, options.batches, options.steps)
+            if place.is_main:
+                print(*(f"{name}: {note}" for note in built.notes), sep="\n", end="\n" if built.notes else "")
         results = common.measure(cases, options.trials)
         if place.is_main:
             show(config, dataset, place, results)
@@ -107,15 +110,20 @@ class Case:
 
 
 def show(config: Config, dataset: Dataset, place: Distributed, results: Mapping[str, Mapping[str, Any]]) -> None:
-    """The table: median and spread of the trials."""
+    """The table: median and spread of the trials. `without input` compares with the synthetic loader's training."""
     feeding = any("waiting" in values for values in results.values())
-    columns = ["loader", "images/s alone", *(["images/s training", "waiting, % of a step"] if feeding else [])]
+    columns = ["loader", "images/s alone"]
+    if feeding:
+        columns += ["images/s training", "waiting, % of a step", "slower than without input, %"]
     rows = []
     for name, values in results.items():
         row = [name, f"{values['images_per_sec']:,.0f}"]
         if feeding:
+            training = values["training_images_per_sec"]
             percent = common.Sample(tuple(100 * share for share in values["waiting"].values))
-            row += [f"{values['training_images_per_sec']:,.0f}", f"{percent:.1f}"]
+            row += [f"{training:,.0f}", f"{percent:.1f}"]
+            best = results["synthetic"]["training_images_per_sec"] if "synthetic" in results else None
+            row.append("" if best is None else f"{100 * (1 - training.median / best.median):.1f}")
         rows.append(row)
     setting = f"{dataset.name}, batch {config.batch_size}, {place.world_size} rank(s) on {place.device.type}"
     common.print_table(f"{setting}: median (min-max)", columns, rows)
