@@ -18,13 +18,16 @@ class Normalise:
     def __init__(
         self, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, memory_format: torch.memory_format
     ) -> None:
-        self.mean = torch.tensor(mean, device=device).view(1, 3, 1, 1)
-        self.std = torch.tensor(std, device=device).view(1, 3, 1, 1)
+        self.mean, self.std = mean, std
+        # as one product and one sum: half the passes over the batch
+        exact_mean, exact_std = (torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1) for values in (mean, std))
+        self.scale = (1 / (255 * exact_std)).float().to(device)
+        self.shift = (-exact_mean / exact_std).float().to(device)
         self.memory_format = memory_format
 
     def __call__(self, images: Tensor) -> Tensor:
         # Arithmetic first: it runs along whole planes, where channels_last has runs of three.
-        normalised = images.float().div_(255).sub_(self.mean).div_(self.std)
+        normalised = images.float().mul_(self.scale).add_(self.shift)
         return normalised.contiguous(memory_format=self.memory_format)
 
 
@@ -82,27 +85,34 @@ def gather_plan(augmentation: Augmentation, height: int, width: int, crop_paddin
 class BatchAugmenter:
     """Crop, flip and rotation of a whole batch on its device as one gather of pixels.
 
-    Written for few and cheap passes: int32 throughout, no comparisons (PyTorch's are slow on a CPU), signs instead.
+    Written for few and cheap passes: int32 throughout, no comparisons (PyTorch's are slow on a CPU), signs instead, and
+    buffers that are kept (on a CPU, fresh memory costs as much as the arithmetic).
     """
 
     def __init__(self, height: int, width: int, device: torch.device) -> None:
         self.width = width
         rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-        self.rows = rows.reshape(1, 1, -1).int().to(device)  # [1, 1, H * W]
-        self.columns = columns.reshape(1, 1, -1).int().to(device)
+        self.rows = rows.reshape(1, -1).int().to(device)  # [1, H * W]
+        self.columns = columns.reshape(1, -1).int().to(device)
+        self.buffers = torch.empty(3, 0, height * width, dtype=torch.int32, device=device)
 
     def __call__(self, images: Tensor, plan: Tensor) -> Tensor:
         """uint8 [N, C, H, W] and `gather_plan` [N, 9] on the same device -> uint8 [N, C, H, W]."""
-        a, b, c, last = plan[:, :8].view(-1, 2, 4).transpose(0, 1).unbind(2)  # each [2, N]: columns, rows
-        position = self.columns * a.unsqueeze(2)  # [2, N, H * W]
-        position += self.rows * b.unsqueeze(2)
-        position += c.unsqueeze(2)
-        position >>= 16
-        # negative where the source lies outside on either side
-        outside = (last.unsqueeze(2) - position).bitwise_or_(position)
-        visible = (outside[0] | outside[1]).bitwise_not_().bitwise_right_shift_(31)  # all ones, or zero
-        source = position[0].add_(position[1], alpha=self.width).add_(plan[:, 8:])
-        source &= visible
+        if len(images) != self.buffers.shape[1]:
+            self.buffers = self.buffers.new_empty(3, len(images), self.buffers.shape[2])
+        x, y, scratch = self.buffers.unbind()  # each [N, H * W]
+        of_column, of_row, first = plan.t().unsqueeze(2).split([4, 4, 1])  # of [N, 1] values
+        for position, (a, b, c, _) in ((x, of_column), (y, of_row)):
+            torch.mul(self.columns, a, out=position)
+            position += torch.mul(self.rows, b, out=scratch)
+            position += c
+            position >>= 16
+        # negative where the source lies outside on any of the four sides, and then all ones
+        outside = torch.sub(of_column[3], x, out=scratch).bitwise_or_(x).bitwise_or_(y)
+        source = x.add_(y, alpha=self.width).add_(first[0])
+        outside |= torch.sub(of_row[3], y, out=y)
+        outside >>= 31
+        source &= outside.bitwise_not_()
         # pixel 0 of the padded image is black
         padded = nn.functional.pad(images.flatten(2), (1, 0))
         return padded.gather(2, source.long().unsqueeze(1).expand(-1, images.shape[1], -1)).view(images.shape)

@@ -147,8 +147,8 @@ class DaliLoader:
             images = self._augment(images)
             images = self.fn.crop_mirror_normalize(
                 images,
-                mean=[255 * value for value in self.normalise.mean.flatten().tolist()],
-                std=[255 * value for value in self.normalise.std.flatten().tolist()],
+                mean=[255 * value for value in self.normalise.mean],
+                std=[255 * value for value in self.normalise.std],
                 output_layout="HWC" if self._channels_last else "CHW",
             )
             pipeline.set_outputs(images)

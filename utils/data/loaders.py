@@ -212,7 +212,7 @@ class SyntheticLoader:
 
     def __init__(self, split: Split, plan: EpochPlan, num_classes: int, normalise: Normalise) -> None:
         self.plan, self.first_batch = plan, 0
-        device = normalise.mean.device
+        device = normalise.scale.device
         generator = torch.Generator().manual_seed(plan.seed)
         shape = (plan.batch_size, *split.image_shape)
         images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
