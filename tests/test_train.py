@@ -84,7 +84,7 @@ def test_switches_change_the_speed_and_not_the_training(tiny, alone, tmp_path, s
     reference = run(tiny(limit_train_batches=20, max_epochs=1, lr=0.02), alone, tmp_path / "off")
     switched = run(tiny(limit_train_batches=20, max_epochs=1, lr=0.02, **switches), alone, tmp_path / "on")
     off, on = (records(tmp_path / name, "step") for name in ("off", "on"))
-    tolerance = 0.02 if switches.get("enable_amp") else 1e-3
+    tolerance = 0.02 if switches.get("enable_amp") else 3e-3  # roundings differ and grow with the steps
     assert [row["loss"] for row in on] == pytest.approx([row["loss"] for row in off], rel=tolerance)
     assert reference.step == switched.step
 

@@ -104,9 +104,7 @@ class BatchAugmenter:
         of_column, of_row, first = plan.t().unsqueeze(2).split([4, 4, 1])  # of [N, 1] values
         for position, (a, b, c, _) in ((x, of_column), (y, of_row)):
             torch.mul(self.columns, a, out=position)
-            position += torch.mul(self.rows, b, out=scratch)
-            position += c
-            position >>= 16
+            position.add_(torch.mul(self.rows, b, out=scratch)).add_(c).bitwise_right_shift_(16)
         # negative where the source lies outside on any of the four sides, and then all ones
         outside = torch.sub(of_column[3], x, out=scratch).bitwise_or_(x).bitwise_or_(y)
         source = x.add_(y, alpha=self.width).add_(first[0])
