@@ -1,11 +1,18 @@
 """tools.bench: the protocol, and each command from the command line to its JSON report."""
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tools.bench.common import Sample, measure
+from tools.bench.ladder import COMPARABLE, read_baseline, tell_regressions
+from tools.bench.training import training_flops_per_image
+from utils.config import Config
+from utils.errors import ConfigError
 
 
 def test_trials_are_interleaved_and_the_warm_up_is_dropped() -> None:
@@ -45,6 +52,86 @@ def test_loaders_measures_every_loader_and_writes_the_report(tmp_path: Path) -> 
         assert len(values["images_per_sec"]["values"]) == 2
         assert values["images_per_sec"]["min"] > 0
         assert 0 <= values["waiting"]["median"] < 1
+
+
+SMALL = ["--set", "dataset=shapes", "--set", "num_classes=10", "--set", "model=resnet8", "--set", "device=cpu",
+         "--set", "batch_size=16", "--set", "num_data_workers=0", "--set", "enable_compile=false"]  # fmt: skip
+
+
+def test_ladder_measures_compares_and_tells_a_regression(tmp_path: Path) -> None:
+    report, picture = tmp_path / "report.json", tmp_path / "ladder.png"
+    rungs = "bs256,bs256-amp-nhwc-extra-opts-graphs,fastest"
+    arguments = ["ladder", f"--configs={rungs}", "--trials=2", "--iters=2", "--warmup=1", *SMALL]
+    first = bench(*arguments, f"--json={report}", f"--plot={picture}")
+    assert first.returncode == 0, first.stderr
+    assert "graphs: left out: enable_cuda_graphs needs a CUDA device" in first.stderr
+    assert "about" in first.stdout and "speed-up" in first.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    content = json.loads(report.read_text())
+    assert set(content["results"]["rungs"]) == {"bs256", "fastest"}
+    for values in content["results"]["rungs"].values():
+        assert len(values["full"]["values"]) == 2
+        assert values["full"]["min"] > 0 and values["memory"]["min"] > 1e7
+        assert values["arithmetic_share"] > 0 and values["memory_share"] > 0
+
+    content["results"]["rungs"]["bs256"]["full"]["median"] *= 1000
+    report.write_text(json.dumps(content))
+    slower = bench(*arguments, f"--baseline={report}")
+    assert slower.returncode == 1 and "REGRESSION" in slower.stdout, slower.stderr
+
+
+def test_a_baseline_of_other_versions_or_settings_is_refused(tiny, tmp_path: Path) -> None:
+    environment = dict.fromkeys(COMPARABLE, "same")
+    config = tiny()
+    saved = {"configs": {"rung": config.model_dump(mode="json")}, "rungs": {"rung": {"full": {"median": 100.0}}}}
+    path = tmp_path / "report.json"
+
+    def read(changed_environment: dict[str, str], **changes) -> dict[str, dict[str, float]]:
+        path.write_text(json.dumps({"environment": environment | changed_environment, "results": saved}))
+        return read_baseline(path, environment, {"rung": Config(**config.model_dump() | changes)})
+
+    assert read({}) == {"rung": {"median": 100.0}}
+    with pytest.raises(ConfigError, match=r"was measured elsewhere: torch '1\.7' -> 'same'"):
+        read({"torch": "1.7"})
+    with pytest.raises(ConfigError, match="rung was another configuration: lr differ"):
+        read({}, lr=0.7)
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="is no report of this command"):
+        read_baseline(path, environment, {})
+
+
+@pytest.mark.parametrize(("now", "status"), [(94.0, 1), (96.0, 0), (200.0, 0)])
+def test_a_rung_slower_than_the_tolerance_is_a_regression(now: float, status: int) -> None:
+    assert tell_regressions({"rung": {"full": Sample((now,))}}, {"rung": {"median": 100.0}}, tolerance=5) == status
+
+
+def test_flops_are_the_tutorials(tiny) -> None:
+    """2.61 GFLOP forward and 7.82 in training for the tutorial's network, counted from its layers by hand."""
+    config = tiny(model="resnet50", num_classes=100, dataset="cifar100")
+    assert training_flops_per_image(config) == pytest.approx(7.82e9, rel=0.005)
+
+
+def test_limits_measures_every_ceiling(tmp_path: Path) -> None:
+    report = tmp_path / "limits.json"
+    finished = bench("limits", "--set", "device=cpu", "--trials=1", f"--json={report}")
+    assert finished.returncode == 0, finished.stderr
+    names = set(json.loads(report.read_text())["results"])
+    assert {
+        "product float32, TFLOP/s",
+        "product bf16, TFLOP/s",
+        "convolution bf16 NHWC, TFLOP/s",
+        "memory, GB/s",
+    } <= names
+
+
+def test_peers_train_the_same_or_say_what_to_install(tmp_path: Path) -> None:
+    report = tmp_path / "peers.json"
+    finished = bench("peers", "--iters=2", "--warmup=1", "--trials=1", f"--json={report}", *SMALL)
+    if importlib.util.find_spec("timm") and importlib.util.find_spec("lightning"):
+        assert finished.returncode == 0, finished.stderr
+        assert set(json.loads(report.read_text())["results"]) == {"this project", "timm", "lightning"}
+    else:
+        assert finished.returncode == 2 and 'pip install ".[peers]"' in finished.stderr
 
 
 def test_bad_usage_ends_with_status_2() -> None:

@@ -147,7 +147,7 @@ class GraphedStep:
 def choose_step(config: Config, step: TrainStep, device: torch.device) -> tuple[Step, list[str]]:
     """The step in the way the configuration asks for, and what a log should say of it."""
     notes = []
-    if config.enable_compile is True or (config.enable_compile == "auto" and _has_compiler()):
+    if compiles(config):
         if not _has_compiler():
             raise ConfigError(
                 f"enable_compile needs a C++ compiler, and {_compiler()} is not found; install one, name it in the "
@@ -173,6 +173,11 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 def wants_graphs(config: Config, device: torch.device) -> bool:
     """Whether the step will be a CUDA graph."""
     return config.enable_cuda_graphs is not False and device.type == "cuda"
+
+
+def compiles(config: Config) -> bool:
+    """Whether the step will be compiled."""
+    return config.enable_compile is True or (config.enable_compile == "auto" and _has_compiler())
 
 
 def _compiler() -> str:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from utils.config import Config, load_config
 from utils.distributed import Distributed
 from utils.errors import ConfigError
 from utils.run_folder import describe_environment
+
+FILE_WIDTH = 160  # characters of a table that goes into a file or pipe
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         table.add_column(column, justify="right" if number else "left")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(table)
 
 
 def synchronize(device: torch.device) -> None:

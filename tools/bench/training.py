@@ -1,21 +1,26 @@
 """The training step of a configuration, as the Trainer builds it."""
 
-from collections.abc import Callable
+import itertools
+import resource
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from models import build_model
+from tools.bench.common import synchronize
 from utils.backends import prepare_backends
 from utils.config import Config
-from utils.distributed import Distributed, split_batch
+from utils.data import Loader, build_loaders, open_dataset
+from utils.distributed import Distributed, choose_device, split_batch
 from utils.metrics import MetricSums
 from utils.optim import build_optimizer
 from utils.parallel import distribute
 from utils.precision import MasterWeights, Precision, choose_precision
 from utils.profiling import Profiler
-from utils.step import Step, TrainStep, capture_stream, choose_step, wants_graphs
+from utils.step import Batch, Step, TrainStep, capture_stream, choose_step, prefetch, wants_graphs
 
 
 @dataclass
@@ -65,3 +70,68 @@ def build_training(
     )
     chosen, _ = choose_step(config, step, place.device)
     return Training(model, weights, optimizer, precision, chosen, MetricSums(place.device), profiler)
+
+
+class Rung:
+    """A configuration's training step, and its loader alone and together with it; a trial tells images per second."""
+
+    def __init__(self, config: Config) -> None:
+        self.place = alone(config)
+        self.training = build_training(config, self.place)
+        self.training.model.train()
+        self.config, self.images = config, config.batch_size
+        self.loader = build_loaders(config, open_dataset(config, self.place), self.place).train
+        self.batch = next(iter(self.loader))
+
+    def __call__(self, warmup: int, iters: int) -> dict[str, float]:
+        """{"compute", "io", "full": images/s, "seconds": of the whole trial, "memory": bytes at most}."""
+        started = time.perf_counter()
+        compute = self._time(itertools.repeat(self.batch), warmup, iters, self.training)
+        io = self._time(endless(self.loader), warmup, iters, lambda images, labels: None)
+        full = self._time(prefetch(self.config, endless(self.loader), self.place.device), warmup, iters, self.training)
+        values = {"compute": compute, "io": io, "full": full, "memory": peak_memory(self.place.device)}
+        if self.place.device.type == "cuda":
+            torch.cuda.empty_cache()  # for the other rungs; the next warm-up takes it again
+        return values | {"seconds": time.perf_counter() - started}
+
+    def _time(
+        self, batches: Iterator[Batch], warmup: int, iters: int, consume: Callable[[Tensor, Tensor], None]
+    ) -> float:
+        for images, labels in itertools.islice(batches, warmup):
+            consume(images, labels)
+        synchronize(self.place.device)
+        started = time.perf_counter()
+        for images, labels in itertools.islice(batches, iters):
+            consume(images, labels)
+        synchronize(self.place.device)
+        return iters * self.images / (time.perf_counter() - started)
+
+
+def alone(config: Config) -> Distributed:
+    """The place of a single process on the configuration's device."""
+    return Distributed(rank=0, local_rank=0, world_size=1, device=choose_device(config.device, 0))
+
+
+def endless(loader: Loader) -> Iterator[Batch]:
+    """The batches of one epoch after the other."""
+    for epoch in itertools.count():
+        loader.set_epoch(epoch)
+        yield from loader
+
+
+def peak_memory(device: torch.device) -> float:
+    """Bytes that this process held at most: of the GPU, or of the machine."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_reserved(device))
+    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
+
+
+def training_flops_per_image(config: Config) -> float:
+    """Floating-point operations of forward and backward pass for one image, a multiply-add counted as two."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = build_model(config)
+    images = torch.zeros(2, 3, config.image_size or 32, config.image_size or 32)
+    with FlopCounterMode(display=False) as counter:
+        model(images).sum().backward()
+    return counter.get_total_flops() / 2

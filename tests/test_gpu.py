@@ -1,0 +1,174 @@
+"""What only a GPU shows: `python -m pytest -m gpu`. Graphs, streams, loss scaling on the device, NCCL, the profile."""
+
+import itertools
+import json
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tools.bench.training import build_training
+from train import Trainer
+from utils.config import Config
+from utils.distributed import Distributed
+from utils.metrics import MetricSums
+from utils.optim import learning_rate, set_learning_rate
+from utils.step import GRAPH_WARMUP_STEPS, GraphedStep, prefetch
+from utils.trace import find_ranges, read_trace
+
+pytestmark = pytest.mark.gpu
+
+STEPS = GRAPH_WARMUP_STEPS + 20
+MODES = {
+    "float32": {},
+    "fp16": {"enable_amp": True},
+    "bf16": {"enable_amp": True, "amp_dtype": "bf16"},
+    "O2": {"opt_level": "O2"},
+    "O3": {"opt_level": "O3"},
+    "constant scale": {"opt_level": "O2", "loss_scale": 128},
+    "accumulation": {"enable_amp": True, "micro_batch_size": 8},
+    "zeroed gradients": {"enable_amp": True, "zero_grad_set_to_none": False},
+    "compiled": {"enable_amp": True, "enable_compile": True},
+}
+
+
+@pytest.fixture
+def gpu() -> Distributed:
+    return Distributed(rank=0, local_rank=0, world_size=1, device=torch.device("cuda", 0))
+
+
+def on_gpu(tiny, **changes) -> Config:
+    return tiny(**{"device": "cuda", "enable_nhwc": True, "fused_optimizer": True, "lr": 0.02} | changes)
+
+
+def losses(trainer: Trainer, gpu: Distributed, steps: int = STEPS) -> torch.Tensor:
+    """The loss of each step, with a learning rate that changes in every one."""
+    trainer.model.train()
+    trainer.train_loader.set_epoch(0)
+    batches = list(trainer.train_loader)
+    history = []
+    for number, (images, labels) in zip(range(steps), itertools.cycle(batches), strict=False):
+        set_learning_rate(trainer.optimizer, 1 + number % 3)
+        trainer.train_step(images, labels, trainer.sums)
+        history.append(trainer.sums.average_since_last(gpu)["loss"])
+    return torch.tensor(history)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_graph_trains_like_the_eager_step(tiny, gpu, mode):
+    eager = Trainer(on_gpu(tiny, **MODES[mode]), gpu)
+    graphed = Trainer(on_gpu(tiny, enable_cuda_graphs=True, **MODES[mode]), gpu)
+    assert isinstance(graphed.train_step, GraphedStep)
+    torch.testing.assert_close(losses(graphed, gpu), losses(eager, gpu), rtol=0.05, atol=0.02)
+    assert graphed.train_step.captured
+    assert learning_rate(graphed.optimizer) == pytest.approx(learning_rate(eager.optimizer))
+    assert graphed.loss_scaler.metrics() == eager.loss_scaler.metrics()
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "compiled"])
+def test_every_mode_trains_like_float32(tiny, gpu, mode):
+    reference = losses(Trainer(on_gpu(tiny, fused_optimizer=False, enable_nhwc=False), gpu), gpu)
+    tolerance = 0.2 if mode == "O3" else 0.1
+    measured = losses(Trainer(on_gpu(tiny, **MODES[mode]), gpu), gpu)
+    torch.testing.assert_close(measured[-10:].mean(), reference[-10:].mean(), rtol=tolerance, atol=0.05)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "compiled"])
+def test_no_step_waits_for_the_device(tiny, gpu, mode, graphs):
+    config = on_gpu(tiny, enable_cuda_graphs=graphs, enable_prefetch=True, **MODES[mode])
+    trainer = Trainer(config, gpu)
+    trainer.model.train()
+    for number in range(GRAPH_WARMUP_STEPS + 4):
+        trainer.train_loader.set_epoch(number)
+        batches = prefetch(config, iter(trainer.train_loader), gpu.device)
+        images, labels = next(batches)
+        if number > GRAPH_WARMUP_STEPS:  # the first steps choose algorithms and capture
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            set_learning_rate(trainer.optimizer, 0.5)
+            trainer.train_step(images, labels, trainer.sums)
+            next(batches)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_an_overflow_in_the_first_fused_step_leaves_no_trace(tiny, gpu, graphs):
+    """The scale of 65536 is raised until the first gradients overflow; what is skipped must change nothing."""
+    trainer = Trainer(on_gpu(tiny, enable_amp=True, enable_cuda_graphs=graphs), gpu)
+    trainer.loss_scaler._init_scale = 2.0**30
+    assert torch.isfinite(losses(trainer, gpu)).all()
+    assert trainer.loss_scaler.metrics()["skipped_steps"] > 0
+    assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
+
+
+def test_prefetched_batches_are_the_same(tiny, gpu):
+    config = on_gpu(tiny, enable_prefetch=True, limit_train_batches=20)
+    loader = Trainer(config, gpu).train_loader
+    loader.set_epoch(0)
+    expected = [(images.clone(), labels.clone()) for images, labels in loader]
+    for (images, labels), (seen, seen_labels) in zip(expected, prefetch(config, iter(loader), gpu.device), strict=True):
+        torch.mm(*torch.randn(2, 2048, 2048, device=gpu.device))  # the step during which the next batch is prepared
+        assert torch.equal(images, seen) and torch.equal(labels, seen_labels)
+
+
+def test_a_graph_with_ddp_over_nccl(tiny, gpu, tmp_path):
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        config = on_gpu(tiny, enable_amp=True, enable_cuda_graphs=True)
+        reference = Trainer(on_gpu(tiny, enable_amp=True), gpu)
+        training = build_training(config, gpu, wrap=lambda config, model, place: DistributedDataParallel(model))
+        assert isinstance(training.step, GraphedStep)
+        reference.train_loader.set_epoch(0)
+        images, labels = next(iter(reference.train_loader))
+        sums = MetricSums(gpu.device)
+        for _ in range(STEPS):
+            training.step(images, labels, sums)
+            reference.train_step(images, labels, reference.sums)
+        torch.testing.assert_close(sums.sums, reference.sums.sums, rtol=0.05, atol=1)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_fastest_trains_saves_and_resumes(tiny, gpu, tmp_path):
+    def run(epochs: int) -> Trainer:
+        changes = {"device": "cuda", "limit_train_batches": 20, "max_epochs": epochs}
+        trainer = Trainer(tiny("fastest", **changes), gpu)
+        trainer.train(tmp_path, "fastest", "auto")
+        return trainer
+
+    first = run(2)
+    assert isinstance(first.train_step, GraphedStep) and first.train_step.captured
+    assert run(3).step == 60
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    trained = [row["loss/train"] for row in rows if row["kind"] == "epoch"]
+    assert len(trained) == 3 and trained[2] < trained[0]
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_tf32_shortens_the_mantissa(tiny, gpu, enabled):
+    build_training(on_gpu(tiny, enable_tf32=enabled), gpu)
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(512, 512, generator=generator) for _ in range(2))
+    error = ((left.cuda() @ right.cuda()).cpu().double() - left.double() @ right.double()).abs().max()
+    assert (error > 1e-3) is enabled
+    images, kernel = torch.randn(8, 64, 16, 16, generator=generator), torch.randn(64, 64, 3, 3, generator=generator)
+    exact = nn.functional.conv2d(images.double(), kernel.double())
+    error = (nn.functional.conv2d(images.cuda(), kernel.cuda()).cpu().double() - exact).abs().max()
+    assert (error > 2e-3) is enabled
+
+
+def test_the_profile_holds_kernels_and_memory(tiny, gpu, tmp_path):
+    config = tiny("bs256-amp-prof", device="cuda", profiling_iters_per_epoch=3, limit_train_batches=None)
+    Trainer(config, gpu).train(tmp_path, "prof", "auto")
+    events = read_trace(tmp_path / "profile/rank0.pt.trace.json.gz")
+    assert len(find_ranges(events)["iteration"]) == 3
+    assert any(event.category == "kernel" for event in events)
+    summary = (tmp_path / "profile/summary.txt").read_text()
+    assert "GPU ms" in summary and "launch gaps" in summary
+    snapshot = pickle.loads((tmp_path / "profile/memory.pickle").read_bytes())
+    assert snapshot["segments"]

@@ -1,0 +1,236 @@
+"""The ladder: every rung of speed by name, measured with the protocol of DLPerf (github.com/Oneflow-Inc/DLPerf).
+
+Each rung is a process of its own. Trials are interleaved, so that a machine that grows busier meets all rungs alike;
+each trial drops its warm-up and times the step alone on one batch, the loader alone, and both together.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from models import build_model
+from tools.bench import common
+from tools.bench.limits import measure_limits
+from tools.bench.training import Rung, alone, training_flops_per_image
+from tools.bench.workers import Worker
+from utils.config import Config, load_config
+from utils.distributed import Distributed
+from utils.dry_run import activation_bytes_per_image
+from utils.errors import ConfigError, ExpectedError
+from utils.precision import NAMES, choose_precision
+from utils.run_folder import describe_environment
+
+RUNGS = (
+    "bs256,bs256-amp,bs256-amp-nhwc,bs256-amp-nhwc-extra-opts,bs256-amp-nhwc-extra-opts-bf16,"
+    "bs256-amp-nhwc-extra-opts-compile,bs256-amp-nhwc-extra-opts-device,bs256-amp-nhwc-extra-opts-graphs,fastest"
+)
+COMPARABLE = ("python", "torch", "torchvision", "cuda", "cudnn", "device", "threads", "world_size", "host")
+# What a step must move at least: each kept activation and its gradient is written once and read once.
+TRAFFIC_PER_ACTIVATION = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m tools.bench ladder`."""
+    common.add_arguments(parser, trials=5)
+    parser.add_argument("--configs", default=RUNGS, metavar="A,B,...", help=f"the rungs (default: {RUNGS})")
+    parser.add_argument("--iters", type=int, default=120, metavar="N", help="timed steps of a trial (default: 120)")
+    parser.add_argument("--warmup", type=int, default=20, metavar="N", help="steps before them (default: 20)")
+    parser.add_argument(
+        "--budget-minutes", type=float, default=10, metavar="M",
+        help="fewer steps where an estimate after the first trial exceeds this (default: 10)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--baseline", type=Path, metavar="PATH", help="an earlier report; status 1 where a rung is slower"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=5, metavar="PERCENT", help="slower by more than this counts (default: 5)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the ladder into this picture")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure every rung, print the table, write the report; 1 where the baseline was faster."""
+    common.read_config(options)
+    configs = {name: load_config(options.yaml_config, name, options.set) for name in options.configs.split(",")}
+    first = next(iter(configs.values()))
+    place = alone(first)
+    environment = describe_environment(place.device, 1)
+    baseline = read_baseline(options.baseline, environment, configs) if options.baseline else None
+    limits = measure_limits(place, trials=3)
+    workers = start(configs)
+    try:
+        samples = measure(workers, options)
+    finally:
+        for worker in workers.values():
+            worker.close()
+    results = {name: evaluate(configs[name], place, rows, limits) for name, rows in samples.items()}
+    show(results)
+    if options.json:
+        rungs = {name: configs[name].model_dump(mode="json") for name in results}
+        common.write_report(
+            options.json, "ladder", first, place, {"limits": limits, "rungs": results, "configs": rungs}
+        )
+    if options.plot:
+        draw(options.plot, results, environment["device"])
+    return tell_regressions(results, baseline, options.tolerance) if baseline else 0
+
+
+def start(configs: Mapping[str, Config]) -> dict[str, Worker]:
+    """A process per rung, one built after the other; a rung that cannot run here is named and left out."""
+    workers: dict[str, Worker] = {}
+    for name, config in configs.items():
+        worker = Worker(Rung, config)
+        try:
+            worker.receive()
+        except ExpectedError as error:
+            print(f"{name}: left out: {error}", file=sys.stderr)
+            worker.close()
+        else:
+            workers[name] = worker
+    if not workers:
+        raise ConfigError("--configs: none of these rungs can run here")
+    return workers
+
+
+def measure(workers: Mapping[str, Worker], options: argparse.Namespace) -> dict[str, dict[str, common.Sample]]:
+    """{rung: {quantity: sample}}. A first short trial of each is not counted: it compiles, and gives the estimate."""
+    from rich.progress import Progress
+
+    with Progress(transient=True) as progress:
+        task = progress.add_task("first steps", total=len(workers) * (1 + options.trials))
+        seconds = 0.0
+        for worker in workers.values():
+            worker.run(max(2, options.warmup), 1)
+            seconds += worker.run(0, 2)["seconds"] / 2  # of a step with and without its loader
+            progress.advance(task)
+        steps = options.trials * (options.warmup + options.iters)
+        share = min(1.0, 60 * options.budget_minutes / max(1e-9, seconds * steps))
+        warmup, iters = max(1, int(share * options.warmup)), max(2, int(share * options.iters))
+        minutes = seconds * options.trials * (warmup + iters) / 60
+        progress.console.print(f"about {minutes:.1f} minutes: {options.trials} trials of {warmup} + {iters} steps")
+        progress.update(task, description="trials")
+
+        def trial(worker: Worker) -> Mapping[str, float]:
+            values = worker.run(warmup, iters)
+            progress.advance(task)
+            return values
+
+        cases = {name: (lambda worker=worker: trial(worker)) for name, worker in workers.items()}
+        return common.measure(cases, options.trials, warm_up=0)
+
+
+def evaluate(
+    config: Config, place: Distributed, samples: Mapping[str, common.Sample], limits: Mapping[str, common.Sample]
+) -> dict[str, Any]:
+    """The samples with what follows from them: TFLOP/s and the shares of the measured ceilings."""
+    precision = choose_precision(config, place.device)
+    number_format = NAMES[precision.half]
+    if precision.level == "O0":
+        number_format = "tf32" if config.enable_tf32 and place.device.type == "cuda" else "float32"
+    model = build_model(config).to(place.device)
+    precision.cast_weights(model)
+    size = config.image_size or 32
+    moved = TRAFFIC_PER_ACTIVATION * activation_bytes_per_image(
+        model, nn.CrossEntropyLoss(), precision, (3, size, size)
+    )
+    teraflops = samples["full"].median * training_flops_per_image(config) / 1e12
+    return {
+        **samples,
+        "tflops": teraflops,
+        "arithmetic_share": teraflops / limits[f"product {number_format}, TFLOP/s"].median,
+        "memory_share": samples["full"].median * moved / 1e9 / limits["memory, GB/s"].median,
+    }
+
+
+def show(results: Mapping[str, Mapping[str, Any]]) -> None:
+    """The table: images/s of loader, step and both, and what the machine could do."""
+    first = next(iter(results.values()))["full"].median
+    columns = [
+        "rung",
+        "full, images/s",
+        "speed-up",
+        "step alone",
+        "loader alone",
+        "TFLOP/s",
+        "arithmetic",
+        "memory",
+        "GB",
+    ]
+    rows = [
+        (
+            name,
+            f"{values['full']:,.1f}",
+            f"{values['full'].median / first:.2f}",
+            f"{values['compute'].median:,.1f}",
+            f"{values['io'].median:,.0f}",
+            f"{values['tflops']:.2f}",
+            f"{values['arithmetic_share']:.0%}",
+            f"{values['memory_share']:.0%}",
+            f"{values['memory'].median / 1e9:.1f}",
+        )
+        for name, values in results.items()
+    ]
+    common.print_table("median (min-max); shares of the measured ceilings", columns, rows)
+
+
+def read_baseline(
+    path: Path, environment: Mapping[str, Any], configs: Mapping[str, Config]
+) -> dict[str, dict[str, float]]:
+    """{rung: {"median", "min", "max"}} of an earlier report; `ConfigError` where it is not comparable with this run."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        before, rungs, saved = report["environment"], report["results"]["rungs"], report["results"]["configs"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--baseline {path}: is no report of this command: {error!r}") from None
+    different = [key for key in COMPARABLE if before.get(key) != environment[key]]
+    if different:
+        was = ", ".join(f"{key} {before.get(key)!r} -> {environment[key]!r}" for key in different)
+        raise ConfigError(f"--baseline {path}: was measured elsewhere: {was}; measure it again here")
+    for name, config in configs.items():
+        values, saved_values = config.model_dump(mode="json"), saved.get(name, {})
+        changed = [key for key in values if saved_values.get(key) != values[key]]
+        if saved_values and changed:
+            raise ConfigError(f"--baseline {path}: {name} was another configuration: {', '.join(changed)} differ")
+    return {name: values["full"] for name, values in rungs.items()}
+
+
+def tell_regressions(
+    results: Mapping[str, Mapping[str, Any]], baseline: Mapping[str, Mapping[str, float]], tolerance: float
+) -> int:
+    """1 where a rung's median fell by more than `tolerance` percent, else 0; says by how much each changed."""
+    status = 0
+    for name, values in results.items():
+        if name in baseline:
+            change = 100 * (values["full"].median / baseline[name]["median"] - 1)
+            slower = change < -tolerance
+            status |= slower
+            print(f"{name}: {change:+.1f} % against the baseline{' REGRESSION' if slower else ''}")
+    return int(status)
+
+
+def draw(path: Path, results: Mapping[str, Mapping[str, Any]], device: str) -> None:
+    """A bar per rung with the spread of its trials."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
+    names, samples = list(results), [values["full"] for values in results.values()]
+    medians = [sample.median for sample in samples]
+    spread = [
+        [sample.median - min(sample.values) for sample in samples],
+        [max(sample.values) - sample.median for sample in samples],
+    ]
+    figure = Figure(figsize=(8, 0.6 * len(names) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(names, medians, xerr=spread, color="tab:blue", capsize=3)
+    axes.invert_yaxis()
+    axes.set_xlabel("images/s")
+    axes.set_title(device)
+    for row, median in enumerate(medians):
+        axes.text(0, row, f" {median:,.0f}", va="center", color="white")
+    figure.savefig(path, dpi=150)

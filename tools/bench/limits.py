@@ -1,0 +1,131 @@
+"""This machine's ceilings: products, convolutions, memory, copies to the device, disk, all-reduce. In seconds."""
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tools.bench import common
+from utils.distributed import Distributed
+from utils.ranks import run_ranks
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m tools.bench limits`."""
+    common.add_arguments(parser, trials=5)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print a table, write the report."""
+    config = common.read_config(options)
+
+    def measure(place: Distributed) -> None:
+        results = measure_limits(place, options.trials)
+        if place.is_main:
+            rows = [(name, f"{sample:,.2f}") for name, sample in results.items()]
+            common.print_table(f"limits of {place.device.type}: median (min-max)", ["limit", "value"], rows)
+        common.write_report(options.json, "limits", config, place, results)
+
+    return run_ranks(measure, config.device, config.start_timeout_seconds, config.collective_timeout_seconds)
+
+
+def measure_limits(place: Distributed, trials: int) -> dict[str, common.Sample]:
+    """Collective: each ceiling by name with its unit; TFLOP/s count a multiply-add as two."""
+    device = place.device
+    cuda = device.type == "cuda"
+    tf32 = [False, True] if cuda else [False]
+    results = {}
+    for name, dtype in DTYPES.items():
+        if name == "fp16" and not cuda:
+            continue  # only emulated there
+        for enabled in tf32 if name == "float32" else [False]:
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = enabled
+            label = "tf32" if enabled else name
+            results[f"product {label}, TFLOP/s"] = _product(device, dtype, trials)
+            results[f"convolution {label} NHWC, TFLOP/s"] = _convolution(device, dtype, trials)
+    results["memory, GB/s"] = _memory(device, trials)
+    if cuda:
+        results["host to device, GB/s"] = _host_to_device(device, trials)
+    results["disk read from cache, GB/s"] = _disk(trials)
+    if place.world_size > 1:
+        results["all-reduce of 100 MB, GB/s"] = _all_reduce(device, trials)
+    return results
+
+
+def _rate(amount: float, action: Callable[[], object], device: torch.device, trials: int) -> common.Sample:
+    """`amount` / 1e9 per second; each trial repeats the action for at least 50 ms."""
+    action()
+    started = time.perf_counter()
+    action()
+    common.synchronize(device)
+    repeats = max(1, int(0.05 / (time.perf_counter() - started)))
+    values = []
+    for _ in range(trials):
+        started = time.perf_counter()
+        for _ in range(repeats):
+            action()
+        common.synchronize(device)
+        values.append(repeats * amount / 1e9 / (time.perf_counter() - started))
+    return common.Sample(tuple(values))
+
+
+def _tera(sample: common.Sample) -> common.Sample:
+    return common.Sample(tuple(value / 1e3 for value in sample.values))
+
+
+def _product(device: torch.device, dtype: torch.dtype, trials: int) -> common.Sample:
+    size = 8192 if device.type == "cuda" else 1024
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return _tera(_rate(2 * size**3, lambda: left @ right, device, trials))
+
+
+def _convolution(device: torch.device, dtype: torch.dtype, trials: int) -> common.Sample:
+    """The 3x3 convolution of ResNet50's third stage, 256 channels on 8x8 pixels, forward only."""
+    num_images, channels, size = (256 if device.type == "cuda" else 32), 256, 8
+    images = torch.randn(num_images, channels, size, size, device=device).to(dtype, memory_format=torch.channels_last)
+    kernel = torch.randn(channels, channels, 3, 3, device=device).to(dtype, memory_format=torch.channels_last)
+    flops = 2 * num_images * size**2 * channels**2 * 9
+    with torch.no_grad():
+        return _tera(_rate(flops, lambda: torch.conv2d(images, kernel, padding=1), device, trials))
+
+
+def _memory(device: torch.device, trials: int) -> common.Sample:
+    """Bytes read and written by a copy that no cache holds."""
+    source = torch.ones((1 << 30 if device.type == "cuda" else 1 << 28) // 4, device=device)
+    target = torch.empty_like(source)
+    return _rate(2 * source.nbytes, lambda: target.copy_(source), device, trials)
+
+
+def _host_to_device(device: torch.device, trials: int) -> common.Sample:
+    source = torch.ones(1 << 26).pin_memory()
+    target = torch.empty_like(source, device=device)
+    return _rate(source.nbytes, lambda: target.copy_(source, non_blocking=True), device, trials)
+
+
+def _disk(trials: int) -> common.Sample:
+    """A file of 64 MiB in the folder for temporary files, in the state in which a second epoch finds it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        path.write_bytes(os.urandom(1 << 26))
+        return _rate(1 << 26, path.read_bytes, torch.device("cpu"), trials)
+
+
+def _all_reduce(device: torch.device, trials: int) -> common.Sample:
+    """Bytes of the tensor over the time: what DDP sees, whatever the algorithm moves."""
+    gradient: Tensor = torch.ones(25_000_000, device=device)
+    values = []
+    for _ in range(trials + 1):
+        dist.barrier()
+        started = time.perf_counter()
+        dist.all_reduce(gradient)
+        common.synchronize(device)
+        values.append(gradient.nbytes / 1e9 / (time.perf_counter() - started))
+    return common.Sample(tuple(values[1:]))

@@ -1,0 +1,181 @@
+"""The same network, precision, layout and data in this project's step, in timm's and in Lightning's.
+
+pip install ".[peers]" && python -m tools.bench peers --config=fastest
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from models import build_model
+from tools.bench import common
+from tools.bench.training import Rung, alone, endless
+from tools.bench.workers import Worker
+from utils.backends import prepare_backends
+from utils.config import Config
+from utils.data import build_loaders, open_dataset
+from utils.errors import ConfigError
+from utils.optim import build_optimizer
+from utils.precision import choose_precision
+from utils.step import compiles
+
+Trial = Callable[[int, int], dict[str, float]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m tools.bench peers`."""
+    common.add_arguments(parser, config="fastest", trials=5)
+    parser.add_argument("--iters", type=int, default=20, metavar="N", help="timed steps of a trial (default: 20)")
+    parser.add_argument("--warmup", type=int, default=3, metavar="N", help="steps before them (default: 3)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print a table, write the report."""
+    config = common.read_config(options)
+    if config.opt_level not in (None, "O0", "O1"):
+        raise ConfigError(f"opt_level {config.opt_level}: timm and Lightning have no such level; use O0 or O1")
+    place = alone(config)
+    builders: dict[str, Callable[[Config], Trial]] = {
+        "this project": OurStep,
+        "timm": timm_trial,
+        "lightning": lightning_trial,
+    }
+    workers = {}
+    for name, build in builders.items():
+        workers[name] = Worker(build, config)
+        workers[name].receive()
+    for worker in workers.values():
+        worker.run(2, 1)  # compiles
+    cases = {
+        name: (lambda worker=worker: worker.run(options.warmup, options.iters)) for name, worker in workers.items()
+    }
+    results = common.measure(cases, options.trials, warm_up=0)
+    for worker in workers.values():
+        worker.close()
+    ours = results["this project"]["full"].median
+    rows = [(name, f"{row['full']:,.1f}", f"{ours / row['full'].median:.3f}") for name, row in results.items()]
+    title = f"{config.model}, batch {config.batch_size}, {choose_precision(config, place.device)}: median (min-max)"
+    common.print_table(title, ["training step", "images/s", "this project is faster by"], rows)
+    common.write_report(options.json, "peers", config, place, results)
+    return 0
+
+
+class OurStep(Rung):
+    """This project's loader and step, without the other measurements of a rung."""
+
+    def __call__(self, warmup: int, iters: int) -> dict[str, float]:
+        return {"full": self._time(endless(self.loader), warmup, iters, self.training)}
+
+
+def timm_trial(config: Config) -> Trial:
+    """timm's train_one_epoch without its logging: task, autocast and NativeScaler or plain backward, optimizer."""
+    create_optimizer = _import("timm.optim").create_optimizer_v2
+    from timm.task import ClassificationTask
+    from timm.utils import NativeScaler
+
+    place = alone(config)
+    prepare_backends(config, place.device)
+    torch.manual_seed(config.seed)
+    model, precision = _model(config, place.device), choose_precision(config, place.device)
+    optimizer = create_optimizer(
+        model, opt="sgd" if config.nesterov else "momentum", lr=config.lr, momentum=config.momentum,
+        weight_decay=config.weight_decay, filter_bias_and_bn=False,
+    )  # fmt: skip
+    for group in optimizer.param_groups:
+        group["fused"], group["foreach"] = config.extra_opt("fused_optimizer"), False
+    task = ClassificationTask(model, criterion=nn.CrossEntropyLoss(), device=place.device, verbose=False)
+    if compiles(config):
+        task.compile(mode=config.compile_mode)
+    scaler = NativeScaler(device=place.device.type) if precision.loss_scale is not None else None
+    loader = build_loaders(config, open_dataset(config, place), place).train
+    task.train()
+
+    def step(images: Tensor, labels: Tensor) -> None:
+        with precision.autocast():
+            loss = task(images, labels)["loss"]
+        if scaler is not None:
+            scaler(loss, optimizer, parameters=model.parameters())
+        else:
+            loss.backward()
+            optimizer.step()
+        optimizer.zero_grad()
+
+    def trial(warmup: int, iters: int) -> dict[str, float]:
+        started = 0.0
+        for number, (images, labels) in zip(range(warmup + iters), endless(loader), strict=False):
+            if number == warmup:
+                common.synchronize(place.device)
+                started = time.perf_counter()
+            step(images, labels)
+        common.synchronize(place.device)
+        return {"full": iters * config.batch_size / (time.perf_counter() - started)}
+
+    return trial
+
+
+def lightning_trial(config: Config) -> Trial:
+    """Lightning's Trainer.fit with everything that `barebones` switches off switched off."""
+    lightning = _import("lightning")
+    place = alone(config)
+    prepare_backends(config, place.device)
+    torch.manual_seed(config.seed)
+    model, precision = _model(config, place.device), choose_precision(config, place.device)
+    forward = torch.compile(model, mode=config.compile_mode, dynamic=False) if compiles(config) else model
+    loader = build_loaders(config, open_dataset(config, place), place).train
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        """Remembers when its timed steps began."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.steps, self.warmup, self.started = model, 0, 0, 0.0
+
+        def training_step(self, batch: tuple[Tensor, Tensor], _number: int) -> Tensor:
+            if self.steps == self.warmup:
+                common.synchronize(place.device)
+                self.started = time.perf_counter()
+            self.steps += 1
+            images, labels = batch
+            return nn.functional.cross_entropy(forward(images), labels)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return build_optimizer(config, self.model.parameters())
+
+    class Batches(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
+        """The project's loader, without end."""
+
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            return endless(loader)
+
+    names = {"O0": "32-true", "O1": "16-mixed" if precision.loss_scale is not None else "bf16-mixed"}
+
+    def trial(warmup: int, iters: int) -> dict[str, float]:
+        module = Module()
+        module.warmup = warmup
+        trainer = lightning.Trainer(
+            barebones=True, max_steps=warmup + iters, max_epochs=-1, devices=1, precision=names[precision.level],
+            accelerator="gpu" if place.device.type == "cuda" else "cpu",
+        )  # fmt: skip
+        trainer.fit(module, torch.utils.data.DataLoader(Batches(), batch_size=None))
+        common.synchronize(place.device)
+        return {"full": iters * config.batch_size / (time.perf_counter() - module.started)}
+
+    return trial
+
+
+def _model(config: Config, device: torch.device) -> nn.Module:
+    model = build_model(config).to(device)
+    return model.to(memory_format=torch.channels_last) if config.enable_nhwc else model  # type: ignore[call-overload]
+
+
+def _import(name: str) -> ModuleType:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f'{name.partition(".")[0]} cannot be imported ({error}): pip install ".[peers]"') from None

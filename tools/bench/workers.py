@@ -1,0 +1,56 @@
+"""Cases in processes of their own, so that the switches, caches and memory of one cannot touch another."""
+
+import multiprocessing
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from utils.errors import ExpectedError
+
+Trial = Callable[..., Mapping[str, float]]
+
+
+class Worker:
+    """A process that builds one case with `build(*arguments)` and then runs its trials when asked."""
+
+    def __init__(self, build: Callable[..., Trial], *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=_serve, args=(other, build, arguments), daemon=True)
+        self.process.start()
+        other.close()
+
+    def receive(self) -> Any:
+        """The answer to the last request, or to being built; raises the worker's `ExpectedError`."""
+        try:
+            answer = self.pipe.recv()
+        except EOFError:
+            self.process.join()
+            raise ExpectedError(f"a measuring process ended with status {self.process.exitcode}") from None
+        if isinstance(answer, ExpectedError):
+            raise answer
+        return answer
+
+    def run(self, *arguments: Any) -> Mapping[str, float]:
+        """One trial."""
+        self.pipe.send(arguments)
+        return self.receive()
+
+    def close(self) -> None:
+        """End the process."""
+        self.pipe.close()
+        self.process.join(timeout=10)
+        if self.process.is_alive():
+            self.process.terminate()
+
+
+def _serve(pipe: Connection, build: Callable[..., Trial], arguments: tuple[Any, ...]) -> None:
+    try:
+        trial = build(*arguments)
+        pipe.send(None)
+        while True:
+            pipe.send(trial(*pipe.recv()))
+    except ExpectedError as error:
+        pipe.send(error)
+    except EOFError:  # the other side is done
+        pass
