@@ -13,6 +13,7 @@ from utils.errors import ExpectedError
 COMMANDS = {
     "ddp_overhead": "what a process group and DDP cost a single process",
     "scaling": "weak and strong scaling over processes, and the share of communication",
+    "record": "time to an accuracy, or the accuracy at the end, over several seeds",
     "loaders": "images/s of each data loader, alone and feeding a training step",
     "ladder": "images/s of every rung of speed, as shares of what the machine can do",
     "limits": "what the machine can do: products, convolutions, memory, copies, disk, all-reduce",

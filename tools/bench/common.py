@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tools.follow import add_config_arguments
 from utils.config import Config, load_config
 from utils.distributed import Distributed
 from utils.errors import ConfigError
@@ -59,15 +60,8 @@ def measure(
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, config: str = "default", trials: int = 3) -> None:
-    """The options that every command shares: which configuration, how many trials, where the report goes."""
-    parser.add_argument("--config", default=config, metavar="NAME", help=f"configuration block (default: {config})")
-    parser.add_argument(
-        "--yaml_config", type=Path, default=Path("config/cifar100.yaml"), metavar="PATH",
-        help="file of configuration blocks (default: config/cifar100.yaml)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key of the block; repeatable"
-    )
+    """The options that measurements share: which configuration, how many trials, where the report goes."""
+    add_config_arguments(parser, config=config)
     parser.add_argument(
         "--trials", type=int, default=trials, metavar="N", help=f"trials that count (default: {trials})"
     )

@@ -1,0 +1,198 @@
+"""tools.bench record, its table, and tools.search: what is measured, averaged, refused and kept."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, TINY
+
+from tools import search
+from tools.bench import __main__ as bench
+from tools.bench import record
+from tools.follow import FollowedRun, as_settings
+from utils.config import Config, load_config
+from utils.errors import ConfigError, ExpectedError
+
+RESULTS = ROOT / "results"
+SETTINGS = [f"--set={setting}" for setting in as_settings(TINY)]
+
+
+def epochs(*accuracies: float) -> list[dict[str, Any]]:
+    """Records of epochs of 10 steps and 2 seconds each."""
+    return [
+        {
+            "kind": "epoch",
+            "epoch": number,
+            "step": 10 * number,
+            "seconds": 5.0 + 2 * number,
+            "images_per_sec": 200.0,
+            "acc1/valid": accuracy,
+        }
+        for number, accuracy in enumerate(accuracies, start=1)
+    ]
+
+
+def test_a_seed_is_measured_as_stated(tiny: Callable[..., Config]) -> None:
+    trial = record.measure(epochs(0.2, 0.5, 0.4), tiny(batch_size=32, seed=7, stop_at_accuracy=0.4), 30.0)
+    assert trial == {
+        "seed": 7,
+        "epochs": 3,
+        "reached": True,
+        "last_acc1": 0.4,
+        "best_acc1": 0.5,
+        "best_epoch": 2,
+        "seconds": {"command": 30.0, "run": 11.0, "training": 30 * 32 / 200.0},
+        "images_per_sec": 200.0,
+    }
+    assert record.measure(epochs(0.2), tiny(stop_at_accuracy=0.4), 1.0)["reached"] is False
+    assert record.measure(epochs(0.2), tiny(), 1.0)["reached"] is None
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny: Callable[..., Config]) -> Callable[..., Path]:
+    """folder(accuracy of each seed, commits=...): a folder of results as if it had been run to 40 %."""
+
+    def make(*accuracies: float, commits: str = "aaaaaaaaaa") -> Path:
+        out = tmp_path / "2030-01-02-tiny"
+        for seed, accuracy in enumerate(accuracies):
+            own = out / f"seed-{seed}"
+            own.mkdir(parents=True)
+            config = tiny(seed=seed, stop_at_accuracy=0.4)
+            record.write_json(own / "trial.json", record.measure(epochs(accuracy), config, 10.0 + seed))
+            commit = commits[seed % len(commits)] * 40
+            record.write_json(own / "environment.json", {"commit": commit, "device": "a device", "torch": "9"})
+            lines = "\n".join(
+                f"  {setting.replace('=', ': ', 1)}" for setting in as_settings(config.model_dump(mode="json"))
+            )
+            (own / "config.yaml").write_text(f"tiny:\n{lines}\n")
+        return out
+
+    return make
+
+
+def test_mean_and_deviation_over_seeds(folder: Callable[..., Path], tiny: Callable[..., Config]) -> None:
+    out = folder(0.4, 0.5, 0.6)
+    summary = record.summarise(out, "tiny", tiny(stop_at_accuracy=0.4))
+    assert (summary["reached"], summary["seeds"]) == (3, [0, 1, 2])
+    assert summary["seconds"]["command"] == {"mean": 11.0, "sd": 1.0}
+    assert summary["best_acc1"]["mean"] == pytest.approx(0.5)
+    assert summary["best_acc1"]["sd"] == pytest.approx(0.1)
+    columns, rows = record.table([(out, summary)])
+    row = dict(zip(columns, rows[0], strict=True))
+    assert row["command, s"] == "11.0 ± 1.0"
+    assert row["best acc1, %"] == "50.00 ± 10.00"
+    assert row["reached"] == "3 of 3"
+    assert (row["device"], row["commit"], row["logs"]) == ("a device", "aaaaaaaa", "2030-01-02-tiny")
+
+
+def test_a_seed_that_missed_the_target_leaves_no_mean_time(
+    folder: Callable[..., Path], tiny: Callable[..., Config]
+) -> None:
+    out = folder(0.4, 0.3)
+    summary = record.summarise(out, "tiny", tiny(stop_at_accuracy=0.4))
+    assert summary["reached"] == 1
+    assert record.table([(out, summary)])[1][0][3:9] == ["1 of 2", "1.0 ± 0.0", "35.00 ± 7.07", *["target missed"] * 3]
+
+
+def test_seeds_of_two_commits_are_not_averaged(folder: Callable[..., Path], tiny: Callable[..., Config]) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be averaged: commit bbb.* and aaa"):
+        record.summarise(folder(0.4, 0.5, commits="ab"), "tiny", tiny())
+
+
+def test_seeds_of_another_configuration_are_refused(folder: Callable[..., Path], capsys: Any) -> None:
+    out = folder(0.4)
+    arguments = ["record", "--config=bs128", f"--out={out}", "--seeds=1", *SETTINGS, "--set=lr=0.123"]
+    assert bench.main(arguments) == 2
+    assert "was run with lr 0.1, bs128 now has 0.123" in capsys.readouterr().err
+
+
+def test_table_is_written_between_its_marks(folder: Callable[..., Path], tiny: Callable[..., Config]) -> None:
+    out = folder(0.4)
+    record.write_json(out / "summary.json", record.summarise(out, "tiny", tiny(stop_at_accuracy=0.4)))
+    readme = out.parent / "README.md"
+    readme.write_text(f"before\n{record.BEGIN}\nold\n{record.END}\nafter\n")
+    for _ in range(2):  # and again, with the same result
+        record.update_readme(out.parent)
+        text = readme.read_text()
+        assert text.startswith(f"before\n{record.BEGIN}\n| configuration |")
+        assert text.endswith(f"|\n{record.END}\nafter\n")
+        assert "| tiny | 40% | 1 | 1 of 1 |" in text
+        assert "| record-75 | 75% | not measured |" in text
+        assert "old" not in text
+
+
+def test_results_of_this_repository_are_in_its_table() -> None:
+    assert f"{record.BEGIN}\n{record.render_table(RESULTS)}\n{record.END}" in (RESULTS / "README.md").read_text()
+
+
+def test_planned_configurations_exist() -> None:
+    for name in record.PLANNED:
+        load_config(ROOT / "config/cifar100.yaml", name)
+
+
+def test_record_runs_seeds_once_and_keeps_their_logs(tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "2030-01-02-tiny"
+    arguments = ["record", "--config=bs128", "--target=0.01", f"--out={out}", "--seeds=1", "--first_seed=3", *SETTINGS]
+    assert bench.main(arguments) == 0
+    assert {path.name for path in out.iterdir()} == {"seed-3", "summary.json"}
+    assert {path.name for path in (out / "seed-3").iterdir()} == {*record.KEPT, "trial.json"}
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["seeds"], summary["reached"], summary["epochs"]["mean"]) == ([3], 1, 1)
+    seconds = summary["trials"][0]["seconds"]
+    assert 0 < seconds["training"] < seconds["run"] < seconds["command"]
+    before = (out / "seed-3/metrics.jsonl").read_text()
+    capsys.readouterr()
+    assert bench.main(arguments) == 0
+    assert "seed 3: already in" in capsys.readouterr().out
+    assert (out / "seed-3/metrics.jsonl").read_text() == before
+
+
+def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
+    with FollowedRun(ROOT / "config/cifar100.yaml", "bs128", ["batch_size=0"], tmp_path) as training:
+        assert list(training) == []
+        with pytest.raises(ExpectedError, match=r"failed: .*batch_size.*0"):
+            training.wait()
+
+
+# ---- search
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("lr=0.1..0.5", search.Dimension("lr", 0.1, 0.5)),
+        ("lr=log:1e-3..2", search.Dimension("lr", 0.001, 2.0, log=True)),
+        ("nesterov=true,false", search.Dimension("nesterov", choices=(True, False))),
+        ("ema_decay=null,0.99", search.Dimension("ema_decay", choices=(None, 0.99))),
+    ],
+)
+def test_space_is_read(text: str, expected: search.Dimension) -> None:
+    assert search.parse_dimension(text) == expected
+
+
+@pytest.mark.parametrize("text", ["lr", "rate=1,2", "lr=2..1", "lr=log:0..1", "lr=a..b", "model=resnet8"])
+def test_a_space_that_means_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--space {text}"):
+        search.parse_dimension(text)
+
+
+def test_search_needs_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    monkeypatch.setitem(search.sys.modules, "optuna", None)
+    assert search.main([f"--out={tmp_path}", "--space=lr=0.1,0.2"]) == 2
+    assert 'pip install ".[search]"' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_search_keeps_its_log_and_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("optuna", reason="Optuna is not installed")
+    arguments = ["--config=bs128", f"--out={tmp_path}", "--space=lr=log:0.001..1", *SETTINGS, "--set=max_epochs=3"]
+    for trials in (2, 3):
+        assert search.main([*arguments, f"--trials={trials}"]) == 0
+        lines = [json.loads(line) for line in (tmp_path / search.LOG).read_text().splitlines()]
+        assert [line["trial"] for line in lines] == list(range(trials))
+    assert all(0.001 <= line["settings"]["lr"] <= 1 and math.isfinite(line["seconds"]) for line in lines)
+    assert {line["end"] for line in lines} <= {"finished", "stopped: behind"}
+    assert {path.name for path in tmp_path.iterdir()} == {search.LOG, "study.sqlite"}

@@ -1,0 +1,244 @@
+"""Time to an accuracy, or the accuracy at the end, over several seeds: the raw logs and their mean and deviation.
+
+Each seed is a train.py of its own, one after the other, without checkpoints and TensorBoard files. It has three times:
+
+- command: from the start of the process to its end: Python, imports, data, and everything below;
+- run: from the first batch to the end of the validation that reached the target, compilation and validations included;
+- training: the training steps alone, at the throughput of all log points but the first: no start-up, no compilation, no
+  validation. The one to hold beside results that leave these out.
+
+A folder of results takes more seeds later, one command after another, as long as configuration, commit, versions and
+device are the same.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from tools.bench import common
+from tools.follow import FollowedRun, add_config_arguments, as_settings, make_folder, read_records
+from utils.config import Config, list_blocks, load_config
+from utils.errors import ConfigError
+
+RESULTS = Path("results")
+TIMES = ("command", "run", "training")
+KEPT = ("config.yaml", "environment.json", "train.log", "metrics.jsonl")
+SAME = ("commit", "python", "torch", "torchvision", "cuda", "cudnn", "device")
+# What results/README.md promises: configuration and target.
+PLANNED: Mapping[str, float | None] = {
+    "record-75": 0.75,
+    "record-75-bs2048": 0.75,
+    "accuracy": None,
+    "bs128-opt": None,
+    "bs512-opt": None,
+    "bs1024-opt": None,
+    "bs1024-warmup-opt": None,
+    "bs2048-opt": None,
+    "bs2048-warmup-opt": None,
+    "cifar100-cpu": None,
+}
+BEGIN, END = "<!-- records -->", "<!-- end of records -->"
+
+Trial = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m tools.bench record`."""
+    add_config_arguments(parser, config="record-75")
+    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="seeds, each a run (default: 5)")
+    parser.add_argument("--first_seed", type=int, default=0, metavar="K", help="the first of them (default: 0)")
+    parser.add_argument(
+        "--target", type=float, metavar="SHARE",
+        help="end each run at this validation accuracy, in [0, 1] (default: the configuration's stop_at_accuracy)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of the results (default: results/<date>-<config>)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the seeds that are not there yet, summarise, bring the table up to date."""
+    if options.seeds < 1:
+        raise ConfigError(f"--seeds {options.seeds}: at least 1")
+    settings = [*options.set, "save_checkpoint=false", "log_to_tensorboard=false"]
+    if options.target is not None:
+        settings.append(f"stop_at_accuracy={options.target}")
+    config = load_config(options.yaml_config, options.config, settings)
+    out = options.out or RESULTS / f"{date.today().isoformat()}-{options.config}"
+    make_folder(out)
+    _check_same_config(out, options.config, config)
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
+        if (out / f"seed-{seed}" / "trial.json").exists():
+            print(f"seed {seed}: already in {out}")
+            continue
+        trial = run_seed(options.yaml_config, options.config, settings, seed, out)
+        print(_describe(trial, config.stop_at_accuracy), flush=True)
+    summary = summarise(out, options.config, config)
+    write_json(out / "summary.json", summary)
+    common.print_table(f"{out}", *table([(out, summary)]))
+    update_readme(out.parent)
+    return 0
+
+
+def run_seed(yaml_config: Path, name: str, settings: Sequence[str], seed: int, out: Path) -> Trial:
+    """One run to its end; its logs are in out/seed-N afterwards."""
+    partial, final = out / f".seed-{seed}.partial", out / f"seed-{seed}"
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was interrupted
+    with FollowedRun(yaml_config, name, [*settings, *as_settings({"seed": seed})], partial) as training:
+        for record in training:
+            print(f"seed {seed}, epoch {record['epoch']}: {record['acc1/valid']:.2%}", end="\r", flush=True)
+        command_seconds = training.wait()
+    config = load_config(partial / "config.yaml", name)
+    trial = measure(read_records(partial / "metrics.jsonl", "epoch"), config, command_seconds)
+    shutil.rmtree(final, ignore_errors=True)
+    final.mkdir()
+    for file in KEPT:
+        (partial / file).rename(final / file)
+    write_json(final / "trial.json", trial)
+    shutil.rmtree(partial)
+    return trial
+
+
+def measure(epochs: Sequence[Mapping[str, Any]], config: Config, command_seconds: float) -> Trial:
+    """What one seed gave, from the records of its epochs."""
+    last, best = epochs[-1], max(epochs, key=lambda record: record["acc1/valid"])
+    target = config.stop_at_accuracy
+    return {
+        "seed": config.seed,
+        "epochs": last["epoch"],
+        "reached": None if target is None else last["acc1/valid"] >= target,
+        "last_acc1": last["acc1/valid"],
+        "best_acc1": best["acc1/valid"],
+        "best_epoch": best["epoch"],
+        "seconds": {
+            "command": command_seconds,
+            "run": last["seconds"],
+            "training": last["step"] * config.batch_size / last["images_per_sec"],
+        },
+        "images_per_sec": last["images_per_sec"],
+    }
+
+
+def summarise(out: Path, name: str, config: Config) -> dict[str, Any]:
+    """All seeds in a folder; `ConfigError` where they were not run alike."""
+    folders = sorted(out.glob("seed-*"), key=lambda folder: int(folder.name.removeprefix("seed-")))
+    environments = {folder: json.loads((folder / "environment.json").read_text("utf-8")) for folder in folders}
+    for folder, environment in environments.items():
+        first = environments[folders[0]]
+        if different := [key for key in SAME if environment.get(key) != first.get(key)]:
+            key = different[0]
+            raise ConfigError(
+                f"{folder} and {folders[0]} cannot be averaged: {key} {environment.get(key)} and {first.get(key)}\n"
+                "move one of them away and run its seed again, or give another --out"
+            )
+    trials = [json.loads((folder / "trial.json").read_text("utf-8")) for folder in folders]
+    environment = environments[folders[0]]
+    return {
+        "config_name": name,
+        "target": config.stop_at_accuracy,
+        "seeds": [trial["seed"] for trial in trials],
+        "reached": None if config.stop_at_accuracy is None else sum(trial["reached"] for trial in trials),
+        # a mean over those seeds alone that reached the target would flatter
+        "seconds": {
+            time: None if any(trial["reached"] is False for trial in trials)
+            else spread([trial["seconds"][time] for trial in trials])
+            for time in TIMES
+        },
+        **{key: spread([trial[key] for trial in trials]) for key in ("epochs", "last_acc1", "best_acc1")},
+        "environment": {key: environment.get(key) for key in SAME},
+        "config": config.model_dump(mode="json"),
+        "trials": trials,
+    }  # fmt: skip
+
+
+def spread(values: Sequence[float]) -> dict[str, float | None]:
+    """Mean and the deviation of a sample, which one value does not have."""
+    return {"mean": statistics.mean(values), "sd": statistics.stdev(values) if len(values) > 1 else None}
+
+
+def _check_same_config(out: Path, name: str, config: Config) -> None:
+    """`ConfigError` where the folder holds seeds of another configuration."""
+    for folder in sorted(out.glob("seed-*")):
+        path = folder / "config.yaml"
+        there = load_config(path, next(iter(list_blocks(path))))
+        for key, value in config.model_dump().items():
+            if key != "seed" and getattr(there, key) != value:
+                raise ConfigError(
+                    f"{folder} was run with {key} {getattr(there, key)}, {name} now has {value}; give another --out"
+                )
+
+
+def _describe(trial: Trial, target: float | None) -> str:
+    seconds = ", ".join(f"{time} {trial['seconds'][time]:.1f} s" for time in TIMES)
+    missed = "" if trial["reached"] in (None, True) else f", target {target:.2%} MISSED"
+    return f"seed {trial['seed']}: {trial['last_acc1']:.2%} after {trial['epochs']} epochs, {seconds}{missed}"
+
+
+# ---- the table in results/README.md
+
+
+def table(measured: Sequence[tuple[Path, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows; the first column is the configuration."""
+    columns = [
+        "configuration", "target", "seeds", "reached", "epochs", "best acc1, %", *(f"{time}, s" for time in TIMES),
+        "device", "commit", "logs",
+    ]  # fmt: skip
+    rows = [_row(folder, summary) for folder, summary in measured]
+    return columns, rows
+
+
+def _row(folder: Path, summary: Mapping[str, Any]) -> list[str]:
+    target, reached, seeds = summary["target"], summary["reached"], len(summary["seeds"])
+    environment = summary["environment"]
+    return [
+        summary["config_name"],
+        "-" if target is None else f"{target:.0%}",
+        str(seeds),
+        "-" if reached is None else f"{reached} of {seeds}",
+        _mean(summary["epochs"], 1.0, ".1f"),
+        _mean(summary["best_acc1"], 100.0, ".2f"),
+        *(_mean(summary["seconds"][time], 1.0, ".1f") for time in TIMES),
+        str(environment["device"]),
+        str(environment["commit"])[:8] + (" with changes" if "changes" in str(environment["commit"]) else ""),
+        folder.name,
+    ]
+
+
+def _mean(values: Mapping[str, float | None] | None, factor: float, form: str) -> str:
+    if values is None or values["mean"] is None:
+        return "target missed"
+    deviation = "" if values["sd"] is None else f" ± {factor * values['sd']:{form}}"
+    return f"{factor * values['mean']:{form}}{deviation}"
+
+
+def render_table(root: Path) -> str:
+    """results/README.md's table: every folder of results, newest first, and what is planned and not measured."""
+    folders = sorted((path.parent for path in root.glob("*/summary.json")), reverse=True)
+    measured = [(folder, json.loads((folder / "summary.json").read_text("utf-8"))) for folder in folders]
+    columns, rows = table(measured)
+    done = {summary["config_name"] for _, summary in measured}
+    for name, target in PLANNED.items():
+        if name not in done:
+            cells = [name, "-" if target is None else f"{target:.0%}"]
+            rows.append(cells + ["not measured"] * (len(columns) - len(cells)))
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def update_readme(root: Path) -> None:
+    """Write the table between its marks, where there is a README.md that has them."""
+    path = root / "README.md"
+    text = path.read_text("utf-8") if path.exists() else ""
+    if BEGIN in text and END in text:
+        head, _, rest = text.partition(BEGIN)
+        path.write_text(f"{head}{BEGIN}\n{render_table(root)}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Plain JSON, readable."""
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

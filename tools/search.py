@@ -1,0 +1,155 @@
+"""Search hyper-parameters by successive halving, with Optuna (install the extra `search`), and keep the log.
+
+    python -m tools.search --config=cifar100-cpu --space lr=log:0.05..0.8 --space batch_size=64,128,256 \\
+        --set max_epochs=4 --trials 20 --out results/search-cifar100-cpu
+
+Each trial is a train.py of its own; after each epoch the half of the trials that is behind is stopped (Li et al. 2018,
+arXiv:1810.05934, asynchronous). DIR/trials.jsonl holds a line for each trial: settings, accuracy of every epoch,
+seconds, and whether it was stopped. The same command run again goes on from there, until it has --trials in all.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.follow import FollowedRun, add_config_arguments, as_settings, make_folder
+from utils.config import Config, load_config
+from utils.errors import ConfigError, ExpectedError
+
+LOG = "trials.jsonl"
+FAILED = -1.0  # of a trial whose training broke down: worse than any accuracy
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One key and what may be tried for it: `KEY=LOW..HIGH`, `KEY=log:LOW..HIGH`, or `KEY=A,B,C`."""
+
+    key: str
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+    choices: tuple[Any, ...] = ()
+
+    def suggest(self, trial: Any) -> Any:
+        """A value, from Optuna's trial."""
+        if self.choices:
+            return trial.suggest_categorical(self.key, list(self.choices))
+        return float(f"{trial.suggest_float(self.key, self.low, self.high, log=self.log):.3g}")
+
+
+def parse_dimension(text: str) -> Dimension:
+    """What --space takes; `ConfigError` where it is something else."""
+    key, equals, values = text.partition("=")
+    if not equals or key not in Config.model_fields:
+        raise ConfigError(
+            f"--space {text}: expected KEY=LOW..HIGH, KEY=log:LOW..HIGH or KEY=A,B,C with a key of Config"
+        )
+    try:
+        if ".." in values:
+            low, _, high = values.removeprefix("log:").partition("..")
+            dimension = Dimension(key, float(low), float(high), log=values.startswith("log:"))
+            if not dimension.low < dimension.high or (dimension.log and dimension.low <= 0):
+                raise ValueError
+            return dimension
+        return Dimension(key, choices=tuple(json.loads(value) for value in values.split(",")))
+    except ValueError:
+        raise ConfigError(
+            f"--space {text}: expected LOW..HIGH rising, above 0 with log:, or JSON values with commas between"
+        ) from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Search; returns the exit status."""
+    options = parser().parse_args(argv)
+    try:
+        search(options)
+    except ExpectedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.search",
+        description=(__doc__ or ""),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_config_arguments(parser, config="cifar100-cpu")
+    parser.add_argument("--space", action="append", required=True, metavar="KEY=VALUES", help="what to try; repeatable")
+    parser.add_argument("--trials", type=int, default=20, metavar="N", help="trials in all (default: 20)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the log")
+    return parser
+
+
+def search(options: argparse.Namespace) -> None:
+    """Run the trials that are missing and print the best."""
+    try:
+        import optuna
+    except ModuleNotFoundError:
+        raise ConfigError('tools.search needs Optuna; install it with: pip install ".[search]"') from None
+    space = [parse_dimension(text) for text in options.space]
+    settings = [*options.set, "save_checkpoint=false", "log_to_tensorboard=false"]
+    load_config(options.yaml_config, options.config, settings)  # a mistake in it is no trial
+    make_folder(options.out)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(
+        study_name=options.config,
+        direction="maximize",
+        sampler=optuna.samplers.TPESampler(seed=0),
+        pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
+        storage=f"sqlite:///{options.out / 'study.sqlite'}",
+        load_if_exists=True,
+    )
+    missing = options.trials - len(
+        study.get_trials(states=[optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED])
+    )
+    study.optimize(_objective(options, settings, space, optuna.TrialPruned), n_trials=max(0, missing))
+    finished = study.get_trials(states=[optuna.trial.TrialState.COMPLETE])
+    if finished:
+        best = study.best_trial
+        shown = " ".join(f"--set {setting}" for setting in as_settings(best.user_attrs["settings"]))
+        print(f"best of {len(study.trials)} trials: number {best.number}, {best.value:.2%}: {shown}")
+
+
+def _objective(
+    options: argparse.Namespace, settings: Sequence[str], space: Sequence[Dimension], pruned: type[Exception]
+) -> Callable[[Any], float]:
+    def objective(trial: Any) -> float:
+        tried = {dimension.key: dimension.suggest(trial) for dimension in space}
+        trial.set_user_attr("settings", tried)
+        folder = options.out / f".trial-{trial.number}"
+        accuracies: list[float] = []
+        record: dict[str, Any] = {"trial": trial.number, "settings": tried, "end": "finished"}
+        try:
+            with FollowedRun(options.yaml_config, options.config, [*settings, *as_settings(tried)], folder) as training:
+                for epoch in training:
+                    accuracies.append(epoch["acc1/valid"])
+                    record["seconds"] = epoch["seconds"]
+                    trial.report(accuracies[-1], step=epoch["epoch"])
+                    if trial.should_prune():
+                        record["end"] = "stopped: behind"
+                        raise pruned
+                training.wait()
+        except ExpectedError as error:
+            record["end"] = f"failed: {error}"
+            return FAILED
+        finally:
+            with (options.out / LOG).open("a", encoding="utf-8") as log:
+                log.write(json.dumps(record | {"acc1/valid": accuracies}) + "\n")
+            print(f"trial {trial.number}: {record['end']}, {max(accuracies, default=0):.2%}, {tried}", flush=True)
+            shutil.rmtree(folder, ignore_errors=True)
+        return accuracies[-1]
+
+    return objective
+
+
+if __name__ == "__main__":
+    sys.exit(main())
