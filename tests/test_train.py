@@ -266,15 +266,6 @@ def test_memory_estimate_counts_what_autograd_keeps(tiny, alone):
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
-@pytest.mark.parametrize("block", [*FIFTEEN, "default"])
-def test_every_tutorial_block_trains_two_short_epochs(tiny, alone, tmp_path, block):
-    """On a small network and drawn shapes; test_blocks_on_real_data runs the real thing."""
-    config = tiny(block, limit_train_batches=2, limit_valid_batches=1)
-    run(config, alone, tmp_path)
-    assert [row["epoch"] for row in records(tmp_path, "epoch")] == [1, 2]
-    assert all(math.isfinite(row["loss/valid"]) for row in records(tmp_path, "epoch"))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("block", FIFTEEN)

@@ -1,0 +1,153 @@
+"""Every block of every file in config/ trains two short epochs on a CPU: on small stand-ins, or (slow) as it is."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ROOT, TINY
+from PIL import Image
+
+import train
+from utils.cli import Arguments
+from utils.config import Config, list_blocks, load_config
+
+FILES = sorted((ROOT / "config").glob("*.yaml"))
+BLOCKS = [pytest.param(path, name, id=f"{path.stem}-{name}") for path in FILES for name in list_blocks(path)]
+CLASSES = 10
+# What a CPU cannot do: the blocks that ask for it are refused by name, and run without.
+NEEDS_GPUS: dict[str, Any] = {
+    "parallel": "ddp",
+    "enable_sync_bn": False,
+    "enable_cuda_graphs": False,
+    "loss_scale": None,
+}
+NEEDS_GPUS |= {"amp_dtype": "auto", "data_loader": "torchvision"}
+SHORT = {
+    "max_epochs": 2,
+    "limit_train_batches": 1,
+    "limit_valid_batches": 1,
+    "device": "cpu",
+    "num_data_workers": 0,
+    "log_to_screen": False,
+    "log_to_tensorboard": False,
+    "enable_compile": False,
+    "stop_at_accuracy": None,
+    "profiling_epoch_start": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """pictures(size): ten class folders of JPEGs of about that size, two to train on and one to validate each."""
+    made: dict[int, Path] = {}
+
+    def draw(size: int) -> Path:
+        if size not in made:
+            made[size] = tmp_path_factory.mktemp(f"pictures-{size}")
+            generator = np.random.default_rng(0)
+            for label in range(CLASSES):
+                for split, count in (("train", 2), ("val", 1)):
+                    for number in range(count):
+                        path = made[size] / split / f"class-{label}" / f"{number}.jpg"
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        pixels = generator.integers(0, 256, (8, 8, 3), np.uint8)
+                        Image.fromarray(pixels).resize((size + 8 * number, size)).save(path)
+        return made[size]
+
+    return draw
+
+
+def shorten(config: Config, **changes: Any) -> Config:
+    """Two epochs of one batch."""
+    values = config.model_dump() | SHORT | changes
+    values["lr_warmup_epochs"] = min(config.lr_warmup_epochs, 1)
+    values["lr_milestones"] = config.lr_milestones and (1,)
+    values |= {key: value for key, value in NEEDS_GPUS.items() if key != "data_loader" or values[key] == "dali"}
+    values["micro_batch_size"] = config.micro_batch_size and min(config.micro_batch_size, values["batch_size"])
+    return Config(**values)
+
+
+def run(config: Config, folder: Path) -> None:
+    """Through train.py's own main."""
+    arguments = Arguments(config, "block", folder, "never", dry_run=False)
+    assert train.main(arguments) == 0
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    epochs = [record for record in records if record["kind"] == "epoch"]
+    assert [epoch["epoch"] for epoch in epochs] == [1, 2]
+    assert all(math.isfinite(epoch["loss/train"] + epoch["loss/valid"]) for epoch in epochs)
+
+
+@pytest.mark.parametrize(("path", "name"), BLOCKS)
+def test_every_block_trains_two_short_epochs_on_stand_ins(
+    path: Path, name: str, tmp_path: Path, pictures: Callable[[int], Path]
+) -> None:
+    """The smallest network in place of the block's; drawn shapes in place of CIFAR, small pictures of ImageNet."""
+    config = load_config(path, name)
+    changes = {"num_classes": CLASSES, "model": "resnet8", "stem": "7x7", "zero_init_residual": False, "width": 1}
+    changes |= {"batch_size": 8, "valid_batch_size_per_gpu": 8, "save_checkpoint": False}
+    if config.dataset == "imagenet":
+        changes |= {"data_path": str(pictures(32)), "image_size": 32}
+    else:
+        changes |= {"dataset": "shapes"}
+    run(shorten(config, **changes), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("path", "name"), [block for block in BLOCKS if "cifar100" not in str(block.id)])
+def test_every_block_trains_two_short_epochs(
+    path: Path, name: str, tmp_path: Path, pictures: Callable[[int], Path]
+) -> None:
+    """The block's own network and size of image, ImageNet's on pictures of 224 pixels; eight images a batch.
+
+    test_blocks_on_real_data does so for CIFAR-100, with whole batches.
+    """
+    config = load_config(path, name)
+    changes: dict[str, Any] = {"batch_size": 8, "valid_batch_size_per_gpu": 8, "save_checkpoint": False}
+    if config.dataset == "imagenet":
+        changes |= {"data_path": str(pictures(224)), "num_classes": CLASSES}
+    else:
+        changes |= {"dataset": "shapes"}
+    run(shorten(config, **changes), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["resnet50-dataparallel", "resnet50-sync-bn"])
+def test_blocks_for_gpus_say_so(name: str, tmp_path: Path, pictures: Callable[[int], Path], capfd: Any) -> None:
+    config = load_config(ROOT / "config/imagenet.yaml", name)
+    changes = TINY | {
+        "dataset": "imagenet",
+        "data_path": str(pictures(32)),
+        "image_size": 32,
+        "model": "resnet8",
+        "batch_size": 8,
+    }
+    changes |= {"data_loader": "torchvision", "stem": "7x7", "lr_milestones": (1,), "lr_warmup_epochs": 1}
+    arguments = Arguments(Config(**config.model_dump() | changes), name, tmp_path, "never", dry_run=True)
+    assert train.main(arguments) == 2
+    assert "CUDA devices" in capfd.readouterr().err
+
+
+def test_blocks_of_the_seeds_are_there() -> None:
+    """Networks, batches and levels that the documents this project follows have measured."""
+    imagenet = {
+        name: load_config(ROOT / "config/imagenet.yaml", name) for name in list_blocks(ROOT / "config/imagenet.yaml")
+    }
+    assert {config.model for config in imagenet.values()} == {"resnet50", "resnet18", "alexnet", "vgg16"}
+    assert {config.batch_size for config in imagenet.values() if config.model == "resnet50"} >= {128, 256, 1024}
+    for network in ("resnet50", "resnet18", "alexnet", "vgg16"):
+        assert [imagenet[f"{network}-o{level}"].opt_level for level in range(4)] == ["O0", "O1", "O2", "O3"]
+    big = imagenet["resnet50-bs1024-o1"]
+    assert (big.peak_lr, big.lr_warmup_epochs) == (pytest.approx(0.4), 5)
+    cifar10 = {
+        name: load_config(ROOT / "config/cifar10.yaml", name) for name in list_blocks(ROOT / "config/cifar10.yaml")
+    }
+    assert {(config.model, config.parallel, config.max_epochs) for config in cifar10.values()} >= {
+        (model, parallel, 50) for model in ("vgg16", "resnet50") for parallel in ("ddp", "dataparallel")
+    }
+    assert {(config.model, config.opt_level) for config in cifar10.values()} >= {
+        (model, f"O{level}") for model in ("vgg16", "resnet50") for level in range(4)
+    }
