@@ -9,7 +9,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from train import Trainer
-from utils.board import draw_matrix
+from utils.board import NO_HYPERPARAMETERS, draw_matrix
+from utils.config import Config
 
 
 def read(folder: Path) -> EventAccumulator:
@@ -58,12 +59,12 @@ def test_every_axis_has_its_tags_and_the_values_of_metrics_jsonl(run):
 
 def test_texts_pictures_layout_and_hparams(run):
     events = read(run() / "tb_logs")
-    assert "batch_size: 32" in texts(events, "config")
-    assert '"torch"' in texts(events, "environment")
-    assert "| class | accuracy |" in texts(events, "worst classes")
+    assert "batch_size: 32" in texts(events, "run/config")
+    assert '"torch"' in texts(events, "run/environment")
+    assert "| class | accuracy |" in texts(events, "run/worst classes")
     assert {"augmented batch", "confusion matrix"} <= set(events.Tags()["images"])
     grid = events.Images("augmented batch")[-1]
-    assert (grid.height, grid.width) == (3 * (2 * 33 + 1), 3 * (16 * 33 + 1))
+    assert (grid.height, grid.width) == (3 * (4 * 33 + 1), 3 * (8 * 33 + 1))
     assert "custom_scalars__config__" in events.Tags()["tensors"]
     assert "_hparams_/session_start_info" in events.summary_metadata
     assert {"result/best_acc1", "result/seconds"} <= set(events.Tags()["scalars"])
@@ -92,3 +93,7 @@ def test_matrix_is_white_without_and_dark_on_the_diagonal():
     assert image.dtype == np.uint8 and image.shape == (600, 600, 3)
     assert image[0, 599].tolist() == [255, 255, 255] and image[0, 0].tolist() == [8, 48, 107]
     assert 8 < image[599, 0, 0] < 255
+
+
+def test_keys_that_are_no_hyperparameters_exist():
+    assert set(Config.model_fields) >= NO_HYPERPARAMETERS

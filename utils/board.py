@@ -31,10 +31,16 @@ LAYOUT = {
         "images per second": ["Multiline", ["step/images_per_sec"]],
         "share of the time waiting for input": ["Multiline", ["step/data_wait"]],
         "memory, GB": ["Multiline", ["step/memory_gb"]],
-        "loss scale, skipped steps": ["Multiline", ["step/loss_scale", "step/skipped_steps"]],
     },
 }
 MATRIX_PIXELS = 600
+# What does not change the result: the HParams tab has a column for each key.
+NO_HYPERPARAMETERS = {
+    "data_path", "download", "cifar100_mean", "cifar100_std", "log_to_screen", "log_to_tensorboard", "log_freq",
+    "save_checkpoint", "keep_checkpoints", "checkpoint_async", "checkpoint_every_minutes", "checkpoint_every_steps",
+    "start_timeout_seconds", "collective_timeout_seconds", "enable_profiling", "profiling_epoch_start",
+    "profiling_iters_per_epoch",
+}  # fmt: skip
 
 
 class Board:
@@ -72,8 +78,8 @@ class Board:
     def describe(self, config: Config, config_name: str, environment: Mapping[str, Any]) -> None:
         """The resolved configuration and the environment, as texts."""
         writer, step = self._writer(), self._starts[""]
-        writer.add_text("config", f"`{config_name}`\n\n{_code(render_config(config))}", step)
-        writer.add_text("environment", _code(json.dumps(environment, indent=1)), step)
+        writer.add_text("run/config", f"`{config_name}`\n\n{_code(render_config(config))}", step)
+        writer.add_text("run/environment", _code(json.dumps(environment, indent=1)), step)
 
     def add_images(self, images: Tensor) -> None:
         """A grid of an augmented batch, normalised [N, 3, H, W].
@@ -85,8 +91,8 @@ class Board:
 
         images = images.float().cpu()
         low, high = images.amin((0, 2, 3), keepdim=True), images.amax((0, 2, 3), keepdim=True)
-        grid = make_grid((images - low) / (high - low).clamp(min=1e-6), nrow=16, padding=1, pad_value=1.0)
-        # enlarged, since a browser would show 32 pixels as 32 pixels
+        grid = make_grid((images - low) / (high - low).clamp(min=1e-6), nrow=8, padding=1, pad_value=1.0)
+        # enlarged, since TensorBoard scales small pictures softly
         grid = grid.repeat_interleave(3, 1).repeat_interleave(3, 2)
         self._writer().add_image("augmented batch", grid, self._starts[""])
 
@@ -96,14 +102,20 @@ class Board:
         rows = ["| class | accuracy | most often taken for | share |", "|---|---|---|---|"]
         for name, accuracy, other, share in worst_classes(counts, names):
             rows.append(f"| {name} | {accuracy:.1%} | {other} | {share:.1%} |")
-        self._writer().add_text("worst classes", "\n".join(rows), epoch)
+        self._writer().add_text("run/worst classes", "\n".join(rows), epoch)
 
     def add_result(self, config: Config, results: Mapping[str, float]) -> None:
         """The run's row in the HParams tab."""
-        values = config.model_dump(mode="json").items()
-        plain = {key: value if isinstance(value, int | float | str) else json.dumps(value) for key, value in values}
+        values = config.model_dump(mode="json", exclude=NO_HYPERPARAMETERS).items()
+        # booleans as words, which the tab filters by; it would show them as 0.0000 and 1.0000
+        numbers = {
+            key: value for key, value in values if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values}
         metrics = {f"result/{name}": value for name, value in results.items()}
-        self._writer().add_hparams(plain, metrics, run_name=".")  # "." keeps it in this run instead of a new one
+        self._writer().add_hparams(
+            words | numbers, metrics, run_name="."
+        )  # "." keeps it in this run instead of a new one
 
     def flush(self) -> None:
         """Put on the disk what was written."""

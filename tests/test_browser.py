@@ -1,0 +1,213 @@
+"""TensorBoard's page and the report's, in a real browser: numbers read off what a person sees.
+
+    bash tests/install_browser.sh && python -m pytest -m browser
+
+The environment variable SCREENSHOTS names a folder that gets a picture of every page.
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tools.report import main as report
+from train import Trainer
+
+pytestmark = pytest.mark.browser
+WAIT_SECONDS = 60
+
+# The text that a person sees, TensorBoard's nested documents (shadow roots) included.
+VISIBLE_TEXT = """
+const texts = [];
+function walk(node) {
+  if (node.nodeType === Node.TEXT_NODE) { texts.push(node.textContent); return; }
+  if (node.nodeType === Node.ELEMENT_NODE) {
+    const style = getComputedStyle(node);
+    if (style.display === 'none' || style.visibility === 'hidden') return;
+    if (['SCRIPT', 'STYLE'].includes(node.tagName)) return;
+  }
+  if (node.shadowRoot) node.shadowRoot.childNodes.forEach(walk);
+  node.childNodes.forEach(walk);
+  if (node.nodeType === Node.ELEMENT_NODE) texts.push('\\n');
+}
+walk(document.body);
+return texts.join(' ').replace(/[ \\t]+/g, ' ');
+"""
+# How many of the images, in nested documents too, have arrived with a size.
+LOADED_IMAGES = """
+let count = 0;
+function walk(node) {
+  if (node.tagName === 'IMG' && node.complete && node.naturalWidth > 100) count += 1;
+  if (node.shadowRoot) node.shadowRoot.childNodes.forEach(walk);
+  node.childNodes.forEach(walk);
+}
+walk(document.body);
+return count;
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    selenium = pytest.importorskip("selenium", reason="selenium is missing: bash tests/install_browser.sh")
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("chromium or chromedriver is missing: bash tests/install_browser.sh")
+    assert selenium
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(argument)
+    options.add_argument("--window-size=1500,1400")
+    chrome = webdriver.Chrome(options=options, service=Service(driver))
+    yield chrome
+    chrome.quit()
+
+
+def picture(browser: Any, name: str) -> None:
+    if folder := os.environ.get("SCREENSHOTS"):
+        browser.save_screenshot(str(Path(folder) / f"{name}.png"))
+
+
+def wait_for(browser: Any, condition: Callable[[], Any], what: str) -> Any:
+    """The first true value of `condition`; fails with a picture of what the page shows instead."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.3)
+    picture(browser, "failed")
+    text = browser.execute_script(VISIBLE_TEXT)
+    raise AssertionError(f"the page never showed {what}; it shows: {text[:3000]}")
+
+
+def see(browser: Any, pattern: str) -> re.Match[str]:
+    """Waits until the visible text has this pattern."""
+    found = wait_for(browser, lambda: re.search(pattern, browser.execute_script(VISIBLE_TEXT)), pattern)
+    assert isinstance(found, re.Match)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two small finished runs."""
+    import torch
+
+    from tests.conftest import CIFAR100, TINY
+    from utils.config import Config, load_config
+    from utils.distributed import Distributed
+
+    folder = tmp_path_factory.mktemp("expts")
+    place = Distributed(0, 0, 1, torch.device("cpu"))
+    for name, rate in (("first", 0.1), ("second", 0.05)):
+        values = load_config(CIFAR100, "default").model_dump() | TINY
+        config = Config(**values | {"log_to_tensorboard": True, "lr": rate, "max_epochs": 3})
+        Trainer(config, place).train(folder / name, name, "auto")
+    return folder
+
+
+def results(folder: Path) -> dict[str, float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return next(row for row in lines if row["kind"] == "end")
+
+
+@pytest.fixture(scope="module")
+def tensorboard(expts: Path) -> Iterator[str]:
+    """TensorBoard's address on the loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(expts), "--host=127.0.0.1", f"--port={port}"]
+    process = subprocess.Popen([*command, "--load_fast=false"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    address = f"http://127.0.0.1:{port}/"
+    try:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while True:
+            try:
+                runs = json.load(urllib.request.urlopen(address + "data/runs", timeout=5))
+                if len(runs) == 6:
+                    break
+            except OSError:
+                pass
+            assert time.monotonic() < deadline and process.poll() is None, "TensorBoard did not start"
+            time.sleep(0.5)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+def test_scalars_show_every_tag_and_its_last_value(browser, tensorboard, expts):
+    browser.get(tensorboard + "?darkMode=false#timeseries")
+    for group in ("acc1", "loss", "learning_rate", "step", "by_second"):
+        see(browser, rf"\b{group}\b")
+    see(browser, r"first/tb_logs")
+    see(browser, r"acc1\s*/valid")
+    for name in ("first", "second"):  # the table under a chart: run, smoothed, value, step
+        lines = map(json.loads, (expts / name / "metrics.jsonl").read_text().splitlines())
+        last = [row["acc1/valid"] for row in lines if row["kind"] == "epoch"][-1]
+        see(browser, rf"acc1\s*/valid[^$]*?{name}/tb_logs\s+[\d.]+\s+{last:.4g}\s+3\s")
+    picture(browser, "tensorboard-time-series")
+
+
+def test_hparams_show_the_results_of_both_runs(browser, tensorboard, expts):
+    browser.get(tensorboard + "?darkMode=false#hparams")
+    see(browser, r"result/best_acc1")
+    for name in ("first", "second"):
+        shown = see(
+            browser, rf"{name}/tb_logs[^$]*?result/best_acc1|result/best_acc1[^$]*?{name}/tb_logs([^$]*)"
+        ).group(1)
+        assert f"{results(expts / name)['best_acc1']:.5f}"[:6] in shown
+    picture(browser, "tensorboard-hparams")
+
+
+def test_texts_hold_configuration_environment_and_worst_classes(browser, tensorboard, expts):
+    browser.get(tensorboard + "?darkMode=false#text")
+    browser.set_window_size(1500, 6000)  # what is far below is drawn when it comes into view
+    see(browser, r"batch_size: 32")
+    see(browser, r'"torchvision": "\d+\.\d+')
+    worst = results(expts / "first")["worst_classes"][0]
+    see(browser, rf"{worst['class']}\s+{100 * worst['accuracy']:.1f}%")
+    picture(browser, "tensorboard-text")
+
+
+def test_images_show_batch_and_confusion_matrix(browser, tensorboard):
+    browser.set_window_size(1500, 1400)
+    browser.get(tensorboard + "?darkMode=false#images")
+    see(browser, r"augmented batch")
+    see(browser, r"confusion matrix")
+    wait_for(browser, lambda: browser.execute_script(LOADED_IMAGES) >= 2, "two images")
+    picture(browser, "tensorboard-images")
+
+
+def test_custom_layout_has_its_charts(browser, tensorboard):
+    browser.get(tensorboard + "?darkMode=false#custom_scalars")
+    for chart in ("accuracy by epoch", "images per second", "share of the time waiting for input"):
+        see(browser, chart)
+    picture(browser, "tensorboard-custom-scalars")
+
+
+def test_report_page_shows_the_published_figures_and_ours(browser, expts, tmp_path):
+    pytest.importorskip("matplotlib", reason='matplotlib is missing: pip install ".[report]"')
+    published = ROOT / "results/reference/sc20_curves.json"
+    assert report([str(expts), str(published), "--out", str(tmp_path)]) == 0
+    browser.set_window_size(1300, 2600)
+    browser.get((tmp_path / "report.html").as_uri())
+    for name, best in (("bs128-opt", "75.87%"), ("bs1024-warmup-opt", "76.53%"), ("bs2048-warmup-opt", "75.48%")):
+        see(browser, rf"{name} \(published\)\s+published\s+\d+\s+{best}")
+    see(browser, rf"first\s+finished\s+3 of 3\s+{100 * results(expts / 'first')['best_acc1']:.2f}%")
+    assert browser.execute_script(LOADED_IMAGES) == 3
+    picture(browser, "report")
