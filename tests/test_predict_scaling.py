@@ -111,12 +111,20 @@ def test_docs_hold_the_table_that_the_command_prints():
 
 @pytest.fixture
 def report(tmp_path):
-    def write(world_size=1, **results):
+    def write(world_size=1, **rungs):
+        config = load_config(CIFAR100, "bs256").model_dump(mode="json")
         content = {
-            "environment": {"world_size": world_size, "device": "a GPU"},
-            "config": load_config(CIFAR100, "bs256").model_dump(mode="json"),
-            "results": {name: {"images_per_sec": {"median": rate}} for name, rate in results.items()},
+            "bench": "ladder",
+            "environment": {"world_size": 1, "device": "a GPU"},
+            "config": config | {"batch_size": 1},
+            "results": {
+                "rungs": {name: {"full": {"median": rate}} for name, rate in rungs.items()},
+                "configs": dict.fromkeys(rungs, config),
+            },
         }
+        if world_size > 1:
+            values = {"train_images_per_sec": {"median": 100.0}}
+            content |= {"bench": "scaling", "results": {f"weak {world_size}": values}}
         path = tmp_path / "bench.json"
         path.write_text(json.dumps(content))
         return path
@@ -160,7 +168,7 @@ def test_bad_usage_is_one_line(report, capsys, arguments, status, message):
 
 
 def test_a_report_of_many_ranks_is_refused(report, capsys):
-    assert main(["--from", str(report(world_size=8, fast=1000.0))]) == 3
+    assert main(["--from", str(report(world_size=8))]) == 3
     assert "begins with images/s of one GPU" in capsys.readouterr().err
 
 

@@ -115,14 +115,14 @@ def test_seeds_and_differences(run, page):
 def test_measurements_become_bars_and_scaling(page, tmp_path):
     ladder = tmp_path / "ladder.json"
     environment = {"world_size": 1, "device": "GPU"}
-    rungs = {"fp32": {"images_per_sec": {"median": 680.0}}, "amp": {"images_per_sec": {"median": 1795.0}}}
+    rungs = {"rungs": {"fp32": {"full": {"median": 680.0}}, "amp": {"full": {"median": 1795.0}}}, "configs": {}}
     ladder.write_text(json.dumps({"bench": "ladder", "environment": environment, "config": {}, "results": rungs}))
     scaling = tmp_path / "scaling.json"
     rows = {
-        f"weak {ranks}": {"ranks": ranks, "images_per_sec": {"median": rate}, "epoch_images_per_sec": {"median": whole}}
+        f"weak {ranks}": {"train_images_per_sec": {"median": rate}, "epoch_images_per_sec": {"median": whole}}
         for ranks, rate, whole in ((1, 100.0, 90.0), (4, 380.0, 270.0))
     }
-    scaling.write_text(json.dumps({"bench": "scaling", "environment": environment, "config": {}, "results": rows}))
+    scaling.write_text(json.dumps({"bench": "scaling", "config": {}, "results": rows, "trials": []}))
     text, tables = page(ladder, scaling)
     assert "figure-ladder" in text and "figure-scaling" in text
     assert [row[1:] for row in tables["scaling"][1:]] == [

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 LEVELS = ("ok", "warn", "fail")
 MINIMUM_TORCH = (2, 11)
+TRIALS = 3
+SLOW_ALL_REDUCE = 3.0  # GB/s: less than one card of 25 Gb/s reaches
 SLOW = 1.15  # times the median of devices or ranks
 GIGABYTE = 1e9
 
@@ -97,7 +99,7 @@ def examine(config: Config, run_dir: Path, place: "Distributed", started: float,
     """Collective: all checks; the main process prints. Returns the worst level of all ranks."""
     import socket
 
-    import torch
+    from tools.bench.limits import all_reduce
 
     joined = time.perf_counter() - started
     findings = []
@@ -109,10 +111,10 @@ def examine(config: Config, run_dir: Path, place: "Distributed", started: float,
     mine = [Finding(**asdict(finding) | {"where": where}) for finding in findings]
     everything = [finding for part in place.gather(mine) for finding in part]
     if place.world_size > 1:
-        rates = place.gather((f"rank {place.rank} on {host}", matmul_of(place.device)))
+        rates = place.gather((f"rank {place.rank} on {host}", arithmetic(place.device)))
         everything += check_rates(rates, "slow rank")
         everything += [check_meeting(joined, place.world_size), check_clocks(clock_offsets(place))]
-        everything += [check_all_reduce(all_reduce_rate(place, torch.float32), place)]
+        everything += [check_all_reduce(all_reduce(place.device, TRIALS).median, place)]
     worst = max((finding.level for finding in everything), key=LEVELS.index, default="ok")
     if place.is_main:
         print(render_json(everything, worst) if as_json else "\n".join(render(everything, worst)))
@@ -215,8 +217,6 @@ def check_shared_memory(path: Path, needed: int, workers: int) -> Finding:
 
 def check_disk(folder: Path, needed: int = 2**30) -> Finding:
     """Room and speed where runs will be written. `needed`: bytes, of checkpoints and logs."""
-    from tools.limits import write_rate
-
     there = folder
     while not there.is_dir() and there != there.parent:
         there = there.parent
@@ -232,6 +232,22 @@ def check_disk(folder: Path, needed: int = 2**30) -> Finding:
     if rate < 50e6:
         return Finding("disk", "warn", seen, "checkpoints will take seconds: a faster disk, or checkpoint_async")
     return Finding("disk", "ok", seen)
+
+
+def write_rate(folder: Path, size: int = 2**26) -> float:
+    """Bytes per second of writing a file of `size` bytes in `folder` to the disk; OSError where it cannot be."""
+    path = folder / f".write-speed-{os.getpid()}"
+    block = os.urandom(2**20)
+    try:
+        started = time.perf_counter()
+        with path.open("wb") as file:
+            for _ in range(size // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        return size / (time.perf_counter() - started)
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def check_data(config: Config) -> Finding:
@@ -293,23 +309,25 @@ def device_checks(place: "Distributed") -> list[Finding]:
     """Ceilings of this rank's device, or of all devices where there is one rank."""
     import torch
 
-    from tools.limits import host_to_device_rate, memory_rate
+    from tools.bench.limits import host_to_device, memory
 
     if place.device.type != "cuda":
-        rate, memory = matmul_of(place.device), memory_rate(place.device)
-        seen = f"CPU: {rate / GIGABYTE:,.0f} GFLOP/s in float32, memory {memory / GIGABYTE:.1f} GB/s"
+        seen = (
+            f"CPU: {1e3 * arithmetic(place.device):,.0f} GFLOP/s in float32, "
+            f"memory {memory(place.device, TRIALS).median:.1f} GB/s"
+        )
         return [Finding("ceilings", "ok", seen)]
     count = torch.cuda.device_count()
     devices = [place.device] if place.world_size > 1 else [torch.device("cuda", number) for number in range(count)]
     findings, rates = [], []
     for device in devices:
         free, total = torch.cuda.mem_get_info(device)
-        rate = matmul_of(device)
+        rate = arithmetic(device)
         name = f"{torch.cuda.get_device_name(device)} {device.index}"
         rates.append((name, rate))
         seen = (
-            f"{name}: {rate / 1e12:,.0f} TFLOP/s in bf16, memory {memory_rate(device) / GIGABYTE:,.0f} GB/s, "
-            f"from the host {host_to_device_rate(device) / GIGABYTE:.1f} GB/s, {free / GIGABYTE:.0f} of "
+            f"{name}: {rate:,.0f} TFLOP/s in bf16, memory {memory(device, TRIALS).median:,.0f} GB/s, "
+            f"from the host {host_to_device(device, TRIALS).median:.1f} GB/s, {free / GIGABYTE:.0f} of "
             f"{total / GIGABYTE:.0f} GB free"
         )
         busy = free < 0.8 * total
@@ -318,14 +336,14 @@ def device_checks(place: "Distributed") -> list[Finding]:
     return findings + [finding for finding in check_rates(rates, "slow device") if finding.level != "ok"]
 
 
-def matmul_of(device: "torch.device") -> float:
-    """Operations per second of the arithmetic that training on this device uses; the best of three, since others may
-    use the machine for a moment."""
+def arithmetic(device: "torch.device") -> float:
+    """TFLOP/s in the number format that training on this device uses; the best of the trials, since others may use the
+    machine for a moment."""
     import torch
 
-    from tools.limits import matmul_rate
+    from tools.bench.limits import product
 
-    return max(matmul_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32) for _ in range(3))
+    return max(product(device, torch.bfloat16 if device.type == "cuda" else torch.float32, TRIALS).values)
 
 
 def check_rates(rates: Sequence[tuple[str, float]], check: str) -> list[Finding]:
@@ -367,28 +385,10 @@ def check_clocks(offsets: Sequence[float], allowed: float = 1.0) -> Finding:
     return Finding("clocks", level, seen, "is chrony or ntpd running on its node?" if level == "warn" else "")
 
 
-def all_reduce_rate(place: "Distributed", dtype: "torch.dtype") -> float:
-    """Collective: bytes per second and rank of a large all-reduce (the "bus bandwidth" of nccl-tests)."""
-    import torch
-
-    tensor = torch.zeros(2**26 if place.device.type == "cuda" else 2**21, dtype=dtype, device=place.device)
-    for _ in range(2):
-        place.sum(tensor)
-    rounds = 20 if place.device.type == "cuda" else 5
-    place.barrier()
-    started = time.perf_counter()
-    for _ in range(rounds):
-        place.sum(tensor)
-    tensor[0].item()
-    seconds = (time.perf_counter() - started) / rounds
-    size = tensor.numel() * tensor.element_size()
-    return 2 * (place.world_size - 1) / place.world_size * size / seconds
-
-
 def check_all_reduce(rate: float, place: "Distributed") -> Finding:
-    """The bandwidth that gradients get."""
-    seen = f"all-reduce over {place.world_size} ranks: {rate / GIGABYTE:.2f} GB/s (bus bandwidth)"
-    if place.device.type == "cuda" and rate < 5 * GIGABYTE:
+    """The bandwidth that gradients get, GB/s."""
+    seen = f"100 MB over {place.world_size} ranks: {rate:.2f} GB/s"
+    if place.device.type == "cuda" and rate < SLOW_ALL_REDUCE:
         remedy = "NCCL_DEBUG=INFO tells which network it took; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose another"
         return Finding("all-reduce", "warn", seen, remedy)
     return Finding("all-reduce", "ok", seen)

@@ -66,6 +66,45 @@ class Bench:
     content: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Rate:
+    """What one case of a report says."""
+
+    images_per_sec: float
+    config: dict[str, Any]
+    ranks: int = 1
+    mode: str = ""  # weak or strong, of a scaling report
+    epoch_images_per_sec: float | None = None
+
+
+def rates(content: dict[str, Any]) -> dict[str, Rate]:
+    """{case: what it says} of a report of tools.bench ladder, scaling or loaders; empty for others."""
+    results, config = content.get("results", {}), content.get("config", {})
+    found = {}
+    if isinstance(results.get("rungs"), dict):
+        for name, values in results["rungs"].items():
+            if (rate := _median(values, "full")) is not None:
+                found[name] = Rate(rate, results.get("configs", {}).get(name, config))
+        return found
+    world_size = content.get("environment", {}).get("world_size", 1)
+    for name, values in results.items():
+        mode, _, number = name.rpartition(" ")
+        if content.get("bench") == "scaling" and number.isdigit():
+            if (rate := _median(values, "train_images_per_sec")) is not None:
+                found[name] = Rate(rate, config, int(number), mode, _median(values, "epoch_images_per_sec"))
+            continue
+        seen = [_median(values, key) for key in ("training_images_per_sec", "images_per_sec")]
+        if any(seen):
+            found[name] = Rate(next(rate for rate in seen if rate), config, world_size)
+    return found
+
+
+def _median(values: Any, key: str) -> float | None:
+    value = values.get(key) if isinstance(values, dict) else None
+    value = value.get("median") if isinstance(value, dict) else value
+    return float(value) if isinstance(value, int | float) else None
+
+
 def read(path: Path) -> tuple[list[Run], list[Bench], list[str]]:
     """(runs, measurements, problems) of a file or folder; a folder of runs gives all of them."""
     if path.is_file():

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tools.history import rates
 from tools.scaling_model import BACKWARD_SHARE, Forecast, Machine, Work, make_buckets, predict
 from utils.errors import ConfigError, DataError, ExpectedError
 
@@ -100,33 +101,25 @@ def read_work(path: Path, case: str | None, bucket_mb: float) -> tuple[Work, str
     """The step that a report of tools.bench measured, and a line that says which."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        config, results, ranks = report["config"], report["results"], report["environment"]["world_size"]
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: is no report of tools.bench ({error}); make one with --json") from None
-    rates = {name: rate for name, values in results.items() if (rate := images_per_second(values))}
-    if not rates or ranks != 1:
-        raise DataError(f"{path}: a forecast begins with images/s of one GPU; this has {len(rates)} on {ranks} ranks")
-    chosen = case or max(rates, key=lambda name: rates[name])
-    if chosen not in rates:
-        raise ConfigError(f"--case {chosen}: the report has {', '.join(rates)}")
-    work = Work(
-        step=config["batch_size"] / rates[chosen],
-        batch=config["batch_size"],
-        buckets=make_buckets(layer_costs(config), int(bucket_mb * 2**20)),
+    except ValueError:
+        report = None
+    if not isinstance(report, dict) or not isinstance(report.get("results"), dict):
+        raise DataError(f"{path}: is no report of tools.bench; make one with --json")
+    alone = {name: rate for name, rate in rates(report).items() if rate.ranks == 1}
+    if not alone:
+        raise DataError(f"{path}: a forecast begins with images/s of one GPU; this report has none")
+    chosen = case or max(alone, key=lambda name: alone[name].images_per_sec)
+    if chosen not in alone:
+        raise ConfigError(f"--case {chosen}: the report has {', '.join(alone)}")
+    rate, batch = alone[chosen].images_per_sec, alone[chosen].config["batch_size"]
+    buckets = make_buckets(layer_costs(alone[chosen].config), int(bucket_mb * 2**20))
+    device = report.get("environment", {}).get("device", "one device")
+    return (
+        Work(batch / rate, batch, buckets),
+        f"measured: {chosen}, {rate:,.0f} images/s with batch {batch} on {device} ({path})",
     )
-    device = report["environment"].get("device")
-    return work, f"measured: {chosen}, {rates[chosen]:,.0f} images/s with batch {work.batch} on {device} ({path})"
-
-
-def images_per_second(values: Any) -> float | None:
-    """The median that a case of a report has, of training where it tells loading and training apart."""
-    for key in ("training_images_per_sec", "images_per_sec"):
-        if isinstance(values, dict) and key in values:
-            value = values[key]
-            return float(value["median"] if isinstance(value, dict) else value)
-    return None
 
 
 def layer_costs(config: dict[str, Any] | str) -> list[tuple[int, float]]:

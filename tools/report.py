@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.figures import as_png, colour, legend_below, new_figure, whole_numbers
-from tools.history import Bench, Run, ago, differences, read, same_but_seed
-from tools.predict_scaling import images_per_second
+from tools.history import Bench, Run, ago, differences, rates, read, same_but_seed
 from utils.errors import ConfigError, ExpectedError
 
 TARGETS = (0.6, 0.7, 0.75, 0.76, 0.77, 0.78, 0.8, 0.85, 0.9, 0.92, 0.94, 0.96)
@@ -102,7 +101,7 @@ def draw(runs: Sequence[Run], benches: Sequence[Bench]) -> dict[str, bytes]:
         figures["accuracy"] = _curves(shown, "acc1", "accuracy, %", 100.0)
         figures["loss"] = _curves(shown, "loss", "loss", 1.0)
         figures["speed"] = _speed(shown)
-    rungs = [bench for bench in benches if scaling_rows(bench) is None and _rates(bench)]
+    rungs = [bench for bench in benches if not scaling_rows(bench) and rates(bench.content)]
     if rungs:
         figures["ladder"] = _ladder(rungs)
     scalings = [(bench, rows) for bench in benches if (rows := scaling_rows(bench))]
@@ -163,45 +162,35 @@ def _speed(runs: Sequence[Run]) -> bytes:
     return as_png(figure)
 
 
-def _rates(bench: Bench) -> dict[str, float]:
-    found = {name: images_per_second(values) for name, values in bench.content["results"].items()}
-    return {name: rate for name, rate in found.items() if rate}
-
-
 def _ladder(benches: Sequence[Bench]) -> bytes:
-    rows = max(len(_rates(bench)) for bench in benches)
+    rows = max(len(rates(bench.content)) for bench in benches)
     figure, axes = new_figure(len(benches), 1, size=(8.5, 1.4 + 0.42 * rows))
     for panel, bench in zip([axes] if len(benches) == 1 else axes, benches, strict=True):
-        rates = _rates(bench)
-        first = next(iter(rates.values()))
-        bars = panel.barh(list(rates), list(rates.values()), color=colour(0), height=0.65)
-        labels = [f"{rate:,.0f}  ({rate / first:.2f}x)" for rate in rates.values()]
+        rungs = {name: rate.images_per_sec for name, rate in rates(bench.content).items()}
+        first = next(iter(rungs.values()))
+        bars = panel.barh(list(rungs), list(rungs.values()), color=colour(0), height=0.65)
+        labels = [f"{rate:,.0f}  ({rate / first:.2f}x)" for rate in rungs.values()]
         panel.bar_label(bars, labels, padding=4, fontsize=9)
         panel.invert_yaxis()
         panel.grid(axis="y", visible=False)
         device = bench.content.get("environment", {}).get("device", "unknown device")
-        panel.set(xlabel="images/s", title=f"{bench.command} on {device}", xlim=(0, 1.25 * max(rates.values())))
+        panel.set(xlabel="images/s", title=f"{bench.command} on {device}", xlim=(0, 1.25 * max(rungs.values())))
     return as_png(figure)
 
 
-def scaling_rows(bench: Bench) -> list[dict[str, Any]] | None:
-    """[{kind, ranks, images_per_sec, whole_epoch}] of a report of `tools.bench scaling`, else None."""
-    rows = []
-    for name, values in bench.content["results"].items():
-        ranks = next((values[key] for key in ("world_size", "ranks", "gpus") if key in values), None)
-        rate = images_per_second(values)
-        if ranks is None or rate is None:
-            return None
-        whole = values.get("epoch_images_per_sec")
-        rows.append(
-            {
-                "kind": values.get("kind", "strong" if "strong" in name else "weak"),
-                "ranks": int(ranks),
-                "images_per_sec": rate,
-                "whole_epoch": whole["median"] if isinstance(whole, dict) else whole,
-            }
-        )
-    return sorted(rows, key=lambda row: (row["kind"], row["ranks"])) or None
+def scaling_rows(bench: Bench) -> list[dict[str, Any]]:
+    """[{kind, ranks, images_per_sec, whole_epoch}] of a report of `tools.bench scaling`, else nothing."""
+    rows = [
+        {
+            "kind": rate.mode,
+            "ranks": rate.ranks,
+            "images_per_sec": rate.images_per_sec,
+            "whole_epoch": rate.epoch_images_per_sec,
+        }
+        for rate in rates(bench.content).values()
+        if rate.mode
+    ]
+    return sorted(rows, key=lambda row: (row["kind"], row["ranks"]))
 
 
 def efficiencies(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str, int, float, float]]:
@@ -370,7 +359,7 @@ def _differences(runs: Sequence[Run]) -> str:
 def _scaling_table(benches: Sequence[Bench]) -> str:
     rows = []
     for bench in benches:
-        for kind, what, ranks, rate, efficiency in efficiencies(scaling_rows(bench) or []):
+        for kind, what, ranks, rate, efficiency in efficiencies(scaling_rows(bench)):
             rows.append((f"{bench.path.name}: {kind}, {what}", ranks, f"{rate:,.0f}", f"{efficiency:.1%}"))
     return _table("scaling", ("measurement", "ranks", "images/s", "efficiency"), rows)
 

@@ -49,14 +49,14 @@ def measure_limits(place: Distributed, trials: int) -> dict[str, common.Sample]:
         for enabled in tf32 if name == "float32" else [False]:
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = enabled
             label = "tf32" if enabled else name
-            results[f"product {label}, TFLOP/s"] = _product(device, dtype, trials)
+            results[f"product {label}, TFLOP/s"] = product(device, dtype, trials)
             results[f"convolution {label} NHWC, TFLOP/s"] = _convolution(device, dtype, trials)
-    results["memory, GB/s"] = _memory(device, trials)
+    results["memory, GB/s"] = memory(device, trials)
     if cuda:
-        results["host to device, GB/s"] = _host_to_device(device, trials)
+        results["host to device, GB/s"] = host_to_device(device, trials)
     results["disk read from cache, GB/s"] = _disk(trials)
     if place.world_size > 1:
-        results["all-reduce of 100 MB, GB/s"] = _all_reduce(device, trials)
+        results["all-reduce of 100 MB, GB/s"] = all_reduce(device, trials)
     return results
 
 
@@ -81,7 +81,8 @@ def _tera(sample: common.Sample) -> common.Sample:
     return common.Sample(tuple(value / 1e3 for value in sample.values))
 
 
-def _product(device: torch.device, dtype: torch.dtype, trials: int) -> common.Sample:
+def product(device: torch.device, dtype: torch.dtype, trials: int) -> common.Sample:
+    """TFLOP/s of a large matrix product."""
     size = 8192 if device.type == "cuda" else 1024
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return _tera(_rate(2 * size**3, lambda: left @ right, device, trials))
@@ -97,14 +98,15 @@ def _convolution(device: torch.device, dtype: torch.dtype, trials: int) -> commo
         return _tera(_rate(flops, lambda: torch.conv2d(images, kernel, padding=1), device, trials))
 
 
-def _memory(device: torch.device, trials: int) -> common.Sample:
-    """Bytes read and written by a copy that no cache holds."""
+def memory(device: torch.device, trials: int) -> common.Sample:
+    """GB/s read and written by a copy that no cache holds."""
     source = torch.ones((1 << 30 if device.type == "cuda" else 1 << 28) // 4, device=device)
     target = torch.empty_like(source)
     return _rate(2 * source.nbytes, lambda: target.copy_(source), device, trials)
 
 
-def _host_to_device(device: torch.device, trials: int) -> common.Sample:
+def host_to_device(device: torch.device, trials: int) -> common.Sample:
+    """GB/s from pinned memory of the host."""
     source = torch.ones(1 << 26).pin_memory()
     target = torch.empty_like(source, device=device)
     return _rate(source.nbytes, lambda: target.copy_(source, non_blocking=True), device, trials)
@@ -118,8 +120,8 @@ def _disk(trials: int) -> common.Sample:
         return _rate(1 << 26, path.read_bytes, torch.device("cpu"), trials)
 
 
-def _all_reduce(device: torch.device, trials: int) -> common.Sample:
-    """Bytes of the tensor over the time: what DDP sees, whatever the algorithm moves."""
+def all_reduce(device: torch.device, trials: int) -> common.Sample:
+    """Collective: GB/s, bytes of the tensor over the time: what DDP sees, whatever the algorithm moves."""
     gradient: Tensor = torch.ones(25_000_000, device=device)
     values = []
     for _ in range(trials + 1):
