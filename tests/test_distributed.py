@@ -168,10 +168,11 @@ def epochs_of(tmp_path: Path, name: str, world_size: int, **changes: Any) -> lis
     return [row for row in rows if row["kind"] == "epoch"]
 
 
-def test_epoch_metrics_of_two_ranks_are_those_of_accumulation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("average", [{}, {"ema_decay": 0.8}])
+def test_epoch_metrics_of_two_ranks_are_those_of_accumulation(tmp_path: Path, average: dict[str, Any]) -> None:
     """BatchNorm in train mode: both see the same micro-batches, so what was trained is equal to the last bit."""
-    ranks = epochs_of(tmp_path, "ranks", 2)
-    accumulated = epochs_of(tmp_path, "accumulated", 1, micro_batch_size=BATCH // 2)
+    ranks = epochs_of(tmp_path, "ranks", 2, **average)
+    accumulated = epochs_of(tmp_path, "accumulated", 1, micro_batch_size=BATCH // 2, **average)
     assert len(ranks) == 2
     for here, there in zip(ranks, accumulated, strict=True):
         for key in ("loss/train", "acc1/train", "learning_rate"):
@@ -181,14 +182,28 @@ def test_epoch_metrics_of_two_ranks_are_those_of_accumulation(tmp_path: Path) ->
         assert here["acc1/valid"] == there["acc1/valid"]
 
 
-def test_runs_go_on_at_another_world_size(tmp_path: Path) -> None:
-    straight = epochs_of(tmp_path, "straight", 1, micro_batch_size=BATCH // 2)
-    epochs_of(tmp_path, "moved", 2, max_epochs=1)
-    moved = epochs_of(tmp_path / "again", "../moved", 1, micro_batch_size=BATCH // 2)
+@pytest.mark.parametrize("average", [{}, {"ema_decay": 0.8}])
+def test_runs_go_on_at_another_world_size(tmp_path: Path, average: dict[str, Any]) -> None:
+    straight = epochs_of(tmp_path, "straight", 1, micro_batch_size=BATCH // 2, **average)
+    epochs_of(tmp_path, "moved", 2, max_epochs=1, **average)
+    moved = epochs_of(tmp_path / "again", "../moved", 1, micro_batch_size=BATCH // 2, **average)
     assert [row["epoch"] for row in moved] == [1, 2]
     for here, there in zip(moved, straight, strict=True):
         assert here["loss/train"] == there["loss/train"]
         assert here["loss/valid"] == pytest.approx(there["loss/valid"], rel=1e-5)
+
+
+def test_two_ranks_resume_in_mid_epoch_bitwise_with_an_average(tmp_path: Path) -> None:
+    """BatchNorm's statistics differ between the ranks there, in the network and in its average."""
+    settings = {"ema_decay": 0.8, "checkpoint_every_steps": 1, "keep_checkpoints": 9}
+    straight = epochs_of(tmp_path, "straight", 2, **settings)
+    epochs_of(tmp_path, "parts", 2, **settings, max_epochs=1)
+    for path in sorted((tmp_path / "parts/checkpoints").glob("step-*.pt"))[2:]:
+        path.unlink()
+    parts = epochs_of(tmp_path / "again", "../parts", 2, **settings)
+    for here, there in zip(parts, straight, strict=True):
+        for key in ("loss/train", "loss/valid", "acc1/valid"):
+            assert here[key] == there[key], key
 
 
 VALIDATION_SIZES = (2, 7, 100)
