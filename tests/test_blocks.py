@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,3 +152,11 @@ def test_blocks_of_the_seeds_are_there() -> None:
     assert {(config.model, config.opt_level) for config in cifar10.values()} >= {
         (model, f"O{level}") for model in ("vgg16", "resnet50") for level in range(4)
     }
+
+
+@pytest.mark.parametrize("document", ["docs/seeds.md", "results/README.md"])
+def test_configurations_named_in_documents_exist(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    named = {name for names in re.findall(r"--configs?=([a-z0-9][a-z0-9,-]+)", text) for name in names.split(",")}
+    assert len(named) > 1
+    assert named <= {str(name) for path in FILES for name in list_blocks(path)}
