@@ -1,0 +1,18 @@
+# ResNet50 at scale on NVIDIA's PyTorch image. Not built where this project is developed (no GPU, no such image there).
+#   docker build -t resnet50-at-scale .
+# docs/containers.md says how to run it, and why with these flags.
+ARG BASE=nvcr.io/nvidia/pytorch:26.01-py3
+FROM ${BASE}
+
+WORKDIR /workspace/resnet50-at-scale
+COPY . .
+# Only what the image lacks: its torch, torchvision, NCCL and DALI are built for its CUDA and must stay. The image's own
+# constraints (PIP_CONSTRAINT) keep pip from replacing them.
+RUN pip install --no-cache-dir "ruamel.yaml>=0.18" "pydantic>=2.7" "rich>=13" "tensorboard>=2.15" "matplotlib>=3.8"
+# Fails the build where torch is too old or does not fit its torchvision; needs no GPU.
+RUN python -c "from tools.doctor import check_torch; import importlib.metadata as m, torch, torchvision, sys; \
+f = check_torch(str(torch.__version__), torchvision.__version__, m.requires('torchvision') or []); \
+print(f.message, f.remedy); sys.exit(f.level == 'fail')"
+
+ENTRYPOINT []
+CMD ["python", "-m", "tools.doctor"]
