@@ -171,16 +171,16 @@ class Trainer:
                 set_learning_rate(self.optimizer, self.schedule.factor(self.step, self.plateau.cuts))
                 self.train_step(resize(images, size), labels, self.sums)
                 if self.average is not None:
-                    self.average.update_parameters(self.model)
+                    self.average.update()
             self.batch += 1
             self.step += 1
             self.throughput.add(len(labels))
             self.log.advance_bar(self.batch)
             if self.batch == self.steps_per_epoch:
                 # DDP: for validation; before a checkpoint can be taken, since one taken here resumes with validation
-                for network in (self.model, self.average):
-                    if network is not None:
-                        self.place.average_buffers(network)
+                self.place.average_buffers(self.model)
+                if self.average is not None:
+                    self.place.average_buffers(self.average.module)
             if (self.batch - 1) % self.config.log_freq == 0:
                 self._log_point()
             self._obey(self.requests.poll())

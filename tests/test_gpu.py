@@ -30,6 +30,7 @@ MODES = {
     "O3": {"opt_level": "O3"},
     "constant scale": {"opt_level": "O2", "loss_scale": 128},
     "accumulation": {"enable_amp": True, "micro_batch_size": 8},
+    "clipped": {"enable_amp": True, "clip_grad_norm": 1e3, "weight_decay_bn_bias": False},
     "zeroed gradients": {"enable_amp": True, "zero_grad_set_to_none": False},
     "compiled": {"enable_amp": True, "enable_compile": True},
 }
@@ -104,6 +105,16 @@ def test_an_overflow_in_the_first_fused_step_leaves_no_trace(tiny, gpu, graphs):
     assert torch.isfinite(losses(trainer, gpu)).all()
     assert trainer.loss_scaler.metrics()["skipped_steps"] > 0
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
+
+
+def test_average_of_weights_waits_for_nothing(tiny, gpu):
+    trainer = Trainer(on_gpu(tiny, ema_decay=0.9), gpu)
+    trainer.average.update()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trainer.average.update()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_prefetched_batches_are_the_same(tiny, gpu):

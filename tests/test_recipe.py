@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from models import build_model
 from train import Trainer
@@ -267,27 +268,27 @@ def test_zero_init_changes_nothing_else(tiny):
 # ---- moving average
 
 
-def test_average_is_the_formula_and_is_what_is_validated(tiny, alone, tmp_path):
-    decay = 0.7
-    trainer = Trainer(tiny(ema_decay=decay, max_epochs=1), alone)
-    expected, seen = {}, []
-    update = trainer.average.update_parameters
+def test_average_equals_pytorchs_and_is_what_is_validated(tiny, alone, tmp_path):
+    trainer, seen = Trainer(tiny(ema_decay=0.7, max_epochs=1), alone), []
+    reference = AveragedModel(trainer.model, multi_avg_fn=get_ema_multi_avg_fn(0.7), use_buffers=True)
+    update = trainer.average.update
 
-    def follow(model):
-        for name, value in model.state_dict().items():
-            new = value.double().clone()
-            expected[name] = decay * expected[name] + (1 - decay) * new if name in expected else new
-        update(model)
+    def follow():
+        reference.update_parameters(trainer.model)
+        update()
 
-    trainer.average.update_parameters = follow
+    trainer.average.update = follow
     trainer.average.module.fc.register_forward_hook(lambda *_: seen.append("average"))
     trainer.model.fc.register_forward_hook(lambda module, *_: seen.append("training" if module.training else "raw"))
     trainer.train(tmp_path, "tiny", "auto")
     assert set(seen) == {"training", "average"}
+    raw, expected = trainer.model.state_dict(), reference.module.state_dict()
     for name, value in trainer.average.module.state_dict().items():
         if value.is_floating_point():
-            torch.testing.assert_close(value.double(), expected[name], rtol=1e-4, atol=1e-6)
-            assert name.startswith("bn1.weight") or not torch.equal(value, trainer.model.state_dict()[name])
+            assert torch.equal(value, expected[name])
+            assert not torch.equal(value, raw[name])
+        else:
+            assert torch.equal(value, raw[name])
 
 
 def test_average_is_saved_and_resumed_in_mid_epoch(tiny, alone, tmp_path):
@@ -297,9 +298,9 @@ def test_average_is_saved_and_resumed_in_mid_epoch(tiny, alone, tmp_path):
         path = tmp_path / f"whole/checkpoints/step-{step:09d}.pt"
         parts = run(config, alone, tmp_path / f"from {step}", resume=str(path))
         assert epochs(tmp_path / f"from {step}")[-1]["loss/valid"] == epochs(tmp_path / "whole")[-1]["loss/valid"]
-        for one, other in zip(whole.average.state_dict().values(), parts.average.state_dict().values(), strict=True):
-            assert torch.equal(one, other)
-    assert read_checkpoint(path)["average"]["n_averaged"] == 4
+        one, other = (trainer.average.module.state_dict() for trainer in (whole, parts))
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert read_checkpoint(path)["average"]["updates"] == 4
 
 
 def test_average_can_be_switched_on_in_a_run_that_goes_on(tiny, alone, tmp_path):

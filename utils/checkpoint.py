@@ -7,7 +7,7 @@
 | class_names | what the network's outputs mean |
 | epoch, batch, step | position: finished epochs, batches trained in the next one, optimizer steps in all |
 | model | weights and buffers, keys without `module.` |
-| average | the moving average that is validated, as AveragedModel's state; null where ema_decay is |
+| average | the moving average that is validated: {"module", "updates"}; null where ema_decay is |
 | optimizer, grad_scaler, plateau | their states; the learning rate is a function of step and plateau |
 | logged_sums | the epoch's sums over all ranks at the last log point |
 | best | {"acc1", "epoch"} of the best validation so far |

@@ -1,7 +1,10 @@
 """What a recipe adds around the training step: image size by epoch, averaged weights, validation with mirror images."""
 
+import copy
+from typing import Any
+
+import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from utils.config import Config
 from utils.precision import Precision
@@ -22,14 +25,41 @@ def resize(images: Tensor, size: int | None) -> Tensor:
     return nn.functional.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
 
 
-def build_average(config: Config, model: nn.Module) -> AveragedModel | None:
-    """The exponential moving average of weights and BatchNorm statistics that `ema_decay` asks for.
+class WeightAverage:
+    """The exponential moving average of a network's weights and BatchNorm statistics, `module`.
 
-    Each rank averages its own: weights are the same on all of them, statistics are averaged before validation.
+    Computes what torch.optim.swa_utils.AveragedModel does, which on a GPU makes the host wait in every step. Each rank
+    averages its own: weights are the same on all of them, statistics are averaged before validation.
     """
-    if config.ema_decay is None:
-        return None
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay), use_buffers=True)
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.module, self.decay = copy.deepcopy(model), decay
+        self.updates = 0
+        both = [list(network.state_dict().values()) for network in (self.module, model)]
+        self._averaged = [[value for value in side if value.is_floating_point()] for side in both]
+        self._counted = [[value for value in side if not value.is_floating_point()] for side in both]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After a step of the network; the first one starts the average."""
+        torch._foreach_lerp_(*self._averaged, 1 - self.decay if self.updates else 1.0)
+        if self._counted[0]:
+            torch._foreach_copy_(*self._counted)  # BatchNorm's counters of batches
+        self.updates += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average and how often it was updated."""
+        return {"module": self.module.state_dict(), "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved average."""
+        self.module.load_state_dict(state["module"])
+        self.updates = state["updates"]
+
+
+def build_average(config: Config, model: nn.Module) -> WeightAverage | None:
+    """The average that `ema_decay` asks for."""
+    return None if config.ema_decay is None else WeightAverage(model, config.ema_decay)
 
 
 def predict(precision: Precision, model: nn.Module, images: Tensor, *, mirrored: bool) -> Tensor:
