@@ -18,7 +18,7 @@ PENDING = {"verify_resume", "export"}
 OPTION = re.compile(r"--[a-z][\w-]*")
 
 
-LAUNCHED = re.compile(r"(?:python3?|torchrun|srun|mpirun|mpiexec|nsys)\b.*?((?:train\.py|-m tools\.\w+).*)")
+LAUNCHED = re.compile(r"(?:python3?|torchrun|srun|mpirun|mpiexec|nsys)\b.*?((?:train\.py|-m tools\.[a-z_]+).*)")
 
 
 def commands() -> list[tuple[str, str]]:
