@@ -35,16 +35,16 @@ class WeightAverage:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.module, self.decay = copy.deepcopy(model), decay
         self.updates = 0
-        both = [list(network.state_dict().values()) for network in (self.module, model)]
-        self._averaged = [[value for value in side if value.is_floating_point()] for side in both]
-        self._counted = [[value for value in side if not value.is_floating_point()] for side in both]
+        mine, theirs = (list(network.state_dict().values()) for network in (self.module, model))
+        self._averaged = _where(mine, floating=True), _where(theirs, floating=True)
+        self._counted = _where(mine, floating=False), _where(theirs, floating=False)  # BatchNorm's batches
 
     @torch.no_grad()
     def update(self) -> None:
         """After a step of the network; the first one starts the average."""
         torch._foreach_lerp_(*self._averaged, 1 - self.decay if self.updates else 1.0)
         if self._counted[0]:
-            torch._foreach_copy_(*self._counted)  # BatchNorm's counters of batches
+            torch._foreach_copy_(*self._counted)
         self.updates += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -55,6 +55,10 @@ class WeightAverage:
         """Go on from a saved average."""
         self.module.load_state_dict(state["module"])
         self.updates = state["updates"]
+
+
+def _where(tensors: list[Tensor], *, floating: bool) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.is_floating_point() == floating]
 
 
 def build_average(config: Config, model: nn.Module) -> WeightAverage | None:
