@@ -15,6 +15,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").g
 SCRIPTS = sorted(ROOT.glob("*.slr"))
 # Pages and commands that the README already names and that are still being written.
 PENDING = {"verify_resume", "export"}
+STANDS_FOR = re.compile(r"`([A-Z][A-Z0-9]+)`\s+(?:stands )?for\s+`(--[^`]+)`")  # a page's own abbreviations
 OPTION = re.compile(r"--[a-z][\w-]*")
 
 
@@ -26,12 +27,14 @@ def commands() -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
         text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
+        short = dict(STANDS_FOR.findall(text))
         for number, line in enumerate(text.splitlines(), start=1):
             for code in re.findall(r"`([^`]+)`", line) or [line]:
                 for part in code.split("&&"):
                     match = LAUNCHED.search(part)
                     if match and "..." not in match.group(1):
-                        found.append((f"{page.relative_to(ROOT)}:{number}", match.group(1).strip()))
+                        command = " ".join(short.get(word, word) for word in match.group(1).split())
+                        found.append((f"{page.relative_to(ROOT)}:{number}", command))
     return list(dict.fromkeys(found))
 
 
