@@ -21,7 +21,7 @@ from utils.cli import parse_arguments
 PYTHON = Path(sys.executable).parent  # holds torchrun too
 SCRIPTS = ["submit.slr", "submit_multinode.slr"]
 # All that the scripts may need on PATH, beside Slurm's commands and torchrun.
-TOOLS = ["bash", "cat", "env", "grep", "ls", "mkdir", "rm", "sed", "seq", "sleep", "touch"]
+TOOLS = ["bash", "cat", "env", "grep", "ls", "mkdir", "mv", "rm", "sed", "seq", "sleep", "touch"]
 
 # What a stand-in does after it has noted its arguments, in bash.
 STAND_INS = {
@@ -31,8 +31,17 @@ STAND_INS = {
     "torchrun": "",
     "python3": "",
 }
-# srun as it is while a training runs: it saves when SIGUSR1 comes, as train.py does, and torchrun makes a 1 of its 75.
-TRAINS = "trap 'echo 75 >\"$TRAIN_EXIT_STATUS_FILE\"; exit 1' USR1; touch started; while true; do sleep 0.05; done"
+# srun as it is while a training runs: it saves when a signal comes, as train.py does, and torchrun makes a 1 of its 75.
+# The file `signals` tells which came.
+TRAINS = """
+trap 'echo USR1 >>signals' USR1
+trap 'echo TERM >>signals' TERM
+echo $$ >starting && mv starting started
+until [[ -s signals ]]; do sleep 0.05; done
+sleep 0.3
+echo 75 >"$TRAIN_EXIT_STATUS_FILE"
+exit 1
+"""
 ON_ONE_NODE = {
     "SLURM_JOB_ID": "4",
     "SLURM_JOB_NODELIST": "node1",
@@ -72,13 +81,20 @@ class FakeJob:
         _, said = process.communicate(timeout=20)
         return process.returncode, said
 
-    def run_and_signal(self, number: signal.Signals, *args: str) -> tuple[int, str]:
-        """Like run, with a signal to the batch shell once the training runs."""
+    def run_and_signal(self, number: signal.Signals, *args: str, to_step: bool = False) -> tuple[int, str]:
+        """Like run, with a signal to the batch shell, and maybe to the step, once the training runs."""
         process = self.start("submit.slr", *args)
-        wait_until("start of the stand-in", 20, (self.folder / "started").exists, 0.02)
+        started = self.folder / "started"
+        wait_until("start of the stand-in", 20, started.exists, 0.02)
+        if to_step:
+            os.kill(int(started.read_text()), number)
         process.send_signal(number)
         _, said = process.communicate(timeout=20)
         return process.returncode, said
+
+    def signals(self) -> str:
+        """The signals that the step got."""
+        return (self.folder / "signals").read_text().strip()
 
     def arguments(self, command: str) -> list[list[str]]:
         """The arguments of each call of the command."""
@@ -230,6 +246,7 @@ def test_stopped_while_running_is_queued_again(tmp_path: Path, number: signal.Si
     assert ["requeue", "4"] in job.arguments("scontrol")
     assert not job.arguments("sbatch")
     assert "stopped with everything saved" in said and "queued again as job 4" in said
+    assert job.signals() == "USR1"  # srun would kill its tasks on SIGTERM
 
 
 def test_stopped_by_a_signal_that_only_the_steps_got(tmp_path: Path) -> None:
@@ -245,14 +262,14 @@ def test_element_of_an_array_is_queued_by_its_own_name(tmp_path: Path) -> None:
     assert ["requeue", "3_1"] in job.arguments("scontrol")
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_job_that_slurm_is_ending_is_left_alone(tmp_path: Path, number: signal.Signals) -> None:
+def test_job_that_slurm_is_ending_is_left_alone(tmp_path: Path) -> None:
     """scancel, a preemption, a lost node: a job cancelled for good must stay so, and none may be queued twice."""
     ending = 'echo "JobId=4 JobState=COMPLETING Reason=None"'
     job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": ending})
-    status, said = job.run_and_signal(number, "--set", "a=b c")
+    status, said = job.run_and_signal(signal.SIGTERM, "--set", "a=b c", to_step=True)
     assert status == 75
-    assert job.arguments("scontrol") == [["--oneliner", "show", "job", "4"]]
+    assert job.signals() == "TERM"  # and not SIGUSR1 on top of it: torchrun drops its workers when signals pile up
+    assert all(arguments == ["--oneliner", "show", "job", "4"] for arguments in job.arguments("scontrol"))
     assert not job.arguments("sbatch")
     assert r"sbatch submit.slr --set a=b\ c" in said
 
@@ -273,8 +290,9 @@ def test_without_scontrol_the_warning_signal_submits_a_copy(tmp_path: Path) -> N
 def test_without_scontrol_sigterm_says_how_to_go_on(tmp_path: Path) -> None:
     """Nothing tells a preemption, after which Slurm queues the job itself, from scancel."""
     job = without_scontrol(tmp_path)
-    status, said = job.run_and_signal(signal.SIGTERM, "--config=x")
+    status, said = job.run_and_signal(signal.SIGTERM, "--config=x", to_step=True)
     assert status == 75
+    assert job.signals() == "TERM"
     assert not job.arguments("sbatch")
     assert "to go on: sbatch submit.slr --config=x" in said
 
@@ -299,7 +317,7 @@ def test_copy_that_cannot_be_submitted_says_how_to_go_on(tmp_path: Path) -> None
 
 def test_signal_before_the_training_begins_queues_again_once(tmp_path: Path) -> None:
     """torchrun dies of SIGUSR1 before it has set its handlers; with too short a time limit that would never end."""
-    job = fake_job(tmp_path, {"srun": "touch started; exec sleep 30"})
+    job = fake_job(tmp_path, {"srun": "echo $$ >starting; mv starting started; exec sleep 30"})
     for restart, requeued in [("0", True), ("1", False)]:
         (tmp_path / "started").unlink(missing_ok=True)
         shutil.rmtree(job.calls)
@@ -346,8 +364,8 @@ def slurm(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.xdist_group("slurm")(pytest.mark.slurm(test))
 
 
-# Long enough to be interrupted: some 10 s on two cores.
-EPOCHS, BATCHES = 3, 150
+# Long enough to be interrupted: some 5 s on two idle cores.
+EPOCHS, BATCHES = 3, 100
 OPTIONS = ("--cpus-per-task=2", "--gpus-per-node=2")
 
 
