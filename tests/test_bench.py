@@ -55,7 +55,7 @@ def test_loaders_measures_every_loader_and_writes_the_report(tmp_path: Path) -> 
 
 
 SMALL = ["--set", "dataset=shapes", "--set", "num_classes=10", "--set", "model=resnet8", "--set", "device=cpu",
-         "--set", "batch_size=16", "--set", "num_data_workers=0", "--set", "enable_compile=false"]  # fmt: skip
+         "--set", "batch_size=16", "--set", "num_data_workers=1", "--set", "enable_compile=false"]  # fmt: skip
 
 
 def test_ladder_measures_compares_and_tells_a_regression(tmp_path: Path) -> None:

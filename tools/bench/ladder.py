@@ -21,7 +21,7 @@ from tools.bench.workers import Worker
 from utils.config import Config, load_config
 from utils.distributed import Distributed
 from utils.dry_run import activation_bytes_per_image
-from utils.errors import ConfigError, ExpectedError
+from utils.errors import ConfigError
 from utils.precision import NAMES, choose_precision
 from utils.run_folder import describe_environment
 
@@ -87,7 +87,7 @@ def start(configs: Mapping[str, Config]) -> dict[str, Worker]:
         worker = Worker(Rung, config)
         try:
             worker.receive()
-        except ExpectedError as error:
+        except ConfigError as error:
             print(f"{name}: left out: {error}", file=sys.stderr)
             worker.close()
         else:

@@ -16,7 +16,8 @@ class Worker:
     def __init__(self, build: Callable[..., Trial], *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(other, build, arguments), daemon=True)
+        # no daemon, as it may start a loader's workers; it ends when this side of the pipe does
+        self.process = context.Process(target=_serve, args=(other, build, arguments))
         self.process.start()
         other.close()
 
