@@ -69,7 +69,7 @@ class Trainer:
         self.steps_per_epoch = len(self.train_loader)
         self.shared_valid_batches = min(place.gather(len(self.valid_loader)))  # some ranks may have one more
 
-        torch.manual_seed(config.seed)
+        checkpoint.seed_random_state(config.seed)
         self.model = synchronise_batch_norm(config, build_model(config), place).to(place.device)
         if config.enable_nhwc:
             # NHWC: weights in the channels_last memory format; the loaders bring the images in the same one
@@ -148,8 +148,6 @@ class Trainer:
                 train_metrics = self._check_finite(self.sums.average(self.place))
                 valid_metrics = self.validate_one_epoch()
                 self._finish_epoch(train_metrics, valid_metrics, started)
-            if not finished_before:
-                self._log_end(valid_metrics)
             self.place.main_only(self.writer.wait)
             self.log.say(f"Look at the curves with: tensorboard --logdir {folder.parent}")
             self.log.say(self._summary(finished_before))
@@ -231,6 +229,8 @@ class Trainer:
             self.log.say(line)
         for remark in self.watch.judge(input_remedy(self.config.data_loader, self.config.num_data_workers)):
             self.log.say(remark)
+        if self.finished:
+            self._log_end(valid)  # before the last checkpoint: a run that is killed behind it has nothing left to do
         self._save(is_best)
 
     def _log_end(self, valid: dict[str, float]) -> None:
@@ -238,7 +238,9 @@ class Trainer:
         results |= {"last_acc1": valid["acc1"], "last_loss": valid["loss"]}
         results |= {"seconds": self.seconds, "images_per_sec": self.throughput.overall()}
         counts = self.confusion.collect(self.place)
-        self.place.main_only(lambda: self.log.log_end(self.config, self.step, results, counts, self.class_names))
+        self.place.main_only(
+            lambda: self.log.log_end(self.config, self.epoch, self.step, results, counts, self.class_names)
+        )
 
     def _log_point(self) -> None:
         window = self._check_finite(self.sums.average_since_last(self.place))

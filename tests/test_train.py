@@ -3,10 +3,12 @@
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -189,6 +191,35 @@ def test_finished_run_says_so_and_trains_nothing(tiny, alone, tmp_path):
     assert second.best == first.best
     assert len(records(tmp_path, "epoch")) == 2
     assert "Already finished: best acc1" in (tmp_path / "train.log").read_text()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_run_killed_around_its_last_checkpoint_tells_its_end_once(tiny, alone, tmp_path, monkeypatch, saved):
+    """Before it, the run goes on from the checkpoint of the same step, taken before the validation."""
+    save = Trainer._save
+
+    def die(self, is_best):
+        if saved or not self.finished:
+            save(self, is_best)
+        if self.finished:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_save", die)
+        with pytest.raises(KeyboardInterrupt):
+            run(tiny(checkpoint_every_steps=4), alone, tmp_path)
+    run(tiny(checkpoint_every_steps=4), alone, tmp_path)
+    assert [len(records(tmp_path, kind)) for kind in ("epoch", "end")] == [2, 1]
+
+
+def test_every_random_generator_starts_from_the_seed(tiny, alone):
+    drawn = []
+    for _ in range(2):
+        random.seed()
+        numpy.random.seed()
+        Trainer(tiny(), alone)
+        drawn.append((random.random(), numpy.random.random(), torch.rand(1).item()))
+    assert drawn[0] == drawn[1]
 
 
 def test_resume_never_moves_the_earlier_run_aside(tiny, alone, tmp_path):

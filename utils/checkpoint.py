@@ -291,6 +291,13 @@ def config_digest(config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
+def seed_random_state(seed: int) -> None:
+    """Start every random generator of this process from `seed`."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def random_state() -> dict[str, Any]:
     """The states of this process's random generators as plain values and tensors."""
     name, keys, position, has_gauss, cached = cast(tuple[Any, ...], np.random.get_state(legacy=True))

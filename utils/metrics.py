@@ -236,14 +236,20 @@ class RunLogger:
                 self.board.describe(config, config_name, environment)
 
     def log_end(
-        self, config: Config, step: int, results: dict[str, float], counts: Tensor, class_names: tuple[str, ...]
+        self,
+        config: Config,
+        epoch: int,
+        step: int,
+        results: dict[str, float],
+        counts: Tensor,
+        class_names: tuple[str, ...],
     ) -> None:
         """The end of the training: its results, and which classes it takes for which ([true, predicted] counts)."""
         if not self.enabled:
             return
         columns = ("class", "accuracy", "taken_for", "share")
         worst = [dict(zip(columns, row, strict=True)) for row in worst_classes(counts, class_names)]
-        self._write({"kind": "end", "step": step, **results, "worst_classes": worst})
+        self._write({"kind": "end", "epoch": epoch, "step": step, **results, "worst_classes": worst})
         if self.board is not None:
             with _naming(self.folder):
                 self.board.add_classes(counts, class_names, config.max_epochs)

@@ -165,14 +165,14 @@ def dali_version() -> str | None:
 def _drop_after(path: Path, step: int, epoch: int) -> None:
     """Keep the lines of metrics.jsonl up to `step` and the finished `epoch`: what came after is about to be done again.
 
-    An epoch's line has the step of its last log line, but comes after its validation."""
+    The lines of an epoch's and of the run's end have the step of the last log line, but come after a validation."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             record = json.loads(line)
-            if record["step"] <= step and (record["kind"] != "epoch" or record["epoch"] <= epoch):
+            if record["step"] <= step and (record["kind"] == "step" or record["epoch"] <= epoch):
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):  # a line that a kill cut short
             continue

@@ -1,0 +1,381 @@
+"""Prove that a killed run loses nothing: train once in peace and once killed at random moments, and compare everything.
+
+    python -m tools.verify_resume --config=quickstart --set max_epochs=2 --kills 5
+    python -m tools.verify_resume --config=quickstart --set max_epochs=2 --nproc 2 --signal TERM
+
+Each killed run is started again by the same command until it is finished. Then weights, optimizer, random states,
+metrics.jsonl and learning rates must equal those of the run in peace, bit by bit. A run takes at most KILLS_PER_RUN
+kills, further ones strike another run. Kills strike at the start, in training, and as soon as a checkpoint's temporary
+file appears; with several processes all of them at once, or one alone.
+"""
+
+import argparse
+import json
+import os
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from utils.config import load_config
+from utils.errors import ConfigError, ExpectedError, Stopped
+
+TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+KILLS_PER_RUN = 8
+STARTED, FINISHED = b"Starting Training Loop", b"Finished: "  # what train.py logs; from the first on it heeds signals
+TAG = "VERIFY_RESUME_RUN"  # marks every process of a run in its environment, orphans included
+MOMENTS = {"training": 0.5, "a write": 0.35, "the start": 0.15}  # and how often
+# of metrics.jsonl: never the same twice
+TIMES = frozenset({"seconds", "epoch_seconds", "images_per_sec", "data_wait", "memory_gb"})
+TO_DIE = 30.0  # seconds that a process may take to end after SIGKILL
+
+
+@dataclass(frozen=True)
+class Job:
+    """How to start the run that is put to the test."""
+
+    train_arguments: list[str]
+    nproc: int
+    timeout: float  # seconds that one start may take before it counts as hanging
+    end: float  # of everything, by the monotonic clock
+
+    def command(self, folder: Path) -> list[str]:
+        """The command line, the same at every start."""
+        start = [sys.executable]
+        if self.nproc > 1:
+            start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.nproc}"]
+        return [*start, str(TRAIN), *self.train_arguments, f"--run-dir={folder}"]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One interruption, as drawn."""
+
+    signal: signal.Signals
+    moment: str
+    delay: float  # seconds after the start, or after training began
+    short_delay: float  # seconds after a temporary file appeared
+    victim: int | None  # a rank; None: all processes
+
+
+class Attempt:
+    """One start of the run, in processes of its own; leaving the `with` block ends every one of them."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        self.folder, self.deadline = folder, min(time.monotonic() + job.timeout, job.end)
+        self.log = folder.with_name(f"{folder.name}.output")
+        self.status_file = folder.with_name(f"{folder.name}.status")
+        self.status_file.unlink(missing_ok=True)
+        environment = os.environ | {TAG: str(folder), "TRAIN_EXIT_STATUS_FILE": str(self.status_file)}
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                job.command(folder), stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+
+    def wait_until(self, reached: Callable[[], bool]) -> bool:
+        """Wait for something; False where the run ended before. `ExpectedError` where it hangs."""
+        while not reached():
+            if self.process.poll() is not None:
+                return False
+            if time.monotonic() > self.deadline:
+                raise ExpectedError(
+                    f"longer than --timeout or --total-timeout, so it may hang; its last words:\n{self.last_words()}"
+                )
+            time.sleep(0.001)
+        return True
+
+    def wait(self) -> int:
+        """The run's exit status, by rank 0's own word where torchrun would make every failure a 1."""
+        self.wait_until(lambda: self.process.poll() is not None)
+        told = self.status_file.read_text().strip() if self.status_file.exists() else ""
+        return int(told) if told and self.process.returncode >= 0 else self.process.returncode
+
+    def strike(self, kill: Kill) -> bool:
+        """Wait for the moment and send the signal; False where the run was finished before."""
+        if kill.moment != "the start" and not self.wait_until(lambda: STARTED in self.log.read_bytes()):
+            return False
+        moment = time.monotonic() + kill.delay
+        if not self.wait_until(lambda: time.monotonic() >= moment):
+            return False
+        if kill.moment == "a write":
+            if not self.wait_until(self.is_writing):
+                return False
+            time.sleep(kill.short_delay)
+        ranks = _ranks(self.folder)
+        if kill.victim is not None and kill.victim in ranks:
+            _send(ranks[kill.victim], kill.signal)
+        elif kill.signal == signal.SIGKILL:
+            _kill_all(self.folder)
+        else:
+            for process in ranks.values():
+                _send(process, kill.signal)
+        return True
+
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written, or was when its writer was killed."""
+        try:
+            return any(name.endswith(".tmp") for name in os.listdir(self.folder / "checkpoints"))
+        except FileNotFoundError:
+            return False
+
+    def last_words(self) -> str:
+        """The end of what it printed."""
+        return self.log.read_text(errors="replace")[-2000:]
+
+    def __enter__(self) -> "Attempt":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _kill_all(self.folder)
+        self.process.wait(TO_DIE)
+
+
+def verify(job: Job, kills: int, number: signal.Signals, seed: int, work: Path) -> list[str]:
+    """What differs between the run in peace and the killed ones, which is nothing where all is well."""
+    draw = random.Random(seed)
+    began = time.monotonic()
+    peace = work / "in-peace"
+    with Attempt(job, peace) as attempt:
+        if (status := attempt.wait()) != 0:
+            raise ExpectedError(f"the run in peace failed with status {status}:\n{attempt.last_words()}")
+    training = _training_seconds(peace)
+    starting = max(0.1, time.monotonic() - began - training)
+    print(f"in peace: {training:.1f} s of training after {starting:.1f} s of starting", flush=True)
+
+    counts: Counter[str] = Counter()
+    differences: list[str] = []
+    runs = 0
+    while counts.total() < kills and not differences:
+        runs += 1
+        folder = work / f"killed-{runs}"
+        planned = min(KILLS_PER_RUN, kills - counts.total())
+        plan = [_draw_kill(draw, number, training / planned, starting, job.nproc) for _ in range(planned)]
+        for struck in _train_through(job, folder, plan):
+            counts[struck] += 1
+            print(f"kill {counts.total()} of {kills}: {number.name} {struck}", flush=True)
+        differences = compare(peace, folder)
+        if not differences:
+            shutil.rmtree(folder)
+    struck_when = ", ".join(f"{count} {when}" for when, count in counts.most_common())
+    print(f"{counts.total()} kills over {runs} runs of {job.nproc} process(es): {struck_when}")
+    return differences
+
+
+def _draw_kill(draw: random.Random, number: signal.Signals, mean: float, starting: float, nproc: int) -> Kill:
+    """`mean`: seconds of training that a run may have between two kills, on average."""
+    moment = draw.choices(list(MOMENTS), list(MOMENTS.values()))[0]
+    delay = draw.uniform(0, starting) if moment == "the start" else draw.uniform(0, 2 * mean)
+    victim = draw.randrange(nproc) if nproc > 1 and (number != signal.SIGKILL or draw.random() < 0.5) else None
+    return Kill(number, moment, delay, draw.uniform(0, 0.005), victim)
+
+
+def _train_through(job: Job, folder: Path, plan: list[Kill]) -> Iterator[str]:
+    """Start the run again and again until it is finished; yields where each kill struck."""
+    left = list(plan)
+    while True:
+        with Attempt(job, folder) as attempt:
+            kill = left.pop(0) if left else None
+            if kill is None or not attempt.strike(kill):
+                status = attempt.wait()
+                if status != 0:
+                    raise ExpectedError(f"a start after a kill failed with status {status}:\n{attempt.last_words()}")
+                return
+            began = STARTED in attempt.log.read_bytes()
+            status = attempt.wait()
+            # where it was finished, the signal may have met an interpreter on its way out
+            finished = FINISHED in attempt.log.read_bytes()
+            if kill.signal != signal.SIGKILL and began and not finished and status not in (0, Stopped.exit_status):
+                raise ExpectedError(f"asked to stop, the run ended with status {status}:\n{attempt.last_words()}")
+        whom = "all processes" if kill.victim is None else f"rank {kill.victim}"
+        if attempt.is_writing():
+            yield f"to {whom} with a checkpoint half-written"
+        else:
+            yield f"to {whom} in training" if began else f"to {whom} while starting"
+        if status == 0:  # the signal came too late to stop anything
+            return
+
+
+def compare(peace: Path, killed: Path) -> list[str]:
+    """What differs between two finished runs."""
+    from utils.checkpoint import newest_good, read_checkpoint
+
+    states = [newest_good(folder / "checkpoints")[1] or {} for folder in (peace, killed)]
+    best = [read_checkpoint(folder / "checkpoints" / "best.pt") for folder in (peace, killed)]
+    records = [_records(folder) for folder in (peace, killed)]
+    rates = [[record["learning_rate"] for record in run if "learning_rate" in record] for run in records]
+    sides: dict[str, tuple[Any, Any]] = {
+        "metrics.jsonl": (records[0], records[1]),
+        "learning rates": (rates[0], rates[1]),
+    }
+    for key in sorted(states[0].keys() - {"seconds", "versions"}):
+        sides[key] = (states[0][key], states[1].get(key))
+    for key in ("model", "epoch"):
+        sides[f"{key} of best.pt"] = (best[0][key], best[1][key])
+    return [difference for name, (left, right) in sides.items() for difference in _differences(name, left, right)][:20]
+
+
+def _differences(where: str, left: Any, right: Any) -> Iterator[str]:
+    """One line for each value in which two nested ones differ."""
+    import torch
+
+    if isinstance(left, Mapping) and isinstance(right, Mapping) and left.keys() == right.keys():
+        for key in left:
+            yield from _differences(f"{where}.{key}", left[key], right[key])
+    elif isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
+        for number, (one, other) in enumerate(zip(left, right, strict=True)):
+            yield from _differences(f"{where}[{number}]", one, other)
+    elif isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        if left.dtype != right.dtype or left.shape != right.shape:
+            yield f"{where}: {left.dtype} {tuple(left.shape)} in peace, {right.dtype} {tuple(right.shape)} killed"
+        elif not torch.equal(left, right):
+            yield f"{where}: apart by {(left.double() - right.double()).abs().max().item():.3g}"
+    elif left != right:
+        yield f"{where}: {str(left)[:80]} in peace, {str(right)[:80]} killed"
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
+
+
+def _training_seconds(folder: Path) -> float:
+    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["seconds"]
+
+
+def _processes(folder: Path) -> dict[int, bytes]:
+    """Every process of the run in `folder`, with its environment; of this machine's /proc."""
+    mark = f"{TAG}={folder}\0".encode()
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                environment = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if mark in environment:
+                found[int(entry.name)] = environment
+    return found
+
+
+def _ranks(folder: Path) -> dict[int, int]:
+    """rank -> process. A rank's children, such as loader workers, share its environment.
+
+    A run without torchrun is rank 0 alone, and so is a torchrun that has not started its ranks yet."""
+    processes = _processes(folder)
+    ranks, first = {}, {}
+    for process, environment in processes.items():
+        above = processes.get(_parent(process))
+        number = _rank_in(environment)
+        if number is not None and (above is None or _rank_in(above) is None):
+            ranks[number] = process
+        elif above is None:
+            first[0] = process
+    return ranks or first
+
+
+def _rank_in(environment: bytes) -> int | None:
+    number = dict(field.partition(b"=")[::2] for field in environment.split(b"\0")).get(b"RANK")
+    return None if number is None else int(number)
+
+
+def _parent(process: int) -> int:
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _send(process: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, number)
+
+
+def _kill_all(folder: Path) -> None:
+    """SIGKILL to every process of the run, until none is left."""
+    deadline = time.monotonic() + TO_DIE
+    while processes := [process for process in _processes(folder) if _is_alive(process)]:
+        if time.monotonic() > deadline:
+            raise ExpectedError(f"processes {processes} do not end after SIGKILL")
+        for process in processes:
+            _send(process, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the verdict; returns the exit status."""
+    options = parser().parse_args(argv)
+    seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
+    settings = ["log_to_screen=true", "log_to_tensorboard=false", "save_checkpoint=true", "deterministic=true"]
+    settings += options.set  # the last one wins
+    train = [f"--config={options.config}", f"--yaml_config={options.yaml_config}"]
+    train += [f"--set={setting}" for setting in settings]
+    asked = ["--config", options.config, "--yaml_config", str(options.yaml_config)]
+    asked += [part for setting in options.set for part in ("--set", setting)]
+    asked += ["--kills", str(options.kills), "--signal", options.signal, "--nproc", str(options.nproc)]
+    repeat = shlex.join(["python", "-m", "tools.verify_resume", *asked, "--seed", str(seed)])
+    try:
+        load_config(options.yaml_config, options.config, settings)
+        work = Path(tempfile.mkdtemp(prefix="verify-resume-", dir=options.work_dir))
+    except (ExpectedError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ConfigError.exit_status
+    job = Job(train, options.nproc, options.timeout, time.monotonic() + options.total_timeout)
+    try:
+        differences = verify(job, options.kills, signal.Signals[f"SIG{options.signal}"], seed, work)
+    except ExpectedError as error:
+        differences = [str(error)]
+    if differences:
+        print("verdict: NOT EQUAL\n  " + "\n  ".join(differences))
+        print(f"the runs are in {work}\nseed {seed}, again with: {repeat}")
+        return 1
+    shutil.rmtree(work)
+    print("verdict: EQUAL: weights, optimizer, random states, metrics.jsonl and learning rates, bit by bit")
+    print(f"seed {seed}, again with: {repeat}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.verify_resume",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Exit status: 0 equal; 1 different, hanging or failing; 2 usage. Needs Linux.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", default="quickstart", metavar="NAME")
+    parser.add_argument("--yaml_config", type=Path, default=Path("config/cifar100.yaml"), metavar="PATH")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable")
+    parser.add_argument("--kills", type=int, default=5, metavar="N", help="interruptions in all (default: 5)")
+    parser.add_argument("--signal", choices=("KILL", "TERM", "USR1"), default="KILL")
+    parser.add_argument("--nproc", type=int, default=1, metavar="K", help="processes, started by torchrun (default: 1)")
+    parser.add_argument("--seed", type=int, metavar="S", help="of the moments and victims (default: drawn and told)")
+    parser.add_argument(
+        "--timeout", type=float, default=1800.0, metavar="SECONDS", help="one start may take this long (default: 1800)"
+    )
+    parser.add_argument(
+        "--total-timeout", type=float, default=86400.0, metavar="SECONDS", help="and everything this long (86400)"
+    )
+    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="where the runs are written (default: temporary)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
