@@ -85,11 +85,12 @@ def test_a_mistake_in_the_configuration_is_told_before_anything_starts(monkeypat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "nproc", "kills"), [("KILL", 1, 5), ("KILL", 2, 2), ("TERM", 2, 2), ("USR1", 1, 2)])
 def test_killed_runs_equal_the_one_in_peace(name, nproc, kills, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(ROOT)
     options = [f"--signal={name}", f"--nproc={nproc}", f"--kills={kills}", f"--work-dir={tmp_path}"]
-    status = main([*ARGUMENTS, *options, "--seed=1", "--timeout=120", "--total-timeout=280"])
+    status = main([*ARGUMENTS, *options, "--seed=1", "--timeout=600", "--total-timeout=1700"])
     out = capfd.readouterr().out
     assert status == 0, out
     assert f"{kills} kills over" in out

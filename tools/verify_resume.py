@@ -82,7 +82,7 @@ class Attempt:
                 job.command(folder), stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
 
-    def wait_until(self, reached: Callable[[], bool]) -> bool:
+    def wait_until(self, reached: Callable[[], bool], pause: float = 0.001) -> bool:
         """Wait for something; False where the run ended before. `ExpectedError` where it hangs."""
         while not reached():
             if self.process.poll() is not None:
@@ -91,7 +91,7 @@ class Attempt:
                 raise ExpectedError(
                     f"longer than --timeout or --total-timeout, so it may hang; its last words:\n{self.last_words()}"
                 )
-            time.sleep(0.001)
+            time.sleep(pause)
         return True
 
     def wait(self) -> int:
@@ -107,19 +107,21 @@ class Attempt:
         moment = time.monotonic() + kill.delay
         if not self.wait_until(lambda: time.monotonic() >= moment):
             return False
+        victims = self.victims(kill)  # looked up before the write begins, since it takes as long as a write
         if kill.moment == "a write":
-            if not self.wait_until(self.is_writing):
+            if not self.wait_until(self.is_writing, pause=0):
                 return False
             time.sleep(kill.short_delay)
-        ranks = _ranks(self.folder)
-        if kill.victim is not None and kill.victim in ranks:
-            _send(ranks[kill.victim], kill.signal)
-        elif kill.signal == signal.SIGKILL:
+        for process in victims:
+            _send(process, kill.signal)
+        if kill.victim is None and kill.signal == signal.SIGKILL:
             _kill_all(self.folder)
-        else:
-            for process in ranks.values():
-                _send(process, kill.signal)
         return True
+
+    def victims(self, kill: Kill) -> list[int]:
+        """The processes that get the signal; a rank that is not there yet is stood in for by all."""
+        ranks = _ranks(self.folder)
+        return [ranks[kill.victim]] if kill.victim in ranks else list(ranks.values())
 
     def is_writing(self) -> bool:
         """Whether a checkpoint is being written, or was when its writer was killed."""
@@ -176,7 +178,7 @@ def _draw_kill(draw: random.Random, number: signal.Signals, mean: float, startin
     moment = draw.choices(list(MOMENTS), list(MOMENTS.values()))[0]
     delay = draw.uniform(0, starting) if moment == "the start" else draw.uniform(0, 2 * mean)
     victim = draw.randrange(nproc) if nproc > 1 and (number != signal.SIGKILL or draw.random() < 0.5) else None
-    return Kill(number, moment, delay, draw.uniform(0, 0.005), victim)
+    return Kill(number, moment, delay, draw.uniform(0, 0.003), victim)
 
 
 def _train_through(job: Job, folder: Path, plan: list[Kill]) -> Iterator[str]:
@@ -378,4 +380,5 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an orderly end, which ends the run under test too
     sys.exit(main())
