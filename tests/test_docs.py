@@ -14,7 +14,7 @@ from utils.config import list_blocks
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 SCRIPTS = sorted(ROOT.glob("*.slr"))
 # Pages and commands that the README already names and that are still being written.
-PENDING = {"export"}
+PENDING: set[str] = set()
 STANDS_FOR = re.compile(r"`([A-Z][A-Z0-9]+)`\s+(?:stands )?for\s+`(--[^`]+)`")  # a page's own abbreviations
 OPTION = re.compile(r"--[a-z][\w-]*")
 
