@@ -170,7 +170,7 @@ class SlurmCluster:
         # Where this process is killed, the kernel kills unshare, and unshare's end the host's first process.
         host_of_its_own = ["setpriv", "--pdeathsig=KILL", "unshare", "--kill-child=KILL", *spaces]
         arguments = [name, str(self.folder), address, str(self.cgroup or "")]
-        daemons = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "HOME": "/root"}
+        daemons = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "HOME": "/"}
         with open(self.folder / f"{name}.log", "ab") as log:
             host = self.hosts[name] = subprocess.Popen(
                 [*host_of_its_own, "bash", "-c", start, *arguments],
