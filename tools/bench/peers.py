@@ -6,6 +6,7 @@ pip install ".[peers]" && python -m tools.bench peers --config=fastest
 import argparse
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import ModuleType
 
 import torch
@@ -44,18 +45,17 @@ def run(options: argparse.Namespace) -> int:
         "timm": timm_trial,
         "lightning": lightning_trial,
     }
-    workers = {}
-    for name, build in builders.items():
-        workers[name] = Worker(build, config)
-        workers[name].receive()
-    for worker in workers.values():
-        worker.run(2, 1)  # compiles
-    cases = {
-        name: (lambda worker=worker: worker.run(options.warmup, options.iters)) for name, worker in workers.items()
-    }
-    results = common.measure(cases, options.trials, warm_up=0)
-    for worker in workers.values():
-        worker.close()
+    with ExitStack() as stack:
+        workers = {}
+        for name, build in builders.items():
+            workers[name] = stack.enter_context(Worker(build, config))
+            workers[name].receive()
+        for worker in workers.values():
+            worker.run(2, 1)  # compiles
+        cases = {
+            name: (lambda worker=worker: worker.run(options.warmup, options.iters)) for name, worker in workers.items()
+        }
+        results = common.measure(cases, options.trials, warm_up=0)
     ours = results["this project"]["full"].median
     rows = [(name, f"{row['full']:,.1f}", f"{ours / row['full'].median:.3f}") for name, row in results.items()]
     title = f"{config.model}, batch {config.batch_size}, {choose_precision(config, place.device)}: median (min-max)"

@@ -3,6 +3,7 @@
 import multiprocessing
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
+from types import TracebackType
 from typing import Any
 
 from utils.errors import ExpectedError
@@ -43,6 +44,15 @@ class Worker:
         self.process.join(timeout=10)
         if self.process.is_alive():
             self.process.terminate()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Also after an error: Python waits for every such process before it ends."""
+        self.close()
 
 
 def _serve(pipe: Connection, build: Callable[..., Trial], arguments: tuple[Any, ...]) -> None:
