@@ -1,0 +1,140 @@
+"""Whatever stands in a checkpoint, a configuration file or on the command line is read or refused."""
+
+from functools import cache
+from hashlib import sha256
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import CIFAR100
+from train import Trainer
+from utils import config as config_module
+from utils.checkpoint import encode, list_checkpoints, read_checkpoint
+from utils.config import Config, load_config
+from utils.errors import CheckpointError, ConfigError
+
+QUICK = settings(
+    max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+LONG = settings(QUICK, max_examples=10_000)
+BOTH = [
+    pytest.param(QUICK, id="300"),
+    pytest.param(LONG, id="10000", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+]
+
+LINES = [line for line in CIFAR100.read_text(encoding="utf-8").splitlines() if line.strip()]
+# What YAML gives a meaning, and what numbers, keys and paths may look like at their worst.
+WORDS = [
+    "default:", "&DEFAULT", "*DEFAULT", "<<:", "<<: *DEFAULT", "- ", "[", "]", "{", "}", ": ", ", ", "# ", "|", ">",
+    "\t", "\n", "\n  ", "---", "...", "!!python/object/apply:os.system", "!!binary", "!!set", "!x", "null", "~", "true",
+    "1e999", ".nan", "-.inf", "0x_", "0o8", "0b2", "1_0", "+", "9" * 5000, "2026-02-30", "12:30:45", "'", '"', "\\x",
+    "%YAML 1.1", "\ufeff", "\x85", "../..", "lr", "batch_size", "=", "[" * 400,
+]  # fmt: skip
+FRAGMENTS = st.sampled_from(WORDS) | st.sampled_from(LINES) | st.text(max_size=8)
+# An argument of a command line may hold bytes that are no UTF-8: Python gives them as lone surrogates.
+ANY_TEXT = st.text(st.characters(codec=None), max_size=20)
+YAML_TEXT = st.lists(FRAGMENTS, max_size=12).map("".join) | st.lists(FRAGMENTS, max_size=12).map("\n".join)
+VALUES = st.lists(st.sampled_from(WORDS) | ANY_TEXT, max_size=4).map("".join)
+OVERRIDES = ANY_TEXT | VALUES | st.builds("{}={}".format, st.sampled_from(sorted(Config.model_fields)), VALUES)
+MUTATIONS = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(max_size=8), st.integers(0, 8)), max_size=4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One folder for all examples."""
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@pytest.fixture
+def written(tiny, alone, tmp_path):
+    """A real checkpoint's bytes without its digest, and its state."""
+    Trainer(tiny(max_epochs=1, limit_train_batches=1), alone).train(tmp_path, "tiny", "auto")
+    path = list_checkpoints(tmp_path / "checkpoints")[0]
+    return path.read_bytes()[:-71], read_checkpoint(path)
+
+
+def read_or_refuse(path, content):
+    path.write_bytes(content)
+    try:
+        assert isinstance(read_checkpoint(path), dict)
+    except CheckpointError as error:
+        assert str(path) in str(error)
+
+
+@pytest.mark.parametrize("examples", BOTH)
+def test_any_bytes_as_a_checkpoint(folder, examples):
+    @examples
+    @given(content=st.binary(max_size=500), signed=st.booleans())
+    def check(content, signed):
+        digest = b"sha256:" + sha256(content).hexdigest().encode() if signed else b""
+        read_or_refuse(folder / "step-000000001.pt", content + digest)
+
+    check()
+
+
+@pytest.mark.parametrize("examples", BOTH)
+def test_a_real_checkpoint_that_was_changed_and_signed_again(folder, written, examples):
+    """With the right digest, so that torch.load gets to see it; half of the changes are in the archive's directory."""
+    original, _ = written
+
+    @examples
+    @given(mutations=MUTATIONS, at_the_end=st.booleans())
+    def check(mutations, at_the_end):
+        content = bytearray(original)
+        for where, new, replaced in mutations:
+            place = int(where * len(content)) if not at_the_end else max(0, len(content) - 1 - int(where * 4000))
+            content[place : place + replaced] = new
+        read_or_refuse(folder / "step-000000001.pt", bytes(content) + b"sha256:" + sha256(content).hexdigest().encode())
+
+    check()
+
+
+@pytest.mark.parametrize("examples", BOTH)
+def test_checkpoints_with_keys_and_values_of_any_kind(folder, written, examples):
+    state = {key: value if key == "format" else None for key, value in written[1].items()}
+    plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+    values = st.recursive(
+        plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(plain, inner, max_size=3), max_leaves=6
+    )
+    changes = st.dictionaries(st.sampled_from(sorted(state)) | plain, values, max_size=3)
+
+    @examples
+    @given(changes=changes, whole=values, alone=st.booleans())
+    def check(changes, whole, alone):
+        read_or_refuse(folder / "step-000000001.pt", encode(whole if alone else state | changes))
+
+    check()
+
+
+def load_or_refuse(path, name, overrides=()):
+    try:
+        assert isinstance(load_config(path, name, overrides), Config)
+    except ConfigError as error:
+        assert str(error).count("\n") <= 1, str(error)
+
+
+@pytest.mark.filterwarnings("ignore::ruamel.yaml.error.ReusedAnchorWarning")
+@pytest.mark.parametrize("examples", BOTH)
+def test_any_text_as_a_configuration_file(folder, examples):
+    path = folder / "config.yaml"
+
+    @examples
+    @given(content=YAML_TEXT.map(str.encode) | st.binary(max_size=50), headed=st.booleans())
+    def check(content, headed):
+        path.write_bytes(b"default:\n  " * headed + content)
+        load_or_refuse(path, "default")
+
+    check()
+
+
+@pytest.mark.parametrize("examples", BOTH)
+def test_any_text_as_an_override(monkeypatch, examples):
+    monkeypatch.setattr(config_module, "_read_blocks", cache(config_module._read_blocks))  # one file for all examples
+
+    @examples
+    @given(overrides=st.lists(OVERRIDES, min_size=1, max_size=2))
+    def check(overrides):
+        load_or_refuse(CIFAR100, "default", overrides)
+
+    check()

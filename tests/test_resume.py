@@ -1,0 +1,241 @@
+"""A run that is stopped or lost anywhere and continued is, to the last bit, the run that was never interrupted."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from tests.conftest import ROOT, TINY
+from tests.processes import without_launcher
+from tests.test_train import records, run, without_times
+from train import Trainer
+from utils import checkpoint
+from utils.checkpoint import list_checkpoints, read_checkpoint
+from utils.errors import ExpectedError, Stopped
+
+# Three epochs of 4 batches, then 2 of validation; a log point after batches 1 and 3, so that 2 is within a window.
+LOADERS = {
+    # the learning rate is too high, so that validation gets worse and the plateau cuts
+    "torchvision and plateau": {
+        "data_loader": "torchvision", "lr_schedule": "plateau", "lr_plateau_patience": 0, "lr_warmup_epochs": 0.5,
+        "lr": 0.3,
+    },
+    "device and onecycle": {
+        "data_loader": "device", "lr_schedule": "onecycle", "lr_warmup_epochs": 1.5, "ema_decay": 0.8,
+        "rnd_rotation_angle": 10.0, "cutmix_alpha": 1.0,
+    },
+}  # fmt: skip
+BATCHES, POLLS = 4, 4 + 2  # polls for requests: one after each batch, of training and of validation
+STOPS = {
+    "in mid-epoch, within a window": (POLLS + 2, "in epoch 2 after iteration 1", {"epoch": 1, "batch": 2}),
+    "before validation": (POLLS + BATCHES, "in epoch 2 in validation", {"epoch": 1, "batch": BATCHES}),
+    "in validation": (POLLS + BATCHES + 1, "in epoch 2 in validation", {"epoch": 1, "batch": BATCHES}),
+    "between epochs": (2 * POLLS + 1, "in epoch 3 after iteration 0", {"epoch": 2, "batch": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def whole_runs():
+    """Folders of uninterrupted runs by name of their loader: each is trained once."""
+    return {}
+
+
+@pytest.fixture
+def whole(tiny, alone, tmp_path_factory, whole_runs):
+    """whole(loader): (configuration, folder) of an uninterrupted run."""
+
+    def train(loader):
+        config = tiny(max_epochs=3, **LOADERS[loader])
+        if loader not in whole_runs:
+            whole_runs[loader] = tmp_path_factory.mktemp("whole")
+            run(config, alone, whole_runs[loader])
+        return config, whole_runs[loader]
+
+    return train
+
+
+def interrupt(trainer, poll, action):
+    """Do `action` right before the poll of that number."""
+    really, numbers = trainer.requests.poll, iter(range(1, 1000))
+
+    def poll_and_act():
+        if next(numbers) == poll:
+            action()
+        return really()
+
+    trainer.requests.poll = poll_and_act
+
+
+def stop(trainer, poll):
+    """What the signal handler would do there."""
+
+    def ask():
+        trainer.requests.signal = signal.SIGTERM
+
+    interrupt(trainer, poll, ask)
+
+
+def same(one, other):
+    """Bitwise equality of tensors and plain values in dictionaries and lists."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def assert_same_run(folder, whole):
+    """Everything that training goes on from, and everything that was recorded, but times."""
+    states = [read_checkpoint(list_checkpoints(path / "checkpoints")[0]) for path in (folder, whole)]
+    for key in checkpoint.KEYS - {"config", "config_digest", "seconds", "ranks"}:
+        assert same(states[0][key], states[1][key]), key
+    ours, theirs = (state["ranks"][0] for state in states)
+    assert torch.equal(ours["metric_sums"], theirs["metric_sums"])
+    assert torch.equal(ours["random"]["torch"], theirs["random"]["torch"])
+    for kind in ("step", "epoch", "end"):
+        assert without_times(records(folder, kind)) == without_times(records(whole, kind)), kind
+    best = [read_checkpoint(path / "checkpoints/best.pt") for path in (folder, whole)]
+    assert best[0]["step"] == best[1]["step"]
+    assert same(best[0]["model"], best[1]["model"])
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("where", STOPS)
+def test_stopped_and_continued_equals_uninterrupted(alone, tmp_path, whole, loader, where):
+    config, expected = whole(loader)
+    poll, position, saved = STOPS[where]
+    trainer = Trainer(config, alone)
+    stop(trainer, poll)
+    with pytest.raises(Stopped, match=f"stopped on SIGTERM {position} with everything saved") as stopped:
+        trainer.train(tmp_path, "tiny", "auto")
+    assert stopped.value.exit_status == 75
+    state = read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])
+    assert {key: state[key] for key in saved} == saved
+    run(config, alone, tmp_path)
+    assert_same_run(tmp_path, expected)
+
+
+def test_the_uninterrupted_runs_do_what_they_are_to_show(whole):
+    """Learning rates that change, and for plateau a cut."""
+    folders = {loader: whole(loader)[1] for loader in LOADERS}
+    for folder in folders.values():
+        rates = [row["learning_rate"] for row in records(folder, "step")]
+        assert len(set(rates)) >= 3, rates
+    last = list_checkpoints(folders["torchvision and plateau"] / "checkpoints")[0]
+    assert read_checkpoint(last)["plateau"]["cuts"] >= 1
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
+def test_lost_without_a_word_goes_on_from_the_last_interval(alone, tmp_path, whole, background):
+    """As after a SIGKILL: what was done since the checkpoint of step 6 is done again, its log lines too."""
+    config, expected = whole("device and onecycle")
+    config = config.model_copy(update={"checkpoint_every_steps": 3, "checkpoint_async": background})
+    trainer = Trainer(config, alone)
+
+    def die():
+        if background:  # what waits for the disk at that moment may be lost or not; here it is not
+            trainer.writer.wait()
+        raise KeyboardInterrupt
+
+    interrupt(trainer, 2 * POLLS - 2, die)  # after step 8, before its epoch's validation
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(tmp_path, "tiny", "auto")
+    assert list_checkpoints(tmp_path / "checkpoints")[0].name == "step-000000006.pt"
+    assert records(tmp_path, "step")[-1]["step"] == 7
+    run(config, alone, tmp_path)
+    assert_same_run(tmp_path, expected)
+
+
+def test_stopped_while_writing_in_the_background_everything_is_on_the_disk(alone, tmp_path, whole):
+    config, expected = whole("torchvision and plateau")
+    config = config.model_copy(update={"checkpoint_async": True, "checkpoint_every_steps": 1})
+    trainer = Trainer(config, alone)
+    stop(trainer, POLLS + 2)
+    with pytest.raises(Stopped):
+        trainer.train(tmp_path, "tiny", "auto")
+    assert list_checkpoints(tmp_path / "checkpoints")[0].name == "step-000000006.pt"
+    run(config, alone, tmp_path)
+    assert_same_run(tmp_path, expected)
+
+
+def test_interrupted_after_every_single_step(tiny, alone, tmp_path):
+    config = tiny(max_epochs=2, limit_train_batches=3)
+    run(config, alone, tmp_path / "whole")
+    interruptions = 0
+    while True:
+        trainer = Trainer(config, alone)
+        stop(trainer, 1)
+        try:
+            trainer.train(tmp_path / "parts", "tiny", "auto")
+            break
+        except Stopped:
+            interruptions += 1
+            if trainer.batch == 3:  # a poll in validation saves the same step again: let this one pass
+                run_validation(config, alone, tmp_path / "parts")
+    assert interruptions >= 5
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+def run_validation(config, place, folder):
+    """Go on over the two batches of validation that are due, and stop after the next step."""
+    trainer = Trainer(config, place)
+    stop(trainer, 3)
+    try:
+        trainer.train(folder, "tiny", "auto")
+    except Stopped:
+        assert trainer.batch == 1
+
+
+def test_a_clock_that_is_set_back_changes_nothing(alone, tmp_path, whole, monkeypatch):
+    """Neither order of checkpoints nor intervals come from the wall clock or from the times of files."""
+    config, expected = whole("device and onecycle")
+    trainer = Trainer(config.model_copy(update={"checkpoint_every_minutes": 1e-9}), alone)
+    stop(trainer, POLLS + 2)
+    now = iter(range(2_000_000_000, 0, -3600))
+    with monkeypatch.context() as patched, pytest.raises(Stopped):
+        patched.setattr(time, "time", lambda: float(next(now)))
+        trainer.train(tmp_path, "tiny", "auto")
+    newest = list_checkpoints(tmp_path / "checkpoints")[0]
+    assert newest.name == "step-000000006.pt"
+    os.utime(newest, (0, 0))
+    run(config, alone, tmp_path)
+    assert_same_run(tmp_path, expected)
+
+
+def test_run_folder_that_is_removed_in_mid_run_is_named(tiny, alone, tmp_path):
+    folder = tmp_path / "run"
+    trainer = Trainer(tiny(), alone)
+    interrupt(trainer, 2, lambda: shutil.rmtree(folder))
+    with pytest.raises(ExpectedError, match=f"^{folder}.*cannot be written: No such file or directory"):
+        trainer.train(folder, "tiny", "auto")
+    assert not folder.exists()
+
+
+def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path):
+    keys = TINY | {"limit_train_batches": 40, "log_freq": 1, "device": "cpu"}
+    folder = tmp_path / "run"
+    command = [sys.executable, "train.py", "--config=bs128-opt", f"--run-dir={folder}"]
+    command += [f"--set={key}={'null' if value is None else str(value).lower()}" for key, value in keys.items()]
+    environment = without_launcher(os.environ)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    metrics = folder / "metrics.jsonl"
+    while not (metrics.exists() and '"kind": "step"' in metrics.read_text()) and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 75, errors
+    assert "stopped on SIGTERM in epoch" in errors
+    assert "with everything saved; run the same command again to go on" in errors
+    assert "Traceback" not in errors
+    again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert [row["step"] for row in records(folder, "step")] == list(range(1, 81))
