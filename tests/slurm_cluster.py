@@ -250,7 +250,7 @@ GresTypes=gpu
 ReturnToService=2
 SchedulerParameters=sched_interval=2,bf_interval=2
 MessageTimeout=5
-KillWait=10
+KillWait=30
 SlurmdTimeout=10
 MinJobAge=3600
 AccountingStorageType=accounting_storage/none

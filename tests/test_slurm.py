@@ -361,7 +361,7 @@ def test_submitted_from_elsewhere_or_without_environment(tmp_path: Path) -> None
 
 def slurm(test: Callable[..., None]) -> Callable[..., None]:
     """All on one cluster, one after another: each takes all cores of a small machine (with --dist=loadgroup)."""
-    return pytest.mark.xdist_group("slurm")(pytest.mark.slurm(test))
+    return pytest.mark.xdist_group("slurm")(pytest.mark.timeout(600)(pytest.mark.slurm(test)))
 
 
 # Long enough to be interrupted: some 5 s on two idle cores.
@@ -370,7 +370,7 @@ OPTIONS = ("--cpus-per-task=2", "--gpus-per-node=2")
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+def shared_cluster() -> Iterator[SlurmCluster]:
     """Three nodes: two to work, one to spare."""
     reason = why_not()
     if reason:
@@ -378,6 +378,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     # Paths of Unix sockets are short.
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder, SlurmCluster(Path(folder), 3) as running:
         yield running
+
+
+@pytest.fixture
+def cluster(shared_cluster: SlurmCluster) -> Iterator[SlurmCluster]:
+    """The cluster, of which a failed test leaves nothing to the next."""
+    yield shared_cluster
+    shared_cluster.client("scancel", "--user=root")
 
 
 @pytest.fixture(scope="module")
@@ -425,7 +432,7 @@ class Run:
         except AssertionError as error:
             raise AssertionError(f"{error} in the log:\n{self.log()}") from None
 
-    def end(self, state: str, seconds: float = 200) -> dict[str, str]:
+    def end(self, state: str, seconds: float = 300) -> dict[str, str]:
         """The job's fields at its end, which is to be in this state."""
         fields = self.cluster.wait(self.job, seconds)
         assert fields["JobState"] == state, f"{fields['JobState']} {fields['ExitCode']}, not {state}:\n{self.log()}"
@@ -440,9 +447,9 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(cluster: SlurmCluster, project: Path) -> Run:
+def uninterrupted(shared_cluster: SlurmCluster, project: Path) -> Run:
     """Two nodes, one process each, left in peace."""
-    run = Run(cluster, project, "uninterrupted")
+    run = Run(shared_cluster, project, "uninterrupted")
     assert run.end("COMPLETED")["ExitCode"] == "0:0"
     return run
 
@@ -492,7 +499,7 @@ def test_cancelled_saves_and_stays_cancelled(cluster: SlurmCluster, project: Pat
 
 @slurm
 def test_two_jobs_share_a_node(cluster: SlurmCluster, project: Path) -> None:
-    settings = {"max_epochs": 1}
+    settings = {"limit_train_batches": 4, "max_epochs": 1}
     options = ("--cpus-per-task=2", "--gpus-per-node=1", "--nodelist=node1")
     runs = [
         Run(cluster, project, name, "submit.slr", options, settings, PROCESSES_PER_NODE="2")
@@ -552,7 +559,7 @@ def test_without_scontrol_a_copy_finishes(cluster: SlurmCluster, project: Path, 
     cluster.cancel(run.job, "-b", "-s", "USR1")
     assert run.end("FAILED")["ExitCode"] == "75:0"
     copy = int(re.findall(r"Submitted batch job (\d+)", run.log())[0])
-    assert cluster.wait(copy, 200)["JobState"] == "COMPLETED", run.log(copy)
+    assert cluster.wait(copy, 300)["JobState"] == "COMPLETED", run.log(copy)
     assert "Resuming from" in run.log(copy)
 
 
