@@ -183,7 +183,7 @@ def test_states(run, page, tmp_path, capsys):
     run("done")
     for folder in (going, stopped, killed):
         lines = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"epoch": 2' not in line]
-        (folder / "metrics.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     with (stopped / "train.log").open("a") as log:
         log.write("2026-01-01 - ERROR - ended by Stopped: stopped on SIGTERM\n")
     with (going / ".lock").open("w") as lock:
