@@ -65,7 +65,7 @@ class Trainer:
         self.train_loader, self.valid_loader = self.loaders.train, self.loaders.valid
         self.notes += self.loaders.notes
         self.mix = build_mix(config, self.loaders.plan)
-        self.class_names, self.image_shape = dataset.class_names, dataset.train.image_shape
+        self.class_names, self.input = dataset.class_names, dataset.input
         self.steps_per_epoch = len(self.train_loader)
         self.shared_valid_batches = min(place.gather(len(self.valid_loader)))  # some ranks may have one more
 
@@ -113,7 +113,7 @@ class Trainer:
     def describe(self) -> str:
         """What this run would do and need."""
         return describe(
-            self.config, self.split, self.schedule, self.precision, self.model, self.criterion, self.image_shape
+            self.config, self.split, self.schedule, self.precision, self.model, self.criterion, self.input["shape"]
         )
 
     @property
@@ -316,6 +316,7 @@ class Trainer:
             "config_name": self.config_name,
             "config_digest": checkpoint.config_digest(self.config.model_dump(mode="json")),
             "class_names": list(self.class_names),
+            "input": self.input,
             "epoch": self.epoch,
             "batch": self.batch,
             "step": self.step,

@@ -5,6 +5,7 @@
 | format | version of this table |
 | config, config_name, config_digest | the resolved configuration, plain values; its block's name; its SHA-256 |
 | class_names | what the network's outputs mean |
+| input | what it is fed: {"shape": (channels, height, width), "mean", "std"}, of pixels in [0, 1] |
 | epoch, batch, step | position: finished epochs, batches trained in the next one, optimizer steps in all |
 | model | weights and buffers, keys without `module.` |
 | average | the moving average that is validated: {"module", "updates"}; null where ema_decay is |
@@ -45,8 +46,8 @@ from utils.errors import CheckpointError, ExpectedError
 
 FORMAT = 1
 KEYS = frozenset({
-    "format", "config", "config_name", "config_digest", "class_names", "epoch", "batch", "step", "model", "average",
-    "optimizer", "grad_scaler", "plateau", "logged_sums", "best", "seconds", "ranks", "versions",
+    "format", "config", "config_name", "config_digest", "class_names", "input", "epoch", "batch", "step", "model",
+    "average", "optimizer", "grad_scaler", "plateau", "logged_sums", "best", "seconds", "ranks", "versions",
 })  # fmt: skip
 # keys of the configuration that decide what the saved tensors and the position in the data mean
 FITTING_KEYS = (

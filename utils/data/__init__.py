@@ -72,7 +72,15 @@ def open_dataset(config: Config, place: Distributed) -> Dataset:
             lambda: open_folders(config.dataset, data_path, config.image_size, config.centre_crop_share)
         )
     download = "SLURM_JOB_ID" not in os.environ if config.download == "auto" else config.download
-    return place.main_first(lambda: load_dataset(config.dataset, data_path, download=download))
+    dataset = place.main_first(lambda: load_dataset(config.dataset, data_path, download=download))
+    return _with_own_normalisation(config, dataset)
+
+
+def _with_own_normalisation(config: Config, dataset: Dataset) -> Dataset:
+    """CIFAR-100's mean and deviation are keys, as in the tutorial; other datasets bring their own."""
+    if config.dataset != "cifar100":
+        return dataset
+    return replace(dataset, mean=config.cifar100_mean, std=config.cifar100_std)
 
 
 # training and validation images of the datasets that can be stood in for
@@ -90,7 +98,7 @@ def _stand_in(config: Config) -> Dataset:
         for count in IMAGES[config.dataset]
     )
     class_names = tuple(f"class {number}" for number in range(config.num_classes))
-    return Dataset(config.dataset, train, valid, class_names, mean, std)
+    return _with_own_normalisation(config, Dataset(config.dataset, train, valid, class_names, mean, std))
 
 
 def build_loaders(config: Config, dataset: Dataset, place: Distributed) -> Loaders:
@@ -199,14 +207,9 @@ def _count_workers(config: Config, place: Distributed, notes: list[str]) -> int:
 def _build(
     config: Config, dataset: Dataset, split: Split, plan: EpochPlan, place: Distributed, num_workers: int
 ) -> Loader:
-    cifar100 = dataset.name == "cifar100"
     # NHWC: images come out of the loader in the memory format of the model
-    normalise = Normalise(
-        config.cifar100_mean if cifar100 else dataset.mean,
-        config.cifar100_std if cifar100 else dataset.std,
-        place.device,
-        torch.channels_last if config.enable_nhwc else torch.contiguous_format,
-    )
+    memory_format = torch.channels_last if config.enable_nhwc else torch.contiguous_format
+    normalise = Normalise(dataset.mean, dataset.std, place.device, memory_format)
     if config.data_loader == "synthetic":
         return SyntheticLoader(split, plan, config.num_classes, normalise)
     if config.data_loader == "device" and isinstance(split, ImageArrays):

@@ -4,6 +4,7 @@ import http.client
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -50,8 +51,13 @@ class Dataset:
     train: Split
     valid: Split
     class_names: tuple[str, ...]
-    mean: tuple[float, float, float]  # per channel of the training images in [0, 1]
-    std: tuple[float, float, float]
+    mean: tuple[float, ...]  # per channel of the training images in [0, 1]
+    std: tuple[float, ...]
+
+    @property
+    def input(self) -> dict[str, Any]:
+        """What the network is fed: (channels, height, width), and the mean and std that it is normalised with."""
+        return {"shape": self.train.image_shape, "mean": self.mean, "std": self.std}
 
 
 def load_dataset(name: str, data_path: Path, *, download: bool, seed: int = 0) -> Dataset:

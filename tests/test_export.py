@@ -1,0 +1,95 @@
+"""tools.export: what it writes is what was validated, and can be used without this project's code."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from models import build_model
+from tools import export
+from train import Trainer
+from utils.config import Config
+from utils.data.datasets import load_dataset
+from utils.errors import ExpectedError
+
+torch_export_warns = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def image_batch(tmp_path_factory):
+    """Pixels and labels of the first two validation batches, which is what the tiny run validates on."""
+    valid = load_dataset("shapes", tmp_path_factory.mktemp("no files"), download=False).valid
+    return torch.from_numpy(np.ascontiguousarray(valid.images[:200])), torch.from_numpy(valid.labels[:200])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"ema_decay": 0.8}, {"enable_nhwc": True, "opt_level": "O2", "loss_scale": 128.0}],
+    ids=["the model", "its average", "O2"],
+)
+@torch_export_warns
+def test_the_exported_program_classifies_as_validation_did(tiny, alone, tmp_path, image_batch, changes, capsys):
+    Trainer(tiny(limit_train_batches=40, **changes), alone).train(tmp_path, "tiny", "auto")
+    assert export.main([str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    pixels, labels = image_batch
+    logits = torch.export.load(tmp_path / "export/model.pt2").module()(pixels)
+    best = max(float(json.loads(line)["acc1/valid"]) for line in epochs(tmp_path))
+    found = (logits.argmax(1) == labels).float().mean().item()
+    assert best > 0.15
+    # O2 validates with half-precision weights, which may turn a few of 200 images
+    assert found == pytest.approx(best, abs=0.02 if "opt_level" in changes else 1e-6)
+    assert f"best acc1 {100 * best:.2f} %" in told
+
+
+def epochs(folder):
+    return [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"kind": "epoch"' in line]
+
+
+@torch_export_warns
+def test_safetensors_hold_all_that_is_needed_to_build_the_network_again(tiny, alone, tmp_path, image_batch):
+    trainer = Trainer(tiny(), alone)
+    trainer.train(tmp_path / "run", "tiny", "auto")
+    assert export.main([str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    path = tmp_path / "out/model.safetensors"
+    with safe_open(path, framework="pt") as file:
+        about = {key: json.loads(value) for key, value in file.metadata().items() if key != "format"}
+    assert len(about["class_names"]) == 10
+    model = build_model(Config(**about["config"])).eval()
+    model.load_state_dict(load_file(path))
+    mean, std = (torch.tensor(about["input"][key]).view(1, 3, 1, 1) for key in ("mean", "std"))
+    pixels, _ = image_batch
+    logits = model((pixels / 255 - mean) / std)
+    torch.testing.assert_close(logits, torch.export.load(tmp_path / "out/model.pt2").module()(pixels))
+
+
+class OtherWhenExported(torch.nn.Module):
+    def forward(self, pixels):
+        means = pixels.float().mean((2, 3))
+        return 1.001 * means if torch.compiler.is_exporting() else means
+
+
+@torch_export_warns
+def test_a_program_that_differs_is_refused():
+    with pytest.raises(ExpectedError, match=r"differs from the network by 1\.0e-03 of the largest logit"):
+        export.export_program(OtherWhenExported(), (3, 8, 8))
+
+
+def test_without_a_checkpoint_or_with_a_damaged_one(tmp_path, capsys):
+    assert export.main([str(tmp_path)]) == 4
+    assert "best.pt: cannot be read" in capsys.readouterr().err
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/best.pt").write_bytes(b"PK" * 500)
+    assert export.main([str(tmp_path)]) == 4
+    assert "is damaged" in capsys.readouterr().err
+    assert not (tmp_path / "export").exists()
+
+
+def test_without_safetensors(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    assert export.main([str(tmp_path)]) == 2
+    assert 'pip install ".[export]"' in capsys.readouterr().err

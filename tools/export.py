@@ -1,0 +1,164 @@
+"""Export a run's best weights, for programs that know nothing of this one.
+
+    python -m tools.export expts/cifar100-cpu
+
+model.safetensors  weights and buffers in float32, named as in models/; its metadata holds the configuration, the class
+                   names, and the shape and normalisation of the input, each as JSON
+model.pt2          the whole network as a torch.export program: uint8 pixels [N, 3, H, W] of any N -> float32 logits
+                   [N, classes]; normalises by itself, and is checked against the network that it was made from
+
+    logits = torch.export.load("model.pt2").module()(pixels)
+"""
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from utils.errors import CheckpointError, ConfigError, ExpectedError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+CHECKED_BATCHES = (1, 5)  # images; the program is traced with another number
+TOLERANCE = 1e-4  # relative to the largest logit: both sides compute in float32, but in another order
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes both files; returns the exit status."""
+    options = parser().parse_args(argv)
+    folder = options.out or options.run / "export"
+    try:
+        for line in export(options.run / "checkpoints" / "best.pt", folder):
+            print(line)
+    except ExpectedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Exit status: 0 written; 2 usage, or safetensors is missing; 4 no usable checkpoint; 1 anything else.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run's folder, such as expts/cifar100-cpu")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: RUN_DIR/export)")
+    return parser
+
+
+def export(path: Path, folder: Path) -> list[str]:
+    """Write both files of the checkpoint `path` into `folder`; returns what to tell."""
+    try:
+        from safetensors.torch import save
+    except ModuleNotFoundError:
+        raise ConfigError('safetensors is not installed; install it with: pip install ".[export]"') from None
+    from utils.checkpoint import read_checkpoint, write_atomically
+
+    state = read_checkpoint(path)
+    network, weights = best_network(path, state)
+    program, difference = export_program(network, state["input"]["shape"])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror}; choose another with --out") from None
+    write_atomically(folder / "model.safetensors", save(weights, metadata(state)))
+    write_atomically(folder / "model.pt2", program)
+    best, mirrored = state["best"], state["config"]["test_time_flip"]
+    return [
+        f"{folder / 'model.safetensors'}: {len(weights)} tensors of {'the average' if state['average'] else 'the model'}",
+        f"{folder / 'model.pt2'}: equal to the eager network within {difference:.1e} of the largest logit",
+        f"{state['config']['model']}, {len(state['class_names'])} classes, best acc1 {100 * best['acc1']:.2f} % in epoch "
+        f"{best['epoch']:.0f}" + (", validated together with mirror images (test_time_flip)" if mirrored else ""),
+    ]
+
+
+def best_network(path: Path, state: dict[str, Any]) -> tuple["nn.Module", dict[str, "Tensor"]]:
+    """(uint8 pixels -> logits, its weights by name) with the weights that were validated."""
+    import torch
+
+    from models import build_model
+    from utils.checkpoint import check_weights_fit
+    from utils.config import Config
+    from utils.data.augment import Normalise
+
+    try:
+        config = Config(**state["config"])
+    except ValueError as error:
+        first = str(error).splitlines()[1:3]
+        raise CheckpointError(f"{path}: its configuration is of another version: {' '.join(first)}") from None
+    model = build_model(config).eval()
+    saved = state["average"]["module"] if state["average"] else state["model"]
+    check_weights_fit(path, saved, model.state_dict())
+    model.load_state_dict(saved)  # in float32, whatever opt_level trained in
+
+    class Classifier(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+            normalise = Normalise(
+                state["input"]["mean"], state["input"]["std"], torch.device("cpu"), torch.contiguous_format
+            )
+            self.register_buffer("scale", normalise.scale)
+            self.register_buffer("shift", normalise.shift)
+
+        def forward(self, pixels: "Tensor") -> "Tensor":
+            return self.model(pixels.float() * self.scale + self.shift)
+
+    weights = {name: weight.contiguous().clone() for name, weight in model.state_dict().items()}
+    return Classifier().eval(), weights
+
+
+def export_program(network: "nn.Module", image_shape: Sequence[int]) -> tuple[bytes, float]:
+    """(the program as written, its largest difference from `network` as a share of the largest logit).
+
+    `ExpectedError` where that exceeds TOLERANCE."""
+    import torch
+
+    def draw(images: int) -> torch.Tensor:
+        return torch.randint(256, (images, *image_shape), dtype=torch.uint8, generator=generator)
+
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.export.Dim("batch", min=1)
+    exported = torch.export.export(network, (draw(3),), dynamic_shapes=({0: batch},))
+    buffer = io.BytesIO()
+    torch.export.save(exported, buffer)
+    buffer.seek(0)
+    reloaded = torch.export.load(buffer).module()
+    difference = 0.0
+    with torch.no_grad():
+        for images in CHECKED_BATCHES:
+            pixels = draw(images)
+            expected, found = network(pixels), reloaded(pixels)
+            difference = max(difference, ((expected - found).abs().max() / expected.abs().max()).item())
+    if not difference <= TOLERANCE:
+        raise ExpectedError(
+            f"the exported program differs from the network by {difference:.1e} of the largest logit, more than "
+            f"{TOLERANCE:.0e}; nothing was written"
+        )
+    return buffer.getvalue(), difference
+
+
+def metadata(state: dict[str, Any]) -> dict[str, str]:
+    """What the safetensors file says of itself; the format allows text only."""
+    plain = {
+        "config_name": state["config_name"],
+        "config": state["config"],
+        "class_names": state["class_names"],
+        "input": state["input"],
+        "best": state["best"],
+        "versions": state["versions"],
+    }
+    return {"format": "pt"} | {key: json.dumps(value) for key, value in plain.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
