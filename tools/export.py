@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from utils.errors import CheckpointError, ConfigError, ExpectedError
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
 CHECKED_BATCHES = (1, 5)  # images; the program is traced with another number
@@ -72,12 +71,14 @@ def export(path: Path, folder: Path) -> list[str]:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}; choose another with --out") from None
     write_atomically(folder / "model.safetensors", save(weights, metadata(state)))
     write_atomically(folder / "model.pt2", program)
-    best, mirrored = state["best"], state["config"]["test_time_flip"]
+    config, best, classes = state["config"], state["best"], len(state["class_names"])
+    whose = "the moving average" if state["average"] else "the model"
+    mirrored = ", validated together with mirror images (test_time_flip)" if config["test_time_flip"] else ""
     return [
-        f"{folder / 'model.safetensors'}: {len(weights)} tensors of {'the average' if state['average'] else 'the model'}",
+        f"{folder / 'model.safetensors'}: {len(weights)} tensors of {whose}",
         f"{folder / 'model.pt2'}: equal to the eager network within {difference:.1e} of the largest logit",
-        f"{state['config']['model']}, {len(state['class_names'])} classes, best acc1 {100 * best['acc1']:.2f} % in epoch "
-        f"{best['epoch']:.0f}" + (", validated together with mirror images (test_time_flip)" if mirrored else ""),
+        f"{config['model']}, {classes} classes, best acc1 {100 * best['acc1']:.2f} % in epoch {best['epoch']:.0f}"
+        + mirrored,
     ]
 
 
@@ -101,6 +102,9 @@ def best_network(path: Path, state: dict[str, Any]) -> tuple["nn.Module", dict[s
     model.load_state_dict(saved)  # in float32, whatever opt_level trained in
 
     class Classifier(torch.nn.Module):
+        scale: "Tensor"
+        shift: "Tensor"
+
         def __init__(self) -> None:
             super().__init__()
             self.model = model
