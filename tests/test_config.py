@@ -370,6 +370,12 @@ def test_a_broken_file_is_named(content: bytes, message: str, tmp_path: Path, re
     assert refused(f"--yaml_config={path}", "--config=x").startswith("error: " + message.replace("FILE", str(path)))
 
 
+@pytest.mark.parametrize("key", Config.model_fields)
+def test_every_key_says_what_it_may_be(key: str, refused: Callable[..., str]) -> None:
+    assert refused("--set", f"{key}=[[]]").startswith(f"error: --set {key}=[[]]: {key} holds a list in a list; allowed: ")
+    assert refused("--set", f"{key}=").startswith(f"error: --set {key}=: {key} has no value; allowed: ")
+
+
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path, refused: Callable[..., str]) -> None:
     cannot = "cannot read the configuration file:"
     missing = tmp_path / "no.yaml"

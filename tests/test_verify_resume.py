@@ -69,7 +69,7 @@ def test_a_run_that_hangs_is_ended_and_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(verify_resume, "TRAIN", script)
     assert main([*ARGUMENTS, "--timeout=1", "--seed=5", f"--work-dir={tmp_path}"]) == 1
     out = capsys.readouterr().out
-    assert "verdict: NOT EQUAL" in out
+    assert "verdict: FAILED" in out
     assert "so it may hang; its last words:\nStarting Training Loop..." in out
     assert "--seed 5" in out
     (work,) = tmp_path.glob("verify-resume-*")

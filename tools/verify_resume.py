@@ -340,11 +340,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ConfigError.exit_status
     job = Job(train, options.nproc, options.timeout, time.monotonic() + options.total_timeout)
     try:
+        verdict = "NOT EQUAL"
         differences = verify(job, options.kills, signal.Signals[f"SIG{options.signal}"], seed, work)
     except ExpectedError as error:
-        differences = [str(error)]
+        verdict, differences = "FAILED, so that nothing could be compared", [str(error)]
     if differences:
-        print("verdict: NOT EQUAL\n  " + "\n  ".join(differences))
+        print(f"verdict: {verdict}\n  " + "\n  ".join(differences))
         print(f"the runs are in {work}\nseed {seed}, again with: {repeat}")
         return 1
     shutil.rmtree(work)

@@ -654,7 +654,8 @@ def _in_words(part: Mapping[str, Any]) -> str:
     if "anyOf" in part:
         return " or ".join(_in_words(option) for option in part["anyOf"])
     if "enum" in part or "const" in part:
-        return ", ".join(part.get("enum", [part.get("const")]))
+        options = part.get("enum", [part.get("const")])
+        return ", ".join(option if isinstance(option, str) else as_yaml(option) for option in options)
     if part["type"] == "array":
         count = f"{part['minItems']} values" if "minItems" in part else "values"
         return f"a list of {count}, each {_in_words(part['items'])}"
