@@ -5,7 +5,7 @@
     sbatch submit_multinode.slr
 
 The loop is `Trainer.train` -> `train_one_epoch` -> `utils.step.TrainStep`. Every speed-up is tagged where it acts:
-`grep -rn "# AMP:\\|# NHWC:\\|# EXTRA:\\|# PROF:\\|# DDP:"`.
+`grep -rn "DDP:" train.py utils`; the other tags are AMP, NHWC, EXTRA, COMPILE, GRAPHS, PREFETCH, ALLOC and PROF.
 """
 
 from utils.cli import Arguments, parse_arguments
@@ -14,7 +14,6 @@ if __name__ == "__main__":
     ARGUMENTS = parse_arguments()  # answers --help and --list-configs before the import of torch takes its seconds
 
 import math
-import os
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -35,7 +34,6 @@ from utils.data.mix import build_mix
 from utils.distributed import Distributed, split_batch
 from utils.dry_run import describe
 from utils.errors import ExpectedError, Stopped
-from utils.launch import was_restarted
 from utils.metrics import MetricSums, RunLogger, Throughput
 from utils.observe import Confusion, StepWatch, input_remedy
 from utils.optim import Plateau, build_optimizer, build_schedule, learning_rate, load_optimizer, set_learning_rate
@@ -65,8 +63,8 @@ class Trainer:
         self.train_loader, self.valid_loader = self.loaders.train, self.loaders.valid
         self.notes += self.loaders.notes
         self.mix = build_mix(config, self.loaders.plan)
-        self.class_names, self.input = dataset.class_names, dataset.input
         self.steps_per_epoch = len(self.train_loader)
+        self.data = dataset.describe() | {"steps_per_epoch": self.steps_per_epoch}
         self.shared_valid_batches = min(place.gather(len(self.valid_loader)))  # some ranks may have one more
 
         checkpoint.seed_random_state(config.seed)
@@ -113,7 +111,7 @@ class Trainer:
     def describe(self) -> str:
         """What this run would do and need."""
         return describe(
-            self.config, self.split, self.schedule, self.precision, self.model, self.criterion, self.input["shape"]
+            self.config, self.split, self.schedule, self.precision, self.model, self.criterion, self.data["shape"]
         )
 
     @property
@@ -126,7 +124,7 @@ class Trainer:
 
     def train(self, folder: Path, config_name: str, resume: str) -> None:
         """Train to the end, or go on to it; `Stopped` when a signal asked to stop and everything is saved."""
-        self.folder, self.config_name = folder, config_name
+        self.folder, self.config_name, self.resume = folder, config_name, resume
         lock, notes = self._open_folder(resume)
         board = Board(folder / "tb_logs", epoch=self.epoch, step=self.step, seconds=self.seconds)
         logger = RunLogger(
@@ -146,6 +144,7 @@ class Trainer:
                 with self._profile(self.epoch + 1), self.profiler.range(f"epoch {self.epoch + 1}"):
                     self.train_one_epoch()
                 train_metrics = self._check_finite(self.sums.average(self.place))
+                self.throughput.close_window()
                 valid_metrics = self.validate_one_epoch()
                 self._finish_epoch(train_metrics, valid_metrics, started)
             self.place.main_only(self.writer.wait)
@@ -239,7 +238,7 @@ class Trainer:
         results |= {"seconds": self.seconds, "images_per_sec": self.throughput.overall()}
         counts = self.confusion.collect(self.place)
         self.place.main_only(
-            lambda: self.log.log_end(self.config, self.epoch, self.step, results, counts, self.class_names)
+            lambda: self.log.log_end(self.config, self.epoch, self.step, results, counts, self.data["class_names"])
         )
 
     def _log_point(self) -> None:
@@ -286,7 +285,8 @@ class Trainer:
         self._check_finite(self.sums.average(self.place))
         self._save(is_best=False)
         self.place.main_only(self.writer.wait)
-        raise Stopped(f"stopped on {where} with everything saved; run the same command again to go on")
+        but = "" if self.resume == "auto" else " with --resume auto"
+        raise Stopped(f"stopped on {where} with everything saved; run the same command again{but} to go on")
 
     def _save(self, is_best: bool) -> None:
         """Collective: write the last checkpoint, and the best one where it is new."""
@@ -315,8 +315,7 @@ class Trainer:
             "config": self.config.model_dump(mode="json"),
             "config_name": self.config_name,
             "config_digest": checkpoint.config_digest(self.config.model_dump(mode="json")),
-            "class_names": list(self.class_names),
-            "input": self.input,
+            "data": self.data,
             "epoch": self.epoch,
             "batch": self.batch,
             "step": self.step,
@@ -380,7 +379,7 @@ class Trainer:
     def _open_folder(self, resume: str) -> tuple[IO[str] | None, list[str]]:
         """Collective: take the run's folder and restore what is to be resumed; returns its lock and what to tell."""
         weights = self.model.state_dict()
-        opened = self.place.main_only(lambda: run_folder.open_run(self.folder, resume, self.config, weights))
+        opened = self.place.main_only(lambda: run_folder.open_run(self.folder, resume, self.config, weights, self.data))
         state = self.place.broadcast(opened.state if opened else None)
         if state is not None:
             self.load_state(state)
@@ -388,8 +387,9 @@ class Trainer:
 
     def _introduce(self, notes: list[str]) -> None:
         environment = run_folder.describe_environment(self.place.device, self.place.world_size)
-        run_folder.write_description(self.folder, self.config, self.config_name, environment)
-        self.log.describe(self.config, self.config_name, environment)
+        if not self.finished:  # else they would describe what did not train it
+            run_folder.write_description(self.folder, self.config, self.config_name, environment)
+            self.log.describe(self.config, self.config_name, environment)
         for note in [*self.notes, *notes]:
             self.log.say(note)
         self.log.say(f"{self.config.model} on {environment['device']}, torch {torch.__version__}, {self.precision}")
@@ -417,9 +417,7 @@ def main(arguments: Arguments) -> int:
     def run(place: Distributed) -> None:
         trainer = Trainer(config, place)
         if not arguments.dry_run:
-            # a run that is started again by itself goes on, whatever its first start was to do with an earlier one
-            resume = "auto" if arguments.resume == "never" and was_restarted(os.environ) else arguments.resume
-            trainer.train(arguments.run_dir, arguments.config_name, resume)
+            trainer.train(arguments.run_dir, arguments.config_name, arguments.resume)
         elif place.is_main:
             print(trainer.describe())
 

@@ -3,6 +3,7 @@
 import importlib
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,17 @@ def test_configurations_exist(path: Path):
     named = set(re.findall(r"--config(?:=| (?=bs\d))([a-z0-9][\w.+-]*)", text))
     named |= set(re.findall(r"TRAIN_CONFIG:-([\w.+-]+)", text))
     assert named <= known
+
+
+def test_searches_for_tags_find_each_of_them():
+    searches = {
+        match for page in PAGES for match in re.findall(r"grep -rnE? \"[^\"]+\" .*?utils", page.read_text("utf-8"))
+    }
+    assert len(searches) > 6
+    for search in searches:
+        tags = re.findall(r"[A-Z]{2,}", search)
+        found = subprocess.run(shlex.split(search), cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert all(found.count(f"{tag}:") > 1 for tag in tags), search
 
 
 def test_the_readme_shows_commands_at_all():

@@ -58,10 +58,10 @@ def test_safetensors_hold_all_that_is_needed_to_build_the_network_again(tiny, al
     path = tmp_path / "out/model.safetensors"
     with safe_open(path, framework="pt") as file:
         about = {key: json.loads(value) for key, value in file.metadata().items() if key != "format"}
-    assert len(about["class_names"]) == 10
+    assert len(about["data"]["class_names"]) == 10
     model = build_model(Config(**about["config"])).eval()
     model.load_state_dict(load_file(path))
-    mean, std = (torch.tensor(about["input"][key]).view(1, 3, 1, 1) for key in ("mean", "std"))
+    mean, std = (torch.tensor(about["data"][key]).view(1, 3, 1, 1) for key in ("mean", "std"))
     pixels, _ = image_batch
     logits = model((pixels / 255 - mean) / std)
     torch.testing.assert_close(logits, torch.export.load(tmp_path / "out/model.pt2").module()(pixels))

@@ -76,8 +76,12 @@ def test_lines_reach_a_pipe_once_and_the_log_file(tmp_path, capsys):
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["step"] == 80
 
 
-def test_resumed_run_marks_the_repeated_epochs_of_tensorboard(tmp_path):
+def test_resumed_run_marks_the_repeated_epochs_of_tensorboard(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
+
+    # files of one second are read in the order of their names, whose last number counts the writers of a process
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
     for first_epoch, loss in ((0, 9.0), (1, 2.0)):
         board = Board(tmp_path / "tb_logs", epoch=first_epoch, step=first_epoch, seconds=first_epoch)

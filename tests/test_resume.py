@@ -218,22 +218,31 @@ def test_run_folder_that_is_removed_in_mid_run_is_named(tiny, alone, tmp_path):
     assert not folder.exists()
 
 
-def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path):
-    keys = TINY | {"limit_train_batches": 40, "log_freq": 1, "device": "cpu"}
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
+def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path, number):
+    """Sent to every process of the run, as torchrun, Slurm and a terminal do: the loader's workers get it too."""
+    keys = TINY | {"limit_train_batches": 40, "log_freq": 1, "data_loader": "torchvision", "num_data_workers": 1}
     folder = tmp_path / "run"
     command = [sys.executable, "train.py", "--config=bs128-opt", f"--run-dir={folder}"]
     command += [f"--set={key}={'null' if value is None else str(value).lower()}" for key, value in keys.items()]
     environment = without_launcher(os.environ)
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        command,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     )
     metrics = folder / "metrics.jsonl"
     while not (metrics.exists() and '"kind": "step"' in metrics.read_text()) and process.poll() is None:
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 75, errors
-    assert "stopped on SIGTERM in epoch" in errors
+    assert errors.count("asked to stop") == 1
+    assert f"stopped on {number.name} in epoch" in errors
     assert "with everything saved; run the same command again to go on" in errors
     assert "Traceback" not in errors
     again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

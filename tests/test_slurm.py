@@ -287,6 +287,12 @@ def test_without_scontrol_the_warning_signal_submits_a_copy(tmp_path: Path) -> N
     assert job.arguments("sbatch") == [[*options, str(tmp_path / "submit.slr"), "--set", "a=b c"]]
 
 
+def test_a_copy_goes_on_also_where_the_first_was_to_begin_anew(tmp_path: Path) -> None:
+    job = without_scontrol(tmp_path)
+    assert job.run_and_signal(signal.SIGUSR1, "--config=x", "--resume", "never")[0] == 75
+    assert job.arguments("sbatch")[0][-5:] == ["--config=x", "--resume", "never", "--resume", "auto"]
+
+
 def test_without_scontrol_sigterm_says_how_to_go_on(tmp_path: Path) -> None:
     """Nothing tells a preemption, after which Slurm queues the job itself, from scancel."""
     job = without_scontrol(tmp_path)
@@ -303,7 +309,7 @@ def test_job_not_to_be_queued_again_says_how_to_go_on(tmp_path: Path) -> None:
     job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": refuses})
     status, said = job.run_and_signal(signal.SIGUSR1)
     assert status == 75
-    assert "to go on: sbatch submit.slr" in said and "queued again" not in said
+    assert "to go on: sbatch submit.slr\n" in said and "queued again" not in said
     assert not job.arguments("sbatch")
 
 
@@ -411,7 +417,8 @@ class Run:
     ) -> None:
         self.cluster, self.project, self.folder = cluster, project, project / "expts" / name
         long = {"limit_train_batches": BATCHES, "max_epochs": EPOCHS, "log_freq": 10}
-        values = {**TINY, **long, **(settings or {})}
+        workers = {"data_loader": "torchvision", "num_data_workers": 1}  # Slurm's signals reach them as well
+        values = {**TINY, **long, **workers, **(settings or {})}
         arguments = [f"--run-dir={self.folder}", *(f"--set={key}={value}" for key, value in values.items())]
         base = {
             "OMP_NUM_THREADS": "1",
@@ -490,7 +497,8 @@ def test_cancelled_saves_and_stays_cancelled(cluster: SlurmCluster, project: Pat
     cluster.cancel(run.job)
     run.wait_for("with everything saved; run the same command again to go on")
     if cluster.cgroup:  # else the signal also reaches srun, which then does not return before the script is killed
-        run.wait_for("Slurm is ending this job (COMPLETING); unless it queues it again: sbatch submit_multinode.slr ")
+        run.wait_for("Slurm is ending this job (COMPLETING), and may queue it again; if it does not:\n")
+        run.wait_for("to go on: sbatch submit_multinode.slr ")
     # Longer than a requeued job would wait.
     time.sleep(8)
     fields = run.end("CANCELLED")

@@ -16,9 +16,10 @@ import train as train_module
 import train_simple
 from tests.conftest import ROOT, TINY
 from train import Trainer
-from utils.checkpoint import read_checkpoint
+from utils.checkpoint import list_checkpoints, read_checkpoint, write_atomically
 from utils.cli import Arguments
-from utils.errors import ConfigError, DataError, ExpectedError
+from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError
+from utils.run_folder import open_run
 
 FIFTEEN = [
     "bs128", "bs256", "bs256-prof", "bs256-amp", "bs256-amp-prof", "bs256-amp-nhwc", "bs256-amp-nhwc-prof",
@@ -228,6 +229,92 @@ def test_resume_never_moves_the_earlier_run_aside(tiny, alone, tmp_path):
     run(tiny(max_epochs=1, seed=1), alone, tmp_path / "run", resume="never")
     assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == before
     assert len(records(tmp_path / "run", "epoch")) == 1
+
+
+def test_what_a_run_goes_on_from_becomes_its_own(tiny, alone, tmp_path):
+    """So that a kill before its next save loses nothing, and its best weights are never missing."""
+    run(tiny(max_epochs=2), alone, tmp_path / "first")
+    first = tmp_path / "first/checkpoints"
+    best = read_checkpoint(first / "best.pt")
+    trainer = Trainer(tiny(max_epochs=2), alone)
+    trainer.train_one_epoch = lambda: 1 / 0  # it ends before it saves anything
+    trainer.config.__dict__["max_epochs"] = 3
+    with pytest.raises(ZeroDivisionError):
+        trainer.train(tmp_path / "second", "tiny", str(tmp_path / "first"))
+    second = tmp_path / "second/checkpoints"
+    assert [path.name for path in list_checkpoints(second)] == ["step-000000008.pt"]
+    assert read_checkpoint(second / "best.pt")["best"] == best["best"]
+
+    (first / "best.pt").unlink()
+    trainer = run(tiny(max_epochs=3, lr=1e-9), alone, tmp_path / "third", resume=str(tmp_path / "first"))
+    assert trainer.best["epoch"] == 3 == read_checkpoint(tmp_path / "third/checkpoints/best.pt")["best"]["epoch"]
+
+
+def test_going_on_from_the_best_keeps_what_is_older(tiny, alone, tmp_path):
+    run(tiny(max_epochs=3, keep_checkpoints=9), alone, tmp_path)
+    folder = tmp_path / "checkpoints"
+    write_atomically(folder / "best.pt", (folder / "step-000000008.pt").read_bytes())
+    (folder / "step-000000008.pt").unlink()
+    trainer = Trainer(tiny(max_epochs=3), alone)
+    opened = open_run(tmp_path, str(folder / "best.pt"), trainer.config, trainer.model.state_dict(), trainer.data)
+    opened.lock.close()
+    assert [path.name for path in list_checkpoints(folder)] == ["step-000000008.pt", "step-000000004.pt"]
+    assert (folder / "step-000000012.pt.superseded").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"enable_profiling": True, "profiling_iters_per_epoch": 3}, "steps_per_epoch 4 -> 3"),
+        ({"cifar100_mean": (0.5, 0.5, 0.5)}, None),  # not of these data
+    ],
+)
+def test_other_data_or_other_epochs_are_refused(tiny, alone, tmp_path, changes, difference):
+    run(tiny(max_epochs=1), alone, tmp_path)
+    if difference is None:
+        assert run(tiny(max_epochs=2, **changes), alone, tmp_path).epoch == 2
+    else:
+        with pytest.raises(CheckpointError, match=f"was trained on other data, or with other epochs: {difference}\\n"):
+            run(tiny(max_epochs=2, **changes), alone, tmp_path)
+    trainer = Trainer(tiny(max_epochs=2), alone)
+    trainer.data["class_names"] = ["other", *trainer.data["class_names"][1:]]
+    with pytest.raises(CheckpointError, match=r"class_names \['.* -> \['other'"):
+        trainer.train(tmp_path, "tiny", "auto")
+
+
+def test_a_finished_run_keeps_its_description(tiny, alone, tmp_path):
+    run(tiny(max_epochs=1), alone, tmp_path)
+    before = {name: (tmp_path / name).read_bytes() for name in ("config.yaml", "environment.json")}
+    run(tiny(max_epochs=1, lr=0.5), alone, tmp_path)
+    assert before == {name: (tmp_path / name).read_bytes() for name in before}
+
+
+def test_throughput_covers_the_whole_epoch_where_log_points_do_not(tiny, alone, tmp_path):
+    trainer = run(tiny(max_epochs=2, log_freq=4), alone, tmp_path)
+    assert [images for images, _ in trainer.throughput.windows] == [32, 96, 32, 96]
+
+
+@pytest.mark.parametrize("resume", ["never", "other"])
+def test_a_restarted_job_goes_on_with_its_own_run_only(tiny, alone, tmp_path, monkeypatch, resume):
+    """Whatever it was told to do with an earlier run, it does that once."""
+    if resume == "other":
+        run(tiny(max_epochs=1), alone, tmp_path / "other")
+        resume = str(tmp_path / "other")
+    folder = tmp_path / "run"
+    run(tiny(max_epochs=1), alone, folder)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # its first start ended before it came here
+    run(tiny(max_epochs=2), alone, folder, resume=resume)
+    assert (tmp_path / "run.1").exists()
+    first = list_checkpoints(folder / "checkpoints")[0].read_bytes()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    trainer = run(tiny(max_epochs=2), alone, folder, resume=resume)
+    assert trainer.epoch == 2 and not (tmp_path / "run.2").exists()
+    assert list_checkpoints(folder / "checkpoints")[0].read_bytes() == first
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    run(tiny(max_epochs=2), alone, folder, resume=resume)
+    assert (tmp_path / "run.2").exists()
 
 
 def test_resume_path_starts_from_another_runs_checkpoint(tiny, alone, tmp_path):

@@ -2,8 +2,8 @@
 
     python -m tools.export expts/cifar100-cpu
 
-model.safetensors  weights and buffers in float32, named as in models/; its metadata holds the configuration, the class
-                   names, and the shape and normalisation of the input, each as JSON
+model.safetensors  weights and buffers in float32, named as in models/; its metadata holds configuration and data
+                   (class names, shape and normalisation of images), each as JSON
 model.pt2          the whole network as a torch.export program: uint8 pixels [N, 3, H, W] of any N -> float32 logits
                    [N, classes]; normalises by itself, and is checked against the network that it was made from
 
@@ -64,14 +64,14 @@ def export(path: Path, folder: Path) -> list[str]:
 
     state = read_checkpoint(path)
     network, weights = best_network(path, state)
-    program, difference = export_program(network, state["input"]["shape"])
+    program, difference = export_program(network, state["data"]["shape"])
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}; choose another with --out") from None
     write_atomically(folder / "model.safetensors", save(weights, metadata(state)))
     write_atomically(folder / "model.pt2", program)
-    config, best, classes = state["config"], state["best"], len(state["class_names"])
+    config, best, classes = state["config"], state["best"], len(state["data"]["class_names"])
     whose = "the moving average" if state["average"] else "the model"
     mirrored = ", validated together with mirror images (test_time_flip)" if config["test_time_flip"] else ""
     return [
@@ -109,7 +109,7 @@ def best_network(path: Path, state: dict[str, Any]) -> tuple["nn.Module", dict[s
             super().__init__()
             self.model = model
             normalise = Normalise(
-                state["input"]["mean"], state["input"]["std"], torch.device("cpu"), torch.contiguous_format
+                state["data"]["mean"], state["data"]["std"], torch.device("cpu"), torch.contiguous_format
             )
             self.register_buffer("scale", normalise.scale)
             self.register_buffer("shift", normalise.shift)
@@ -156,8 +156,7 @@ def metadata(state: dict[str, Any]) -> dict[str, str]:
     plain = {
         "config_name": state["config_name"],
         "config": state["config"],
-        "class_names": state["class_names"],
-        "input": state["input"],
+        "data": state["data"],
         "best": state["best"],
         "versions": state["versions"],
     }

@@ -8,7 +8,7 @@ One folder for each unit of the horizontal axis, since a resumed run marks all l
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ class Board:
         grid = grid.repeat_interleave(3, 1).repeat_interleave(3, 2)
         self._writer().add_image("augmented batch", grid, self._starts[""])
 
-    def add_classes(self, counts: Tensor, names: tuple[str, ...], epoch: int) -> None:
+    def add_classes(self, counts: Tensor, names: Sequence[str], epoch: int) -> None:
         """The confusion matrix as a picture, rows true classes, and the worst classes as a table."""
         self._writer().add_image("confusion matrix", draw_matrix(counts), epoch, dataformats="HWC")
         rows = ["| class | accuracy | most often taken for | share |", "|---|---|---|---|"]

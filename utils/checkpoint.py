@@ -4,8 +4,8 @@
 |---|---|
 | format | version of this table |
 | config, config_name, config_digest | the resolved configuration, plain values; its block's name; its SHA-256 |
-| class_names | what the network's outputs mean |
-| input | what it is fed: {"shape": (channels, height, width), "mean", "std"}, of pixels in [0, 1] |
+| data | what it learns from: {"train_images", "steps_per_epoch", "class_names", "shape" (channels, height, width),
+  "mean", "std"}, the last two of pixels in [0, 1] |
 | epoch, batch, step | position: finished epochs, batches trained in the next one, optimizer steps in all |
 | model | weights and buffers, keys without `module.` |
 | average | the moving average that is validated: {"module", "updates"}; null where ema_decay is |
@@ -46,8 +46,8 @@ from utils.errors import CheckpointError, ExpectedError
 
 FORMAT = 1
 KEYS = frozenset({
-    "format", "config", "config_name", "config_digest", "class_names", "input", "epoch", "batch", "step", "model",
-    "average", "optimizer", "grad_scaler", "plateau", "logged_sums", "best", "seconds", "ranks", "versions",
+    "format", "config", "config_name", "config_digest", "data", "epoch", "batch", "step", "model", "average",
+    "optimizer", "grad_scaler", "plateau", "logged_sums", "best", "seconds", "ranks", "versions",
 })  # fmt: skip
 # keys of the configuration that decide what the saved tensors and the position in the data mean
 FITTING_KEYS = (
@@ -133,9 +133,14 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
+def step_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is."""
+    return folder / f"step-{step:09d}.pt"
+
+
 def save_last(folder: Path, content: bytes, step: int, keep: int) -> Path:
     """Write the checkpoint of `step` and remove all but the `keep` newest; returns its path."""
-    path = folder / f"step-{step:09d}.pt"
+    path = step_path(folder, step)
     write_atomically(path, content)
     for old in list_checkpoints(folder)[keep:]:
         with suppress(OSError):
@@ -268,6 +273,25 @@ def check_fit(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> lis
             "go on with the saved values, or start anew with --resume never or another --run-dir"
         )
     return different
+
+
+def check_data_fits(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """`CheckpointError` where order and position in the data, or its classes, would no longer mean what they did."""
+    different = [
+        f"{key} {_shortened(saved.get(key))} -> {_shortened(value)}"
+        for key, value in current.items()
+        if saved.get(key) != value
+    ]
+    if different:
+        raise CheckpointError(
+            f"{path}: was trained on other data, or with other epochs: {', '.join(different)}\n"
+            "go on with the same data and limits, or start anew with --resume never or another --run-dir"
+        )
+
+
+def _shortened(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def check_weights_fit(path: Path, saved: dict[str, Tensor], current: dict[str, Tensor]) -> None:

@@ -80,6 +80,11 @@ def was_restarted(environment: Mapping[str, str]) -> bool:
     return any(count not in ("", "0") for count in counts)
 
 
+def job_name(environment: Mapping[str, str]) -> str:
+    """The job that this process belongs to, which keeps its name when it is started again; empty outside of one."""
+    return environment.get("SLURM_JOB_ID") or environment.get("TORCHELASTIC_RUN_ID", "")
+
+
 def first_host(node_list: str) -> str:
     """The first name in Slurm's notation: `gpu[03-05,9],cpu1` -> `gpu03`. Needs no scontrol."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)

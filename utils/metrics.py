@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -104,7 +104,10 @@ class Throughput:
         self.images += images * self.world_size
 
     def close_window(self) -> float:
-        """Images per second since the window began; begins the next. Call when the device has caught up."""
+        """Images per second since the window began, 0 for an empty one; begins the next. Call when the device has
+        caught up."""
+        if not self.images:
+            return 0.0
         seconds = time.perf_counter() - self.since
         window = (self.images, seconds)
         self.windows.append(window)
@@ -242,7 +245,7 @@ class RunLogger:
         step: int,
         results: dict[str, float],
         counts: Tensor,
-        class_names: tuple[str, ...],
+        class_names: Sequence[str],
     ) -> None:
         """The end of the training: its results, and which classes it takes for which ([true, predicted] counts)."""
         if not self.enabled:

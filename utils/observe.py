@@ -9,7 +9,7 @@ import resource
 import socket
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -212,7 +212,7 @@ class Confusion:
         return place.sum(self.counts.clone()).view(self.num_classes, self.num_classes).cpu()
 
 
-def worst_classes(counts: Tensor, names: tuple[str, ...]) -> list[tuple[str, float, str, float]]:
+def worst_classes(counts: Tensor, names: Sequence[str]) -> list[tuple[str, float, str, float]]:
     """(class, its accuracy, what it is most often taken for, how often) for the worst classes, worst first.
 
     `counts`: [true class, predicted class]; shares in [0, 1]. Classes without an image are left out.

@@ -22,6 +22,7 @@ from torch import Tensor
 from utils import checkpoint
 from utils.config import Config, render_config
 from utils.errors import CheckpointError, ConfigError
+from utils.launch import job_name, was_restarted
 
 # Of the environment only these are written down: a dump could hold secrets.
 RECORDED_VARIABLES = (
@@ -34,7 +35,7 @@ def lock_folder(folder: Path) -> IO[str]:
     """Create `folder` and hold it for this process; `ConfigError` where another run holds it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        lock = (folder / ".lock").open("a+")
     except OSError as error:
         raise ConfigError(f"{folder}: cannot hold a run: {error.strerror}; choose another with --run-dir") from None
     try:
@@ -53,13 +54,17 @@ class OpenedRun:
     notes: list[str]  # what the reader should know
 
 
-def open_run(folder: Path, resume: str, config: Config, weights: dict[str, Tensor]) -> OpenedRun:
+def open_run(folder: Path, resume: str, config: Config, weights: dict[str, Tensor], data: dict[str, Any]) -> OpenedRun:
     """Take `folder` for a run: resume what is there, or move it aside; `resume` is auto, never, or a path.
 
+    A job that Slurm or torchrun starts again goes on with what its earlier start wrote here, whatever `resume` says.
     Raises `ExpectedError`, with the folder as it was, where another run holds it or the checkpoint does not fit the
-    configuration or the names and shapes of the network's `weights`.
+    configuration, the names and shapes of the network's `weights`, or the `data` (as in utils/checkpoint.py's table).
     """
     lock = lock_folder(folder)
+    job = job_name(os.environ)
+    if job and was_restarted(os.environ) and _written_by(lock) == job:
+        resume = "auto"
     own = folder / "checkpoints"
     notes: list[str] = []
     path, state = None, None
@@ -70,6 +75,7 @@ def open_run(folder: Path, resume: str, config: Config, weights: dict[str, Tenso
     if path is not None and state is not None:
         changed = checkpoint.check_fit(path, state["config"], config.model_dump(mode="json"))
         checkpoint.check_weights_fit(path, state["model"], weights)
+        checkpoint.check_data_fits(path, state["data"], data)
         notes.append(f"Resuming from {path}: epoch {state['epoch'] + 1}, batch {state['batch']}, step {state['step']}")
         notes += [
             f"Resuming with another {key}: {state['config'].get(key)} -> {getattr(config, key)}" for key in changed
@@ -78,14 +84,42 @@ def open_run(folder: Path, resume: str, config: Config, weights: dict[str, Tenso
         checkpoint.remove_leftovers(own)
         _drop_after(folder / "metrics.jsonl", state["step"], state["epoch"])
         for newer in checkpoint.list_checkpoints(own):
-            if newer.name > path.name:  # damaged or not wanted: kept, but no longer among the last ones
+            if newer > checkpoint.step_path(own, state["step"]):  # damaged or not wanted: kept aside
                 newer.rename(newer.with_name(newer.name + ".superseded"))
     elif holds_run(folder):
         notes.append(f"The earlier run in {folder} is now in {_move_aside(folder)}")
         lock.close()
         lock = lock_folder(folder)
     own.mkdir(exist_ok=True)
+    if path is not None and state is not None:
+        _adopt(path, state, own)
+    lock.truncate(0)
+    print(job, end="", file=lock, flush=True)
     return OpenedRun(lock, state, notes)
+
+
+def _adopt(path: Path, state: dict[str, Any], own: Path) -> None:
+    """What a run goes on from becomes its own last checkpoint, and the best one so far its own best; where that one is
+    gone, the best is still to come. `path` may be best.pt, or of another run."""
+    last, best, others_best = checkpoint.step_path(own, state["step"]), own / "best.pt", path.with_name("best.pt")
+    if path.resolve() != last.resolve():
+        checkpoint.write_atomically(last, path.read_bytes())
+    if best.exists() or state["best"]["epoch"] == 0:
+        return
+    try:
+        whole = checkpoint.read_checkpoint(others_best)["best"] == state["best"]
+    except CheckpointError:
+        whole = False
+    if whole:
+        checkpoint.write_atomically(best, others_best.read_bytes())
+    else:
+        state["best"] = {"acc1": -1.0, "epoch": 0}
+
+
+def _written_by(lock: IO[str]) -> str:
+    """The job that was the last to open a run's folder."""
+    lock.seek(0)
+    return lock.read()
 
 
 def _newest(folder: Path, notes: list[str]) -> tuple[Path | None, dict[str, Any] | None]:

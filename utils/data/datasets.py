@@ -54,10 +54,15 @@ class Dataset:
     mean: tuple[float, ...]  # per channel of the training images in [0, 1]
     std: tuple[float, ...]
 
-    @property
-    def input(self) -> dict[str, Any]:
-        """What the network is fed: (channels, height, width), and the mean and std that it is normalised with."""
-        return {"shape": self.train.image_shape, "mean": self.mean, "std": self.std}
+    def describe(self) -> dict[str, Any]:
+        """As plain values, what a network learns from it; "shape" is (channels, height, width)."""
+        return {
+            "train_images": len(self.train.labels),
+            "class_names": list(self.class_names),
+            "shape": self.train.image_shape,
+            "mean": self.mean,
+            "std": self.std,
+        }
 
 
 def load_dataset(name: str, data_path: Path, *, download: bool, seed: int = 0) -> Dataset:

@@ -2,7 +2,9 @@
 batch again and again."""
 
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +59,24 @@ class BatchSampler(Sampler[tuple[int, IntArray]]):
         return iter([(self.epoch, indices) for indices in self.plan.batches(self.epoch, self.first_batch)])
 
 
+def obey_only_the_trainer(worker: int) -> None:
+    """What a worker process begins with.
+
+    Slurm, torchrun and a terminal send a signal to every process of a run. The trainer answers it by saving, for which
+    it may need more batches, so its workers go on until it ends them itself, which it does with SIGTERM.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def wait_for_the_trainer() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait_for_the_trainer, daemon=True).start()
+
+
 class TorchvisionLoader:
     """Image by image with torchvision's transforms, in worker processes; pinned and copied without blocking on CUDA."""
 
@@ -82,6 +102,7 @@ class TorchvisionLoader:
             persistent_workers=num_workers > 0,
             prefetch_factor=PREFETCHED if num_workers else None,
             pin_memory=device.type == "cuda",
+            worker_init_fn=obey_only_the_trainer if sys.platform == "linux" else None,
             generator=torch.Generator(),  # its own: each epoch begun would draw a number from the run's generator
             # fork: workers share the images with this process, where other ways would copy them to each
             multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
