@@ -72,6 +72,7 @@ class Trainer:
         if config.enable_nhwc:
             # NHWC: weights in the channels_last memory format; the loaders bring the images in the same one
             self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        checkpoint.seed_random_state(checkpoint.seed_of(config.seed, place.rank, step=0))
         self.weights = MasterWeights(self.model, self.precision)
         self.average = build_average(config, self.model)
 
@@ -368,7 +369,8 @@ class Trainer:
                     buffer.copy_(mine["buffers"][name])
             self.sums.load(mine["metric_sums"], state["logged_sums"])
         else:
-            # another world size: BatchNorm goes on from the mean of what the ranks had seen
+            # another world size: other draws, and BatchNorm goes on from the mean of what the ranks had seen
+            checkpoint.seed_random_state(checkpoint.seed_of(self.config.seed, self.place.rank, self.step))
             for name, buffer in self._buffers().items():
                 if name in ranks[0]["buffers"] and buffer.is_floating_point():
                     buffer.copy_(torch.stack([rank["buffers"][name] for rank in ranks]).mean(0))

@@ -65,6 +65,7 @@ def train_some_steps(place: Distributed, num_steps: int, **changes: Any) -> dict
         "weights": torch.cat([parameter.detach().flatten() for parameter in parameters]),
         "gradients": torch.cat([gradient.flatten() for gradient in gradients]),
         "metrics": trainer.sums.average(place),
+        "drawn": torch.rand(1).item(),
         "storages": len({gradient.untyped_storage().data_ptr() for gradient in gradients}),
     }
 
@@ -118,7 +119,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_equal_one_process(tmp_path: Path, one_process: dict[str, Any], world_size: int) -> None:
-    for result in results_of(tmp_path, world_size, 20, {"plain": {}}):
+    results = results_of(tmp_path, world_size, 20, {"plain": {}})
+    assert len({result["plain"]["drawn"] for result in results}) == world_size  # dropout is each rank's own
+    for result in results:
         for what in ("weights", "gradients"):
             assert distance(result["plain"][what], one_process["plain"][what]) < 1e-6, what
         metrics, expected = result["plain"]["metrics"], one_process["plain"]["metrics"]

@@ -323,6 +323,11 @@ def seed_random_state(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def seed_of(seed: int, rank: int, step: int) -> int:
+    """A seed of its own for what a rank draws from `step` on (dropout), so that ranks do not draw the same."""
+    return int(np.random.SeedSequence([seed, rank, step]).generate_state(1)[0])
+
+
 def random_state() -> dict[str, Any]:
     """The states of this process's random generators as plain values and tensors."""
     name, keys, position, has_gauss, cached = cast(tuple[Any, ...], np.random.get_state(legacy=True))
