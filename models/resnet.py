@@ -5,6 +5,8 @@ so that the first stage still sees 32x32. With the tutorial's 7x7 stem and 100 c
 parameters and needs 2.61 GFLOP (multiply and add counted) per image and forward pass.
 `resnet8`, `resnet20` and `resnet56` are the CIFAR networks of He et al. 2015 (arXiv:1512.03385, section 4.2):
 6n+2 layers in three stages of 16, 32 and 64 channels.
+`resnet9` is the network of D. Page's DAWNBench entry ("How to train your ResNet", 2018), made for few epochs: wide,
+shallow, and most of its work at low resolution.
 """
 
 from typing import Literal
@@ -66,3 +68,49 @@ def _stage(in_channels: int, channels: int, num_blocks: int, stride: int) -> nn.
         shortcut = nn.Sequential(nn.Conv2d(in_channels, channels, 1, stride, bias=False), nn.BatchNorm2d(channels))
     first = BasicBlock(in_channels, channels, stride, shortcut)
     return nn.Sequential(first, *(BasicBlock(channels, channels) for _ in range(num_blocks - 1)))
+
+
+class ResNet9(nn.Module):
+    """Page's network: images [N, 3, H, W], H and W at least 8 -> logits [N, num_classes]; `width` 4 is his.
+
+    Each max-pool stands before BatchNorm and ReLU instead of behind them, as in airbench (arXiv:2404.00498): the same
+    function where BatchNorm's weight is positive, at a quarter of the memory traffic.
+    """
+
+    LOGIT_SCALE = 0.125  # Page's
+
+    def __init__(self, num_classes: int, *, width: int, zero_init: bool = False) -> None:
+        super().__init__()
+        first, second, third, fourth = (16 * width * factor for factor in (1, 2, 4, 8))
+        self.prep = _convolution(3, first)
+        self.layer1 = nn.Sequential(_convolution(first, second, pool=True), PlainResidual(second))  # [N, 32w, 16, 16]
+        self.layer2 = _convolution(second, third, pool=True)  # [N, 64 x width, 8, 8]
+        self.layer3 = nn.Sequential(_convolution(third, fourth, pool=True), PlainResidual(fourth))  # [N, 128w, 4, 4]
+        self.pool = nn.AdaptiveMaxPool2d(1)
+        self.fc = nn.Linear(fourth, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if isinstance(module, PlainResidual) and zero_init:
+                nn.init.zeros_(module.conv2.get_parameter("1.weight"))
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.layer3(self.layer2(self.layer1(self.prep(images))))
+        return self.fc(self.pool(features).flatten(1)) * self.LOGIT_SCALE
+
+
+class PlainResidual(nn.Module):
+    """Two convolutions beside the identity, with nothing behind their sum: [N, channels, H, W] -> the same."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = _convolution(channels, channels), _convolution(channels, channels)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features + self.conv2(self.conv1(features))
+
+
+def _convolution(in_channels: int, channels: int, *, pool: bool = False) -> nn.Sequential:
+    convolution = nn.Conv2d(in_channels, channels, 3, padding=1, bias=False)
+    pools = [nn.MaxPool2d(2)] if pool else []
+    return nn.Sequential(convolution, *pools, nn.BatchNorm2d(channels), nn.ReLU(inplace=True))

@@ -95,16 +95,16 @@ class Config(BaseModel):
     # ---- model
     model: Literal[
         "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet8", "resnet20", "resnet56",
-        "vgg16", "vgg16_bn", "alexnet",
+        "resnet9", "vgg16", "vgg16_bn", "alexnet",
     ]  # fmt: skip
-    """torchvision's ResNet family, VGG16 (_bn: with BatchNorm) and AlexNet, or He's small CIFAR ResNets (8, 20, 56
-    layers)."""
+    """torchvision's ResNet family, VGG16 (_bn: with BatchNorm) and AlexNet, He's small CIFAR ResNets (8, 20, 56
+    layers), or Page's, made for few epochs (9)."""
     stem: Literal["7x7", "3x3", "imagenet"]
     """First convolution of the large ResNets: the tutorial's 7x7 or the usual CIFAR 3x3, stride 1, no max-pool, or for
     224-pixel images torchvision's own, 7x7 with stride 2 and a max-pool. VGG and AlexNet too are torchvision's own
     with imagenet."""
     width: Annotated[int, Field(ge=1, le=64)]
-    """resnet8, 20, 56: so many times as many channels; 1 is He's."""
+    """resnet8, 9, 20, 56: so many times 16 channels in the first stage; He's have 1, Page's has 4."""
     zero_init_residual: bool
     """ResNets: the last BatchNorm of each residual block starts at 0, so that the block starts as the identity."""
 
@@ -295,13 +295,14 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _check_model(self) -> "Config":
-        if self.width != 1 and self.model not in ("resnet8", "resnet20", "resnet56"):
-            raise ValueError(f"width {self.width} is for resnet8, resnet20 and resnet56; model {self.model} needs 1")
+        small = ("resnet8", "resnet9", "resnet20", "resnet56")
+        if self.width != 1 and self.model not in small:
+            raise ValueError(f"width {self.width} is for {', '.join(small)}; model {self.model} needs 1")
         if self.zero_init_residual and not self.model.startswith("resnet"):
             raise ValueError(f"zero_init_residual is true, but model {self.model} has no residual blocks; use false")
         if self.model == "alexnet" and self.stem != "imagenet":
             raise ValueError(f"model alexnet is for large images: stem must be imagenet, not {self.stem}")
-        if self.stem == "imagenet" and self.model in ("resnet8", "resnet20", "resnet56"):
+        if self.stem == "imagenet" and self.model in small:
             raise ValueError(f"model {self.model} is for small images; stem imagenet needs another model")
         if self.ema_decay is not None and self.opt_level in ("O2", "O3"):
             raise ValueError(
