@@ -1,18 +1,22 @@
 """tools.verify_resume: what it finds different, that it ends, and real runs that are killed."""
 
 import json
+import re
 import shutil
+import time
 
 import pytest
 
 from tests.conftest import ROOT, TINY
 from tools import verify_resume
-from tools.verify_resume import compare, main
+from tools.verify_resume import Job, compare, main
 from train import Trainer
 from utils.checkpoint import encode, newest_good, read_checkpoint, save_last, write_atomically
+from utils.errors import ExpectedError
 
 SETTINGS = TINY | {"limit_train_batches": 16, "max_epochs": 3, "checkpoint_every_steps": 5, "deterministic": True}
 ARGUMENTS = ["--config=default", *(f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items())]
+QUICK = ["--set=limit_train_batches=6", "--set=max_epochs=2", "--set=checkpoint_every_steps=1"]
 
 
 @pytest.fixture
@@ -76,6 +80,47 @@ def test_a_run_that_hangs_is_ended_and_reported(tmp_path, monkeypatch, capsys):
     assert verify_resume._processes(work / "in-peace") == {}
 
 
+# train.py that, as it were, has forgotten how to find its checkpoints: every start begins anew, and all end equal
+FORGETFUL = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import train
+from utils import checkpoint
+from utils.cli import parse_arguments
+checkpoint.newest_good = lambda folder: (None, None, [])
+sys.exit(train.main(parse_arguments()))
+"""
+
+
+def test_a_start_that_does_not_go_on_is_found_out(tiny, alone, tmp_path, monkeypatch):
+    Trainer(tiny(max_epochs=1), alone).train(tmp_path / "run", "tiny", "auto")
+    script = tmp_path / "train.py"
+    script.write_text(FORGETFUL)
+    monkeypatch.setattr(verify_resume, "TRAIN", script)
+    monkeypatch.chdir(ROOT)
+    job = Job([*ARGUMENTS, *QUICK], nproc=1, timeout=120, end=time.monotonic() + 240)
+    with pytest.raises(ExpectedError, match="a start did not go on from its good checkpoint"):
+        list(verify_resume._train_through(job, tmp_path / "run", []))
+
+
+def test_a_run_that_says_it_goes_on_and_moves_its_folder_is_found_out(tmp_path):
+    run = verify_resume.Attempt.__new__(verify_resume.Attempt)
+    run.folder, run.log = tmp_path / "run", tmp_path / "run.output"
+    (tmp_path / "run.1").mkdir()
+    run.log.write_text("Resuming from somewhere\nStarting Training Loop...\n")
+    run.check_resumed(earlier={tmp_path / "run.1"})
+    with pytest.raises(ExpectedError, match=r"moved its good checkpoint aside, to .*run\.1:"):
+        run.check_resumed(earlier=set())
+
+
+@pytest.mark.parametrize("option", ["--kills=0", "--kills=-1", "--nproc=0", "--kills=many"])
+def test_nothing_to_verify_is_bad_usage(option, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main([option])
+    assert leaving.value.code == 2
+    assert "expected a whole number from 1 on" in capsys.readouterr().err
+
+
 def test_a_mistake_in_the_configuration_is_told_before_anything_starts(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert main(["--config=default", "--set=no_such_key=1"]) == 2
@@ -84,15 +129,26 @@ def test_a_mistake_in_the_configuration_is_told_before_anything_starts(monkeypat
     assert err.startswith("error: ") and "no_such_key" in err
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("name", "nproc", "kills"), [("KILL", 1, 5), ("KILL", 2, 2), ("TERM", 2, 2), ("USR1", 1, 2)])
-def test_killed_runs_equal_the_one_in_peace(name, nproc, kills, tmp_path, monkeypatch, capfd):
+def verify(tmp_path, monkeypatch, capfd, *options, kills):
+    """Everything that the tool prints, of kills that change nothing."""
     monkeypatch.chdir(ROOT)
-    options = [f"--signal={name}", f"--nproc={nproc}", f"--kills={kills}", f"--work-dir={tmp_path}"]
-    status = main([*ARGUMENTS, *options, "--seed=1", "--timeout=600", "--total-timeout=1700"])
+    status = main([*ARGUMENTS, *options, f"--kills={kills}", f"--work-dir={tmp_path}", "--seed=1", "--timeout=600"])
     out = capfd.readouterr().out
     assert status == 0, out
     assert f"{kills} kills over" in out
     assert "verdict: EQUAL" in out
     assert list(tmp_path.iterdir()) == []
+    return out
+
+
+def test_five_kills_change_nothing(tmp_path, monkeypatch, capfd):
+    out = verify(tmp_path, monkeypatch, capfd, *QUICK, kills=5)
+    resumed = re.search(r"^(\d+) starts went on from a checkpoint$", out, re.MULTILINE)
+    assert resumed is not None and int(resumed[1]) >= 1, out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("name", "nproc", "kills"), [("KILL", 1, 5), ("KILL", 2, 2), ("TERM", 2, 2), ("USR1", 1, 2)])
+def test_killed_runs_equal_the_one_in_peace(name, nproc, kills, tmp_path, monkeypatch, capfd):
+    verify(tmp_path, monkeypatch, capfd, f"--signal={name}", f"--nproc={nproc}", kills=kills)

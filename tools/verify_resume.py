@@ -4,9 +4,10 @@
     python -m tools.verify_resume --config=quickstart --set max_epochs=2 --nproc 2 --signal TERM
 
 Each killed run is started again by the same command until it is finished. Then weights, optimizer, random states,
-metrics.jsonl and learning rates must equal those of the run in peace, bit by bit. A run takes at most KILLS_PER_RUN
-kills, further ones strike another run. Kills strike at the start, in training, and as soon as a checkpoint's temporary
-file appears; with several processes all of them at once, or one alone.
+metrics.jsonl and learning rates must equal those of the run in peace, bit by bit; and every start that finds a good
+checkpoint must have gone on from it. A run takes at most KILLS_PER_RUN kills, further ones strike another run. Kills
+strike at the start, in training, and as soon as a checkpoint's temporary file appears; with several processes all of
+them at once, or one alone.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from utils.errors import ConfigError, ExpectedError, Stopped
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 KILLS_PER_RUN = 8
 STARTED, FINISHED = b"Starting Training Loop", b"Finished: "  # what train.py logs; from the first on it heeds signals
+RESUMED = b"Resuming from "  # and before either, where it goes on from a checkpoint
 TAG = "VERIFY_RESUME_RUN"  # marks every process of a run in its environment, orphans included
 MOMENTS = {"training": 0.5, "a write": 0.35, "the start": 0.15}  # and how often
 # of metrics.jsonl: never the same twice
@@ -130,6 +132,17 @@ class Attempt:
         except FileNotFoundError:
             return False
 
+    def check_resumed(self, earlier: set[Path]) -> None:
+        """`ExpectedError` where it began anew, although there was a good checkpoint when it was started.
+
+        Such a run may be equal all the same, as every start is deterministic. `earlier`: what was moved aside before.
+        """
+        log = self.log.read_bytes()
+        if (STARTED in log or FINISHED in log) and RESUMED not in log:
+            raise ExpectedError(f"a start did not go on from its good checkpoint:\n{self.last_words()}")
+        if new := _moved_aside(self.folder) - earlier:
+            raise ExpectedError(f"a start moved its good checkpoint aside, to {min(new)}:\n{self.last_words()}")
+
     def last_words(self) -> str:
         """The end of what it printed."""
         return self.log.read_text(errors="replace")[-2000:]
@@ -156,7 +169,7 @@ def verify(job: Job, kills: int, number: signal.Signals, seed: int, work: Path) 
 
     counts: Counter[str] = Counter()
     differences: list[str] = []
-    runs = 0
+    runs = resumed = 0
     while counts.total() < kills and not differences:
         runs += 1
         folder = work / f"killed-{runs}"
@@ -166,10 +179,12 @@ def verify(job: Job, kills: int, number: signal.Signals, seed: int, work: Path) 
             counts[struck] += 1
             print(f"kill {counts.total()} of {kills}: {number.name} {struck}", flush=True)
         differences = compare(peace, folder)
+        resumed += (folder / "train.log").read_bytes().count(RESUMED)
         if not differences:
             shutil.rmtree(folder)
     struck_when = ", ".join(f"{count} {when}" for when, count in counts.most_common())
     print(f"{counts.total()} kills over {runs} runs of {job.nproc} process(es): {struck_when}")
+    print(f"{resumed} starts went on from a checkpoint")
     return differences
 
 
@@ -183,17 +198,23 @@ def _draw_kill(draw: random.Random, number: signal.Signals, mean: float, startin
 
 def _train_through(job: Job, folder: Path, plan: list[Kill]) -> Iterator[str]:
     """Start the run again and again until it is finished; yields where each kill struck."""
+    from utils.checkpoint import newest_good
+
     left = list(plan)
     while True:
+        has_checkpoint = newest_good(folder / "checkpoints")[0] is not None
+        earlier = _moved_aside(folder)
         with Attempt(job, folder) as attempt:
             kill = left.pop(0) if left else None
-            if kill is None or not attempt.strike(kill):
-                status = attempt.wait()
+            struck = kill is not None and attempt.strike(kill)
+            began = STARTED in attempt.log.read_bytes()
+            status = attempt.wait()
+            if has_checkpoint:
+                attempt.check_resumed(earlier)
+            if kill is None or not struck:
                 if status != 0:
                     raise ExpectedError(f"a start after a kill failed with status {status}:\n{attempt.last_words()}")
                 return
-            began = STARTED in attempt.log.read_bytes()
-            status = attempt.wait()
             # where it was finished, the signal may have met an interpreter on its way out
             finished = FINISHED in attempt.log.read_bytes()
             if kill.signal != signal.SIGKILL and began and not finished and status not in (0, Stopped.exit_status):
@@ -205,6 +226,11 @@ def _train_through(job: Job, folder: Path, plan: list[Kill]) -> Iterator[str]:
             yield f"to {whom} in training" if began else f"to {whom} while starting"
         if status == 0:  # the signal came too late to stop anything
             return
+
+
+def _moved_aside(folder: Path) -> set[Path]:
+    """Where starts that began anew have put what was in `folder`."""
+    return {path for path in folder.parent.glob(f"{folder.name}.*") if path.suffix[1:].isdigit()}
 
 
 def compare(peace: Path, killed: Path) -> list[str]:
@@ -354,6 +380,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected a whole number from 1 on")
+    return int(text)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -366,9 +398,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", default="quickstart", metavar="NAME")
     parser.add_argument("--yaml_config", type=Path, default=Path("config/cifar100.yaml"), metavar="PATH")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable")
-    parser.add_argument("--kills", type=int, default=5, metavar="N", help="interruptions in all (default: 5)")
+    parser.add_argument("--kills", type=_at_least_one, default=5, metavar="N", help="interruptions in all (default: 5)")
     parser.add_argument("--signal", choices=("KILL", "TERM", "USR1"), default="KILL")
-    parser.add_argument("--nproc", type=int, default=1, metavar="K", help="processes, started by torchrun (default: 1)")
+    parser.add_argument(
+        "--nproc", type=_at_least_one, default=1, metavar="K", help="processes, started by torchrun (default: 1)"
+    )
     parser.add_argument("--seed", type=int, metavar="S", help="of the moments and victims (default: drawn and told)")
     parser.add_argument(
         "--timeout", type=float, default=1800.0, metavar="SECONDS", help="one start may take this long (default: 1800)"
