@@ -199,7 +199,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     path = tmp_path / "file"
     checkpoint.write_atomically(path, b"old")
     monkeypatch.setattr(os, "fsync", _no_space)
-    with pytest.raises(CheckpointError, match="file: cannot be written: No space left on device; what was"):
+    with pytest.raises(ExpectedError, match="file: cannot be written: No space left on device; what was"):
         checkpoint.write_atomically(path, b"new")
     assert _contents(tmp_path) == {"file": b"old"}
 
@@ -216,7 +216,7 @@ def test_a_really_full_disk(tmp_path, state, background):
 import torch
 from pathlib import Path
 from utils.checkpoint import Writer, newest_good
-from utils.errors import CheckpointError
+from utils.errors import ExpectedError
 folder = Path({str(tmp_path)!r})
 writer = Writer(folder, keep=1, background={background})
 for step, megabytes in ((1, 2), (2, 3)):
@@ -225,8 +225,8 @@ for step, megabytes in ((1, 2), (2, 3)):
     try:
         writer.save(state, is_best=False)
         writer.wait()
-    except CheckpointError as error:
-        print("error:", error)
+    except ExpectedError as error:
+        print("error:", error, "; status", error.exit_status)
 print(newest_good(folder)[0].name, sorted(path.name for path in folder.iterdir()))
 """
     torch.save(state, tmp_path.parent / "state.pt")
@@ -237,7 +237,7 @@ print(newest_good(folder)[0].name, sorted(path.name for path in folder.iterdir()
         pytest.skip(f"cannot mount here: {result.stderr.strip()}")
     assert result.stdout.splitlines() == [
         f"error: {tmp_path}/step-000000002.pt: cannot be written: No space left on device; what was there before is "
-        "untouched",
+        "untouched ; status 1",
         "step-000000001.pt ['step-000000001.pt']",
     ], result.stderr
 
@@ -290,12 +290,12 @@ def test_an_error_of_the_writing_thread_surfaces(tmp_path, state, monkeypatch):
     writer.wait()
     monkeypatch.setattr(os, "fsync", _no_space)
     writer.save(state | {"step": 9}, is_best=False)
-    with pytest.raises(CheckpointError, match="No space left on device"):
+    with pytest.raises(ExpectedError, match="No space left on device"):
         writer.wait()
     writer.save(state | {"step": 10}, is_best=False)
     while writer._thread is not None:
         writer._thread.join()
-    with pytest.raises(CheckpointError, match="No space left on device"):
+    with pytest.raises(ExpectedError, match="No space left on device"):
         writer.save(state | {"step": 11}, is_best=False)
     assert newest_good(tmp_path)[0].name == "step-000000008.pt"
 

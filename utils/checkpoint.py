@@ -65,7 +65,9 @@ class DamagedError(CheckpointError):
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that at any moment either the old or the whole new one is there, also after a power cut."""
+    """Write a file so that at any moment either the old or the whole new one is there, also after a power cut.
+
+    `ExpectedError` naming the file where the disk is full or it may not be written."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -76,7 +78,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise CheckpointError(
+        raise ExpectedError(
             f"{path}: cannot be written: {error.strerror}; what was there before is untouched"
         ) from None
     with suppress(OSError):  # not every file system can flush a folder; the file is whole and in its place
