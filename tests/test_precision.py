@@ -113,6 +113,12 @@ def test_cuda_chooses_fp16_with_dynamic_scaling_but_none_for_o3(tiny):
     assert choose_precision(tiny(opt_level="O2", amp_dtype="bf16"), cuda).loss_scale is None
     with pytest.raises(ConfigError, match=r"loss_scale dynamic with opt_level O3 needs fused_optimizer"):
         choose_precision(tiny(opt_level="O3", loss_scale="dynamic"), cuda)
+    fused = {"opt_level": "O3", "loss_scale": 128, "fused_optimizer": True}
+    assert choose_precision(tiny(**fused), cuda).loss_scale == 128
+    with pytest.raises(ConfigError, match=r"clip_grad_norm 1 with opt_level O3 and loss_scale 128") as refused:
+        choose_precision(tiny(**fused, clip_grad_norm=1), cuda)
+    assert refused.value.exit_status == 2
+    assert choose_precision(tiny(**fused, clip_grad_norm=1, amp_dtype="bf16"), cuda).loss_scale == 128
 
 
 @pytest.mark.parametrize(("level", "batchnorm"), [("O2", True), ("O2", False), ("O3", True), ("O3", False)])

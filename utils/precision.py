@@ -88,11 +88,18 @@ def choose_precision(config: Config, device: torch.device) -> Precision:
         keep_batchnorm_fp32=level != "O3" if keep_batchnorm_fp32 is None else keep_batchnorm_fp32,
         loss_scale=config.loss_scale or ("dynamic" if fp16 and level in ("O1", "O2") else None),
     )
-    if level == "O3" and fp16 and precision.loss_scale is not None and not config.extra_opt("fused_optimizer"):
-        raise ConfigError(
-            f"loss_scale {precision.loss_scale} with opt_level O3 needs fused_optimizer: true, "
-            "as PyTorch unscales no fp16 gradients for other optimizers"
-        )
+    if level == "O3" and fp16 and precision.loss_scale is not None:
+        # the fused optimizer unscales as it updates; PyTorch unscales no fp16 gradients before an update
+        if not config.extra_opt("fused_optimizer"):
+            raise ConfigError(
+                f"loss_scale {precision.loss_scale} with opt_level O3 needs fused_optimizer: true, "
+                "as PyTorch unscales no fp16 gradients for other optimizers"
+            )
+        if config.clip_grad_norm is not None:
+            raise ConfigError(
+                f"clip_grad_norm {config.clip_grad_norm:g} with opt_level O3 and loss_scale {precision.loss_scale} "
+                "would have to unscale fp16 gradients, which PyTorch does not; use opt_level O2, or no loss_scale"
+            )
     return precision
 
 
