@@ -112,7 +112,7 @@ class Trainer:
     def describe(self) -> str:
         """What this run would do and need."""
         return describe(
-            self.config, self.split, self.schedule, self.precision, self.model, self.criterion, self.data["shape"]
+            self.config, self.split, self.schedule, self.precision, self.weights, self.criterion, self.data["shape"]
         )
 
     @property
@@ -420,8 +420,10 @@ def main(arguments: Arguments) -> int:
         trainer = Trainer(config, place)
         if not arguments.dry_run:
             trainer.train(arguments.run_dir, arguments.config_name, arguments.resume)
-        elif place.is_main:
-            print(trainer.describe())
+        else:
+            description = trainer.describe()  # on every rank, since a forward pass may have to wait for the others'
+            if place.is_main:
+                print(description)
 
     return run_ranks(run, config.device, config.start_timeout_seconds, config.collective_timeout_seconds)
 

@@ -1,12 +1,14 @@
 """What a run would do and need, without training: `train.py --dry-run`."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
 from utils.config import Config
 from utils.distributed import BatchSplit
 from utils.optim import Schedule
-from utils.precision import Precision
+from utils.precision import MasterWeights, Precision
 
 PROBE_IMAGES = 4
 
@@ -16,17 +18,15 @@ def describe(
     split: BatchSplit,
     schedule: Schedule,
     precision: Precision,
-    model: nn.Module,
+    weights: MasterWeights,
     criterion: nn.Module,
     image_shape: tuple[int, int, int],
 ) -> str:
     """Parameters, steps, the learning rate where its course changes, and an estimate of memory."""
+    model = weights.model
     parameters = sum(parameter.numel() for parameter in model.parameters())
     steps = schedule.total_steps // config.max_epochs
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    masters = 4 * parameters if precision.level == "O2" else 0
-    momentum = (masters or weights) if config.momentum else 0
-    states = 2 * (weights + masters) + momentum  # weights and gradients of each
+    states = state_bytes(config, weights)
     per_image = activation_bytes_per_image(model, criterion, precision, image_shape)
     activations = per_image * split.micro_batch_size
     lines = [
@@ -35,7 +35,7 @@ def describe(
         f"batch            {split}",
         f"epochs           {config.max_epochs}, {schedule.total_steps:,} steps",
         f"memory estimate  {_gigabytes(states + activations)} a rank, without libraries and workspaces:",
-        f"  weights, gradients and momentum {_gigabytes(states)}, activations {_gigabytes(activations)}",
+        f"  weights, gradients and optimizer {_gigabytes(states)}, activations {_gigabytes(activations)}",
         f"learning rate    schedule {config.lr_schedule}",
     ]
     lines += [f"  step {step:>8,}  {config.peak_lr * schedule.factor(step):.6g}" for step in _corners(schedule)]
@@ -43,6 +43,21 @@ def describe(
         patience = config.lr_plateau_patience + 1
         lines.append(f"  then x {config.lr_decay_factor:g} after {patience} epochs without a better validation loss")
     return "\n".join(lines)
+
+
+def state_bytes(config: Config, weights: MasterWeights) -> int:
+    """Bytes of what is kept from step to step: weights, gradients, the optimizer's moments, the average of weights."""
+    # LAMB keeps mean and square of the gradients, LARS a momentum, SGD that only where there is one
+    moments = {"lamb": 2, "lars": 1, "sgd": int(config.momentum > 0)}[config.optimizer]
+    updated = weights.parameters()
+    average = _bytes(weights.model.state_dict().values()) if config.ema_decay is not None else 0
+    # the half weights' gradients are dropped only when they have become the masters'
+    model = list(weights.model.parameters())
+    return 2 * _bytes({*model, *updated}) + moments * _bytes(updated) + average
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _corners(schedule: Schedule) -> list[int]:

@@ -1,0 +1,63 @@
+"""--dry-run: what it counts, and that it waits for no rank that is not there."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import CIFAR100, TINY
+from processes import run_job
+
+import train
+from utils.cli import Arguments
+from utils.config import Config, load_config
+from utils.dry_run import state_bytes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"momentum": 0, "nesterov": False},
+        {"optimizer": "lars"},
+        {"optimizer": "lamb"},
+        {"ema_decay": 0.9},
+        {"opt_level": "O2"},
+        {"opt_level": "O2", "optimizer": "lamb"},
+    ],
+)
+def test_the_memory_estimate_counts_what_a_step_leaves(tiny, alone, changes):
+    def size(tensors: Any) -> int:
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+    config = tiny(fused_optimizer=False, **changes)
+    trainer = train.Trainer(config, alone)
+    trainer.train_step(*next(iter(trainer.train_loader)), trainer.sums)
+    if trainer.average is not None:
+        trainer.average.update()
+    weights = {*trainer.model.parameters(), *trainer.weights.parameters()}
+    moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    average = [] if trainer.average is None else trainer.average.module.state_dict().values()
+    assert state_bytes(config, trainer.weights) == 2 * size(weights) + size(moments) + size(average)
+
+
+def dry_run_of_ranks_that_wait_for_each_other(folder: Path) -> int:
+    """As with enable_sync_bn, which only CUDA has: a collective in the forward pass of training."""
+    really = train.build_model
+
+    def build(config: Config) -> torch.nn.Module:
+        model = really(config)
+        model.register_forward_hook(lambda *_: dist.barrier() if model.training else None)
+        return model
+
+    train.build_model = build
+    values = load_config(CIFAR100, "default").model_dump() | TINY | {"collective_timeout_seconds": 10}
+    return train.main(Arguments(Config(**values), "tiny", folder, "auto", dry_run=True))
+
+
+def test_a_dry_run_describes_on_every_rank_and_prints_on_one(tmp_path):
+    ended = run_job(tmp_path / "job", 2, dry_run_of_ranks_that_wait_for_each_other, tmp_path / "run")
+    assert [process.status for process in ended] == [0, 0], ended[0].errors
+    assert ended[0].output.count("memory estimate") == 1
+    assert ended[1].output == ""
