@@ -10,6 +10,9 @@ LOST_RANK = re.compile(
     "connection (was )?(closed|reset) by (remote )?peer|broken pipe|remote process exited|socket closed|gloo/transport",
     re.IGNORECASE,
 )
+# What PyTorch says when the memory of a device or of the host does not suffice, and how much it wanted.
+OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory", re.IGNORECASE)
+WANTED = re.compile(r"(?:tried|unable) to allocate ([\d.]+ \w+)", re.IGNORECASE)
 
 
 class ExpectedError(Exception):
@@ -49,9 +52,22 @@ def explain(error: Exception) -> ExpectedError | None:
         return error
     if "DataLoader worker" in text:
         return ExpectedError(_explain_loader_worker(text))
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(text)):
+        return ExpectedError(_explain_memory(text))
     if isinstance(error, RuntimeError) and LOST_RANK.search(text):
         return ExpectedError("another process of this run has ended, so this one ends too; see its message")
     return None
+
+
+def _explain_memory(text: str) -> str:
+    """Two lines for an allocation that failed, `text` in the words of PyTorch or numpy."""
+    wanted = WANTED.search(text)
+    where = "GPU" if "CUDA" in text else "host"
+    return (
+        f"out of {where} memory{f', at an allocation of {wanted[1]}' if wanted else ''}\n"
+        "use a smaller micro_batch_size, which leaves batch_size as it is, a smaller batch_size, or enable_amp=true; "
+        "--dry-run estimates the need"
+    )
 
 
 def _explain_loader_worker(text: str) -> str:

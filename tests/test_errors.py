@@ -1,0 +1,134 @@
+"""What a failure of the run's surroundings is told as: memory that does not suffice, and loader workers."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import ROOT, TINY
+from tests.processes import without_launcher
+from utils.checkpoint import newest_good
+from utils.errors import explain
+from utils.ranks import run_ranks
+
+REMEDY = "use a smaller micro_batch_size, which leaves batch_size as it is, a smaller batch_size, or enable_amp=true;"
+
+
+@pytest.mark.parametrize(
+    ("allocate", "first_line"),
+    [
+        (lambda: torch.empty(2**50, dtype=torch.uint8), "out of host memory, at an allocation of 1125899906842624 by"),
+        (lambda: np.empty(2**60, np.uint8), "out of host memory, at an allocation of 1.00 EiB"),
+        pytest.param(
+            lambda: torch.empty(2**50, dtype=torch.uint8, device="cuda"),
+            "out of GPU memory, at an allocation of 1048576.00 GiB",
+            marks=pytest.mark.gpu,
+        ),
+    ],
+)
+def test_memory_that_does_not_suffice(allocate, first_line, capsys):
+    assert run_ranks(lambda place: allocate(), "cpu", 20, 20) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"error: {first_line}")
+    assert second.startswith(REMEDY)
+
+
+@pytest.mark.parametrize(
+    ("error", "first_line"),
+    [
+        (
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.2 "
+                "GiB is free. If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=..."
+            ),
+            "out of GPU memory, at an allocation of 2.50 GiB",
+        ),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ..."), "out of GPU memory"),
+    ],
+)
+def test_memory_of_a_gpu_that_does_not_suffice(error, first_line):
+    told = explain(error)
+    assert told is not None and told.exit_status == 1
+    assert str(told).splitlines()[0] == first_line
+    assert str(told).splitlines()[1].startswith(REMEDY)
+
+
+# train.py whose loader worker fails at the sixth training batch, the second one of the second epoch
+FAULTY = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import train
+from utils.cli import parse_arguments
+from utils.data.loaders import AugmentedImages
+really, calls = AugmentedImages.__getitem__, []
+def faulty(self, batch):
+    calls.append(batch)
+    if len(calls) == 6:
+        raise ZeroDivisionError("the sixth batch")
+    return really(self, batch)
+AugmentedImages.__getitem__ = faulty
+sys.exit(train.main(parse_arguments()))
+"""
+
+
+def start_with_a_worker(program: list[str], folder: Path, **changes: object) -> subprocess.Popen[str]:
+    keys = TINY | {"data_loader": "torchvision", "num_data_workers": 1, "log_freq": 1} | changes
+    command = [sys.executable, *program, "--config=default", f"--run-dir={folder}"]
+    command += [f"--set={key}={str(value).lower()}" for key, value in keys.items()]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=without_launcher(os.environ),
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def children(process: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        found += [int(stat.parent.name)] if parent == process else []
+    return found
+
+
+def test_an_exception_in_a_loader_worker_is_named(tmp_path):
+    run = start_with_a_worker(["-c", FAULTY], tmp_path, max_epochs=3)
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode == 1
+    (line,) = errors.splitlines()
+    assert line.startswith("error: a loader worker failed: ZeroDivisionError: the sixth batch (File ")
+    assert line.endswith(", in faulty)")
+    path, state, complaints = newest_good(tmp_path / "checkpoints")
+    assert (path is not None and path.name, state and state["epoch"], complaints) == ("step-000000004.pt", 1, [])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the worker in /proc")
+def test_a_killed_loader_worker_is_named(tmp_path):
+    """As the kernel kills one when memory runs out."""
+    run = start_with_a_worker(["train.py"], tmp_path, limit_train_batches=100, checkpoint_every_steps=1)
+    while run.poll() is None and not list((tmp_path / "checkpoints").glob("step-*.pt")):
+        time.sleep(0.01)
+    workers = children(run.pid)
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)
+    _, errors = run.communicate(timeout=120)
+    assert workers and run.returncode == 1
+    first, second = errors.splitlines()
+    assert first in {
+        f"error: loader worker {worker} was killed by SIGKILL, which is what the kernel does when memory runs out"
+        for worker in workers
+    }
+    assert "fewer num_data_workers" in second
+    path, _, complaints = newest_good(tmp_path / "checkpoints")
+    assert path is not None and complaints == []
