@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import socket
 import sys
 import time
@@ -94,6 +95,13 @@ def run_job(folder: Path, world_size: int, function: Callable[..., int], *argume
     return Job(
         folder, function, arguments, [torchrun_variables(rank, world_size, port) for rank in range(world_size)]
     ).wait()
+
+
+def complaints(ended: list[Ended]) -> list[str]:
+    """Every line that any process wrote to stderr, PyTorch's own warnings left out."""
+    lines = [line for process in ended for line in process.errors.splitlines()]
+    native = re.compile(r"(\[rank\d+\]:)?\[[WE]\d+|Exception raised from|frame #|<omitting|$")
+    return [line for line in lines if not native.match(line)]
 
 
 def _read(path: Path) -> str:

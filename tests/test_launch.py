@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from processes import ROOT, Ended, Job, free_port, run_job, torchrun_variables, without_launcher
+from processes import ROOT, Job, complaints, free_port, run_job, torchrun_variables, without_launcher
 
 import utils.ranks
 from utils.distributed import Distributed
@@ -153,6 +153,19 @@ def fail_on(rank: int, kind: str, others: str) -> int:
     return run_ranks(action, "cpu", 20, 60)
 
 
+def tell_where_the_store_listens() -> int:
+    """Rank 0 prints the local addresses, in hexadecimal, of the sockets that listen at MASTER_PORT."""
+
+    def action(place: Distributed) -> None:
+        port, listening = f"{int(os.environ['MASTER_PORT']):04X}", "0A"
+        rows = [row.split() for kind in ("tcp", "tcp6") for row in Path(f"/proc/net/{kind}").read_text().splitlines()]
+        found = [row[1].removesuffix(f":{port}") for row in rows if row[1].endswith(f":{port}") and row[3] == listening]
+        if place.is_main:
+            print(*found)
+
+    return run_ranks(action, "cpu", 20, 20)
+
+
 def stop_on_request() -> int:
     def action(place: Distributed) -> None:
         if place.is_main:
@@ -179,13 +192,6 @@ def bad_command_line() -> int:
     except SystemExit as leave:
         return int(str(leave.code))
     return 0
-
-
-def complaints(ended: list[Ended]) -> list[str]:
-    """Every line that any process wrote to stderr, PyTorch's own warnings left out."""
-    lines = [line for process in ended for line in process.errors.splitlines()]
-    native = re.compile(r"(\[rank\d+\]:)?\[[WE]\d+|Exception raised from|frame #|<omitting|$")
-    return [line for line in lines if not native.match(line)]
 
 
 # ---- the ranks themselves
@@ -277,6 +283,21 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     ended = Job(tmp_path, wait_two_seconds, (), [torchrun_variables(0, 2, store.port)]).wait()
     assert ended[0].status == 2
     assert re.fullmatch(rf"error: rank 0: port {store.port} on \S+ is in use, .*MASTER_PORT.*\n", ended[0].errors)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
+@pytest.mark.parametrize("one_node", [True, False])
+def test_the_store_of_one_node_answers_that_node_only(tmp_path: Path, one_node: bool) -> None:
+    port = free_port()
+    ranks = [torchrun_variables(rank, 2, port) for rank in range(2)]
+    if not one_node:
+        elsewhere = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+        ranks = [variables | elsewhere for variables in ranks]
+    ended = Job(tmp_path, tell_where_the_store_listens, (), ranks).wait()
+    assert [process.status for process in ended] == [0, 0], ended[0].errors
+    (address,) = ended[0].output.split()
+    assert (address == "0100007F") is one_node  # 127.0.0.1
+    assert (set(address) == {"0"}) is not one_node
 
 
 def test_a_host_name_that_does_not_resolve_is_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ ones have names. Failure: the rank that claims the store's key `failure` first p
 leave with its exit status, those that wait in a collective for the one that failed included.
 """
 
+import errno
 import gc
 import json
 import multiprocessing
@@ -26,13 +27,14 @@ import torch.distributed as dist
 
 from utils.checkpoint import write_atomically
 from utils.distributed import Distributed, choose_device
-from utils.errors import LOST_RANK, CheckpointError, ConfigError, ExpectedError, Stopped, explain
+from utils.errors import LOST_RANK, ConfigError, ExpectedError, Stopped, explain
 from utils.launch import Launch, find_launch, name_ranks
 
 POLL_SECONDS = 0.2  # how often a rank looks whether another has failed
 ROLL_CALL_SECONDS = 3.0  # to answer, once contact with some rank is lost
 GRACE_SECONDS = 5.0  # after another rank's failure, to leave before being ended in mid-collective
 STORE_SECONDS = 30.0  # for one answer of the store
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ def _share_cores(local_world_size: int) -> None:
 
 def _open_store(launch: Launch, deadline: float, start_timeout: float) -> dist.TCPStore:
     """A connection to rank 0's store, which rank 0 opens; errors name the address."""
-    where = f"{launch.address}:{launch.port}"
+    address = _store_address(launch)
+    where = f"{address}:{launch.port}"
     try:
         socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -151,14 +154,15 @@ def _open_store(launch: Launch, deadline: float, start_timeout: float) -> dist.T
         )
     try:
         return dist.TCPStore(
-            "localhost" if hosts else launch.address,
+            "localhost" if hosts else address,
             launch.port,
             is_master=hosts,
             timeout=timedelta(seconds=STORE_SECONDS),
             wait_for_workers=False,
+            master_listen_fd=_listen_on_loopback(launch.port) if hosts and address == LOOPBACK else None,
         )
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" in str(error):
+    except (dist.DistNetworkError, OSError) as error:
+        if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
             raise ConfigError(
                 f"port {launch.port} on {socket.gethostname()} is in use, by another job perhaps; set MASTER_PORT to a "
                 "free one in every process, or start with torchrun --standalone"
@@ -166,11 +170,23 @@ def _open_store(launch: Launch, deadline: float, start_timeout: float) -> dist.T
         raise
 
 
+def _store_address(launch: Launch) -> str:
+    """Where the ranks find the store: with all of them on one node, rank 0 serves it to that node alone."""
+    local = launch.hosts_store and launch.local_world_size == launch.world_size
+    return LOOPBACK if local else launch.address
+
+
+def _listen_on_loopback(port: int) -> int:
+    """A socket for the store to serve and to close, where PyTorch's own would listen on every interface."""
+    with socket.create_server((LOOPBACK, port)) as server:
+        return server.detach()
+
+
 def _is_listening(launch: Launch, deadline: float) -> bool:
     """Wait until somebody listens there. PyTorch's own attempts print a stack trace for each that fails."""
     while time.monotonic() < deadline:
         try:
-            with socket.create_connection((launch.address, launch.port), timeout=5):
+            with socket.create_connection((_store_address(launch), launch.port), timeout=5):
                 return True
         except OSError:
             time.sleep(POLL_SECONDS)
@@ -239,7 +255,7 @@ class Meeting:
         self.name, self.store = name, dist.PrefixStore(name, self._lobby)
 
     def _where(self) -> str:
-        return f"{self.launch.address}:{self.launch.port}"
+        return f"{_store_address(self.launch)}:{self.launch.port}"
 
     def _absence(self, ranks: str, start_timeout: float) -> ExpectedError:
         return ExpectedError(
@@ -397,5 +413,5 @@ def _tell_launcher(launch: Launch, status: int) -> None:
     if path and launch.rank == 0:
         try:
             write_atomically(Path(path), f"{status}\n".encode())
-        except CheckpointError as error:
+        except ExpectedError as error:
             print(f"TRAIN_EXIT_STATUS_FILE: {error}", file=sys.stderr)
