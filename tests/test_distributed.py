@@ -1,6 +1,8 @@
 """The same numbers from 1, 2, 3 and 4 processes, from accumulation, and whichever way DDP is told to work."""
 
+import itertools
 import json
+import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -8,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import CIFAR100, TINY
-from processes import run_job
+from processes import complaints, run_job
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import train
 import utils.ranks
 from utils.batch_norm import RunningStatistics
+from utils.checkpoint import newest_good
 from utils.cli import Arguments
 from utils.config import Config, load_config
 from utils.data.datasets import Dataset, load_dataset
@@ -209,6 +212,51 @@ def test_two_ranks_resume_in_mid_epoch_bitwise_with_an_average(tmp_path: Path) -
             assert here[key] == there[key], key
 
 
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_runs_go_on_in_mid_epoch_at_another_world_size(tmp_path: Path, before: int, after: int) -> None:
+    """After batch 2 of 4 of the first epoch: nothing of it is lost, neither of its sums nor of BatchNorm's statistics,
+    which differ between the ranks there."""
+    settings = {"ema_decay": 0.8, "checkpoint_every_steps": 1, "keep_checkpoints": 9, "micro_batch_size": BATCH // 2}
+    straight = epochs_of(tmp_path, "straight", after, **settings)
+    epochs_of(tmp_path, "moved", before, max_epochs=1, **settings)
+    checkpoints = tmp_path / "moved/checkpoints"
+    for path in sorted(checkpoints.glob("step-*.pt"))[2:]:
+        path.unlink()
+    (middle,) = newest_good(checkpoints)[1:2]
+    assert middle is not None and (middle["epoch"], middle["batch"], len(middle["ranks"])) == (0, 2, before)
+    moved = epochs_of(tmp_path / "again", "../moved", after, **settings)
+    assert [row["epoch"] for row in moved] == [1, 2]
+    for here, there in zip(moved, straight, strict=True):
+        for key in ("loss/train", "loss/valid"):
+            assert here[key] == pytest.approx(there[key], rel=1e-5), key
+        for key in ("acc1/train", "acc1/valid", "images/valid", "learning_rate"):
+            assert here[key] == there[key], key
+
+
+def run_with_nan_on(rank: int, folder: Path) -> int:
+    """The whole program; the images of one rank stop being numbers with the third batch of the first epoch."""
+    really, batches = train.resize, itertools.count(1)
+
+    def spoil(images: torch.Tensor, size: int | None) -> torch.Tensor:
+        spoilt = next(batches) == 3 and int(os.environ["RANK"]) == rank
+        return really(images, size) * (float("nan") if spoilt else 1)
+
+    train.resize = spoil
+    return run_program(folder, {"log_freq": 2, "checkpoint_every_steps": 1})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loss_that_is_no_number_on_one_rank_ends_both_and_is_told_once(tmp_path: Path, rank: int) -> None:
+    ended = run_job(tmp_path / "job", 2, run_with_nan_on, rank, tmp_path / "run")
+    assert [process.status for process in ended] == [1, 1]
+    told = complaints(ended)
+    assert len(told) == 2, told
+    assert "the loss stopped being a finite number in epoch 1, iteration 2," in told[0]
+    assert "usual remedies" in told[1]
+    path, state, _ = newest_good(tmp_path / "run/checkpoints")
+    assert path is not None and state is not None and state["batch"] == 2
+
+
 VALIDATION_SIZES = (2, 7, 100)
 
 
@@ -280,6 +328,21 @@ def test_keys_that_cannot_work_here_are_named(alone: Distributed) -> None:
         distribute(configuration(parallel="no_communication"), model, alone)
     with pytest.raises(ConfigError, match="batch_size 24 cannot be split evenly over 5 ranks"):
         split_batch(BATCH, 5, None)
+
+
+def test_batch_norm_is_synchronised_over_several_ranks_only(alone: Distributed) -> None:
+    def kinds(model: nn.Module) -> set[type]:
+        return {type(module) for module in model.modules() if "BatchNorm" in type(module).__name__}
+
+    on_gpu = [Distributed(rank=0, local_rank=0, world_size=size, device=torch.device("cuda", 0)) for size in (1, 2)]
+    config = configuration(enable_sync_bn=True)
+    plain, single, pair = (nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)) for _ in range(3))
+    assert kinds(synchronise_batch_norm(configuration(), plain, on_gpu[1])) == {nn.BatchNorm2d}
+    assert synchronise_batch_norm(config, single, on_gpu[0]) is single
+    assert kinds(single) == {nn.BatchNorm2d}
+    converted = synchronise_batch_norm(config, pair, on_gpu[1])
+    assert kinds(converted) == {nn.SyncBatchNorm}
+    assert converted.state_dict().keys() == plain.state_dict().keys()  # checkpoints fit either way
 
 
 def test_ways_to_measure_say_that_they_are_none_to_train() -> None:
