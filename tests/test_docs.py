@@ -69,6 +69,13 @@ def test_configurations_exist(path: Path):
     assert named <= known
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_and_figures_lead_somewhere(page: Path):
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    local = [target for target in targets if not target.startswith(("http://", "https://"))]
+    assert [target for target in local if not (page.parent / target).exists()] == []
+
+
 def test_searches_for_tags_find_each_of_them():
     searches = {
         match for page in PAGES for match in re.findall(r"grep -rnE? \"[^\"]+\" .*?utils", page.read_text("utf-8"))
