@@ -9,12 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torchvision
+from conftest import CIFAR100
 from tiny_cifar import RECORDS_PER_FILE, TinyCifar, make_archive, make_tiny_cifar, md5, serve
 
+import utils.data
+from utils.config import load_config
 from utils.data import cifar
 from utils.data.cifar import VERSIONS, fingerprint
 from utils.data.datasets import Dataset, channel_statistics, load_dataset
+from utils.distributed import Distributed
 from utils.errors import ConfigError, DataError
+from utils.launch import SCHEDULER_VARIABLES
 
 NAMES = ("cifar10", "cifar100")
 
@@ -274,6 +279,27 @@ def test_failed_download_leaves_nothing_and_names_the_remedy(
     with pytest.raises(DataError, match=r"cannot be downloaded: [\s\S]*--from ARCHIVE_OR_FOLDER"):
         load(tiny, data_path, download=True)
     assert [path.name for path in data_path.iterdir()] == [f".{tiny.version.name}.lock"]
+
+
+@pytest.mark.parametrize("variable", ["SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID", None])
+def test_a_batch_job_does_not_download_by_itself(
+    alone: Distributed, variable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun on a workstation sets a variable too, and is no batch job."""
+    asked = []
+
+    def load(name: str, data_path: Path, *, download: bool) -> Dataset:
+        asked.append(download)
+        return load_dataset("shapes", data_path, download=False)
+
+    monkeypatch.setattr(utils.data, "load_dataset", load)
+    for name in SCHEDULER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "17.server")
+    for download in ("auto", "true", "false"):
+        utils.data.open_dataset(load_config(CIFAR100, "default", [f"download={download}"]), alone)
+    assert asked == [variable not in SCHEDULER_VARIABLES, True, False]
 
 
 # ---- shapes

@@ -1,5 +1,7 @@
 """`dataset: imagefolder` and `imagenet`: class folders through every loader that takes them."""
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -317,6 +319,21 @@ def test_wrong_folders_are_named(
     chosen = config("imagefolder", data_path=str(tmp_path / "data"))
     assert main(Arguments(chosen, "default", tmp_path / "run", "auto", dry_run=False)) == 3
     assert message in capsys.readouterr().err
+
+
+def test_a_class_folder_that_may_not_be_read_is_named(
+    config: Callable[..., Config], alone: Distributed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scandir = os.scandir
+
+    def refuse(folder: Path) -> Any:
+        if Path(folder).name == "cat":
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match="train/cat: cannot be read: Permission denied"):
+        open_dataset(config("imagefolder"), alone)
 
 
 def test_all_images_unreadable(config: Callable[..., Config], made: Path, tmp_path: Path) -> None:

@@ -285,6 +285,12 @@ def bomb_in_a_header(tiny: TinyCifar, where: Path) -> Path:
     return make_archive(where / "bomb.tar.gz", [(info, bytes(1 << 24))])
 
 
+def broken_sparse_header(tiny: TinyCifar, where: Path) -> Path:
+    info = tarfile.TarInfo("sparse")
+    info.pax_headers = {"GNU.sparse.map": "nothing"}
+    return make_archive(where / "sparse.tar.gz", [(info, b"")])
+
+
 def bomb_of_a_pickle(tiny: TinyCifar, where: Path) -> Path:
     return make_archive(where / "bomb.tar.gz", {f"{tiny.version.python_folder}/train": bytes(1 << 20)})
 
@@ -340,6 +346,7 @@ BAD_SOURCES = [
     (bomb_beside_the_files, "unpacks to more than the dataset can need"),
     (bomb_in_place_of_a_file, "16777216 bytes, expected exactly 18444"),
     (bomb_in_a_header, "unpacks to more than the dataset can need"),
+    (broken_sparse_header, "truncated, damaged, or not a tar or tar.gz archive"),
     (bomb_of_a_pickle, "1048576 bytes, expected about 18444"),
     (altered_folder, "the records of its test.bin are not those of CIFAR-100"),
     (half_a_folder, "holds no train.bin"),

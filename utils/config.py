@@ -50,7 +50,7 @@ class Config(BaseModel):
     data_path: Annotated[str, Field(min_length=1)]
     """Folder that holds the datasets, relative to the working directory."""
     download: Literal["auto"] | bool
-    """Fetch a missing dataset; auto: yes, except inside a Slurm job (compute nodes often have no network)."""
+    """Fetch a missing dataset; auto: yes, except inside a job of Slurm, PBS or LSF (nodes often have no network)."""
     num_classes: Annotated[int, Field(ge=2, le=MAX_INT)]
     """Outputs of the network; must be what the dataset has."""
     cifar100_mean: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], PerChannel]

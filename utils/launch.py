@@ -22,7 +22,8 @@ LAUNCHERS = {
 }  # fmt: skip
 
 # What tells one job from another, the same for all its ranks; the first that is set counts. srun: job and step.
-JOB_VARIABLES = ("PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+SCHEDULER_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+JOB_VARIABLES = ("PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID", *SCHEDULER_VARIABLES)
 FIRST_PORT, NUM_PORTS = 20000, 10000  # below 32768, where Linux begins to hand out ports by itself
 
 
@@ -72,6 +73,11 @@ def has_other_ranks(environment: Mapping[str, str]) -> bool:
         return find_launch(environment).world_size > 1
     except ConfigError:
         return False
+
+
+def in_batch_job(environment: Mapping[str, str]) -> bool:
+    """Whether a scheduler started this process: Slurm, PBS or LSF."""
+    return any(environment.get(name) for name in SCHEDULER_VARIABLES)
 
 
 def was_restarted(environment: Mapping[str, str]) -> bool:

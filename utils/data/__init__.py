@@ -9,6 +9,7 @@ The loader contract, the same for every backend:
 - training drops the tail that fills no global batch; validation yields every image exactly once over all ranks.
 """
 
+import math
 import os
 import platform
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from utils.config import Config
 from utils.data.augment import Normalise
-from utils.data.cifar import VERSIONS
+from utils.data.cifar import IMAGE_SHAPE, VERSIONS
 from utils.data.datasets import Dataset, ImageArrays, Split, load_dataset
 from utils.data.folders import IMAGENET_MEAN, IMAGENET_SIZE, IMAGENET_STD, open_folders
 from utils.data.loaders import (
@@ -33,10 +34,12 @@ from utils.data.loaders import (
     decode_all,
     describe_unreadable,
     usable_cores,
+    workers_of_a_rank,
 )
 from utils.data.sampling import AugmentationRanges, EpochPlan
 from utils.distributed import Distributed, split_batch
 from utils.errors import ConfigError, DataError
+from utils.launch import in_batch_job
 
 
 class Loader(Protocol):
@@ -60,7 +63,13 @@ class Loaders:
 
 
 def open_dataset(config: Config, place: Distributed) -> Dataset:
-    """Collective: the dataset `dataset`; one process fetches what is missing, where `download` allows it.
+    """Collective: the dataset `dataset`; one process fetches what is missing, where `download` allows it."""
+    download = not in_batch_job(os.environ) if config.download == "auto" else config.download
+    return place.main_first(lambda: find_dataset(config, download=download))
+
+
+def find_dataset(config: Config, *, download: bool) -> Dataset:
+    """The dataset `dataset`, for one process. `DataError` where it is missing or damaged.
 
     With data_loader synthetic, CIFAR and ImageNet are stood in for by their sizes, and no file is needed.
     """
@@ -68,12 +77,8 @@ def open_dataset(config: Config, place: Distributed) -> Dataset:
     if config.data_loader == "synthetic" and config.dataset in IMAGES:
         return _stand_in(config)
     if config.dataset in ("imagefolder", "imagenet"):
-        return place.main_first(
-            lambda: open_folders(config.dataset, data_path, config.image_size, config.centre_crop_share)
-        )
-    download = "SLURM_JOB_ID" not in os.environ if config.download == "auto" else config.download
-    dataset = place.main_first(lambda: load_dataset(config.dataset, data_path, download=download))
-    return _with_own_normalisation(config, dataset)
+        return open_folders(config.dataset, data_path, config.image_size, config.centre_crop_share)
+    return _with_own_normalisation(config, load_dataset(config.dataset, data_path, download=download))
 
 
 def _with_own_normalisation(config: Config, dataset: Dataset) -> Dataset:
@@ -87,12 +92,18 @@ def _with_own_normalisation(config: Config, dataset: Dataset) -> Dataset:
 IMAGES = {"cifar100": (50_000, 10_000), "cifar10": (50_000, 10_000), "imagenet": (1_281_167, 50_000)}
 
 
+def image_side(config: Config) -> int:
+    """Pixels of an image's side without a look at the data; for imagefolder without `image_size`, what is usual."""
+    return config.image_size or IMAGENET_SIZE if config.dataset in ("imagefolder", "imagenet") else IMAGE_SHAPE[-1]
+
+
 def _stand_in(config: Config) -> Dataset:
     """Black images of the right number and size, which take no memory."""
+    size = image_side(config)
     if config.dataset == "imagenet":
-        size, mean, std = config.image_size or IMAGENET_SIZE, IMAGENET_MEAN, IMAGENET_STD
+        mean, std = IMAGENET_MEAN, IMAGENET_STD
     else:
-        size, mean, std = 32, VERSIONS[config.dataset].mean, VERSIONS[config.dataset].std
+        mean, std = VERSIONS[config.dataset].mean, VERSIONS[config.dataset].std
     train, valid = (
         ImageArrays(np.broadcast_to(np.uint8(0), (count, 3, size, size)), np.zeros(count, np.int64))
         for count in IMAGES[config.dataset]
@@ -150,15 +161,19 @@ def build_loaders(config: Config, dataset: Dataset, place: Distributed) -> Loade
         num_workers = _count_workers(config, place, notes)
     if config.data_loader == "torchvision":
         # The validation loader's workers stay, asleep and with nothing prepared, while training runs, and vice versa.
-        images = max(plan.batch_size for plan in (train, valid))
         ranks_here = place.gather(platform.node()).count(platform.node())
-        check_shared_memory(images * int(np.prod(dataset.train.image_shape)), num_workers * ranks_here)
+        check_shared_memory(batch_bytes(config, train.batch_size, dataset.train.image_shape), num_workers * ranks_here)
     return Loaders(
         _build(config, dataset, dataset.train, train, place, num_workers),
         _build(config, dataset, dataset.valid, valid, place, num_workers),
         train,
         notes,
     )
+
+
+def batch_bytes(config: Config, rank_batch_size: int, image_shape: tuple[int, int, int]) -> int:
+    """Of the larger batch of a rank, training's or validation's, as a worker hands it over: uint8."""
+    return max(rank_batch_size, config.valid_batch_size_per_gpu) * math.prod(image_shape)
 
 
 def report_unreadable(place: Distributed, loaders: Loaders) -> list[str]:
@@ -194,14 +209,13 @@ def _count_workers(config: Config, place: Distributed, notes: list[str]) -> int:
     """Collective: `num_data_workers`, but no more than this rank's share of the cores that it may run on."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     sharing = place.gather((platform.node(), cores)).count((platform.node(), cores))
-    allowed = max(1, usable_cores() // sharing)
-    if config.num_data_workers <= allowed:
-        return config.num_data_workers
-    who = f" for {sharing} ranks" if sharing > 1 else ""
-    notes.append(
-        f"num_data_workers: {allowed} instead of {config.num_data_workers}, there are {usable_cores()} cores{who}"
-    )
-    return allowed
+    workers = workers_of_a_rank(config.num_data_workers, sharing)
+    if workers < config.num_data_workers:
+        who = f" for {sharing} ranks" if sharing > 1 else ""
+        notes.append(
+            f"num_data_workers: {workers} instead of {config.num_data_workers}, there are {usable_cores()} cores{who}"
+        )
+    return workers
 
 
 def _build(

@@ -4,6 +4,7 @@ DATA_PATH/train/CLASS/*.jpg    DATA_PATH/val/CLASS/*.jpg
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -40,13 +41,18 @@ def open_folders(name: str, data_path: Path, image_size: int | None, centre_shar
 
 
 def _class_folders(folder: Path) -> tuple[str, ...]:
-    try:
-        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be read: {error.strerror}; {LAYOUT}") from None
+    names = _entries(folder, lambda entry: entry.is_dir() and not entry.name.startswith("."))
     if not names:
         raise DataError(f"{folder}: holds no class folders; {LAYOUT}")
     return tuple(names)
+
+
+def _entries(folder: Path, wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
+    """The names in `folder` that are wanted, in order."""
+    try:
+        return sorted(entry.name for entry in os.scandir(folder) if wanted(entry))
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be read: {error.strerror}; {LAYOUT}") from None
 
 
 def _list_files(folder: Path, class_names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -54,9 +60,7 @@ def _list_files(folder: Path, class_names: tuple[str, ...]) -> tuple[np.ndarray,
     names: list[bytes] = []
     counts = []
     for class_name in class_names:
-        files = sorted(
-            entry.name for entry in os.scandir(folder / class_name) if entry.name.lower().endswith(EXTENSIONS)
-        )
+        files = _entries(folder / class_name, lambda entry: entry.name.lower().endswith(EXTENSIONS))
         if not files:
             raise DataError(
                 f"{folder / class_name}: class folder without images ({', '.join(EXTENSIONS)}); fill or remove it"

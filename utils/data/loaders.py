@@ -261,6 +261,11 @@ def decode_all(split: Split, *, replace: bool) -> tuple[ImageArrays, dict[str, s
     return ImageArrays(batch.images, split.labels[batch.indices]), batch.unreadable
 
 
+def workers_of_a_rank(wanted: int, sharing: int) -> int:
+    """`wanted` loader workers, but no more than a rank's part of the cores that `sharing` ranks may run on."""
+    return min(wanted, max(1, usable_cores() // sharing))
+
+
 def usable_cores() -> int:
     """Processor cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

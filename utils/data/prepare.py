@@ -257,7 +257,8 @@ def _reading(source: Path) -> Iterator[None]:
     """Turn what reading a damaged file raises into DataError. Errors of writing pass by: they arise elsewhere."""
     try:
         yield
-    except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+    except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError) as error:
+        # ValueError: what tarfile lets out of a sparse file's broken header
         raise DataError(f"{source}: truncated, damaged, or not a tar or tar.gz archive: {error}") from error
     except OSError as error:
         raise DataError(f"{source}: cannot be read: {error}") from error
