@@ -5,6 +5,7 @@ import json
 import os
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import train
 import utils.ranks
+from utils import parallel
 from utils.batch_norm import RunningStatistics
 from utils.checkpoint import newest_good
 from utils.cli import Arguments
@@ -363,6 +365,31 @@ def test_cores_near_a_gpu(tmp_path: Path, alone: Distributed) -> None:
     assert cores_near("0000:3b:00.0", tmp_path) == {0, 1, 2, 8, 10, 11}
     assert cores_near("0000:af:00.0", tmp_path) == set()
     assert pin_near_gpu(configuration(), alone) == []
+
+
+def test_a_rank_keeps_to_the_usable_cores_near_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    usable = os.sched_getaffinity(0)
+    core = max(usable)
+    near = {"0000:3b:00.0": {core, 10_000}, "0000:af:00.0": {10_000}}  # the second's are not this process's to use
+    buses = iter((0x3B, 0xAF))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(pci_domain_id=0, pci_bus_id=next(buses), pci_device_id=0),
+    )
+    monkeypatch.setattr(parallel, "cores_near", near.__getitem__)
+    place = Distributed(rank=1, local_rank=1, world_size=2, device=torch.device("cuda", 1))
+    config = configuration(enable_cpu_affinity=True)
+    try:
+        assert pin_near_gpu(config, place) == [
+            "enable_cpu_affinity: rank 1 keeps to the 1 cores nearest GPU 0000:3b:00.0"
+        ]
+        assert os.sched_getaffinity(0) == {core}
+        assert "near GPU 0000:af:00.0; left as is" in pin_near_gpu(config, place)[0]
+        assert os.sched_getaffinity(0) == {core}
+        assert pin_near_gpu(configuration(enable_cpu_affinity=False), place) == []
+    finally:
+        os.sched_setaffinity(0, usable)
 
 
 @pytest.mark.parametrize(("rule", "peak"), [("none", 0.1), ("sqrt", 0.2), ("linear", 0.4)])

@@ -72,7 +72,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown, colon, words = message.partition("unrecognized arguments: ")
         if colon and not unknown:
-            word = words.split("=")[0].split()[0]
+            if not words.strip():
+                raise ConfigError("an argument is empty; is a variable of the command line not set?")
+            word = words.split("=")[0].strip().partition(" ")[0]
             near = difflib.get_close_matches(word, self._option_string_actions, n=1)
             message += f"; did you mean {near[0]}?" if near else "; --help lists the options"
         raise ConfigError(message)
