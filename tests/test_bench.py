@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tools.bench import ladder
+from tools.bench.__main__ import main
 from tools.bench.common import Sample, measure
-from tools.bench.ladder import COMPARABLE, read_baseline, tell_regressions
+from tools.bench.ladder import COMPARABLE, evaluate, read_baseline, tell_regressions
 from tools.bench.training import training_flops_per_image
+from tools.follow import check_writable
 from utils.config import Config
 from utils.errors import ConfigError
 
@@ -91,6 +94,7 @@ def test_a_baseline_of_other_versions_or_settings_is_refused(tiny, tmp_path: Pat
         return read_baseline(path, environment, {"rung": Config(**config.model_dump() | changes)})
 
     assert read({}) == {"rung": {"median": 100.0}}
+    assert read_baseline(path, environment, {}) == {}, "of the rungs that are measured now"
     with pytest.raises(ConfigError, match=r"was measured elsewhere: torch '1\.7' -> 'same'"):
         read({"torch": "1.7"})
     with pytest.raises(ConfigError, match="rung was another configuration: lr differ"):
@@ -108,7 +112,47 @@ def test_a_rung_slower_than_the_tolerance_is_a_regression(now: float, status: in
 def test_flops_are_the_tutorials(tiny) -> None:
     """2.61 GFLOP forward and 7.82 in training for the tutorial's network, counted from its layers by hand."""
     config = tiny(model="resnet50", num_classes=100, dataset="cifar100")
-    assert training_flops_per_image(config) == pytest.approx(7.82e9, rel=0.005)
+    assert training_flops_per_image(config, (3, 32, 32)) == pytest.approx(7.82e9, rel=0.005)
+
+
+def test_shares_are_of_the_datasets_own_images(tiny, alone) -> None:
+    """ImageNet's images have 49 times the pixels of CIFAR's, and in a ResNet nearly as many times the work."""
+    samples = {"full": Sample((100.0,))}
+    ceilings = dict.fromkeys(("product float32, TFLOP/s", "memory, GB/s"), Sample((1.0,)))
+    small, large = (
+        evaluate(tiny(dataset=name, num_classes=10, image_size=None, data_loader="synthetic"), alone, samples, ceilings)
+        for name in ("cifar10", "imagenet")
+    )
+    for share in ("arithmetic_share", "memory_share"):
+        assert large[share] / small[share] == pytest.approx(49, rel=0.05)
+
+
+def test_a_rung_of_the_baseline_that_is_left_out_now_is_a_regression(capsys) -> None:
+    baseline = {"rung": {"median": 100.0}, "other": {"median": 100.0}}
+    assert tell_regressions({"rung": {"full": Sample((100.0,))}}, baseline, tolerance=5) == 1
+    assert "other: in the baseline, left out now: REGRESSION" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_told_before_measuring(option, tmp_path, monkeypatch, capsys) -> None:
+    pytest.importorskip("matplotlib", reason='matplotlib is missing: pip install ".[report]"')
+    monkeypatch.setattr(ladder, "measure_limits", lambda *_, **__: pytest.fail("began to measure"))
+    assert main(["ladder", f"{option}={tmp_path}/none/file"]) == 2
+    assert f"error: {option} {tmp_path}/none/file: cannot be written: No such file" in capsys.readouterr().err
+
+
+def test_a_missing_matplotlib_is_told_before_measuring(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(ladder, "measure_limits", lambda *_, **__: pytest.fail("began to measure"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["ladder", f"--plot={tmp_path}/picture.png"]) == 2
+    assert "matplotlib is missing" in capsys.readouterr().err
+
+
+def test_a_check_of_a_file_leaves_it_as_it_is(tmp_path) -> None:
+    (tmp_path / "old").write_text("kept")
+    for name in ("old", "new"):
+        check_writable("--json", tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "kept"
 
 
 def test_limits_measures_every_ceiling(tmp_path: Path) -> None:
@@ -136,4 +180,7 @@ def test_peers_train_the_same_or_say_what_to_install(tmp_path: Path) -> None:
 
 def test_bad_usage_ends_with_status_2() -> None:
     assert bench("loaders", "--trials=0").returncode == 2
+    unknown = bench("loaders", "--loaders=device,typo")
+    assert unknown.returncode == 2 and "Traceback" not in unknown.stderr
+    assert "data_loader=typo" in unknown.stderr and "allowed: " in unknown.stderr
     assert bench("nothing").returncode == 2

@@ -156,6 +156,8 @@ def test_plot(report, tmp_path):
         (["--from", "missing.json"], 3, "cannot be read"),
         ([], 2, "--from is missing"),
         (["--from", "REPORT", "--gpus", "many"], 2, "--gpus many"),
+        (["--from", "REPORT", "--gpus", "8,0"], 2, "--gpus 8,0: expected whole numbers of at least 1"),
+        (["--from", "REPORT", "--gpus=-8"], 2, "--gpus -8: expected whole numbers of at least 1"),
         (["--from", "REPORT", "--case", "other"], 2, "the report has fast"),
         (["--from", "REPORT", "--inter", "0"], 2, "must be above 0"),
     ],
@@ -169,7 +171,36 @@ def test_bad_usage_is_one_line(report, capsys, arguments, status, message):
 
 def test_a_report_of_many_ranks_is_refused(report, capsys):
     assert main(["--from", str(report(world_size=8))]) == 3
-    assert "begins with images/s of one GPU" in capsys.readouterr().err
+    assert "begins with images/s of training on one GPU" in capsys.readouterr().err
+
+
+def test_a_report_of_another_version_is_told_as_such(report, capsys):
+    path = report(fast=1000.0)
+    content = json.loads(path.read_text())
+    del content["results"]["configs"]["fast"]["lr"]
+    path.write_text(json.dumps(content))
+    assert main(["--from", str(path), "--gpus", "8"]) == 3
+    assert "the configuration of fast does not fit this version: lr: Field required" in capsys.readouterr().err
+
+
+def test_the_rate_of_a_loader_alone_is_no_step(report, capsys):
+    path = report()
+    content = json.loads(path.read_text())
+    content |= {"bench": "loaders", "results": {"device": {"images_per_sec": {"median": 9e4}}}}
+    path.write_text(json.dumps(content))
+    assert main(["--from", str(path)]) == 3
+    assert "this report has none" in capsys.readouterr().err
+    content["results"]["device"]["training_images_per_sec"] = {"median": 1e3}
+    content["config"]["batch_size"] = 100
+    path.write_text(json.dumps(content))
+    assert main(["--from", str(path)]) == 0
+    assert "measured: device, 1,000 images/s" in capsys.readouterr().out
+
+
+def test_layers_are_weighed_at_the_size_of_the_datasets_images(tiny):
+    imagenet = tiny(dataset="imagenet", num_classes=1000, model="resnet50", stem="imagenet", image_size=None)
+    assert sum(cost for _, cost in layer_costs(imagenet)) == pytest.approx(4.09e9, rel=0.01)
+    assert layer_costs(imagenet) == layer_costs("resnet50-imagenet")
 
 
 def test_help_does_not_wait_for_torch():

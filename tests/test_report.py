@@ -199,6 +199,48 @@ def test_states(run, page, tmp_path, capsys):
     assert "its log ends without a word" in printed
 
 
+def test_a_run_that_ended_at_its_accuracy_is_finished(run, page):
+    folder = run("enough", stop_at_accuracy=0.01)
+    text, tables = page(folder)
+    assert tables["results"][1][1:3] == ["finished", "1 of 2"] and "What could not be read" not in text
+    assert tables["seeds"][1][0] == "enough"
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join(line for line in lines if '"kind": "end"' not in line) + "\n")
+    assert page(folder)[1]["results"][1][1] == "failed", "the epoch ended, the run did not"
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"runs": {"a": 1}}, "a does not hold lists of numbers"),
+        ({"runs": {"a": {"epoch": 1}}}, "a does not hold lists of numbers"),
+        ({"runs": {"a": {"epoch": [1], "acc1/valid": ["x"]}}}, "a does not hold lists of numbers"),
+        ({"bench": "ladder", "results": {}, "environment": 1}, "its environment is no mapping"),
+        ({"bench": "ladder", "results": []}, "its results is no mapping"),
+    ],
+)
+def test_json_of_the_wrong_make_is_passed_over(page, tmp_path, content, problem):
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps(content))
+    text, tables = page(path, PUBLISHED)
+    assert f"{path}: {problem}" in text and len(tables["results"]) == 1 + 6
+
+
+def test_curves_may_lack_the_accuracy(page, tmp_path):
+    (tmp_path / "curves.json").write_text(json.dumps({"runs": {"a": {"epoch": [1], "acc1/valid": []}}}))
+    _, tables = page(tmp_path / "curves.json")
+    assert tables["results"][1][:4] == ["a (published)", "published", "1", "-"]
+
+
+def test_a_run_folder_with_json_of_the_wrong_make(run, page):
+    folder = run("odd")
+    (folder / "environment.json").write_text("[]")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "epoch", "epoch": null}\n')
+    text, tables = page(folder)
+    assert "environment.json is missing or damaged" in text and tables["results"][1][1] == "finished"
+
+
 def test_runs_diff(run, capsys):
     first, second = run("one"), run("two", lr=0.02, stem="3x3")
     assert runs_tool.main(["--diff", str(first), str(second)]) == 0

@@ -33,9 +33,12 @@ def test_speed_up_and_efficiency_are_of_medians() -> None:
 
 
 def test_runs_that_differ_are_not_mixed() -> None:
-    check_comparable({("weak", 1): [record(1)], ("weak", 2): [record(1, batch_size=16)]})
+    check_comparable({("weak", 1): [record(1)], ("weak", 2): [record(1, batch_size=16)], ("strong", 2): [record(1)]})
+    for mode, processes, batch_size in (("strong", 2, 16), ("strong", 1, 16), ("weak", 2, 8)):
+        with pytest.raises(ConfigError, match=f"batch_size is 8 in one and {batch_size // (1 + (mode == 'weak'))} in"):
+            check_comparable({("weak", 1): [record(1)], (mode, processes): [record(1, batch_size=batch_size)]})
     with pytest.raises(ConfigError, match="cannot be compared: model is resnet8 in one and resnet50 in another"):
-        check_comparable({("weak", 1): [record(1, model="resnet8")], ("weak", 2): [record(1, model="resnet50")]})
+        check_comparable({("weak", 1): [record(1, model="resnet8"), record(1, model="resnet50")]})
     other = record(1)
     other["environment"] = {"torch": "2.13", "host": "b"}
     with pytest.raises(ConfigError, match=r"torch is 2\.14 in one and 2\.13 in another"):

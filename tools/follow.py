@@ -91,6 +91,27 @@ def as_settings(values: Mapping[str, Any]) -> list[str]:
     return [f"{key}={as_yaml(value)}" for key, value in values.items()]
 
 
+def read_counts(option: str, text: str) -> list[int]:
+    """What an option takes that wants whole numbers above 0 with commas between."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(f"{option} {text}: expected whole numbers of at least 1, such as 1,2,4")
+    return [int(part) for part in parts]
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """`ConfigError` where the file that an option names cannot be written; it is left as it is."""
+    if path is None:
+        return
+    existed = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from None
+    if not existed:
+        path.unlink(missing_ok=True)
+
+
 def make_folder(path: Path) -> None:
     """Create a folder for results; `ConfigError` where that cannot be."""
     try:

@@ -73,6 +73,7 @@ class Rate:
     images_per_sec: float
     config: dict[str, Any]
     ranks: int = 1
+    training: bool = True  # False: of a loader alone
     mode: str = ""  # weak or strong, of a scaling report
     epoch_images_per_sec: float | None = None
 
@@ -91,11 +92,12 @@ def rates(content: dict[str, Any]) -> dict[str, Rate]:
         mode, _, number = name.rpartition(" ")
         if content.get("bench") == "scaling" and number.isdigit():
             if (rate := _median(values, "train_images_per_sec")) is not None:
-                found[name] = Rate(rate, config, int(number), mode, _median(values, "epoch_images_per_sec"))
+                epoch_rate = _median(values, "epoch_images_per_sec")
+                found[name] = Rate(rate, config, int(number), mode=mode, epoch_images_per_sec=epoch_rate)
             continue
-        seen = [_median(values, key) for key in ("training_images_per_sec", "images_per_sec")]
-        if any(seen):
-            found[name] = Rate(next(rate for rate in seen if rate), config, world_size)
+        trained = _median(values, "training_images_per_sec")
+        if rate := trained or _median(values, "images_per_sec"):
+            found[name] = Rate(rate, config, world_size, training=bool(trained) or content.get("bench") != "loaders")
     return found
 
 
@@ -132,11 +134,19 @@ def _read_file(path: Path) -> tuple[list[Run], list[Bench], list[str]]:
         return [], [], [f"{path}: cannot be read: {error.strerror}"]
     except ValueError:
         return [], [], [f"{path}: is no JSON; give run folders, event files, curves or reports of tools.bench"]
-    if isinstance(content, dict) and "bench" in content and isinstance(content.get("results"), dict):
-        return [], [Bench(str(content["bench"]), path, content)], []
     if isinstance(content, dict) and isinstance(content.get("runs"), dict):
-        return [_published(path, name, curves) for name, curves in content["runs"].items()], [], []
-    return [], [], [f"{path}: is neither a file of curves nor a report of tools.bench"]
+        good = {name: curves for name, curves in content["runs"].items() if _are_curves(curves)}
+        wrong = sorted(content["runs"].keys() - good)
+        problems = [f"{path}: {name} does not hold lists of numbers; passed over" for name in wrong]
+        return [_published(path, name, curves) for name, curves in good.items()], [], problems
+    parts = ("config", "environment", "results")
+    if not isinstance(content, dict) or not {"bench", "results"} <= content.keys():
+        problem = "is neither a file of curves nor a report of tools.bench"
+    elif wrong := [key for key in parts if not isinstance(content.get(key, {}), dict)]:
+        problem = f"its {wrong[0]} is no mapping; passed over"
+    else:
+        return [], [Bench(str(content["bench"]), path, content)], []
+    return [], [], [f"{path}: {problem}"]
 
 
 # ---- the project's own folders
@@ -147,26 +157,31 @@ def read_run_folder(folder: Path) -> Run:
     run = Run(folder.name, folder)
     run.config = _read_config(folder / "config.yaml", run.problems)
     try:
-        run.environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        environment = None
+    if isinstance(environment, dict):
+        run.environment = environment
+    else:
         run.problems.append("environment.json is missing or damaged: device and versions are not known")
     rows, damaged = read_lines(folder / "metrics.jsonl")
     if damaged:
         run.problems.append(f"metrics.jsonl: {damaged} line(s) cannot be read and are left out")
     by_epoch: dict[int, dict[str, float]] = {}
+    ended_after = None
     for row in rows:
-        if row.get("kind") == "epoch" and "epoch" in row:
-            by_epoch[int(row["epoch"])] = {"seconds": 0.0} | _numbers(row)
+        if row.get("kind") == "epoch" and isinstance(row.get("epoch"), int):
+            by_epoch[row["epoch"]] = {"seconds": 0.0} | _numbers(row)
         elif row.get("kind") == "step":
             run.steps.append(_numbers(row))
         elif row.get("kind") == "end":
-            run.worst_classes = row.get("worst_classes", [])
+            run.worst_classes, ended_after = row.get("worst_classes", []), row.get("epoch")
     run.epochs = [by_epoch[epoch] for epoch in sorted(by_epoch)]
     if not run.epochs:
         run.problems.append("no finished epoch in metrics.jsonl yet" if rows else "metrics.jsonl is missing or empty")
     files = [file for file in folder.iterdir() if file.is_file()]
     run.changed = max((file.stat().st_mtime for file in files), default=folder.stat().st_mtime)
-    run.state = _state(folder, run)
+    run.state = _state(folder, run, ended_after)
     return run
 
 
@@ -204,10 +219,15 @@ def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
     return next(iter(blocks.values()))
 
 
-def _state(folder: Path, run: Run) -> State:
+def _state(folder: Path, run: Run, ended_after: int | None) -> State:
+    """`ended_after`: the epoch of the last record of an end, after which training may have gone on."""
     if _is_locked(folder / ".lock"):
         return "running"
-    if run.epochs and run.epochs[-1]["epoch"] >= run.config.get("max_epochs", float("inf")):
+    last = run.last("epoch")
+    enough = run.config.get("stop_at_accuracy")
+    if last is not None and last >= run.config.get("max_epochs", float("inf")):
+        return "finished"
+    if last is not None and last == ended_after and enough is not None and run.reached(enough):
         return "finished"
     try:
         tail = (folder / "train.log").read_text(encoding="utf-8", errors="replace")[-4000:]
@@ -235,11 +255,19 @@ def _is_locked(path: Path) -> bool:
 # ---- published curves
 
 
+def _are_curves(curves: Any) -> bool:
+    """Whether these are lists of numbers by name."""
+    return isinstance(curves, dict) and all(
+        isinstance(values, list) and all(isinstance(value, int | float) for value in values)
+        for values in curves.values()
+    )
+
+
 def _published(path: Path, name: str, curves: dict[str, list[float]]) -> Run:
     run = Run(
         f"{name} (published)", path, "published", changed=path.stat().st_mtime, clock="since the first epoch's end"
     )
-    scale = 0.01 if max(curves.get("acc1/valid", [0.0])) > 1.5 else 1.0  # percent
+    scale = 0.01 if max(curves.get("acc1/valid", []), default=0.0) > 1.5 else 1.0  # percent
     for number, epoch in enumerate(curves.get("epoch", [])):
         row = {"epoch": float(epoch), "seconds": _item(curves.get("wall_s_since_first_epoch_end", []), number) or 0.0}
         for tag in CURVES:

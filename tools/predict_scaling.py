@@ -16,8 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from tools.follow import read_counts
 from tools.history import rates
 from tools.scaling_model import BACKWARD_SHARE, Forecast, Machine, Work, make_buckets, predict
+from utils.config import Config, load_config
 from utils.errors import ConfigError, DataError, ExpectedError
 
 PUBLISHED = Path(__file__).resolve().parent.parent / "results/reference/published_scaling.json"
@@ -33,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if options.source is None:
             raise ConfigError("--from is missing: give a report of tools.bench, or --published")
+        gpus = read_counts("--gpus", options.gpus)
         work, described = read_work(options.source, options.case, options.bucket_mb)
         machine = read_machine(options)
-        gpus = [int(number) for number in options.gpus.split(",")]
         weak = [predict(work, count, machine) for count in gpus]
         strong = [predict(work, count, machine, strong=True) for count in gpus if count <= work.batch]
         print(
@@ -44,9 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.plot:
             plot(options.plot, weak, strong)
             print(f"\nplot: {options.plot}")
-    except ValueError:
-        print(f"error: --gpus {options.gpus}: give counts such as 8,16,64", file=sys.stderr)
-        return ConfigError.exit_status
     except ExpectedError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
@@ -107,14 +108,22 @@ def read_work(path: Path, case: str | None, bucket_mb: float) -> tuple[Work, str
         report = None
     if not isinstance(report, dict) or not isinstance(report.get("results"), dict):
         raise DataError(f"{path}: is no report of tools.bench; make one with --json")
-    alone = {name: rate for name, rate in rates(report).items() if rate.ranks == 1}
+    alone = {name: rate for name, rate in rates(report).items() if rate.ranks == 1 and rate.training}
     if not alone:
-        raise DataError(f"{path}: a forecast begins with images/s of one GPU; this report has none")
+        raise DataError(f"{path}: a forecast begins with images/s of training on one GPU; this report has none")
     chosen = case or max(alone, key=lambda name: alone[name].images_per_sec)
     if chosen not in alone:
         raise ConfigError(f"--case {chosen}: the report has {', '.join(alone)}")
-    rate, batch = alone[chosen].images_per_sec, alone[chosen].config["batch_size"]
-    buckets = make_buckets(layer_costs(alone[chosen].config), int(bucket_mb * 2**20))
+    try:
+        config = Config.model_validate(alone[chosen].config)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        problem = ": ".join([*map(str, first["loc"][:1]), first["msg"]])
+        raise DataError(
+            f"{path}: the configuration of {chosen} does not fit this version: {problem}; measure it anew"
+        ) from None
+    rate, batch = alone[chosen].images_per_sec, config.batch_size
+    buckets = make_buckets(layer_costs(config), int(bucket_mb * 2**20))
     device = report.get("environment", {}).get("device", "one device")
     return (
         Work(batch / rate, batch, buckets),
@@ -122,7 +131,7 @@ def read_work(path: Path, case: str | None, bucket_mb: float) -> tuple[Work, str
     )
 
 
-def layer_costs(config: dict[str, Any] | str) -> list[tuple[int, float]]:
+def layer_costs(config: Config | str) -> list[tuple[int, float]]:
     """(bytes of gradients, multiplications) of each layer in forward order; the network of a configuration, or one of
     the published cases: resnet50-cifar, resnet50-imagenet, unet3d."""
     if config == "unet3d":
@@ -135,17 +144,16 @@ def layer_costs(config: dict[str, Any] | str) -> list[tuple[int, float]]:
     from torch import nn
 
     from models import build_model
-    from utils.config import Config, load_config
+    from utils.data import image_side
 
-    side = 32
     with torch.device("meta"):  # shapes without memory
         if config == "resnet50-imagenet":
             model, side = torchvision.models.resnet50(), 224
         elif config == "resnet50-cifar":
-            model = build_model(load_config(PUBLISHED.parents[2] / "config/cifar100.yaml", "bs128"))
+            model, side = build_model(load_config(PUBLISHED.parents[2] / "config/cifar100.yaml", "bs128")), 32
         else:
-            assert isinstance(config, dict)
-            model = build_model(Config(**config))
+            assert isinstance(config, Config)
+            model, side = build_model(config), image_side(config)
     costs: dict[nn.Module, float] = {}
 
     def count(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tools.follow import add_config_arguments
+from tools.follow import add_config_arguments, check_writable
 from utils.config import Config, load_config
 from utils.distributed import Distributed
 from utils.errors import ConfigError
@@ -69,9 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser, *, config: str = "default", t
 
 
 def read_config(options: argparse.Namespace) -> Config:
-    """The configuration that the shared options name."""
+    """The configuration that the shared options name; `ConfigError` where it, or they, cannot be used."""
     if options.trials < 1:
         raise ConfigError(f"--trials {options.trials}: at least 1")
+    check_writable("--json", options.json)
     return load_config(options.yaml_config, options.config, options.set)
 
 

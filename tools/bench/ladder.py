@@ -18,7 +18,10 @@ from tools.bench import common
 from tools.bench.limits import measure_limits
 from tools.bench.training import Rung, alone, training_flops_per_image
 from tools.bench.workers import Worker
+from tools.figures import colour, new_figure, save
+from tools.follow import check_writable
 from utils.config import Config, load_config
+from utils.data import open_dataset
 from utils.distributed import Distributed
 from utils.dry_run import activation_bytes_per_image
 from utils.errors import ConfigError
@@ -56,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure every rung, print the table, write the report; 1 where the baseline was faster."""
     common.read_config(options)
+    if options.plot:
+        new_figure()  # without matplotlib there is no picture, to be known before minutes of measuring
+        check_writable("--plot", options.plot)
     configs = {name: load_config(options.yaml_config, name, options.set) for name in options.configs.split(",")}
     first = next(iter(configs.values()))
     place = alone(first)
@@ -134,11 +140,9 @@ def evaluate(
         number_format = "tf32" if config.enable_tf32 and place.device.type == "cuda" else "float32"
     model = build_model(config).to(place.device)
     precision.cast_weights(model)
-    size = config.image_size or 32
-    moved = TRAFFIC_PER_ACTIVATION * activation_bytes_per_image(
-        model, nn.CrossEntropyLoss(), precision, (3, size, size)
-    )
-    teraflops = samples["full"].median * training_flops_per_image(config) / 1e12
+    shape = open_dataset(config, place).train.image_shape
+    moved = TRAFFIC_PER_ACTIVATION * activation_bytes_per_image(model, nn.CrossEntropyLoss(), precision, shape)
+    teraflops = samples["full"].median * training_flops_per_image(config, shape) / 1e12
     return {
         **samples,
         "tflops": teraflops,
@@ -181,7 +185,7 @@ def show(results: Mapping[str, Mapping[str, Any]]) -> None:
 def read_baseline(
     path: Path, environment: Mapping[str, Any], configs: Mapping[str, Config]
 ) -> dict[str, dict[str, float]]:
-    """{rung: {"median", "min", "max"}} of an earlier report; `ConfigError` where it is not comparable with this run."""
+    """{rung of `configs`: {"median", "min", "max"}} of an earlier report; `ConfigError` where it is not comparable."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         before, rungs, saved = report["environment"], report["results"]["rungs"], report["results"]["configs"]
@@ -196,41 +200,39 @@ def read_baseline(
         changed = [key for key in values if saved_values.get(key) != values[key]]
         if saved_values and changed:
             raise ConfigError(f"--baseline {path}: {name} was another configuration: {', '.join(changed)} differ")
-    return {name: values["full"] for name, values in rungs.items()}
+    return {name: values["full"] for name, values in rungs.items() if name in configs}
 
 
 def tell_regressions(
     results: Mapping[str, Mapping[str, Any]], baseline: Mapping[str, Mapping[str, float]], tolerance: float
 ) -> int:
-    """1 where a rung's median fell by more than `tolerance` percent, else 0; says by how much each changed."""
+    """1 where a rung's median fell by more than `tolerance` percent or a rung of the baseline was left out, else 0;
+    says by how much each changed."""
     status = 0
-    for name, values in results.items():
-        if name in baseline:
-            change = 100 * (values["full"].median / baseline[name]["median"] - 1)
-            slower = change < -tolerance
-            status |= slower
-            print(f"{name}: {change:+.1f} % against the baseline{' REGRESSION' if slower else ''}")
+    for name, before in baseline.items():
+        if name not in results:
+            print(f"{name}: in the baseline, left out now: REGRESSION")
+            status = 1
+            continue
+        change = 100 * (results[name]["full"].median / before["median"] - 1)
+        slower = change < -tolerance
+        status |= slower
+        print(f"{name}: {change:+.1f} % against the baseline{' REGRESSION' if slower else ''}")
     return int(status)
 
 
 def draw(path: Path, results: Mapping[str, Mapping[str, Any]], device: str) -> None:
     """A bar per rung with the spread of its trials."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
     names, samples = list(results), [values["full"] for values in results.values()]
     medians = [sample.median for sample in samples]
     spread = [
         [sample.median - min(sample.values) for sample in samples],
         [max(sample.values) - sample.median for sample in samples],
     ]
-    figure = Figure(figsize=(8, 0.6 * len(names) + 1.2), layout="constrained")
-    axes = figure.subplots()
-    axes.barh(names, medians, xerr=spread, color="tab:blue", capsize=3)
+    figure, axes = new_figure(size=(8, 0.6 * len(names) + 1.2))
+    axes.barh(names, medians, xerr=spread, color=colour(0), capsize=3)
     axes.invert_yaxis()
-    axes.set_xlabel("images/s")
-    axes.set_title(device)
+    axes.set(xlabel="images/s", title=device)
     for row, median in enumerate(medians):
         axes.text(0, row, f" {median:,.0f}", va="center", color="white")
-    figure.savefig(path, dpi=150)
+    save(figure, path)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tools.bench import common
 from tools.bench.training import build_training
-from utils.config import Config
+from utils.config import Config, load_config
 from utils.data import Dataset, Loader, build_loaders, open_dataset
 from utils.distributed import Distributed
 from utils.ranks import run_ranks
@@ -37,13 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, print a table, write the report."""
     config = common.read_config(options)
+    configs = {
+        name: load_config(options.yaml_config, options.config, [*options.set, f"data_loader={name}"])
+        for name in options.loaders.split(",")
+    }
 
     def measure(place: Distributed) -> None:
         dataset = open_dataset(config, place)
         step = build_training(config, place) if options.steps else None
         cases: dict[str, Callable[[], Mapping[str, float]]] = {}
-        for name in options.loaders.split(","):
-            built = build_loaders(Config(**config.model_dump() | {"data_loader": name}), dataset, place)
+        for name, chosen in configs.items():
+            built = build_loaders(chosen, dataset, place)
             cases[name] = Case(built.train, step, place, options.batches, options.steps)
             if place.is_main:
                 print(*(f"{name}: {note}" for note in built.notes), sep="\n", end="\n" if built.notes else "")

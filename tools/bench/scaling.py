@@ -13,10 +13,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from tools.bench import common
+from tools.follow import read_counts
 from utils.config import Config
 from utils.distributed import split_batch
 from utils.errors import ConfigError, ExpectedError
@@ -24,8 +26,6 @@ from utils.errors import ConfigError, ExpectedError
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("strong", "weak")
 QUANTITIES = ("train_images_per_sec", "epoch_images_per_sec")
-# What may differ between runs that are compared: the batch is what weak scaling changes.
-FREE_KEYS = ("batch_size",)
 COMPARED = ("commit", "python", "torch", "torchvision", "cuda", "cudnn", "device", "threads")
 
 Records = dict[tuple[str, int], list[dict[str, Any]]]  # (mode, processes) -> one record a trial
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, print a table, write the report."""
     config = common.read_config(options)
-    cases = plan(config, _numbers(options.nproc), options.mode.split(","))
+    cases = plan(config, read_counts("--nproc", options.nproc), options.mode.split(","))
     most = max(number for _, number in cases)
     records: Records = {}
     for path in options.add:
@@ -60,9 +60,9 @@ def run(options: argparse.Namespace) -> int:
         for (mode, processes), case in cases.items():
             record = run_once(case, processes, most, options.steps, options.dropped)
             records.setdefault((mode, processes), []).append(record)
+            check_comparable(records)
             speed = record["values"]["train_images_per_sec"]
             print(f"trial {trial + 1} of {options.trials}, {mode}, {processes}: {speed:.1f} images/s", file=sys.stderr)
-    check_comparable(records)
     results = summarise(records)
     show(config, results)
     write(options.json, config, records, results)
@@ -105,16 +105,28 @@ def run_once(config: Config, processes: int, most: int, steps: int, dropped: int
 
 def check_comparable(records: Records) -> None:
     """`ConfigError` that names the first key or version in which two runs differ."""
-    everything = [record for runs in records.values() for record in runs]
-    first = everything[0]
-    for record in everything[1:]:
-        for part, keys in (("config", first["config"].keys() | record["config"].keys()), ("environment", COMPARED)):
-            for key in sorted(set(keys) - set(FREE_KEYS)):
-                here, there = first[part].get(key), record[part].get(key)
-                if here != there:
+    everything = [
+        (_with_its_share(record["config"], mode, processes), record["environment"])
+        for (mode, processes), runs in records.items()
+        for record in runs
+    ]
+    first_config, first_environment = everything[0]
+    for config, environment in everything[1:]:
+        for first, other, keys in (
+            (first_config, config, sorted(first_config.keys() | config.keys())),
+            (first_environment, environment, COMPARED),
+        ):
+            for key in keys:
+                if first.get(key) != other.get(key):
                     raise ConfigError(
-                        f"runs that differ cannot be compared: {key} is {here} in one and {there} in another"
+                        f"runs that differ cannot be compared: {key} is {first.get(key)} in one and {other.get(key)} "
+                        "in another"
                     )
+
+
+def _with_its_share(config: Mapping[str, Any], mode: str, processes: int) -> dict[str, Any]:
+    """The configuration with the batch that all runs have alike: weak scaling multiplies it by the processes."""
+    return {**config, "batch_size": Fraction(config["batch_size"], processes if mode == "weak" else 1)}
 
 
 def summarise(records: Records) -> dict[str, dict[str, Any]]:
@@ -167,10 +179,3 @@ def add_report(records: Records, path: Path) -> None:
             records.setdefault((case["mode"], case["processes"]), []).extend(case["runs"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(f"--add {path}: is no report of `python -m tools.bench scaling --json`") from None
-
-
-def _numbers(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise ConfigError(f"--nproc {text}: expected numbers of processes, such as 1,2,4")
-    return [int(part) for part in parts]

@@ -126,12 +126,12 @@ def peak_memory(device: torch.device) -> float:
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
 
 
-def training_flops_per_image(config: Config) -> float:
+def training_flops_per_image(config: Config, image_shape: tuple[int, int, int]) -> float:
     """Floating-point operations of forward and backward pass for one image, a multiply-add counted as two."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model = build_model(config)
-    images = torch.zeros(2, 3, config.image_size or 32, config.image_size or 32)
+    images = torch.zeros(2, *image_shape)
     with FlopCounterMode(display=False) as counter:
         model(images).sum().backward()
     return counter.get_total_flops() / 2
