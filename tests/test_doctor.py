@@ -2,16 +2,24 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from PIL import Image
 
-from tests.conftest import ROOT
+from tests.conftest import CIFAR100, ROOT
 from tools import doctor
+from tools.bench import limits
 from tools.doctor import Finding
+from utils.config import load_config
+from utils.data import loaders
 
 
 @pytest.fixture
@@ -44,11 +52,13 @@ def look(capsys, *arguments: str) -> tuple[int, dict[str, Finding]]:
 
 
 def test_a_machine_that_is_well_passes(capsys, tmp_path):
+    started = time.perf_counter()
     status, findings = look(capsys, "--config", "quickstart", "--run-dir", str(tmp_path / "expts/not/yet/there"))
     assert status == 0 and all(finding.level != "fail" for finding in findings.values()), findings
     expected = "torch, gpu software, memory, shared memory, disk, data, host names, threads, ceilings"
     assert ", ".join(findings) == expected
     assert not list(tmp_path.iterdir()), "the probe of the disk leaves nothing behind"
+    assert time.perf_counter() - started < 60, "what it promises; it takes seconds"
 
 
 def test_missing_data_fails_with_the_command_that_brings_it(capsys, tmp_path):
@@ -58,13 +68,42 @@ def test_missing_data_fails_with_the_command_that_brings_it(capsys, tmp_path):
     assert findings["data"].remedy == f"python -m tools.prepare_data --dataset cifar100 --data_path {tmp_path}"
 
 
-def test_shared_memory_of_a_container_is_too_small_for_workers(small_disk):
+@pytest.mark.parametrize("dataset", ["imagefolder", "imagenet"])
+def test_class_folders_are_judged_as_training_opens_them(dataset, tmp_path):
+    settings = [f"dataset={dataset}", f"data_path={tmp_path}"]
+    finding, shape = doctor.check_data(load_config(CIFAR100, "default", settings))
+    assert finding.level == "fail" and f"{tmp_path}/train: cannot be read" in finding.message
+    assert "data_path=DIR" in finding.remedy and "prepare_data" not in finding.remedy and shape == (3, 224, 224)
+    for split in ("train", "val"):
+        (tmp_path / split / "ant").mkdir(parents=True)
+        Image.new("RGB", (40, 50)).save(tmp_path / split / "ant/0.png")
+    finding, shape = doctor.check_data(load_config(CIFAR100, "default", settings))
+    assert (finding.level, finding.message) == ("ok", f"{dataset}: 1 + 1 images")
+    assert shape == ((3, 40, 40) if dataset == "imagefolder" else (3, 224, 224))
+
+
+def test_a_synthetic_loader_needs_no_data(tmp_path):
+    config = load_config(CIFAR100, "default", ["data_loader=synthetic", f"data_path={tmp_path}"])
+    assert doctor.check_data(config) == (Finding("data", "ok", "cifar100: 50,000 + 10,000 images"), (3, 32, 32))
+
+
+def test_shared_memory_is_judged_as_training_judges_it(small_disk, monkeypatch):
     folder = small_disk(64)
-    finding = doctor.check_shared_memory(folder, needed=10_000_000, workers=6)
-    assert finding.level == "fail" and "--ipc=host" in finding.remedy and "has 67 MB" in finding.message
-    assert doctor.check_shared_memory(folder, needed=10_000_000, workers=0).level == "ok", "nobody uses it"
-    assert doctor.check_shared_memory(small_disk(512), needed=10_000_000, workers=6).level == "ok"
-    assert doctor.check_shared_memory(small_disk(512), needed=10**10, workers=6).level == "fail"
+    monkeypatch.setattr(loaders, "SHARED_MEMORY", folder)
+    finding = doctor.check_shared_memory(10_000_000, workers=6)
+    assert finding.level == "fail" and "--ipc=host" in finding.remedy and "has 67 MB free" in finding.message
+    assert doctor.check_shared_memory(10_000_000, workers=0).level == "ok", "nobody uses it"
+    assert doctor.check_shared_memory(1_000_000, workers=6).level == "ok"
+    (folder / "taken").write_bytes(bytes(60_000_000))
+    assert doctor.check_shared_memory(1_000_000, workers=6).level == "fail", "what counts is what is free"
+
+
+def test_shared_memory_is_counted_in_the_datasets_own_images(alone, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(loaders, "check_shared_memory", lambda *arguments: asked.append(arguments))
+    settings = ["dataset=imagenet", "data_loader=torchvision", "num_data_workers=1", "batch_size=512"]
+    doctor.machine_checks(load_config(CIFAR100, "default", [*settings, f"data_path={tmp_path}"]), tmp_path, alone)
+    assert asked == [(512 * 3 * 224 * 224, 1)]
 
 
 def test_full_disk(small_disk):
@@ -154,9 +193,49 @@ def test_nodes_asks_srun_for_one_process_a_node(tmp_path, monkeypatch, capfd):
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
-    assert doctor.main(["--nodes", "--config", "bs128"]) == 1
-    assert capfd.readouterr().out.strip() == f"--ntasks-per-node=1 {sys.executable} -m tools.doctor --config bs128"
+    for step in (None, "0"):  # in a shell of the batch script, and in salloc's interactive step
+        monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+        if step is not None:
+            monkeypatch.setenv("SLURM_STEP_ID", step)
+        assert doctor.main(["--nodes", "--config", "bs128"]) == 1
+        assert capfd.readouterr().out.strip() == f"--ntasks-per-node=1 {sys.executable} -m tools.doctor --config bs128"
+
+
+def test_one_process_of_a_node_measures_all_its_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8e10, 8e10))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(doctor, "arithmetic", lambda device: 100.0 if device.index == 2 else 600.0)
+    for name in ("memory", "host_to_device"):
+        monkeypatch.setattr(limits, name, lambda device, trials: SimpleNamespace(median=1.0))
+    first = torch.device("cuda", 0)
+    seen = doctor.device_checks(first, alone=True)
+    assert [finding.check for finding in seen] == ["ceilings"] * 3 + ["slow device"]
+    assert seen[-1].message == "GPU 2 takes 6.00 times the median"
+    assert len(doctor.device_checks(first, alone=False)) == 1
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_recipes_of_images_demand_the_torch_that_the_project_needs():
+    minimum = ".".join(map(str, doctor.MINIMUM_TORCH))
+    assert f'"torch>={minimum}"' in (ROOT / "pyproject.toml").read_text()
+    recipes = [(ROOT / name).read_text() for name in ("Dockerfile", "apptainer.def")]
+    assert len({base for recipe in recipes for base in re.findall(r"BASE=(\S+:\S+)", recipe)}) == 1
+    for recipe in recipes:
+        assert f"must have torch {minimum} or newer" in recipe and f"torch >= {minimum}: --build-arg BASE=" in recipe
+        (check,) = re.findall(r'python -c "(?:[^"]*)"', recipe)
+        code = check.replace("\\\n", "").split('"')[1]
+        done = python(code)
+        assert done.returncode == 0 and done.stdout.startswith("torch "), done.stderr
+        assert python(f"import tools.doctor; tools.doctor.MINIMUM_TORCH = (99, 0); {code}").returncode == 1
+
+
+def test_an_image_holds_neither_data_nor_results_nor_history():
+    left_out = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {".git", ".venv", "data", "expts", "**/__pycache__"} <= set(left_out)
 
 
 def test_lines_tell_level_remedy_and_what_is_alike():

@@ -11,6 +11,7 @@ Each line is ok, warn or fail, with the remedy. Exit status: 0 nothing failed, 1
 import argparse
 import json
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Look, print, return the exit status."""
     options = parser().parse_args(argv)
     try:
-        if options.nodes and "SLURM_STEP_ID" not in os.environ:
+        if options.nodes:  # also in an interactive step of salloc; the processes of this srun are not given --nodes
             return subprocess.run(_on_every_node(sys.argv[1:] if argv is None else list(argv)), check=False).returncode
         config = load_config(options.yaml_config, options.config, options.set)
     except ExpectedError as error:
@@ -105,8 +106,8 @@ def examine(config: Config, run_dir: Path, place: "Distributed", started: float,
     findings = []
     if place.local_rank == 0:
         findings += machine_checks(config, run_dir, place)
-    findings += device_checks(place)
     host = socket.gethostname()
+    findings += device_checks(place.device, alone=place.gather(host).count(host) == 1)
     where = f"{host}, rank {place.rank}" if place.world_size > 1 else host
     mine = [Finding(**asdict(finding) | {"where": where}) for finding in findings]
     everything = [finding for part in place.gather(mine) for finding in part]
@@ -129,21 +130,23 @@ def machine_checks(config: Config, run_dir: Path, place: "Distributed") -> list[
     import importlib.metadata
 
     import torch
-    import torchvision
 
-    from utils.data.loaders import usable_cores
+    from utils.data import batch_bytes
+    from utils.data.loaders import usable_cores, workers_of_a_rank
 
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
-    batch_bytes = config.batch_size // place.world_size * 3 * 32 * 32
-    workers = min(config.num_data_workers, usable_cores()) if config.data_loader == "torchvision" else 0
+    workers = config.num_data_workers if config.data_loader == "torchvision" else 0
+    started = local_ranks * workers_of_a_rank(workers, local_ranks)
+    data, image_shape = check_data(config)
+    rank_batch_size = -(-config.batch_size // place.world_size)
     installed = {name.lower(): version for name, version in _distributions(importlib.metadata).items()}
     return [
-        check_torch(str(torch.__version__), torchvision.__version__, importlib.metadata.requires("torchvision") or []),
+        check_installed_torch(),
         check_gpu_stack(torch.version.cuda, torch.cuda.is_available(), shutil.which("nvidia-smi"), installed),
         check_memory(Path("/proc/meminfo"), local_ranks),
-        check_shared_memory(Path("/dev/shm"), 2 * batch_bytes * max(workers, 1) * local_ranks, workers),
+        check_shared_memory(batch_bytes(config, rank_batch_size, image_shape), started),
         check_disk(run_dir),
-        check_data(config),
+        data,
         check_names(names_to_resolve(os.environ)),
         check_threads(usable_cores(), local_ranks, torch.get_num_threads(), workers),
     ]
@@ -152,6 +155,17 @@ def machine_checks(config: Config, run_dir: Path, place: "Distributed") -> list[
 def _distributions(metadata: Any) -> dict[str, str]:
     found = ((item.metadata["Name"], item.version) for item in metadata.distributions())
     return {name: version for name, version in found if name}
+
+
+def check_installed_torch() -> Finding:
+    """`check_torch` of this Python's; recipes of container images call it too."""
+    import importlib.metadata
+
+    import torch
+    import torchvision
+
+    required = importlib.metadata.requires("torchvision") or []
+    return check_torch(str(torch.__version__), torchvision.__version__, required)
 
 
 def check_torch(torch_version: str, torchvision_version: str, required: Sequence[str]) -> Finding:
@@ -202,17 +216,21 @@ def check_memory(meminfo: Path, local_ranks: int) -> Finding:
     return Finding("memory", "ok", seen)
 
 
-def check_shared_memory(path: Path, needed: int, workers: int) -> Finding:
-    """Whether /dev/shm can hold the batches that loader workers hand over; a container gives 64 MB unless told."""
+def check_shared_memory(batch_bytes: int, workers: int) -> Finding:
+    """Whether this many workers of this machine can hand over batches, as training asks before it starts them."""
+    from utils.data import loaders
+
     try:
-        total = shutil.disk_usage(path).total
+        loaders.check_shared_memory(batch_bytes, workers)
+        free = shutil.disk_usage(loaders.SHARED_MEMORY).free
+    except ConfigError as error:
+        message, _, remedy = str(error).partition("\n")
+        return Finding("shared memory", "fail", message, remedy)
     except OSError as error:
-        return Finding("shared memory", "warn", f"{path}: {error.strerror}", "loader workers need it")
-    seen = f"{path} has {total / 1e6:,.0f} MB"
-    if workers and total < max(needed, 2**28):
-        remedy = "docker run --ipc=host (or --shm-size=8g); without it loader workers die with a bus error"
-        return Finding("shared memory", "fail", f"{seen}, too small for {workers} loader workers", remedy)
-    return Finding("shared memory", "ok", seen)
+        return Finding("shared memory", "warn", f"{loaders.SHARED_MEMORY}: {error.strerror}", "loader workers need it")
+    return Finding(
+        "shared memory", "ok", f"{loaders.SHARED_MEMORY} has {free / 1e6:,.0f} MB free for {workers} loader worker(s)"
+    )
 
 
 def check_disk(folder: Path, needed: int = 2**30) -> Finding:
@@ -250,19 +268,21 @@ def write_rate(folder: Path, size: int = 2**26) -> float:
         path.unlink(missing_ok=True)
 
 
-def check_data(config: Config) -> Finding:
-    """Whether the dataset is in place, complete and unaltered."""
-    from utils.data.datasets import load_dataset
+def check_data(config: Config) -> tuple[Finding, tuple[int, int, int]]:
+    """Whether training would find the dataset, complete and unaltered; and channels, height and width of its images."""
+    from utils.data import find_dataset, image_side
+    from utils.data.cifar import VERSIONS
 
-    if config.dataset == "shapes":
-        return Finding("data", "ok", "shapes are drawn by the program itself")
     try:
-        dataset = load_dataset(config.dataset, Path(config.data_path), download=False)
+        dataset = find_dataset(config, download=False)
     except ExpectedError as error:
-        remedy = f"python -m tools.prepare_data --dataset {config.dataset} --data_path {config.data_path}"
-        return Finding("data", "fail", str(error).splitlines()[0], remedy)
+        remedy = "bring the class folders there, or name theirs: --set data_path=DIR"
+        if config.dataset in VERSIONS:
+            path = shlex.quote(config.data_path)
+            remedy = f"python -m tools.prepare_data --dataset {config.dataset} --data_path {path}"
+        return Finding("data", "fail", str(error).splitlines()[0], remedy), (3, image_side(config), image_side(config))
     count = f"{len(dataset.train.labels):,} + {len(dataset.valid.labels):,} images"
-    return Finding("data", "ok", f"{config.dataset} in {config.data_path}: {count}")
+    return Finding("data", "ok", f"{dataset.name}: {count}"), dataset.train.image_shape
 
 
 def names_to_resolve(environment: Mapping[str, str]) -> list[str]:
@@ -305,20 +325,17 @@ def check_threads(cores: int, local_ranks: int, threads: int, workers: int) -> F
 # ---- devices
 
 
-def device_checks(place: "Distributed") -> list[Finding]:
-    """Ceilings of this rank's device, or of all devices where there is one rank."""
+def device_checks(own: "torch.device", *, alone: bool) -> list[Finding]:
+    """Ceilings of this rank's own device, or of all that it sees where it is alone on its node."""
     import torch
 
     from tools.bench.limits import host_to_device, memory
 
-    if place.device.type != "cuda":
-        seen = (
-            f"CPU: {1e3 * arithmetic(place.device):,.0f} GFLOP/s in float32, "
-            f"memory {memory(place.device, TRIALS).median:.1f} GB/s"
-        )
+    if own.type != "cuda":
+        seen = f"CPU: {1e3 * arithmetic(own):,.0f} GFLOP/s in float32, memory {memory(own, TRIALS).median:.1f} GB/s"
         return [Finding("ceilings", "ok", seen)]
     count = torch.cuda.device_count()
-    devices = [place.device] if place.world_size > 1 else [torch.device("cuda", number) for number in range(count)]
+    devices = [torch.device("cuda", number) for number in range(count)] if alone else [own]
     findings, rates = [], []
     for device in devices:
         free, total = torch.cuda.mem_get_info(device)
