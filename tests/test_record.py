@@ -2,8 +2,12 @@
 
 import json
 import math
-from collections.abc import Callable
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from tools.bench import record
 from tools.follow import FollowedRun, as_settings
 from utils.config import Config, load_config
 from utils.errors import ConfigError, ExpectedError
+from utils.run_folder import git_commit
 
 RESULTS = ROOT / "results"
 SETTINGS = [f"--set={setting}" for setting in as_settings(TINY)]
@@ -98,8 +103,50 @@ def test_a_seed_that_missed_the_target_leaves_no_mean_time(
 
 
 def test_seeds_of_two_commits_are_not_averaged(folder: Callable[..., Path], tiny: Callable[..., Config]) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be averaged: commit bbb.* and aaa"):
+    with pytest.raises(ConfigError, match=r"seed-1 cannot be averaged with the others: commit bbb.* and aaa"):
         record.summarise(folder(0.4, 0.5, commits="ab"), "tiny", tiny())
+
+
+def test_a_seed_that_could_not_be_averaged_is_not_run(
+    folder: Callable[..., Path], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "run_seed", lambda *_: pytest.fail("ran a seed for nothing"))
+    arguments = ["record", "--config=bs128", f"--out={folder(0.4)}", "--seeds=2", *SETTINGS]
+    arguments += ["--target=0.4", "--set=save_checkpoint=true"]
+    monkeypatch.setattr(record, "_check_same_config", lambda *_: None)
+    assert bench.main(arguments) == 2
+    assert "seed-0 cannot be averaged with the others: commit aaa" in capsys.readouterr().err
+
+
+def test_results_are_no_change_of_the_code(tmp_path: Path) -> None:
+    """A commit of results between two seeds, and a table that the first has rewritten, leave them of one code."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    git("init")
+    assert git_commit(tmp_path) is None
+    write("utils/code.py", "one")
+    write("results/README.md", "one")
+    git("add", ".")
+    git("commit", "-m", "one")
+    before = git_commit(tmp_path)
+    assert before is not None and len(before) == 40
+    write("results/README.md", "two")
+    assert git_commit(tmp_path) == before
+    git("commit", "-am", "two")
+    assert git_commit(tmp_path) == before
+    write("utils/code.py", "two")
+    assert git_commit(tmp_path) == f"{before} with changes"
+    git("commit", "-am", "three")
+    assert git_commit(tmp_path) not in (before, f"{before} with changes", None)
 
 
 def test_seeds_of_another_configuration_are_refused(folder: Callable[..., Path], capsys: Any) -> None:
@@ -183,6 +230,38 @@ def test_search_needs_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     monkeypatch.setitem(search.sys.modules, "optuna", None)
     assert search.main([f"--out={tmp_path}", "--space=lr=0.1,0.2"]) == 2
     assert 'pip install ".[search]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("failure", "end"),
+    [(KeyboardInterrupt(), "interrupted"), (ExpectedError("bad"), "failed: bad"), (None, "finished")],
+)
+def test_the_log_tells_how_a_trial_ended(
+    failure: BaseException | None, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Training(FollowedRun):
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            return iter(epochs(0.3))
+
+        def wait(self) -> float:
+            if failure is not None:
+                raise failure
+            return 1.0
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(search, "FollowedRun", Training)
+    options = SimpleNamespace(yaml_config=Path("a"), config="b", out=tmp_path)
+    trial = SimpleNamespace(number=0, set_user_attr=print, report=lambda *_, **__: None, should_prune=lambda: False)
+    objective = search._objective(options, [], [], RuntimeError)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt) if end == "interrupted" else nullcontext():
+        objective(trial)
+    (line,) = (tmp_path / search.LOG).read_text().splitlines()
+    assert json.loads(line)["end"] == end and json.loads(line)["acc1/valid"] == [0.3]
 
 
 @pytest.mark.slow

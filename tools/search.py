@@ -3,9 +3,10 @@
     python -m tools.search --config=cifar100-cpu --space lr=log:0.05..0.8 --space batch_size=64,128,256 \\
         --set max_epochs=4 --trials 20 --out results/search-cifar100-cpu
 
-Each trial is a train.py of its own; after each epoch the half of the trials that is behind is stopped (Li et al. 2018,
-arXiv:1810.05934, asynchronous). DIR/trials.jsonl holds a line for each trial: settings, accuracy of every epoch,
-seconds, and whether it was stopped. The same command run again goes on from there, until it has --trials in all.
+Each trial is a train.py of its own; after epochs 1, 2, 4, 8 and so on a trial is stopped that is not in the better
+half of those so far (Li et al. 2018, arXiv:1810.05934, asynchronous). DIR/trials.jsonl holds a line for each trial:
+settings, accuracy of every epoch, seconds, and how it ended. The same command run again goes on from there, until it
+has --trials in all.
 """
 
 import argparse
@@ -127,7 +128,7 @@ def _objective(
         trial.set_user_attr("settings", tried)
         folder = options.out / f".trial-{trial.number}"
         accuracies: list[float] = []
-        record: dict[str, Any] = {"trial": trial.number, "settings": tried, "end": "finished"}
+        record: dict[str, Any] = {"trial": trial.number, "settings": tried, "end": "interrupted"}
         try:
             with FollowedRun(options.yaml_config, options.config, [*settings, *as_settings(tried)], folder) as training:
                 for epoch in training:
@@ -138,6 +139,7 @@ def _objective(
                         record["end"] = "stopped: behind"
                         raise pruned
                 training.wait()
+                record["end"] = "finished"
         except ExpectedError as error:
             record["end"] = f"failed: {error}"
             return FAILED

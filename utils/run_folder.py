@@ -24,6 +24,7 @@ from utils.config import Config, render_config
 from utils.errors import CheckpointError, ConfigError
 from utils.launch import job_name, was_restarted
 
+ROOT = Path(__file__).resolve().parent.parent
 # Of the environment only these are written down: a dump could hold secrets.
 RECORDED_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "WORLD_SIZE", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES",
@@ -171,7 +172,7 @@ def describe_environment(device: torch.device, world_size: int) -> dict[str, Any
     cuda = device.type == "cuda"
     return {
         "command": sys.argv,
-        "commit": _git_commit(),
+        "commit": git_commit(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "torchvision": torchvision.__version__,
@@ -222,14 +223,21 @@ def _processor() -> str:
     return f"{names[0]} x {len(names)}" if names else platform.machine()
 
 
-def _git_commit() -> str | None:
-    here = Path(__file__).resolve().parent
-    commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
+def git_commit(root: Path = ROOT) -> str | None:
+    """The newest commit that changed anything outside of results/, which tells the code; None without git.
+
+    Writing down or committing what one run gave does not make the next a run of other code.
+    """
+    code = ("--", ".", ":(exclude)results")
+    commands = (
+        ["git", "log", "-1", "--format=%H", *code],
+        ["git", "status", "--porcelain", "--untracked-files=no", *code],
+    )
     try:
         commit, changes = (
-            subprocess.run(command, cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+            subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
             for command in commands
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit + (" with changes" if changes else "")
+    return commit + (" with changes" if changes else "") if commit else None

@@ -7,8 +7,8 @@ Each seed is a train.py of its own, one after the other, without checkpoints and
 - training: the training steps alone, at the throughput of all log points but the first: no start-up, no compilation, no
   validation. The one to hold beside results that leave these out.
 
-A folder of results takes more seeds later, one command after another, as long as configuration, commit, versions and
-device are the same.
+A folder of results takes more seeds later, one command after another, as long as configuration, code, versions and
+device are the same; the code is told by the newest commit that changed anything outside of results/.
 """
 
 import argparse
@@ -23,7 +23,9 @@ from typing import Any
 from tools.bench import common
 from tools.follow import FollowedRun, add_config_arguments, as_settings, make_folder, read_records
 from utils.config import Config, list_blocks, load_config
+from utils.distributed import choose_device
 from utils.errors import ConfigError
+from utils.run_folder import describe_environment
 
 RESULTS = Path("results")
 TIMES = ("command", "run", "training")
@@ -76,6 +78,7 @@ def run(options: argparse.Namespace) -> int:
         if (out / f"seed-{seed}" / "trial.json").exists():
             print(f"seed {seed}: already in {out}")
             continue
+        _check_same_environment(out, describe_environment(choose_device(config.device, 0), 1))
         trial = run_seed(options.yaml_config, options.config, settings, seed, out)
         print(_describe(trial, config.stop_at_accuracy), flush=True)
     summary = summarise(out, options.config, config)
@@ -126,18 +129,10 @@ def measure(epochs: Sequence[Mapping[str, Any]], config: Config, command_seconds
 
 def summarise(out: Path, name: str, config: Config) -> dict[str, Any]:
     """All seeds in a folder; `ConfigError` where they were not run alike."""
-    folders = sorted(out.glob("seed-*"), key=lambda folder: int(folder.name.removeprefix("seed-")))
-    environments = {folder: json.loads((folder / "environment.json").read_text("utf-8")) for folder in folders}
-    for folder, environment in environments.items():
-        first = environments[folders[0]]
-        if different := [key for key in SAME if environment.get(key) != first.get(key)]:
-            key = different[0]
-            raise ConfigError(
-                f"{folder} and {folders[0]} cannot be averaged: {key} {environment.get(key)} and {first.get(key)}\n"
-                "move one of them away and run its seed again, or give another --out"
-            )
-    trials = [json.loads((folder / "trial.json").read_text("utf-8")) for folder in folders]
-    environment = environments[folders[0]]
+    folders = _seed_folders(out)
+    environment = read_json(folders[0] / "environment.json")
+    _check_same_environment(out, environment)
+    trials = [read_json(folder / "trial.json") for folder in folders]
     return {
         "config_name": name,
         "target": config.stop_at_accuracy,
@@ -161,9 +156,25 @@ def spread(values: Sequence[float]) -> dict[str, float | None]:
     return {"mean": statistics.mean(values), "sd": statistics.stdev(values) if len(values) > 1 else None}
 
 
+def _seed_folders(out: Path) -> list[Path]:
+    return sorted(out.glob("seed-*"), key=lambda folder: int(folder.name.removeprefix("seed-")))
+
+
+def _check_same_environment(out: Path, expected: Mapping[str, Any]) -> None:
+    """`ConfigError` where the folder holds seeds of other code, versions or devices than `expected`."""
+    for folder in _seed_folders(out):
+        there = read_json(folder / "environment.json")
+        if different := [key for key in SAME if there.get(key) != expected.get(key)]:
+            key = different[0]
+            raise ConfigError(
+                f"{folder} cannot be averaged with the others: {key} {there.get(key)} and {expected.get(key)}\n"
+                "move it away and run its seed again, or give another --out"
+            )
+
+
 def _check_same_config(out: Path, name: str, config: Config) -> None:
     """`ConfigError` where the folder holds seeds of another configuration."""
-    for folder in sorted(out.glob("seed-*")):
+    for folder in _seed_folders(out):
         path = folder / "config.yaml"
         there = load_config(path, next(iter(list_blocks(path))))
         for key, value in config.model_dump().items():
@@ -219,7 +230,7 @@ def _mean(values: Mapping[str, float | None] | None, factor: float, form: str) -
 def render_table(root: Path) -> str:
     """results/README.md's table: every folder of results, newest first, and what is planned and not measured."""
     folders = sorted((path.parent for path in root.glob("*/summary.json")), reverse=True)
-    measured = [(folder, json.loads((folder / "summary.json").read_text("utf-8"))) for folder in folders]
+    measured = [(folder, read_json(folder / "summary.json")) for folder in folders]
     columns, rows = table(measured)
     done = {summary["config_name"] for _, summary in measured}
     for name, target in PLANNED.items():
@@ -237,6 +248,11 @@ def update_readme(root: Path) -> None:
     if BEGIN in text and END in text:
         head, _, rest = text.partition(BEGIN)
         path.write_text(f"{head}{BEGIN}\n{render_table(root)}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` wrote."""
+    return json.loads(path.read_text("utf-8"))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
