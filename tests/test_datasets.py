@@ -19,7 +19,6 @@ from utils.data.cifar import VERSIONS, fingerprint
 from utils.data.datasets import Dataset, channel_statistics, load_dataset
 from utils.distributed import Distributed
 from utils.errors import ConfigError, DataError
-from utils.launch import SCHEDULER_VARIABLES
 
 NAMES = ("cifar10", "cifar100")
 
@@ -281,7 +280,10 @@ def test_failed_download_leaves_nothing_and_names_the_remedy(
     assert [path.name for path in data_path.iterdir()] == [f".{tiny.version.name}.lock"]
 
 
-@pytest.mark.parametrize("variable", ["SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID", None])
+BATCH_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+
+
+@pytest.mark.parametrize("variable", [*BATCH_JOBS, "TORCHELASTIC_RUN_ID", None])
 def test_a_batch_job_does_not_download_by_itself(
     alone: Distributed, variable: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,13 +295,13 @@ def test_a_batch_job_does_not_download_by_itself(
         return load_dataset("shapes", data_path, download=False)
 
     monkeypatch.setattr(utils.data, "load_dataset", load)
-    for name in SCHEDULER_VARIABLES:
+    for name in BATCH_JOBS:
         monkeypatch.delenv(name, raising=False)
     if variable is not None:
         monkeypatch.setenv(variable, "17.server")
     for download in ("auto", "true", "false"):
         utils.data.open_dataset(load_config(CIFAR100, "default", [f"download={download}"]), alone)
-    assert asked == [variable not in SCHEDULER_VARIABLES, True, False]
+    assert asked == [variable not in BATCH_JOBS, True, False]
 
 
 # ---- shapes

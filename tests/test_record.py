@@ -182,12 +182,12 @@ def test_planned_configurations_exist() -> None:
 
 def test_record_runs_seeds_once_and_keeps_their_logs(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "2030-01-02-tiny"
-    arguments = ["record", "--config=bs128", "--target=0.01", f"--out={out}", "--seeds=1", "--first_seed=3", *SETTINGS]
+    arguments = ["record", "--config=bs128", "--target=0.01", f"--out={out}", "--seeds=2", "--first_seed=3", *SETTINGS]
     assert bench.main(arguments) == 0
-    assert {path.name for path in out.iterdir()} == {"seed-3", "summary.json"}
+    assert {path.name for path in out.iterdir()} == {"seed-3", "seed-4", "summary.json"}
     assert {path.name for path in (out / "seed-3").iterdir()} == {*record.KEPT, "trial.json"}
     summary = json.loads((out / "summary.json").read_text())
-    assert (summary["seeds"], summary["reached"], summary["epochs"]["mean"]) == ([3], 1, 1)
+    assert (summary["seeds"], summary["reached"], summary["epochs"]["mean"]) == ([3, 4], 2, 1)
     seconds = summary["trials"][0]["seconds"]
     assert 0 < seconds["training"] < seconds["run"] < seconds["command"]
     before = (out / "seed-3/metrics.jsonl").read_text()
