@@ -40,6 +40,16 @@ TINY = {
     "device": "cpu",
 }
 
+# What recipes add to a step, all at once.
+RECIPE = {
+    "mixup_alpha": 0.2,
+    "cutmix_alpha": 1.0,
+    "cutout_size": 8,
+    "ema_decay": 0.9,
+    "progressive_image_sizes": [16],
+    "progressive_image_shares": [0.5],
+}
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _draw_shapes_once() -> None:

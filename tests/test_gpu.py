@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.conftest import RECIPE
 from tools.bench.training import build_training
 from train import Trainer
 from utils.config import Config
 from utils.distributed import Distributed
-from utils.metrics import MetricSums
+from utils.metrics import MetricSums, RunLogger
 from utils.optim import learning_rate, set_learning_rate
 from utils.step import GRAPH_WARMUP_STEPS, GraphedStep, prefetch
 from utils.trace import find_ranges, read_trace
@@ -95,6 +96,43 @@ def test_no_step_waits_for_the_device(tiny, gpu, mode, graphs):
             next(batches)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"enable_amp": True, "enable_cuda_graphs": True}, {"enable_amp": True, **RECIPE}]
+)
+def test_no_epoch_waits_for_the_device_outside_its_log_points(tiny, gpu, tmp_path, monkeypatch, changes):
+    """The second epoch, as a run trains it: in the first, algorithms are chosen and steps are captured."""
+    config = on_gpu(
+        tiny, log_freq=1000, limit_train_batches=GRAPH_WARMUP_STEPS + 4, max_epochs=4, enable_prefetch=True, **changes
+    )
+    trainer = Trainer(config, gpu)
+    log_point, log_points = trainer._log_point, []
+
+    def wait_here() -> None:
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        log_point()
+        log_points.append(trainer.epoch)
+        torch.cuda.set_sync_debug_mode(mode)
+
+    monkeypatch.setattr(trainer, "_log_point", wait_here)
+    with RunLogger(tmp_path, enabled=True, to_screen=False, board=None) as trainer.log:
+        trainer.train_one_epoch()
+        trainer.epoch, trainer.batch = 1, 0
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            trainer.train_one_epoch()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert log_points == [0, 1]
+
+
+def test_synchronised_batch_norm_changes_nothing_in_a_single_process(tiny, gpu):
+    synchronised = Trainer(on_gpu(tiny, enable_sync_bn=True), gpu)
+    assert not any(isinstance(module, nn.SyncBatchNorm) for module in synchronised.model.modules())
+    plain = losses(Trainer(on_gpu(tiny), gpu), gpu, steps=4)
+    torch.testing.assert_close(losses(synchronised, gpu, steps=4), plain, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("graphs", [False, True])

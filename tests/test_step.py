@@ -3,17 +3,23 @@
 import itertools
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.conftest import ROOT
+from tests.conftest import RECIPE, ROOT
 from tools.bench.training import build_training
 from train import Trainer
 from utils.config import Config
+from utils.distributed import Distributed
 from utils.errors import ConfigError
+from utils.metrics import RunLogger
 from utils.optim import build_optimizer, learning_rate, set_learning_rate
 from utils.step import prefetch, wants_graphs
 
@@ -133,6 +139,7 @@ class HostReads(TorchDispatchMode):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.count = 0
+        self.aside: Counter[str] = Counter()
         for name in ("cpu", "tolist", "numpy", "item", "__bool__", "__float__", "__int__"):
             monkeypatch.setattr(Tensor, name, self._counted(getattr(Tensor, name)))
 
@@ -143,38 +150,54 @@ class HostReads(TorchDispatchMode):
 
         return call
 
+    def setting_aside(self, method: Callable[..., Any], into: str = "log points") -> Callable[..., Any]:
+        """`method`, with what it reads counted apart."""
+
+        def call(*args: Any) -> Any:
+            before = self.count
+            result = method(*args)
+            self.aside[into] += self.count - before
+            self.count = before
+            return result
+
+        return call
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         reads = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
         self.count += function in (*reads, torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
         return function(*args, **(kwargs or {}))
 
 
-def count_reads(config: Config, alone, monkeypatch, steps: int = 3) -> int:
+def count_reads(config: Config, alone: Distributed, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int, int]:
+    """How often an epoch, as a run trains it, asks for a value outside its log points, and in them."""
     trainer = Trainer(config, alone)
-    trainer.model.train()
-    trainer.train_loader.set_epoch(0)
-    batches = prefetch(config, iter(trainer.train_loader), alone.device)
-    trainer.train_step(*next(batches), trainer.sums)
-    with HostReads(monkeypatch) as reads:
-        for number in range(steps):
-            set_learning_rate(trainer.optimizer, trainer.schedule.factor(number))
-            trainer.train_step(*next(batches), trainer.sums)
-    count = reads.count
-    with reads:
-        trainer.sums.average_since_last(alone)  # a log point reads: the counter counts
-    assert reads.count > count
-    return count
+    logger = RunLogger(folder, enabled=True, to_screen=False, board=None)
+    with logger as trainer.log, HostReads(monkeypatch) as reads:
+        monkeypatch.setattr(trainer, "_log_point", reads.setting_aside(trainer._log_point))
+        # it reads the flags of signals, which are on the CPU wherever training is
+        monkeypatch.setattr(trainer.requests, "poll", reads.setting_aside(trainer.requests.poll, into="polls"))
+        trainer.train_one_epoch()
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1
+    return reads.count, reads.aside["log points"]
 
 
-@pytest.mark.parametrize("name", [name for name in SWITCHES if name not in ("compile", "all")])
-def test_no_step_asks_for_a_value(tiny, alone, monkeypatch, name):
-    assert count_reads(tiny(**SWITCHES[name]), alone, monkeypatch) == 0
+@pytest.mark.parametrize("name", ["recipe", *(name for name in SWITCHES if name not in ("compile", "all"))])
+def test_no_epoch_asks_for_a_value_outside_its_log_points(tiny, alone, monkeypatch, tmp_path, name):
+    config = tiny(log_freq=1000, **(SWITCHES | {"recipe": RECIPE})[name])
+    between, in_log_points = count_reads(config, alone, monkeypatch, tmp_path)
+    assert between == 0
+    assert in_log_points > 0  # the counter counts
 
 
-def test_extra_opts_are_what_keeps_loss_scaling_from_asking(tiny, alone, monkeypatch):
+def test_extra_opts_are_what_keeps_loss_scaling_from_asking(tiny, alone, monkeypatch, tmp_path):
     """PyTorch's scaler asks whether to skip the step of an optimizer that is not fused: the one exception."""
-    assert count_reads(tiny(enable_amp=True, loss_scale=128), alone, monkeypatch) > 0
-    assert count_reads(tiny("bs256-amp-nhwc-extra-opts", loss_scale=128), alone, monkeypatch) == 0
+    plain, fused = (tmp_path / name for name in ("plain", "fused"))
+    for folder in (plain, fused):
+        folder.mkdir()
+    asking = tiny(enable_amp=True, loss_scale=128, log_freq=1000)
+    assert count_reads(asking, alone, monkeypatch, plain)[0] > 0
+    silent = tiny("bs256-amp-nhwc-extra-opts", loss_scale=128, log_freq=1000)
+    assert count_reads(silent, alone, monkeypatch, fused)[0] == 0
 
 
 def test_prefetch_hands_on_what_comes(tiny):

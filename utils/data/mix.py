@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from utils.config import Config
 from utils.data.sampling import EpochPlan, IntArray, uniform
@@ -118,7 +117,7 @@ class BatchMix:
         if self.ranges.cutmix_alpha:
             mixed = torch.where(inside(mixing.patch, height, width, device), partners, mixed)
         label_share = torch.from_numpy(mixing.label_share).to(device, non_blocking=True).view(-1, 1)
-        own = one_hot(labels, self.num_classes).float()
+        own = (labels.view(-1, 1) == torch.arange(self.num_classes, device=device)).float()
         return mixed, own.lerp(_neighbours(own), 1 - label_share)
 
 
