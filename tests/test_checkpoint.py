@@ -1,6 +1,7 @@
 """Checkpoint files: written whole or not at all, read whole or refused by name, and the newest good one chosen."""
 
 import errno
+import fcntl
 import io
 import os
 import pickle
@@ -17,10 +18,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import ROOT
+from tests.conftest import CIFAR100, ROOT
 from train import Trainer
-from utils import checkpoint
+from utils import checkpoint, run_folder
 from utils.checkpoint import Writer, encode, list_checkpoints, newest_good, read_checkpoint, save_last
+from utils.cli import parse_arguments
 from utils.errors import CheckpointError, ConfigError, ExpectedError
 
 
@@ -342,6 +344,46 @@ def test_a_second_run_in_one_folder_is_refused(tiny, alone, tmp_path, monkeypatc
     monkeypatch.setattr(trainer, "validate_one_epoch", start_another)
     trainer.train(tmp_path, "tiny", "auto")
     assert refused == [True]
+
+
+def test_the_lock_of_a_folder_that_is_moved_aside_is_not_that_of_the_new_one(tmp_path, monkeypatch):
+    """Between a second starter's opening of the lock and its taking, the first moves the folder aside, begins anew and
+    gives the old lock away."""
+    really, held = fcntl.flock, []
+
+    def meanwhile(file, operation):
+        if not held:
+            held.append(None)
+            (tmp_path / "run").rename(tmp_path / "run.1")
+            held.append(run_folder.lock_folder(tmp_path / "run"))
+        really(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", meanwhile)
+    with pytest.raises(ConfigError, match="another run is writing here"):
+        run_folder.lock_folder(tmp_path / "run")
+    held[1].close()
+    run_folder.lock_folder(tmp_path / "run").close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, number):
+    def refuse(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ConfigError, match=rf"run: .*cannot lock a file \({os.strerror(number)}\).*--run-dir.*-o flock"):
+        run_folder.lock_folder(tmp_path / "run")
+
+
+@pytest.mark.parametrize("text", [".", "deep/.."])
+def test_the_working_directory_can_be_the_run_folder(tiny, alone, tmp_path, monkeypatch, text):
+    (tmp_path / "run/deep").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "run")
+    folder = parse_arguments([f"--yaml_config={CIFAR100}", f"--run-dir={text}"]).run_dir
+    for _ in range(2):
+        Trainer(tiny(max_epochs=1), alone).train(folder, "tiny", "never")
+    for run in ("run", "run.1"):
+        assert newest_good(tmp_path / run / "checkpoints")[0] is not None
 
 
 def _contents(folder):

@@ -117,7 +117,8 @@ def _parser() -> argparse.ArgumentParser:
 def _folder(text: str) -> Path:
     if not text:  # Path("") is the working directory, which an unset shell variable did not mean
         raise argparse.ArgumentTypeError("is empty; expected a folder")
-    return Path(text)
+    path = Path(text)
+    return path if path.name not in ("", "..") else path.resolve()  # a folder without a name cannot be moved aside
 
 
 def _describe_blocks(path: Path) -> str:

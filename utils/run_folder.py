@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -34,16 +35,29 @@ RECORDED_VARIABLES = (
 
 def lock_folder(folder: Path) -> IO[str]:
     """Create `folder` and hold it for this process; `ConfigError` where another run holds it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("a+")
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot hold a run: {error.strerror}; choose another with --run-dir") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(f"{folder}: another run is writing here; wait for it or choose another --run-dir") from None
-    return lock
+    path = folder / ".lock"
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = path.open("a+")
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot hold a run: {error.strerror}; choose another with --run-dir") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{folder}: another run is writing here; wait for it or choose another --run-dir"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"{folder}: its file system cannot lock a file ({error.strerror}), so two runs could share the folder; "
+                "choose another --run-dir, or have the file system mounted with locks (Lustre: -o flock)"
+            ) from None
+        # another run may have moved the folder aside since the lock was opened, which then is that of the old folder
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                return lock
+        lock.close()
 
 
 @dataclass(frozen=True)
@@ -158,7 +172,7 @@ def holds_run(folder: Path) -> bool:
 def _move_aside(folder: Path) -> Path:
     """Rename a run's folder to the first free NAME.1, NAME.2 ...; returns the new path."""
     number = 1
-    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+    while (target := Path(f"{folder}.{number}")).exists():
         number += 1
     try:
         folder.rename(target)
