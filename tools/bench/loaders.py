@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tools.bench import common
 from tools.bench.training import build_training
+from utils.backends import prepare_backends
 from utils.config import Config, load_config
 from utils.data import Dataset, Loader, build_loaders, open_dataset
 from utils.distributed import Distributed
@@ -43,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
     }
 
     def measure(place: Distributed) -> None:
+        prepare_backends(config, place.device)
         dataset = open_dataset(config, place)
         step = build_training(config, place) if options.steps else None
         cases: dict[str, Callable[[], Mapping[str, float]]] = {}
