@@ -210,6 +210,49 @@ def _no_space(_descriptor):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def _run_on_own_disk(folder, size, script):
+    """The ended process of a Python script, for which `folder` is a disk of this size."""
+    mount = f'mount -t tmpfs -o size={size} none "{folder}" && exec "{sys.executable}" -c "$0"'
+    command = ["unshare", "--mount", "sh", "-c", mount, script]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if "unshare failed" in result.stderr or "permission denied" in result.stderr.lower():
+        pytest.skip(f"cannot mount here: {result.stderr.strip()}")
+    return result
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a disk")
+def test_a_disk_that_becomes_read_only_in_mid_run(tmp_path, tiny):
+    """As a failing disk or a file server does; the run says so, and its last checkpoint is good."""
+    script = f"""
+import subprocess, torch
+from pathlib import Path
+from train import Trainer
+from utils.checkpoint import newest_good
+from utils.config import Config
+from utils.distributed import Distributed
+from utils.errors import ExpectedError
+folder = Path({str(tmp_path)!r})
+trainer = Trainer(Config(**{tiny(max_epochs=3).model_dump()!r}), Distributed(0, 0, 1, torch.device("cpu")))
+validate = trainer.validate_one_epoch
+def fail_in_the_second_epoch():
+    if trainer.epoch == 1:
+        for options in ("bind", "remount,bind,ro"):
+            subprocess.run(["mount", "-o", options, "run/checkpoints", "run/checkpoints"], cwd=folder, check=True)
+    return validate()
+trainer.validate_one_epoch = fail_in_the_second_epoch
+try:
+    trainer.train(folder / "run", "tiny", "auto")
+except ExpectedError as error:
+    print("error:", error, "; status", error.exit_status)
+print(newest_good(folder / "run/checkpoints")[1]["epoch"])
+"""
+    result = _run_on_own_disk(tmp_path, "64m", script)
+    *_, error, epoch = result.stdout.splitlines() or [result.stderr]
+    assert error.startswith(f"error: {tmp_path}/run"), result.stderr
+    assert "cannot be written: Read-only file system" in error and error.endswith("; status 1")
+    assert epoch == "1"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
 @pytest.mark.parametrize("background", [False, True])
 def test_a_really_full_disk(tmp_path, state, background):
@@ -232,11 +275,7 @@ for step, megabytes in ((1, 2), (2, 3)):
 print(newest_good(folder)[0].name, sorted(path.name for path in folder.iterdir()))
 """
     torch.save(state, tmp_path.parent / "state.pt")
-    mount = f'mount -t tmpfs -o size=4m none "{tmp_path}" && exec "{sys.executable}" -c "$0"'
-    command = ["unshare", "--mount", "sh", "-c", mount, script]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if "unshare failed" in result.stderr or "permission denied" in result.stderr.lower():
-        pytest.skip(f"cannot mount here: {result.stderr.strip()}")
+    result = _run_on_own_disk(tmp_path, "4m", script)
     assert result.stdout.splitlines() == [
         f"error: {tmp_path}/step-000000002.pt: cannot be written: No space left on device; what was there before is "
         "untouched ; status 1",
