@@ -8,6 +8,11 @@ The loop is `Trainer.train` -> `train_one_epoch` -> `utils.step.TrainStep`. Ever
 `grep -rn "DDP:" train.py utils`; the other tags are AMP, NHWC, EXTRA, COMPILE, GRAPHS, PREFETCH, ALLOC and PROF.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: just the end, and no traceback
+
 from utils.cli import Arguments, parse_arguments
 
 if __name__ == "__main__":
@@ -415,6 +420,7 @@ class Trainer:
 def main(arguments: Arguments) -> int:
     """Train, or only describe, as one of the ranks; returns the exit status."""
     config = arguments.config
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def run(place: Distributed) -> None:
         trainer = Trainer(config, place)

@@ -7,6 +7,7 @@ fused updates, many ranks, warm-up, profiling, and what a long run needs: logs, 
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +23,7 @@ from utils.data.augment import Normalise
 from utils.data.datasets import Dataset, load_dataset
 from utils.data.loaders import AugmentedImages, BatchSampler
 from utils.data.sampling import AugmentationRanges, EpochPlan
+from utils.errors import ExpectedError
 
 
 class Trainer:
@@ -106,7 +108,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=100)
     options = parser.parse_args()
     overrides = [f"data_path={options.data_path}", f"max_epochs={options.epochs}"]
-    Trainer(load_config(Path("config/cifar100.yaml"), "bs128", overrides)).train()
+    try:
+        Trainer(load_config(Path("config/cifar100.yaml"), "bs128", overrides)).train()
+    except ExpectedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)
 
 
 if __name__ == "__main__":

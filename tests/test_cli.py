@@ -150,7 +150,8 @@ REFUSALS = [
     (["=3"], "unrecognized arguments: =3; --help lists the options"),
     (["bs256"], "unrecognized arguments: bs256; --help lists the options"),
     (["--set"], "argument --set: expected one argument"),
-    (["--run-dir="], "argument --run-dir: is empty; expected a folder"),
+    (["--run-dir="], "argument --run-dir: is empty; is a variable of the command line not set?"),
+    (["--resume="], "argument --resume: is empty; is a variable of the command line not set?"),
 ]  # fmt: skip
 
 

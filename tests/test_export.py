@@ -81,8 +81,10 @@ def test_a_program_that_differs_is_refused():
 
 def test_without_a_checkpoint_or_with_a_damaged_one(tmp_path, capsys):
     assert export.main([str(tmp_path)]) == 4
-    assert "best.pt: cannot be read" in capsys.readouterr().err
+    assert "holds no checkpoints; give a run's folder" in capsys.readouterr().err
     (tmp_path / "checkpoints").mkdir()
+    assert export.main([str(tmp_path)]) == 4
+    assert "best.pt: cannot be read" in capsys.readouterr().err
     (tmp_path / "checkpoints/best.pt").write_bytes(b"PK" * 500)
     assert export.main([str(tmp_path)]) == 4
     assert "is damaged" in capsys.readouterr().err
@@ -91,5 +93,6 @@ def test_without_a_checkpoint_or_with_a_damaged_one(tmp_path, capsys):
 
 def test_without_safetensors(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    (tmp_path / "checkpoints").mkdir()
     assert export.main([str(tmp_path)]) == 2
     assert 'pip install ".[export]"' in capsys.readouterr().err

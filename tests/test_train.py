@@ -16,7 +16,7 @@ import train as train_module
 import train_simple
 from tests.conftest import ROOT, TINY
 from train import Trainer
-from utils.checkpoint import list_checkpoints, read_checkpoint, write_atomically
+from utils.checkpoint import encode, list_checkpoints, read_checkpoint, save_last, write_atomically
 from utils.cli import Arguments
 from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError
 from utils.run_folder import open_run
@@ -248,6 +248,58 @@ def test_what_a_run_goes_on_from_becomes_its_own(tiny, alone, tmp_path):
     (first / "best.pt").unlink()
     trainer = run(tiny(max_epochs=3, lr=1e-9), alone, tmp_path / "third", resume=str(tmp_path / "first"))
     assert trainer.best["epoch"] == 3 == read_checkpoint(tmp_path / "third/checkpoints/best.pt")["best"]["epoch"]
+
+
+def test_going_back_keeps_the_best_of_what_came_after_aside(tiny, alone, tmp_path):
+    run(tiny(max_epochs=3, keep_checkpoints=9), alone, tmp_path)
+    folder = tmp_path / "checkpoints"
+    for epoch in (2, 3):  # as if the accuracy had risen in each
+        state = read_checkpoint(folder / f"step-{4 * epoch:09d}.pt")
+        state["best"] = {"acc1": 0.5 + 0.1 * epoch, "epoch": epoch}
+        save_last(folder, encode(state), 4 * epoch, keep=9)
+        write_atomically(folder / "best.pt", encode(state))
+    for number in ("", ".1"):
+        trainer = Trainer(tiny(max_epochs=3), alone)
+        opened = open_run(
+            tmp_path, str(folder / "step-000000004.pt"), trainer.config, trainer.model.state_dict(), trainer.data
+        )
+        opened.lock.close()
+        assert opened.state["best"]["epoch"] == 0  # the weights of the first epoch's best are gone
+        assert read_checkpoint(folder / f"best.pt.superseded{number}")["best"]["epoch"] == 3
+        assert not (folder / "best.pt").exists()
+        (folder / f"best.pt.superseded{number}").with_name("best.pt").write_bytes(encode(state))
+
+
+def test_a_linked_run_folder_stays_where_it_leads(tiny, alone, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    for _ in range(2):
+        run(tiny(max_epochs=1), alone, tmp_path / "run", resume="never")
+    assert (tmp_path / "run").is_symlink()
+    assert (tmp_path / "disk/metrics.jsonl").exists() and (tmp_path / "disk.1/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--epochs", "0"], ["--data_path", "/nonexistent/data"]])
+def test_train_simple_says_what_is_wrong_in_a_line_or_two(arguments, monkeypatch, capsys):
+    def refuse(*_args, **_options):
+        raise DataError("CIFAR-100 is not there")
+
+    monkeypatch.setattr(train_simple, "load_dataset", refuse)
+    monkeypatch.setattr(sys, "argv", ["train_simple.py", *arguments])
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as left:
+        train_simple.main()
+    assert left.value.code == (2 if "--epochs" in arguments else 3)
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_ctrl_c_during_the_imports_ends_without_a_traceback(tmp_path):
+    program = "import signal, os\nos.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / "torchvision.py").write_text(program)  # what train.py comes to import
+    command = [sys.executable, "train.py", "--config=quickstart", f"--run-dir={tmp_path / 'run'}"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
+    assert (result.returncode, result.stderr) == (-2, "")
 
 
 def test_going_on_from_the_best_keeps_what_is_older(tiny, alone, tmp_path):

@@ -8,6 +8,7 @@ One folder for each unit of the horizontal axis, since a resumed run marks all l
 """
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ class Board:
         if axis not in self._writers:
             from torch.utils.tensorboard import SummaryWriter
 
+            threading.excepthook = _leave_full_disks_to_the_log
             writer = SummaryWriter(str(self.folder / axis), purge_step=self._starts[axis])
             if not axis:
                 writer.add_custom_scalars(LAYOUT)
@@ -126,6 +128,12 @@ class Board:
         """Flush and close."""
         for writer in self._writers.values():
             writer.close()
+
+
+def _leave_full_disks_to_the_log(raised: threading.ExceptHookArgs) -> None:
+    """TensorBoard's threads end with a traceback where they cannot write; the run's own log says so in a line."""
+    if not (isinstance(raised.exc_value, OSError) and type(raised.thread).__module__.startswith("tensorboard")):
+        threading.__excepthook__(raised)
 
 
 def draw_matrix(counts: Tensor) -> np.ndarray:

@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--run-dir", type=_folder, metavar="DIR", help="where the run writes (default: expts/NAME)")
     parser.add_argument(
-        "--resume", default="auto", metavar="auto|never|PATH",
+        "--resume", type=_not_empty, default="auto", metavar="auto|never|PATH",
         help="auto: go on from the run folder's newest good checkpoint, if any; never: start anew, moving an earlier "
         "run aside; PATH: go on from this checkpoint file or run folder (default: auto)",
     )  # fmt: skip
@@ -114,10 +114,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _not_empty(text: str) -> str:
+    if not text:  # as a path it would be the working directory, which an unset shell variable did not mean
+        raise argparse.ArgumentTypeError("is empty; is a variable of the command line not set?")
+    return text
+
+
 def _folder(text: str) -> Path:
-    if not text:  # Path("") is the working directory, which an unset shell variable did not mean
-        raise argparse.ArgumentTypeError("is empty; expected a folder")
-    path = Path(text)
+    path = Path(_not_empty(text))
     return path if path.name not in ("", "..") else path.resolve()  # a folder without a name cannot be moved aside
 
 

@@ -100,11 +100,12 @@ def open_run(folder: Path, resume: str, config: Config, weights: dict[str, Tenso
         _drop_after(folder / "metrics.jsonl", state["step"], state["epoch"])
         for newer in checkpoint.list_checkpoints(own):
             if newer > checkpoint.step_path(own, state["step"]):  # damaged or not wanted: kept aside
-                newer.rename(newer.with_name(newer.name + ".superseded"))
+                _set_aside(newer)
     elif holds_run(folder):
-        notes.append(f"The earlier run in {folder} is now in {_move_aside(folder)}")
+        really = folder.resolve() if folder.is_symlink() else folder  # the link stays, as the new run's too
+        notes.append(f"The earlier run in {folder} is now in {_move_aside(really)}")
         lock.close()
-        lock = lock_folder(folder)
+        lock = lock_folder(really)
     own.mkdir(exist_ok=True)
     if path is not None and state is not None:
         _adopt(path, state, own)
@@ -115,20 +116,34 @@ def open_run(folder: Path, resume: str, config: Config, weights: dict[str, Tenso
 
 def _adopt(path: Path, state: dict[str, Any], own: Path) -> None:
     """What a run goes on from becomes its own last checkpoint, and the best one so far its own best; where that one is
-    gone, the best is still to come. `path` may be best.pt, or of another run."""
-    last, best, others_best = checkpoint.step_path(own, state["step"]), own / "best.pt", path.with_name("best.pt")
+    gone, the best is still to come. `path` may be best.pt, of another run, or from before the best one was written."""
+    last, best = checkpoint.step_path(own, state["step"]), own / "best.pt"
     if path.resolve() != last.resolve():
         checkpoint.write_atomically(last, path.read_bytes())
-    if best.exists() or state["best"]["epoch"] == 0:
+    if _holds_best(best, state):
         return
-    try:
-        whole = checkpoint.read_checkpoint(others_best)["best"] == state["best"]
-    except CheckpointError:
-        whole = False
-    if whole:
-        checkpoint.write_atomically(best, others_best.read_bytes())
+    if best.exists():
+        _set_aside(best)
+    if _holds_best(path.with_name("best.pt"), state):
+        checkpoint.write_atomically(best, path.with_name("best.pt").read_bytes())
     else:
         state["best"] = {"acc1": -1.0, "epoch": 0}
+
+
+def _holds_best(path: Path, state: dict[str, Any]) -> bool:
+    try:
+        return checkpoint.read_checkpoint(path)["best"] == state["best"]
+    except CheckpointError:
+        return False
+
+
+def _set_aside(path: Path) -> None:
+    """Keep a checkpoint that the run goes back behind, as NAME.superseded, NAME.superseded.1 ..."""
+    target, number = path.with_name(f"{path.name}.superseded"), 0
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{path.name}.superseded.{number}")
+    path.rename(target)
 
 
 def _written_by(lock: IO[str]) -> str:
