@@ -61,6 +61,7 @@ SMALL = ["--set", "dataset=shapes", "--set", "num_classes=10", "--set", "model=r
          "--set", "batch_size=16", "--set", "num_data_workers=1", "--set", "enable_compile=false"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_ladder_measures_compares_and_tells_a_regression(tmp_path: Path) -> None:
     report, picture = tmp_path / "report.json", tmp_path / "ladder.png"
     rungs = "bs256,bs256-amp-nhwc-extra-opts-graphs,fastest"
@@ -155,6 +156,7 @@ def test_a_check_of_a_file_leaves_it_as_it_is(tmp_path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "kept"
 
 
+@pytest.mark.slow
 def test_limits_measures_every_ceiling(tmp_path: Path) -> None:
     report = tmp_path / "limits.json"
     finished = bench("limits", "--set", "device=cpu", "--trials=1", f"--json={report}")
@@ -168,6 +170,7 @@ def test_limits_measures_every_ceiling(tmp_path: Path) -> None:
     } <= names
 
 
+@pytest.mark.slow
 def test_peers_train_the_same_or_say_what_to_install(tmp_path: Path) -> None:
     report = tmp_path / "peers.json"
     finished = bench("peers", "--iters=2", "--warmup=1", "--trials=1", f"--json={report}", *SMALL)

@@ -168,6 +168,7 @@ sys.exit(doctor.main(["--config", "quickstart", "--run-dir", sys.argv[1]]))
 """
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_slowed_rank_is_named(tmp_path):
     script = tmp_path / "slowed.py"
     script.write_text(SLOWED)
@@ -219,6 +220,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_recipes_of_images_demand_the_torch_that_the_project_needs():
     minimum = ".".join(map(str, doctor.MINIMUM_TORCH))
     assert f'"torch>={minimum}"' in (ROOT / "pyproject.toml").read_text()

@@ -358,6 +358,7 @@ def torchrun(*arguments: str, **variables: str) -> subprocess.CompletedProcess[s
     return launch(sys.executable, "-m", "torch.distributed.run", *arguments, **variables)
 
 
+@pytest.mark.slow
 def test_mpirun_of_open_mpi(tmp_path: Path) -> None:
     mpirun = shutil.which("mpirun.openmpi") or shutil.which("mpirun")
     version = launch(mpirun, "--version").stdout if mpirun else ""

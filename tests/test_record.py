@@ -180,6 +180,7 @@ def test_planned_configurations_exist() -> None:
         load_config(ROOT / "config/cifar100.yaml", name)
 
 
+@pytest.mark.slow
 def test_record_runs_seeds_once_and_keeps_their_logs(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "2030-01-02-tiny"
     arguments = ["record", "--config=bs128", "--target=0.01", f"--out={out}", "--seeds=2", "--first_seed=3", *SETTINGS]

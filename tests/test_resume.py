@@ -218,7 +218,11 @@ def test_run_folder_that_is_removed_in_mid_run_is_named(tiny, alone, tmp_path):
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR1, signal.SIGINT))],
+    ids=lambda number: number.name,
+)
 def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path, number):
     """Sent to every process of the run, as torchrun, Slurm and a terminal do: the loader's workers get it too."""
     keys = TINY | {"limit_train_batches": 40, "log_freq": 1, "data_loader": "torchvision", "num_data_workers": 1}

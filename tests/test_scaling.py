@@ -53,6 +53,7 @@ def test_batches_are_checked_before_anything_runs(tiny: Any) -> None:
         plan(tiny(), [1, 3], ["strong"])
 
 
+@pytest.mark.slow
 def test_a_run_and_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "scaling.json"
     keys = [
