@@ -391,6 +391,7 @@ def test_a_full_shared_memory_is_an_error_that_names_the_remedy(
     build("device", num_data_workers=1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("unshare") is None,
     reason="needs root, to mount a small /dev/shm of its own",

@@ -160,6 +160,7 @@ raise SystemExit(run_ranks(action, "cpu", 60, 60))
 """
 
 
+@pytest.mark.slow
 def test_a_slowed_rank_is_named_once(tmp_path: Path):
     """Under DDP the steps of all ranks take equally long: only the time before the all-reduce tells them apart."""
     script = tmp_path / "slowed.py"

@@ -206,6 +206,7 @@ def test_prefetch_hands_on_what_comes(tiny):
         assert list(prefetch(tiny(enable_prefetch=value), iter(batches), torch.device("cpu"))) == batches
 
 
+@pytest.mark.slow
 def test_kept_memory_is_not_faulted_in_again():
     """In a process of its own, since nothing takes it back: page faults of ten times the same 64 MB."""
     program = """

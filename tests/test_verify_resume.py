@@ -141,6 +141,7 @@ def verify(tmp_path, monkeypatch, capfd, *options, kills):
     return out
 
 
+@pytest.mark.slow
 def test_five_kills_change_nothing(tmp_path, monkeypatch, capfd):
     out = verify(tmp_path, monkeypatch, capfd, *QUICK, kills=5)
     resumed = re.search(r"^(\d+) starts went on from a checkpoint$", out, re.MULTILINE)
