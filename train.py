@@ -406,6 +406,8 @@ class Trainer:
 
     def _summary(self, finished_before: bool) -> str:
         best = f"best acc1 {100 * self.best['acc1']:.2f} % in epoch {self.best['epoch']:.0f} of {self.epoch}"
+        if not self.best["epoch"]:  # a finished run from which best.pt was taken away
+            best = f"its best weights are no longer there, the last ones are of epoch {self.epoch}"
         if finished_before:
             return f"Already finished: {best}; --resume never trains it again"
         return f"Finished: {best}, {self.seconds:.1f} s, {self.throughput.overall():.1f} images/s"
@@ -420,7 +422,6 @@ class Trainer:
 def main(arguments: Arguments) -> int:
     """Train, or only describe, as one of the ranks; returns the exit status."""
     config = arguments.config
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def run(place: Distributed) -> None:
         trainer = Trainer(config, place)
@@ -435,4 +436,5 @@ def main(arguments: Arguments) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(ARGUMENTS))

@@ -123,7 +123,7 @@ assert algorithms == torch.are_deterministic_algorithms_enabled()
     assert list(tmp_path.iterdir()) == []
 
 
-# Folders of one person's machine. Paths below another folder, such as data/work/, are not meant.
+# Folders of one person's machine; those of the same name below another folder are not meant.
 MACHINE_PATH = re.compile(r"(?<![\w.~$}-])/(work|root|tmp/venv|tmp/cifar)(?![\w-])")
 
 

@@ -334,6 +334,12 @@ def test_other_data_or_other_epochs_are_refused(tiny, alone, tmp_path, changes, 
         trainer.train(tmp_path, "tiny", "auto")
 
 
+def test_a_finished_run_without_its_best_weights_says_so(tiny, alone, tmp_path):
+    run(tiny(max_epochs=1), alone, tmp_path)
+    (tmp_path / "checkpoints/best.pt").unlink()
+    assert "its best weights are no longer there" in run(tiny(max_epochs=1), alone, tmp_path)._summary(True)
+
+
 def test_a_finished_run_keeps_its_description(tiny, alone, tmp_path):
     run(tiny(max_epochs=1), alone, tmp_path)
     before = {name: (tmp_path / name).read_bytes() for name in ("config.yaml", "environment.json")}

@@ -30,11 +30,10 @@ TOLERANCE = 1e-4  # relative to the largest logit: both sides compute in float32
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes both files; returns the exit status."""
     options = parser().parse_args(argv)
-    if not (options.run / "checkpoints").is_dir():
-        print(f"error: {options.run}: holds no checkpoints; give a run's folder, such as expts/NAME", file=sys.stderr)
-        return CheckpointError.exit_status
     folder = options.out or options.run / "export"
     try:
+        if not (options.run / "checkpoints").is_dir():
+            raise CheckpointError(f"{options.run}: holds no checkpoints; give a run's folder, such as expts/NAME")
         for line in export(options.run / "checkpoints" / "best.pt", folder):
             print(line)
     except ExpectedError as error:

@@ -35,6 +35,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from textwrap import shorten
 from types import TracebackType
 from typing import Any, cast
 
@@ -280,7 +281,7 @@ def check_fit(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> lis
 def check_data_fits(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
     """`CheckpointError` where order and position in the data, or its classes, would no longer mean what they did."""
     different = [
-        f"{key} {_shortened(saved.get(key))} -> {_shortened(value)}"
+        f"{key} {shorten(str(saved.get(key)), 60)} -> {shorten(str(value), 60)}"
         for key, value in current.items()
         if saved.get(key) != value
     ]
@@ -289,11 +290,6 @@ def check_data_fits(path: Path, saved: dict[str, Any], current: dict[str, Any]) 
             f"{path}: was trained on other data, or with other epochs: {', '.join(different)}\n"
             "go on with the same data and limits, or start anew with --resume never or another --run-dir"
         )
-
-
-def _shortened(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def check_weights_fit(path: Path, saved: dict[str, Tensor], current: dict[str, Tensor]) -> None:
