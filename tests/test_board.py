@@ -1,6 +1,7 @@
 """utils.board: what a run's TensorBoard folder holds, read back from its event files."""
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,7 @@ def test_a_resumed_run_marks_what_it_trains_again_as_outdated(run):
     folder = run(max_epochs=2)
     newest = max((folder / "checkpoints").glob("step-*.pt"))
     newest.unlink()  # the second epoch is lost
+    time.sleep(1)  # TensorBoard reads files in the order of their names, which tell whole seconds apart
     run(max_epochs=3)
     for axis, tag in (("", "acc1/valid"), ("by_step", "step/loss")):
         steps = [event.step for event in read(folder / "tb_logs" / axis).Scalars(tag)]
