@@ -43,6 +43,7 @@ PLANNED: Mapping[str, float | None] = {
     "bs2048-opt": None,
     "bs2048-warmup-opt": None,
     "cifar100-cpu": None,
+    "cifar100-cpu-plain": None,
 }
 BEGIN, END = "<!-- records -->", "<!-- end of records -->"
 
