@@ -14,10 +14,23 @@ import torch
 from tests.conftest import ROOT, TINY
 from tests.processes import without_launcher
 from utils.checkpoint import newest_good
-from utils.errors import explain
+from utils.errors import DataError, explain, in_a_line
 from utils.ranks import run_ranks
 
 REMEDY = "use a smaller micro_batch_size, which leaves batch_size as it is, a smaller batch_size, or enable_amp=true;"
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "line"),
+    [(DataError("x: is damaged"), 3, "error: x: is damaged\n"), (KeyboardInterrupt(), 130, "interrupted\n")],
+)
+def test_a_command_ends_with_a_line_and_a_status(raised, status, line, capsys):
+    @in_a_line
+    def main(options):
+        raise options
+
+    assert main(raised) == status
+    assert capsys.readouterr().err == line
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils.config import Config, load_config
-from utils.errors import ConfigError, ExpectedError
+from utils.errors import ConfigError, ExpectedError, in_a_line
 
 if TYPE_CHECKING:
     import torch
@@ -49,16 +49,13 @@ class Finding:
     where: str = ""  # host, and rank where it matters
 
 
+@in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Look, print, return the exit status."""
     options = parser().parse_args(argv)
-    try:
-        if options.nodes:  # also in an interactive step of salloc; the processes of this srun are not given --nodes
-            return subprocess.run(_on_every_node(sys.argv[1:] if argv is None else list(argv)), check=False).returncode
-        config = load_config(options.yaml_config, options.config, options.set)
-    except ExpectedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    if options.nodes:  # also in an interactive step of salloc; the processes of this srun are not given --nodes
+        return subprocess.run(_on_every_node(sys.argv[1:] if argv is None else list(argv)), check=False).returncode
+    config = load_config(options.yaml_config, options.config, options.set)
     from utils.ranks import run_ranks
 
     worst = ["ok"]

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from utils.errors import CheckpointError, ConfigError, ExpectedError
+from utils.errors import CheckpointError, ConfigError, ExpectedError, in_a_line
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,18 +27,15 @@ CHECKED_BATCHES = (1, 5)  # images; the program is traced with another number
 TOLERANCE = 1e-4  # relative to the largest logit: both sides compute in float32, but in another order
 
 
+@in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes both files; returns the exit status."""
     options = parser().parse_args(argv)
     folder = options.out or options.run / "export"
-    try:
-        if not (options.run / "checkpoints").is_dir():
-            raise CheckpointError(f"{options.run}: holds no checkpoints; give a run's folder, such as expts/NAME")
-        for line in export(options.run / "checkpoints" / "best.pt", folder):
-            print(line)
-    except ExpectedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    if not (options.run / "checkpoints").is_dir():
+        raise CheckpointError(f"{options.run}: holds no checkpoints; give a run's folder, such as expts/NAME")
+    for line in export(options.run / "checkpoints" / "best.pt", folder):
+        print(line)
     return 0
 
 

@@ -22,35 +22,30 @@ from tools.follow import read_counts
 from tools.history import rates
 from tools.scaling_model import BACKWARD_SHARE, Forecast, Machine, Work, make_buckets, predict
 from utils.config import Config, load_config
-from utils.errors import ConfigError, DataError, ExpectedError
+from utils.errors import ConfigError, DataError, in_a_line
 
 PUBLISHED = Path(__file__).resolve().parent.parent / "results/reference/published_scaling.json"
 BYTES = 4  # of a gradient: DistributedDataParallel reduces float32, under autocast too
 
 
+@in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the forecast; returns the exit status."""
     options = parser().parse_args(argv)
-    try:
-        if options.published:
-            print(published_table())
-            return 0
-        if options.source is None:
-            raise ConfigError("--from is missing: give a report of tools.bench, or --published")
-        gpus = read_counts("--gpus", options.gpus)
-        work, described = read_work(options.source, options.case, options.bucket_mb)
-        machine = read_machine(options)
-        weak = [predict(work, count, machine) for count in gpus]
-        strong = [predict(work, count, machine, strong=True) for count in gpus if count <= work.batch]
-        print(
-            "\n".join([described, *assumptions(work, machine), "", *table("weak", weak), "", *table("strong", strong)])
-        )
-        if options.plot:
-            plot(options.plot, weak, strong)
-            print(f"\nplot: {options.plot}")
-    except ExpectedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    if options.published:
+        print(published_table())
+        return 0
+    if options.source is None:
+        raise ConfigError("--from is missing: give a report of tools.bench, or --published")
+    gpus = read_counts("--gpus", options.gpus)
+    work, described = read_work(options.source, options.case, options.bucket_mb)
+    machine = read_machine(options)
+    weak = [predict(work, count, machine) for count in gpus]
+    strong = [predict(work, count, machine, strong=True) for count in gpus if count <= work.batch]
+    print("\n".join([described, *assumptions(work, machine), "", *table("weak", weak), "", *table("strong", strong)]))
+    if options.plot:
+        plot(options.plot, weak, strong)
+        print(f"\nplot: {options.plot}")
     return 0
 
 

@@ -12,11 +12,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from utils.errors import ExpectedError
+from utils.errors import in_a_line
 
 DATASETS = ("cifar10", "cifar100")
 
 
+@in_a_line
 def main(argv: list[str] | None = None) -> int:
     arguments = _parse_arguments(argv)
     try:
@@ -27,9 +28,6 @@ def main(argv: list[str] | None = None) -> int:
         print(prepare(version, arguments.data_path, arguments.source))
         if arguments.stage is not None:
             print(prepare(version, arguments.stage, arguments.data_path / version.folder))
-    except ExpectedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
     except KeyboardInterrupt:
         print("error: interrupted; nothing half-written is left. The same command starts again.", file=sys.stderr)
         return 130

@@ -18,7 +18,7 @@ from typing import Any
 
 from tools.figures import as_png, colour, legend_below, new_figure, whole_numbers
 from tools.history import Bench, Run, ago, differences, rates, read, same_but_seed
-from utils.errors import ConfigError, ExpectedError
+from utils.errors import ConfigError, in_a_line
 
 TARGETS = (0.6, 0.7, 0.75, 0.76, 0.77, 0.78, 0.8, 0.85, 0.9, 0.92, 0.94, 0.96)
 LOSS_OUTLIER = 1.5  # times the 95th percentile of what is drawn: losses above it are cut off
@@ -38,23 +38,20 @@ img { max-width: 100%; height: auto; display: block; margin: .5rem 0; }
 """
 
 
+@in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; returns the exit status."""
     options = parser().parse_args(argv)
+    runs, benches, problems = gather(options.runs)
+    figures = draw(runs, benches)
+    page = options.out / "report.html"
     try:
-        runs, benches, problems = gather(options.runs)
-        figures = draw(runs, benches)
-        page = options.out / "report.html"
-        try:
-            options.out.mkdir(parents=True, exist_ok=True)
-            for name, png in figures.items():
-                (options.out / f"{name}.png").write_bytes(png)
-            page.write_text(render(runs, benches, problems, figures), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{options.out}: cannot be written: {error.strerror}; choose another --out") from None
-    except ExpectedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+        options.out.mkdir(parents=True, exist_ok=True)
+        for name, png in figures.items():
+            (options.out / f"{name}.png").write_bytes(png)
+        page.write_text(render(runs, benches, problems, figures), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{options.out}: cannot be written: {error.strerror}; choose another --out") from None
     for problem in problems:
         print(problem, file=sys.stderr)
     print(f"{page}: {len(runs)} run(s), {len(benches)} measurement(s), {len(figures)} figure(s)")

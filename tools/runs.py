@@ -10,20 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.history import Run, ago, differences, read, read_run_folder
-from utils.errors import DataError, ExpectedError
+from utils.errors import DataError, in_a_line
 
 
+@in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the list or the differences; returns the exit status."""
     options = parser().parse_args(argv)
-    try:
-        if options.diff:
-            print("\n".join(show_differences(*[_one(folder) for folder in options.diff])))
-        else:
-            print("\n".join(show_runs(options.folder)))
-    except ExpectedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    if options.diff:
+        print("\n".join(show_differences(*[_one(folder) for folder in options.diff])))
+    else:
+        print("\n".join(show_runs(options.folder)))
     return 0
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.config import load_config
-from utils.errors import ConfigError, ExpectedError, Stopped
+from utils.errors import ConfigError, ExpectedError, Stopped, in_a_line
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 KILLS_PER_RUN = 8
@@ -346,6 +346,7 @@ def _is_alive(process: int) -> bool:
         return False
 
 
+@in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the verdict; returns the exit status."""
     options = parser().parse_args(argv)
@@ -358,12 +359,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked += [part for setting in options.set for part in ("--set", setting)]
     asked += ["--kills", str(options.kills), "--signal", options.signal, "--nproc", str(options.nproc)]
     repeat = shlex.join(["python", "-m", "tools.verify_resume", *asked, "--seed", str(seed)])
+    load_config(options.yaml_config, options.config, settings)
     try:
-        load_config(options.yaml_config, options.config, settings)
         work = Path(tempfile.mkdtemp(prefix="verify-resume-", dir=options.work_dir))
-    except (ExpectedError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return ConfigError.exit_status
+    except OSError as error:
+        raise ConfigError(f"--work-dir {options.work_dir}: {error.strerror}") from None
     job = Job(train, options.nproc, options.timeout, time.monotonic() + options.total_timeout)
     try:
         verdict = "NOT EQUAL"

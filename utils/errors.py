@@ -3,7 +3,13 @@
 `main()` of every command prints such an error as one or two lines, without a traceback. Anything else is a bug.
 """
 
+import functools
 import re
+import sys
+from collections.abc import Callable
+from typing import ParamSpec
+
+Parameters = ParamSpec("Parameters")
 
 # What torch says when another process of the run is gone: gloo, NCCL, and the store that they meet at.
 LOST_RANK = re.compile(
@@ -43,6 +49,24 @@ class Stopped(ExpectedError):
     """Stopped on request with everything saved: the same command goes on from there (sysexits.h EX_TEMPFAIL)."""
 
     exit_status = 75
+
+
+def in_a_line(main: Callable[Parameters, int]) -> Callable[Parameters, int]:
+    """A command's `main` that prints an `ExpectedError` without its traceback and returns the error's exit status; the
+    shell's 130 for Ctrl-C."""
+
+    @functools.wraps(main)
+    def guarded(*arguments: Parameters.args, **options: Parameters.kwargs) -> int:
+        try:
+            return main(*arguments, **options)
+        except ExpectedError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_status
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+
+    return guarded
 
 
 def explain(error: Exception) -> ExpectedError | None:

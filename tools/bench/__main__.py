@@ -8,7 +8,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from utils.errors import ExpectedError
+from utils.errors import in_a_line
 
 COMMANDS = {
     "ddp_overhead": "what a process group and DDP cost a single process",
@@ -21,6 +21,7 @@ COMMANDS = {
 }
 
 
+@in_a_line
 def main(argv: Sequence[str]) -> int:
     """Run one command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench", description="Measure one part of the trainer.")
@@ -30,11 +31,7 @@ def main(argv: Sequence[str]) -> int:
         if name in argv:  # the others are not imported: torch takes its seconds
             importlib.import_module(f"tools.bench.{name}").add_arguments(command)
     options = parser.parse_args(argv)
-    try:
-        return importlib.import_module(f"tools.bench.{options.command}").run(options)
-    except ExpectedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
+    return importlib.import_module(f"tools.bench.{options.command}").run(options)
 
 
 if __name__ == "__main__":

@@ -40,15 +40,18 @@ def run(options: argparse.Namespace) -> int:
     if config.opt_level not in (None, "O0", "O1"):
         raise ConfigError(f"opt_level {config.opt_level}: timm and Lightning have no such level; use O0 or O1")
     place = alone(config)
-    builders: dict[str, Callable[[Config], Trial]] = {
-        "this project": OurStep,
-        "timm": timm_trial,
-        "lightning": lightning_trial,
-    }
+    peers: dict[str, Callable[[Config], Trial]] = {"timm": timm_trial, "lightning": lightning_trial}
+    builders: dict[str, tuple[Callable[[Config], Trial], Config]] = {"this project": (OurStep, config)}
+    builders |= {name: (build, config) for name, build in peers.items()}
+    if place.device.type == "cpu" and config.keep_cpu_memory is not False:
+        # the one switch that only this project has: with it they are told apart by their loops, without by what
+        # their users get
+        own = config.model_copy(update={"keep_cpu_memory": False})
+        builders |= {f"{name}, without keep_cpu_memory": (build, own) for name, build in peers.items()}
     with ExitStack() as stack:
         workers = {}
-        for name, build in builders.items():
-            workers[name] = stack.enter_context(Worker(build, config))
+        for name, (build, its_config) in builders.items():
+            workers[name] = stack.enter_context(Worker(build, its_config))
             workers[name].receive()
         for worker in workers.values():
             worker.run(2, 1)  # compiles

@@ -63,5 +63,5 @@ def _serve(pipe: Connection, build: Callable[..., Trial], arguments: tuple[Any, 
             pipe.send(trial(*pipe.recv()))
     except ExpectedError as error:
         pipe.send(error)
-    except EOFError:  # the other side is done
+    except (EOFError, KeyboardInterrupt):  # the other side is done, or says so itself
         pass
