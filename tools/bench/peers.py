@@ -4,7 +4,9 @@ pip install ".[peers]" && python -m tools.bench peers --config=fastest
 """
 
 import argparse
+import logging
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
@@ -123,6 +125,8 @@ def timm_trial(config: Config) -> Trial:
 def lightning_trial(config: Config) -> Trial:
     """Lightning's Trainer.fit with everything that `barebones` switches off switched off."""
     lightning = _import("lightning")
+    logging.getLogger("lightning").setLevel(logging.ERROR)  # else a page of advice with every trial
+    warnings.filterwarnings("ignore", module="lightning")
     place = alone(config)
     prepare_backends(config, place.device)
     torch.manual_seed(config.seed)
