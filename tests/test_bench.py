@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,9 @@ def test_a_sample_tells_median_and_spread() -> None:
     assert sample.as_json() == {"median": 2.0, "min": 1.0, "max": 3.0, "values": [3.0, 1.0, 2.0]}
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tools.bench", *arguments], capture_output=True, text=True, timeout=240, check=False
-    )
+def bench(*arguments: str, launcher: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *launcher, "tools.bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_loaders_measures_every_loader_and_writes_the_report(tmp_path: Path) -> None:
@@ -119,13 +119,23 @@ def test_flops_are_the_tutorials(tiny) -> None:
 def test_shares_are_of_the_datasets_own_images(tiny, alone) -> None:
     """ImageNet's images have 49 times the pixels of CIFAR's, and in a ResNet nearly as many times the work."""
     samples = {"full": Sample((100.0,))}
-    ceilings = dict.fromkeys(("product float32, TFLOP/s", "memory, GB/s"), Sample((1.0,)))
+    kinds = ("product float32, TFLOP/s", "convolution float32 NHWC, TFLOP/s")
+    ceilings = dict.fromkeys((*kinds, "memory, GB/s"), Sample((1.0,)))
     small, large = (
         evaluate(tiny(dataset=name, num_classes=10, image_size=None, data_loader="synthetic"), alone, samples, ceilings)
         for name in ("cifar10", "imagenet")
     )
     for share in ("arithmetic_share", "memory_share"):
         assert large[share] / small[share] == pytest.approx(49, rel=0.05)
+
+
+@pytest.mark.parametrize("faster", ["product", "convolution"])
+def test_the_arithmetic_ceiling_is_the_faster_of_products_and_convolutions(faster, tiny, alone) -> None:
+    limits = {"product float32, TFLOP/s": 1.0, "convolution float32 NHWC, TFLOP/s": 1.0, "memory, GB/s": 1.0}
+    limits[next(name for name in limits if name.startswith(faster))] = 4.0
+    ceilings = {name: Sample((value,)) for name, value in limits.items()}
+    result = evaluate(tiny(), alone, {"full": Sample((100.0,))}, ceilings)
+    assert result["arithmetic_share"] == pytest.approx(result["tflops"] / 4)
 
 
 def test_a_rung_of_the_baseline_that_is_left_out_now_is_a_regression(capsys) -> None:
@@ -157,17 +167,33 @@ def test_a_check_of_a_file_leaves_it_as_it_is(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_limits_measures_every_ceiling(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_limits_measures_every_ceiling(ranks: int, tmp_path: Path) -> None:
     report = tmp_path / "limits.json"
-    finished = bench("limits", "--set", "device=cpu", "--trials=1", f"--json={report}")
+    launcher = ["torch.distributed.run", f"--nproc_per_node={ranks}", "-m"] if ranks > 1 else []
+    finished = bench("limits", "--set", "device=cpu", "--trials=1", f"--json={report}", launcher=launcher)
     assert finished.returncode == 0, finished.stderr
-    names = set(json.loads(report.read_text())["results"])
-    assert {
+    assert set(json.loads(report.read_text())["results"]) == {
         "product float32, TFLOP/s",
+        "convolution float32 NHWC, TFLOP/s",
         "product bf16, TFLOP/s",
         "convolution bf16 NHWC, TFLOP/s",
         "memory, GB/s",
-    } <= names
+        "disk read, GB/s",
+        "disk read from cache, GB/s",
+        *(["all-reduce of 100 MB, GB/s"] if ranks > 1 else []),
+    }
+
+
+@pytest.mark.slow
+def test_ddp_overhead_measures_each_way_against_the_plain_step(tmp_path: Path) -> None:
+    report = tmp_path / "overhead.json"
+    finished = bench("ddp_overhead", "--steps=2", "--trials=2", f"--json={report}", *SMALL)
+    assert finished.returncode == 0, finished.stderr
+    results = json.loads(report.read_text())["results"]
+    assert {"plain", "as train.py does", "DDP, one rank"} < set(results)
+    assert len(results["DDP, one rank"]["milliseconds"]["values"]) == 2
+    assert results["plain: overhead, % of milliseconds"]["median"] == 0
 
 
 @pytest.mark.slow

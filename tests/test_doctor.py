@@ -156,7 +156,10 @@ def test_memory_threads_clocks_and_slow_devices(tmp_path):
     assert doctor.check_clocks([0.0, 0.1, -0.2]).level == "ok"
     assert "rank 2" in doctor.check_clocks([0.0, 0.1, -90.0]).message
     (finding,) = doctor.check_rates([("gpu 0", 600.0), ("gpu 1", 610.0), ("gpu 2", 450.0)], "slow device")
-    assert finding.level == "fail" and finding.message == "gpu 2 takes 1.33 times the median"
+    assert finding.level == "fail" and finding.message == "gpu 2 takes 1.34 times the median of the others"
+    (finding,) = doctor.check_rates([("gpu 0", 600.0), ("gpu 1", 500.0)], "slow device")
+    assert finding.message == "gpu 1 takes 1.20 times the median of the others"
+    assert [finding.level for finding in doctor.check_rates([("gpu 0", 600.0)], "slow device")] == ["ok"]
 
 
 SLOWED = """
@@ -212,7 +215,7 @@ def test_one_process_of_a_node_measures_all_its_gpus(monkeypatch):
     first = torch.device("cuda", 0)
     seen = doctor.device_checks(first, alone=True)
     assert [finding.check for finding in seen] == ["ceilings"] * 3 + ["slow device"]
-    assert seen[-1].message == "GPU 2 takes 6.00 times the median"
+    assert seen[-1].message == "GPU 2 takes 6.00 times the median of the others"
     assert len(doctor.device_checks(first, alone=False)) == 1
 
 

@@ -31,6 +31,8 @@ def test_a_rank_is_slow_only_when_it_is_so_in_every_window():
     assert slow_ranks([slow] * 4) == [], "too few windows to judge"
     assert slow_ranks([slow] * 5) == [(2, pytest.approx(1.3))]
     assert slow_ranks([slow, slow, usual, slow, slow]) == []
+    assert slow_ranks([[1.0, 1.2]] * 5) == [(1, pytest.approx(1.2))], "of two ranks one is held to the other"
+    assert slow_ranks([[1.0]] * 5) == []
     assert slow_ranks([[0.0, 0.0]] * 5) == [], "nothing was timed"
 
 

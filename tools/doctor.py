@@ -361,13 +361,16 @@ def arithmetic(device: "torch.device") -> float:
 
 
 def check_rates(rates: Sequence[tuple[str, float]], check: str) -> list[Finding]:
-    """Names every one that is slower than the median by 15 %: all others wait for it. `rates`: (name, per second)."""
-    middle = statistics.median(rate for _, rate in rates)
-    slow = [(name, middle / rate) for name, rate in rates if rate * SLOW < middle]
+    """Names every one that is slower than the median of the others by 15 %: all wait for it. `rates`: (name, per
+    second)."""
+    from utils.observe import medians_of_the_others
+
+    others = medians_of_the_others([rate for _, rate in rates]) if len(rates) > 1 else []
+    slow = [(name, other / rate) for (name, rate), other in zip(rates, others, strict=False) if rate * SLOW < other]
     if not slow:
-        return [Finding(check, "ok", f"all {len(rates)} within 15 % of the median")]
+        return [Finding(check, "ok", f"none of {len(rates)} is 15 % slower than the others")]
     remedy = "look for another process, heat or a power limit there (nvidia-smi -q -d PERFORMANCE); leave the node out"
-    return [Finding(check, "fail", f"{name} takes {factor:.2f} times the median", remedy) for name, factor in slow]
+    return [Finding(check, "fail", f"{name} takes {factor:.2f} times the median of the others", remedy) for name, factor in slow]
 
 
 # ---- ranks together

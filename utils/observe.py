@@ -2,7 +2,8 @@
 
 Where does a step's time go: how long did the host wait for input, and how long did this rank need before it had to
 wait for the others? DDP's all-reduce makes every rank's step equally long, so a slow rank only shows in the time taken
-before it (https://github.com/pytorch/pytorch/issues/71303).
+before it (https://github.com/pytorch/pytorch/issues/71303). A step captured as a CUDA graph replays without Python and so
+without these times: with graphs no rank is named, and `tools.doctor` is what finds a slow one.
 """
 
 import resource
@@ -90,7 +91,7 @@ class StepWatch:
             if f"rank {rank}" not in self._said:
                 self._said.add(f"rank {rank}")
                 remarks.append(
-                    f"Rank {rank} on {ranks[rank][0]} is slow: {factor:.2f} times the median of the ranks before they "
+                    f"Rank {rank} on {ranks[rank][0]} is slow: {factor:.2f} times the median of the others before they "
                     "wait for each other; look at its node with: python -m tools.doctor --nodes"
                 )
         return remarks
@@ -112,19 +113,26 @@ def waiting_share(windows: list[Window]) -> float:
 
 
 def slow_ranks(windows: list[list[float]]) -> list[tuple[int, float]]:
-    """Ranks that took more than SLOW_RANK times the median of the ranks in each of JUDGED_WINDOWS windows, with the
-    median of that factor. `windows[i][rank]`: seconds per step."""
-    if len(windows) < JUDGED_WINDOWS:
+    """Ranks that took more than SLOW_RANK times the median of the other ranks in each of JUDGED_WINDOWS windows, with
+    the median of that factor. `windows[i][rank]`: seconds per step."""
+    if len(windows) < JUDGED_WINDOWS or len(windows[0]) < 2:
         return []
     factors = []
     for row in windows:
-        middle = statistics.median(row)
-        factors.append([seconds / middle if middle else 1.0 for seconds in row])
+        others = medians_of_the_others(row)
+        factors.append([seconds / other if other else 1.0 for seconds, other in zip(row, others, strict=True)])
     return [
         (rank, statistics.median(column))
         for rank, column in enumerate(zip(*factors, strict=True))
         if min(column) > SLOW_RANK
     ]
+
+
+def medians_of_the_others(values: Sequence[float]) -> list[float]:
+    """For each of at least two values the median of all the others: of two, each is held to the other one, where the
+    median of both would hide half of the difference."""
+    order = sorted(values)
+    return [statistics.median(order[:place] + order[place + 1 :]) for place in map(order.index, values)]
 
 
 def input_remedy(data_loader: str, num_workers: int) -> str:

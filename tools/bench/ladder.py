@@ -143,10 +143,12 @@ def evaluate(
     shape = open_dataset(config, place).train.image_shape
     moved = TRAFFIC_PER_ACTIVATION * activation_bytes_per_image(model, nn.CrossEntropyLoss(), precision, shape)
     teraflops = samples["full"].median * training_flops_per_image(config, shape) / 1e12
+    # whichever the libraries do faster: on AMD's CPUs MKL's float32 products are slower than oneDNN's convolutions
+    kinds = (f"product {number_format}, TFLOP/s", f"convolution {number_format} NHWC, TFLOP/s")
     return {
         **samples,
         "tflops": teraflops,
-        "arithmetic_share": teraflops / limits[f"product {number_format}, TFLOP/s"].median,
+        "arithmetic_share": teraflops / max(limits[kind].median for kind in kinds),
         "memory_share": samples["full"].median * moved / 1e9 / limits["memory, GB/s"].median,
     }
 
