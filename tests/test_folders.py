@@ -147,7 +147,8 @@ def test_training_resizes_a_random_window(config: Callable[..., Config], made: P
 
 def test_windows_have_the_area_and_aspect_ratio_of_torchvision() -> None:
     ranges = AugmentationRanges(0, False, 0.0, resized_crop=True)
-    window = ranges.draw(1, 2, np.arange(4000)).window
+    number = 10_000
+    window = ranges.draw(1, 2, np.arange(number)).window
     assert window is not None
     height, width = 300, 400
     boxes = np.array([resized_crop_window(drawn, height, width) for drawn in window])
@@ -161,9 +162,9 @@ def test_windows_have_the_area_and_aspect_ratio_of_torchvision() -> None:
 
     torch.manual_seed(0)
     blank = Image.new("L", (width, height))
-    others = np.array([RandomResizedCrop.get_params(blank, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(4000)])
-    # means of 4,000 draws whose deviations are at most a quarter of the sides
-    np.testing.assert_allclose(boxes.mean(0), others.mean(0), atol=6 * 0.25 * width / 4000**0.5)
+    others = np.array([RandomResizedCrop.get_params(blank, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(number)])
+    # means of draws whose deviations are at most a quarter of the sides
+    np.testing.assert_allclose(boxes.mean(0), others.mean(0), atol=6 * 0.25 * width / number**0.5)
     # a window that never fits: the largest central one
     assert resized_crop_window(window[0], 10, 400) == (0, 193, 10, 13)
 

@@ -298,6 +298,17 @@ def test_draws_are_uniform() -> None:
     assert chi_squared(np.bincount(drawn.flip * 2 + again.flip, minlength=4)) < limit(4)
 
 
+@pytest.mark.parametrize(("alternating", "resized"), [(True, False), (False, True)])
+def test_each_augmentations_key_reaches_what_is_drawn(
+    alternating: bool, resized: bool, build: Callable[..., Loaders]
+) -> None:
+    keys = {"rnd_crop_padding": 3, "rnd_horizontal_flip": False, "rnd_rotation_angle": 7.0}
+    plan = build("synthetic", **keys, enable_alternating_flip=alternating, rnd_resized_crop=resized).plan
+    assert plan.ranges == AugmentationRanges(
+        crop_padding=3, horizontal_flip=False, rotation_angle=7.0, alternating_flip=alternating, resized_crop=resized
+    )
+
+
 def test_alternating_flip_shows_the_other_side_in_the_next_epoch() -> None:
     ranges = AugmentationRanges(0, False, 0.0, alternating_flip=True)
     flips = [ranges.draw(5, epoch, np.arange(10_000)).flip for epoch in range(4)]

@@ -131,6 +131,12 @@ def test_off_is_nothing_and_an_odd_share_cannot_be_paired(tiny: Callable[..., Co
     assert build_mix(tiny(cutout_size=4), plan(0, 8)) is not None
 
 
+def test_each_key_reaches_its_augmentation(tiny: Callable[..., Config]) -> None:
+    mix = build_mix(tiny(cutout_size=6, mixup_alpha=0.2, cutmix_alpha=1.5, num_classes=CLASSES), plan())
+    assert mix is not None and mix.num_classes == CLASSES
+    assert mix.ranges == MixRanges(cutout_size=6, mixup_alpha=0.2, cutmix_alpha=1.5)
+
+
 def test_train_with_everything_switched_on(tiny: Callable[..., Config], alone: Distributed, tmp_path: Path) -> None:
     on = {"cutout_size": 8, "mixup_alpha": 0.2, "cutmix_alpha": 1.0, "enable_alternating_flip": True}
     config = tiny(micro_batch_size=8, label_smoothing=0.1, **on)

@@ -99,16 +99,16 @@ def train(optimizer, parameter, gradients, scaler=None):
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_fused_sgd_equals_plain_sgd(tiny, nesterov):
+def test_plain_and_fused_sgd_equal_pytorchs_built_by_hand(tiny, nesterov):
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(50, generator=generator) for _ in range(5)]
-    results = []
+    values = {"lr": 0.03, "momentum": 0.8, "weight_decay": 0.01, "nesterov": nesterov}
+    parameter = nn.Parameter(torch.ones(50))
+    expected = train(torch.optim.SGD([parameter], **values), parameter, gradients)
     for fused in (False, True):
         parameter = nn.Parameter(torch.ones(50))
-        model = nn.ParameterList([parameter])
-        optimizer = build_optimizer(tiny(fused_optimizer=fused, nesterov=nesterov), model)
-        results.append(train(optimizer, parameter, gradients))
-    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-7)
+        optimizer = build_optimizer(tiny(fused_optimizer=fused, **values), nn.ParameterList([parameter]))
+        torch.testing.assert_close(train(optimizer, parameter, gradients), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_fused_sgd_survives_a_first_step_that_loss_scaling_skips(tiny):

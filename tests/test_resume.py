@@ -193,17 +193,25 @@ def run_validation(config, place, folder):
         assert trainer.batch == 1
 
 
+@pytest.mark.parametrize(("minutes", "saved"), [(1e-9, [1, 2, 3, 4, 5, 6, 7, 8]), (60, [4, 8])])
+def test_minutes_between_checkpoints(tiny, alone, tmp_path, minutes, saved):
+    """Over after each of the steps, or never: then the ends of the epochs are left."""
+    run(tiny(checkpoint_every_minutes=minutes, keep_checkpoints=99), alone, tmp_path)
+    names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert names == [f"step-{step:09d}.pt" for step in reversed(saved)]
+
+
 def test_a_clock_that_is_set_back_changes_nothing(alone, tmp_path, whole, monkeypatch):
     """Neither order of checkpoints nor intervals come from the wall clock or from the times of files."""
     config, expected = whole("device and onecycle")
-    trainer = Trainer(config.model_copy(update={"checkpoint_every_minutes": 1e-9}), alone)
+    trainer = Trainer(config.model_copy(update={"checkpoint_every_minutes": 1e-9, "keep_checkpoints": 99}), alone)
     stop(trainer, POLLS + 2)
     now = iter(range(2_000_000_000, 0, -3600))
     with monkeypatch.context() as patched, pytest.raises(Stopped):
         patched.setattr(time, "time", lambda: float(next(now)))
         trainer.train(tmp_path, "tiny", "auto")
-    newest = list_checkpoints(tmp_path / "checkpoints")[0]
-    assert newest.name == "step-000000006.pt"
+    newest, *older = list_checkpoints(tmp_path / "checkpoints")
+    assert newest.name == "step-000000006.pt" and len(older) == 5
     os.utime(newest, (0, 0))
     run(config, alone, tmp_path)
     assert_same_run(tmp_path, expected)

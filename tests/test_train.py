@@ -127,16 +127,25 @@ def test_validation_counts_every_image_once(tiny, alone, tmp_path):
     assert records(tmp_path, "epoch")[0]["images/valid"] == 2000
 
 
-def test_train_metrics_cover_the_whole_epoch(tiny, alone, tmp_path):
-    """A learning rate of nothing: the mean over the epoch must equal a separate pass over its batches."""
-    config = tiny(lr=1e-12, momentum=0.0, max_epochs=1, limit_train_batches=5)
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
+def test_metrics_cover_the_whole_epoch_and_only_training_smooths_labels(tiny, alone, tmp_path, label_smoothing):
+    """A learning rate of nothing: the means over the epoch must equal a separate pass over its batches."""
+    changes = {"momentum": 0.0, "max_epochs": 1, "limit_train_batches": 5, "label_smoothing": label_smoothing}
+    config = tiny(lr=1e-12, **changes)
     run(config, alone, tmp_path)
     trainer = Trainer(config, alone)
-    trainer.model.train()
-    trainer.train_loader.set_epoch(0)
-    with torch.no_grad():
-        losses = [trainer.criterion(trainer.model(images), labels).item() for images, labels in trainer.train_loader]
-    assert records(tmp_path, "epoch")[0]["loss/train"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+    (row,) = records(tmp_path, "epoch")
+    for part, loader, smoothing in (
+        ("train", trainer.train_loader, label_smoothing),
+        ("valid", trainer.valid_loader, 0.0),
+    ):
+        trainer.model.train(part == "train")
+        with torch.no_grad():
+            losses = [
+                torch.nn.functional.cross_entropy(trainer.model(images), labels, label_smoothing=smoothing).item()
+                for images, labels in loader
+            ]
+        assert row[f"loss/{part}"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
 
 
 def test_a_batch_can_be_learned_by_heart(tiny, alone):
@@ -151,8 +160,15 @@ def test_a_batch_can_be_learned_by_heart(tiny, alone):
     assert averages[-1]["acc1"] == 1.0
 
 
-def test_run_folder_holds_what_a_figure_needs(tiny, alone, tmp_path):
+def test_run_folder_holds_what_a_figure_needs_and_no_other_variable(tiny, alone, tmp_path, monkeypatch):
+    """Of the environment only what is listed: the rest may hold secrets."""
+    recorded, secret = "TELLTALE-RECORDED", "TELLTALE-SECRET"
+    for name, value in {"NCCL_DEBUG": recorded, "AWS_SECRET_ACCESS_KEY": secret, "SLURM_SECRET": secret}.items():
+        monkeypatch.setenv(name, value)
     run(tiny(log_to_tensorboard=True), alone, tmp_path)
+    contents = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert [path for path, content in contents.items() if secret.encode() in content] == []
+    assert recorded.encode() in contents[tmp_path / "environment.json"]  # such a value would be found
     assert {path.name for path in tmp_path.iterdir()} == {
         ".lock", "config.yaml", "environment.json", "train.log", "metrics.jsonl", "tb_logs", "checkpoints"
     }  # fmt: skip
@@ -422,12 +438,16 @@ def test_missing_data_is_refused(tiny, alone, tmp_path):
 
 
 def test_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys):
-    arguments = Arguments(tiny("bs2048-warmup-opt", batch_size=32), "tiny", tmp_path / "run", "auto", dry_run=True)
-    assert train_module.main(arguments) == 0
+    schedule = {"lr": 0.4, "lr_schedule": "step", "lr_milestones": (2,), "lr_decay_factor": 0.1, "max_epochs": 3}
+    config = tiny("bs2048-warmup-opt", batch_size=32, **schedule)  # 4 steps an epoch, the first epoch a warm-up
+    assert train_module.main(Arguments(config, "tiny", tmp_path / "run", "auto", dry_run=True)) == 0
     said = capsys.readouterr().out
     assert "78,042 parameters" in said
     assert "128 in 4 steps an epoch" in said
     assert "memory estimate" in said
+    rates = said.partition("learning rate    schedule step\n")[2].splitlines()
+    corners = [(int(line.split()[1]), float(line.split()[2])) for line in rates]
+    assert corners == [(0, 0.1), (3, 0.4), (4, 0.4), (7, 0.4), (8, 0.04), (11, 0.04)]
     assert not (tmp_path / "run").exists()
 
 
