@@ -8,15 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.conftest import RECIPE
+from tests.test_step import SWITCHES, train_losses
 from tools.bench.training import build_training
 from train import Trainer
 from utils.config import Config
 from utils.distributed import Distributed
 from utils.metrics import MetricSums, RunLogger
 from utils.optim import learning_rate, set_learning_rate
+from utils.parallel import wrap_in_ddp
 from utils.step import GRAPH_WARMUP_STEPS, GraphedStep, prefetch
 from utils.trace import find_ranges, read_trace
 
@@ -76,6 +77,35 @@ def test_every_mode_trains_like_float32(tiny, gpu, mode):
     tolerance = 0.2 if mode == "O3" else 0.1
     measured = losses(Trainer(on_gpu(tiny, **MODES[mode]), gpu), gpu)
     torch.testing.assert_close(measured[-10:].mean(), reference[-10:].mean(), rtol=tolerance, atol=0.05)
+
+
+ALONE_AND_TOGETHER = SWITCHES | {
+    "fp16": {"enable_amp": True, "amp_dtype": "fp16", "fused_optimizer": True},
+    "tf32": {"enable_tf32": True},
+    "graphs": {"enable_cuda_graphs": True},
+    "all": SWITCHES["all"] | {"enable_tf32": True, "enable_cuda_graphs": True},
+}
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, torch.Tensor]:
+    return {}
+
+
+@pytest.mark.parametrize("name", ALONE_AND_TOGETHER)
+def test_a_switch_trains_like_float32_for_200_steps(tiny, gpu, references, name):
+    small = {"device": "cuda", "lr": 0.02, "limit_train_batches": 50, "fused_optimizer": False}
+    if "reference" not in references:
+        references["reference"] = train_losses(tiny(**small), gpu, 200)
+    reference, measured = references["reference"], train_losses(tiny(**small | ALONE_AND_TOGETHER[name]), gpu, 200)
+    assert reference[:10].mean() > 2.2 and reference[-50:].mean() < 1.9  # it has learned
+    torch.testing.assert_close(measured.view(4, 50).mean(1), reference.view(4, 50).mean(1), rtol=0.08, atol=0.03)
+
+
+def test_one_process_for_all_gpus_trains_like_a_single_one(tiny, gpu):
+    """parallel: dataparallel. With a single GPU it is the same computation; with several, BatchNorm sees less at once."""
+    spread = losses(Trainer(on_gpu(tiny, parallel="dataparallel"), gpu), gpu, steps=4)
+    torch.testing.assert_close(spread, losses(Trainer(on_gpu(tiny), gpu), gpu, steps=4), rtol=0.05, atol=0.02)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -166,11 +196,11 @@ def test_prefetched_batches_are_the_same(tiny, gpu):
 
 
 def test_a_graph_with_ddp_over_nccl(tiny, gpu, tmp_path):
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         config = on_gpu(tiny, enable_amp=True, enable_cuda_graphs=True)
         reference = Trainer(on_gpu(tiny, enable_amp=True), gpu)
-        training = build_training(config, gpu, wrap=lambda config, model, place: DistributedDataParallel(model))
+        training = build_training(config, gpu, wrap=wrap_in_ddp)
         assert isinstance(training.step, GraphedStep)
         reference.train_loader.set_epoch(0)
         images, labels = next(iter(reference.train_loader))

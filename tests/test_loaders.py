@@ -361,12 +361,16 @@ print((peak - before) / nbytes)
 
 
 @pytest.mark.gpu
-def test_device_loader_on_a_gpu_equals_the_cpu(dataset: Dataset, build: Callable[..., Loaders]) -> None:
+@REAL
+def test_batches_on_a_gpu_equal_those_on_the_cpu(backend: str, build: Callable[..., Loaders]) -> None:
+    """Through pinned memory, from the device's own memory, or from DALI's GPU pipeline, whose rotation interpolates."""
     gpu = Distributed(0, 0, 1, torch.device("cuda", 0))
-    for (images, labels), (expected, expected_labels) in zip(
-        build("device", gpu).train, build("device").train, strict=True
-    ):
-        assert torch.equal(images.cpu(), expected) and torch.equal(labels.cpu(), expected_labels)
+    changes = {"rnd_rotation_angle": 0.0} if backend == "dali" else {}
+    for part in ("train", "valid"):
+        loaders_of_both = [getattr(build(backend, where, **changes), part) for where in (gpu, place())]
+        for (images, labels), (expected, expected_labels) in zip(*loaders_of_both, strict=True):
+            assert images.device == labels.device == gpu.device and torch.equal(labels.cpu(), expected_labels)
+            assert_agree(backend, expected, images.cpu())
 
 
 def test_zero_workers_load_in_this_process(build: Callable[..., Loaders]) -> None:

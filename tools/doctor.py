@@ -370,7 +370,10 @@ def check_rates(rates: Sequence[tuple[str, float]], check: str) -> list[Finding]
     if not slow:
         return [Finding(check, "ok", f"none of {len(rates)} is 15 % slower than the others")]
     remedy = "look for another process, heat or a power limit there (nvidia-smi -q -d PERFORMANCE); leave the node out"
-    return [Finding(check, "fail", f"{name} takes {factor:.2f} times the median of the others", remedy) for name, factor in slow]
+    return [
+        Finding(check, "fail", f"{name} takes {factor:.2f} times the median of the others", remedy)
+        for name, factor in slow
+    ]
 
 
 # ---- ranks together

@@ -17,6 +17,8 @@ GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 # CPU are inside its convolutions and cannot be seen here.
 TRANSPOSES = re.compile(r"nchwToNhwc|nhwcToNchw|nchw2nhwc|nhwc2nchw|aten::contiguous$", re.IGNORECASE)
 HOST_WAITS = re.compile(r"cuda(Device|Stream|Event)Synchronize|cudaMemcpy$|aten::_local_scalar_dense$")
+# What a step is for; all else is the loop's own: input, metrics, logging, Python.
+STEP_RANGES = ("zero_grad", "forward/loss/backward", "optimizer.step", "graph replay")
 TOP = 8
 
 
@@ -89,6 +91,8 @@ def describe_trace(events: Sequence[Event]) -> str:
     lines.append(f"layout transposes: {_percent(sum(event.duration for event in transposes), total)}")
     waiting = sum(event.duration for event in ranges.get("data", []))
     lines.append(f"waiting for input: {_percent(waiting, total)}")
+    step = sum(event.duration for name in STEP_RANGES for event in ranges.get(name, []))
+    lines.append(f"the loop itself, waiting included: {_percent(total - step, total)} of the host's time")
     waits = [event for event in inside if HOST_WAITS.search(event.name)]
     lines.append(
         f"host synchronisations: {len(waits) / len(iterations):.1f} an iteration, "
