@@ -103,7 +103,7 @@ def test_a_switch_trains_like_float32_for_200_steps(tiny, gpu, references, name)
 
 
 def test_one_process_for_all_gpus_trains_like_a_single_one(tiny, gpu):
-    """parallel: dataparallel. With a single GPU it is the same computation; with several, BatchNorm sees less at once."""
+    """With a single GPU it is the same computation; with several, BatchNorm sees fewer images at once."""
     spread = losses(Trainer(on_gpu(tiny, parallel="dataparallel"), gpu), gpu, steps=4)
     torch.testing.assert_close(spread, losses(Trainer(on_gpu(tiny), gpu), gpu, steps=4), rtol=0.05, atol=0.02)
 

@@ -2,8 +2,8 @@
 
 Where does a step's time go: how long did the host wait for input, and how long did this rank need before it had to
 wait for the others? DDP's all-reduce makes every rank's step equally long, so a slow rank only shows in the time taken
-before it (https://github.com/pytorch/pytorch/issues/71303). A step captured as a CUDA graph replays without Python and so
-without these times: with graphs no rank is named, and `tools.doctor` is what finds a slow one.
+before it (https://github.com/pytorch/pytorch/issues/71303). A step captured as a CUDA graph replays without Python and
+so without these times: with graphs no rank is named, and `tools.doctor` is what finds a slow one.
 """
 
 import resource

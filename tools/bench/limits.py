@@ -112,7 +112,7 @@ def host_to_device(device: torch.device, trials: int) -> common.Sample:
 
 
 def _disk(trials: int) -> dict[str, common.Sample]:
-    """GB/s of a file of 64 MiB in the folder for temporary files, as the first epoch finds it and as the second does."""
+    """GB/s of a file of 64 MiB in the folder for temporary files, as a first epoch finds it and as a second does."""
     with tempfile.TemporaryFile() as file:
         file.write(os.urandom(1 << 26))
         file.flush()
