@@ -410,7 +410,9 @@ class Trainer:
             best = f"its best weights are no longer there, the last ones are of epoch {self.epoch}"
         if finished_before:
             return f"Already finished: {best}; --resume never trains it again"
-        return f"Finished: {best}, {self.seconds:.1f} s, {self.throughput.overall():.1f} images/s"
+        rate = self.throughput.overall()
+        per_image = f" ({1 / rate:.3g} seconds per image)" if rate else ""  # resumed at the very end: no step to time
+        return f"Finished: {best}, {self.seconds:.1f} s, {rate:.1f} images/s{per_image}"
 
     def _profile(self, epoch: int) -> AbstractContextManager[None]:
         """PROF: every rank marks its ranges, the main process records and tells."""
