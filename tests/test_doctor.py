@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -139,10 +140,25 @@ def test_torch_and_torchvision_that_do_not_fit():
 def test_gpu_software_that_does_not_fit():
     check = doctor.check_gpu_stack
     assert check("13.0", False, None, {}).level == "ok", "a CPU machine"
-    assert check("13.0", True, "/bin/nvidia-smi", {"nvidia-nccl-cu13": "2.30"}).message == "CUDA 13.0, NCCL 2.30"
-    assert "newer driver" in check("13.0", False, "/bin/nvidia-smi", {}).remedy
-    assert check(None, False, "/bin/nvidia-smi", {}).level == "fail"
-    assert check("13.0", True, "/bin/nvidia-smi", {"nvidia-dali-cuda110": "1.34"}).level == "warn"
+    seen = check("13.0", True, "580.65.06", {"nvidia-nccl-cu13": "2.30"}).message
+    assert seen == "driver 580.65.06, CUDA 13.0, NCCL 2.30"
+    assert "newer driver" in check("13.0", False, "580.65.06", {}).remedy
+    assert check(None, False, "580.65.06", {}).level == "fail"
+    assert check("13.0", True, "580.65.06", {"nvidia-dali-cuda110": "1.34"}).level == "warn"
+
+
+def test_version_of_the_driver_and_affinity(tmp_path, monkeypatch):
+    file = tmp_path / "version"
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert doctor.driver_version(file) is None
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/nvidia-smi")
+    assert doctor.driver_version(file) == "of unknown version"
+    for kind in ("Kernel Module ", "Open Kernel Module for x86_64 "):
+        file.write_text(f"NVRM version: NVIDIA UNIX x86_64 {kind} 580.65.06  Tue Aug 5\nGCC version: gcc 12.3.0\n")
+        assert doctor.driver_version(file) == "580.65.06"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 7, 9, 10})
+    monkeypatch.setenv("OMP_PROC_BIND", "close")
+    assert doctor.describe_affinity() == "cores 0-2,7,9-10, OMP_PROC_BIND=close"
 
 
 def test_memory_threads_clocks_and_slow_devices(tmp_path):
@@ -150,9 +166,11 @@ def test_memory_threads_clocks_and_slow_devices(tmp_path):
     assert doctor.check_memory(tmp_path / "meminfo", 1).level == "ok"
     assert doctor.check_memory(tmp_path / "meminfo", 16).level == "warn"
     assert doctor.check_memory(tmp_path / "gone", 1).level == "warn"
-    assert doctor.check_threads(cores=40, local_ranks=8, threads=5, workers=6).level == "ok"
-    assert "OMP_NUM_THREADS=5" in doctor.check_threads(cores=40, local_ranks=8, threads=40, workers=6).remedy
-    assert "num_data_workers" in doctor.check_threads(cores=8, local_ranks=8, threads=1, workers=6).remedy
+    assert doctor.check_threads(cores=40, local_ranks=8, threads=5, workers=6, affinity="").level == "ok"
+    assert (
+        "OMP_NUM_THREADS=5" in doctor.check_threads(cores=40, local_ranks=8, threads=40, workers=6, affinity="").remedy
+    )
+    assert "num_data_workers" in doctor.check_threads(cores=8, local_ranks=8, threads=1, workers=6, affinity="").remedy
     assert doctor.check_clocks([0.0, 0.1, -0.2]).level == "ok"
     assert "rank 2" in doctor.check_clocks([0.0, 0.1, -90.0]).message
     (finding,) = doctor.check_rates([("gpu 0", 600.0), ("gpu 1", 610.0), ("gpu 2", 450.0)], "slow device")

@@ -11,6 +11,7 @@ Each line is ok, warn or fail, with the remedy. Exit status: 0 nothing failed, 1
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import statistics
@@ -34,7 +35,8 @@ LEVELS = ("ok", "warn", "fail")
 MINIMUM_TORCH = (2, 11)
 TRIALS = 3
 SLOW_ALL_REDUCE = 3.0  # GB/s: less than one card of 25 Gb/s reaches
-SLOW = 1.15  # times the median of devices or ranks
+SLOW = 1.15  # times the median of the other devices or ranks
+BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "SLURM_CPU_BIND_TYPE")
 GIGABYTE = 1e9
 
 
@@ -139,13 +141,13 @@ def machine_checks(config: Config, run_dir: Path, place: "Distributed") -> list[
     installed = {name.lower(): version for name, version in _distributions(importlib.metadata).items()}
     return [
         check_installed_torch(),
-        check_gpu_stack(torch.version.cuda, torch.cuda.is_available(), shutil.which("nvidia-smi"), installed),
+        check_gpu_stack(torch.version.cuda, torch.cuda.is_available(), driver_version(), installed),
         check_memory(Path("/proc/meminfo"), local_ranks),
         check_shared_memory(batch_bytes(config, rank_batch_size, image_shape), started),
         check_disk(run_dir),
         data,
         check_names(names_to_resolve(os.environ)),
-        check_threads(usable_cores(), local_ranks, torch.get_num_threads(), workers),
+        check_threads(usable_cores(), local_ranks, torch.get_num_threads(), workers, describe_affinity()),
     ]
 
 
@@ -182,11 +184,23 @@ def check_torch(torch_version: str, torchvision_version: str, required: Sequence
     return Finding("torch", "ok", seen)
 
 
+def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """Of NVIDIA's driver, as its kernel module tells; None where its tools are not there either."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    try:
+        found = re.search(r"Module.*?\s(\d+\.[\d.]+)", file.read_text(encoding="utf-8"))
+    except OSError:
+        found = None
+    return found[1] if found else "of unknown version"
+
+
 def check_gpu_stack(built_for: str | None, usable: bool, driver: str | None, installed: Mapping[str, str]) -> Finding:
-    """Whether PyTorch, driver, NCCL and DALI fit. `built_for`: the CUDA of torch; `driver`: nvidia-smi's path."""
+    """Whether PyTorch, driver, NCCL and DALI fit. `built_for`: torch's CUDA; `driver`: its version, None without."""
     dali = [f"{name} {version}" for name, version in installed.items() if name.startswith("nvidia-dali-cuda")]
     nccl = [f"NCCL {version}" for name, version in installed.items() if name.startswith("nvidia-nccl")]
-    seen = ", ".join([f"CUDA {built_for}" if built_for else "torch without CUDA", *nccl, *dali])
+    cuda = f"CUDA {built_for}" if built_for else "torch without CUDA"
+    seen = ", ".join([*([f"driver {driver}"] if driver else []), cuda, *nccl, *dali])
     if driver and not built_for:
         return Finding("gpu software", "fail", f"{seen}, but there is an NVIDIA driver", "install a torch with CUDA")
     if driver and not usable:
@@ -307,9 +321,21 @@ def check_names(names: Sequence[str], resolve: Callable[[str], Any] | None = Non
     return Finding("host names", "ok", f"{', '.join(names)} resolve")
 
 
-def check_threads(cores: int, local_ranks: int, threads: int, workers: int) -> Finding:
+def describe_affinity() -> str:
+    """The cores that this process may use, and what in its environment binds threads to some of them."""
+    spans: list[list[int]] = []
+    for core in sorted(os.sched_getaffinity(0)):
+        if spans and core == spans[-1][1] + 1:
+            spans[-1][1] = core
+        else:
+            spans.append([core, core])
+    cores = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return ", ".join([f"cores {cores}", *(f"{name}={os.environ[name]}" for name in BINDING if name in os.environ)])
+
+
+def check_threads(cores: int, local_ranks: int, threads: int, workers: int, affinity: str) -> Finding:
     """Whether threads and loader workers of all ranks fit the cores that this process may use."""
-    seen = f"{cores} cores for {local_ranks} rank(s) of {threads} thread(s) and {workers} loader worker(s)"
+    seen = f"{cores} cores for {local_ranks} rank(s) of {threads} thread(s) and {workers} loader worker(s); {affinity}"
     if local_ranks * threads > cores:
         remedy = f"OMP_NUM_THREADS={max(1, cores // local_ranks)}: more threads than cores are slower than one"
         return Finding("threads", "warn", seen, remedy)
