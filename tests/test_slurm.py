@@ -459,6 +459,16 @@ def test_two_nodes_complete(uninterrupted: Run) -> None:
 
 
 @slurm
+def test_a_bare_srun_trains_as_the_script_does(cluster: SlurmCluster, project: Path, uninterrupted: Run) -> None:
+    header = "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --output=%x-%j.out\n"
+    (project / "bare.slr").write_text(header + 'srun python train.py "$@"\n')
+    run = Run(cluster, project, "bare", "bare.slr")
+    assert run.end("COMPLETED")["ExitCode"] == "0:0"
+    assert "batch 32 = 2 rank(s)" in run.log()
+    assert run.epochs() == uninterrupted.epochs()
+
+
+@slurm
 @pytest.mark.parametrize(
     ("partition", "queued_by"), [("main", "script"), ("low", "slurm"), ("low-grace", "script")],
     ids=["SIGUSR1", "preempted", "preempted-with-grace"],
