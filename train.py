@@ -48,7 +48,7 @@ from utils.preemption import Asked, Requests, listen
 from utils.profiling import Profiler
 from utils.ranks import run_ranks
 from utils.recipe import build_average, predict, resize, training_size
-from utils.step import TrainStep, capture_stream, choose_step, prefetch, wants_graphs
+from utils.step import TrainStep, choose_step, on_capture_stream, prefetch, wants_graphs
 
 
 class Trainer:
@@ -88,8 +88,7 @@ class Trainer:
         self.plateau = Plateau(config.lr_plateau_patience)
         self.profiler = Profiler(place.device)
         self.criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
-        # GRAPHS: DDP must be built on the stream that the graph is captured on
-        with torch.cuda.stream(capture_stream(place.device) if graphed else None):
+        with on_capture_stream(place.device, graphed=graphed):
             step = TrainStep(
                 model=distribute(config, self.model, place),
                 weights=self.weights,

@@ -44,7 +44,7 @@ def gpu() -> Distributed:
 
 
 def on_gpu(tiny, **changes) -> Config:
-    return tiny(**{"device": "cuda", "enable_nhwc": True, "fused_optimizer": True, "lr": 0.02} | changes)
+    return tiny(**{"device": "cuda", "enable_nhwc": True, "enable_extra_opts": True, "lr": 0.02} | changes)
 
 
 def losses(trainer: Trainer, gpu: Distributed, steps: int = STEPS) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_a_graph_trains_like_the_eager_step(tiny, gpu, mode):
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "compiled"])
 def test_every_mode_trains_like_float32(tiny, gpu, mode):
-    reference = losses(Trainer(on_gpu(tiny, fused_optimizer=False, enable_nhwc=False), gpu), gpu)
+    reference = losses(Trainer(on_gpu(tiny, enable_extra_opts=False, enable_nhwc=False), gpu), gpu)
     tolerance = 0.2 if mode == "O3" else 0.1
     measured = losses(Trainer(on_gpu(tiny, **MODES[mode]), gpu), gpu)
     torch.testing.assert_close(measured[-10:].mean(), reference[-10:].mean(), rtol=tolerance, atol=0.05)
@@ -82,8 +82,8 @@ def test_every_mode_trains_like_float32(tiny, gpu, mode):
 ALONE_AND_TOGETHER = SWITCHES | {
     "fp16": {"enable_amp": True, "amp_dtype": "fp16", "fused_optimizer": True},
     "tf32": {"enable_tf32": True},
-    "graphs": {"enable_cuda_graphs": True},
-    "all": SWITCHES["all"] | {"enable_tf32": True, "enable_cuda_graphs": True},
+    "graphs": {"enable_cuda_graphs": True, "fused_optimizer": True},
+    "all": SWITCHES["all"] | {"enable_tf32": True, "enable_cuda_graphs": True, "fused_optimizer": True},
 }
 
 

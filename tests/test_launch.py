@@ -9,6 +9,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,6 +154,21 @@ def fail_on(rank: int, kind: str, others: str) -> int:
     return run_ranks(action, "cpu", 20, 60)
 
 
+def fail_like_nccl(rank: int) -> int:
+    """One rank fails as NCCL does, while all still answer."""
+    utils.ranks.GRACE_SECONDS = 0.5
+
+    def action(place: Distributed) -> None:
+        place.barrier()
+        if place.rank == rank:
+            raise dist.DistBackendError(
+                "NCCL error in: x.cpp:3, unhandled system error\n\nLast error:\nno space left\n"
+            )
+        time.sleep(60)
+
+    return run_ranks(action, "cpu", 20, 60)
+
+
 def tell_where_the_store_listens() -> int:
     """Rank 0 prints the local addresses, in hexadecimal, of the sockets that listen at MASTER_PORT."""
 
@@ -230,6 +246,23 @@ def test_a_killed_rank_is_named(tmp_path: Path, rank: int) -> None:
     lines = complaints(ended)
     assert len(lines) == 1
     assert f"rank {rank}" in lines[0].partition("lost contact")[2]
+
+
+def test_a_failing_library_is_told_with_its_reason(tmp_path: Path) -> None:
+    ended = run_job(tmp_path, 2, fail_like_nccl, 1)
+    assert [process.status for process in ended] == [1, 1]
+    assert complaints(ended) == ["error: rank 1: NCCL error in: x.cpp:3, unhandled system error; no space left"]
+
+
+def test_ranks_that_share_a_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OneOfThree(Distributed):
+        def gather(self, value: tuple[str, str]) -> list[tuple[str, str]]:
+            return [value, ("another node", value[1]), value]
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
+    with pytest.raises(ConfigError, match="ranks 0, 2 share a GPU"):
+        utils.ranks._refuse_shared_gpus(OneOfThree(0, 0, 3, torch.device("cuda", 0)))
+    utils.ranks._refuse_shared_gpus(OneOfThree(0, 0, 3, torch.device("cpu")))
 
 
 def test_a_stop_ends_all_after_rank_0_has_saved(tmp_path: Path) -> None:

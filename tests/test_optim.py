@@ -140,3 +140,22 @@ def test_restored_optimizer_keeps_its_buffers_but_not_its_options(tiny):
     load_optimizer(after, before.state_dict())
     assert (after.param_groups[0]["lr"], after.param_groups[0]["momentum"]) == (0.5, 0.8)
     assert torch.equal(*(next(iter(side.state.values()))["momentum_buffer"] for side in (before, after)))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_restored_optimizer_updates_in_the_present_memory_format(tiny, momentum):
+    """enable_nhwc and momentum may change between two starts; the fused kernel adds raw memory to raw memory."""
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(4, 3, 2, 2, generator=generator) for _ in range(2))
+    results = []
+    for fused in (False, True):
+        old = nn.Parameter(torch.ones(4, 3, 2, 2))
+        before = build_optimizer(tiny(momentum=momentum), nn.ParameterList([old]))
+        train(before, old, [first])
+        new = nn.Parameter(old.detach().to(memory_format=torch.channels_last))
+        after = build_optimizer(tiny(momentum=0.9, fused_optimizer=fused), nn.ParameterList([new]))
+        load_optimizer(after, before.state_dict())
+        if fused:
+            assert after.state[new]["momentum_buffer"].is_contiguous(memory_format=torch.channels_last)
+        results.append(train(after, new, [second.to(memory_format=torch.channels_last)]))
+    torch.testing.assert_close(*results)

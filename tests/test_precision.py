@@ -135,6 +135,19 @@ def test_levels_cast_what_the_table_says(tiny, level, batchnorm):
         assert torch.equal(model.state_dict()[name], master.bfloat16()), name
 
 
+def test_master_gradients_stay_where_they_are_until_they_are_dropped(tiny):
+    """A CUDA graph that zeroes kept gradients does so at their addresses."""
+    _, model, weights, _ = losses(tiny(), Precision("cpu", "O2"), 1)
+    (half, master), places = (model[0].weight, weights.masters["0.weight"]), []
+    for value in (1.0, 2.0):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        weights.take_gradients()
+        places.append(master.grad.data_ptr())
+        assert half.grad is None and torch.equal(master.grad, torch.full_like(master, value))
+    assert places[0] == places[1]
+
+
 def test_master_weights_collect_updates_that_half_weights_lose(tiny):
     config = tiny(lr=1e-5, momentum=0.0, weight_decay=0.0)
     moved = {}

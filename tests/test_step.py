@@ -21,7 +21,7 @@ from utils.distributed import Distributed
 from utils.errors import ConfigError
 from utils.metrics import RunLogger
 from utils.optim import build_optimizer, learning_rate, set_learning_rate
-from utils.step import prefetch, wants_graphs
+from utils.step import choose_step, prefetch, wants_graphs
 
 # every switch of speed that a CPU can use, alone; the last one is all together
 SWITCHES = {
@@ -121,6 +121,23 @@ def test_graphs_need_cuda_and_the_fused_optimizer(tiny, alone):
     with pytest.raises(ValueError, match="compile_mode reduce-overhead captures CUDA graphs itself"):
         tiny(enable_cuda_graphs="auto", fused_optimizer=True, compile_mode="reduce-overhead")
     assert Trainer(tiny(enable_cuda_graphs="auto", fused_optimizer=True), alone).train_step.forward  # eager on a CPU
+
+
+def test_compile_modes_with_graphs_of_their_own_need_gradients_that_are_dropped(tiny, alone, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    cuda, fitting = torch.device("cuda", 0), {"enable_compile": True, "zero_grad_set_to_none": True}
+
+    def choose(mode, **changes):
+        config = tiny(compile_mode=mode, **fitting | changes)
+        return choose_step(
+            config, Trainer(tiny(**fitting | changes | {"enable_compile": False}), alone).train_step, cuda
+        )
+
+    for changes in ({"zero_grad_set_to_none": False}, {"micro_batch_size": 16}):
+        with pytest.raises(ConfigError, match="compile_mode max-autotune captures CUDA graphs"):
+            choose("max-autotune", **changes)
+        assert choose("max-autotune-no-cudagraphs", **changes)
+    assert choose("reduce-overhead")
 
 
 @pytest.mark.parametrize("graphed", [False, True])

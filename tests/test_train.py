@@ -463,6 +463,17 @@ def test_memory_estimate_counts_what_autograd_keeps(tiny, alone):
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
+def test_memory_estimate_counts_half_weights_once_for_a_batch_of_any_size(tiny, alone):
+    from utils.dry_run import activation_bytes_per_image
+
+    per_image = {}
+    for name, changes in {"float32": {}, "bf16": {"enable_amp": True}}.items():
+        trainer = Trainer(tiny(model="resnet18", **changes), alone)
+        arguments = trainer.model, trainer.criterion, trainer.precision, (3, 32, 32)
+        per_image[name] = activation_bytes_per_image(*arguments)
+    assert 0.4 < per_image["bf16"] / per_image["float32"] < 0.6
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("block", FIFTEEN)

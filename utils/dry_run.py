@@ -70,7 +70,19 @@ def _corners(schedule: Schedule) -> list[int]:
 def activation_bytes_per_image(
     model: nn.Module, criterion: nn.Module, precision: Precision, image_shape: tuple[int, int, int]
 ) -> int:
-    """Bytes that autograd keeps for the backward pass of one image, counted on a small batch."""
+    """Bytes that autograd keeps for the backward pass of one image: what a batch twice as large keeps beyond a small
+    one, since autocast's half weights are kept once for a batch of any size."""
+    small, large = (
+        _activation_bytes(model, criterion, precision, (num_images, *image_shape))
+        for num_images in (PROBE_IMAGES, 2 * PROBE_IMAGES)
+    )
+    return (large - small) // PROBE_IMAGES
+
+
+def _activation_bytes(
+    model: nn.Module, criterion: nn.Module, precision: Precision, shape: tuple[int, int, int, int]
+) -> int:
+    """Bytes that autograd keeps for the backward pass of a batch of images [N, C, H, W]."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -81,15 +93,15 @@ def activation_bytes_per_image(
         return tensor
 
     device = next(model.parameters()).device
-    images = torch.zeros(PROBE_IMAGES, *image_shape, device=device)
-    labels = torch.zeros(PROBE_IMAGES, dtype=torch.int64, device=device)
+    images = torch.zeros(shape, device=device)
+    labels = torch.zeros(shape[0], dtype=torch.int64, device=device)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.train()
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         loss = criterion(precision.forward(model, images), labels)
     del loss
     model.load_state_dict(buffers, strict=False)
-    return sum(kept.values()) // PROBE_IMAGES
+    return sum(kept.values())
 
 
 def _gigabytes(number: float) -> str:

@@ -41,10 +41,9 @@ def build_optimizer(
             momentum=config.momentum,
             weight_decay=config.weight_decay,
             nesterov=config.nesterov,
-            fused=config.extra_opt("fused_optimizer"),
+            fused=config.extra_opt("fused_optimizer") or None,  # None: PyTorch's choice, a few kernels for all on a GPU
         )
-        if config.extra_opt("fused_optimizer") and config.momentum:
-            _fill_momentum(optimizer)
+        _fill_momentum(optimizer)
     for group in optimizer.param_groups:
         group["initial_lr"] = config.peak_lr
     return optimizer
@@ -63,14 +62,20 @@ def _parameter_groups(config: Config, parameters: list[nn.Parameter]) -> list[di
 
 
 def _fill_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Start every momentum buffer at zero, which gives the same trajectory as SGD's own first step.
+    """Give the fused SGD a momentum buffer for each parameter, in the parameter's own memory format.
 
-    Without it, a GradScaler that skips the very first fused step (fp16 overflows at the initial scale of 65536)
-    leaves a buffer that was allocated and never written, and the next step adds whatever memory held.
+    A missing one starts at zero, which gives the same trajectory as SGD's own first step. Without it, a GradScaler that
+    skips the very first fused step (fp16 overflows at the initial scale of 65536) leaves a buffer that was allocated
+    and never written, and the next step adds whatever memory held. One that was saved in another memory format
+    (`enable_nhwc` may change when a run is resumed) would be added in the wrong order, as the kernel walks raw memory.
     """
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        for parameter in group["params"] if group.get("fused") and group["momentum"] else ():
+            state = optimizer.state[parameter]
+            saved = state.get("momentum_buffer")
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+            if saved is not None:
+                state["momentum_buffer"].copy_(saved)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -79,6 +84,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     optimizer.load_state_dict(state)
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own)
+    _fill_momentum(optimizer)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -129,7 +129,8 @@ class MasterWeights:
         if not self.masters:
             return
         masters = list(self.masters.values())
-        gradients = [torch.empty_like(master) for master in masters]
+        # in the same memory as long as it is there: a CUDA graph captured `zero_grad` with it
+        gradients = [torch.empty_like(master) if master.grad is None else master.grad for master in masters]
         torch._foreach_copy_(gradients, [cast(Tensor, half.grad) for half in self._halves])
         for half, master, gradient in zip(self._halves, masters, gradients, strict=True):
             half.grad, master.grad = None, gradient

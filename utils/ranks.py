@@ -97,6 +97,7 @@ def _run_among_others(
             world_size=place.world_size,
             timeout=timedelta(seconds=collective_timeout),
         )
+        _refuse_shared_gpus(place)
         outcome = Failure(0, "")
         try:
             action(place)
@@ -117,6 +118,19 @@ def _take_place(device: str, launch: Launch) -> Distributed:
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
     return place
+
+
+def _refuse_shared_gpus(place: Distributed) -> None:
+    """Collective: NCCL knows one rank per GPU, and says of two only that a system call failed."""
+    if place.device.type != "cuda":
+        return
+    gpus = place.gather((socket.gethostname(), str(torch.cuda.get_device_properties(place.device).uuid)))
+    sharing = [rank for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
+    if sharing:
+        raise ConfigError(
+            f"{name_ranks(sharing)} share a GPU with another rank; start one process per GPU, and show the processes "
+            "of a node all of its GPUs, or each its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1)"
+        )
 
 
 def _share_cores(local_world_size: int) -> None:
@@ -371,10 +385,14 @@ def _settle(error: BaseException, meeting: Meeting | None, launch: Launch) -> Fa
             first, absent = meeting.call_the_roll()
             if first is not None:
                 return first
-            reason = str(error).splitlines()[0]
+            # NCCL tells in its first line what failed, and in its last one why
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            reason = "; ".join(dict.fromkeys((lines[0], lines[-1])))
             if absent:
-                reason = f"no answer from {name_ranks(absent)}, killed perhaps, or its node is gone"
-            failure = Failure(1, f"error: rank {launch.rank}: lost contact: {reason}")
+                reason = f"lost contact: no answer from {name_ranks(absent)}, killed perhaps, or its node is gone"
+            elif LOST_RANK.search(reason):
+                reason = f"lost contact: {reason}"
+            failure = Failure(1, f"error: rank {launch.rank}: {reason}")
         return meeting.claim(failure)
     except dist.DistError:
         return failure if not LOST_RANK.search(str(error)) else Failure(1, meeting.lost_store())

@@ -7,7 +7,7 @@ sums)` and computes the same. Also the prefetching of batches.
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Protocol
 
@@ -153,6 +153,13 @@ def choose_step(config: Config, step: TrainStep, device: torch.device) -> tuple[
                 f"enable_compile needs a C++ compiler, and {_compiler()} is not found; install one, name it in the "
                 "environment variable CXX, or set enable_compile to false or auto"
             )
+        graphs_of_its_own = device.type == "cuda" and config.compile_mode in ("reduce-overhead", "max-autotune")
+        if graphs_of_its_own and (step.accumulation > 1 or not step.set_to_none):
+            raise ConfigError(
+                f"compile_mode {config.compile_mode} captures CUDA graphs, which overwrite gradients that are kept: it "
+                "needs zero_grad_set_to_none true (or enable_extra_opts) and no accumulation (micro_batch_size null); "
+                "or use max-autotune-no-cudagraphs"
+            )
         step.compile(config.compile_mode)
         notes.append(f"compiled (mode {config.compile_mode}): the first step takes up to minutes")
     if config.enable_cuda_graphs is True and device.type != "cuda":
@@ -165,9 +172,22 @@ def choose_step(config: Config, step: TrainStep, device: torch.device) -> tuple[
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """GRAPHS: the side stream on which steps are captured; DDP must be built on it too, since it accumulates gradients
-    on the stream that it was built on."""
+    """GRAPHS: the side stream on which steps are captured."""
     return torch.cuda.Stream(device)
+
+
+@contextmanager
+def on_capture_stream(device: torch.device, *, graphed: bool) -> Iterator[None]:
+    """GRAPHS: a `with` block whose work runs on the capture stream, after all before it and before all after it; DDP
+    must be built there, since it accumulates gradients on the stream that it was built on."""
+    if not graphed:
+        yield
+        return
+    stream = capture_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def wants_graphs(config: Config, device: torch.device) -> bool:

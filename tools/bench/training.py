@@ -20,7 +20,7 @@ from utils.optim import build_optimizer
 from utils.parallel import distribute
 from utils.precision import MasterWeights, Precision, choose_precision
 from utils.profiling import Profiler
-from utils.step import Batch, Step, TrainStep, capture_stream, choose_step, prefetch, wants_graphs
+from utils.step import Batch, Step, TrainStep, choose_step, on_capture_stream, prefetch, wants_graphs
 
 
 @dataclass
@@ -53,8 +53,7 @@ def build_training(
     weights = MasterWeights(model, precision)
     graphed = wants_graphs(config, place.device)
     optimizer = build_optimizer(config, weights.parameters(), graphed=graphed)
-    # GRAPHS: DDP must be built on the stream that the graph is captured on
-    with torch.cuda.stream(capture_stream(place.device) if graphed else None):
+    with on_capture_stream(place.device, graphed=graphed):
         wrapped = wrap(config, model, place)
     step = TrainStep(
         model=wrapped,
