@@ -2,16 +2,22 @@
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from models import build_model
 from tools.verify_resume import compare
 from train import Trainer
 from utils.backends import prepare_backends
 from utils.config import Config
 from utils.distributed import Distributed
+from utils.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +41,69 @@ def test_deterministic_says_what_it_does_and_costs(tiny: Callable[..., Config]) 
     assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_deterministic_runs_are_equal_to_the_last_bit(tiny: Callable[..., Config], tmp_path: Path, device: str) -> None:
+class Operations(TorchDispatchMode):
+    """Collects the names of what is computed, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("model", "stem", "works"),
+    [
+        *((model, "7x7", True) for model in ("resnet8", "resnet9", "resnet50", "vgg16", "vgg16_bn")),
+        ("resnet50", "imagenet", True),
+        *((model, "imagenet", False) for model in ("alexnet", "vgg16", "vgg16_bn")),
+    ],
+)
+def test_deterministic_refuses_on_cuda_the_networks_that_pytorch_would_stop_in(
+    tiny: Callable[..., Config], model: str, stem: str, works: bool
+) -> None:
+    """The two are in the list of `torch.use_deterministic_algorithms`, of operations that raise on CUDA."""
+    config = tiny(model=model, stem=stem, deterministic=True)
+    with torch.device("meta"):
+        network, images = build_model(config), torch.empty(2, 3, 64, 64)
+        with Operations() as operations:
+            network(images[..., :32, :32] if stem == "7x7" else images).sum().backward()
+    refused = {"adaptive_max_pool2d_backward", "_adaptive_avg_pool2d_backward"}
+    assert "convolution_backward" in operations.names and refused.isdisjoint(operations.names) is works
+    prepare_backends(config, torch.device("cpu"))
+    with nullcontext() if works else pytest.raises(ConfigError, match=f"deterministic is true, .*imagenet's {model} "):
+        prepare_backends(config, torch.device("cuda", 0))
+
+
+def test_resnet9_pools_as_pytorchs_layer_does(tiny: Callable[..., Config]) -> None:
+    """The same values, and behind a ReLU the same gradients: of equal ones only zeros are likely."""
+    model = build_model(tiny(model="resnet9"))
+    kept: list[torch.Tensor] = []
+    model.layer3.register_forward_hook(lambda _module, _inputs, output: kept.append(output))
+    images = torch.randn(8, 3, 32, 32)
+    model(images).square().sum().backward()
+    gradient = model.prep[0].weight.grad.clone()
+    model.zero_grad()
+    pooled = nn.AdaptiveMaxPool2d(1)(model.layer3(model.layer2(model.layer1(model.prep(images))))).flatten(1)
+    assert torch.equal(kept[0].amax((2, 3)), pooled)
+    (model.fc(pooled) * model.LOGIT_SCALE).square().sum().backward()
+    torch.testing.assert_close(model.prep[0].weight.grad, gradient)
+
+
+@pytest.mark.parametrize(
+    ("device", "model"),
+    [("cpu", "resnet8"), *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in ("resnet8", "resnet9"))],
+)
+def test_deterministic_runs_are_equal_to_the_last_bit(
+    tiny: Callable[..., Config], tmp_path: Path, device: str, model: str
+) -> None:
     """Two that begin alike, and one that goes on from the middle of the first epoch."""
     place = Distributed(rank=0, local_rank=0, world_size=1, device=torch.device(device))
-    changes = {"enable_amp": True, "ema_decay": 0.9, "mixup_alpha": 0.2, "device": device}
+    changes = {"enable_amp": True, "ema_decay": 0.9, "mixup_alpha": 0.2, "device": device, "model": model}
     config = tiny(deterministic=True, checkpoint_every_steps=1, keep_checkpoints=9, **changes)
     one, two, resumed = (tmp_path / name for name in ("one", "two", "resumed"))
     for folder in (one, two):

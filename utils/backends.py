@@ -6,14 +6,21 @@ import os
 import torch
 
 from utils.config import Config
+from utils.errors import ConfigError
 
 # malloc.h of glibc: give the heap's end back when this much is free; grow it by this much; blocks with a mapping each
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 
 
 def prepare_backends(config: Config, device: torch.device) -> list[str]:
-    """Process-wide switches of PyTorch; returns what has to be said about them."""
+    """Process-wide switches of PyTorch; returns what has to be said about them, `ConfigError` where they cannot be."""
     notes = []
+    pools = config.stem == "imagenet" and not config.model.startswith("resnet")
+    if config.deterministic and pools and device.type == "cuda":
+        raise ConfigError(
+            f"deterministic is true, but stem imagenet's {config.model} has an adaptive average pool, for whose "
+            "gradient PyTorch has no deterministic CUDA kernel; use deterministic: false, a ResNet, or device: cpu"
+        )
     benchmark = config.extra_opt("cudnn_benchmark")
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
