@@ -100,6 +100,32 @@ def test_gpu_summary_counts_kernels_where_they_were_launched(tmp_path):
     assert "host synchronisations: 1.0 an iteration, 5.0 %" in lines
 
 
+def test_gpu_work_that_runs_after_the_host_is_done_counts(tmp_path):
+    """Graphs: the host launches four steps of 100 in 40 and is done; what is launched behind them does not count."""
+    rows = []
+    for step in range(4):
+        rows += [
+            event(f"iteration {step}", "user_annotation", 10 * step, 10),
+            event("graph replay", "user_annotation", 10 * step, 9),
+            event("cudaGraphLaunch", "cuda_runtime", 10 * step, 5, step),
+            event("conv", "kernel", 100 * step, 60, step, thread=7),
+            event("sgd", "kernel", 100 * step + 60, 40, step, thread=7),
+        ]
+    rows += [
+        event("cudaStreamSynchronize", "cuda_runtime", 45, 355),
+        event("cudaLaunchKernel", "cuda_runtime", 50, 5, 9),
+        event("sums", "kernel", 400, 100, 9, thread=7),
+    ]
+    text = describe(tmp_path, rows)
+    lines = {" ".join(line.split()) for line in text.splitlines()}
+    assert "Profile of 4 iterations, 0.10 ms each" in lines
+    assert {"60.0 % conv", "40.0 % sgd"} <= lines and "sums" not in text
+    assert "graph replay 0.009 9.0 % 0.100" in lines
+    assert "launch gaps: the GPU is idle 0.0 % of the time, 0 gaps, the longest 0.00 ms" in lines
+    assert "the loop itself, waiting included: 10.0 % of the host's time" in lines
+    assert "host synchronisations: 0.0 an iteration, 0.0 %" in lines
+
+
 def test_cpu_summary_counts_each_moment_once(tmp_path):
     rows = [
         event("iteration 0", "user_annotation", 0, 1000),

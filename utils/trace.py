@@ -13,6 +13,7 @@ from pathlib import Path
 # The tutorial's ranges; `iteration 7` and `epoch 2` count under their first word.
 RANGES = ("iteration", "data", "zero_grad", "forward/loss/backward", "optimizer.step", "graph replay")
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
 # cuDNN's and PyTorch's kernels, and PyTorch's CPU operators, that only change a memory layout. oneDNN's reorders on a
 # CPU are inside its convolutions and cannot be seen here.
 TRANSPOSES = re.compile(r"nchwToNhwc|nhwcToNchw|nchw2nhwc|nhwc2nchw|aten::contiguous$", re.IGNORECASE)
@@ -69,9 +70,13 @@ def describe_trace(events: Sequence[Event]) -> str:
     iterations = ranges.get("iteration")
     if not iterations:
         return "The trace holds no iteration."
-    start, end = iterations[0].start, iterations[-1].end
-    inside = [event for event in events if start <= event.start < end]
-    work = [event for event in inside if event.category in GPU_WORK]
+    start, host_end = iterations[0].start, iterations[-1].end
+    inside = [event for event in events if start <= event.start < host_end]
+    launched = {event.correlation for event in inside if event.category in LAUNCHES}
+    on_gpu = [event for event in events if event.category in GPU_WORK]
+    # a graph is one launch a step, so that the host is done many steps before the GPU
+    end = max([host_end, *(event.end for event in on_gpu if event.correlation in launched)])
+    work = [event for event in on_gpu if start <= event.start < end]
     operators = [event for event in inside if event.category == "cpu_op"]
     total = end - start
     lines = [f"Profile of {len(iterations)} iterations, {total / 1e3 / len(iterations):.2f} ms each"]
@@ -92,7 +97,8 @@ def describe_trace(events: Sequence[Event]) -> str:
     waiting = sum(event.duration for event in ranges.get("data", []))
     lines.append(f"waiting for input: {_percent(waiting, total)}")
     step = sum(event.duration for name in STEP_RANGES for event in ranges.get(name, []))
-    lines.append(f"the loop itself, waiting included: {_percent(total - step, total)} of the host's time")
+    on_host = host_end - start
+    lines.append(f"the loop itself, waiting included: {_percent(on_host - step, on_host)} of the host's time")
     waits = [event for event in inside if HOST_WAITS.search(event.name)]
     lines.append(
         f"host synchronisations: {len(waits) / len(iterations):.1f} an iteration, "
@@ -128,7 +134,7 @@ def _describe_ranges(
 def _launch_times(inside: Sequence[Event], work: Sequence[Event]) -> list[tuple[float, float]]:
     """(when the host launched it, duration) of each piece of GPU work, by launch; backward launches from a thread of
     its own while the range's thread waits for it, so only the time tells the range."""
-    launches = {event.correlation: event.start for event in inside if event.category in ("cuda_runtime", "cuda_driver")}
+    launches = {event.correlation: event.start for event in inside if event.category in LAUNCHES}
     return sorted((launches[event.correlation], event.duration) for event in work if event.correlation in launches)
 
 
