@@ -194,6 +194,15 @@ def test_random_states_come_back(state):
     assert [(random.random(), np.random.rand(), np.random.randn(), torch.rand(()).item()) for _ in range(2)] == drawn
 
 
+def test_random_states_start_no_cuda_on_a_machine_with_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: pytest.fail("would start CUDA"))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: pytest.fail("would start CUDA later"))
+    drawn = checkpoint.random_state()
+    assert drawn["cuda"] is None
+    checkpoint.restore_random_state(drawn | {"cuda": torch.zeros(16, dtype=torch.uint8)})
+
+
 # ---- writing
 
 
