@@ -23,13 +23,15 @@ from utils.data.augment import Normalise
 from utils.data.datasets import Dataset, load_dataset
 from utils.data.loaders import AugmentedImages, BatchSampler
 from utils.data.sampling import AugmentationRanges, EpochPlan
+from utils.distributed import choose_device
 from utils.errors import ExpectedError
 
 
 class Trainer:
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = choose_device(config.device, local_rank=0)
+        torch.backends.cudnn.allow_tf32 = False  # float32; PyTorch's default rounds to 10-bit mantissas
 
         # Images as bytes from disk, cut, flipped and rotated by torchvision in worker processes
         dataset = load_dataset(config.dataset, Path(config.data_path), download=True)

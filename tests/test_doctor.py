@@ -185,7 +185,7 @@ import os, sys
 from tools import doctor
 
 doctor.arithmetic = lambda device: 0.4 if os.environ["RANK"] == "1" else 1.0
-sys.exit(doctor.main(["--config", "quickstart", "--run-dir", sys.argv[1]]))
+sys.exit(doctor.main(["--config", "quickstart", "--set", "device=cpu", "--run-dir", sys.argv[1]]))
 """
 
 

@@ -59,6 +59,17 @@ def test_train_py_with_every_switch_off_equals_train_simple(tiny, alone, tmp_pat
     assert [{key: row[key] for key in history[0]} for row in ours] == history
 
 
+def test_train_simple_is_float32_on_the_device_of_its_configuration(tiny, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = True
+    try:
+        simple = train_simple.Trainer(tiny("bs128", data_loader="torchvision"))
+        assert simple.device == torch.device("cpu") and not torch.backends.cudnn.allow_tf32
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
 def test_two_epochs_equal_one_and_a_resumed_one(tiny, alone, tmp_path):
     whole = run(tiny(max_epochs=2), alone, tmp_path / "whole")
     run(tiny(max_epochs=1), alone, tmp_path / "parts")
