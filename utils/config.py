@@ -165,7 +165,8 @@ class Config(BaseModel):
     seed: NonNegativeInt
     """The one seed: weights, order and augmentation follow from it."""
     deterministic: bool
-    """Only deterministic kernels: bitwise equal runs, slower on a GPU."""
+    """Only deterministic kernels: bitwise equal runs, slower on a GPU, where AlexNet and stem imagenet's VGG16 have
+    none."""
 
     # ---- speed
     device: Literal["auto", "cpu", "cuda"]
@@ -238,7 +239,8 @@ class Config(BaseModel):
     save_checkpoint: bool
     """Write the last and the best checkpoint."""
     log_freq: PositiveInt
-    """Steps between two log points; the only points where the host waits for the device."""
+    """Steps between two log points; the only points where the host waits for the device, unless fp16's loss is scaled
+    without fused_optimizer: then PyTorch's scaler waits in every step."""
     checkpoint_every_steps: PositiveInt | None
     """Write a checkpoint every so many optimizer steps too, beside every epoch's; null: no."""
     checkpoint_every_minutes: Annotated[float, Field(gt=0)] | None
