@@ -15,18 +15,12 @@ import torch
 
 import train as train_module
 import train_simple
-from tests.conftest import ROOT, TINY
+from tests.conftest import FIFTEEN, ROOT, TINY
 from train import Trainer
 from utils.checkpoint import encode, list_checkpoints, read_checkpoint, save_last, write_atomically
 from utils.cli import Arguments
 from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError
 from utils.run_folder import open_run
-
-FIFTEEN = [
-    "bs128", "bs256", "bs256-prof", "bs256-amp", "bs256-amp-prof", "bs256-amp-nhwc", "bs256-amp-nhwc-prof",
-    "bs256-amp-nhwc-extra-opts", "bs256-amp-nhwc-extra-opts-prof", "bs128-opt", "bs512-opt", "bs1024-opt", "bs2048-opt",
-    "bs1024-warmup-opt", "bs2048-warmup-opt",
-]  # fmt: skip
 
 
 def records(folder, kind):
@@ -500,6 +494,20 @@ def test_blocks_on_real_data(block, cifar_path, tmp_path):
     rows = records(tmp_path, "epoch")
     assert [row["epoch"] for row in rows] == [1, 2]
     assert all(3.0 < row["loss/train"] < 10.0 for row in rows)
+
+
+@pytest.mark.slow
+def test_the_readmes_first_command_ends_as_it_says(tmp_path):
+    """Over 95 %; the time, under a minute, is not asserted."""
+    command = (ROOT / "README.md").read_text(encoding="utf-8").partition("```bash\n")[2].partition("\n")[0]
+    options = command.rpartition("/python train.py ")[2].split()
+    assert options == ["--config=quickstart"]
+    command = [sys.executable, "train.py", *options, f"--run-dir={tmp_path / 'run'}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    (end,) = records(tmp_path / "run", "end")
+    assert end["best_acc1"] >= 0.95
+    assert f"tensorboard --logdir {tmp_path}" in result.stdout
 
 
 def test_command_line_run_ends_with_the_tutorials_lines(tmp_path):
