@@ -2,11 +2,13 @@
 
 import multiprocessing
 import os
+import pty
 import re
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,27 @@ def run_job(folder: Path, world_size: int, function: Callable[..., int], *argume
     return Job(
         folder, function, arguments, [torchrun_variables(rank, world_size, port) for rank in range(world_size)]
     ).wait()
+
+
+def run_on_a_terminal(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+    """Exit status of a command that writes to a terminal of 120 columns, and all that it wrote there, without colours
+    and movements of the cursor."""
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**environment, "TERM": "xterm", "COLUMNS": "120"}, stdin=end, stdout=end, stderr=end
+    )
+    os.close(end)
+    written = b""
+    while True:
+        try:
+            chunk = os.read(terminal, 1 << 16)
+        except OSError:  # Linux's end of file: nobody holds the other end any more
+            break
+        if not chunk:
+            break
+        written += chunk
+    os.close(terminal)
+    return process.wait(), re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", written.decode())
 
 
 def complaints(ended: list[Ended]) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 import train as train_module
 import train_simple
 from tests.conftest import FIFTEEN, ROOT, TINY
+from tests.processes import run_on_a_terminal, without_launcher
 from train import Trainer
 from utils.checkpoint import encode, list_checkpoints, read_checkpoint, save_last, write_atomically
 from utils.cli import Arguments
@@ -494,6 +495,19 @@ def test_blocks_on_real_data(block, cifar_path, tmp_path):
     rows = records(tmp_path, "epoch")
     assert [row["epoch"] for row in rows] == [1, 2]
     assert all(3.0 < row["loss/train"] < 10.0 for row in rows)
+
+
+def test_a_terminal_gets_a_progress_bar_and_a_line_an_epoch(tmp_path):
+    settings = [f"--set={key}={'null' if value is None else value}" for key, value in TINY.items()]
+    command = [sys.executable, "train.py", "--config=bs128-opt", f"--run-dir={tmp_path / 'run'}", *settings]
+    status, shown = run_on_a_terminal(command, without_launcher(os.environ))
+    assert status == 0, shown
+    for description, total in (("epoch 1/2", 4), ("epoch 2/2", 4), ("validation", 2)):
+        assert re.search(rf"{description} [━╸╺]+ \d/{total} ", shown), shown
+    assert len(re.findall(r"epoch   \d  train loss ", shown)) == 2
+    for unwanted in ("Traceback", "INFO", "[progress"):  # the last is markup that is shown instead of obeyed
+        assert unwanted not in shown, shown
+    assert "INFO - Epoch: 2, Iteration: 2" in (tmp_path / "run/train.log").read_text()
 
 
 @pytest.mark.slow

@@ -173,8 +173,9 @@ class RunLogger:
     def _start_progress(self) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn())
-        self.progress = Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[info]}"), transient=True)
+        # texts as columns, since `_print` switches markup off for plain strings around it, too
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.progress = Progress(*columns, TextColumn("{task.fields[info]}"), transient=True)
         self._task = self.progress.add_task("", total=None, info="")
         self.progress.start()
 
