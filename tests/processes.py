@@ -100,24 +100,25 @@ def run_job(folder: Path, world_size: int, function: Callable[..., int], *argume
 
 
 def run_on_a_terminal(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
-    """Exit status of a command that writes to a terminal of 120 columns, and all that it wrote there, without colours
-    and movements of the cursor."""
+    """Exit status of a command that writes to a terminal of 120 columns, and all that it wrote there."""
     terminal, end = pty.openpty()
     process = subprocess.Popen(
         command, cwd=ROOT, env={**environment, "TERM": "xterm", "COLUMNS": "120"}, stdin=end, stdout=end, stderr=end
     )
     os.close(end)
+    shown = read_terminal(terminal)
+    return process.wait(), shown
+
+
+def read_terminal(terminal: int) -> str:
+    """All that is written to a terminal until it is closed at its other end, without colours and movements."""
     written = b""
     while True:
         try:
-            chunk = os.read(terminal, 1 << 16)
-        except OSError:  # Linux's end of file: nobody holds the other end any more
-            break
-        if not chunk:
-            break
-        written += chunk
-    os.close(terminal)
-    return process.wait(), re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", written.decode())
+            written += os.read(terminal, 1 << 16)
+        except OSError:  # Linux's end of file
+            os.close(terminal)
+            return re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", written.decode())
 
 
 def complaints(ended: list[Ended]) -> list[str]:

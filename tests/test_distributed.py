@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from utils.checkpoint import newest_good
 from utils.cli import Arguments
 from utils.config import Config, load_config
 from utils.data.augment import Normalise
-from utils.data.datasets import Dataset, load_dataset
+from utils.data.datasets import Dataset, ImageArrays, load_dataset
 from utils.data.loaders import AugmentedImages, DeviceLoader
 from utils.data.sampling import EpochPlan
 from utils.distributed import Distributed, split_batch
@@ -174,9 +175,13 @@ def run_program(folder: Path, changes: dict[str, Any]) -> int:
 
 
 def run_program_in_float64(folder: Path, changes: dict[str, Any]) -> int:
+    """With 101 images to validate, for it is slow."""
     torch.set_default_dtype(torch.float64)
-    really = Normalise.__call__
+    really, whole = Normalise.__call__, shapes()
     Normalise.__call__ = lambda self, images: really(self, images).double()  # type: ignore[method-assign]
+    assert isinstance(whole.valid, ImageArrays)
+    few = ImageArrays(whole.valid.images[:101], whole.valid.labels[:101])
+    train.open_dataset = lambda config, place: replace(whole, valid=few)
     return run_program(folder, changes)
 
 

@@ -18,6 +18,7 @@ from train import main
 from utils.cli import Arguments
 from utils.config import Config
 from utils.data import Loaders, build_loaders, loaders, open_dataset, report_unreadable
+from utils.data.folders import IMAGENET_MEAN, IMAGENET_STD
 from utils.data.sampling import AugmentationRanges, resized_crop_window
 from utils.distributed import Distributed
 from utils.errors import ConfigError, DataError
@@ -238,6 +239,39 @@ def test_dali_draws_its_own_windows_in_the_order_of_the_contract(config: Callabl
     assert torch.equal(labels, expected_labels) and not torch.equal(labels, other_labels)
     assert torch.equal(images, again) and not torch.equal(images, others)
     assert images.shape == (3 * NUM_TRAIN, 3, 48, 48)
+
+
+@needs_dali
+@pytest.mark.dali
+def test_dalis_windows_have_the_area_and_aspect_ratio_of_the_plans(
+    config: Callable[..., Config], tmp_path: Path
+) -> None:
+    """Read off images whose red rises with the column and whose green rises with the row."""
+    width, height, number, epochs = 160, 120, 1000, 10
+    rows, columns = np.meshgrid(np.linspace(0, 255, height), np.linspace(0, 255, width), indexing="ij")
+    ramps = np.stack([columns, rows, 0 * rows], axis=2).round().astype(np.uint8)
+    for index in range(number):
+        path = tmp_path / "train" / CLASSES[index % 3] / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(ramps).save(path) if index == 0 else os.link(tmp_path / "train" / CLASSES[0] / "0.png", path)
+    shutil.copytree(tmp_path / "train", tmp_path / "val")
+    built = build(
+        config("imagenet", data_path=str(tmp_path), data_loader="dali", batch_size=100, micro_batch_size=None)
+    )
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+    sides, expected = [], []
+    for epoch in range(epochs):
+        red, green, _ = ((everything(built.train, epoch)[0] * std + mean) * 48 / 47).unbind(1)  # of 48 pixels' centres
+        wide, high = (red[:, :, -1] - red[:, :, 0]).mean(1).abs(), (green[:, -1] - green[:, 0]).mean(1)
+        sides.append(np.stack([high * (height - 1), wide * (width - 1)], axis=1))
+        drawn = built.plan.draw(epoch, np.arange(number))
+        assert drawn is not None and drawn.window is not None
+        expected.append([resized_crop_window(window, height, width)[2:] for window in drawn.window])
+    for statistic in (lambda box: box[:, 0] * box[:, 1] / (height * width), lambda box: np.log(box[:, 1] / box[:, 0])):
+        ours, theirs = statistic(np.concatenate(expected)), statistic(np.concatenate(sides))
+        error = (2 * ours.var() / len(ours)) ** 0.5  # of the difference of the means
+        assert theirs.mean() == pytest.approx(ours.mean(), abs=6 * error)
+        assert theirs.std() == pytest.approx(ours.std(), rel=0.05)
 
 
 # ---- what is wrong with the data

@@ -3,6 +3,8 @@
 import errno
 import gzip
 import os
+import pty
+import re
 import subprocess
 import sys
 import tarfile
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from processes import read_terminal
 from tiny_cifar import MemberList, TinyCifar, make_archive, make_tiny_cifar, md5, serve
 
 from tools import prepare_data
@@ -122,6 +125,18 @@ def test_torchvision_folder_is_converted_in_place(
     tiny.write_python(tmp_path)
     assert run(tiny, tmp_path, "--from", tmp_path) == 0
     assert_prepared(tiny, tmp_path)
+
+
+def test_a_terminal_gets_a_progress_bar(tiny100: TinyCifar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, end = pty.openpty()
+    with monkeypatch.context() as patched, open(end, "w") as stderr:
+        patched.setenv("TERM", "xterm")
+        patched.setenv("COLUMNS", "120")
+        patched.setattr(sys, "stderr", stderr)
+        assert run(tiny100, tmp_path / "data", "--from", packed_archive(tiny100, tmp_path)) == 0
+    shown = read_terminal(terminal)
+    for name, records in tiny100.records.items():
+        assert re.search(rf"{name} +━+ {records.nbytes / 1000:.1f}/{records.nbytes / 1000:.1f} kB ", shown), shown
 
 
 def test_others_may_read_what_was_written(tiny100: TinyCifar, tmp_path: Path) -> None:
