@@ -272,6 +272,7 @@ def test_dalis_windows_have_the_area_and_aspect_ratio_of_the_plans(
         error = (2 * ours.var() / len(ours)) ** 0.5  # of the difference of the means
         assert theirs.mean() == pytest.approx(ours.mean(), abs=6 * error)
         assert theirs.std() == pytest.approx(ours.std(), rel=0.05)
+        assert [theirs.min(), theirs.max()] == pytest.approx([ours.min(), ours.max()], abs=0.02)
 
 
 # ---- what is wrong with the data
