@@ -390,6 +390,17 @@ def test_keys_that_cannot_work_here_are_named(alone: Distributed) -> None:
         split_batch(BATCH, 5, None)
 
 
+def test_one_process_for_several_gpus_refuses_what_works_with_one_alone() -> None:
+    with pytest.raises(ValueError, match="enable_cuda_graphs is true, but no capture spans the GPUs of parallel datap"):
+        configuration(parallel="dataparallel", enable_cuda_graphs=True, fused_optimizer=True)
+    for autocast in ({"enable_amp": True}, {"opt_level": "O1"}):
+        with pytest.raises(ValueError, match="amp_dtype bf16 needs parallel ddp or opt_level O2"):
+            configuration(parallel="dataparallel", amp_dtype="bf16", **autocast)
+        configuration(parallel="dataparallel", **autocast)
+    configuration(parallel="dataparallel", amp_dtype="bf16", opt_level="O2")
+    configuration(parallel="dataparallel", enable_cuda_graphs="auto", fused_optimizer=True)
+
+
 def test_batch_norm_is_synchronised_over_several_ranks_only(alone: Distributed) -> None:
     def kinds(model: nn.Module) -> set[type]:
         return {type(module) for module in model.modules() if "BatchNorm" in type(module).__name__}

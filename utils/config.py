@@ -197,11 +197,13 @@ class Config(BaseModel):
     """EXTRA: let cuDNN time its convolution algorithms and keep the fastest."""
     enable_compile: Literal["auto", True, False]
     """COMPILE: forward, loss and backward through torch.compile; validation stays eager, as a second compilation would
-    cost more than it saves. auto: where there is a C++ compiler."""
+    cost more than it saves. auto: where there is a C++ compiler, for CUDA a C compiler and Python's headers
+    too."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
     """COMPILE: torch.compile's mode; reduce-overhead and max-autotune capture CUDA graphs of their own."""
     enable_cuda_graphs: Literal["auto", True, False]
-    """GRAPHS: capture the whole training step once and replay it; needs CUDA and the fused optimizer. auto: on CUDA."""
+    """GRAPHS: capture the whole training step once and replay it; needs CUDA and the fused optimizer. auto: on CUDA,
+    except for dataparallel."""
     enable_prefetch: Literal["auto", True, False]
     """PREFETCH: prepare the next batch on a second CUDA stream during the step. auto: on CUDA."""
     keep_cpu_memory: Literal["auto", True, False]
@@ -313,9 +315,23 @@ class Config(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_dataparallel(self) -> "Config":
+        autocast = self.opt_level == "O1" or (self.enable_amp and self.opt_level is None)
+        if self.parallel == "dataparallel" and autocast and self.amp_dtype == "bf16":
+            raise ValueError(
+                "parallel dataparallel computes in fp16 under autocast, as its threads are not told the number format; "
+                "amp_dtype bf16 needs parallel ddp or opt_level O2"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_graphs(self) -> "Config":
         if self.enable_cuda_graphs is False:
             return self
+        if self.enable_cuda_graphs is True and self.parallel == "dataparallel":
+            raise ValueError(
+                "enable_cuda_graphs is true, but no capture spans the GPUs of parallel dataparallel; use false or auto"
+            )
         if self.progressive_image_sizes:
             raise ValueError(
                 f"enable_cuda_graphs {str(self.enable_cuda_graphs).lower()} needs images of one size; "
