@@ -42,13 +42,13 @@ from utils.errors import ExpectedError, Stopped
 from utils.metrics import MetricSums, RunLogger, Throughput
 from utils.observe import Confusion, StepWatch, input_remedy
 from utils.optim import Plateau, build_optimizer, build_schedule, learning_rate, load_optimizer, set_learning_rate
-from utils.parallel import describe_parallel, distribute, pin_near_gpu, synchronise_batch_norm
+from utils.parallel import describe_parallel, pin_near_gpu, synchronise_batch_norm
 from utils.precision import MasterWeights, choose_precision
 from utils.preemption import Asked, Requests, listen
 from utils.profiling import Profiler
 from utils.ranks import run_ranks
 from utils.recipe import build_average, predict, resize, training_size
-from utils.step import TrainStep, choose_step, on_capture_stream, prefetch, wants_graphs
+from utils.step import build_step, prefetch, wants_graphs
 
 
 class Trainer:
@@ -81,28 +81,22 @@ class Trainer:
         self.weights = MasterWeights(self.model, self.precision)
         self.average = build_average(config, self.model)
 
-        graphed = wants_graphs(config, place.device)
-        self.optimizer = build_optimizer(config, self.weights.parameters(), graphed=graphed)
+        self.optimizer = build_optimizer(config, self.weights.parameters(), graphed=wants_graphs(config, place.device))
         self.loss_scaler = self.precision.loss_scaler()
         self.schedule = build_schedule(config, self.steps_per_epoch)
         self.plateau = Plateau(config.lr_plateau_patience)
         self.profiler = Profiler(place.device)
         self.criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
-        with on_capture_stream(place.device, graphed=graphed):
-            step = TrainStep(
-                model=distribute(config, self.model, place),
-                weights=self.weights,
-                optimizer=self.optimizer,
-                criterion=self.criterion,
-                precision=self.precision,
-                loss_scaler=self.loss_scaler,
-                accumulation=self.split.accumulation,
-                communicate=config.parallel != "no_communication",
-                set_to_none=config.extra_opt("zero_grad_set_to_none"),
-                profiler=self.profiler,
-                clip_grad_norm=config.clip_grad_norm,
-            )
-        self.train_step, step_notes = choose_step(config, step, place.device)
+        self.train_step, step_notes = build_step(
+            config,
+            place,
+            weights=self.weights,
+            optimizer=self.optimizer,
+            criterion=self.criterion,
+            precision=self.precision,
+            loss_scaler=self.loss_scaler,
+            profiler=self.profiler,
+        )
         self.notes += step_notes
 
         self.epoch = self.batch = self.step = self.saved_step = 0

@@ -4,12 +4,14 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tools.bench import ladder
+from tools.bench import ladder, loaders, peers, training
 from tools.bench.__main__ import main
 from tools.bench.common import Sample, measure
 from tools.bench.ladder import COMPARABLE, evaluate, read_baseline, tell_regressions
@@ -17,6 +19,7 @@ from tools.bench.training import training_flops_per_image
 from tools.follow import check_writable
 from utils.config import Config
 from utils.errors import ConfigError
+from utils.step import GRAPH_WARMUP_STEPS, prefetch
 
 
 def test_trials_are_interleaved_and_the_warm_up_is_dropped() -> None:
@@ -194,6 +197,54 @@ def test_ddp_overhead_measures_each_way_against_the_plain_step(tmp_path: Path) -
     assert {"plain", "as train.py does", "DDP, one rank"} < set(results)
     assert len(results["DDP, one rank"]["milliseconds"]["values"]) == 2
     assert results["plain: overhead, % of milliseconds"]["median"] == 0
+
+
+def test_peers_are_beside_this_project_with_and_without_what_only_it_has(tiny) -> None:
+    """keep_cpu_memory on a CPU, graphs on a GPU."""
+    names = ["this project", "timm", "lightning"]
+    cpu, cuda = (peers.rows_of(tiny("fastest"), torch.device(kind)) for kind in ("cpu", "cuda"))
+    assert list(cpu) == [*names, "timm, without keep_cpu_memory", "lightning, without keep_cpu_memory"]
+    assert sorted(cuda) == sorted([*names, "this project, without enable_cuda_graphs"])
+    build, config = cuda["this project, without enable_cuda_graphs"]
+    assert build is peers.OurStep and config.enable_cuda_graphs is False
+    assert cuda["this project"] == (peers.OurStep, tiny("fastest"))
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., Any]) -> list[Any]:
+    """`name` with `function` in its place; returns the list that grows with every call."""
+    calls: list[Any] = []
+
+    def call(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return function(*arguments)
+
+    monkeypatch.setattr(name, call)
+    return calls
+
+
+def test_nothing_is_timed_before_a_graph_is_captured(tiny, alone, monkeypatch) -> None:
+    config = tiny("fastest")
+    assert training.capture_steps(config, torch.device("cuda")) == GRAPH_WARMUP_STEPS + 1
+    assert training.capture_steps(config, alone.device) == 0
+    for module in (training, loaders):
+        monkeypatch.setattr(module, "capture_steps", lambda config, device: 5)
+    steps = counted(monkeypatch, "tools.bench.training.Training.__call__", lambda *_: None)
+    rung = training.Rung(tiny())
+    assert len(steps) == 5
+    case = loaders.Case(tiny(), rung.loader, rung.training, alone, num_batches=1, num_steps=2)
+    case()
+    assert len(steps) == 5 + 5 + 2
+
+
+def test_measured_steps_are_fed_as_the_trainer_feeds_its_own(tiny, alone, monkeypatch) -> None:
+    config = tiny(enable_prefetch=True)
+    feeding = [counted(monkeypatch, f"tools.bench.{name}.prefetch", prefetch) for name in ("training", "loaders")]
+    step = peers.OurStep(config)
+    step(0, 1)
+    loaders.Case(config, step.loader, step.training, alone, num_batches=1, num_steps=1)()
+    for calls in feeding:
+        ((seen, _, device),) = calls
+        assert (seen, device) == (config, alone.device)
 
 
 @pytest.mark.slow

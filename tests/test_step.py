@@ -21,7 +21,7 @@ from utils.distributed import Distributed
 from utils.errors import ConfigError
 from utils.metrics import RunLogger
 from utils.optim import build_optimizer, learning_rate, set_learning_rate
-from utils.step import choose_step, prefetch, wants_graphs
+from utils.step import choose_step, compiles, prefetch, wants_graphs
 
 # every switch of speed that a CPU can use, alone; the last one is all together
 SWITCHES = {
@@ -113,6 +113,47 @@ def test_compile_without_a_compiler_says_what_to_do(tiny, alone, monkeypatch):
     assert any("compiled (mode default)" in note for note in Trainer(tiny(enable_compile="auto"), alone).notes)
 
 
+def test_compiling_for_cuda_needs_what_triton_calls(tiny, monkeypatch, tmp_path):
+    """What is missing comes one after the other; auto compiles where nothing is."""
+    cpu, cuda, found = torch.device("cpu"), torch.device("cuda", 0), ["g++"]
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: name if name in found else None)
+    monkeypatch.setattr("sysconfig.get_path", lambda name, scheme: str(tmp_path))
+
+    def auto(device: torch.device) -> bool:
+        return compiles(tiny(enable_compile="auto"), device)
+
+    def refused() -> str:
+        with pytest.raises(ConfigError) as error:
+            choose_step(tiny(enable_compile=True), None, cuda)
+        assert not auto(cuda) and auto(cpu)
+        return str(error.value)
+
+    assert "enable_compile needs a C compiler too, and gcc or clang is not found" in refused()
+    found.append("clang")
+    assert f"enable_compile needs Python's headers, and {tmp_path}/Python.h is not found" in refused()
+    (tmp_path / "Python.h").touch()
+    assert auto(cuda)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert "a C compiler too, and no-such-compiler is not found" in refused()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"clip_grad_norm": 0.01, "label_smoothing": 0.1}, {"micro_batch_size": 8, "enable_amp": True}]
+)
+def test_the_step_that_is_measured_is_the_one_that_trains(tiny, alone, changes):
+    trainer, measured = (build(tiny(**changes), alone) for build in (Trainer, build_training))
+    trainer.train_loader.set_epoch(0)
+    for images, labels in trainer.train_loader:
+        trainer.train_step(images, labels, trainer.sums)
+        measured(images, labels)
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(value, measured.model.state_dict()[name]), name
+    with pytest.raises(ConfigError, match="enable_sync_bn needs CUDA devices"):
+        build_training(tiny(enable_sync_bn=True), alone)
+
+
 def test_graphs_need_cuda_and_the_fused_optimizer(tiny, alone):
     with pytest.raises(ConfigError, match="enable_cuda_graphs needs a CUDA device, this run is on cpu"):
         Trainer(tiny(enable_cuda_graphs=True, fused_optimizer=True), alone)
@@ -124,7 +165,7 @@ def test_graphs_need_cuda_and_the_fused_optimizer(tiny, alone):
 
 
 def test_compile_modes_with_graphs_of_their_own_need_gradients_that_are_dropped(tiny, alone, monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr("utils.step._missing_compiler", lambda device: "")
     cuda, fitting = torch.device("cuda", 0), {"enable_compile": True, "zero_grad_set_to_none": True}
 
     def choose(mode, **changes):
@@ -254,3 +295,4 @@ def test_fastest_is_what_each_device_can_do(tiny, alone):
     assert str(trainer.precision) == "bf16 autocast" and trainer.optimizer.param_groups[0]["fused"]
     assert not wants_graphs(config, alone.device)
     assert wants_graphs(config, torch.device("cuda", 0))
+    assert not wants_graphs(tiny("fastest", parallel="dataparallel", amp_dtype="auto"), torch.device("cuda", 0))

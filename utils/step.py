@@ -6,9 +6,11 @@ sums)` and computes the same. Also the prefetching of batches.
 
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -17,8 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.batch_norm import RunningStatistics
 from utils.config import Config
+from utils.distributed import Distributed, split_batch
 from utils.errors import ConfigError
 from utils.metrics import MetricSums
+from utils.parallel import distribute
 from utils.precision import LossScaler, MasterWeights, Precision
 from utils.profiling import Profiler
 
@@ -144,15 +148,45 @@ class GraphedStep:
             self.graph.replay()
 
 
+def build_step(
+    config: Config,
+    place: Distributed,
+    *,
+    weights: MasterWeights,
+    optimizer: torch.optim.Optimizer,
+    criterion: nn.Module,
+    precision: Precision,
+    loss_scaler: LossScaler,
+    profiler: Profiler,
+    wrap: Callable[[Config, nn.Module, Distributed], nn.Module] = distribute,
+) -> tuple[Step, list[str]]:
+    """Collective: the step in the way the configuration asks for, its network spread over the ranks by `wrap`, and what
+    a log should say of it."""
+    with on_capture_stream(place.device, graphed=wants_graphs(config, place.device)):
+        model = wrap(config, weights.model, place)
+    step = TrainStep(
+        model=model,
+        weights=weights,
+        optimizer=optimizer,
+        criterion=criterion,
+        precision=precision,
+        loss_scaler=loss_scaler,
+        accumulation=split_batch(config.batch_size, place.world_size, config.micro_batch_size).accumulation,
+        set_to_none=config.extra_opt("zero_grad_set_to_none"),
+        profiler=profiler,
+        communicate=config.parallel != "no_communication",
+        clip_grad_norm=config.clip_grad_norm,
+    )
+    return choose_step(config, step, place.device)
+
+
 def choose_step(config: Config, step: TrainStep, device: torch.device) -> tuple[Step, list[str]]:
-    """The step in the way the configuration asks for, and what a log should say of it."""
+    """`step` eager, compiled or captured, and what a log should say of it."""
     notes = []
-    if compiles(config):
-        if not _has_compiler():
-            raise ConfigError(
-                f"enable_compile needs a C++ compiler, and {_compiler()} is not found; install one, name it in the "
-                "environment variable CXX, or set enable_compile to false or auto"
-            )
+    if compiles(config, device):
+        missing = _missing_compiler(device)
+        if missing:
+            raise ConfigError(f"enable_compile needs {missing}, or set enable_compile to false or auto")
         graphs_of_its_own = device.type == "cuda" and config.compile_mode in ("reduce-overhead", "max-autotune")
         if graphs_of_its_own and (step.accumulation > 1 or not step.set_to_none):
             raise ConfigError(
@@ -191,22 +225,29 @@ def on_capture_stream(device: torch.device, *, graphed: bool) -> Iterator[None]:
 
 
 def wants_graphs(config: Config, device: torch.device) -> bool:
-    """Whether the step will be a CUDA graph."""
-    return config.enable_cuda_graphs is not False and device.type == "cuda"
+    """Whether the step will be a CUDA graph; no capture spans the GPUs of dataparallel."""
+    return config.enable_cuda_graphs is not False and device.type == "cuda" and config.parallel != "dataparallel"
 
 
-def compiles(config: Config) -> bool:
+def compiles(config: Config, device: torch.device) -> bool:
     """Whether the step will be compiled."""
-    return config.enable_compile is True or (config.enable_compile == "auto" and _has_compiler())
+    return config.enable_compile is True or (config.enable_compile == "auto" and not _missing_compiler(device))
 
 
-def _compiler() -> str:
-    """The C++ compiler that torch.compile calls."""
-    return os.environ.get("CXX", "g++")
-
-
-def _has_compiler() -> bool:
-    return shutil.which(_compiler()) is not None
+def _missing_compiler(device: torch.device) -> str:
+    """What torch.compile would call on this device and does not find, with the remedy; empty where it works."""
+    cpp = os.environ.get("CXX", "g++")
+    if shutil.which(cpp) is None:
+        return f"a C++ compiler, and {cpp} is not found; install one, name it in the environment variable CXX"
+    if device.type != "cuda":
+        return ""
+    # Triton builds what launches its kernels, in C and with Python's headers
+    c_compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(map(shutil.which, c_compilers)):
+        named = " or ".join(c_compilers)
+        return f"a C compiler too, and {named} is not found; install one, name it in the environment variable CC"
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    return "" if header.exists() else f"Python's headers, and {header} is not found; install python3-dev"
 
 
 def prefetch(config: Config, batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:

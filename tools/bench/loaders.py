@@ -10,13 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from tools.bench import common
-from tools.bench.training import build_training
+from tools.bench.training import build_training, capture_steps
 from utils.backends import prepare_backends
 from utils.config import Config, load_config
 from utils.data import Dataset, Loader, build_loaders, open_dataset
 from utils.distributed import Distributed
 from utils.ranks import run_ranks
 from utils.run_folder import dali_version
+from utils.step import prefetch
 
 BACKENDS = ",".join(["torchvision", *(["dali"] if dali_version() else []), "device", "synthetic"])
 
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         cases: dict[str, Callable[[], Mapping[str, float]]] = {}
         for name, chosen in configs.items():
             built = build_loaders(chosen, dataset, place)
-            cases[name] = Case(built.train, step, place, options.batches, options.steps)
+            cases[name] = Case(chosen, built.train, step, place, options.batches, options.steps)
             if place.is_main:
                 print(*(f"{name}: {note}" for note in built.notes), sep="\n", end="\n" if built.notes else "")
         results = common.measure(cases, options.trials)
@@ -65,6 +66,7 @@ def run(options: argparse.Namespace) -> int:
 class Case:
     """One trial of one loader: it runs through the epochs, and each trial goes on where the last one stopped."""
 
+    config: Config
     loader: Loader
     step: Callable[[Tensor, Tensor], None] | None
     place: Distributed
@@ -100,19 +102,20 @@ class Case:
 
     def _feeding(self, step: Callable[[Tensor, Tensor], None]) -> dict[str, float]:
         """Images per second of training, and the share of that time in which the host waited for the next batch."""
-        batches = self._batches()
-        step(*next(batches))
+        batches = prefetch(self.config, self._batches(), self.place.device)
+        for images, labels in itertools.islice(batches, max(1, capture_steps(self.config, self.place.device))):
+            step(images, labels)
         common.synchronize(self.place.device)
-        images, waiting, started = 0, 0.0, time.perf_counter()
+        trained, waiting, started = 0, 0.0, time.perf_counter()
         for _ in range(self.num_steps):
             before = time.perf_counter()
-            inputs, labels = next(batches)
+            images, labels = next(batches)
             waiting += time.perf_counter() - before
-            step(inputs, labels)
-            images += len(labels)
+            step(images, labels)
+            trained += len(labels)
         common.synchronize(self.place.device)
         seconds = time.perf_counter() - started
-        return {"training_images_per_sec": images * self.place.world_size / seconds, "waiting": waiting / seconds}
+        return {"training_images_per_sec": trained * self.place.world_size / seconds, "waiting": waiting / seconds}
 
 
 def show(config: Config, dataset: Dataset, place: Distributed, results: Mapping[str, Mapping[str, Any]]) -> None:

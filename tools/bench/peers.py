@@ -24,7 +24,7 @@ from utils.data import build_loaders, open_dataset
 from utils.errors import ConfigError
 from utils.optim import build_optimizer
 from utils.precision import choose_precision
-from utils.step import compiles
+from utils.step import compiles, prefetch, wants_graphs
 
 Trial = Callable[[int, int], dict[str, float]]
 
@@ -42,14 +42,7 @@ def run(options: argparse.Namespace) -> int:
     if config.opt_level not in (None, "O0", "O1"):
         raise ConfigError(f"opt_level {config.opt_level}: timm and Lightning have no such level; use O0 or O1")
     place = alone(config)
-    peers: dict[str, Callable[[Config], Trial]] = {"timm": timm_trial, "lightning": lightning_trial}
-    builders: dict[str, tuple[Callable[[Config], Trial], Config]] = {"this project": (OurStep, config)}
-    builders |= {name: (build, config) for name, build in peers.items()}
-    if place.device.type == "cpu" and config.keep_cpu_memory is not False:
-        # the one switch that only this project has: with it they are told apart by their loops, without by what
-        # their users get
-        own = config.model_copy(update={"keep_cpu_memory": False})
-        builders |= {f"{name}, without keep_cpu_memory": (build, own) for name, build in peers.items()}
+    builders = rows_of(config, place.device)
     with ExitStack() as stack:
         workers = {}
         for name, (build, its_config) in builders.items():
@@ -69,11 +62,29 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def rows_of(config: Config, device: torch.device) -> dict[str, tuple[Callable[[Config], Trial], Config]]:
+    """{row: (what builds its trial, with which configuration)}.
+
+    Each device has one switch that only this project has: with it on one side they are told apart by what their users
+    get, with it on both or on none by their loops.
+    """
+    peers: dict[str, Callable[[Config], Trial]] = {"timm": timm_trial, "lightning": lightning_trial}
+    rows: dict[str, tuple[Callable[[Config], Trial], Config]] = {"this project": (OurStep, config)}
+    if wants_graphs(config, device):
+        own = config.model_copy(update={"enable_cuda_graphs": False})
+        rows["this project, without enable_cuda_graphs"] = (OurStep, own)
+    rows |= {name: (build, config) for name, build in peers.items()}
+    if device.type == "cpu" and config.keep_cpu_memory is not False:
+        own = config.model_copy(update={"keep_cpu_memory": False})
+        rows |= {f"{name}, without keep_cpu_memory": (build, own) for name, build in peers.items()}
+    return rows
+
+
 class OurStep(Rung):
     """This project's loader and step, without the other measurements of a rung."""
 
     def __call__(self, warmup: int, iters: int) -> dict[str, float]:
-        return {"full": self._time(endless(self.loader), warmup, iters, self.training)}
+        return {"full": self._full(warmup, iters)}
 
 
 def timm_trial(config: Config) -> Trial:
@@ -93,7 +104,7 @@ def timm_trial(config: Config) -> Trial:
     for group in optimizer.param_groups:
         group["fused"], group["foreach"] = config.extra_opt("fused_optimizer"), False
     task = ClassificationTask(model, criterion=nn.CrossEntropyLoss(), device=place.device, verbose=False)
-    if compiles(config):
+    if compiles(config, place.device):
         task.compile(mode=config.compile_mode)
     scaler = NativeScaler(device=place.device.type) if precision.loss_scale is not None else None
     loader = build_loaders(config, open_dataset(config, place), place).train
@@ -111,7 +122,8 @@ def timm_trial(config: Config) -> Trial:
 
     def trial(warmup: int, iters: int) -> dict[str, float]:
         started = 0.0
-        for number, (images, labels) in zip(range(warmup + iters), endless(loader), strict=False):
+        batches = prefetch(config, endless(loader), place.device)
+        for number, (images, labels) in zip(range(warmup + iters), batches, strict=False):
             if number == warmup:
                 common.synchronize(place.device)
                 started = time.perf_counter()
@@ -131,7 +143,7 @@ def lightning_trial(config: Config) -> Trial:
     prepare_backends(config, place.device)
     torch.manual_seed(config.seed)
     model, precision = _model(config, place.device), choose_precision(config, place.device)
-    forward = torch.compile(model, mode=config.compile_mode, dynamic=False) if compiles(config) else model
+    forward = torch.compile(model, mode=config.compile_mode, dynamic=False) if compiles(config, place.device) else model
     loader = build_loaders(config, open_dataset(config, place), place).train
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
@@ -156,7 +168,7 @@ def lightning_trial(config: Config) -> Trial:
         """The project's loader, without end."""
 
         def __iter__(self):  # type: ignore[no-untyped-def]
-            return endless(loader)
+            return prefetch(config, endless(loader), place.device)
 
     names = {"O0": "32-true", "O1": "16-mixed" if precision.loss_scale is not None else "bf16-mixed"}
 

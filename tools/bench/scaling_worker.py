@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from tools.bench import common
-from tools.bench.training import Training, build_training
+from tools.bench.training import Training, build_training, capture_steps
 from utils.config import Config
 from utils.data import Loaders, build_loaders, open_dataset
 from utils.distributed import Distributed
 from utils.metrics import MetricSums
 from utils.ranks import run_ranks
 from utils.run_folder import describe_environment
+from utils.step import prefetch
 
 ROUNDS = 3  # with and without communication take turns
 
@@ -34,7 +35,7 @@ def measure(config: Config, place: Distributed, steps: int, dropped: int) -> dic
         silent = Config(**config.model_dump() | {"parallel": "no_communication"})
         cases["no_communication"] = build_training(silent, place)
     for training in cases.values():
-        _time_steps(training, images, labels, place, dropped)
+        _time_steps(training, images, labels, place, max(dropped, capture_steps(config, place.device)))
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(ROUNDS):
         for name, training in cases.items():
@@ -67,7 +68,7 @@ def _time_epoch(training: Training, loaders: Loaders, config: Config, place: Dis
     started = time.perf_counter()
     loaders.train.set_epoch(0)
     batches = 0
-    for images, labels in loaders.train:
+    for images, labels in prefetch(config, iter(loaders.train), place.device):
         training(images, labels)
         batches += 1
         if batches == steps:

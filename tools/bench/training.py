@@ -14,13 +14,13 @@ from tools.bench.common import synchronize
 from utils.backends import prepare_backends
 from utils.config import Config
 from utils.data import Loader, build_loaders, open_dataset
-from utils.distributed import Distributed, choose_device, split_batch
+from utils.distributed import Distributed, choose_device
 from utils.metrics import MetricSums
 from utils.optim import build_optimizer
-from utils.parallel import distribute
+from utils.parallel import distribute, synchronise_batch_norm
 from utils.precision import MasterWeights, Precision, choose_precision
 from utils.profiling import Profiler
-from utils.step import Batch, Step, TrainStep, choose_step, on_capture_stream, prefetch, wants_graphs
+from utils.step import GRAPH_WARMUP_STEPS, Batch, Step, build_step, prefetch, wants_graphs
 
 
 @dataclass
@@ -46,29 +46,29 @@ def build_training(
     switches too: rungs that take turns set them each time."""
     prepare_backends(config, place.device)
     torch.manual_seed(config.seed)
-    model = build_model(config).to(place.device)
+    model = synchronise_batch_norm(config, build_model(config), place).to(place.device)
     if config.enable_nhwc:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     precision, profiler = choose_precision(config, place.device), Profiler(place.device)
     weights = MasterWeights(model, precision)
-    graphed = wants_graphs(config, place.device)
-    optimizer = build_optimizer(config, weights.parameters(), graphed=graphed)
-    with on_capture_stream(place.device, graphed=graphed):
-        wrapped = wrap(config, model, place)
-    step = TrainStep(
-        model=wrapped,
+    optimizer = build_optimizer(config, weights.parameters(), graphed=wants_graphs(config, place.device))
+    step, _ = build_step(
+        config,
+        place,
         weights=weights,
         optimizer=optimizer,
         criterion=nn.CrossEntropyLoss(label_smoothing=config.label_smoothing),
         precision=precision,
         loss_scaler=precision.loss_scaler(),
-        accumulation=split_batch(config.batch_size, place.world_size, config.micro_batch_size).accumulation,
-        set_to_none=config.extra_opt("zero_grad_set_to_none"),
         profiler=profiler,
-        communicate=config.parallel != "no_communication",
+        wrap=wrap,
     )
-    chosen, _ = choose_step(config, step, place.device)
-    return Training(model, weights, optimizer, precision, chosen, MetricSums(place.device), profiler)
+    return Training(model, weights, optimizer, precision, step, MetricSums(place.device), profiler)
+
+
+def capture_steps(config: Config, device: torch.device) -> int:
+    """Steps up to and with the one that captures a graph, all slower than what follows; 0 without graphs."""
+    return GRAPH_WARMUP_STEPS + 1 if wants_graphs(config, device) else 0
 
 
 class Rung:
@@ -81,17 +81,24 @@ class Rung:
         self.config, self.images = config, config.batch_size
         self.loader = build_loaders(config, open_dataset(config, self.place), self.place).train
         self.batch = next(iter(self.loader))
+        for _ in range(capture_steps(config, self.place.device)):
+            self.training(*self.batch)
 
     def __call__(self, warmup: int, iters: int) -> dict[str, float]:
         """{"compute", "io", "full": images/s, "seconds": of the whole trial, "memory": bytes at most}."""
         started = time.perf_counter()
         compute = self._time(itertools.repeat(self.batch), warmup, iters, self.training)
         io = self._time(endless(self.loader), warmup, iters, lambda images, labels: None)
-        full = self._time(prefetch(self.config, endless(self.loader), self.place.device), warmup, iters, self.training)
+        full = self._full(warmup, iters)
         values = {"compute": compute, "io": io, "full": full, "memory": peak_memory(self.place.device)}
         if self.place.device.type == "cuda":
             torch.cuda.empty_cache()  # for the other rungs; the next warm-up takes it again
         return values | {"seconds": time.perf_counter() - started}
+
+    def _full(self, warmup: int, iters: int) -> float:
+        """Images per second of loader and step together."""
+        batches = prefetch(self.config, endless(self.loader), self.place.device)
+        return self._time(batches, warmup, iters, self.training)
 
     def _time(
         self, batches: Iterator[Batch], warmup: int, iters: int, consume: Callable[[Tensor, Tensor], None]
