@@ -1,6 +1,7 @@
 """What the distributed path costs a single process: DDP in a process group of one rank, against the plain step."""
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tools.bench import common
-from tools.bench.training import Training, build_training
+from tools.bench.training import Training, build_training, capture_steps
 from utils.data import build_loaders, open_dataset
 from utils.distributed import Distributed
 from utils.parallel import distribute, wrap_in_ddp
@@ -49,8 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
             return steps
 
-        # a captured step trains 11 steps before its capture
-        warm_up = -(-12 // options.steps)
+        warm_up = max(1, math.ceil(capture_steps(config, place.device) / options.steps))
         cases = {name: trial(training) for name, training in trainings.items()}
         results = common.measure(cases, options.trials, warm_up=warm_up)
         rows = []

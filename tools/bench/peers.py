@@ -102,7 +102,7 @@ def timm_trial(config: Config) -> Trial:
         weight_decay=config.weight_decay, filter_bias_and_bn=False,
     )  # fmt: skip
     for group in optimizer.param_groups:
-        group["fused"], group["foreach"] = config.extra_opt("fused_optimizer"), False
+        group["fused"], group["foreach"] = config.extra_opt("fused_optimizer") or None, None
     task = ClassificationTask(model, criterion=nn.CrossEntropyLoss(), device=place.device, verbose=False)
     if compiles(config, place.device):
         task.compile(mode=config.compile_mode)
