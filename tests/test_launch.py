@@ -169,6 +169,16 @@ def fail_like_nccl(rank: int) -> int:
     return run_ranks(action, "cpu", 20, 60)
 
 
+def share_a_gpu() -> int:
+    """As on a node that shows all its processes the same GPU."""
+
+    def refuse(place: Distributed) -> None:
+        raise ConfigError("one GPU for all")
+
+    utils.ranks._refuse_shared_gpus = refuse
+    return run_ranks(lambda place: None, "cpu", 20, 60)
+
+
 def tell_where_the_store_listens() -> int:
     """Rank 0 prints the local addresses, in hexadecimal, of the sockets that listen at MASTER_PORT."""
 
@@ -263,6 +273,12 @@ def test_ranks_that_share_a_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match="ranks 0, 2 share a GPU"):
         utils.ranks._refuse_shared_gpus(OneOfThree(0, 0, 3, torch.device("cuda", 0)))
     utils.ranks._refuse_shared_gpus(OneOfThree(0, 0, 3, torch.device("cpu")))
+
+
+def test_ranks_that_share_a_gpu_end_before_they_train(tmp_path: Path) -> None:
+    ended = run_job(tmp_path, 2, share_a_gpu)
+    assert [process.status for process in ended] == [2, 2]
+    assert [re.sub(r"rank \d", "rank", line) for line in complaints(ended)] == ["error: rank: one GPU for all"]
 
 
 def test_a_stop_ends_all_after_rank_0_has_saved(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -156,6 +157,22 @@ def test_an_epoch_of_fewer_batches_than_are_prefetched(backend: str, limit: int,
     loader = build(backend, limit_train_batches=limit).train
     assert images_of(loader, 1).total() == limit * BATCH
     assert images_of(loader, 2) == images_of(build(backend, limit_train_batches=limit).train, 2)
+
+
+def test_workers_are_started_once_other_threads_have_come_to_rest(build, monkeypatch) -> None:
+    """Up to Python 3.11.9 a process forked while another thread enters the interpreter hangs."""
+    started: list[int] = []
+    monkeypatch.setattr(loaders, "time", SimpleNamespace(sleep=lambda seconds: started.append(workers())))
+
+    def workers() -> int:
+        return len(multiprocessing.active_children())
+
+    before = workers()
+    with_workers, without = (build("torchvision", num_data_workers=number).train for number in (1, 0))
+    for epoch in range(2):
+        images_of(with_workers, epoch)
+        images_of(without, epoch)
+    assert started == [before] and workers() == before + 1
 
 
 def test_worker_processes_persist(build: Callable[..., Loaders]) -> None:

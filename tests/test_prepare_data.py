@@ -11,6 +11,7 @@ import tarfile
 import threading
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -129,12 +130,14 @@ def test_torchvision_folder_is_converted_in_place(
 
 def test_a_terminal_gets_a_progress_bar(tiny100: TinyCifar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, end = pty.openpty()
-    with monkeypatch.context() as patched, open(end, "w") as stderr:
-        patched.setenv("TERM", "xterm")
-        patched.setenv("COLUMNS", "120")
-        patched.setattr(sys, "stderr", stderr)
-        assert run(tiny100, tmp_path / "data", "--from", packed_archive(tiny100, tmp_path)) == 0
-    shown = read_terminal(terminal)
+    with ThreadPoolExecutor() as reader:  # meanwhile, since a terminal that nobody reads makes its writer wait
+        reading = reader.submit(read_terminal, terminal)
+        with monkeypatch.context() as patched, open(end, "w") as stderr:
+            patched.setenv("TERM", "xterm")
+            patched.setenv("COLUMNS", "120")
+            patched.setattr(sys, "stderr", stderr)
+            assert run(tiny100, tmp_path / "data", "--from", packed_archive(tiny100, tmp_path)) == 0
+        shown = reading.result()
     for name, records in tiny100.records.items():
         assert re.search(rf"{name} +━+ {records.nbytes / 1000:.1f}/{records.nbytes / 1000:.1f} kB ", shown), shown
 

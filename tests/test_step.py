@@ -110,10 +110,11 @@ def test_compile_without_a_compiler_says_what_to_do(tiny, alone, monkeypatch):
     assert not any("compiled" in note for note in Trainer(tiny(enable_compile="auto"), alone).notes)
     monkeypatch.delenv("CXX")
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr("utils.step._missing_compiler", lambda device: "")
     assert any("compiled (mode default)" in note for note in Trainer(tiny(enable_compile="auto"), alone).notes)
 
 
-def test_compiling_for_cuda_needs_what_triton_calls(tiny, monkeypatch, tmp_path):
+def test_compiling_needs_pythons_headers_and_for_cuda_a_c_compiler(tiny, monkeypatch, tmp_path):
     """What is missing comes one after the other; auto compiles where nothing is."""
     cpu, cuda, found = torch.device("cpu"), torch.device("cuda", 0), ["g++"]
     for name in ("CC", "CXX"):
@@ -127,13 +128,15 @@ def test_compiling_for_cuda_needs_what_triton_calls(tiny, monkeypatch, tmp_path)
     def refused() -> str:
         with pytest.raises(ConfigError) as error:
             choose_step(tiny(enable_compile=True), None, cuda)
-        assert not auto(cuda) and auto(cpu)
+        assert not auto(cuda)
         return str(error.value)
 
-    assert "enable_compile needs a C compiler too, and gcc or clang is not found" in refused()
-    found.append("clang")
     assert f"enable_compile needs Python's headers, and {tmp_path}/Python.h is not found" in refused()
+    assert not auto(cpu)
     (tmp_path / "Python.h").touch()
+    assert "enable_compile needs a C compiler too, and gcc or clang is not found" in refused()
+    assert auto(cpu)
+    found.append("clang")
     assert auto(cuda)
     monkeypatch.setenv("CC", "no-such-compiler")
     assert "a C compiler too, and no-such-compiler is not found" in refused()
@@ -144,6 +147,8 @@ def test_compiling_for_cuda_needs_what_triton_calls(tiny, monkeypatch, tmp_path)
 )
 def test_the_step_that_is_measured_is_the_one_that_trains(tiny, alone, changes):
     trainer, measured = (build(tiny(**changes), alone) for build in (Trainer, build_training))
+    assert measured.step.clip_grad_norm == changes.get("clip_grad_norm")
+    assert measured.step.accumulation == trainer.split.accumulation
     trainer.train_loader.set_epoch(0)
     for images, labels in trainer.train_loader:
         trainer.train_step(images, labels, trainer.sums)

@@ -5,7 +5,8 @@
     srun --ntasks-per-node=8 python -m tools.doctor                 # the same over nodes
     python -m tools.doctor --nodes                                  # in a Slurm allocation: one process on every node
 
-Each line is ok, warn or fail, with the remedy. Exit status: 0 nothing failed, 1 something did, 2 bad usage.
+Each line is ok, warn or fail, with the remedy. Exit status: 0 nothing failed, 1 something did, 2 bad usage,
+130 interrupted.
 """
 
 import argparse

@@ -363,7 +363,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         work = Path(tempfile.mkdtemp(prefix="verify-resume-", dir=options.work_dir))
     except OSError as error:
-        raise ConfigError(f"--work-dir {options.work_dir}: {error.strerror}") from None
+        named = f"--work-dir {options.work_dir}: " if options.work_dir else ""
+        raise ConfigError(f"{named}{error.strerror}; name a folder that can be written with --work-dir") from None
     job = Job(train, options.nproc, options.timeout, time.monotonic() + options.total_timeout)
     try:
         verdict = "NOT EQUAL"
@@ -392,7 +393,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m tools.verify_resume",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status: 0 equal; 1 different, hanging or failing; 2 usage. Needs Linux.",
+        epilog="Exit status: 0 equal; 1 different, hanging or failing; 2 usage; 130 interrupted. Needs Linux.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", default="quickstart", metavar="NAME")

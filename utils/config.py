@@ -197,7 +197,7 @@ class Config(BaseModel):
     """EXTRA: let cuDNN time its convolution algorithms and keep the fastest."""
     enable_compile: Literal["auto", True, False]
     """COMPILE: forward, loss and backward through torch.compile; validation stays eager, as a second compilation would
-    cost more than it saves. auto: where there is a C++ compiler, for CUDA a C compiler and Python's headers
+    cost more than it saves. auto: where there are a C++ compiler and Python's headers, for CUDA a C compiler
     too."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
     """COMPILE: torch.compile's mode; reduce-overhead and max-autotune capture CUDA graphs of their own."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from utils.distributed import Distributed
 
-SLOW_RANK = 1.15  # times the median of the ranks
+SLOW_RANK = 1.15  # times the median of the other ranks
 WAITING_SHARE = 0.10  # of the time of an epoch
 JUDGED_WINDOWS = 5  # a rank is slow when it was so in each of the last windows
 SAMPLE_IMAGES = 64

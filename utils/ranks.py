@@ -363,7 +363,7 @@ def _describe(error: BaseException, launch: Launch) -> Failure:
     if isinstance(error, Stopped):
         return Failure(error.exit_status, str(error))
     if isinstance(error, KeyboardInterrupt):
-        return Failure(130, f"{who}interrupted; nothing was saved since the last checkpoint")
+        return Failure(130, f"{who}interrupted; what was saved before is there")
     expected = explain(error) if isinstance(error, Exception) else None
     if expected is not None:
         return Failure(expected.exit_status, f"error: {who}{expected}")

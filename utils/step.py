@@ -235,19 +235,21 @@ def compiles(config: Config, device: torch.device) -> bool:
 
 
 def _missing_compiler(device: torch.device) -> str:
-    """What torch.compile would call on this device and does not find, with the remedy; empty where it works."""
+    """What torch.compile would call on this device and does not find, with the remedy; empty where it works.
+
+    Inductor's kernels for CPUs and what launches Triton's are modules of Python.
+    """
     cpp = os.environ.get("CXX", "g++")
     if shutil.which(cpp) is None:
         return f"a C++ compiler, and {cpp} is not found; install one, name it in the environment variable CXX"
-    if device.type != "cuda":
-        return ""
-    # Triton builds what launches its kernels, in C and with Python's headers
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    if not header.exists():
+        return f"Python's headers, and {header} is not found; install python3-dev"
     c_compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    if not any(map(shutil.which, c_compilers)):
+    if device.type == "cuda" and not any(map(shutil.which, c_compilers)):
         named = " or ".join(c_compilers)
         return f"a C compiler too, and {named} is not found; install one, name it in the environment variable CC"
-    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
-    return "" if header.exists() else f"Python's headers, and {header} is not found; install python3-dev"
+    return ""
 
 
 def prefetch(config: Config, batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:

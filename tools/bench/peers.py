@@ -19,7 +19,7 @@ from tools.bench import common
 from tools.bench.training import Rung, alone, endless
 from tools.bench.workers import Worker
 from utils.backends import prepare_backends
-from utils.config import Config
+from utils.config import Config, as_yaml
 from utils.data import build_loaders, open_dataset
 from utils.errors import ConfigError
 from utils.optim import build_optimizer
@@ -41,6 +41,11 @@ def run(options: argparse.Namespace) -> int:
     config = common.read_config(options)
     if config.opt_level not in (None, "O0", "O1"):
         raise ConfigError(f"opt_level {config.opt_level}: timm and Lightning have no such level; use O0 or O1")
+    for key, off in {"clip_grad_norm": None, "label_smoothing": 0.0, "micro_batch_size": None}.items():
+        if getattr(config, key) != off:
+            raise ConfigError(
+                f"{key} {getattr(config, key):g}: only this project's step has it here; use {as_yaml(off)}"
+            )
     place = alone(config)
     builders = rows_of(config, place.device)
     with ExitStack() as stack:

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from utils.data.sampling import EpochPlan, IntArray
 from utils.errors import ConfigError, DataError
 
 PREFETCHED = 2  # batches that each worker prepares ahead
+REST_SECONDS = 0.1  # before workers are started
 PLANNED = 64  # batches whose augmentation the device loader draws, and brings to the device, at once
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -93,6 +95,7 @@ class TorchvisionLoader:
         self.plan, self.normalise, self.device = plan, normalise, device
         self.fail_on_unreadable = fail_on_unreadable
         self.unreadable: dict[str, str] = {}
+        self.has_workers = False
         self.sampler = BatchSampler(plan)
         self.loader = DataLoader(
             AugmentedImages(split, plan),
@@ -115,6 +118,11 @@ class TorchvisionLoader:
         self.sampler.epoch, self.sampler.first_batch = epoch, first_batch
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.loader.num_workers and not self.has_workers:
+            # Up to 3.11.9 Python's fork hangs in the new process where another thread, such as one of a collective that
+            # has just ended, is about to enter Python (python/cpython#112275): let them come to rest.
+            time.sleep(REST_SECONDS)
+            self.has_workers = True
         batches = iter(self.loader)
         while (batch := self._next(batches)) is not None:
             images, labels, unreadable = batch
