@@ -24,7 +24,7 @@ from utils.data.datasets import Dataset, load_dataset
 from utils.data.loaders import AugmentedImages, BatchSampler
 from utils.data.sampling import AugmentationRanges, EpochPlan
 from utils.distributed import choose_device
-from utils.errors import ExpectedError
+from utils.errors import in_a_line
 
 
 class Trainer:
@@ -104,18 +104,16 @@ class Trainer:
             yield self.normalise(images.to(self.device)), labels.to(self.device)
 
 
-def main() -> None:
+@in_a_line
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data_path", default="./data", help="folder that holds CIFAR-100, fetched when missing")
     parser.add_argument("--epochs", type=int, default=100)
     options = parser.parse_args()
     overrides = [f"data_path={options.data_path}", f"max_epochs={options.epochs}"]
-    try:
-        Trainer(load_config(Path("config/cifar100.yaml"), "bs128", overrides)).train()
-    except ExpectedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_status)
+    Trainer(load_config(Path("config/cifar100.yaml"), "bs128", overrides)).train()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
