@@ -21,6 +21,7 @@ from tools.bench import limits
 from tools.doctor import Finding
 from utils.config import load_config
 from utils.data import loaders
+from utils.launch import torchrun_here
 
 
 @pytest.fixture
@@ -193,10 +194,10 @@ sys.exit(doctor.main(["--config", "quickstart", "--set", "device=cpu", "--run-di
 def test_under_torchrun_the_slowed_rank_is_named(tmp_path):
     script = tmp_path / "slowed.py"
     script.write_text(SLOWED)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", str(script)]
+    start, rendezvous = torchrun_here(3, tmp_path / "rendezvous")
+    environment = os.environ | rendezvous | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=200, check=False
+        [*start, str(script), str(tmp_path)], capture_output=True, text=True, env=environment, timeout=200, check=False
     )
     lines = done.stdout.splitlines()
     slow = [line for line in lines if "slow rank" in line]

@@ -19,7 +19,15 @@ from processes import ROOT, Job, complaints, free_port, run_job, torchrun_variab
 import utils.ranks
 from utils.distributed import Distributed
 from utils.errors import ConfigError, DataError, Stopped
-from utils.launch import Launch, find_launch, first_host, name_ranks, was_restarted
+from utils.launch import (
+    LOOPBACK_RENDEZVOUS,
+    Launch,
+    find_launch,
+    first_host,
+    name_ranks,
+    torchrun_here,
+    was_restarted,
+)
 from utils.ranks import run_ranks
 
 TORCHRUN = {
@@ -349,12 +357,55 @@ def test_the_store_of_one_node_answers_that_node_only(tmp_path: Path, one_node: 
     assert (set(address) == {"0"}) is not one_node
 
 
+# Rank 0 prints the local addresses, in hexadecimal, at which torchrun and the ranks listen, each once.
+LISTENERS = """
+import os
+from pathlib import Path
+from utils.ranks import run_ranks
+
+def action(place):
+    ranks = place.gather(os.getpid())
+    tables = [table.read_text().splitlines()[1:] for table in Path("/proc/net").glob("tcp*")]
+    rows = [row.split() for table in tables for row in table]
+    listening = {f"socket:[{row[9]}]": row[1].split(":")[0] for row in rows if row[3] == "0A"}
+    opened = {link for pid in (os.getppid(), *ranks) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    if place.is_main:
+        targets = {os.readlink(link) for link in opened if os.path.lexists(link)}
+        print(*sorted({listening[target] for target in targets & listening.keys()}))
+    place.barrier()
+
+raise SystemExit(run_ranks(action, "cpu", 60, 60))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_torchrun_can_be_kept_to_the_loopback(tmp_path: Path) -> None:
+    """By what the project's tools, submit.slr and docs/reliability.md set; torchrun alone listens everywhere."""
+    script = tmp_path / "listeners.py"
+    script.write_text(LISTENERS)
+    start, rendezvous = torchrun_here(2, tmp_path / "rendezvous")
+    alone = without_launcher(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    addresses = []
+    for environment in (alone, alone | rendezvous):
+        finished = subprocess.run(
+            [*start, str(script)], capture_output=True, text=True, env=environment, timeout=200, check=False
+        )
+        assert finished.returncode == 0, finished.stderr
+        addresses.append(finished.stdout.split())
+    assert {"0" * 8, "0" * 32} & set(addresses[0])
+    assert addresses[1] == ["0100007F"]  # 127.0.0.1
+    exports = " ".join(f"{name}={value}" for name, value in LOOPBACK_RENDEZVOUS.items())
+    assert f"export {exports}\n" in (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+
+
 def test_a_host_name_that_does_not_resolve_is_named(tmp_path: Path) -> None:
-    ranks = [torchrun_variables(rank, 2, free_port(), MASTER_ADDR="nowhere.invalid") for rank in range(2)]
+    port, elsewhere = free_port(), {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "nowhere.invalid"}
+    ranks = [torchrun_variables(rank, 2, port, **elsewhere) for rank in range(2)]
     ended = Job(tmp_path, wait_two_seconds, (), ranks).wait()
     assert [process.status for process in ended] == [2, 2]
-    assert len(complaints(ended)) == 1
-    assert "MASTER_ADDR 'nowhere.invalid' does not resolve" in complaints(ended)[0]
+    assert len(complaints(ended)) == 2  # of each node, which may know other names
+    assert all("MASTER_ADDR 'nowhere.invalid' does not resolve" in line for line in complaints(ended))
 
 
 def test_restarts_in_torchruns_store_do_not_mistake_an_old_meeting_for_their_own(tmp_path: Path) -> None:

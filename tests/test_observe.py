@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.conftest import ROOT
 from utils.distributed import Distributed
+from utils.launch import torchrun_here
 from utils.observe import Confusion, StepWatch, Window, input_remedy, slow_ranks, waiting_share, worst_classes
 
 
@@ -167,9 +167,11 @@ def test_a_slowed_rank_is_named_once(tmp_path: Path):
     """Under DDP the steps of all ranks take equally long: only the time before the all-reduce tells them apart."""
     script = tmp_path / "slowed.py"
     script.write_text(SLOWED)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", str(script)]
-    finished = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200, check=False)
+    start, rendezvous = torchrun_here(3, tmp_path / "rendezvous")
+    environment = os.environ | rendezvous | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(
+        [*start, str(script)], capture_output=True, text=True, env=environment, timeout=200, check=False
+    )
     assert finished.returncode == 0, finished.stderr
     named = [line for line in finished.stdout.splitlines() if "is slow" in line]
     assert len(named) == 1 and named[0].startswith("Rank 1 on "), finished.stdout

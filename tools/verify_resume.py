@@ -30,6 +30,7 @@ from typing import Any
 
 from utils.config import load_config
 from utils.errors import ConfigError, ExpectedError, Stopped, in_a_line
+from utils.launch import torchrun_here
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 KILLS_PER_RUN = 8
@@ -51,12 +52,15 @@ class Job:
     timeout: float  # seconds that one start may take before it counts as hanging
     end: float  # of everything, by the monotonic clock
 
-    def command(self, folder: Path) -> list[str]:
-        """The command line, the same at every start."""
-        start = [sys.executable]
+    def command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
+        """The command line, the same at every start, and what it needs in its environment."""
         if self.nproc > 1:
-            start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.nproc}"]
-        return [*start, str(TRAIN), *self.train_arguments, f"--run-dir={folder}"]
+            rendezvous = folder.with_name(f"{folder.name}.rendezvous")
+            rendezvous.unlink(missing_ok=True)  # of the start before, whose ranks are dead
+            start, environment = torchrun_here(self.nproc, rendezvous)
+        else:
+            start, environment = [sys.executable], {}
+        return [*start, str(TRAIN), *self.train_arguments, f"--run-dir={folder}"], environment
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,11 @@ class Attempt:
         self.log = folder.with_name(f"{folder.name}.output")
         self.status_file = folder.with_name(f"{folder.name}.status")
         self.status_file.unlink(missing_ok=True)
-        environment = os.environ | {TAG: str(folder), "TRAIN_EXIT_STATUS_FILE": str(self.status_file)}
+        command, environment = job.command(folder)
+        environment = os.environ | environment | {TAG: str(folder), "TRAIN_EXIT_STATUS_FILE": str(self.status_file)}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                job.command(folder), stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
 
     def wait_until(self, reached: Callable[[], bool], pause: float = 0.001) -> bool:

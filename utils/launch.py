@@ -4,9 +4,11 @@ The same command line runs under `python`, `torchrun`, `srun` and `mpirun`; each
 """
 
 import re
+import sys
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from utils.errors import ConfigError
 
@@ -24,6 +26,13 @@ LAUNCHERS = {
 # What tells one job from another, the same for all its ranks; the first that is set counts. srun: job and step.
 SCHEDULER_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 JOB_VARIABLES = ("PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID", *SCHEDULER_VARIABLES)
+# For torchrun's environment: the ranks of one machine meet in a file and on the loopback. torchrun alone serves two
+# stores, which answer anybody, on every interface, and has no option for another.
+LOOPBACK_RENDEZVOUS = {
+    "PET_RDZV_BACKEND": "c10d",
+    "PET_RDZV_CONF": "store_type=file",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # rank 0 serves the ranks' store, as under srun, and not torchrun
+}
 FIRST_PORT, NUM_PORTS = 20000, 10000  # below 32768, where Linux begins to hand out ports by itself
 
 
@@ -65,6 +74,15 @@ def find_launch(environment: Mapping[str, str]) -> Launch:
         job=_job(environment, names),
         hosts_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
     )
+
+
+def torchrun_here(processes: int, rendezvous: Path) -> tuple[list[str], dict[str, str]]:
+    """The words before the program, and what to add to the environment, for ranks on this machine alone.
+
+    `rendezvous` names the file where torchrun keeps who is there; no two starts may share it, and torchrun leaves it.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+    return command, LOOPBACK_RENDEZVOUS | {"PET_RDZV_ENDPOINT": str(rendezvous)}
 
 
 def has_other_ranks(environment: Mapping[str, str]) -> bool:

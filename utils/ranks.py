@@ -153,7 +153,7 @@ def _open_store(launch: Launch, deadline: float, start_timeout: float) -> dist.T
     address = _store_address(launch)
     where = f"{address}:{launch.port}"
     try:
-        socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)
+        socket.getaddrinfo(address, launch.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(
             f"MASTER_ADDR {launch.address!r} does not resolve on {socket.gethostname()}: {error.strerror}; "

@@ -22,6 +22,7 @@ from tools.follow import read_counts
 from utils.config import Config
 from utils.distributed import split_batch
 from utils.errors import ConfigError, ExpectedError
+from utils.launch import torchrun_here
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("strong", "weak")
@@ -90,12 +91,10 @@ def run_once(config: Config, processes: int, most: int, steps: int, dropped: int
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
-            "-m", "tools.bench.scaling_worker", config.model_dump_json(), str(steps), str(dropped), str(path),
-        ]  # fmt: skip
+        command, rendezvous = torchrun_here(processes, Path(folder) / "rendezvous")
+        command += ["-m", "tools.bench.scaling_worker", config.model_dump_json(), str(steps), str(dropped), str(path)]
         threads = str(max(1, (os.cpu_count() or 1) // most))
-        environment = {"OMP_NUM_THREADS": threads} | os.environ
+        environment = {"OMP_NUM_THREADS": threads} | os.environ | rendezvous
         ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         if ended.returncode or not path.exists():
             told = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
