@@ -19,6 +19,7 @@ if __name__ == "__main__":
     ARGUMENTS = parse_arguments()  # answers --help and --list-configs before the import of torch takes its seconds
 
 import math
+import shlex
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -44,7 +45,7 @@ from utils.observe import Confusion, StepWatch, input_remedy
 from utils.optim import Plateau, build_optimizer, build_schedule, learning_rate, load_optimizer, set_learning_rate
 from utils.parallel import describe_parallel, pin_near_gpu, synchronise_batch_norm
 from utils.precision import MasterWeights, choose_precision
-from utils.preemption import Asked, Requests, listen
+from utils.preemption import Asked, Requests, ignore_signals, listen
 from utils.profiling import Profiler
 from utils.ranks import run_ranks
 from utils.recipe import build_average, predict, resize, training_size
@@ -132,8 +133,10 @@ class Trainer:
             to_screen=self.config.log_to_screen,
             board=board if self.config.log_to_tensorboard else None,
         )
-        writer = checkpoint.Writer(folder / "checkpoints", self.config.keep_checkpoints, self.config.checkpoint_async)
-        with lock or nullcontext(), logger as self.log, listen(self.requests), writer as self.writer:
+        writer = checkpoint.Writer(
+            folder / "checkpoints", self.config.keep_checkpoints, self.config.checkpoint_async, before=logger.sync
+        )
+        with listen(self.requests), lock or nullcontext(), logger as self.log, writer as self.writer:
             self.place.main_only(lambda: self._introduce(notes))
             self.since = time.perf_counter()
             finished_before = self.finished
@@ -147,7 +150,7 @@ class Trainer:
                 valid_metrics = self.validate_one_epoch()
                 self._finish_epoch(train_metrics, valid_metrics, started)
             self.place.main_only(self.writer.wait)
-            self.log.say(f"Look at the curves with: tensorboard --logdir {folder.parent}")
+            self.log.say(f"Look at the curves with: tensorboard --logdir {shlex.quote(str(folder.parent))}")
             self.log.say(self._summary(finished_before))
 
     def train_one_epoch(self) -> None:
@@ -293,12 +296,7 @@ class Trainer:
             return
         self._count_seconds()
         ranks = self.place.gather(self._rank_state())
-
-        def write() -> None:
-            self.log.sync()
-            self.writer.save(self._state(ranks), is_best)
-
-        self.place.main_only(write)
+        self.place.main_only(lambda: self.writer.save(self._state(ranks), is_best))
         self.saved_step = self.step
 
     def _count_seconds(self) -> None:
@@ -432,4 +430,6 @@ def main(arguments: Arguments) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main(ARGUMENTS))
+    exit_status = main(ARGUMENTS)
+    ignore_signals()
+    sys.exit(exit_status)

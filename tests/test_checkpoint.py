@@ -3,10 +3,13 @@
 import errno
 import fcntl
 import io
+import json
+import multiprocessing
 import os
 import pickle
 import random
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -24,6 +27,7 @@ from utils import checkpoint, run_folder
 from utils.checkpoint import Writer, encode, list_checkpoints, newest_good, read_checkpoint, save_last
 from utils.cli import parse_arguments
 from utils.errors import CheckpointError, ConfigError, ExpectedError
+from utils.metrics import RunLogger
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +55,10 @@ def test_the_table_names_every_key_and_no_other(tiny, alone, tmp_path):
     trainer.train(tmp_path, "tiny", "auto")
     rows = re.findall(r"^\| ([a-z_, ]+) \|", checkpoint.__doc__, re.MULTILINE)
     in_table = {key.strip() for row in rows for key in row.split(",")} - {"key"}
-    assert in_table == checkpoint.KEYS == read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0]).keys()
+    state = read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])
+    assert in_table == checkpoint.KEYS == state.keys()
+    assert state["config_digest"] == checkpoint.config_digest(state["config"])
+    assert state["config_digest"] != checkpoint.config_digest(state["config"] | {"lr": 0.123})
 
 
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path, state):
@@ -86,6 +93,20 @@ def test_with_a_flipped_byte_it_is_passed_over_aloud(folder, seed):
     assert path.name == "step-000000008.pt"
     assert len(complaints) == 1
     assert str(newest) in complaints[0]
+
+
+def test_the_run_says_what_it_passed_over(tiny, alone, tmp_path):
+    Trainer(tiny(max_epochs=2, keep_checkpoints=2), alone).train(tmp_path, "tiny", "auto")
+    own = tmp_path / "checkpoints"
+    for path in (newest := list_checkpoints(own)[0]), own / "best.pt":
+        path.write_bytes(path.read_bytes()[:-1])
+    trainer = Trainer(tiny(max_epochs=2), alone)
+    trainer.train(tmp_path, "tiny", "auto")
+    told = (tmp_path / "train.log").read_text(encoding="utf-8")
+    assert f"Passed over: {newest}: is damaged" in told
+    assert f"Passed over: {own / 'best.pt'}: is damaged" in told
+    assert "The best weights so far, of epoch 1, are gone: the best is still to come" in told
+    assert trainer.best["epoch"] == 2 and read_checkpoint(own / "best.pt")["epoch"] == 2
 
 
 def test_no_good_one_is_an_error_of_status_4(tiny, alone, tmp_path):
@@ -334,6 +355,35 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, state, slow_di
     }  # fmt: skip
 
 
+def test_training_does_not_wait_for_what_is_flushed_before(tmp_path, state):
+    release = threading.Event()
+    writer = Writer(tmp_path, keep=2, background=True, before=lambda: release.wait(60) or pytest.fail("never released"))
+    writer.save(state, is_best=False)
+    assert not list_checkpoints(tmp_path)
+    release.set()
+    writer.wait()
+    assert len(list_checkpoints(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_metrics_are_on_the_disk_before_their_checkpoint(tiny, alone, tmp_path, monkeypatch, background):
+    """And in the background no other thread waits for that."""
+    order, really = [], RunLogger.sync
+
+    def sync(logger):
+        order.append(threading.current_thread().name)
+        really(logger)
+
+    def save(*arguments):
+        order.append("saved")
+        return save_last(*arguments)
+
+    monkeypatch.setattr(RunLogger, "sync", sync)
+    monkeypatch.setattr(checkpoint, "save_last", save)
+    Trainer(tiny(checkpoint_async=background), alone).train(tmp_path, "tiny", "auto")
+    assert order and order == ["checkpoint writer" if background else "MainThread", "saved"] * (len(order) // 2)
+
+
 def test_an_error_of_the_writing_thread_surfaces(tmp_path, state, monkeypatch):
     writer = Writer(tmp_path, keep=2, background=True)
     writer.save(state, is_best=False)
@@ -392,6 +442,74 @@ def test_a_second_run_in_one_folder_is_refused(tiny, alone, tmp_path, monkeypatc
     monkeypatch.setattr(trainer, "validate_one_epoch", start_another)
     trainer.train(tmp_path, "tiny", "auto")
     assert refused == [True]
+
+
+def wait_for(ready, enough):
+    ready.set()
+    enough.wait(60)
+
+
+def test_loader_workers_of_a_killed_run_do_not_hold_its_folder(tmp_path):
+    context = multiprocessing.get_context("fork")
+    ready, enough = context.Event(), context.Event()
+    lock = run_folder.lock_folder(tmp_path / "run")
+    worker = context.Process(target=wait_for, args=(ready, enough), daemon=True)
+    worker.start()
+    assert ready.wait(60)
+    with pytest.raises(ConfigError, match="another run is writing here"):
+        run_folder.lock_folder(tmp_path / "run")  # the worker does not give it away either
+    lock.close()
+    run_folder.lock_folder(tmp_path / "run").close()
+    enough.set()
+    worker.join()
+
+
+@pytest.mark.parametrize("name", ["kept.pt", "checkpoints/best.pt", "deep/best.pt"])
+def test_a_checkpoint_within_the_run_that_is_moved_aside_can_be_gone_on_from(tiny, alone, tmp_path, name):
+    folder = tmp_path / "run"
+    Trainer(tiny(max_epochs=1), alone).train(folder, "tiny", "auto")
+    (folder / name).parent.mkdir(exist_ok=True)
+    if not (folder / name).exists():
+        (folder / "checkpoints/best.pt").rename(folder / name)
+    trainer = Trainer(tiny(max_epochs=2), alone)
+    trainer.train(folder, "tiny", str(folder / name))
+    assert trainer.epoch == 2 and len(list_checkpoints(folder / "checkpoints")) == 2
+
+
+@pytest.mark.parametrize("source", ["best.pt", "step-000000004.pt"])
+def test_a_checkpoint_under_the_name_of_a_later_step_is_gone_on_from(tiny, alone, tmp_path, source):
+    own = tmp_path / "checkpoints"
+    Trainer(tiny(max_epochs=2, keep_checkpoints=2), alone).train(tmp_path, "tiny", "auto")
+    shutil.copy(own / source, own / "step-000000099.pt")
+    step = read_checkpoint(own / source)["step"]
+    trainer = Trainer(tiny(max_epochs=3, keep_checkpoints=2), alone)
+    trainer.train(tmp_path, "tiny", "auto")
+    assert f"Resuming from {own / 'step-000000099.pt'}: epoch {step // 4 + 1}, " in (tmp_path / "train.log").read_text()
+    assert trainer.epoch == 3 and list_checkpoints(own)[0].name == "step-000000012.pt"
+
+
+def test_a_damaged_line_of_the_metrics_does_not_keep_a_run_from_going_on(tiny, alone, tmp_path):
+    Trainer(tiny(max_epochs=1), alone).train(tmp_path, "tiny", "auto")
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes() + b'\xff\xfe{"kind')
+    Trainer(tiny(max_epochs=2), alone).train(tmp_path, "tiny", "auto")
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()][-1] == 8
+
+
+def test_with_only_the_best_one_left_the_command_that_goes_on_is_told(tiny, alone, tmp_path):
+    Trainer(tiny(max_epochs=1), alone).train(tmp_path, "tiny", "auto")
+    own = tmp_path / "checkpoints"
+    list_checkpoints(own)[0].write_bytes(b"")
+    with pytest.raises(CheckpointError) as raised:
+        Trainer(tiny(), alone).train(tmp_path, "tiny", "auto")
+    assert f"--resume {own / 'best.pt'} goes on from the best one" in str(raised.value)
+
+
+def test_a_folder_that_cannot_be_used_is_named(tiny, alone, tmp_path):
+    Trainer(tiny(max_epochs=1), alone).train(tmp_path, "tiny", "auto")
+    (tmp_path / "checkpoints/.step.tmp").mkdir()  # of all things that a start has to change, one that it cannot
+    with pytest.raises(ExpectedError, match=r"\.step\.tmp: cannot be used: "):
+        Trainer(tiny(max_epochs=2), alone).train(tmp_path, "tiny", "auto")
 
 
 def test_the_lock_of_a_folder_that_is_moved_aside_is_not_that_of_the_new_one(tmp_path, monkeypatch):

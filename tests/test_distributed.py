@@ -3,6 +3,8 @@
 import itertools
 import json
 import os
+import re
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -293,12 +295,14 @@ def test_a_loss_that_is_no_number_on_one_rank_ends_both_and_is_told_once(tmp_pat
     assert path is not None and state is not None and state["batch"] == 2
 
 
-def run_with_a_faulty_worker_of(rank: int, folder: Path) -> int:
+def run_with_a_faulty_worker_of(rank: int, killed: bool, folder: Path) -> int:
     """The whole program; the loader worker of one rank fails at its sixth batch, the second of the second epoch."""
     really, batches = AugmentedImages.__getitem__, itertools.count(1)
 
     def faulty(self: AugmentedImages, batch: Any) -> Any:
         if next(batches) == 6 and int(os.environ["RANK"]) == rank:
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
             raise ZeroDivisionError("the sixth batch")
         return really(self, batch)
 
@@ -307,12 +311,21 @@ def run_with_a_faulty_worker_of(rank: int, folder: Path) -> int:
     return run_program(folder, changes)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_in_one_ranks_loader_worker_ends_both_and_is_told_once(tmp_path: Path, rank: int) -> None:
-    ended = run_job(tmp_path / "job", 2, run_with_a_faulty_worker_of, rank, tmp_path / "run")
+@pytest.mark.parametrize(
+    ("rank", "killed", "told"),
+    [
+        (0, False, r"a loader worker failed: ZeroDivisionError: the sixth batch \(File "),
+        (1, False, r"a loader worker failed: ZeroDivisionError: the sixth batch \(File "),
+        (1, True, r"loader worker \d+ was killed by SIGKILL, which is what the kernel does when memory runs out"),
+    ],
+)
+def test_a_lost_loader_worker_of_one_rank_ends_both_and_is_told_once(
+    tmp_path: Path, rank: int, killed: bool, told: str
+) -> None:
+    ended = run_job(tmp_path / "job", 2, run_with_a_faulty_worker_of, rank, killed, tmp_path / "run")
     assert [process.status for process in ended] == [1, 1]
-    (line,) = complaints(ended)
-    assert line.startswith(f"error: rank {rank}: a loader worker failed: ZeroDivisionError: the sixth batch (File ")
+    assert re.match(f"error: rank {rank}: {told}", complaints(ended)[0])
+    assert len(complaints(ended)) == 1 + killed  # the remedy has a line of its own
     path, state, _ = newest_good(tmp_path / "run/checkpoints")
     assert path is not None and state is not None and state["epoch"] == 1
 

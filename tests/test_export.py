@@ -73,6 +73,18 @@ class OtherWhenExported(torch.nn.Module):
         return 1.001 * means if torch.compiler.is_exporting() else means
 
 
+class NoNumberWhenExported(torch.nn.Module):
+    def forward(self, pixels):
+        means = pixels.float().mean((2, 3))
+        return means * float("nan") if torch.compiler.is_exporting() else means
+
+
+@torch_export_warns
+def test_a_program_that_gives_no_numbers_is_refused():
+    with pytest.raises(ExpectedError, match=r"differs from the network by nan of the largest logit"):
+        export.export_program(NoNumberWhenExported(), (3, 8, 8))
+
+
 @torch_export_warns
 def test_a_program_that_differs_is_refused():
     with pytest.raises(ExpectedError, match=r"differs from the network by 1\.0e-03 of the largest logit"):
@@ -89,6 +101,12 @@ def test_without_a_checkpoint_or_with_a_damaged_one(tmp_path, capsys):
     assert export.main([str(tmp_path)]) == 4
     assert "is damaged" in capsys.readouterr().err
     assert not (tmp_path / "export").exists()
+
+
+def test_an_empty_folder_name_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        export.main([str(tmp_path), "--out", ""])
+    assert "--out: is empty" in capsys.readouterr().err
 
 
 def test_without_safetensors(tmp_path, capsys, monkeypatch):

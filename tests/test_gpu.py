@@ -13,6 +13,7 @@ from tests.conftest import RECIPE
 from tests.test_step import SWITCHES, train_losses
 from tools.bench.training import build_training
 from train import Trainer
+from utils import checkpoint
 from utils.config import Config
 from utils.distributed import Distributed
 from utils.metrics import MetricSums, RunLogger
@@ -226,6 +227,15 @@ def test_fastest_trains_saves_and_resumes(tiny, gpu, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     trained = [row["loss/train"] for row in rows if row["kind"] == "epoch"]
     assert len(trained) == 3 and trained[2] < trained[0]
+
+
+def test_the_gpus_random_state_comes_back(gpu):
+    torch.cuda.manual_seed(3)
+    saved = checkpoint.random_state()
+    drawn = torch.rand(4, device="cuda")
+    torch.rand(4, device="cuda")
+    checkpoint.restore_random_state(saved)
+    assert torch.equal(torch.rand(4, device="cuda"), drawn)
 
 
 @pytest.mark.parametrize("enabled", [False, True])

@@ -20,10 +20,12 @@ import utils.ranks
 from utils.distributed import Distributed
 from utils.errors import ConfigError, DataError, Stopped
 from utils.launch import (
-    LOOPBACK_RENDEZVOUS,
+    LOOPBACK_OPTIONS,
+    LOOPBACK_VARIABLES,
     Launch,
     find_launch,
     first_host,
+    job_name,
     name_ranks,
     torchrun_here,
     was_restarted,
@@ -128,6 +130,26 @@ def test_restarts_are_recognised() -> None:
     assert not was_restarted({"TORCHELASTIC_RESTART_COUNT": "0"})
     assert was_restarted({"TORCHELASTIC_RESTART_COUNT": "2"})
     assert was_restarted({"SLURM_RESTART_COUNT": "1"})
+
+
+def test_a_job_keeps_its_name_and_another_has_another() -> None:
+    assert job_name({}) == ""
+    assert job_name({"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "none"}) == "7"
+    assert job_name({"TORCHELASTIC_RUN_ID": "abc"}) == "abc"
+    # what torchrun calls every run that nobody named: its process is the name
+    name = job_name({"TORCHELASTIC_RUN_ID": "none"})
+    assert name == job_name({"TORCHELASTIC_RUN_ID": "none"}) and name.startswith(f"torchrun {os.getppid()} ")
+    code = "import os; from utils.launch import job_name; print(job_name(os.environ))"
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "none"}
+    other = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -c '{code}'; true"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert other.stdout.startswith("torchrun ") and other.stdout.strip() != name
 
 
 # ---- what the ranks below do
@@ -364,6 +386,8 @@ from pathlib import Path
 from utils.ranks import run_ranks
 
 def action(place):
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os._exit(1)
     ranks = place.gather(os.getpid())
     tables = [table.read_text().splitlines()[1:] for table in Path("/proc/net").glob("tcp*")]
     rows = [row.split() for table in tables for row in table]
@@ -381,22 +405,37 @@ raise SystemExit(run_ranks(action, "cpu", 60, 60))
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_torchrun_can_be_kept_to_the_loopback(tmp_path: Path) -> None:
-    """By what the project's tools, submit.slr and docs/reliability.md set; torchrun alone listens everywhere."""
+    """As the project's tools do, also when it starts its ranks again; torchrun alone listens everywhere. Of gloo's own
+    sockets a variable decides."""
     script = tmp_path / "listeners.py"
     script.write_text(LISTENERS)
-    start, rendezvous = torchrun_here(2, tmp_path / "rendezvous")
-    alone = without_launcher(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = without_launcher(os.environ) | {
+        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    start, variables = torchrun_here(2, tmp_path / "rendezvous")
+    alone = [word for word in start if not word.startswith("--rdzv")]
     addresses = []
-    for environment in (alone, alone | rendezvous):
+    for command, added in ((alone, {}), (start, variables)):
         finished = subprocess.run(
-            [*start, str(script)], capture_output=True, text=True, env=environment, timeout=200, check=False
+            [*command, "--max-restarts=1", str(script)],
+            capture_output=True,
+            text=True,
+            env=environment | added,
+            timeout=200,
+            check=False,
         )
         assert finished.returncode == 0, finished.stderr
         addresses.append(finished.stdout.split())
     assert {"0" * 8, "0" * 32} & set(addresses[0])
     assert addresses[1] == ["0100007F"]  # 127.0.0.1
-    exports = " ".join(f"{name}={value}" for name, value in LOOPBACK_RENDEZVOUS.items())
-    assert f"export {exports}\n" in (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+
+
+def test_what_keeps_torchrun_to_the_loopback_is_the_same_everywhere() -> None:
+    page, script = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/reliability.md", "submit.slr"))
+    for word in [*LOOPBACK_OPTIONS, *(f"{name}={value}" for name, value in LOOPBACK_VARIABLES.items())]:
+        assert word in page
+    assert "store=" + LOOPBACK_OPTIONS[1].partition("store_type=")[2] in script
+    assert f"export {next(iter(LOOPBACK_VARIABLES))}=1" in script
 
 
 def test_a_host_name_that_does_not_resolve_is_named(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 import multiprocessing
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -458,6 +461,36 @@ def test_a_worker_that_dies_of_full_shared_memory_is_explained(message: str) -> 
 
     with pytest.raises(ConfigError, match="--ipc=host"):
         loaders.TorchvisionLoader._next(batches())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
+@pytest.mark.parametrize("error", [RuntimeError("exited unexpectedly"), EOFError(), ConnectionResetError(104, "reset")])
+@pytest.mark.parametrize(
+    ("number", "told"), [(signal.SIGKILL, "is killed by signal: Killed"), (signal.SIGBUS, "--ipc=host")]
+)
+def test_how_a_worker_died_is_told_whatever_is_noticed_first(
+    error: Exception, number: signal.Signals, told: str
+) -> None:
+    class Batches:
+        def __init__(self) -> None:
+            worker = multiprocessing.get_context("fork").Process(target=die_of, args=(number,))
+            worker.start()
+            self._workers = [worker]
+
+        def __next__(self) -> Any:
+            raise error
+
+    with pytest.raises((RuntimeError, ConfigError), match=told):
+        loaders.TorchvisionLoader._next(cast(Any, Batches()))
+
+
+def die_of(number: int) -> None:
+    """What became of a process a little after its connection ended."""
+    time.sleep(0.1)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)  # pytest's tells where
+    os.kill(os.getpid(), number)
 
 
 def test_any_other_error_of_a_worker_is_passed_on() -> None:

@@ -1,11 +1,14 @@
 """A run that is stopped or lost anywhere and continued is, to the last bit, the run that was never interrupted."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +30,7 @@ LOADERS = {
     },
     "device and onecycle": {
         "data_loader": "device", "lr_schedule": "onecycle", "lr_warmup_epochs": 1.5, "ema_decay": 0.8,
-        "rnd_rotation_angle": 10.0, "cutmix_alpha": 1.0,
+        "rnd_rotation_angle": 10.0, "cutmix_alpha": 1.0, "loss_scale": "dynamic",
     },
 }  # fmt: skip
 BATCHES, POLLS = 4, 4 + 2  # polls for requests: one after each batch, of training and of validation
@@ -123,13 +126,15 @@ def test_stopped_and_continued_equals_uninterrupted(alone, tmp_path, whole, load
 
 
 def test_the_uninterrupted_runs_do_what_they_are_to_show(whole):
-    """Learning rates that change, and for plateau a cut."""
+    """Learning rates that change, for plateau a cut, and a loss scaler that counts."""
     folders = {loader: whole(loader)[1] for loader in LOADERS}
     for folder in folders.values():
         rates = [row["learning_rate"] for row in records(folder, "step")]
         assert len(set(rates)) >= 3, rates
     last = list_checkpoints(folders["torchvision and plateau"] / "checkpoints")[0]
     assert read_checkpoint(last)["plateau"]["cuts"] >= 1
+    last = list_checkpoints(folders["device and onecycle"] / "checkpoints")[0]
+    assert read_checkpoint(last)["grad_scaler"]["_growth_tracker"] == 3 * BATCHES
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
@@ -226,6 +231,26 @@ def test_run_folder_that_is_removed_in_mid_run_is_named(tiny, alone, tmp_path):
     assert not folder.exists()
 
 
+def iter_until(stream, words):
+    """The lines up to the first one with these words."""
+    for line in stream:
+        yield line
+        if words in line:
+            return
+
+
+def ignores(process, number):
+    """Whether a process ignores a signal, by Linux's word on it; elsewhere after a second."""
+    status = Path(f"/proc/{process}/status")
+    if not Path("/proc/self/status").exists():
+        time.sleep(1)
+        return True
+    with suppress(OSError):
+        mask = re.search(r"SigIgn:\s*(\w+)", status.read_text())
+        return bool(mask and int(mask[1], 16) >> (number - 1) & 1)
+    return False
+
+
 @pytest.mark.parametrize(
     "number",
     [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR1, signal.SIGINT))],
@@ -251,7 +276,11 @@ def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path, num
     while not (metrics.exists() and '"kind": "step"' in metrics.read_text()) and process.poll() is None:
         time.sleep(0.01)
     os.killpg(process.pid, number)
-    _, errors = process.communicate(timeout=120)
+    errors = "".join(iter_until(process.stderr, "with everything saved"))
+    while process.poll() is None and not ignores(process.pid, number):
+        time.sleep(0.001)
+    os.kill(process.pid, number)  # while Python ends, which takes a second: some schedulers send more than one
+    errors += process.communicate(timeout=120)[1]
     assert process.returncode == 75, errors
     assert errors.count("asked to stop") == 1
     assert f"stopped on {number.name} in epoch" in errors

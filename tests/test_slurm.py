@@ -176,7 +176,8 @@ def test_on_one_node_the_workers_meet_in_a_file_of_that_node(tmp_path: Path) -> 
     job = fake_job(tmp_path, {"srun": node}, **ON_ONE_NODE)
     assert job.run("submit.slr")[0] == 0
     (arguments,) = job.arguments("torchrun")
-    assert any(word.startswith("--rdzv_conf=store_type=file,") for word in arguments)
+    (conf,) = (word for word in arguments if word.startswith("--rdzv_conf="))
+    assert conf.startswith("--rdzv_conf=store_type=file,keep_alive_interval=100000,is_host=true,")
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in (tmp_path / "environment").read_text().splitlines()
 
 
@@ -349,7 +350,9 @@ def test_missing_nodes_are_named(tmp_path: Path) -> None:
     nodes = {"SLURM_JOB_NODELIST": "gpu[007-009,15]-b,login1,x[1-2]y[3-4]", "SLURM_JOB_NUM_NODES": "9"}
     status, said = fake_job(tmp_path, {"srun": one_starts}, **nodes).run("submit_multinode.slr")
     assert status == 1
-    missing = said.partition("Nodes where nothing started: ")[2].partition("submit_multinode.slr: all 9 must reach gpu007-b:10004 ")[0]
+    missing = said.partition("Nodes where nothing started: ")[2].partition(
+        "submit_multinode.slr: all 9 must reach gpu007-b:10004 "
+    )[0]
     assert missing.split() == ["gpu007-b", "gpu009-b", "gpu15-b", "login1", "x1y3", "x1y4", "x2y3", "x2y4"]
 
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from utils.cli import not_empty
 from utils.errors import CheckpointError, ConfigError, ExpectedError, in_a_line
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ TOLERANCE = 1e-4  # relative to the largest logit: both sides compute in float32
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes both files; returns the exit status."""
     options = parser().parse_args(argv)
-    folder = options.out or options.run / "export"
+    folder = Path(options.out) if options.out else options.run / "export"
     if not (options.run / "checkpoints").is_dir():
         raise CheckpointError(f"{options.run}: holds no checkpoints; give a run's folder, such as expts/NAME")
     for line in export(options.run / "checkpoints" / "best.pt", folder):
@@ -49,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run's folder, such as expts/cifar100-cpu")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: RUN_DIR/export)")
+    parser.add_argument("--out", type=not_empty, metavar="DIR", help="where to write (default: RUN_DIR/export)")
     return parser
 
 
@@ -136,12 +137,13 @@ def export_program(network: "nn.Module", image_shape: Sequence[int]) -> tuple[by
     torch.export.save(exported, buffer)
     buffer.seek(0)
     reloaded = torch.export.load(buffer).module()
-    difference = 0.0
+    differences = []
     with torch.no_grad():
         for images in CHECKED_BATCHES:
             pixels = draw(images)
             expected, found = network(pixels), reloaded(pixels)
-            difference = max(difference, ((expected - found).abs().max() / expected.abs().max()).item())
+            differences.append((expected - found).abs().max() / expected.abs().max())
+    difference = torch.stack(differences).max().item()  # not Python's max, which would pass over a NaN
     if not difference <= TOLERANCE:
         raise ExpectedError(
             f"the exported program differs from the network by {difference:.1e} of the largest logit, more than "

@@ -1,7 +1,7 @@
 """Prove that a killed run loses nothing: train once in peace and once killed at random moments, and compare everything.
 
-    python -m tools.verify_resume --config=quickstart --set max_epochs=2 --kills 5
-    python -m tools.verify_resume --config=quickstart --set max_epochs=2 --nproc 2 --signal TERM
+    python -m tools.verify_resume --config=quickstart --set max_epochs=2 --set lr_warmup_epochs=1 --kills 5
+    python -m tools.verify_resume --config=quickstart --set model=resnet8 --nproc 2 --signal TERM
 
 Each killed run is started again by the same command until it is finished. Then weights, optimizer, random states,
 metrics.jsonl and learning rates must equal those of the run in peace, bit by bit; and every start that finds a good
@@ -12,6 +12,7 @@ them at once, or one alone.
 
 import argparse
 import json
+import math
 import os
 import random
 import shlex
@@ -376,6 +377,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         differences = verify(job, options.kills, signal.Signals[f"SIG{options.signal}"], seed, work)
     except ExpectedError as error:
         verdict, differences = "FAILED, so that nothing could be compared", [str(error)]
+    except KeyboardInterrupt:
+        print(f"the runs so far are in {work}", file=sys.stderr)
+        raise
     if differences:
         print(f"verdict: {verdict}\n  " + "\n  ".join(differences))
         print(f"the runs are in {work}\nseed {seed}, again with: {repeat}")
@@ -390,6 +394,16 @@ def _at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"is {text!r}; expected a whole number from 1 on")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected seconds, more than 0")
+    return seconds
 
 
 def parser() -> argparse.ArgumentParser:
@@ -411,10 +425,14 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, metavar="S", help="of the moments and victims (default: drawn and told)")
     parser.add_argument(
-        "--timeout", type=float, default=1800.0, metavar="SECONDS", help="one start may take this long (default: 1800)"
+        "--timeout",
+        type=_seconds,
+        default=1800.0,
+        metavar="SECONDS",
+        help="one start may take this long (default: 1800)",
     )
     parser.add_argument(
-        "--total-timeout", type=float, default=86400.0, metavar="SECONDS", help="and everything this long (86400)"
+        "--total-timeout", type=_seconds, default=86400.0, metavar="SECONDS", help="and everything this long (86400)"
     )
     parser.add_argument("--work-dir", type=Path, metavar="DIR", help="where the runs are written (default: temporary)")
     return parser

@@ -33,6 +33,7 @@ import re
 import struct
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
@@ -157,10 +158,11 @@ class Writer:
     In the background one state is being written and the newest one waits, as copies in host memory: a state that is
     due while the disk is slow takes the place of the one that waits. So training waits for the disk only in `wait`, at
     its end. What is on the disk stays until the next one is whole. A failed write is raised by the next call.
+    `before` is called before each write, in the same thread: it flushes what a checkpoint is to be newer than.
     """
 
-    def __init__(self, folder: Path, keep: int, background: bool) -> None:
-        self.folder, self.keep, self.background = folder, keep, background
+    def __init__(self, folder: Path, keep: int, background: bool, before: Callable[[], None] = lambda: None) -> None:
+        self.folder, self.keep, self.background, self.before = folder, keep, background, before
         self._lock = threading.Lock()
         self._best: dict[str, Any] | None = None
         self._last: dict[str, Any] | None = None
@@ -203,6 +205,7 @@ class Writer:
 
     def _write(self, best: dict[str, Any] | None, last: dict[str, Any]) -> None:
         """The best one first: after a kill between the two, the run goes on from before it and finds it again."""
+        self.before()
         content = encode(last)
         if best is not None:
             write_atomically(self.folder / "best.pt", content if best is last else encode(best))

@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--run-dir", type=_folder, metavar="DIR", help="where the run writes (default: expts/NAME)")
     parser.add_argument(
-        "--resume", type=_not_empty, default="auto", metavar="auto|never|PATH",
+        "--resume", type=not_empty, default="auto", metavar="auto|never|PATH",
         help="auto: go on from the run folder's newest good checkpoint, if any; never: start anew, moving an earlier "
         "run aside; PATH: go on from this checkpoint file or run folder (default: auto)",
     )  # fmt: skip
@@ -114,14 +114,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _not_empty(text: str) -> str:
+def not_empty(text: str) -> str:
+    """An argument that is given and not empty, for argparse."""
     if not text:  # as a path it would be the working directory, which an unset shell variable did not mean
         raise argparse.ArgumentTypeError("is empty; is a variable of the command line not set?")
     return text
 
 
 def _folder(text: str) -> Path:
-    path = Path(_not_empty(text))
+    path = Path(not_empty(text))
     return path if path.name not in ("", "..") else path.resolve()  # a folder without a name cannot be moved aside
 
 

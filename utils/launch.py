@@ -3,8 +3,10 @@
 The same command line runs under `python`, `torchrun`, `srun` and `mpirun`; each leaves its own variables.
 """
 
+import os
 import re
 import sys
+import uuid
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,13 +28,11 @@ LAUNCHERS = {
 # What tells one job from another, the same for all its ranks; the first that is set counts. srun: job and step.
 SCHEDULER_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 JOB_VARIABLES = ("PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID", *SCHEDULER_VARIABLES)
-# For torchrun's environment: the ranks of one machine meet in a file and on the loopback. torchrun alone serves two
-# stores, which answer anybody, on every interface, and has no option for another.
-LOOPBACK_RENDEZVOUS = {
-    "PET_RDZV_BACKEND": "c10d",
-    "PET_RDZV_CONF": "store_type=file",
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # rank 0 serves the ranks' store, as under srun, and not torchrun
-}
+# torchrun for ranks of one machine that meet in a file and on the loopback. By itself it serves two stores, which
+# answer anybody, on all interfaces, and has no option for another. Each sign of life would be appended to the file;
+# with one agent nobody waits for them.
+LOOPBACK_OPTIONS = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file,keep_alive_interval=100000")
+LOOPBACK_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # rank 0 serves the ranks' store, and not torchrun
 FIRST_PORT, NUM_PORTS = 20000, 10000  # below 32768, where Linux begins to hand out ports by itself
 
 
@@ -77,12 +77,12 @@ def find_launch(environment: Mapping[str, str]) -> Launch:
 
 
 def torchrun_here(processes: int, rendezvous: Path) -> tuple[list[str], dict[str, str]]:
-    """The words before the program, and what to add to the environment, for ranks on this machine alone.
+    """(the words before the program, what to add to the environment) for ranks on this machine alone.
 
-    `rendezvous` names the file where torchrun keeps who is there; no two starts may share it, and torchrun leaves it.
+    `rendezvous` is the file where torchrun notes who is there; no two starts may share it, and torchrun leaves it.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
-    return command, LOOPBACK_RENDEZVOUS | {"PET_RDZV_ENDPOINT": str(rendezvous)}
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", *LOOPBACK_OPTIONS]
+    return [*command, f"--rdzv-endpoint={rendezvous}", f"--rdzv-id={uuid.uuid4().hex}"], LOOPBACK_VARIABLES
 
 
 def has_other_ranks(environment: Mapping[str, str]) -> bool:
@@ -106,7 +106,18 @@ def was_restarted(environment: Mapping[str, str]) -> bool:
 
 def job_name(environment: Mapping[str, str]) -> str:
     """The job that this process belongs to, which keeps its name when it is started again; empty outside of one."""
-    return environment.get("SLURM_JOB_ID") or environment.get("TORCHELASTIC_RUN_ID", "")
+    run = environment.get("TORCHELASTIC_RUN_ID", "")
+    return environment.get("SLURM_JOB_ID") or (_launcher_process() if run == "none" else run)
+
+
+def _launcher_process() -> str:
+    """torchrun's process, for runs that nobody named: it stays the same when it starts its ranks again."""
+    process = os.getppid()
+    try:  # the 22nd field, when it began: in containers every torchrun may have the same number
+        began = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except OSError:
+        began = ""
+    return f"torchrun {process} {began}"
 
 
 def first_host(node_list: str) -> str:

@@ -21,6 +21,8 @@ POLL_BATCHES = 8  # ranks compare their flags this often, one small message off 
 # a launcher passes Ctrl-C on to processes that the terminal has already sent it to: those two are one
 ONE_KEYSTROKE = 1.0  # seconds
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
 Asked = Literal["stop", "save"] | None
 
 
@@ -91,10 +93,15 @@ def listen(requests: Requests) -> Iterator[None]:
             with suppress(OSError):  # the terminal may be gone
                 os.write(2, b"\nasked to stop: saving after this step; Ctrl-C again stops without saving\n")
 
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    before = {number: signal.signal(number, remember) for number in numbers}
+    before = {number: signal.signal(number, remember) for number in SIGNALS}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def ignore_signals() -> None:
+    """For a process that has nothing left to do but to end: a signal must not change its exit status any more."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

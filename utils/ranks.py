@@ -18,6 +18,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +30,7 @@ from utils.checkpoint import write_atomically
 from utils.distributed import Distributed, choose_device
 from utils.errors import LOST_RANK, ConfigError, ExpectedError, Stopped, explain
 from utils.launch import Launch, find_launch, name_ranks
+from utils.preemption import ignore_signals
 
 POLL_SECONDS = 0.2  # how often a rank looks whether another has failed
 ROLL_CALL_SECONDS = 3.0  # to answer, once contact with some rank is lost
@@ -103,6 +105,7 @@ def _run_among_others(
             action(place)
         except Stopped as stopped:  # by agreement of all ranks, so that none has to be told
             outcome = Failure(stopped.exit_status, str(stopped) if place.is_main else "")
+        ignore_signals()  # this process is of a launcher's making, and ends with this function
         place.barrier()  # rank 0 may still be writing what the others need not wait for
         meeting.stop_watching()
         gc.collect()  # DistributedDataParallel keeps threads that must not outlive the group
@@ -177,10 +180,11 @@ def _open_store(launch: Launch, deadline: float, start_timeout: float) -> dist.T
         )
     except (dist.DistNetworkError, OSError) as error:
         if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {launch.port} on {socket.gethostname()} is in use, by another job perhaps; set MASTER_PORT to a "
-                "free one in every process, or start with torchrun --standalone"
-            ) from None
+            remedy = "set MASTER_PORT to a free one in every process, or start with torchrun --standalone"
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                remedy = "torchrun chose it when it was free: start again"
+            where = f"port {launch.port} on {socket.gethostname()}"
+            raise ConfigError(f"{where} is in use, by another job perhaps; {remedy}") from None
         raise
 
 
@@ -376,6 +380,8 @@ def _settle(error: BaseException, meeting: Meeting | None, launch: Launch) -> Fa
     if threading.current_thread() is threading.main_thread():
         # torchrun and Slurm end the others as soon as one has failed: the seconds until this one has left are theirs
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # PyTorch's handler raises, wherever this thread may be, when a loader worker has died
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     failure = _describe(error, launch)
     if meeting is None:
         # nobody can be asked; one rank of each node speaks, since the reason is often the same for all of them
@@ -422,7 +428,8 @@ def _tell_torchrun(message: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
+        with suppress(OSError):  # nothing may keep this rank from leaving: the message has been printed
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
 
 
 def _tell_launcher(launch: Launch, status: int) -> None:

@@ -5,8 +5,10 @@ config.yaml  environment.json  train.log  metrics.jsonl  tb_logs/  checkpoints/{
 
 import fcntl
 import json
+import multiprocessing.util
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from utils import checkpoint
 from utils.config import Config, render_config
-from utils.errors import CheckpointError, ConfigError
+from utils.errors import CheckpointError, ConfigError, ExpectedError
 from utils.launch import job_name, was_restarted
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,6 +58,8 @@ def lock_folder(folder: Path) -> IO[str]:
         # another run may have moved the folder aside since the lock was opened, which then is that of the old folder
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                # else loader workers that outlive a killed run for some seconds would hold its folder
+                multiprocessing.util.register_after_fork(lock, lambda file: file.close())
                 return lock
         lock.close()
 
@@ -76,6 +80,13 @@ def open_run(folder: Path, resume: str, config: Config, weights: dict[str, Tenso
     Raises `ExpectedError`, with the folder as it was, where another run holds it or the checkpoint does not fit the
     configuration, the names and shapes of the network's `weights`, or the `data` (as in utils/checkpoint.py's table).
     """
+    try:
+        return _open_run(folder, resume, config, weights, data)
+    except OSError as error:
+        raise ExpectedError(f"{error.filename or folder}: cannot be used: {error.strerror or error}") from None
+
+
+def _open_run(folder: Path, resume: str, config: Config, weights: dict[str, Tensor], data: dict[str, Any]) -> OpenedRun:
     lock = lock_folder(folder)
     job = job_name(os.environ)
     if job and was_restarted(os.environ) and _written_by(lock) == job:
@@ -97,43 +108,56 @@ def open_run(folder: Path, resume: str, config: Config, weights: dict[str, Tenso
         ]
     if path is not None and state is not None and path.parent.resolve() == own.resolve():
         checkpoint.remove_leftovers(own)
+        notes += _adopt(path, state, own)  # before it is set aside, should its name be that of a later step
         _drop_after(folder / "metrics.jsonl", state["step"], state["epoch"])
         for newer in checkpoint.list_checkpoints(own):
             if newer > checkpoint.step_path(own, state["step"]):  # damaged or not wanted: kept aside
                 _set_aside(newer)
-    elif holds_run(folder):
-        really = folder.resolve() if folder.is_symlink() else folder  # the link stays, as the new run's too
-        notes.append(f"The earlier run in {folder} is now in {_move_aside(really)}")
-        lock.close()
-        lock = lock_folder(really)
-    own.mkdir(exist_ok=True)
-    if path is not None and state is not None:
-        _adopt(path, state, own)
+    else:
+        if holds_run(folder):
+            really = folder.resolve() if folder.is_symlink() else folder  # the link stays, as the new run's too
+            inside = None if path is None else os.path.relpath(path.resolve(), really.resolve())
+            aside = _move_aside(really)
+            notes.append(f"The earlier run in {folder} is now in {aside}")
+            if inside is not None and not inside.startswith(".."):  # what to go on from has moved with it
+                path = aside / inside
+            lock.close()
+            lock = lock_folder(really)
+        own.mkdir(exist_ok=True)
+        if path is not None and state is not None:
+            notes += _adopt(path, state, own)
     lock.truncate(0)
     print(job, end="", file=lock, flush=True)
     return OpenedRun(lock, state, notes)
 
 
-def _adopt(path: Path, state: dict[str, Any], own: Path) -> None:
+def _adopt(path: Path, state: dict[str, Any], own: Path) -> list[str]:
     """What a run goes on from becomes its own last checkpoint, and the best one so far its own best; where that one is
-    gone, the best is still to come. `path` may be best.pt, of another run, or from before the best one was written."""
-    last, best = checkpoint.step_path(own, state["step"]), own / "best.pt"
+    gone, the best is still to come, and the notes returned say so. `path` may be best.pt, of another run, or from
+    before the best one was written."""
+    last, best, candidate = checkpoint.step_path(own, state["step"]), own / "best.pt", path.with_name("best.pt")
+    notes: list[str] = []
     if path.resolve() != last.resolve():
         checkpoint.write_atomically(last, path.read_bytes())
-    if _holds_best(best, state):
-        return
+    if _holds_best(best, state, notes):
+        return []
     if best.exists():
         _set_aside(best)
-    if _holds_best(path.with_name("best.pt"), state):
-        checkpoint.write_atomically(best, path.with_name("best.pt").read_bytes())
-    else:
-        state["best"] = {"acc1": -1.0, "epoch": 0}
+    if candidate != best and _holds_best(candidate, state, notes):
+        checkpoint.write_atomically(best, candidate.read_bytes())
+        return notes
+    if state["best"]["epoch"]:
+        notes.append(f"The best weights so far, of epoch {state['best']['epoch']}, are gone: the best is still to come")
+    state["best"] = {"acc1": -1.0, "epoch": 0}
+    return notes
 
 
-def _holds_best(path: Path, state: dict[str, Any]) -> bool:
+def _holds_best(path: Path, state: dict[str, Any], notes: list[str]) -> bool:
+    """Whether this is the best checkpoint of the run whose state this is; a damaged one is noted."""
     try:
-        return checkpoint.read_checkpoint(path)["best"] == state["best"]
-    except CheckpointError:
+        return path.exists() and checkpoint.read_checkpoint(path)["best"] == state["best"]
+    except CheckpointError as error:
+        notes.append(f"Passed over: {error}")
         return False
 
 
@@ -155,7 +179,11 @@ def _written_by(lock: IO[str]) -> str:
 def _newest(folder: Path, notes: list[str]) -> tuple[Path | None, dict[str, Any] | None]:
     path, state, complaints = checkpoint.newest_good(folder)
     if complaints and state is None:
-        raise CheckpointError(f"{complaints[0]}\nno good checkpoint is left in {folder}; --resume never starts anew")
+        best, remedy = folder / "best.pt", "--resume never starts anew"
+        with suppress(CheckpointError):
+            checkpoint.read_checkpoint(best)
+            remedy = f"--resume {shlex.quote(str(best))} goes on from the best one, {remedy}"
+        raise CheckpointError(f"{complaints[0]}\nno step's checkpoint in {folder} is good; {remedy}")
     notes += [f"Passed over: {complaint}" for complaint in complaints]
     return path, state
 
@@ -233,14 +261,14 @@ def _drop_after(path: Path, step: int, epoch: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         try:
             record = json.loads(line)
             if record["step"] <= step and (record["kind"] == "step" or record["epoch"] <= epoch):
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):  # a line that a kill cut short
+                kept.append(line + b"\n")
+        except (ValueError, KeyError, TypeError):  # a line that a kill cut short, or that is damaged
             continue
-    checkpoint.write_atomically(path, "".join(kept).encode())
+    checkpoint.write_atomically(path, b"".join(kept))
 
 
 def _processor() -> str:

@@ -21,6 +21,7 @@ from utils.data.sampling import EpochPlan, IntArray
 from utils.errors import ConfigError, DataError
 
 PREFETCHED = 2  # batches that each worker prepares ahead
+DYING_SECONDS = 1.0  # between a worker's last word and its end
 REST_SECONDS = 0.1  # before workers are started
 PLANNED = 64  # batches whose augmentation the device loader draws, and brings to the device, at once
 SHARED_MEMORY = Path("/dev/shm")
@@ -138,13 +139,36 @@ class TorchvisionLoader:
     def _next(batches: Iterator[tuple[Tensor, Tensor, dict[str, str]]]) -> tuple[Tensor, Tensor, dict[str, str]] | None:
         try:
             return next(batches, None)
-        except RuntimeError as error:
+        except (RuntimeError, EOFError, OSError) as error:
+            lost = find_lost_worker(batches, str(error))
+            text = lost or str(error)
             # what a worker dies of when shared memory is full: SIGBUS, or ENOSPC from the system call
-            if "bus error" in str(error).lower() or "shared memory" in str(error) or "No space left" in str(error):
+            if "bus error" in text.lower() or "shared memory" in text or "No space left" in text:
                 raise ConfigError(
                     f"a data worker ran out of shared memory ({SHARED_MEMORY}).\n{SHARED_MEMORY_REMEDY}"
                 ) from None
+            if lost:
+                raise RuntimeError(lost) from None
             raise
+
+
+def find_lost_worker(batches: object, error: str) -> str:
+    """How a worker process of a DataLoader's iterator died, in PyTorch's words; empty where none did.
+
+    PyTorch tells how from its handler of SIGCHLD only; where this process was just receiving from the worker, it finds
+    a connection that has ended, or a worker that is gone, instead.
+    """
+    workers = getattr(batches, "_workers", ()) if "in DataLoader worker process" not in error else ()
+    until = time.monotonic() + DYING_SECONDS
+    while workers and time.monotonic() < until:
+        for worker in workers:
+            if worker.exitcode:
+                status = f"exited with status {worker.exitcode}"
+                if worker.exitcode < 0:
+                    status = f"is killed by signal: {signal.strsignal(-worker.exitcode)}"
+                return f"DataLoader worker (pid {worker.pid}) {status}"
+        time.sleep(0.01)
+    return ""
 
 
 def describe_unreadable(unreadable: dict[str, str]) -> str:
