@@ -22,6 +22,7 @@ import math
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -412,14 +413,21 @@ class Trainer:
         return self.profiler.capture(self.folder if self.place.is_main else None, self.log.say)
 
 
-def main(arguments: Arguments) -> int:
-    """Train, or only describe, as one of the ranks; returns the exit status."""
+def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None) -> int:
+    """Train, or only describe, as one of the ranks; returns the exit status.
+
+    `when_saved` is called when training has ended in order, or stopped on request, and nothing is left to save."""
     config = arguments.config
 
     def run(place: Distributed) -> None:
         trainer = Trainer(config, place)
         if not arguments.dry_run:
-            trainer.train(arguments.run_dir, arguments.config_name, arguments.resume)
+            try:
+                trainer.train(arguments.run_dir, arguments.config_name, arguments.resume)
+            except Stopped:
+                when_saved()
+                raise
+            when_saved()
         else:
             description = trainer.describe()  # on every rank, since a forward pass may have to wait for the others'
             if place.is_main:
@@ -430,6 +438,4 @@ def main(arguments: Arguments) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    exit_status = main(ARGUMENTS)
-    ignore_signals()
-    sys.exit(exit_status)
+    sys.exit(main(ARGUMENTS, when_saved=ignore_signals))

@@ -488,6 +488,54 @@ def test_a_checkpoint_under_the_name_of_a_later_step_is_gone_on_from(tiny, alone
     assert trainer.epoch == 3 and list_checkpoints(own)[0].name == "step-000000012.pt"
 
 
+def test_another_runs_checkpoint_among_the_own_ones_replaces_none(tiny, alone, tmp_path):
+    for name, lr in (("run", 0.1), ("other", 0.2)):
+        Trainer(tiny(max_epochs=1, lr=lr), alone).train(tmp_path / name, "tiny", "auto")
+    own = tmp_path / "run/checkpoints"
+    before = (own / "step-000000004.pt").read_bytes()
+    shutil.copy(tmp_path / "other/checkpoints/step-000000004.pt", own / "step-000000099.pt")
+    Trainer(tiny(max_epochs=2, keep_checkpoints=9), alone).train(tmp_path / "run", "tiny", "auto")
+    assert (own / "step-000000004.pt.superseded").read_bytes() == before
+
+
+def test_a_link_in_the_run_to_a_checkpoint_elsewhere_can_be_gone_on_from(tiny, alone, tmp_path):
+    for name in ("run", "other"):
+        Trainer(tiny(max_epochs=1), alone).train(tmp_path / name, "tiny", "auto")
+    (tmp_path / "run/kept.pt").symlink_to(tmp_path / "other/checkpoints/best.pt")
+    trainer = Trainer(tiny(max_epochs=2), alone)
+    trainer.train(tmp_path / "run", "tiny", str(tmp_path / "run/kept.pt"))
+    assert trainer.epoch == 2 and (tmp_path / "run.1").exists()
+
+
+@pytest.mark.parametrize("event", range(1, 4))
+def test_a_start_that_is_lost_while_it_goes_back_loses_nothing(tiny, alone, tmp_path, monkeypatch, event):
+    """It goes back to step 4 of 12, which moves two checkpoints and cuts the records, and ends before one of these."""
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    for path in (whole, folder):
+        Trainer(tiny(max_epochs=3, keep_checkpoints=9), alone).train(path, "tiny", "auto")
+    command = str(folder / "checkpoints/step-000000004.pt")
+    with monkeypatch.context() as patch:
+        left = iter(range(1, event))
+        for function in ("_set_aside", "_drop_after"):
+            patch.setattr(run_folder, function, _until_none_is(left, getattr(run_folder, function)))
+        with pytest.raises(KeyboardInterrupt):
+            Trainer(tiny(max_epochs=3, keep_checkpoints=9), alone).train(folder, "tiny", command)
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert max(steps) >= read_checkpoint(list_checkpoints(folder / "checkpoints")[0])["step"]
+    Trainer(tiny(max_epochs=3, keep_checkpoints=9), alone).train(folder, "tiny", command)
+    states = [read_checkpoint(path / "checkpoints/step-000000012.pt") for path in (folder, whole)]
+    assert all(torch.equal(value, states[1]["model"][name]) for name, value in states[0]["model"].items())
+
+
+def _until_none_is(left, function):
+    def lost_after_that(*arguments):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return function(*arguments)
+
+    return lost_after_that
+
+
 def test_a_damaged_line_of_the_metrics_does_not_keep_a_run_from_going_on(tiny, alone, tmp_path):
     Trainer(tiny(max_epochs=1), alone).train(tmp_path, "tiny", "auto")
     metrics = tmp_path / "metrics.jsonl"

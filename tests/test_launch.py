@@ -140,7 +140,7 @@ def test_a_job_keeps_its_name_and_another_has_another() -> None:
     name = job_name({"TORCHELASTIC_RUN_ID": "none"})
     assert name == job_name({"TORCHELASTIC_RUN_ID": "none"}) and name.startswith(f"torchrun {os.getppid()} ")
     code = "import os; from utils.launch import job_name; print(job_name(os.environ))"
-    environment = os.environ | {"TORCHELASTIC_RUN_ID": "none"}
+    environment = without_launcher(os.environ) | {"TORCHELASTIC_RUN_ID": "none"}
     other = subprocess.run(
         ["sh", "-c", f"{sys.executable} -c '{code}'; true"],
         cwd=ROOT,

@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._C import _remove_worker_pids, _set_worker_pids
+from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 
 from train import main
 from utils.cli import Arguments
@@ -465,23 +467,32 @@ def test_a_worker_that_dies_of_full_shared_memory_is_explained(message: str) -> 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
 @pytest.mark.parametrize("error", [RuntimeError("exited unexpectedly"), EOFError(), ConnectionResetError(104, "reset")])
+@pytest.mark.parametrize("with_handler", [False, True])
 @pytest.mark.parametrize(
     ("number", "told"), [(signal.SIGKILL, "is killed by signal: Killed"), (signal.SIGBUS, "--ipc=host")]
 )
 def test_how_a_worker_died_is_told_whatever_is_noticed_first(
-    error: Exception, number: signal.Signals, told: str
+    error: Exception, with_handler: bool, number: signal.Signals, told: str
 ) -> None:
+    """With PyTorch's handler of SIGCHLD it may be that, while the reason is being looked for."""
+
     class Batches:
         def __init__(self) -> None:
             worker = multiprocessing.get_context("fork").Process(target=die_of, args=(number,))
             worker.start()
             self._workers = [worker]
+            if with_handler:
+                _set_SIGCHLD_handler()
+                _set_worker_pids(id(self), (worker.pid,))
 
         def __next__(self) -> Any:
             raise error
 
+    batches = Batches()
     with pytest.raises((RuntimeError, ConfigError), match=told):
-        loaders.TorchvisionLoader._next(cast(Any, Batches()))
+        loaders.TorchvisionLoader._next(cast(Any, batches))
+    if with_handler:
+        _remove_worker_pids(id(batches))
 
 
 def die_of(number: int) -> None:

@@ -102,6 +102,6 @@ def listen(requests: Requests) -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """For a process that has nothing left to do but to end: a signal must not change its exit status any more."""
+    """For a process that has nothing left to do but to end: a further signal must not change its exit status."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -30,7 +30,6 @@ from utils.checkpoint import write_atomically
 from utils.distributed import Distributed, choose_device
 from utils.errors import LOST_RANK, ConfigError, ExpectedError, Stopped, explain
 from utils.launch import Launch, find_launch, name_ranks
-from utils.preemption import ignore_signals
 
 POLL_SECONDS = 0.2  # how often a rank looks whether another has failed
 ROLL_CALL_SECONDS = 3.0  # to answer, once contact with some rank is lost
@@ -105,7 +104,6 @@ def _run_among_others(
             action(place)
         except Stopped as stopped:  # by agreement of all ranks, so that none has to be told
             outcome = Failure(stopped.exit_status, str(stopped) if place.is_main else "")
-        ignore_signals()  # this process is of a launcher's making, and ends with this function
         place.barrier()  # rank 0 may still be writing what the others need not wait for
         meeting.stop_watching()
         gc.collect()  # DistributedDataParallel keeps threads that must not outlive the group

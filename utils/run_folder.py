@@ -93,7 +93,7 @@ def _open_run(folder: Path, resume: str, config: Config, weights: dict[str, Tens
         resume = "auto"
     own = folder / "checkpoints"
     notes: list[str] = []
-    path, state = None, None
+    path, state, content, best = None, None, b"", None
     if resume == "auto":
         path, state = _newest(own, notes)
     elif resume != "never":
@@ -106,59 +106,63 @@ def _open_run(folder: Path, resume: str, config: Config, weights: dict[str, Tens
         notes += [
             f"Resuming with another {key}: {state['config'].get(key)} -> {getattr(config, key)}" for key in changed
         ]
-    if path is not None and state is not None and path.parent.resolve() == own.resolve():
+        content, best = path.read_bytes(), _best_beside(path, state, notes)  # before either is moved
+    if path is not None and path.parent.resolve() == own.resolve():
         checkpoint.remove_leftovers(own)
-        notes += _adopt(path, state, own)  # before it is set aside, should its name be that of a later step
-        _drop_after(folder / "metrics.jsonl", state["step"], state["epoch"])
-        for newer in checkpoint.list_checkpoints(own):
-            if newer > checkpoint.step_path(own, state["step"]):  # damaged or not wanted: kept aside
-                _set_aside(newer)
     else:
         if holds_run(folder):
             really = folder.resolve() if folder.is_symlink() else folder  # the link stays, as the new run's too
-            inside = None if path is None else os.path.relpath(path.resolve(), really.resolve())
-            aside = _move_aside(really)
-            notes.append(f"The earlier run in {folder} is now in {aside}")
-            if inside is not None and not inside.startswith(".."):  # what to go on from has moved with it
-                path = aside / inside
+            notes.append(f"The earlier run in {folder} is now in {_move_aside(really)}")
             lock.close()
             lock = lock_folder(really)
         own.mkdir(exist_ok=True)
-        if path is not None and state is not None:
-            notes += _adopt(path, state, own)
+    if state is not None:
+        _adopt(folder, state, content, best)
     lock.truncate(0)
     print(job, end="", file=lock, flush=True)
     return OpenedRun(lock, state, notes)
 
 
-def _adopt(path: Path, state: dict[str, Any], own: Path) -> list[str]:
-    """What a run goes on from becomes its own last checkpoint, and the best one so far its own best; where that one is
-    gone, the best is still to come, and the notes returned say so. `path` may be best.pt, of another run, or from
-    before the best one was written."""
-    last, best, candidate = checkpoint.step_path(own, state["step"]), own / "best.pt", path.with_name("best.pt")
-    notes: list[str] = []
-    if path.resolve() != last.resolve():
-        checkpoint.write_atomically(last, path.read_bytes())
-    if _holds_best(best, state, notes):
-        return []
-    if best.exists():
-        _set_aside(best)
-    if candidate != best and _holds_best(candidate, state, notes):
-        checkpoint.write_atomically(best, candidate.read_bytes())
-        return notes
+def _best_beside(path: Path, state: dict[str, Any], notes: list[str]) -> bytes | None:
+    """The best checkpoint so far of the run whose `state` is in `path`; None, with the best still to come, where it is
+    damaged, of a later step, or gone."""
+    best = path.with_name("best.pt")
+    try:
+        if best.exists() and checkpoint.read_checkpoint(best)["best"] == state["best"]:
+            return best.read_bytes()
+    except CheckpointError as error:
+        notes.append(f"Passed over: {error}")
     if state["best"]["epoch"]:
         notes.append(f"The best weights so far, of epoch {state['best']['epoch']}, are gone: the best is still to come")
     state["best"] = {"acc1": -1.0, "epoch": 0}
-    return notes
+    return None
 
 
-def _holds_best(path: Path, state: dict[str, Any], notes: list[str]) -> bool:
-    """Whether this is the best checkpoint of the run whose state this is; a damaged one is noted."""
-    try:
-        return path.exists() and checkpoint.read_checkpoint(path)["best"] == state["best"]
-    except CheckpointError as error:
-        notes.append(f"Passed over: {error}")
-        return False
+def _adopt(folder: Path, state: dict[str, Any], content: bytes, best: bytes | None) -> None:
+    """What a run goes on from becomes its own last checkpoint, and the best one so far its own best.
+
+    In this order: killed in between, the next start finds the records of a checkpoint that is there.
+    """
+    own = folder / "checkpoints"
+    last = checkpoint.step_path(own, state["step"])
+    _put(last, content)
+    for newer in checkpoint.list_checkpoints(own):
+        if newer > last:  # damaged, not wanted, or under another's name
+            _set_aside(newer)
+    if best is not None:
+        _put(own / "best.pt", best)
+    elif (own / "best.pt").exists():
+        _set_aside(own / "best.pt")
+    _drop_after(folder / "metrics.jsonl", state["step"], state["epoch"])
+
+
+def _put(path: Path, content: bytes) -> None:
+    """Write a checkpoint; another one of that name is kept aside."""
+    if path.is_file() and path.read_bytes() == content:
+        return
+    if path.exists():
+        _set_aside(path)
+    checkpoint.write_atomically(path, content)
 
 
 def _set_aside(path: Path) -> None:

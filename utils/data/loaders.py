@@ -140,7 +140,10 @@ class TorchvisionLoader:
         try:
             return next(batches, None)
         except (RuntimeError, EOFError, OSError) as error:
-            lost = find_lost_worker(batches, str(error))
+            try:
+                lost = find_lost_worker(batches, str(error))
+            except RuntimeError as told:  # by PyTorch's handler, meanwhile
+                lost = str(told)
             text = lost or str(error)
             # what a worker dies of when shared memory is full: SIGBUS, or ENOSPC from the system call
             if "bus error" in text.lower() or "shared memory" in text or "No space left" in text:
