@@ -93,11 +93,12 @@ def _open_run(folder: Path, resume: str, config: Config, weights: dict[str, Tens
         resume = "auto"
     own = folder / "checkpoints"
     notes: list[str] = []
-    path, state, content, best = None, None, b"", None
+    path, state, content, best = None, None, None, None
     if resume == "auto":
         path, state = _newest(own, notes)
     elif resume != "never":
         path, state = _demanded(Path(resume), notes)
+    here = path is not None and path.parent.resolve() == own.resolve()
     if path is not None and state is not None:
         changed = checkpoint.check_fit(path, state["config"], config.model_dump(mode="json"))
         checkpoint.check_weights_fit(path, state["model"], weights)
@@ -106,8 +107,12 @@ def _open_run(folder: Path, resume: str, config: Config, weights: dict[str, Tens
         notes += [
             f"Resuming with another {key}: {state['config'].get(key)} -> {getattr(config, key)}" for key in changed
         ]
-        content, best = path.read_bytes(), _best_beside(path, state, notes)  # before either is moved
-    if path is not None and path.parent.resolve() == own.resolve():
+        # what is not in its place yet, read before anything is moved
+        if not here or path.resolve() != checkpoint.step_path(own, state["step"]).resolve():
+            content = path.read_bytes()
+        if _has_best_beside(path, state, notes) and not here:
+            best = path.with_name("best.pt").read_bytes()
+    if here:
         checkpoint.remove_leftovers(own)
     else:
         if holds_run(folder):
@@ -123,46 +128,41 @@ def _open_run(folder: Path, resume: str, config: Config, weights: dict[str, Tens
     return OpenedRun(lock, state, notes)
 
 
-def _best_beside(path: Path, state: dict[str, Any], notes: list[str]) -> bytes | None:
-    """The best checkpoint so far of the run whose `state` is in `path`; None, with the best still to come, where it is
-    damaged, of a later step, or gone."""
+def _has_best_beside(path: Path, state: dict[str, Any], notes: list[str]) -> bool:
+    """Whether the best checkpoint so far of the run whose `state` is in `path` is beside it; where that one is damaged,
+    of a later step, or gone, the best is still to come."""
     best = path.with_name("best.pt")
     try:
         if best.exists() and checkpoint.read_checkpoint(best)["best"] == state["best"]:
-            return best.read_bytes()
+            return True
     except CheckpointError as error:
         notes.append(f"Passed over: {error}")
     if state["best"]["epoch"]:
         notes.append(f"The best weights so far, of epoch {state['best']['epoch']}, are gone: the best is still to come")
     state["best"] = {"acc1": -1.0, "epoch": 0}
-    return None
+    return False
 
 
-def _adopt(folder: Path, state: dict[str, Any], content: bytes, best: bytes | None) -> None:
-    """What a run goes on from becomes its own last checkpoint, and the best one so far its own best.
+def _adopt(folder: Path, state: dict[str, Any], content: bytes | None, best: bytes | None) -> None:
+    """What a run goes on from becomes its own last checkpoint, and the best one so far its own best; None stands for
+    one that is in its place already.
 
     In this order: killed in between, the next start finds the records of a checkpoint that is there.
     """
     own = folder / "checkpoints"
-    last = checkpoint.step_path(own, state["step"])
-    _put(last, content)
+    last, own_best = checkpoint.step_path(own, state["step"]), own / "best.pt"
+    if content is not None and not (last.is_file() and last.read_bytes() == content):
+        if last.exists():
+            _set_aside(last)
+        checkpoint.write_atomically(last, content)
     for newer in checkpoint.list_checkpoints(own):
         if newer > last:  # damaged, not wanted, or under another's name
             _set_aside(newer)
     if best is not None:
-        _put(own / "best.pt", best)
-    elif (own / "best.pt").exists():
-        _set_aside(own / "best.pt")
+        checkpoint.write_atomically(own_best, best)
+    elif own_best.exists() and not state["best"]["epoch"]:  # of a later step, or damaged
+        _set_aside(own_best)
     _drop_after(folder / "metrics.jsonl", state["step"], state["epoch"])
-
-
-def _put(path: Path, content: bytes) -> None:
-    """Write a checkpoint; another one of that name is kept aside."""
-    if path.is_file() and path.read_bytes() == content:
-        return
-    if path.exists():
-        _set_aside(path)
-    checkpoint.write_atomically(path, content)
 
 
 def _set_aside(path: Path) -> None:
