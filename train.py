@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=8 train.py --config=bs2048-warmup-opt
     sbatch submit_multinode.slr
 
-The loop is `Trainer.train` -> `train_one_epoch` -> `utils.step.TrainStep`. Every speed-up is tagged where it acts:
+The loop is `Trainer.train` -> `train_one_epoch` -> `utils/training/step.py`. Every speed-up is tagged where it acts:
 `grep -rn "DDP:" train.py utils`; the other tags are AMP, NHWC, EXTRA, COMPILE, GRAPHS, PREFETCH, ALLOC and PROF.
 """
 
@@ -32,25 +32,33 @@ import torch
 from torch import nn
 
 from models import build_model
-from utils import checkpoint, run_folder
-from utils.backends import prepare_backends
-from utils.board import Board
+from utils import seeds
 from utils.config import Config
-from utils.data import build_loaders, open_dataset, report_unreadable
+from utils.data.build import build_loaders, open_dataset, report_unreadable
 from utils.data.mix import build_mix
-from utils.distributed import Distributed, split_batch
-from utils.dry_run import describe
+from utils.distributed.affinity import pin_near_gpu
+from utils.distributed.batch_split import split_batch
+from utils.distributed.ddp import describe_parallel, synchronise_batch_norm
+from utils.distributed.ranks import run_ranks
+from utils.distributed.world import World
 from utils.errors import ExpectedError, Stopped
-from utils.metrics import MetricSums, RunLogger, Throughput
-from utils.observe import Confusion, StepWatch, input_remedy
-from utils.optim import Plateau, build_optimizer, build_schedule, learning_rate, load_optimizer, set_learning_rate
-from utils.parallel import describe_parallel, pin_near_gpu, synchronise_batch_norm
-from utils.precision import MasterWeights, choose_precision
-from utils.preemption import Asked, Requests, ignore_signals, listen
-from utils.profiling import Profiler
-from utils.ranks import run_ranks
-from utils.recipe import build_average, predict, resize, training_size
-from utils.step import build_step, prefetch, wants_graphs
+from utils.profiling.profiler import Profiler
+from utils.run import checkpoint
+from utils.run import folder as run_folder
+from utils.run.board import Board
+from utils.run.environment import describe_environment
+from utils.run.logger import RunLogger
+from utils.run.preemption import Asked, Requests, ignore_signals, listen
+from utils.training.backends import prepare_backends
+from utils.training.batches import prefetch
+from utils.training.dry_run import describe
+from utils.training.metrics import Confusion, MetricSums, Throughput
+from utils.training.optimizer import build_optimizer, learning_rate, load_optimizer, set_learning_rate
+from utils.training.precision import MasterWeights, choose_precision
+from utils.training.recipe import build_average, predict, resize, training_size
+from utils.training.schedule import Plateau, build_schedule
+from utils.training.step import build_step, wants_graphs
+from utils.training.watch import StepWatch, input_remedy
 
 
 class Trainer:
@@ -59,39 +67,39 @@ class Trainer:
     Position: `epoch` finished epochs, `batch` batches trained in the next one, `step` optimizer steps in all.
     """
 
-    def __init__(self, config: Config, place: Distributed) -> None:
-        self.config, self.place = config, place
-        self.split = split_batch(config.batch_size, place.world_size, config.micro_batch_size)
-        self.precision = choose_precision(config, place.device)
-        self.notes = describe_parallel(config) + prepare_backends(config, place.device) + pin_near_gpu(config, place)
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
+        self.split = split_batch(config.batch_size, world.world_size, config.micro_batch_size)
+        self.precision = choose_precision(config, world.device)
+        self.notes = describe_parallel(config) + prepare_backends(config, world.device) + pin_near_gpu(config, world)
 
-        dataset = open_dataset(config, place)
-        self.loaders = build_loaders(config, dataset, place)
+        dataset = open_dataset(config, world)
+        self.loaders = build_loaders(config, dataset, world)
         self.train_loader, self.valid_loader = self.loaders.train, self.loaders.valid
         self.notes += self.loaders.notes
         self.mix = build_mix(config, self.loaders.plan)
         self.steps_per_epoch = len(self.train_loader)
         self.data = dataset.describe() | {"steps_per_epoch": self.steps_per_epoch}
-        self.shared_valid_batches = min(place.gather(len(self.valid_loader)))  # some ranks may have one more
+        self.shared_valid_batches = min(world.gather(len(self.valid_loader)))  # some ranks may have one more
 
-        checkpoint.seed_random_state(config.seed)
-        self.model = synchronise_batch_norm(config, build_model(config), place).to(place.device)
+        seeds.seed_random_state(config.seed)
+        self.model = synchronise_batch_norm(config, build_model(config), world).to(world.device)
         if config.enable_nhwc:
             # NHWC: weights in the channels_last memory format; the loaders bring the images in the same one
             self.model = self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        checkpoint.seed_random_state(checkpoint.seed_of(config.seed, place.rank, step=0))
+        seeds.seed_random_state(seeds.seed_of(config.seed, world.rank, step=0))
         self.weights = MasterWeights(self.model, self.precision)
         self.average = build_average(config, self.model)
 
-        self.optimizer = build_optimizer(config, self.weights.parameters(), graphed=wants_graphs(config, place.device))
+        self.optimizer = build_optimizer(config, self.weights.parameters(), graphed=wants_graphs(config, world.device))
         self.loss_scaler = self.precision.loss_scaler()
         self.schedule = build_schedule(config, self.steps_per_epoch)
         self.plateau = Plateau(config.lr_plateau_patience)
-        self.profiler = Profiler(place.device)
+        self.profiler = Profiler(world.device)
         self.criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
         self.train_step, step_notes = build_step(
             config,
-            place,
+            world,
             weights=self.weights,
             optimizer=self.optimizer,
             criterion=self.criterion,
@@ -102,12 +110,12 @@ class Trainer:
         self.notes += step_notes
 
         self.epoch = self.batch = self.step = self.saved_step = 0
-        self.sums = MetricSums(place.device)
+        self.sums = MetricSums(world.device)
         self.best: dict[str, float] = {"acc1": -1.0, "epoch": 0}
         self.seconds = 0.0
-        self.throughput = Throughput(place.world_size)
-        self.requests = Requests(place, config.checkpoint_every_minutes)
-        self.watch = StepWatch(self.model, place)
+        self.throughput = Throughput(world.world_size)
+        self.requests = Requests(world, config.checkpoint_every_minutes)
+        self.watch = StepWatch(self.model, world)
 
     def describe(self) -> str:
         """What this run would do and need."""
@@ -130,7 +138,7 @@ class Trainer:
         board = Board(folder / "tb_logs", epoch=self.epoch, step=self.step, seconds=self.seconds)
         logger = RunLogger(
             folder,
-            enabled=self.place.is_main,
+            enabled=self.world.is_main,
             to_screen=self.config.log_to_screen,
             board=board if self.config.log_to_tensorboard else None,
         )
@@ -138,7 +146,7 @@ class Trainer:
             folder / "checkpoints", self.config.keep_checkpoints, self.config.checkpoint_async, before=logger.sync
         )
         with listen(self.requests), lock or nullcontext(), logger as self.log, writer as self.writer:
-            self.place.main_only(lambda: self._introduce(notes))
+            self.world.main_only(lambda: self._introduce(notes))
             self.since = time.perf_counter()
             finished_before = self.finished
             while not self.finished:
@@ -146,11 +154,11 @@ class Trainer:
                 # PROF: the range that nsys captures
                 with self._profile(self.epoch + 1), self.profiler.range(f"epoch {self.epoch + 1}"):
                     self.train_one_epoch()
-                train_metrics = self._check_finite(self.sums.average(self.place))
+                train_metrics = self._check_finite(self.sums.average(self.world))
                 self.throughput.close_window()
                 valid_metrics = self.validate_one_epoch()
                 self._finish_epoch(train_metrics, valid_metrics, started)
-            self.place.main_only(self.writer.wait)
+            self.world.main_only(self.writer.wait)
             self.log.say(f"Look at the curves with: tensorboard --logdir {shlex.quote(str(folder.parent))}")
             self.log.say(self._summary(finished_before))
 
@@ -161,7 +169,7 @@ class Trainer:
         self.log.start_bar(f"epoch {self.epoch + 1}/{self.config.max_epochs}", self.steps_per_epoch, self.batch)
         self.throughput.start()
         size = training_size(self.config, self.epoch)
-        batches = self.watch.batches(prefetch(self.config, iter(self.train_loader), self.place.device))
+        batches = self.watch.batches(prefetch(self.config, iter(self.train_loader), self.world.device))
         while self.batch < self.steps_per_epoch:
             with self.profiler.range(f"iteration {self.batch}"):
                 with self.profiler.range("data"):
@@ -178,9 +186,9 @@ class Trainer:
             self.log.advance_bar(self.batch)
             if self.batch == self.steps_per_epoch:
                 # DDP: for validation; before a checkpoint can be taken, since one taken here resumes with validation
-                self.place.average_buffers(self.model)
+                self.world.average_buffers(self.model)
                 if self.average is not None:
-                    self.place.average_buffers(self.average.module)
+                    self.world.average_buffers(self.average.module)
             if (self.batch - 1) % self.config.log_freq == 0:
                 self._log_point()
             self._obey(self.requests.poll())
@@ -192,8 +200,8 @@ class Trainer:
         model.eval()
         self.valid_loader.set_epoch(self.epoch)
         self.log.start_bar("validation", len(self.valid_loader))
-        sums = MetricSums(self.place.device)
-        self.confusion = Confusion(self.config.num_classes, self.place.device)
+        sums = MetricSums(self.world.device)
+        self.confusion = Confusion(self.config.num_classes, self.world.device)
         for number, (images, labels) in enumerate(self.valid_loader, start=1):
             # AMP: validation runs in the precision of training
             outputs = predict(self.precision, model, images, mirrored=self.config.test_time_flip)
@@ -202,7 +210,7 @@ class Trainer:
             self.log.advance_bar(number)
             if number <= self.shared_valid_batches:
                 self._obey(self.requests.poll())
-        return sums.average(self.place)
+        return sums.average(self.world)
 
     def _finish_epoch(self, train: dict[str, float], valid: dict[str, float], started: float) -> None:
         """Schedule, record, save."""
@@ -226,8 +234,8 @@ class Trainer:
             "seconds": self.seconds,
             **self.loss_scaler.metrics(),
         }
-        self.place.main_only(lambda: self.log.log_epoch(self.epoch, self.step, values))
-        for line in report_unreadable(self.place, self.loaders):
+        self.world.main_only(lambda: self.log.log_epoch(self.epoch, self.step, values))
+        for line in report_unreadable(self.world, self.loaders):
             self.log.say(line)
         for remark in self.watch.judge(input_remedy(self.config.data_loader, self.config.num_data_workers)):
             self.log.say(remark)
@@ -239,13 +247,13 @@ class Trainer:
         results = {f"best_{name}": value for name, value in self.best.items()}
         results |= {"last_acc1": valid["acc1"], "last_loss": valid["loss"]}
         results |= {"seconds": self.seconds, "images_per_sec": self.throughput.overall()}
-        counts = self.confusion.collect(self.place)
-        self.place.main_only(
+        counts = self.confusion.collect(self.world)
+        self.world.main_only(
             lambda: self.log.log_end(self.config, self.epoch, self.step, results, counts, self.data["class_names"])
         )
 
     def _log_point(self) -> None:
-        window = self._check_finite(self.sums.average_since_last(self.place))
+        window = self._check_finite(self.sums.average_since_last(self.world))
         values = {
             "loss": window["loss"],
             "learning_rate": learning_rate(self.optimizer),
@@ -254,14 +262,14 @@ class Trainer:
             **self.watch.close_window(),
         }
         sample = self.watch.take_sample()
-        self.place.main_only(lambda: self.log.log_step(self.epoch + 1, self.batch - 1, self.step, values, sample))
+        self.world.main_only(lambda: self.log.log_step(self.epoch + 1, self.batch - 1, self.step, values, sample))
         self.log.advance_bar(self.batch, f"loss {values['loss']:.3f}  {values['images_per_sec']:.0f} images/s")
 
     def _check_finite(self, metrics: dict[str, float]) -> dict[str, float]:
         """Passes metrics on; they are over all ranks, so that all of them stop together when the loss is not finite."""
         if math.isfinite(metrics["loss"]):
             return metrics
-        first_bad = min(self.place.gather(self.sums.finite_batches())) // self.split.accumulation
+        first_bad = min(self.world.gather(self.sums.finite_batches())) // self.split.accumulation
         raise ExpectedError(
             f"the loss stopped being a finite number in epoch {self.epoch + 1}, iteration {first_bad}, learning rate "
             f"{learning_rate(self.optimizer):.4g}; nothing was saved since the last checkpoint\n"
@@ -276,7 +284,7 @@ class Trainer:
         if asked == "stop":
             self._save_and_leave()
         elif (asked == "save" or (every and self.step % every == 0)) and self.step > self.saved_step:
-            self._check_finite(self.sums.average(self.place))
+            self._check_finite(self.sums.average(self.world))
             self._save(is_best=False)
 
     def _save_and_leave(self) -> None:
@@ -285,9 +293,9 @@ class Trainer:
         where = f"{self.requests.name()} in epoch {self.epoch + 1} {position}"
         if not self.config.save_checkpoint:
             raise ExpectedError(f"stopped on {where}; save_checkpoint is false, so this run cannot be continued")
-        self._check_finite(self.sums.average(self.place))
+        self._check_finite(self.sums.average(self.world))
         self._save(is_best=False)
-        self.place.main_only(self.writer.wait)
+        self.world.main_only(self.writer.wait)
         but = "" if self.resume == "auto" else " with --resume auto"
         raise Stopped(f"stopped on {where} with everything saved; run the same command again{but} to go on")
 
@@ -296,8 +304,8 @@ class Trainer:
         if not self.config.save_checkpoint:
             return
         self._count_seconds()
-        ranks = self.place.gather(self._rank_state())
-        self.place.main_only(lambda: self.writer.save(self._state(ranks), is_best))
+        ranks = self.world.gather(self._rank_state())
+        self.world.main_only(lambda: self.writer.save(self._state(ranks), is_best))
         self.saved_step = self.step
 
     def _count_seconds(self) -> None:
@@ -331,9 +339,9 @@ class Trainer:
 
     def _rank_state(self) -> dict[str, Any]:
         """What differs between ranks. The buffers only in mid-epoch: they are averaged before validation."""
-        buffers = self._buffers() if self.place.world_size > 1 and self.batch else {}
+        buffers = self._buffers() if self.world.world_size > 1 and self.batch else {}
         return {
-            "random": checkpoint.random_state(),
+            "random": seeds.random_state(),
             "metric_sums": self.sums.sums.cpu(),
             "buffers": {name: buffer.cpu() for name, buffer in buffers.items()},
         }
@@ -358,34 +366,34 @@ class Trainer:
         if self.step:  # what the epoch's record tells when there is only its validation left
             set_learning_rate(self.optimizer, self.schedule.factor(self.step - 1, self.plateau.cuts))
         ranks = state["ranks"]
-        if len(ranks) == self.place.world_size:
-            mine = ranks[self.place.rank]
-            checkpoint.restore_random_state(mine["random"])
+        if len(ranks) == self.world.world_size:
+            mine = ranks[self.world.rank]
+            seeds.restore_random_state(mine["random"])
             for name, buffer in self._buffers().items():
                 if name in mine["buffers"]:
                     buffer.copy_(mine["buffers"][name])
             self.sums.load(mine["metric_sums"], state["logged_sums"])
         else:
             # another world size: other draws, and BatchNorm goes on from the mean of what the ranks had seen
-            checkpoint.seed_random_state(checkpoint.seed_of(self.config.seed, self.place.rank, self.step))
+            seeds.seed_random_state(seeds.seed_of(self.config.seed, self.world.rank, self.step))
             for name, buffer in self._buffers().items():
                 if name in ranks[0]["buffers"] and buffer.is_floating_point():
                     buffer.copy_(torch.stack([rank["buffers"][name] for rank in ranks]).mean(0))
             total = sum(rank["metric_sums"] for rank in ranks)
-            self.sums.load(total if self.place.is_main else torch.zeros_like(total), state["logged_sums"])
+            self.sums.load(total if self.world.is_main else torch.zeros_like(total), state["logged_sums"])
         self.sums.set_finite_batches(self.batch * self.split.accumulation)
 
     def _open_folder(self, resume: str) -> tuple[IO[str] | None, list[str]]:
         """Collective: take the run's folder and restore what is to be resumed; returns its lock and what to tell."""
         weights = self.model.state_dict()
-        opened = self.place.main_only(lambda: run_folder.open_run(self.folder, resume, self.config, weights, self.data))
-        state = self.place.broadcast(opened.state if opened else None)
+        opened = self.world.main_only(lambda: run_folder.open_run(self.folder, resume, self.config, weights, self.data))
+        state = self.world.broadcast(opened.state if opened else None)
         if state is not None:
             self.load_state(state)
         return (opened.lock, opened.notes) if opened else (None, [])
 
     def _introduce(self, notes: list[str]) -> None:
-        environment = run_folder.describe_environment(self.place.device, self.place.world_size)
+        environment = describe_environment(self.world.device, self.world.world_size)
         if not self.finished:  # else they would describe what did not train it
             run_folder.write_description(self.folder, self.config, self.config_name, environment)
             self.log.describe(self.config, self.config_name, environment)
@@ -410,7 +418,7 @@ class Trainer:
         """PROF: every rank marks its ranges, the main process records and tells."""
         if not self.config.enable_profiling or epoch != self.config.profiling_epoch_start:
             return nullcontext()
-        return self.profiler.capture(self.folder if self.place.is_main else None, self.log.say)
+        return self.profiler.capture(self.folder if self.world.is_main else None, self.log.say)
 
 
 def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None) -> int:
@@ -419,8 +427,8 @@ def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None) ->
     `when_saved` is called when training has ended in order, or stopped on request, and nothing is left to save."""
     config = arguments.config
 
-    def run(place: Distributed) -> None:
-        trainer = Trainer(config, place)
+    def run(world: World) -> None:
+        trainer = Trainer(config, world)
         if not arguments.dry_run:
             try:
                 trainer.train(arguments.run_dir, arguments.config_name, arguments.resume)
@@ -430,7 +438,7 @@ def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None) ->
             when_saved()
         else:
             description = trainer.describe()  # on every rank, since a forward pass may have to wait for the others'
-            if place.is_main:
+            if world.is_main:
                 print(description)
 
     return run_ranks(run, config.device, config.start_timeout_seconds, config.collective_timeout_seconds)

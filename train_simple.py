@@ -21,9 +21,9 @@ from models import build_model
 from utils.config import Config, load_config
 from utils.data.augment import Normalise
 from utils.data.datasets import Dataset, load_dataset
-from utils.data.loaders import AugmentedImages, BatchSampler
 from utils.data.sampling import AugmentationRanges, EpochPlan
-from utils.distributed import choose_device
+from utils.data.torchvision_loader import AugmentedImages, BatchSampler
+from utils.distributed.world import choose_device
 from utils.errors import in_a_line
 
 

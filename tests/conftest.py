@@ -18,7 +18,7 @@ import torch
 from utils.cli import parse_arguments
 from utils.config import Config, load_config
 from utils.data import datasets
-from utils.distributed import Distributed
+from utils.distributed.world import World
 
 ROOT = Path(__file__).resolve().parent.parent
 CIFAR100 = ROOT / "config/cifar100.yaml"
@@ -78,9 +78,9 @@ def tiny() -> Callable[..., Config]:
 
 
 @pytest.fixture
-def alone() -> Distributed:
+def alone() -> World:
     """The place of a single process on the CPU."""
-    return Distributed(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    return World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ class Job:
         self, folder: Path, function: Callable[..., int], arguments: Iterable[Any], ranks: Iterable[Mapping[str, str]]
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "train", "utils.ranks", "processes"])
+        context.set_forkserver_preload(["torch", "train", "utils.distributed.ranks", "processes"])
         before = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])  # the server's preload
         self.started = time.monotonic()

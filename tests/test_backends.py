@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models import build_model
 from tools.verify_resume import compare
 from train import Trainer
-from utils.backends import prepare_backends
 from utils.config import Config
-from utils.distributed import Distributed
+from utils.distributed.world import World
 from utils.errors import ConfigError
+from utils.training.backends import prepare_backends
 
 
 @pytest.fixture(autouse=True)
@@ -102,17 +102,17 @@ def test_deterministic_runs_are_equal_to_the_last_bit(
     tiny: Callable[..., Config], tmp_path: Path, device: str, model: str
 ) -> None:
     """Two that begin alike, and one that goes on from the middle of the first epoch."""
-    place = Distributed(rank=0, local_rank=0, world_size=1, device=torch.device(device))
+    world = World(rank=0, local_rank=0, world_size=1, device=torch.device(device))
     changes = {"enable_amp": True, "ema_decay": 0.9, "mixup_alpha": 0.2, "device": device, "model": model}
     config = tiny(deterministic=True, checkpoint_every_steps=1, keep_checkpoints=9, **changes)
     one, two, resumed = (tmp_path / name for name in ("one", "two", "resumed"))
     for folder in (one, two):
-        Trainer(config, place).train(folder, "tiny", "auto")
+        Trainer(config, world).train(folder, "tiny", "auto")
         assert torch.are_deterministic_algorithms_enabled()
     shutil.copytree(one, resumed)
     for path in sorted((resumed / "checkpoints").glob("step-*.pt"))[2:]:
         path.unlink()
-    trainer = Trainer(config, place)
+    trainer = Trainer(config, world)
     trainer.train(resumed, "tiny", "auto")
     assert trainer.step == 8 and "epoch 1, batch 2, step 2" in (resumed / "train.log").read_text()
     assert compare(one, two) == []

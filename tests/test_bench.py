@@ -19,7 +19,8 @@ from tools.bench.training import training_flops_per_image
 from tools.follow import check_writable
 from utils.config import Config
 from utils.errors import ConfigError
-from utils.step import GRAPH_WARMUP_STEPS, prefetch
+from utils.training.batches import prefetch
+from utils.training.step import GRAPH_WARMUP_STEPS
 
 
 def test_trials_are_interleaved_and_the_warm_up_is_dropped() -> None:

@@ -10,8 +10,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from train import Trainer
-from utils.board import NO_HYPERPARAMETERS, draw_matrix
 from utils.config import Config
+from utils.run.board import NO_HYPERPARAMETERS, draw_matrix
 
 
 def read(folder: Path) -> EventAccumulator:

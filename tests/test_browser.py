@@ -108,14 +108,14 @@ def expts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     from tests.conftest import CIFAR100, TINY
     from utils.config import Config, load_config
-    from utils.distributed import Distributed
+    from utils.distributed.world import World
 
     folder = tmp_path_factory.mktemp("expts")
-    place = Distributed(0, 0, 1, torch.device("cpu"))
+    world = World(0, 0, 1, torch.device("cpu"))
     for name, rate in (("first", 0.1), ("second", 0.05)):
         values = load_config(CIFAR100, "default").model_dump() | TINY
         config = Config(**values | {"log_to_tensorboard": True, "lr": rate, "max_epochs": 3})
-        Trainer(config, place).train(folder / name, name, "auto")
+        Trainer(config, world).train(folder / name, name, "auto")
     return folder
 
 

@@ -23,11 +23,13 @@ import torch
 
 from tests.conftest import CIFAR100, ROOT
 from train import Trainer
-from utils import checkpoint, run_folder
-from utils.checkpoint import Writer, encode, list_checkpoints, newest_good, read_checkpoint, save_last
+from utils import seeds
 from utils.cli import parse_arguments
 from utils.errors import CheckpointError, ConfigError, ExpectedError
-from utils.metrics import RunLogger
+from utils.run import checkpoint
+from utils.run import folder as run_folder
+from utils.run.checkpoint import Writer, encode, list_checkpoints, newest_good, read_checkpoint, save_last
+from utils.run.logger import RunLogger
 
 
 @pytest.fixture(scope="module")
@@ -209,9 +211,9 @@ def test_a_bare_pickle_with_a_digest_is_refused(tmp_path):
 
 def test_random_states_come_back(state):
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
-    saved = torch.load(io.BytesIO(encode({"random": checkpoint.random_state()})), weights_only=True)["random"]
+    saved = torch.load(io.BytesIO(encode({"random": seeds.random_state()})), weights_only=True)["random"]
     drawn = [(random.random(), np.random.rand(), np.random.randn(), torch.rand(()).item()) for _ in range(2)]
-    checkpoint.restore_random_state(saved)
+    seeds.restore_random_state(saved)
     assert [(random.random(), np.random.rand(), np.random.randn(), torch.rand(()).item()) for _ in range(2)] == drawn
 
 
@@ -219,9 +221,9 @@ def test_random_states_start_no_cuda_on_a_machine_with_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: pytest.fail("would start CUDA"))
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: pytest.fail("would start CUDA later"))
-    drawn = checkpoint.random_state()
+    drawn = seeds.random_state()
     assert drawn["cuda"] is None
-    checkpoint.restore_random_state(drawn | {"cuda": torch.zeros(16, dtype=torch.uint8)})
+    seeds.restore_random_state(drawn | {"cuda": torch.zeros(16, dtype=torch.uint8)})
 
 
 # ---- writing
@@ -257,7 +259,7 @@ def test_a_disk_that_becomes_read_only_in_mid_run(tmp_path, tiny):
 import subprocess, torch
 from pathlib import Path
 from train import Trainer
-from utils.checkpoint import newest_good
+from utils.run.checkpoint import newest_good
 from utils.config import Config
 from utils.distributed import Distributed
 from utils.errors import ExpectedError
@@ -290,7 +292,7 @@ def test_a_really_full_disk(tmp_path, state, background):
     script = f"""
 import torch
 from pathlib import Path
-from utils.checkpoint import Writer, newest_good
+from utils.run.checkpoint import Writer, newest_good
 from utils.errors import ExpectedError
 folder = Path({str(tmp_path)!r})
 writer = Writer(folder, keep=1, background={background})

@@ -16,7 +16,7 @@ from train import Trainer
 from utils import config as config_module
 from utils.cli import parse_arguments
 from utils.config import Config, as_yaml, list_blocks, load_config, render_config, schema
-from utils.distributed import Distributed
+from utils.distributed.world import World
 from utils.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -396,7 +396,7 @@ def test_a_file_without_permission_is_named(tmp_path: Path, refused: Callable[..
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused(tiny: Callable[..., Config]) -> None:
-    ranks = Distributed(rank=0, local_rank=0, world_size=3, device=torch.device("cpu"))
+    ranks = World(rank=0, local_rank=0, world_size=3, device=torch.device("cpu"))
     message = "batch_size 32 cannot be split evenly over 3 ranks; use a multiple of 3, for example 33"
     with pytest.raises(ConfigError, match=message):
         Trainer(tiny(), ranks)

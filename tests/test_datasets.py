@@ -12,12 +12,12 @@ import torchvision
 from conftest import CIFAR100
 from tiny_cifar import RECORDS_PER_FILE, TinyCifar, make_archive, make_tiny_cifar, md5, serve
 
-import utils.data
+import utils.data.build
 from utils.config import load_config
 from utils.data import cifar
 from utils.data.cifar import VERSIONS, fingerprint
 from utils.data.datasets import Dataset, channel_statistics, load_dataset
-from utils.distributed import Distributed
+from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
 
 NAMES = ("cifar10", "cifar100")
@@ -285,7 +285,7 @@ BATCH_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 @pytest.mark.parametrize("variable", [*BATCH_JOBS, "TORCHELASTIC_RUN_ID", None])
 def test_a_batch_job_does_not_download_by_itself(
-    alone: Distributed, variable: str | None, monkeypatch: pytest.MonkeyPatch
+    alone: World, variable: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchrun on a workstation sets a variable too, and is no batch job."""
     asked = []
@@ -294,13 +294,13 @@ def test_a_batch_job_does_not_download_by_itself(
         asked.append(download)
         return load_dataset("shapes", data_path, download=False)
 
-    monkeypatch.setattr(utils.data, "load_dataset", load)
+    monkeypatch.setattr(utils.data.build, "load_dataset", load)
     for name in BATCH_JOBS:
         monkeypatch.delenv(name, raising=False)
     if variable is not None:
         monkeypatch.setenv(variable, "17.server")
     for download in ("auto", "true", "false"):
-        utils.data.open_dataset(load_config(CIFAR100, "default", [f"download={download}"]), alone)
+        utils.data.build.open_dataset(load_config(CIFAR100, "default", [f"download={download}"]), alone)
     assert asked == [variable not in BATCH_JOBS, True, False]
 
 

@@ -20,21 +20,24 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import train
-import utils.ranks
-from utils import parallel
-from utils.batch_norm import RunningStatistics
-from utils.checkpoint import newest_good
+import utils.distributed.ranks
 from utils.cli import Arguments
 from utils.config import Config, load_config
 from utils.data.augment import Normalise
 from utils.data.datasets import Dataset, ImageArrays, load_dataset
-from utils.data.loaders import AugmentedImages, DeviceLoader
+from utils.data.device_loader import DeviceLoader
 from utils.data.sampling import EpochPlan
-from utils.distributed import Distributed, split_batch
+from utils.data.torchvision_loader import AugmentedImages
+from utils.distributed import affinity
+from utils.distributed.affinity import cores_near, pin_near_gpu
+from utils.distributed.batch_split import split_batch
+from utils.distributed.ddp import describe_parallel, distribute, synchronise_batch_norm
+from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.metrics import RunLogger
-from utils.optim import set_learning_rate
-from utils.parallel import cores_near, describe_parallel, distribute, pin_near_gpu, synchronise_batch_norm
+from utils.run.checkpoint import newest_good
+from utils.run.logger import RunLogger
+from utils.training.batch_norm import RunningStatistics
+from utils.training.optimizer import set_learning_rate
 
 BATCH = 24  # 1, 2, 3 and 4 ranks share it evenly
 
@@ -54,15 +57,15 @@ def shapes() -> Dataset:
     return load_dataset("shapes", Path("unused"), download=False)
 
 
-def train_some_steps(place: Distributed, num_steps: int, **changes: Any) -> dict[str, Any]:
+def train_some_steps(world: World, num_steps: int, **changes: Any) -> dict[str, Any]:
     """Weights and gradients, flat, and metrics after some steps, and in how many pieces of memory the gradients lie.
 
     BatchNorm in eval mode, in which nothing keeps an untrained network's activations in range: float32 amplifies its
     rounding to 2e-4 within 20 steps, with one process and another order of summation too. So in float64.
     """
     torch.set_default_dtype(torch.float64)
-    train.open_dataset = lambda config, place: shapes()
-    trainer = train.Trainer(configuration(limit_train_batches=num_steps, **changes), place)
+    train.open_dataset = lambda config, world: shapes()
+    trainer = train.Trainer(configuration(limit_train_batches=num_steps, **changes), world)
     trainer.model.train()
     for module in trainer.model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -74,7 +77,7 @@ def train_some_steps(place: Distributed, num_steps: int, **changes: Any) -> dict
     return {
         "weights": torch.cat([parameter.detach().flatten() for parameter in parameters]),
         "gradients": torch.cat([gradient.flatten() for gradient in gradients]),
-        "metrics": trainer.sums.average(place),
+        "metrics": trainer.sums.average(world),
         "drawn": torch.rand(1).item(),
         "storages": len({gradient.untyped_storage().data_ptr() for gradient in gradients}),
         # what gives equal results and so shows nowhere else
@@ -100,11 +103,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def save_results(folder: Path, num_steps: int, variants: dict[str, dict[str, Any]]) -> int:
-    def action(place: Distributed) -> None:
-        results = {name: train_some_steps(place, num_steps, **changes) for name, changes in variants.items()}
-        torch.save(results, folder / f"{place.world_size}-{place.rank}.pt")
+    def action(world: World) -> None:
+        results = {name: train_some_steps(world, num_steps, **changes) for name, changes in variants.items()}
+        torch.save(results, folder / f"{world.world_size}-{world.rank}.pt")
 
-    return utils.ranks.run_ranks(action, "cpu", 60, 60)
+    return utils.distributed.ranks.run_ranks(action, "cpu", 60, 60)
 
 
 def results_of(folder: Path, world_size: int, num_steps: int, variants: dict[str, Any]) -> list[dict[str, Any]]:
@@ -183,7 +186,7 @@ def run_program_in_float64(folder: Path, changes: dict[str, Any]) -> int:
     Normalise.__call__ = lambda self, images: really(self, images).double()  # type: ignore[method-assign]
     assert isinstance(whole.valid, ImageArrays)
     few = ImageArrays(whole.valid.images[:101], whole.valid.labels[:101])
-    train.open_dataset = lambda config, place: replace(whole, valid=few)
+    train.open_dataset = lambda config, world: replace(whole, valid=few)
     return run_program(folder, changes)
 
 
@@ -336,22 +339,22 @@ VALIDATION_SIZES = (2, 7, 100)
 def validate(folder: Path) -> int:
     """Validation over the first few images only, with fewer batches than ranks, too."""
 
-    def action(place: Distributed) -> None:
-        trainer = train.Trainer(configuration(), place)
+    def action(world: World) -> None:
+        trainer = train.Trainer(configuration(), world)
         trainer.log = RunLogger(folder, enabled=False, to_screen=False, board=None)
         whole = trainer.valid_loader
         assert isinstance(whole, DeviceLoader)
         results = {}
         for size in VALIDATION_SIZES:
-            plan = EpochPlan(size, batch_size=5, rank=place.rank, world_size=place.world_size, training=False)
+            plan = EpochPlan(size, batch_size=5, rank=world.rank, world_size=world.world_size, training=False)
             loader = DeviceLoader.__new__(DeviceLoader)
             loader.__dict__.update(whole.__dict__ | {"plan": plan})
             trainer.valid_loader = loader
             results[size] = trainer.validate_one_epoch()
-        if place.is_main:
+        if world.is_main:
             (folder / "validated.json").write_text(json.dumps(results))
 
-    return utils.ranks.run_ranks(action, "cpu", 60, 60)
+    return utils.distributed.ranks.run_ranks(action, "cpu", 60, 60)
 
 
 def test_validation_is_exact_at_any_world_size(tmp_path: Path) -> None:
@@ -390,8 +393,8 @@ def test_accumulated_statistics_are_the_mean_over_micro_batches() -> None:
         assert torch.allclose(getattr(layer, name), mean, rtol=1e-5)
 
 
-def test_keys_that_cannot_work_here_are_named(alone: Distributed) -> None:
-    pair = Distributed(rank=0, local_rank=0, world_size=2, device=torch.device("cpu"))
+def test_keys_that_cannot_work_here_are_named(alone: World) -> None:
+    pair = World(rank=0, local_rank=0, world_size=2, device=torch.device("cpu"))
     model = nn.Linear(1, 1)
     with pytest.raises(ConfigError, match="enable_sync_bn needs CUDA devices, this run is on cpu"):
         synchronise_batch_norm(configuration(enable_sync_bn=True), model, pair)
@@ -414,11 +417,11 @@ def test_one_process_for_several_gpus_refuses_what_works_with_one_alone() -> Non
     configuration(parallel="dataparallel", enable_cuda_graphs="auto", fused_optimizer=True)
 
 
-def test_batch_norm_is_synchronised_over_several_ranks_only(alone: Distributed) -> None:
+def test_batch_norm_is_synchronised_over_several_ranks_only(alone: World) -> None:
     def kinds(model: nn.Module) -> set[type]:
         return {type(module) for module in model.modules() if "BatchNorm" in type(module).__name__}
 
-    on_gpu = [Distributed(rank=0, local_rank=0, world_size=size, device=torch.device("cuda", 0)) for size in (1, 2)]
+    on_gpu = [World(rank=0, local_rank=0, world_size=size, device=torch.device("cuda", 0)) for size in (1, 2)]
     config = configuration(enable_sync_bn=True)
     plain, single, pair = (nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)) for _ in range(3))
     assert kinds(synchronise_batch_norm(configuration(), plain, on_gpu[1])) == {nn.BatchNorm2d}
@@ -435,13 +438,13 @@ def test_ways_to_measure_say_that_they_are_none_to_train() -> None:
     assert "one process drives all GPUs" in describe_parallel(configuration(parallel="dataparallel"))[0]
 
 
-def test_one_process_needs_no_ddp(alone: Distributed) -> None:
+def test_one_process_needs_no_ddp(alone: World) -> None:
     model = nn.Linear(1, 1)
     assert distribute(configuration(), model, alone) is model
     assert not isinstance(model, DistributedDataParallel)
 
 
-def test_cores_near_a_gpu(tmp_path: Path, alone: Distributed) -> None:
+def test_cores_near_a_gpu(tmp_path: Path, alone: World) -> None:
     (tmp_path / "0000:3b:00.0").mkdir()
     (tmp_path / "0000:3b:00.0/local_cpulist").write_text("0-2,8,10-11\n")
     assert cores_near("0000:3b:00.0", tmp_path) == {0, 1, 2, 8, 10, 11}
@@ -459,23 +462,23 @@ def test_a_rank_keeps_to_the_usable_cores_near_its_gpu(monkeypatch: pytest.Monke
         "get_device_properties",
         lambda device: SimpleNamespace(pci_domain_id=0, pci_bus_id=next(buses), pci_device_id=0),
     )
-    monkeypatch.setattr(parallel, "cores_near", near.__getitem__)
-    place = Distributed(rank=1, local_rank=1, world_size=2, device=torch.device("cuda", 1))
+    monkeypatch.setattr(affinity, "cores_near", near.__getitem__)
+    world = World(rank=1, local_rank=1, world_size=2, device=torch.device("cuda", 1))
     config = configuration(enable_cpu_affinity=True)
     try:
-        assert pin_near_gpu(config, place) == [
+        assert pin_near_gpu(config, world) == [
             "enable_cpu_affinity: rank 1 keeps to the 1 cores nearest GPU 0000:3b:00.0"
         ]
         assert os.sched_getaffinity(0) == {core}
-        assert "near GPU 0000:af:00.0; left as is" in pin_near_gpu(config, place)[0]
+        assert "near GPU 0000:af:00.0; left as is" in pin_near_gpu(config, world)[0]
         assert os.sched_getaffinity(0) == {core}
-        assert pin_near_gpu(configuration(enable_cpu_affinity=False), place) == []
+        assert pin_near_gpu(configuration(enable_cpu_affinity=False), world) == []
     finally:
         os.sched_setaffinity(0, usable)
 
 
 @pytest.mark.parametrize(("rule", "peak"), [("none", 0.1), ("sqrt", 0.2), ("linear", 0.4)])
-def test_learning_rate_follows_the_batch(alone: Distributed, rule: str, peak: float) -> None:
+def test_learning_rate_follows_the_batch(alone: World, rule: str, peak: float) -> None:
     """Four times the reference batch; the warm-up starts from there, in every parameter group."""
     config = configuration(
         lr=0.1, lr_scale_rule=rule, lr_reference_batch_size=BATCH // 4, lr_warmup_epochs=1, lr_schedule="constant"

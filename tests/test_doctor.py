@@ -20,8 +20,8 @@ from tools import doctor
 from tools.bench import limits
 from tools.doctor import Finding
 from utils.config import load_config
-from utils.data import loaders
-from utils.launch import torchrun_here
+from utils.data import workers
+from utils.distributed.launch import torchrun_here
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_a_synthetic_loader_needs_no_data(tmp_path):
 
 def test_shared_memory_is_judged_as_training_judges_it(small_disk, monkeypatch):
     folder = small_disk(64)
-    monkeypatch.setattr(loaders, "SHARED_MEMORY", folder)
+    monkeypatch.setattr(workers, "SHARED_MEMORY", folder)
     finding = doctor.check_shared_memory(10_000_000, workers=6)
     assert finding.level == "fail" and "--ipc=host" in finding.remedy and "has 67 MB free" in finding.message
     assert doctor.check_shared_memory(10_000_000, workers=0).level == "ok", "nobody uses it"
@@ -102,7 +102,7 @@ def test_shared_memory_is_judged_as_training_judges_it(small_disk, monkeypatch):
 
 def test_shared_memory_is_counted_in_the_datasets_own_images(alone, monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(loaders, "check_shared_memory", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(workers, "check_shared_memory", lambda *arguments: asked.append(arguments))
     settings = ["dataset=imagenet", "data_loader=torchvision", "num_data_workers=1", "batch_size=512"]
     doctor.machine_checks(load_config(CIFAR100, "default", [*settings, f"data_path={tmp_path}"]), tmp_path, alone)
     assert asked == [(512 * 3 * 224 * 224, 1)]

@@ -12,7 +12,7 @@ from processes import run_job
 import train
 from utils.cli import Arguments
 from utils.config import Config, load_config
-from utils.dry_run import state_bytes
+from utils.training.dry_run import state_bytes
 
 
 @pytest.mark.parametrize(

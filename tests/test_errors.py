@@ -13,9 +13,9 @@ import torch
 
 from tests.conftest import ROOT, TINY
 from tests.processes import without_launcher
-from utils.checkpoint import newest_good
+from utils.distributed.ranks import run_ranks
 from utils.errors import DataError, explain, in_a_line
-from utils.ranks import run_ranks
+from utils.run.checkpoint import newest_good
 
 REMEDY = "use a smaller micro_batch_size, which leaves batch_size as it is, a smaller batch_size, or enable_amp=true;"
 
@@ -46,7 +46,7 @@ def test_a_command_ends_with_a_line_and_a_status(raised, status, line, capsys):
     ],
 )
 def test_memory_that_does_not_suffice(allocate, first_line, capsys):
-    assert run_ranks(lambda place: allocate(), "cpu", 20, 20) == 1
+    assert run_ranks(lambda world: allocate(), "cpu", 20, 20) == 1
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(f"error: {first_line}")
     assert second.startswith(REMEDY)
@@ -78,7 +78,7 @@ import sys
 sys.path.insert(0, {str(ROOT)!r})
 import train
 from utils.cli import parse_arguments
-from utils.data.loaders import AugmentedImages
+from utils.data.torchvision_loader import AugmentedImages
 really, calls = AugmentedImages.__getitem__, []
 def faulty(self, batch):
     calls.append(batch)

@@ -17,12 +17,13 @@ from models import build_model
 from train import main
 from utils.cli import Arguments
 from utils.config import Config
-from utils.data import Loaders, build_loaders, loaders, open_dataset, report_unreadable
+from utils.data import device_loader
+from utils.data.build import Loaders, build_loaders, open_dataset, report_unreadable
 from utils.data.folders import IMAGENET_MEAN, IMAGENET_STD
 from utils.data.sampling import AugmentationRanges, resized_crop_window
-from utils.distributed import Distributed
+from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
-from utils.run_folder import dali_version
+from utils.run.environment import dali_version
 
 CLASSES = ("ant", "bée", "cat")
 NUM_TRAIN, NUM_VALID = 8, 5  # of each class
@@ -75,10 +76,10 @@ def config(tiny: Callable[..., Config], made: Path) -> Callable[..., Config]:
     return make
 
 
-def pretend(rank: int = 0, world_size: int = 1) -> Distributed:
+def pretend(rank: int = 0, world_size: int = 1) -> World:
     """A rank that waits for nobody: each of the others would say and do the same."""
 
-    class Pretended(Distributed):
+    class Pretended(World):
         def gather(self, value: Any) -> list[Any]:
             return [value] * self.world_size
 
@@ -89,8 +90,8 @@ def pretend(rank: int = 0, world_size: int = 1) -> Distributed:
 
 
 def build(config: Config, rank: int = 0, world_size: int = 1) -> Loaders:
-    place = pretend(rank, world_size)
-    return build_loaders(config, open_dataset(config, place), place)
+    world = pretend(rank, world_size)
+    return build_loaders(config, open_dataset(config, world), world)
 
 
 def everything(loader: Any, epoch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,7 +100,7 @@ def everything(loader: Any, epoch: int = 0) -> tuple[torch.Tensor, torch.Tensor]
     return torch.cat([images for images, _ in batches]), torch.cat([labels for _, labels in batches])
 
 
-def test_classes_sizes_and_statistics_come_from_the_data(config: Callable[..., Config], alone: Distributed) -> None:
+def test_classes_sizes_and_statistics_come_from_the_data(config: Callable[..., Config], alone: World) -> None:
     dataset = open_dataset(config("imagefolder"), alone)
     assert dataset.class_names == CLASSES
     assert dataset.train.image_shape == dataset.valid.image_shape == (3, 32, 32)
@@ -110,7 +111,7 @@ def test_classes_sizes_and_statistics_come_from_the_data(config: Callable[..., C
     assert open_dataset(config("imagenet", image_size=None), alone).train.image_shape == (3, 224, 224)
 
 
-def test_small_images_are_read_as_they_are(config: Callable[..., Config], made: Path, alone: Distributed) -> None:
+def test_small_images_are_read_as_they_are(config: Callable[..., Config], made: Path, alone: World) -> None:
     files = open_dataset(config("imagefolder"), alone).train
     batch = files.read(np.array([NUM_TRAIN + 2]), None, replace=False)
     expected = np.asarray(Image.open(made / "small/train" / CLASSES[1] / "2.png")).transpose(2, 0, 1)
@@ -119,7 +120,7 @@ def test_small_images_are_read_as_they_are(config: Callable[..., Config], made: 
 
 
 def test_validation_resizes_the_shorter_side_and_cuts_the_centre(
-    config: Callable[..., Config], made: Path, alone: Distributed
+    config: Callable[..., Config], made: Path, alone: World
 ) -> None:
     files = open_dataset(config("imagenet"), alone).valid
     image = Image.open(made / "large/val" / CLASSES[0] / "3.JPEG")
@@ -292,7 +293,7 @@ def damaged(made: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("backend", ["torchvision", "device"])
 def test_unreadable_images_are_named_counted_and_passed_over(
-    backend: str, config: Callable[..., Config], damaged: Path, alone: Distributed
+    backend: str, config: Callable[..., Config], damaged: Path, alone: World
 ) -> None:
     chosen = config("imagenet", data_path=str(damaged), data_loader=backend, rnd_resized_crop=False, num_data_workers=1)
     built = build(chosen)
@@ -358,7 +359,7 @@ def test_wrong_folders_are_named(
 
 
 def test_a_class_folder_that_may_not_be_read_is_named(
-    config: Callable[..., Config], alone: Distributed, monkeypatch: pytest.MonkeyPatch
+    config: Callable[..., Config], alone: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scandir = os.scandir
 
@@ -382,7 +383,7 @@ def test_all_images_unreadable(config: Callable[..., Config], made: Path, tmp_pa
     with pytest.raises(DataError, match="not one training image can be read"):
         next(iter(built.train))
     with pytest.raises(DataError, match="not one of"):
-        loaders.decode_all(
+        device_loader.decode_all(
             open_dataset(config("imagenet", data_path=str(tmp_path / "data")), pretend()).train, replace=True
         )
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.conftest import CIFAR100
 from train import Trainer
 from utils import config as config_module
-from utils.checkpoint import encode, list_checkpoints, read_checkpoint
 from utils.config import Config, load_config
 from utils.errors import CheckpointError, ConfigError
+from utils.run.checkpoint import encode, list_checkpoints, read_checkpoint
 
 QUICK = settings(
     max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)

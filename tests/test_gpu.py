@@ -13,14 +13,16 @@ from tests.conftest import RECIPE
 from tests.test_step import SWITCHES, train_losses
 from tools.bench.training import build_training
 from train import Trainer
-from utils import checkpoint
+from utils import seeds
 from utils.config import Config
-from utils.distributed import Distributed
-from utils.metrics import MetricSums, RunLogger
-from utils.optim import learning_rate, set_learning_rate
-from utils.parallel import wrap_in_ddp
-from utils.step import GRAPH_WARMUP_STEPS, GraphedStep, prefetch
-from utils.trace import find_ranges, read_trace
+from utils.distributed.ddp import wrap_in_ddp
+from utils.distributed.world import World
+from utils.profiling.trace import find_ranges, read_trace
+from utils.run.logger import RunLogger
+from utils.training.batches import prefetch
+from utils.training.metrics import MetricSums
+from utils.training.optimizer import learning_rate, set_learning_rate
+from utils.training.step import GRAPH_WARMUP_STEPS, GraphedStep
 
 pytestmark = pytest.mark.gpu
 
@@ -40,15 +42,15 @@ MODES = {
 
 
 @pytest.fixture
-def gpu() -> Distributed:
-    return Distributed(rank=0, local_rank=0, world_size=1, device=torch.device("cuda", 0))
+def gpu() -> World:
+    return World(rank=0, local_rank=0, world_size=1, device=torch.device("cuda", 0))
 
 
 def on_gpu(tiny, **changes) -> Config:
     return tiny(**{"device": "cuda", "enable_nhwc": True, "enable_extra_opts": True, "lr": 0.02} | changes)
 
 
-def losses(trainer: Trainer, gpu: Distributed, steps: int = STEPS) -> torch.Tensor:
+def losses(trainer: Trainer, gpu: World, steps: int = STEPS) -> torch.Tensor:
     """The loss of each step, with a learning rate that changes in every one."""
     trainer.model.train()
     trainer.train_loader.set_epoch(0)
@@ -231,10 +233,10 @@ def test_fastest_trains_saves_and_resumes(tiny, gpu, tmp_path):
 
 def test_the_gpus_random_state_comes_back(gpu):
     torch.cuda.manual_seed(3)
-    saved = checkpoint.random_state()
+    saved = seeds.random_state()
     drawn = torch.rand(4, device="cuda")
     torch.rand(4, device="cuda")
-    checkpoint.restore_random_state(saved)
+    seeds.restore_random_state(saved)
     assert torch.equal(torch.rand(4, device="cuda"), drawn)
 
 

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from processes import ROOT, Job, complaints, free_port, run_job, torchrun_variables, without_launcher
 
-import utils.ranks
-from utils.distributed import Distributed
-from utils.errors import ConfigError, DataError, Stopped
-from utils.launch import (
+import utils.distributed.ranks
+import utils.distributed.rendezvous
+from utils.distributed.launch import (
     LOOPBACK_OPTIONS,
     LOOPBACK_VARIABLES,
     Launch,
@@ -30,7 +29,9 @@ from utils.launch import (
     torchrun_here,
     was_restarted,
 )
-from utils.ranks import run_ranks
+from utils.distributed.ranks import run_ranks
+from utils.distributed.world import World
+from utils.errors import ConfigError, DataError, Stopped
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -121,7 +122,7 @@ def test_neighbouring_jobs_and_steps_get_other_ports() -> None:
     places = [
         SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(500, 540) for step in range(7)
     ]
-    ports = [find_launch(place).port for place in places]
+    ports = [find_launch(world).port for world in places]
     assert len(set(ports)) == len(ports)
     assert all(20000 <= port < 30000 for port in ports)
 
@@ -139,7 +140,7 @@ def test_a_job_keeps_its_name_and_another_has_another() -> None:
     # what torchrun calls every run that nobody named: its process is the name
     name = job_name({"TORCHELASTIC_RUN_ID": "none"})
     assert name == job_name({"TORCHELASTIC_RUN_ID": "none"}) and name.startswith(f"torchrun {os.getppid()} ")
-    code = "import os; from utils.launch import job_name; print(job_name(os.environ))"
+    code = "import os; from utils.distributed.launch import job_name; print(job_name(os.environ))"
     environment = without_launcher(os.environ) | {"TORCHELASTIC_RUN_ID": "none"}
     other = subprocess.run(
         ["sh", "-c", f"{sys.executable} -c '{code}'; true"],
@@ -158,19 +159,19 @@ def test_a_job_keeps_its_name_and_another_has_another() -> None:
 def add_up(ranks: int) -> int:
     """Every rank prints the sum over all ranks."""
 
-    def action(place: Distributed) -> None:
-        print(place.sum(torch.tensor([1.0 + place.rank])).item(), place.world_size == ranks)
+    def action(world: World) -> None:
+        print(world.sum(torch.tensor([1.0 + world.rank])).item(), world.world_size == ranks)
 
     return run_ranks(action, "cpu", 20, 20)
 
 
 def fail_on(rank: int, kind: str, others: str) -> int:
     """One rank fails as `kind` says, while the others wait in a collective or do something else that is long."""
-    utils.ranks.GRACE_SECONDS = 0.5
+    utils.distributed.rendezvous.GRACE_SECONDS = 0.5
 
-    def action(place: Distributed) -> None:
-        place.barrier()
-        if place.rank == rank:
+    def action(world: World) -> None:
+        world.barrier()
+        if world.rank == rank:
             time.sleep(0.3)
             if kind == "expected":
                 raise DataError("the disk is gone\nbuy another")
@@ -178,7 +179,7 @@ def fail_on(rank: int, kind: str, others: str) -> int:
                 raise ValueError("what is this")
             os.kill(os.getpid(), signal.SIGKILL)
         if others == "collective":
-            place.barrier()
+            world.barrier()
         time.sleep(60)
 
     return run_ranks(action, "cpu", 20, 60)
@@ -186,11 +187,11 @@ def fail_on(rank: int, kind: str, others: str) -> int:
 
 def fail_like_nccl(rank: int) -> int:
     """One rank fails as NCCL does, while all still answer."""
-    utils.ranks.GRACE_SECONDS = 0.5
+    utils.distributed.rendezvous.GRACE_SECONDS = 0.5
 
-    def action(place: Distributed) -> None:
-        place.barrier()
-        if place.rank == rank:
+    def action(world: World) -> None:
+        world.barrier()
+        if world.rank == rank:
             raise dist.DistBackendError(
                 "NCCL error in: x.cpp:3, unhandled system error\n\nLast error:\nno space left\n"
             )
@@ -202,29 +203,29 @@ def fail_like_nccl(rank: int) -> int:
 def share_a_gpu() -> int:
     """As on a node that shows all its processes the same GPU."""
 
-    def refuse(place: Distributed) -> None:
+    def refuse(world: World) -> None:
         raise ConfigError("one GPU for all")
 
-    utils.ranks._refuse_shared_gpus = refuse
-    return run_ranks(lambda place: None, "cpu", 20, 60)
+    utils.distributed.ranks._refuse_shared_gpus = refuse
+    return run_ranks(lambda world: None, "cpu", 20, 60)
 
 
 def tell_where_the_store_listens() -> int:
     """Rank 0 prints the local addresses, in hexadecimal, of the sockets that listen at MASTER_PORT."""
 
-    def action(place: Distributed) -> None:
+    def action(world: World) -> None:
         port, listening = f"{int(os.environ['MASTER_PORT']):04X}", "0A"
         rows = [row.split() for kind in ("tcp", "tcp6") for row in Path(f"/proc/net/{kind}").read_text().splitlines()]
         found = [row[1].removesuffix(f":{port}") for row in rows if row[1].endswith(f":{port}") and row[3] == listening]
-        if place.is_main:
+        if world.is_main:
             print(*found)
 
     return run_ranks(action, "cpu", 20, 20)
 
 
 def stop_on_request() -> int:
-    def action(place: Distributed) -> None:
-        if place.is_main:
+    def action(world: World) -> None:
+        if world.is_main:
             time.sleep(0.5)  # rank 0 still writes the checkpoint
             print("saved", flush=True)
         raise Stopped("stopped with everything saved")
@@ -295,14 +296,14 @@ def test_a_failing_library_is_told_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_ranks_that_share_a_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OneOfThree(Distributed):
+    class OneOfThree(World):
         def gather(self, value: tuple[str, str]) -> list[tuple[str, str]]:
             return [value, ("another node", value[1]), value]
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
     with pytest.raises(ConfigError, match="ranks 0, 2 share a GPU"):
-        utils.ranks._refuse_shared_gpus(OneOfThree(0, 0, 3, torch.device("cuda", 0)))
-    utils.ranks._refuse_shared_gpus(OneOfThree(0, 0, 3, torch.device("cpu")))
+        utils.distributed.ranks._refuse_shared_gpus(OneOfThree(0, 0, 3, torch.device("cuda", 0)))
+    utils.distributed.ranks._refuse_shared_gpus(OneOfThree(0, 0, 3, torch.device("cpu")))
 
 
 def test_ranks_that_share_a_gpu_end_before_they_train(tmp_path: Path) -> None:
@@ -347,7 +348,7 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
 
 
 def wait_two_seconds() -> int:
-    return run_ranks(lambda place: None, "cpu", 2, 20)
+    return run_ranks(lambda world: None, "cpu", 2, 20)
 
 
 def test_a_rank_without_rank_0_says_where_it_looked(tmp_path: Path) -> None:
@@ -383,20 +384,20 @@ def test_the_store_of_one_node_answers_that_node_only(tmp_path: Path, one_node: 
 LISTENERS = """
 import os
 from pathlib import Path
-from utils.ranks import run_ranks
+from utils.distributed.ranks import run_ranks
 
-def action(place):
+def action(world):
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os._exit(1)
-    ranks = place.gather(os.getpid())
+    ranks = world.gather(os.getpid())
     tables = [table.read_text().splitlines()[1:] for table in Path("/proc/net").glob("tcp*")]
     rows = [row.split() for table in tables for row in table]
     listening = {f"socket:[{row[9]}]": row[1].split(":")[0] for row in rows if row[3] == "0A"}
     opened = {link for pid in (os.getppid(), *ranks) for link in Path(f"/proc/{pid}/fd").iterdir()}
-    if place.is_main:
+    if world.is_main:
         targets = {os.readlink(link) for link in opened if os.path.lexists(link)}
         print(*sorted({listening[target] for target in targets & listening.keys()}))
-    place.barrier()
+    world.barrier()
 
 raise SystemExit(run_ranks(action, "cpu", 60, 60))
 """
@@ -523,7 +524,7 @@ def test_torchrun_goes_on_after_a_killed_worker(tmp_path: Path) -> None:
         "from utils.cli import parse_arguments\n"
         "whole = train.Trainer.train_one_epoch\n"
         "def epoch(self, *arguments):\n"
-        "    if (self.epoch, self.place.rank, os.environ['TORCHELASTIC_RESTART_COUNT']) == (1, 1, '0'):\n"
+        "    if (self.epoch, self.world.rank, os.environ['TORCHELASTIC_RESTART_COUNT']) == (1, 1, '0'):\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    whole(self, *arguments)\n"
         "train.Trainer.train_one_epoch = epoch\n"

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 HOUSES = ("models", "tools", "utils")
 ENTRIES = ("train", "train_simple")
-BASE = ("utils.config", "utils.distributed", "utils.errors")  # what everyone may use, and which uses nothing else
+BASE = ("utils.config", "utils.errors")  # what everyone may use, and which uses nothing else
 
 FILES = [ROOT / f"{name}.py" for name in ENTRIES] + [path for name in HOUSES for path in (ROOT / name).rglob("*.py")]
 MODULES = {
@@ -66,15 +66,15 @@ def test_imports_have_no_cycle() -> None:
     ("importer", "source", "verdict"),
     [
         ("tools.report", "import train", False),
-        ("utils.step", "from models import build_model", False),
-        ("utils.step", "def f():\n    from tools.bench import common", False),
-        ("models.resnet", "from utils.optim import Schedule", False),
+        ("utils.training.step", "from models import build_model", False),
+        ("utils.training.step", "def f():\n    from tools.bench import common", False),
+        ("models.resnet", "from utils.training.optimizer import Schedule", False),
         ("models.resnet", "from utils import optim", False),
         ("models.resnet", "from utils.config import Config", True),
         ("utils.config", "from utils import checkpoint", False),
-        ("utils.step", "from utils import checkpoint", True),
-        ("utils.step", "if TYPE_CHECKING:\n    from train import Trainer", True),
-        ("utils.step", "if TYPE_CHECKING:\n    pass\nelse:\n    from train import Trainer", False),
+        ("utils.training.step", "from utils import checkpoint", True),
+        ("utils.training.step", "if TYPE_CHECKING:\n    from train import Trainer", True),
+        ("utils.training.step", "if TYPE_CHECKING:\n    pass\nelse:\n    from train import Trainer", False),
         ("train", "import tools.bench.common", False),
         ("train", "import torch, utils.cli", True),
     ],
@@ -85,8 +85,8 @@ def test_the_check_of_imports_sees(importer: str, source: str, verdict: bool) ->
         "tools",
         "tools.bench",
         "tools.bench.common",
-        "utils.optim",
-        "utils.checkpoint",
+        "utils.training.optimizer",
+        "utils.run.checkpoint",
         "train",
         "models",
     }

@@ -24,13 +24,15 @@ from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 from train import main
 from utils.cli import Arguments
 from utils.config import Config
-from utils.data import Loader, Loaders, build_loaders, loaders, open_dataset
+from utils.data import torchvision_loader as loaders
 from utils.data.augment import BatchAugmenter, Normalise, augment_each, gather_plan
+from utils.data.build import Loader, Loaders, build_loaders, open_dataset
 from utils.data.datasets import Dataset, ImageArrays
+from utils.data.device_loader import DeviceLoader
 from utils.data.sampling import Augmentation, AugmentationRanges, EpochPlan
-from utils.distributed import Distributed
+from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.run_folder import dali_version
+from utils.run.environment import dali_version
 
 WORLD_SIZES = (1, 2, 3, 8)
 BATCH = 24  # divisible by each of them
@@ -45,10 +47,10 @@ EVERY = pytest.mark.parametrize("backend", ["torchvision", "device", "synthetic"
 NO_AUGMENTATION = {"rnd_crop_padding": 0, "rnd_horizontal_flip": False, "rnd_rotation_angle": 0.0}
 
 
-def place(rank: int = 0, world_size: int = 1) -> Distributed:
+def world(rank: int = 0, world_size: int = 1) -> World:
     """A rank that gathers without the others: each of them would say the same."""
 
-    class Pretended(Distributed):
+    class Pretended(World):
         def gather(self, value: Any) -> list[Any]:
             return [value] * self.world_size
 
@@ -71,8 +73,8 @@ def build(tiny: Callable[..., Config], dataset: Dataset) -> Callable[..., Loader
     whole = {"limit_train_batches": None, "limit_valid_batches": None}
     base = tiny(batch_size=BATCH, valid_batch_size_per_gpu=10, num_classes=NUM_TRAIN, **whole).model_dump()
 
-    def build(backend: str, where: Distributed | None = None, **changes: Any) -> Loaders:
-        return build_loaders(Config(**base | {"data_loader": backend} | changes), dataset, where or place())
+    def build(backend: str, where: World | None = None, **changes: Any) -> Loaders:
+        return build_loaders(Config(**base | {"data_loader": backend} | changes), dataset, where or world())
 
     return build
 
@@ -122,7 +124,7 @@ def test_every_world_size_renders_the_same_set_of_images(backend: str, build: Ca
         expected = images_of(alone, epoch, first_batch)
         assert expected.total() == len(expected) == (NUM_TRAIN // BATCH - first_batch) * BATCH
         for world_size in WORLD_SIZES[1:]:
-            loaders_of_ranks = [build(backend, place(rank, world_size)).train for rank in range(world_size)]
+            loaders_of_ranks = [build(backend, world(rank, world_size)).train for rank in range(world_size)]
             assert all(len(loader) == NUM_TRAIN // BATCH for loader in loaders_of_ranks)
             assert sum((images_of(loader, epoch, first_batch) for loader in loaders_of_ranks), Counter()) == expected
 
@@ -194,7 +196,7 @@ def test_validation_yields_every_image_once_at_every_world_size(backend: str, bu
     for world_size in WORLD_SIZES:
         labels: list[int] = []
         for rank in range(world_size):
-            loader = build(backend, place(rank, world_size)).valid
+            loader = build(backend, world(rank, world_size)).valid
             for epoch in (0, 1):  # the same again
                 loader.set_epoch(epoch)
                 batches = [batch_labels for _, batch_labels in loader]
@@ -350,7 +352,7 @@ def test_device_loader_uses_the_images_where_they_are_on_a_cpu(tmp_path: Path) -
     mapped = np.memmap(tmp_path / "records.bin", np.uint8, "r").reshape(50, -1)[:, 2:].reshape(50, 3, 32, 32)
     plan = EpochPlan(50, 10, 0, 1, training=True)
     normalise = Normalise((0, 0, 0), (1 / 255,) * 3, CPU, torch.contiguous_format)
-    loader = loaders.DeviceLoader(ImageArrays(mapped, np.arange(50)), plan, normalise, CPU)
+    loader = DeviceLoader(ImageArrays(mapped, np.arange(50)), plan, normalise, CPU)
     assert loader.images.data_ptr() == mapped.ctypes.data
     for images, labels in loader:
         np.testing.assert_array_equal(images.round().numpy(), mapped[labels.numpy()])
@@ -363,7 +365,7 @@ import resource
 import numpy as np, torch
 from utils.data.augment import Normalise
 from utils.data.datasets import ImageArrays
-from utils.data.loaders import DeviceLoader
+from utils.data.device_loader import DeviceLoader
 from utils.data.sampling import AugmentationRanges, EpochPlan
 
 def run(count):
@@ -386,10 +388,10 @@ print((peak - before) / nbytes)
 @REAL
 def test_batches_on_a_gpu_equal_those_on_the_cpu(backend: str, build: Callable[..., Loaders]) -> None:
     """Through pinned memory, from the device's own memory, or from DALI's GPU pipeline, whose rotation interpolates."""
-    gpu = Distributed(0, 0, 1, torch.device("cuda", 0))
+    gpu = World(0, 0, 1, torch.device("cuda", 0))
     changes = {"rnd_rotation_angle": 0.0} if backend == "dali" else {}
     for part in ("train", "valid"):
-        loaders_of_both = [getattr(build(backend, where, **changes), part) for where in (gpu, place())]
+        loaders_of_both = [getattr(build(backend, where, **changes), part) for where in (gpu, world())]
         for (images, labels), (expected, expected_labels) in zip(*loaders_of_both, strict=True):
             assert images.device == labels.device == gpu.device and torch.equal(labels.cpu(), expected_labels)
             assert_agree(backend, expected, images.cpu())
@@ -407,7 +409,7 @@ def test_workers_are_capped_to_the_ranks_share_of_the_cores(
     cores: int, ranks: int, workers: int, build: Callable[..., Loaders], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    built = build("torchvision", place(0, ranks), num_data_workers=64)
+    built = build("torchvision", world(0, ranks), num_data_workers=64)
     assert built.train.loader.num_workers == workers  # type: ignore[attr-defined]
     (note,) = built.notes
     assert note.startswith(f"num_data_workers: {workers} instead of 64, there are {cores} cores")
@@ -519,7 +521,7 @@ def test_any_other_error_of_a_worker_is_passed_on() -> None:
 def test_synthetic_needs_no_files_and_keeps_one_batch(tiny: Callable[..., Config], tmp_path: Path) -> None:
     config = tiny(dataset="cifar100", num_classes=100, data_loader="synthetic", data_path=str(tmp_path / "nothing"))
     config = config.model_copy(update={"limit_train_batches": None})
-    built = build_loaders(config, open_dataset(config, place()), place())
+    built = build_loaders(config, open_dataset(config, world()), world())
     assert len(built.train) == 50_000 // config.batch_size
     batches = iter(built.train)
     (images, labels), (images_again, labels_again) = next(batches), next(batches)

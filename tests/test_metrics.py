@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from utils.board import Board
-from utils.metrics import MetricSums, RunLogger
+from utils.run.board import Board
+from utils.run.logger import RunLogger
+from utils.training.metrics import MetricSums
 
 EPOCH = dict.fromkeys(
     ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate", "epoch_seconds", "seconds"), 0.5

@@ -13,9 +13,9 @@ from utils.cli import Arguments
 from utils.config import Config
 from utils.data.mix import BatchMix, MixRanges, build_mix, symmetric_beta
 from utils.data.sampling import EpochPlan, epoch_order
-from utils.distributed import Distributed
+from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.metrics import MetricSums
+from utils.training.metrics import MetricSums
 
 NUM_IMAGES, BATCH, CLASSES, SIZE = 60, 24, 7, 16
 RANGES = {
@@ -137,7 +137,7 @@ def test_each_key_reaches_its_augmentation(tiny: Callable[..., Config]) -> None:
     assert mix.ranges == MixRanges(cutout_size=6, mixup_alpha=0.2, cutmix_alpha=1.5)
 
 
-def test_train_with_everything_switched_on(tiny: Callable[..., Config], alone: Distributed, tmp_path: Path) -> None:
+def test_train_with_everything_switched_on(tiny: Callable[..., Config], alone: World, tmp_path: Path) -> None:
     on = {"cutout_size": 8, "mixup_alpha": 0.2, "cutmix_alpha": 1.0, "enable_alternating_flip": True}
     config = tiny(micro_batch_size=8, label_smoothing=0.1, **on)
     assert main(Arguments(config, "default", tmp_path / "run", "auto", dry_run=False)) == 0

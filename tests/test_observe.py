@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import ROOT
-from utils.distributed import Distributed
-from utils.launch import torchrun_here
-from utils.observe import Confusion, StepWatch, Window, input_remedy, slow_ranks, waiting_share, worst_classes
+from utils.distributed.launch import torchrun_here
+from utils.distributed.world import World
+from utils.training.metrics import Confusion, worst_classes
+from utils.training.watch import StepWatch, Window, input_remedy, slow_ranks, waiting_share
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that stands still until a test moves it: clock.now += seconds."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr("utils.observe.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr("utils.training.watch.time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 
@@ -102,7 +103,7 @@ def test_the_first_batch_is_kept_for_the_picture_once(alone):
 def test_between_log_points_the_host_never_waits_for_the_gpu():
     device = torch.device("cuda", 0)
     model = nn.Conv2d(3, 4, 1).to(device)
-    watch = StepWatch(model, Distributed(0, 0, 1, device))
+    watch = StepWatch(model, World(0, 0, 1, device))
     confusion = Confusion(4, device)
     batches = [(torch.zeros(2, 3, 4, 4, device=device), torch.zeros(2, dtype=torch.int64, device=device))] * 3
     torch.cuda.set_sync_debug_mode("error")
@@ -135,17 +136,17 @@ SLOWED = """
 import time, torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from utils.observe import StepWatch
-from utils.ranks import run_ranks
+from utils.training.watch import StepWatch
+from utils.distributed.ranks import run_ranks
 
-def action(place):
+def action(world):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.LazyLinear(10))
     model(torch.zeros(1, 3, 8, 8))
-    watch = StepWatch(model, place)
+    watch = StepWatch(model, world)
     parallel = DistributedDataParallel(model)
 
     def slow(module, inputs):
-        time.sleep(0.2 if place.rank == 1 else 0.02)
+        time.sleep(0.2 if world.rank == 1 else 0.02)
 
     model.register_forward_pre_hook(slow)
     batch = (torch.zeros(4, 3, 8, 8), torch.zeros(4))
@@ -154,7 +155,7 @@ def action(place):
             parallel(images).sum().backward()
             watch.close_window()
         for remark in watch.judge(""):
-            if place.is_main:
+            if world.is_main:
                 print(remark)
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from utils.optim import Plateau, Schedule, build_optimizer, build_schedule, load_optimizer, set_learning_rate
+from utils.training.optimizer import build_optimizer, load_optimizer, set_learning_rate
+from utils.training.schedule import Plateau, Schedule, build_schedule
 
 
 def factors(schedule, steps):

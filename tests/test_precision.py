@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from train import Trainer
-from utils.backends import prepare_backends
-from utils.checkpoint import read_checkpoint
 from utils.errors import ConfigError
-from utils.optim import build_optimizer
-from utils.precision import LossScaler, MasterWeights, Precision, choose_precision
+from utils.run.checkpoint import read_checkpoint
+from utils.training.backends import prepare_backends
+from utils.training.optimizer import build_optimizer
+from utils.training.precision import LossScaler, MasterWeights, Precision, choose_precision
 
 CPU = torch.device("cpu")
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from utils import preemption
-from utils.distributed import Distributed
-from utils.preemption import ONE_KEYSTROKE, Requests, listen
+from utils.distributed.world import World
+from utils.run import preemption
+from utils.run.preemption import ONE_KEYSTROKE, Requests, listen
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def interrupts(number: signal.Signals) -> bool:
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_second_ctrl_c_stops_at_once(
-    first: signal.Signals, alone: Distributed, set_clock: Callable[[float], None], capfd: pytest.CaptureFixture[str]
+    first: signal.Signals, alone: World, set_clock: Callable[[float], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """But not what a launcher passes on of the same keystroke, nor any other signal."""
     requests = Requests(alone, save_every_minutes=None)

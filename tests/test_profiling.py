@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from train import Trainer
-from utils.profiling import Profiler
-from utils.trace import RANGES, describe_trace, find_ranges, read_trace
+from utils.profiling.profiler import Profiler
+from utils.profiling.trace import RANGES, describe_trace, find_ranges, read_trace
 
 ITERATIONS = 3
 
@@ -18,13 +18,13 @@ def profiled(tmp_path_factory):
     """The folder of a run with the third of its blocks profiled, on the CPU."""
     from tests.conftest import CIFAR100, TINY
     from utils.config import Config, load_config
-    from utils.distributed import Distributed
+    from utils.distributed.world import World
 
     values = load_config(CIFAR100, "bs256-amp-nhwc-prof").model_dump() | TINY
     values |= {"limit_train_batches": None, "profiling_iters_per_epoch": ITERATIONS}
     folder = tmp_path_factory.mktemp("profiled")
-    place = Distributed(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
-    Trainer(Config(**values), place).train(folder, "prof", "auto")
+    world = World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    Trainer(Config(**values), world).train(folder, "prof", "auto")
     return folder
 
 

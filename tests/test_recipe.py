@@ -12,13 +12,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from models import build_model
 from train import Trainer
-from utils.checkpoint import read_checkpoint
 from utils.config import Config
 from utils.errors import CheckpointError
-from utils.large_batch import LAMB_BETA2, LAMB_EPSILON, Lamb, Lars
-from utils.optim import build_optimizer, load_optimizer
-from utils.precision import Precision
-from utils.recipe import predict, resize, training_size
+from utils.run.checkpoint import read_checkpoint
+from utils.training.large_batch import LAMB_BETA2, LAMB_EPSILON, Lamb, Lars
+from utils.training.optimizer import build_optimizer, load_optimizer
+from utils.training.precision import Precision
+from utils.training.recipe import predict, resize, training_size
 
 STEPS = 6
 
@@ -28,8 +28,8 @@ def epochs(folder):
     return [record for record in map(json.loads, lines) if record["kind"] == "epoch"]
 
 
-def run(config, place, folder, resume="auto"):
-    trainer = Trainer(config, place)
+def run(config, world, folder, resume="auto"):
+    trainer = Trainer(config, world)
     trainer.train(folder, "tiny", resume)
     return trainer
 

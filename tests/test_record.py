@@ -19,7 +19,7 @@ from tools.bench import record
 from tools.follow import FollowedRun, as_settings
 from utils.config import Config, load_config
 from utils.errors import ConfigError, ExpectedError
-from utils.run_folder import git_commit
+from utils.run.environment import git_commit
 
 RESULTS = ROOT / "results"
 SETTINGS = [f"--set={setting}" for setting in as_settings(TINY)]

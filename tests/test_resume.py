@@ -14,9 +14,9 @@ from tests.conftest import ROOT, TINY
 from tests.processes import without_launcher
 from tests.test_train import records, run, without_times
 from train import Trainer
-from utils import checkpoint
-from utils.checkpoint import list_checkpoints, read_checkpoint
 from utils.errors import ExpectedError, Stopped
+from utils.run import checkpoint
+from utils.run.checkpoint import list_checkpoints, read_checkpoint
 
 # Three epochs of 4 batches, then 2 of validation; a log point after batches 1 and 3, so that 2 is within a window.
 LOADERS = {
@@ -185,9 +185,9 @@ def test_interrupted_after_every_single_step(tiny, alone, tmp_path):
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
-def run_validation(config, place, folder):
+def run_validation(config, world, folder):
     """Go on over the two batches of validation that are due, and stop after the next step."""
-    trainer = Trainer(config, place)
+    trainer = Trainer(config, world)
     stop(trainer, 3)
     try:
         trainer.train(folder, "tiny", "auto")

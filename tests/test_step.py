@@ -17,11 +17,12 @@ from tests.conftest import RECIPE, ROOT
 from tools.bench.training import build_training
 from train import Trainer
 from utils.config import Config
-from utils.distributed import Distributed
+from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.metrics import RunLogger
-from utils.optim import build_optimizer, learning_rate, set_learning_rate
-from utils.step import choose_step, compiles, prefetch, wants_graphs
+from utils.run.logger import RunLogger
+from utils.training.batches import prefetch
+from utils.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from utils.training.step import choose_step, compiles, wants_graphs
 
 # every switch of speed that a CPU can use, alone; the last one is all together
 SWITCHES = {
@@ -110,7 +111,7 @@ def test_compile_without_a_compiler_says_what_to_do(tiny, alone, monkeypatch):
     assert not any("compiled" in note for note in Trainer(tiny(enable_compile="auto"), alone).notes)
     monkeypatch.delenv("CXX")
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr("utils.step._missing_compiler", lambda device: "")
+    monkeypatch.setattr("utils.training.step._missing_compiler", lambda device: "")
     assert any("compiled (mode default)" in note for note in Trainer(tiny(enable_compile="auto"), alone).notes)
 
 
@@ -170,7 +171,7 @@ def test_graphs_need_cuda_and_the_fused_optimizer(tiny, alone):
 
 
 def test_compile_modes_with_graphs_of_their_own_need_gradients_that_are_dropped(tiny, alone, monkeypatch):
-    monkeypatch.setattr("utils.step._missing_compiler", lambda device: "")
+    monkeypatch.setattr("utils.training.step._missing_compiler", lambda device: "")
     cuda, fitting = torch.device("cuda", 0), {"enable_compile": True, "zero_grad_set_to_none": True}
 
     def choose(mode, **changes):
@@ -231,7 +232,7 @@ class HostReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def count_reads(config: Config, alone: Distributed, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int, int]:
+def count_reads(config: Config, alone: World, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int, int]:
     """How often an epoch, as a run trains it, asks for a value outside its log points, and in them."""
     trainer = Trainer(config, alone)
     logger = RunLogger(folder, enabled=True, to_screen=False, board=None)
@@ -275,7 +276,7 @@ def test_kept_memory_is_not_faulted_in_again():
     program = """
 import resource, sys, torch
 from pathlib import Path
-from utils.backends import prepare_backends
+from utils.training.backends import prepare_backends
 from utils.config import load_config
 config = load_config(Path("config/cifar100.yaml"), "default", ["keep_cpu_memory=" + sys.argv[1]])
 prepare_backends(config, torch.device("cpu"))

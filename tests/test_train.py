@@ -18,10 +18,11 @@ import train_simple
 from tests.conftest import FIFTEEN, ROOT, TINY
 from tests.processes import run_on_a_terminal, without_launcher
 from train import Trainer
-from utils.checkpoint import encode, list_checkpoints, read_checkpoint, save_last, write_atomically
 from utils.cli import Arguments
 from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError
-from utils.run_folder import open_run
+from utils.files import write_atomically
+from utils.run.checkpoint import encode, list_checkpoints, read_checkpoint, save_last
+from utils.run.folder import open_run
 
 
 def records(folder, kind):
@@ -29,8 +30,8 @@ def records(folder, kind):
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
-def run(config, place, folder, resume="auto"):
-    trainer = Trainer(config, place)
+def run(config, world, folder, resume="auto"):
+    trainer = Trainer(config, world)
     trainer.train(folder, "tiny", resume)
     return trainer
 
@@ -420,7 +421,7 @@ def test_non_finite_loss_stops_and_leaves_the_last_checkpoint(tiny, alone, tmp_p
 
 
 def test_throughput_leaves_the_first_window_out():
-    from utils.metrics import Throughput
+    from utils.training.metrics import Throughput
 
     throughput = Throughput(world_size=2)
     throughput.windows = [(100, 50.0), (600, 2.0), (400, 2.0)]
@@ -457,7 +458,7 @@ def test_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys):
 
 
 def test_memory_estimate_counts_what_autograd_keeps(tiny, alone):
-    from utils.dry_run import activation_bytes_per_image
+    from utils.training.dry_run import activation_bytes_per_image
 
     trainer = Trainer(tiny(), alone)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -468,7 +469,7 @@ def test_memory_estimate_counts_what_autograd_keeps(tiny, alone):
 
 
 def test_memory_estimate_counts_half_weights_once_for_a_batch_of_any_size(tiny, alone):
-    from utils.dry_run import activation_bytes_per_image
+    from utils.training.dry_run import activation_bytes_per_image
 
     per_image = {}
     for name, changes in {"float32": {}, "bf16": {"enable_amp": True}}.items():

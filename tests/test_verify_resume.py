@@ -11,8 +11,9 @@ from tests.conftest import ROOT, TINY
 from tools import verify_resume
 from tools.verify_resume import Job, compare, main
 from train import Trainer
-from utils.checkpoint import encode, newest_good, read_checkpoint, save_last, write_atomically
 from utils.errors import ExpectedError
+from utils.files import write_atomically
+from utils.run.checkpoint import encode, newest_good, read_checkpoint, save_last
 
 SETTINGS = TINY | {"limit_train_batches": 16, "max_epochs": 3, "checkpoint_every_steps": 5, "deterministic": True}
 ARGUMENTS = ["--config=default", *(f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items())]

@@ -30,7 +30,7 @@ from utils.errors import ConfigError, ExpectedError, in_a_line
 if TYPE_CHECKING:
     import torch
 
-    from utils.distributed import Distributed
+    from utils.distributed.world import World
 
 LEVELS = ("ok", "warn", "fail")
 MINIMUM_TORCH = (2, 11)
@@ -59,12 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.nodes:  # also in an interactive step of salloc; the processes of this srun are not given --nodes
         return subprocess.run(_on_every_node(sys.argv[1:] if argv is None else list(argv)), check=False).returncode
     config = load_config(options.yaml_config, options.config, options.set)
-    from utils.ranks import run_ranks
+    from utils.distributed.ranks import run_ranks
 
     worst = ["ok"]
     started = time.perf_counter()
     status = run_ranks(
-        lambda place: worst.append(examine(config, options.run_dir, place, started, options.json)),
+        lambda world: worst.append(examine(config, options.run_dir, world, started, options.json)),
         config.device,
         config.start_timeout_seconds,
         config.collective_timeout_seconds,
@@ -96,7 +96,7 @@ def _on_every_node(arguments: list[str]) -> list[str]:
     return ["srun", "--ntasks-per-node=1", sys.executable, "-m", "tools.doctor", *rest]
 
 
-def examine(config: Config, run_dir: Path, place: "Distributed", started: float, as_json: bool) -> str:
+def examine(config: Config, run_dir: Path, world: "World", started: float, as_json: bool) -> str:
     """Collective: all checks; the main process prints. Returns the worst level of all ranks."""
     import socket
 
@@ -104,20 +104,20 @@ def examine(config: Config, run_dir: Path, place: "Distributed", started: float,
 
     joined = time.perf_counter() - started
     findings = []
-    if place.local_rank == 0:
-        findings += machine_checks(config, run_dir, place)
+    if world.local_rank == 0:
+        findings += machine_checks(config, run_dir, world)
     host = socket.gethostname()
-    findings += device_checks(place.device, alone=place.gather(host).count(host) == 1)
-    where = f"{host}, rank {place.rank}" if place.world_size > 1 else host
+    findings += device_checks(world.device, alone=world.gather(host).count(host) == 1)
+    where = f"{host}, rank {world.rank}" if world.world_size > 1 else host
     mine = [Finding(**asdict(finding) | {"where": where}) for finding in findings]
-    everything = [finding for part in place.gather(mine) for finding in part]
-    if place.world_size > 1:
-        rates = place.gather((f"rank {place.rank} on {host}", arithmetic(place.device)))
+    everything = [finding for part in world.gather(mine) for finding in part]
+    if world.world_size > 1:
+        rates = world.gather((f"rank {world.rank} on {host}", arithmetic(world.device)))
         everything += check_rates(rates, "slow rank")
-        everything += [check_meeting(joined, place.world_size), check_clocks(clock_offsets(place))]
-        everything += [check_all_reduce(all_reduce(place.device, TRIALS).median, place)]
+        everything += [check_meeting(joined, world.world_size), check_clocks(clock_offsets(world))]
+        everything += [check_all_reduce(all_reduce(world.device, TRIALS).median, world)]
     worst = max((finding.level for finding in everything), key=LEVELS.index, default="ok")
-    if place.is_main:
+    if world.is_main:
         print(render_json(everything, worst) if as_json else "\n".join(render(everything, worst)))
     return worst
 
@@ -125,20 +125,20 @@ def examine(config: Config, run_dir: Path, place: "Distributed", started: float,
 # ---- this machine
 
 
-def machine_checks(config: Config, run_dir: Path, place: "Distributed") -> list[Finding]:
+def machine_checks(config: Config, run_dir: Path, world: "World") -> list[Finding]:
     """What all ranks of a node share."""
     import importlib.metadata
 
     import torch
 
-    from utils.data import batch_bytes
-    from utils.data.loaders import usable_cores, workers_of_a_rank
+    from utils.data.build import batch_bytes
+    from utils.data.workers import usable_cores, workers_of_a_rank
 
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
     workers = config.num_data_workers if config.data_loader == "torchvision" else 0
     started = local_ranks * workers_of_a_rank(workers, local_ranks)
     data, image_shape = check_data(config)
-    rank_batch_size = -(-config.batch_size // place.world_size)
+    rank_batch_size = -(-config.batch_size // world.world_size)
     installed = {name.lower(): version for name, version in _distributions(importlib.metadata).items()}
     return [
         check_installed_torch(),
@@ -230,18 +230,22 @@ def check_memory(meminfo: Path, local_ranks: int) -> Finding:
 
 def check_shared_memory(batch_bytes: int, workers: int) -> Finding:
     """Whether this many workers of this machine can hand over batches, as training asks before it starts them."""
-    from utils.data import loaders
+    from utils.data import workers as loader_workers
 
     try:
-        loaders.check_shared_memory(batch_bytes, workers)
-        free = shutil.disk_usage(loaders.SHARED_MEMORY).free
+        loader_workers.check_shared_memory(batch_bytes, workers)
+        free = shutil.disk_usage(loader_workers.SHARED_MEMORY).free
     except ConfigError as error:
         message, _, remedy = str(error).partition("\n")
         return Finding("shared memory", "fail", message, remedy)
     except OSError as error:
-        return Finding("shared memory", "warn", f"{loaders.SHARED_MEMORY}: {error.strerror}", "loader workers need it")
+        return Finding(
+            "shared memory", "warn", f"{loader_workers.SHARED_MEMORY}: {error.strerror}", "loader workers need it"
+        )
     return Finding(
-        "shared memory", "ok", f"{loaders.SHARED_MEMORY} has {free / 1e6:,.0f} MB free for {workers} loader worker(s)"
+        "shared memory",
+        "ok",
+        f"{loader_workers.SHARED_MEMORY} has {free / 1e6:,.0f} MB free for {workers} loader worker(s)",
     )
 
 
@@ -282,7 +286,7 @@ def write_rate(folder: Path, size: int = 2**26) -> float:
 
 def check_data(config: Config) -> tuple[Finding, tuple[int, int, int]]:
     """Whether training would find the dataset, complete and unaltered; and channels, height and width of its images."""
-    from utils.data import find_dataset, image_side
+    from utils.data.build import find_dataset, image_side
     from utils.data.cifar import VERSIONS
 
     try:
@@ -301,7 +305,7 @@ def names_to_resolve(environment: Mapping[str, str]) -> list[str]:
     """This host's name, and that of rank 0's host where a launcher names it."""
     import socket
 
-    from utils.launch import first_host
+    from utils.distributed.launch import first_host
 
     names = [socket.gethostname()]
     nodes = environment.get("SLURM_JOB_NODELIST", "")
@@ -390,7 +394,7 @@ def arithmetic(device: "torch.device") -> float:
 def check_rates(rates: Sequence[tuple[str, float]], check: str) -> list[Finding]:
     """Names every one that is slower than the median of the others by 15 %: all wait for it. `rates`: (name, per
     second)."""
-    from utils.observe import medians_of_the_others
+    from utils.training.watch import medians_of_the_others
 
     others = medians_of_the_others([rate for _, rate in rates]) if len(rates) > 1 else []
     slow = [(name, other / rate) for (name, rate), other in zip(rates, others, strict=False) if rate * SLOW < other]
@@ -413,13 +417,13 @@ def check_meeting(seconds: float, world_size: int) -> Finding:
     return Finding("rendezvous", "warn" if slow else "ok", seen, "a slow file system under Python?" if slow else "")
 
 
-def clock_offsets(place: "Distributed", rounds: int = 5) -> list[float]:
+def clock_offsets(world: "World", rounds: int = 5) -> list[float]:
     """Collective: seconds by which each rank's clock is ahead of rank 0's; the rounds' median, since leaving a barrier
     takes a moment that differs."""
     seen = []
     for _ in range(rounds):
-        place.barrier()
-        times = place.gather(time.time())
+        world.barrier()
+        times = world.gather(time.time())
         seen.append([moment - times[0] for moment in times])
     return [statistics.median(column) for column in zip(*seen, strict=True)]
 
@@ -432,10 +436,10 @@ def check_clocks(offsets: Sequence[float], allowed: float = 1.0) -> Finding:
     return Finding("clocks", level, seen, "is chrony or ntpd running on its node?" if level == "warn" else "")
 
 
-def check_all_reduce(rate: float, place: "Distributed") -> Finding:
+def check_all_reduce(rate: float, world: "World") -> Finding:
     """The bandwidth that gradients get, GB/s."""
-    seen = f"100 MB over {place.world_size} ranks: {rate:.2f} GB/s"
-    if place.device.type == "cuda" and rate < SLOW_ALL_REDUCE:
+    seen = f"100 MB over {world.world_size} ranks: {rate:.2f} GB/s"
+    if world.device.type == "cuda" and rate < SLOW_ALL_REDUCE:
         remedy = "NCCL_DEBUG=INFO tells which network it took; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose another"
         return Finding("all-reduce", "warn", seen, remedy)
     return Finding("all-reduce", "ok", seen)

@@ -60,7 +60,8 @@ def export(path: Path, folder: Path) -> list[str]:
         from safetensors.torch import save
     except ModuleNotFoundError:
         raise ConfigError('safetensors is not installed; install it with: pip install ".[export]"') from None
-    from utils.checkpoint import read_checkpoint, write_atomically
+    from utils.files import write_atomically
+    from utils.run.checkpoint import read_checkpoint
 
     state = read_checkpoint(path)
     network, weights = best_network(path, state)
@@ -87,9 +88,9 @@ def best_network(path: Path, state: dict[str, Any]) -> tuple["nn.Module", dict[s
     import torch
 
     from models import build_model
-    from utils.checkpoint import check_weights_fit
     from utils.config import Config
     from utils.data.augment import Normalise
+    from utils.run.checkpoint import check_weights_fit
 
     try:
         config = Config(**state["config"])

@@ -139,7 +139,7 @@ def layer_costs(config: Config | str) -> list[tuple[int, float]]:
     from torch import nn
 
     from models import build_model
-    from utils.data import image_side
+    from utils.data.build import image_side
 
     with torch.device("meta"):  # shapes without memory
         if config == "resnet50-imagenet":

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from utils.config import load_config
+from utils.distributed.launch import torchrun_here
 from utils.errors import ConfigError, ExpectedError, Stopped, in_a_line
-from utils.launch import torchrun_here
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 KILLS_PER_RUN = 8
@@ -204,7 +204,7 @@ def _draw_kill(draw: random.Random, number: signal.Signals, mean: float, startin
 
 def _train_through(job: Job, folder: Path, plan: list[Kill]) -> Iterator[str]:
     """Start the run again and again until it is finished; yields where each kill struck."""
-    from utils.checkpoint import newest_good
+    from utils.run.checkpoint import newest_good
 
     left = list(plan)
     while True:
@@ -241,7 +241,7 @@ def _moved_aside(folder: Path) -> set[Path]:
 
 def compare(peace: Path, killed: Path) -> list[str]:
     """What differs between two finished runs."""
-    from utils.checkpoint import newest_good, read_checkpoint
+    from utils.run.checkpoint import newest_good, read_checkpoint
 
     states = [newest_good(folder / "checkpoints")[1] or {} for folder in (peace, killed)]
     best = [read_checkpoint(folder / "checkpoints" / "best.pt") for folder in (peace, killed)]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from utils.config import Config, as_yaml, list_blocks, load_config, render_config
+from utils.distributed.launch import has_other_ranks
 from utils.errors import ConfigError
-from utils.launch import has_other_ranks
 
 DESCRIPTION = """\
 Train a ResNet from a named configuration block.
@@ -58,9 +58,9 @@ def _report(error: ConfigError) -> int:
     if not has_other_ranks(os.environ):
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
-    from utils.ranks import run_ranks
+    from utils.distributed.ranks import run_ranks
 
-    def fail(place: object) -> None:
+    def fail(world: object) -> None:
         raise error
 
     return run_ranks(fail, "cpu", start_timeout=60, collective_timeout=60)

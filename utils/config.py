@@ -373,7 +373,7 @@ class _Entry:
 
     value: Any
     line: int  # sys.maxsize for --set, which is read last
-    place: str  # as the user knows it: file, line and block, or --set
+    origin: str  # as the user knows it: file, line and block, or --set
 
 
 @dataclass(frozen=True)
@@ -510,41 +510,41 @@ def _flatten(
     lines: dict[str, int] = {}
     for key_node, value_node in node.value:
         key, line = _scalar_key(path, key_node), key_node.start_mark.line + 1
-        place = f"{path}:{line}: block {name!r}"
+        origin = f"{path}:{line}: block {name!r}"
         if key in lines:
             remedy = "merge a list, <<: [*ONE, *OTHER]" if key == "<<" else "keep one"
-            raise ConfigError(f"{place}: key {key!r} stands twice, first on line {lines[key]}; {remedy}")
+            raise ConfigError(f"{origin}: key {key!r} stands twice, first on line {lines[key]}; {remedy}")
         lines[key] = line
         if key != "<<":
-            own[key] = _Entry(_construct(value_node, key, place), line, place)
+            own[key] = _Entry(_construct(value_node, key, origin), line, origin)
             continue
         sources = value_node.value if isinstance(value_node, SequenceNode) else [value_node]
         for source in reversed(sources):
             if not isinstance(source, MappingNode):
                 raise ConfigError(
-                    f"{place}: << merges {_kind(source)}; expected a block by its anchor, for example <<: *DEFAULT"
+                    f"{origin}: << merges {_kind(source)}; expected a block by its anchor, for example <<: *DEFAULT"
                 )
             merged |= _flatten(path, names.get(id(source), name), source, names, (*parents, id(node)))
     return merged | own
 
 
-def _construct(node: Node, key: str, place: str) -> Any:
+def _construct(node: Node, key: str, origin: str) -> Any:
     """A key's value, a scalar or a flat list of scalars, by the core schema of YAML 1.2."""
     kind = str(node.tag).removeprefix("tag:yaml.org,2002:")
     if isinstance(node, SequenceNode) and kind == "seq" and all(isinstance(item, ScalarNode) for item in node.value):
-        return [_construct(item, key, place) for item in node.value]
+        return [_construct(item, key, origin) for item in node.value]
     if kind in ("map", "seq"):
-        raise ConfigError(_wrong_value(key, "holds " + ("a mapping" if kind == "map" else "a list in a list"), place))
+        raise ConfigError(_wrong_value(key, "holds " + ("a mapping" if kind == "map" else "a list in a list"), origin))
     if kind in ("timestamp", "merge", "value"):  # types of YAML 1.1, which 1.2 reads as text
         return node.value
     if kind not in ("str", "int", "float", "bool", "null"):
         tag = kind if kind.startswith("!") else f"!!{kind}"
-        raise ConfigError(_wrong_value(key, f"has the tag {tag}, which is not read here", place))
+        raise ConfigError(_wrong_value(key, f"has the tag {tag}, which is not read here", origin))
     try:
         return _constructor().construct_object(node)
     except (YAMLError, ValueError, KeyError, TypeError):
         raise ConfigError(
-            _wrong_value(key, f"is {_shown(node.value)}, which cannot be read as {kind}", place)
+            _wrong_value(key, f"is {_shown(node.value)}, which cannot be read as {kind}", origin)
         ) from None
 
 
@@ -569,20 +569,20 @@ def _check_block_name(path: Path, name: str, blocks: Mapping[str, Any]) -> None:
 
 
 def _parse_override(override: str) -> tuple[str, _Entry]:
-    place = f"--set {_shortened(override)}"
+    origin = f"--set {_shortened(override)}"
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not key:
-        raise ConfigError(f"{place}: expected KEY=VALUE, for example --set lr=0.2")
+        raise ConfigError(f"{origin}: expected KEY=VALUE, for example --set lr=0.2")
     if not text.strip():
-        raise ConfigError(_wrong_value(key, "has no value", place))
+        raise ConfigError(_wrong_value(key, "has no value", origin))
     try:
         node = YAML(typ="safe", pure=True).compose(text)
     except YAMLError as error:
-        raise ConfigError(f"{place}: the value is not valid YAML 1.2: {_yaml_problem(error)}") from None
+        raise ConfigError(f"{origin}: the value is not valid YAML 1.2: {_yaml_problem(error)}") from None
     except RecursionError:
-        raise ConfigError(f"{place}: the value is nested too deeply") from None
-    return key, _Entry(None if node is None else _construct(node, key, place), sys.maxsize, place)
+        raise ConfigError(f"{origin}: the value is nested too deeply") from None
+    return key, _Entry(None if node is None else _construct(node, key, origin), sys.maxsize, origin)
 
 
 def _explain(error: ValidationError, block: str, entries: Mapping[str, _Entry]) -> str:
@@ -599,8 +599,8 @@ def _explain(error: ValidationError, block: str, entries: Mapping[str, _Entry]) 
         )
     if wrong[0] is None:
         return _explain_combination(problems[None]["msg"].removeprefix("Value error, "), block, entries)
-    value, place = entries[wrong[0]].value, entries[wrong[0]].place
-    message = _wrong_value(wrong[0], f"is {_shown(value)}", place) + _hint(wrong[0], value)
+    value, origin = entries[wrong[0]].value, entries[wrong[0]].origin
+    message = _wrong_value(wrong[0], f"is {_shown(value)}", origin) + _hint(wrong[0], value)
     others = ", ".join(_shortened(str(key)) for key in wrong[1:6])
     return message + (f"\nwrong as well: {others}{' ...' if len(wrong) > 6 else ''}" if others else "")
 
@@ -608,15 +608,15 @@ def _explain(error: ValidationError, block: str, entries: Mapping[str, _Entry]) 
 def _explain_combination(message: str, block: str, entries: Mapping[str, _Entry]) -> str:
     """A rule over several keys, placed where the last of the keys that it names was set."""
     named = [entries[word] for word in re.findall(r"\w+", message) if word in entries]
-    place = max(named, key=lambda entry: entry.line).place if named else block
-    return f"{place}: {message}"
+    origin = max(named, key=lambda entry: entry.line).origin if named else block
+    return f"{origin}: {message}"
 
 
-def _wrong_value(key: str, what: str, place: str) -> str:
+def _wrong_value(key: str, what: str, origin: str) -> str:
     if key not in Config.model_fields:
         near = _did_you_mean(key, Config.model_fields)
-        return f"{place}: unknown key {_shortened(key)!r}{near or '; --print-config shows every key'}"
-    return f"{place}: {key} {what}; allowed: {_allowed(key)}"
+        return f"{origin}: unknown key {_shortened(key)!r}{near or '; --print-config shows every key'}"
+    return f"{origin}: {key} {what}; allowed: {_allowed(key)}"
 
 
 def _hint(key: str, value: Any) -> str:

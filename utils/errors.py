@@ -99,7 +99,7 @@ def _explain_loader_worker(text: str) -> str:
     if re.search(r"Caught \w+ in DataLoader worker", text):
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         places = [line for line in lines if line.startswith("File ")]
-        return f"a loader worker failed: {lines[-1]} ({places[-1] if places else 'place unknown'})"
+        return f"a loader worker failed: {lines[-1]} ({places[-1] if places else 'world unknown'})"
     process = re.search(r"pid(?:\(s\))?:? ([\d, ]+)", text)
     name = f"loader worker {process[1].strip()}" if process else "a loader worker"
     if "Killed" in text:

@@ -13,9 +13,9 @@ import torch
 
 from tools.follow import add_config_arguments, check_writable
 from utils.config import Config, load_config
-from utils.distributed import Distributed
+from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.run_folder import describe_environment
+from utils.run.environment import describe_environment
 
 FILE_WIDTH = 160  # characters of a table that goes into a file or pipe
 
@@ -76,15 +76,13 @@ def read_config(options: argparse.Namespace) -> Config:
     return load_config(options.yaml_config, options.config, options.set)
 
 
-def write_report(
-    path: Path | None, command: str, config: Config, place: Distributed, results: Mapping[str, Any]
-) -> None:
+def write_report(path: Path | None, command: str, config: Config, world: World, results: Mapping[str, Any]) -> None:
     """`results` with what they were measured on, as JSON; `ConfigError` where the file cannot be written."""
-    if path is None or not place.is_main:
+    if path is None or not world.is_main:
         return
     report = {
         "bench": command,
-        "environment": describe_environment(place.device, place.world_size),
+        "environment": describe_environment(world.device, world.world_size),
         "config": config.model_dump(mode="json"),
         "results": results,
     }

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from tools.bench import common
 from tools.bench.training import Training, build_training, capture_steps
-from utils.data import build_loaders, open_dataset
-from utils.distributed import Distributed
-from utils.parallel import distribute, wrap_in_ddp
-from utils.ranks import run_ranks
+from utils.data.build import build_loaders, open_dataset
+from utils.distributed.ddp import distribute, wrap_in_ddp
+from utils.distributed.ranks import run_ranks
+from utils.distributed.world import World
 
 CASES = {
-    "plain": lambda config, model, place: model,
+    "plain": lambda config, model, world: model,
     "as train.py does": distribute,
     "DDP, one rank": wrap_in_ddp,
 }
@@ -33,24 +33,24 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print a table, write the report."""
     config = common.read_config(options)
 
-    def measure(place: Distributed) -> None:
-        backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
+    def measure(world: World) -> None:
+        backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        images, labels = next(iter(build_loaders(config, open_dataset(config, place), place).train))
-        trainings = {name: build_training(config, place, wrap) for name, wrap in CASES.items()}
+        images, labels = next(iter(build_loaders(config, open_dataset(config, world), world).train))
+        trainings = {name: build_training(config, world, wrap) for name, wrap in CASES.items()}
 
         def trial(training: Training) -> Callable[[], Mapping[str, float]]:
             def steps() -> Mapping[str, float]:
                 started, busy = time.perf_counter(), time.process_time()
                 for _ in range(options.steps):
                     training(images, labels)
-                common.synchronize(place.device)
+                common.synchronize(world.device)
                 seconds = time.perf_counter() - started, time.process_time() - busy
                 return {name: 1000 * spent / options.steps for name, spent in zip(QUANTITIES, seconds, strict=True)}
 
             return steps
 
-        warm_up = max(1, math.ceil(capture_steps(config, place.device) / options.steps))
+        warm_up = max(1, math.ceil(capture_steps(config, world.device) / options.steps))
         cases = {name: trial(training) for name, training in trainings.items()}
         results = common.measure(cases, options.trials, warm_up=warm_up)
         rows = []
@@ -63,11 +63,11 @@ def run(options: argparse.Namespace) -> int:
                 overheads[name, quantity] = common.Sample(tuple(100 * (mine / plain - 1) for mine, plain in pairs))
                 row += [f"{results[name][quantity].median:.1f}", f"{overheads[name, quantity].median:+.1f}"]
             rows.append(row)
-        title = f"{config.model}, batch {config.batch_size}, {place.device}, torch {torch.__version__}: a training step"
+        title = f"{config.model}, batch {config.batch_size}, {world.device}, torch {torch.__version__}: a training step"
         common.print_table(title, ("", "ms", "overhead %", "processor ms", "overhead %"), rows)
         print("train.py uses no DDP and no process group for a single process, whoever starts it.")
         percent = {f"{name}: overhead, % of {quantity}": sample for (name, quantity), sample in overheads.items()}
-        common.write_report(options.json, "ddp_overhead", config, place, results | percent)
+        common.write_report(options.json, "ddp_overhead", config, world, results | percent)
         dist.destroy_process_group()
 
     return run_ranks(measure, config.device, config.start_timeout_seconds, config.collective_timeout_seconds)

@@ -21,12 +21,12 @@ from tools.bench.workers import Worker
 from tools.figures import colour, new_figure, save
 from tools.follow import check_writable
 from utils.config import Config, load_config
-from utils.data import open_dataset
-from utils.distributed import Distributed
-from utils.dry_run import activation_bytes_per_image
+from utils.data.build import open_dataset
+from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.precision import NAMES, choose_precision
-from utils.run_folder import describe_environment
+from utils.run.environment import describe_environment
+from utils.training.dry_run import activation_bytes_per_image
+from utils.training.precision import NAMES, choose_precision
 
 RUNGS = (
     "bs256,bs256-amp,bs256-amp-nhwc,bs256-amp-nhwc-extra-opts,bs256-amp-nhwc-extra-opts-bf16,"
@@ -64,22 +64,22 @@ def run(options: argparse.Namespace) -> int:
         check_writable("--plot", options.plot)
     configs = {name: load_config(options.yaml_config, name, options.set) for name in options.configs.split(",")}
     first = next(iter(configs.values()))
-    place = alone(first)
-    environment = describe_environment(place.device, 1)
+    world = alone(first)
+    environment = describe_environment(world.device, 1)
     baseline = read_baseline(options.baseline, environment, configs) if options.baseline else None
-    limits = measure_limits(place, trials=3)
+    limits = measure_limits(world, trials=3)
     workers = start(configs)
     try:
         samples = measure(workers, options)
     finally:
         for worker in workers.values():
             worker.close()
-    results = {name: evaluate(configs[name], place, rows, limits) for name, rows in samples.items()}
+    results = {name: evaluate(configs[name], world, rows, limits) for name, rows in samples.items()}
     show(results)
     if options.json:
         rungs = {name: configs[name].model_dump(mode="json") for name in results}
         common.write_report(
-            options.json, "ladder", first, place, {"limits": limits, "rungs": results, "configs": rungs}
+            options.json, "ladder", first, world, {"limits": limits, "rungs": results, "configs": rungs}
         )
     if options.plot:
         draw(options.plot, results, environment["device"])
@@ -131,16 +131,16 @@ def measure(workers: Mapping[str, Worker], options: argparse.Namespace) -> dict[
 
 
 def evaluate(
-    config: Config, place: Distributed, samples: Mapping[str, common.Sample], limits: Mapping[str, common.Sample]
+    config: Config, world: World, samples: Mapping[str, common.Sample], limits: Mapping[str, common.Sample]
 ) -> dict[str, Any]:
     """The samples with what follows from them: TFLOP/s and the shares of the measured ceilings."""
-    precision = choose_precision(config, place.device)
+    precision = choose_precision(config, world.device)
     number_format = NAMES[precision.half]
     if precision.level == "O0":
-        number_format = "tf32" if config.enable_tf32 and place.device.type == "cuda" else "float32"
-    model = build_model(config).to(place.device)
+        number_format = "tf32" if config.enable_tf32 and world.device.type == "cuda" else "float32"
+    model = build_model(config).to(world.device)
     precision.cast_weights(model)
-    shape = open_dataset(config, place).train.image_shape
+    shape = open_dataset(config, world).train.image_shape
     moved = TRAFFIC_PER_ACTIVATION * activation_bytes_per_image(model, nn.CrossEntropyLoss(), precision, shape)
     teraflops = samples["full"].median * training_flops_per_image(config, shape) / 1e12
     # whichever the libraries do faster: on AMD's CPUs MKL's float32 products are slower than oneDNN's convolutions

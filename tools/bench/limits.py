@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tools.bench import common
-from utils.distributed import Distributed
-from utils.ranks import run_ranks
+from utils.distributed.ranks import run_ranks
+from utils.distributed.world import World
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -26,19 +26,19 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print a table, write the report."""
     config = common.read_config(options)
 
-    def measure(place: Distributed) -> None:
-        results = measure_limits(place, options.trials)
-        if place.is_main:
+    def measure(world: World) -> None:
+        results = measure_limits(world, options.trials)
+        if world.is_main:
             rows = [(name, f"{sample:,.2f}") for name, sample in results.items()]
-            common.print_table(f"limits of {place.device.type}: median (min-max)", ["limit", "value"], rows)
-        common.write_report(options.json, "limits", config, place, results)
+            common.print_table(f"limits of {world.device.type}: median (min-max)", ["limit", "value"], rows)
+        common.write_report(options.json, "limits", config, world, results)
 
     return run_ranks(measure, config.device, config.start_timeout_seconds, config.collective_timeout_seconds)
 
 
-def measure_limits(place: Distributed, trials: int) -> dict[str, common.Sample]:
+def measure_limits(world: World, trials: int) -> dict[str, common.Sample]:
     """Collective: each ceiling by name with its unit; TFLOP/s count a multiply-add as two."""
-    device = place.device
+    device = world.device
     cuda = device.type == "cuda"
     tf32 = [False, True] if cuda else [False]
     results = {}
@@ -54,7 +54,7 @@ def measure_limits(place: Distributed, trials: int) -> dict[str, common.Sample]:
     if cuda:
         results["host to device, GB/s"] = host_to_device(device, trials)
     results |= _disk(trials)
-    if place.world_size > 1:
+    if world.world_size > 1:
         results["all-reduce of 100 MB, GB/s"] = all_reduce(device, trials)
     return results
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from tools.bench import common
 from tools.bench.training import build_training, capture_steps
-from utils.backends import prepare_backends
 from utils.config import Config, load_config
-from utils.data import Dataset, Loader, build_loaders, open_dataset
-from utils.distributed import Distributed
-from utils.ranks import run_ranks
-from utils.run_folder import dali_version
-from utils.step import prefetch
+from utils.data.build import Dataset, Loader, build_loaders, open_dataset
+from utils.distributed.ranks import run_ranks
+from utils.distributed.world import World
+from utils.run.environment import dali_version
+from utils.training.backends import prepare_backends
+from utils.training.batches import prefetch
 
 BACKENDS = ",".join(["torchvision", *(["dali"] if dali_version() else []), "device", "synthetic"])
 
@@ -44,20 +44,20 @@ def run(options: argparse.Namespace) -> int:
         for name in options.loaders.split(",")
     }
 
-    def measure(place: Distributed) -> None:
-        prepare_backends(config, place.device)
-        dataset = open_dataset(config, place)
-        step = build_training(config, place) if options.steps else None
+    def measure(world: World) -> None:
+        prepare_backends(config, world.device)
+        dataset = open_dataset(config, world)
+        step = build_training(config, world) if options.steps else None
         cases: dict[str, Callable[[], Mapping[str, float]]] = {}
         for name, chosen in configs.items():
-            built = build_loaders(chosen, dataset, place)
-            cases[name] = Case(chosen, built.train, step, place, options.batches, options.steps)
-            if place.is_main:
+            built = build_loaders(chosen, dataset, world)
+            cases[name] = Case(chosen, built.train, step, world, options.batches, options.steps)
+            if world.is_main:
                 print(*(f"{name}: {note}" for note in built.notes), sep="\n", end="\n" if built.notes else "")
         results = common.measure(cases, options.trials)
-        if place.is_main:
-            show(config, dataset, place, results)
-        common.write_report(options.json, "loaders", config, place, results)
+        if world.is_main:
+            show(config, dataset, world, results)
+        common.write_report(options.json, "loaders", config, world, results)
 
     return run_ranks(measure, config.device, config.start_timeout_seconds, config.collective_timeout_seconds)
 
@@ -69,7 +69,7 @@ class Case:
     config: Config
     loader: Loader
     step: Callable[[Tensor, Tensor], None] | None
-    place: Distributed
+    world: World
     num_batches: int
     num_steps: int
 
@@ -93,19 +93,19 @@ class Case:
         batches = self._batches()
         for _ in range(max(1, self.num_batches // 4)):
             next(batches)
-        common.synchronize(self.place.device)
+        common.synchronize(self.world.device)
         images, started = 0, time.perf_counter()
         for _, labels in itertools.islice(batches, self.num_batches):
             images += len(labels)
-        common.synchronize(self.place.device)
-        return images * self.place.world_size / (time.perf_counter() - started)
+        common.synchronize(self.world.device)
+        return images * self.world.world_size / (time.perf_counter() - started)
 
     def _feeding(self, step: Callable[[Tensor, Tensor], None]) -> dict[str, float]:
         """Images per second of training, and the share of that time in which the host waited for the next batch."""
-        batches = prefetch(self.config, self._batches(), self.place.device)
-        for images, labels in itertools.islice(batches, max(1, capture_steps(self.config, self.place.device))):
+        batches = prefetch(self.config, self._batches(), self.world.device)
+        for images, labels in itertools.islice(batches, max(1, capture_steps(self.config, self.world.device))):
             step(images, labels)
-        common.synchronize(self.place.device)
+        common.synchronize(self.world.device)
         trained, waiting, started = 0, 0.0, time.perf_counter()
         for _ in range(self.num_steps):
             before = time.perf_counter()
@@ -113,12 +113,12 @@ class Case:
             waiting += time.perf_counter() - before
             step(images, labels)
             trained += len(labels)
-        common.synchronize(self.place.device)
+        common.synchronize(self.world.device)
         seconds = time.perf_counter() - started
-        return {"training_images_per_sec": trained * self.place.world_size / seconds, "waiting": waiting / seconds}
+        return {"training_images_per_sec": trained * self.world.world_size / seconds, "waiting": waiting / seconds}
 
 
-def show(config: Config, dataset: Dataset, place: Distributed, results: Mapping[str, Mapping[str, Any]]) -> None:
+def show(config: Config, dataset: Dataset, world: World, results: Mapping[str, Mapping[str, Any]]) -> None:
     """The table: median and spread of the trials. `without input` compares with the synthetic loader's training."""
     feeding = any("waiting" in values for values in results.values())
     columns = ["loader", "images/s alone"]
@@ -134,5 +134,5 @@ def show(config: Config, dataset: Dataset, place: Distributed, results: Mapping[
             best = results["synthetic"]["training_images_per_sec"] if "synthetic" in results else None
             row.append("" if best is None else f"{100 * (1 - training.median / best.median):.1f}")
         rows.append(row)
-    setting = f"{dataset.name}, batch {config.batch_size}, {place.world_size} rank(s) on {place.device.type}"
+    setting = f"{dataset.name}, batch {config.batch_size}, {world.world_size} rank(s) on {world.device.type}"
     common.print_table(f"{setting}: median (min-max)", columns, rows)

@@ -18,13 +18,14 @@ from models import build_model
 from tools.bench import common
 from tools.bench.training import Rung, alone, endless
 from tools.bench.workers import Worker
-from utils.backends import prepare_backends
 from utils.config import Config, as_yaml
-from utils.data import build_loaders, open_dataset
+from utils.data.build import build_loaders, open_dataset
 from utils.errors import ConfigError
-from utils.optim import build_optimizer
-from utils.precision import choose_precision
-from utils.step import compiles, prefetch, wants_graphs
+from utils.training.backends import prepare_backends
+from utils.training.batches import prefetch
+from utils.training.optimizer import build_optimizer
+from utils.training.precision import choose_precision
+from utils.training.step import compiles, wants_graphs
 
 Trial = Callable[[int, int], dict[str, float]]
 
@@ -46,8 +47,8 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(
                 f"{key} {getattr(config, key):g}: only this project's step has it here; use {as_yaml(off)}"
             )
-    place = alone(config)
-    builders = rows_of(config, place.device)
+    world = alone(config)
+    builders = rows_of(config, world.device)
     with ExitStack() as stack:
         workers = {}
         for name, (build, its_config) in builders.items():
@@ -61,9 +62,9 @@ def run(options: argparse.Namespace) -> int:
         results = common.measure(cases, options.trials, warm_up=0)
     ours = results["this project"]["full"].median
     rows = [(name, f"{row['full']:,.1f}", f"{ours / row['full'].median:.3f}") for name, row in results.items()]
-    title = f"{config.model}, batch {config.batch_size}, {choose_precision(config, place.device)}: median (min-max)"
+    title = f"{config.model}, batch {config.batch_size}, {choose_precision(config, world.device)}: median (min-max)"
     common.print_table(title, ["training step", "images/s", "this project is faster by"], rows)
-    common.write_report(options.json, "peers", config, place, results)
+    common.write_report(options.json, "peers", config, world, results)
     return 0
 
 
@@ -98,21 +99,21 @@ def timm_trial(config: Config) -> Trial:
     from timm.task import ClassificationTask
     from timm.utils import NativeScaler
 
-    place = alone(config)
-    prepare_backends(config, place.device)
+    world = alone(config)
+    prepare_backends(config, world.device)
     torch.manual_seed(config.seed)
-    model, precision = _model(config, place.device), choose_precision(config, place.device)
+    model, precision = _model(config, world.device), choose_precision(config, world.device)
     optimizer = create_optimizer(
         model, opt="sgd" if config.nesterov else "momentum", lr=config.lr, momentum=config.momentum,
         weight_decay=config.weight_decay, filter_bias_and_bn=False,
     )  # fmt: skip
     for group in optimizer.param_groups:
         group["fused"], group["foreach"] = config.extra_opt("fused_optimizer") or None, None
-    task = ClassificationTask(model, criterion=nn.CrossEntropyLoss(), device=place.device, verbose=False)
-    if compiles(config, place.device):
+    task = ClassificationTask(model, criterion=nn.CrossEntropyLoss(), device=world.device, verbose=False)
+    if compiles(config, world.device):
         task.compile(mode=config.compile_mode)
-    scaler = NativeScaler(device=place.device.type) if precision.loss_scale is not None else None
-    loader = build_loaders(config, open_dataset(config, place), place).train
+    scaler = NativeScaler(device=world.device.type) if precision.loss_scale is not None else None
+    loader = build_loaders(config, open_dataset(config, world), world).train
     task.train()
 
     def step(images: Tensor, labels: Tensor) -> None:
@@ -127,13 +128,13 @@ def timm_trial(config: Config) -> Trial:
 
     def trial(warmup: int, iters: int) -> dict[str, float]:
         started = 0.0
-        batches = prefetch(config, endless(loader), place.device)
+        batches = prefetch(config, endless(loader), world.device)
         for number, (images, labels) in zip(range(warmup + iters), batches, strict=False):
             if number == warmup:
-                common.synchronize(place.device)
+                common.synchronize(world.device)
                 started = time.perf_counter()
             step(images, labels)
-        common.synchronize(place.device)
+        common.synchronize(world.device)
         return {"full": iters * config.batch_size / (time.perf_counter() - started)}
 
     return trial
@@ -144,12 +145,12 @@ def lightning_trial(config: Config) -> Trial:
     lightning = _import("lightning")
     logging.getLogger("lightning").setLevel(logging.ERROR)  # else a page of advice with every trial
     warnings.filterwarnings("ignore", module="lightning")
-    place = alone(config)
-    prepare_backends(config, place.device)
+    world = alone(config)
+    prepare_backends(config, world.device)
     torch.manual_seed(config.seed)
-    model, precision = _model(config, place.device), choose_precision(config, place.device)
-    forward = torch.compile(model, mode=config.compile_mode, dynamic=False) if compiles(config, place.device) else model
-    loader = build_loaders(config, open_dataset(config, place), place).train
+    model, precision = _model(config, world.device), choose_precision(config, world.device)
+    forward = torch.compile(model, mode=config.compile_mode, dynamic=False) if compiles(config, world.device) else model
+    loader = build_loaders(config, open_dataset(config, world), world).train
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         """Remembers when its timed steps began."""
@@ -160,7 +161,7 @@ def lightning_trial(config: Config) -> Trial:
 
         def training_step(self, batch: tuple[Tensor, Tensor], _number: int) -> Tensor:
             if self.steps == self.warmup:
-                common.synchronize(place.device)
+                common.synchronize(world.device)
                 self.started = time.perf_counter()
             self.steps += 1
             images, labels = batch
@@ -173,7 +174,7 @@ def lightning_trial(config: Config) -> Trial:
         """The project's loader, without end."""
 
         def __iter__(self):  # type: ignore[no-untyped-def]
-            return prefetch(config, endless(loader), place.device)
+            return prefetch(config, endless(loader), world.device)
 
     names = {"O0": "32-true", "O1": "16-mixed" if precision.loss_scale is not None else "bf16-mixed"}
 
@@ -182,10 +183,10 @@ def lightning_trial(config: Config) -> Trial:
         module.warmup = warmup
         trainer = lightning.Trainer(
             barebones=True, max_steps=warmup + iters, max_epochs=-1, devices=1, precision=names[precision.level],
-            accelerator="gpu" if place.device.type == "cuda" else "cpu",
+            accelerator="gpu" if world.device.type == "cuda" else "cpu",
         )  # fmt: skip
         trainer.fit(module, torch.utils.data.DataLoader(Batches(), batch_size=None))
-        common.synchronize(place.device)
+        common.synchronize(world.device)
         return {"full": iters * config.batch_size / (time.perf_counter() - module.started)}
 
     return trial

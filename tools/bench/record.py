@@ -23,9 +23,9 @@ from typing import Any
 from tools.bench import common
 from tools.follow import FollowedRun, add_config_arguments, as_settings, make_folder, read_records
 from utils.config import Config, list_blocks, load_config
-from utils.distributed import choose_device
+from utils.distributed.world import choose_device
 from utils.errors import ConfigError
-from utils.run_folder import describe_environment
+from utils.run.environment import describe_environment
 
 RESULTS = Path("results")
 TIMES = ("command", "run", "training")

@@ -20,9 +20,9 @@ from typing import Any
 from tools.bench import common
 from tools.follow import read_counts
 from utils.config import Config
-from utils.distributed import split_batch
+from utils.distributed.batch_split import split_batch
+from utils.distributed.launch import torchrun_here
 from utils.errors import ConfigError, ExpectedError
-from utils.launch import torchrun_here
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("strong", "weak")

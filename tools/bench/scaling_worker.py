@@ -16,67 +16,67 @@ from torch import Tensor
 from tools.bench import common
 from tools.bench.training import Training, build_training, capture_steps
 from utils.config import Config
-from utils.data import Loaders, build_loaders, open_dataset
-from utils.distributed import Distributed
-from utils.metrics import MetricSums
-from utils.ranks import run_ranks
-from utils.run_folder import describe_environment
-from utils.step import prefetch
+from utils.data.build import Loaders, build_loaders, open_dataset
+from utils.distributed.ranks import run_ranks
+from utils.distributed.world import World
+from utils.run.environment import describe_environment
+from utils.training.batches import prefetch
+from utils.training.metrics import MetricSums
 
 ROUNDS = 3  # with and without communication take turns
 
 
-def measure(config: Config, place: Distributed, steps: int, dropped: int) -> dict[str, Any]:
+def measure(config: Config, world: World, steps: int, dropped: int) -> dict[str, Any]:
     """Collective: seconds of a training step with and without communication, and images/s of a whole epoch."""
-    loaders = build_loaders(config, open_dataset(config, place), place)
+    loaders = build_loaders(config, open_dataset(config, world), world)
     images, labels = next(iter(loaders.train))
-    cases = {"ddp": build_training(config, place)}
-    if place.world_size > 1:
+    cases = {"ddp": build_training(config, world)}
+    if world.world_size > 1:
         silent = Config(**config.model_dump() | {"parallel": "no_communication"})
-        cases["no_communication"] = build_training(silent, place)
+        cases["no_communication"] = build_training(silent, world)
     for training in cases.values():
-        _time_steps(training, images, labels, place, max(dropped, capture_steps(config, place.device)))
+        _time_steps(training, images, labels, world, max(dropped, capture_steps(config, world.device)))
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(ROUNDS):
         for name, training in cases.items():
-            seconds[name].append(_time_steps(training, images, labels, place, -(-steps // ROUNDS)))
+            seconds[name].append(_time_steps(training, images, labels, world, -(-steps // ROUNDS)))
     medians = {name: median(values) for name, values in seconds.items()}
     record = {
         "step_seconds": medians["ddp"],
         "train_images_per_sec": config.batch_size / medians["ddp"],
-        "epoch_images_per_sec": _time_epoch(cases["ddp"], loaders, config, place, steps),
+        "epoch_images_per_sec": _time_epoch(cases["ddp"], loaders, config, world, steps),
     }
-    if place.world_size > 1:
+    if world.world_size > 1:
         record["communication_share"] = 1 - medians["no_communication"] / medians["ddp"]
     return record
 
 
-def _time_steps(training: Training, images: Tensor, labels: Tensor, place: Distributed, steps: int) -> float:
+def _time_steps(training: Training, images: Tensor, labels: Tensor, world: World, steps: int) -> float:
     """Seconds a step of the slowest rank."""
-    place.barrier()
+    world.barrier()
     started = time.perf_counter()
     for _ in range(steps):
         training(images, labels)
-    common.synchronize(place.device)
-    place.barrier()
-    return max(place.gather((time.perf_counter() - started) / max(1, steps)))
+    common.synchronize(world.device)
+    world.barrier()
+    return max(world.gather((time.perf_counter() - started) / max(1, steps)))
 
 
-def _time_epoch(training: Training, loaders: Loaders, config: Config, place: Distributed, steps: int) -> float:
+def _time_epoch(training: Training, loaders: Loaders, config: Config, world: World, steps: int) -> float:
     """Training images/s over at most `steps` batches from the loader, with metrics and validation in the time."""
-    place.barrier()
+    world.barrier()
     started = time.perf_counter()
     loaders.train.set_epoch(0)
     batches = 0
-    for images, labels in prefetch(config, iter(loaders.train), place.device):
+    for images, labels in prefetch(config, iter(loaders.train), world.device):
         training(images, labels)
         batches += 1
         if batches == steps:
             break
-    training.sums.average(place)
-    place.average_buffers(training.model)
+    training.sums.average(world)
+    world.average_buffers(training.model)
     training.model.eval()
-    sums = MetricSums(place.device)
+    sums = MetricSums(world.device)
     with torch.no_grad():
         loaders.valid.set_epoch(0)
         for number, (images, labels) in enumerate(loaders.valid, start=1):
@@ -84,19 +84,19 @@ def _time_epoch(training: Training, loaders: Loaders, config: Config, place: Dis
             sums.add(torch.nn.functional.cross_entropy(outputs, labels), outputs, labels)
             if number >= max(1, len(loaders.valid) * batches // len(loaders.train)):
                 break  # of the validation the same share as of the training
-    sums.average(place)
+    sums.average(world)
     training.model.train()
-    return batches * config.batch_size / max(place.gather(time.perf_counter() - started))
+    return batches * config.batch_size / max(world.gather(time.perf_counter() - started))
 
 
 def main(arguments: list[str]) -> int:
     """Measure as one of the ranks; returns the exit status."""
     config, steps, dropped = Config(**json.loads(arguments[0])), int(arguments[1]), int(arguments[2])
 
-    def action(place: Distributed) -> None:
-        record = measure(config, place, steps, dropped)
-        environment = describe_environment(place.device, place.world_size)
-        if place.is_main:
+    def action(world: World) -> None:
+        record = measure(config, world, steps, dropped)
+        environment = describe_environment(world.device, world.world_size)
+        if world.is_main:
             content = {"values": record, "environment": environment, "config": config.model_dump(mode="json")}
             Path(arguments[3]).write_text(json.dumps(content), encoding="utf-8")
 

@@ -11,16 +11,17 @@ from torch import Tensor, nn
 
 from models import build_model
 from tools.bench.common import synchronize
-from utils.backends import prepare_backends
 from utils.config import Config
-from utils.data import Loader, build_loaders, open_dataset
-from utils.distributed import Distributed, choose_device
-from utils.metrics import MetricSums
-from utils.optim import build_optimizer
-from utils.parallel import distribute, synchronise_batch_norm
-from utils.precision import MasterWeights, Precision, choose_precision
-from utils.profiling import Profiler
-from utils.step import GRAPH_WARMUP_STEPS, Batch, Step, build_step, prefetch, wants_graphs
+from utils.data.build import Loader, build_loaders, open_dataset
+from utils.distributed.ddp import distribute, synchronise_batch_norm
+from utils.distributed.world import World, choose_device
+from utils.profiling.profiler import Profiler
+from utils.training.backends import prepare_backends
+from utils.training.batches import Batch, prefetch
+from utils.training.metrics import MetricSums
+from utils.training.optimizer import build_optimizer
+from utils.training.precision import MasterWeights, Precision, choose_precision
+from utils.training.step import GRAPH_WARMUP_STEPS, Step, build_step, wants_graphs
 
 
 @dataclass
@@ -40,21 +41,21 @@ class Training:
 
 
 def build_training(
-    config: Config, place: Distributed, wrap: Callable[[Config, nn.Module, Distributed], nn.Module] = distribute
+    config: Config, world: World, wrap: Callable[[Config, nn.Module, World], nn.Module] = distribute
 ) -> Training:
     """Collective: what `config` trains with, its network spread over the ranks by `wrap`. Sets PyTorch's process-wide
     switches too: rungs that take turns set them each time."""
-    prepare_backends(config, place.device)
+    prepare_backends(config, world.device)
     torch.manual_seed(config.seed)
-    model = synchronise_batch_norm(config, build_model(config), place).to(place.device)
+    model = synchronise_batch_norm(config, build_model(config), world).to(world.device)
     if config.enable_nhwc:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    precision, profiler = choose_precision(config, place.device), Profiler(place.device)
+    precision, profiler = choose_precision(config, world.device), Profiler(world.device)
     weights = MasterWeights(model, precision)
-    optimizer = build_optimizer(config, weights.parameters(), graphed=wants_graphs(config, place.device))
+    optimizer = build_optimizer(config, weights.parameters(), graphed=wants_graphs(config, world.device))
     step, _ = build_step(
         config,
-        place,
+        world,
         weights=weights,
         optimizer=optimizer,
         criterion=nn.CrossEntropyLoss(label_smoothing=config.label_smoothing),
@@ -63,7 +64,7 @@ def build_training(
         profiler=profiler,
         wrap=wrap,
     )
-    return Training(model, weights, optimizer, precision, step, MetricSums(place.device), profiler)
+    return Training(model, weights, optimizer, precision, step, MetricSums(world.device), profiler)
 
 
 def capture_steps(config: Config, device: torch.device) -> int:
@@ -75,13 +76,13 @@ class Rung:
     """A configuration's training step, and its loader alone and together with it; a trial tells images per second."""
 
     def __init__(self, config: Config) -> None:
-        self.place = alone(config)
-        self.training = build_training(config, self.place)
+        self.world = alone(config)
+        self.training = build_training(config, self.world)
         self.training.model.train()
         self.config, self.images = config, config.batch_size
-        self.loader = build_loaders(config, open_dataset(config, self.place), self.place).train
+        self.loader = build_loaders(config, open_dataset(config, self.world), self.world).train
         self.batch = next(iter(self.loader))
-        for _ in range(capture_steps(config, self.place.device)):
+        for _ in range(capture_steps(config, self.world.device)):
             self.training(*self.batch)
 
     def __call__(self, warmup: int, iters: int) -> dict[str, float]:
@@ -90,14 +91,14 @@ class Rung:
         compute = self._time(itertools.repeat(self.batch), warmup, iters, self.training)
         io = self._time(endless(self.loader), warmup, iters, lambda images, labels: None)
         full = self._full(warmup, iters)
-        values = {"compute": compute, "io": io, "full": full, "memory": peak_memory(self.place.device)}
-        if self.place.device.type == "cuda":
+        values = {"compute": compute, "io": io, "full": full, "memory": peak_memory(self.world.device)}
+        if self.world.device.type == "cuda":
             torch.cuda.empty_cache()  # for the other rungs; the next warm-up takes it again
         return values | {"seconds": time.perf_counter() - started}
 
     def _full(self, warmup: int, iters: int) -> float:
         """Images per second of loader and step together."""
-        batches = prefetch(self.config, endless(self.loader), self.place.device)
+        batches = prefetch(self.config, endless(self.loader), self.world.device)
         return self._time(batches, warmup, iters, self.training)
 
     def _time(
@@ -105,17 +106,17 @@ class Rung:
     ) -> float:
         for images, labels in itertools.islice(batches, warmup):
             consume(images, labels)
-        synchronize(self.place.device)
+        synchronize(self.world.device)
         started = time.perf_counter()
         for images, labels in itertools.islice(batches, iters):
             consume(images, labels)
-        synchronize(self.place.device)
+        synchronize(self.world.device)
         return iters * self.images / (time.perf_counter() - started)
 
 
-def alone(config: Config) -> Distributed:
+def alone(config: Config) -> World:
     """The place of a single process on the configuration's device."""
-    return Distributed(rank=0, local_rank=0, world_size=1, device=choose_device(config.device, 0))
+    return World(rank=0, local_rank=0, world_size=1, device=choose_device(config.device, 0))
 
 
 def endless(loader: Loader) -> Iterator[Batch]:

@@ -6,16 +6,12 @@ Nothing here is unpickled and nothing is downloaded.
 """
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import secrets
 import shlex
-import shutil
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -243,40 +239,3 @@ def _write_atomically(path: Path, text: str) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def exclusive_lock(path: Path) -> Iterator[bool]:
-    """Hold the lock file `path` (created, never removed), waiting for another process that holds it; yield whether.
-
-    False where the file system has no locks: two downloads at once then both work, since each ends in one rename.
-    """
-    with path.open("a") as file:
-        locked = True
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for another process, which holds {path}", file=sys.stderr, flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
-            locked = False
-        yield locked
-
-
-@contextlib.contextmanager
-def partial_folder(target: Path, *, alone: bool) -> Iterator[Path]:
-    """A new folder beside `target`, to be filled and renamed to it; whatever is left of it at the end is removed.
-
-    `alone` says that a lock is held, so that any other such folder was left by a process that was killed: it goes too.
-    """
-    if alone:
-        for leftover in target.parent.glob(f".{target.name}.*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    try:
-        partial.mkdir()
-        yield partial
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from utils.data.augment import Normalise
 from utils.data.datasets import ImageArrays, Split
-from utils.data.files import ImageFiles
-from utils.data.loaders import describe_unreadable
+from utils.data.image_files import ImageFiles, describe_unreadable
 from utils.data.sampling import WINDOW_AREA, WINDOW_ATTEMPTS, WINDOW_RATIO, Augmentation, EpochPlan, IntArray
 from utils.errors import ConfigError, DataError
 

@@ -8,19 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from utils.data.cifar import (
-    VERSIONS,
-    CifarVersion,
-    exclusive_lock,
-    partial_folder,
-    read_class_names,
-    read_split,
-    remedy,
-)
-from utils.data.files import Batch, ImageFiles
+from utils.data.cifar import VERSIONS, CifarVersion, read_class_names, read_split, remedy
+from utils.data.image_files import Batch, ImageFiles
 from utils.data.sampling import IntArray
 from utils.data.shapes import CLASS_NAMES, draw_shapes
 from utils.errors import ConfigError, DataError
+from utils.files import exclusive_lock, partial_folder
 
 NUM_SHAPES_TRAIN, NUM_SHAPES_VALID = 10_000, 2_000
 

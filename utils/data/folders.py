@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from utils.data.datasets import Dataset, channel_statistics
-from utils.data.files import ImageFiles
+from utils.data.image_files import ImageFiles
 from utils.errors import DataError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")

@@ -22,8 +22,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from utils.data.cifar import CifarVersion, exclusive_lock, partial_folder, remedy, verify_split
+from utils.data.cifar import CifarVersion, remedy, verify_split
 from utils.errors import DataError
+from utils.files import exclusive_lock, partial_folder
 
 HOME_PAGE = "https://www.cs.toronto.edu/~kriz"
 TIMEOUT_SECONDS = 60  # of a silent connection

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from utils.config import Config
-from utils.distributed import BatchSplit
-from utils.optim import Schedule
-from utils.precision import MasterWeights, Precision
+from utils.distributed.batch_split import BatchSplit
+from utils.training.precision import MasterWeights, Precision
+from utils.training.schedule import Schedule
 
 PROBE_IMAGES = 4
 

@@ -16,13 +16,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from utils.distributed import Distributed
+from utils.distributed.world import World
 
 SLOW_RANK = 1.15  # times the median of the other ranks
 WAITING_SHARE = 0.10  # of the time of an epoch
 JUDGED_WINDOWS = 5  # a rank is slow when it was so in each of the last windows
 SAMPLE_IMAGES = 64
-WORST_CLASSES = 10
 
 
 @dataclass
@@ -37,9 +36,9 @@ class Window:
 class StepWatch:
     """Times input and the rank's own share of each step; judged once an epoch, over all ranks."""
 
-    def __init__(self, model: nn.Module, place: Distributed) -> None:
-        self.place = place
-        self.clock = _Clock(place.device)
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self.world = world
+        self.clock = _Clock(world.device)
         self._sample: Tensor | None = None
         self._windows: list[Window] = []
         self._history: list[list[Window]] = []  # [log point][rank], over epochs
@@ -78,11 +77,11 @@ class StepWatch:
         if not self._first:  # the process's first window holds the start of workers and the choice of algorithms
             self._windows.append(window)
         self._first = False
-        return {"data_wait": window.waiting / window.total, "memory_gb": peak_memory(self.place.device) / 1e9}
+        return {"data_wait": window.waiting / window.total, "memory_gb": peak_memory(self.world.device) / 1e9}
 
     def judge(self, remedy: str) -> list[str]:
         """Collective, at the end of an epoch: what the reader should know and has not been told yet."""
-        ranks = self.place.gather((socket.gethostname(), self._windows))
+        ranks = self.world.gather((socket.gethostname(), self._windows))
         self._windows = []
         remarks = self._judge_input([windows for _, windows in ranks], remedy)
         self._history += [list(row) for row in zip(*(windows for _, windows in ranks), strict=False)]
@@ -132,7 +131,7 @@ def medians_of_the_others(values: Sequence[float]) -> list[float]:
     """For each of at least two values the median of all the others: of two, each is held to the other one, where the
     median of both would hide half of the difference."""
     order = sorted(values)
-    return [statistics.median(order[:place] + order[place + 1 :]) for place in map(order.index, values)]
+    return [statistics.median(order[:rank] + order[rank + 1 :]) for rank in map(order.index, values)]
 
 
 def input_remedy(data_loader: str, num_workers: int) -> str:
@@ -201,39 +200,3 @@ class _Clock:
         mean = sum(self.steps) / len(self.steps) if self.steps else 0.0
         self.steps, self.events = [], []
         return mean
-
-
-class Confusion:
-    """How often each class was taken for each other one, counted on the device without waiting for it."""
-
-    def __init__(self, num_classes: int, device: torch.device) -> None:
-        self.num_classes = num_classes
-        self.counts = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=device)
-
-    def add(self, outputs: Tensor, labels: Tensor) -> None:
-        """Outputs [N, classes] and labels [N] of one batch."""
-        cells = labels * self.num_classes + outputs.argmax(1)
-        self.counts.index_add_(0, cells, torch.ones_like(cells))
-
-    def collect(self, place: Distributed) -> Tensor:
-        """Collective: counts over all ranks, int64 [true class, predicted class], on the CPU."""
-        return place.sum(self.counts.clone()).view(self.num_classes, self.num_classes).cpu()
-
-
-def worst_classes(counts: Tensor, names: Sequence[str]) -> list[tuple[str, float, str, float]]:
-    """(class, its accuracy, what it is most often taken for, how often) for the worst classes, worst first.
-
-    `counts`: [true class, predicted class]; shares in [0, 1]. Classes without an image are left out.
-    """
-    totals = counts.sum(1)
-    present = [label for label in range(len(names)) if totals[label] > 0]
-    accuracy = counts.diagonal() / totals.clamp(min=1)
-    worst = sorted(present, key=lambda label: (float(accuracy[label]), label))[:WORST_CLASSES]
-    rows = []
-    for label in worst:
-        others = counts[label].clone()
-        others[label] = -1
-        taken_for = int(others.argmax())
-        share = float(others[taken_for] / totals[label])
-        rows.append((names[label], float(accuracy[label]), names[taken_for] if share > 0 else "-", share))
-    return rows

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Distributed:
+class World:
     """This process's place. Collective methods must be called by every rank."""
 
     rank: int
@@ -101,39 +101,3 @@ def choose_device(device: str, local_rank: int) -> torch.device:
             f"rank {local_rank} of this node has no GPU: {torch.cuda.device_count()} here; start one process per GPU"
         )
     return torch.device("cuda", local_rank)
-
-
-@dataclass(frozen=True)
-class BatchSplit:
-    """How a global batch is shared: batch_size = world_size x accumulation x micro_batch_size."""
-
-    batch_size: int
-    world_size: int
-    accumulation: int
-    micro_batch_size: int
-
-    @property
-    def rank_batch_size(self) -> int:
-        """Images of one rank in one optimizer step."""
-        return self.accumulation * self.micro_batch_size
-
-    def __str__(self) -> str:
-        parts = f"{self.world_size} rank(s) x {self.accumulation} accumulated x {self.micro_batch_size} images"
-        return f"{self.batch_size} = {parts}"
-
-
-def split_batch(batch_size: int, world_size: int, micro_batch_size: int | None) -> BatchSplit:
-    """The exact split of the global batch; `ConfigError` where there would be a remainder."""
-    rank_batch_size, remainder = divmod(batch_size, world_size)
-    if remainder or not rank_batch_size:
-        raise ConfigError(
-            f"batch_size {batch_size} cannot be split evenly over {world_size} ranks; "
-            f"use a multiple of {world_size}, for example {max(1, round(batch_size / world_size)) * world_size}"
-        )
-    micro = rank_batch_size if micro_batch_size is None else min(micro_batch_size, rank_batch_size)
-    if rank_batch_size % micro:
-        raise ConfigError(
-            f"micro_batch_size {micro} does not divide the {rank_batch_size} images of each of {world_size} ranks "
-            f"(batch_size {batch_size}); use a divisor of {rank_batch_size}"
-        )
-    return BatchSplit(batch_size, world_size, rank_batch_size // micro, micro)

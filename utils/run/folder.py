@@ -7,32 +7,20 @@ import fcntl
 import json
 import multiprocessing.util
 import os
-import platform
 import shlex
-import subprocess
-import sys
 import textwrap
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-import torchvision
 from torch import Tensor
 
-from utils import checkpoint
 from utils.config import Config, render_config
+from utils.distributed.launch import job_name, was_restarted
 from utils.errors import CheckpointError, ConfigError, ExpectedError
-from utils.launch import job_name, was_restarted
-
-ROOT = Path(__file__).resolve().parent.parent
-# Of the environment only these are written down: a dump could hold secrets.
-RECORDED_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "WORLD_SIZE", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES",
-    "SLURM_RESTART_COUNT", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "TORCH_LOGS",
-)  # fmt: skip
+from utils.files import remove_leftovers, write_atomically
+from utils.run import checkpoint
 
 
 def lock_folder(folder: Path) -> IO[str]:
@@ -113,7 +101,7 @@ def _open_run(folder: Path, resume: str, config: Config, weights: dict[str, Tens
         if _has_best_beside(path, state, notes) and not here:
             best = path.with_name("best.pt").read_bytes()
     if here:
-        checkpoint.remove_leftovers(own)
+        remove_leftovers(own)
     else:
         if holds_run(folder):
             really = folder.resolve() if folder.is_symlink() else folder  # the link stays, as the new run's too
@@ -154,12 +142,12 @@ def _adopt(folder: Path, state: dict[str, Any], content: bytes | None, best: byt
     if content is not None and not (last.is_file() and last.read_bytes() == content):
         if last.exists():
             _set_aside(last)
-        checkpoint.write_atomically(last, content)
+        write_atomically(last, content)
     for newer in checkpoint.list_checkpoints(own):
         if newer > last:  # damaged, not wanted, or under another's name
             _set_aside(newer)
     if best is not None:
-        checkpoint.write_atomically(own_best, best)
+        write_atomically(own_best, best)
     elif own_best.exists() and not state["best"]["epoch"]:  # of a later step, or damaged
         _set_aside(own_best)
     _drop_after(folder / "metrics.jsonl", state["step"], state["epoch"])
@@ -207,8 +195,8 @@ def _demanded(path: Path, notes: list[str]) -> tuple[Path, dict[str, Any]]:
 def write_description(folder: Path, config: Config, config_name: str, environment: dict[str, Any]) -> None:
     """config.yaml, a block that can be run again, and environment.json."""
     body = textwrap.indent(render_config(config), "  ")
-    checkpoint.write_atomically(folder / "config.yaml", f"{config_name}:\n{body}".encode())
-    checkpoint.write_atomically(folder / "environment.json", (json.dumps(environment, indent=1) + "\n").encode())
+    write_atomically(folder / "config.yaml", f"{config_name}:\n{body}".encode())
+    write_atomically(folder / "environment.json", (json.dumps(environment, indent=1) + "\n").encode())
 
 
 def holds_run(folder: Path) -> bool:
@@ -228,36 +216,6 @@ def _move_aside(folder: Path) -> Path:
     return target
 
 
-def describe_environment(device: torch.device, world_size: int) -> dict[str, Any]:
-    """Versions, device, commit and an allow-list of variables: what a figure needs to be compared."""
-    cuda = device.type == "cuda"
-    return {
-        "command": sys.argv,
-        "commit": git_commit(),
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "torchvision": torchvision.__version__,
-        "dali": dali_version(),
-        "cuda": torch.version.cuda if cuda else None,
-        "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "device": torch.cuda.get_device_name(device) if cuda else _processor(),
-        "threads": torch.get_num_threads(),
-        "world_size": world_size,
-        "host": platform.node(),
-        "variables": {name: os.environ[name] for name in RECORDED_VARIABLES if name in os.environ},
-    }
-
-
-def dali_version() -> str | None:
-    """The installed NVIDIA DALI, whichever of its packages it is."""
-    for package in ("nvidia-dali-cuda130", "nvidia-dali-cuda110"):
-        try:
-            return f"{package} {metadata.version(package)}"
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
 def _drop_after(path: Path, step: int, epoch: int) -> None:
     """Keep the lines of metrics.jsonl up to `step` and the finished `epoch`: what came after is about to be done again.
 
@@ -272,33 +230,4 @@ def _drop_after(path: Path, step: int, epoch: int) -> None:
                 kept.append(line + b"\n")
         except (ValueError, KeyError, TypeError):  # a line that a kill cut short, or that is damaged
             continue
-    checkpoint.write_atomically(path, b"".join(kept))
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]} x {len(names)}" if names else platform.machine()
-
-
-def git_commit(root: Path = ROOT) -> str | None:
-    """The newest commit that changed anything outside of results/, which tells the code; None without git.
-
-    Writing down or committing what one run gave does not make the next a run of other code.
-    """
-    code = ("--", ".", ":(exclude)results")
-    commands = (
-        ["git", "log", "-1", "--format=%H", *code],
-        ["git", "status", "--porcelain", "--untracked-files=no", *code],
-    )
-    try:
-        commit, changes = (
-            subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-            for command in commands
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return commit + (" with changes" if changes else "") if commit else None
+    write_atomically(path, b"".join(kept))

@@ -84,3 +84,10 @@ class ImageFiles:
             np.concatenate([batch.indices for batch in batches]),
             {path: reason for batch in batches for path, reason in batch.unreadable.items()},
         )
+
+
+def describe_unreadable(unreadable: dict[str, str]) -> str:
+    """How many files could not be read, and the first of them."""
+    path, reason = min(unreadable.items())
+    others = f" and {len(unreadable) - 1} more" if len(unreadable) > 1 else ""
+    return f"cannot be read as an image: {path}{others} ({reason})"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from utils.trace import describe_trace, read_trace
+from utils.profiling.trace import describe_trace, read_trace
 
 MEMORY_EVENTS = 100_000  # the newest allocations that the snapshot holds
 

@@ -1,49 +1,45 @@
 """DDP: how a network is spread over the ranks, and which processor cores each rank keeps to."""
 
 import inspect
-import os
-from pathlib import Path
-from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.config import Config
-from utils.distributed import Distributed
+from utils.distributed.world import World
 from utils.errors import ConfigError
 
 
-def synchronise_batch_norm(config: Config, model: nn.Module, place: Distributed) -> nn.Module:
+def synchronise_batch_norm(config: Config, model: nn.Module, world: World) -> nn.Module:
     """The network, with BatchNorm over all ranks where `enable_sync_bn` asks for it; nothing to do for one rank."""
     if not config.enable_sync_bn:
         return model
-    if place.device.type != "cuda":
+    if world.device.type != "cuda":
         raise ConfigError(
-            f"enable_sync_bn needs CUDA devices, this run is on {place.device.type}; use enable_sync_bn=false"
+            f"enable_sync_bn needs CUDA devices, this run is on {world.device.type}; use enable_sync_bn=false"
         )
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if place.world_size > 1 else model
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if world.world_size > 1 else model
 
 
-def distribute(config: Config, model: nn.Module, place: Distributed) -> nn.Module:
+def distribute(config: Config, model: nn.Module, world: World) -> nn.Module:
     """Collective: what the training step calls instead of `model`, with the same parameters."""
     if config.parallel == "dataparallel":
-        return _one_process_for_all_gpus(model, place)
-    if place.world_size == 1:
+        return _one_process_for_all_gpus(model, world)
+    if world.world_size == 1:
         if config.parallel == "no_communication":
             raise ConfigError("parallel: no_communication compares several ranks, but this run has one; use ddp")
         return model
-    return wrap_in_ddp(config, model, place)
+    return wrap_in_ddp(config, model, world)
 
 
-def wrap_in_ddp(config: Config, model: nn.Module, place: Distributed) -> DistributedDataParallel:
+def wrap_in_ddp(config: Config, model: nn.Module, world: World) -> DistributedDataParallel:
     """Collective: DDP as the configuration asks for it, in a process group of any size."""
-    on_gpu = place.device.type == "cuda"
+    on_gpu = world.device.type == "cuda"
     # DDP: averages gradients over the ranks during backward
     distributed = DistributedDataParallel(
         model,
-        device_ids=[place.device.index] if on_gpu else None,
+        device_ids=[world.device.index] if on_gpu else None,
         bucket_cap_mb=config.bucket_cap_mb,
         gradient_as_bucket_view=config.gradient_as_bucket_view,
         static_graph=config.static_graph,
@@ -73,12 +69,12 @@ def describe_parallel(config: Config) -> list[str]:
     return []
 
 
-def _one_process_for_all_gpus(model: nn.Module, place: Distributed) -> nn.Module:
-    if place.device.type != "cuda":
-        raise ConfigError(f"parallel: dataparallel needs CUDA devices, this run is on {place.device.type}; use ddp")
-    if place.world_size > 1:
+def _one_process_for_all_gpus(model: nn.Module, world: World) -> nn.Module:
+    if world.device.type != "cuda":
+        raise ConfigError(f"parallel: dataparallel needs CUDA devices, this run is on {world.device.type}; use ddp")
+    if world.world_size > 1:
         raise ConfigError(
-            f"parallel: dataparallel is one process for all GPUs, but there are {place.world_size}; start with python"
+            f"parallel: dataparallel is one process for all GPUs, but there are {world.world_size}; start with python"
         )
     return nn.DataParallel(model)
 
@@ -87,26 +83,3 @@ def _broadcast_option() -> str:
     """DDP's name for `broadcast_buffers`, which PyTorch 2.14 renamed."""
     new = "forward_sync_buffers"
     return new if new in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
-
-
-def pin_near_gpu(config: Config, place: Distributed) -> list[str]:
-    """Keep this process and its loader workers on the cores nearest its GPU; returns what to say about it."""
-    if not config.enable_cpu_affinity or place.world_size == 1 or place.device.type != "cuda":
-        return []
-    gpu: Any = torch.cuda.get_device_properties(place.device)
-    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    cores = cores_near(address) & os.sched_getaffinity(0)
-    if not cores:
-        return [f"enable_cpu_affinity: the machine does not tell which usable cores are near GPU {address}; left as is"]
-    os.sched_setaffinity(0, cores)
-    return [f"enable_cpu_affinity: rank {place.rank} keeps to the {len(cores)} cores nearest GPU {address}"]
-
-
-def cores_near(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
-    """Processor cores on the socket of a PCI device, from the kernel; empty where it does not say."""
-    try:
-        text = (devices / pci_address / "local_cpulist").read_text(encoding="ascii").strip()
-    except OSError:
-        return set()
-    ranges = [part.partition("-") for part in text.split(",") if part]
-    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}

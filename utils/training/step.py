@@ -17,19 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.batch_norm import RunningStatistics
 from utils.config import Config
-from utils.distributed import Distributed, split_batch
+from utils.distributed.batch_split import split_batch
+from utils.distributed.ddp import distribute
+from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.metrics import MetricSums
-from utils.parallel import distribute
-from utils.precision import LossScaler, MasterWeights, Precision
-from utils.profiling import Profiler
+from utils.profiling.profiler import Profiler
+from utils.training.batch_norm import RunningStatistics
+from utils.training.metrics import MetricSums
+from utils.training.precision import LossScaler, MasterWeights, Precision
 
 # PyTorch asks for 11 steps before a graph with DDP is captured (its notes on CUDA graphs), for 3 without.
 GRAPH_WARMUP_STEPS = 11
-
-Batch = tuple[Tensor, Tensor]
 Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -150,7 +149,7 @@ class GraphedStep:
 
 def build_step(
     config: Config,
-    place: Distributed,
+    world: World,
     *,
     weights: MasterWeights,
     optimizer: torch.optim.Optimizer,
@@ -158,12 +157,12 @@ def build_step(
     precision: Precision,
     loss_scaler: LossScaler,
     profiler: Profiler,
-    wrap: Callable[[Config, nn.Module, Distributed], nn.Module] = distribute,
+    wrap: Callable[[Config, nn.Module, World], nn.Module] = distribute,
 ) -> tuple[Step, list[str]]:
     """Collective: the step in the way the configuration asks for, its network spread over the ranks by `wrap`, and what
     a log should say of it."""
-    with on_capture_stream(place.device, graphed=wants_graphs(config, place.device)):
-        model = wrap(config, weights.model, place)
+    with on_capture_stream(world.device, graphed=wants_graphs(config, world.device)):
+        model = wrap(config, weights.model, world)
     step = TrainStep(
         model=model,
         weights=weights,
@@ -171,13 +170,13 @@ def build_step(
         criterion=criterion,
         precision=precision,
         loss_scaler=loss_scaler,
-        accumulation=split_batch(config.batch_size, place.world_size, config.micro_batch_size).accumulation,
+        accumulation=split_batch(config.batch_size, world.world_size, config.micro_batch_size).accumulation,
         set_to_none=config.extra_opt("zero_grad_set_to_none"),
         profiler=profiler,
         communicate=config.parallel != "no_communication",
         clip_grad_norm=config.clip_grad_norm,
     )
-    return choose_step(config, step, place.device)
+    return choose_step(config, step, world.device)
 
 
 def choose_step(config: Config, step: TrainStep, device: torch.device) -> tuple[Step, list[str]]:
@@ -250,23 +249,3 @@ def _missing_compiler(device: torch.device) -> str:
         named = " or ".join(c_compilers)
         return f"a C compiler too, and {named} is not found; install one, name it in the environment variable CC"
     return ""
-
-
-def prefetch(config: Config, batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """PREFETCH: the next batch is copied and augmented on a side stream while the device trains on the present one.
-
-    On a CPU there is nothing to overlap with: the batches come as they are.
-    """
-    if config.enable_prefetch is False or device.type != "cuda":
-        yield from batches
-        return
-    stream = torch.cuda.Stream(device)
-    while True:
-        with torch.cuda.stream(stream):
-            batch = next(batches, None)
-        if batch is None:
-            return
-        torch.cuda.current_stream().wait_stream(stream)
-        for tensor in batch:
-            tensor.record_stream(torch.cuda.current_stream())  # else its memory could be given away during the step
-        yield batch

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from utils.config import Config, render_config
-from utils.observe import worst_classes
+from utils.training.metrics import worst_classes
 
 EPOCH_TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
 SECOND_TAGS = {"acc1/valid": "by_second/acc1_valid", "loss/valid": "by_second/loss_valid"}

@@ -4,121 +4,20 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from utils.board import Board
 from utils.config import Config
-from utils.distributed import Distributed
 from utils.errors import ExpectedError
-from utils.observe import worst_classes
+from utils.run.board import Board
+from utils.training.metrics import worst_classes
 
 logger = logging.getLogger("train")
-
-
-class MetricSums:
-    """Loss, correct predictions and images of an epoch, summed on the device without waiting for it.
-
-    Averages are by image, so they do not depend on how an epoch was cut into batches or ranks.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        # summed loss, correct predictions, images, batches before the first loss that is not finite
-        self.sums = torch.zeros(4, dtype=torch.float64, device=device)
-        self.logged = [0.0] * 4  # totals over all ranks at the last log point
-
-    def reset(self) -> None:
-        """Begin anew, in the same memory: a CUDA graph of the step goes on adding there."""
-        self.sums.zero_()
-        self.logged = [0.0] * 4
-
-    def load(self, sums: Tensor, logged: list[float]) -> None:
-        """Go on from saved sums [4] and from what was logged of them."""
-        self.sums.copy_(sums)
-        self.logged = logged
-
-    def set_finite_batches(self, batches: int) -> None:
-        """All of the epoch's `batches` so far were finite: nothing else is ever saved."""
-        self.sums[3] = batches
-
-    def add(self, mean_loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
-        """Add one batch: its mean loss (scalar), outputs [N, classes] and labels [N], or the shares of the classes in
-        mixed targets [N, classes], of which the largest counts."""
-        num_images = labels.shape[0]
-        if not num_images:  # a validation batch of which no file could be read: the mean of nothing is NaN
-            return
-        self.sums[0] += mean_loss.double() * num_images
-        classes = labels if labels.dim() == 1 else labels.argmax(1)
-        self.sums[1] += (outputs.argmax(1) == classes).sum()
-        self.sums[2] += num_images
-        self.sums[3] += torch.isfinite(self.sums[0])
-
-    def average(self, place: Distributed) -> dict[str, float]:
-        """Collective: {"loss", "acc1" (share in [0, 1]), "images"} over all ranks; waits for the device."""
-        return self._average(self._totals(place), [0.0] * 4)
-
-    def average_since_last(self, place: Distributed) -> dict[str, float]:
-        """Collective: like `average`, over what was added since the last call."""
-        totals, before = self._totals(place), self.logged
-        self.logged = totals
-        return self._average(totals, before)
-
-    def finite_batches(self) -> int:
-        """Batches of this rank before the first with a loss that is not finite; waits for the device."""
-        return int(self.sums[3].item())
-
-    def _totals(self, place: Distributed) -> list[float]:
-        return place.sum(self.sums.clone()).tolist()
-
-    @staticmethod
-    def _average(totals: list[float], before: list[float]) -> dict[str, float]:
-        loss, correct, images = (now - then for now, then in zip(totals[:3], before[:3], strict=True))
-        return {"loss": loss / images, "acc1": correct / images, "images": images}
-
-
-class Throughput:
-    """Images per second over all ranks, between log points.
-
-    The first window of a process holds the start of workers, cuDNN's choice of algorithms and compilation, so `overall`
-    leaves it out wherever there is another.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.windows: list[tuple[int, float]] = []  # images, seconds
-        self.start()
-
-    def start(self) -> None:
-        """Begin a window now; the time since the last one does not count."""
-        self.images, self.since = 0, time.perf_counter()
-
-    def add(self, images: int) -> None:
-        """Count one more batch of this rank."""
-        self.images += images * self.world_size
-
-    def close_window(self) -> float:
-        """Images per second since the window began, 0 for an empty one; begins the next. Call when the device has
-        caught up."""
-        if not self.images:
-            return 0.0
-        seconds = time.perf_counter() - self.since
-        window = (self.images, seconds)
-        self.windows.append(window)
-        self.start()
-        return window[0] / seconds
-
-    def overall(self) -> float:
-        """Images per second over all windows but the first."""
-        counted = self.windows[1:] or self.windows
-        seconds = sum(window[1] for window in counted)
-        return sum(window[0] for window in counted) / seconds if seconds else 0.0
 
 
 class _LogFile(logging.FileHandler):

@@ -28,7 +28,6 @@ import hashlib
 import io
 import json
 import os
-import random
 import re
 import struct
 import sys
@@ -38,13 +37,13 @@ from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from utils.errors import CheckpointError, ExpectedError
+from utils.files import write_atomically
 
 FORMAT = 1
 KEYS = frozenset({
@@ -64,37 +63,6 @@ _STEP_FILE = re.compile(r"step-(\d{9})\.pt")
 
 class DamagedError(CheckpointError):
     """A file that is not what was written; an older checkpoint may be whole."""
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that at any moment either the old or the whole new one is there, also after a power cut.
-
-    `ExpectedError` naming the file where the disk is full or it may not be written."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise ExpectedError(
-            f"{path}: cannot be written: {error.strerror}; what was there before is untouched"
-        ) from None
-    with suppress(OSError):  # not every file system can flush a folder; the file is whole and in its place
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of writers that were killed; only for the process that holds the run's lock."""
-    for temporary in folder.glob(".*.tmp"):
-        temporary.unlink(missing_ok=True)
 
 
 def encode(state: dict[str, Any]) -> bytes:
@@ -315,40 +283,6 @@ def check_weights_fit(path: Path, saved: dict[str, Tensor], current: dict[str, T
 def config_digest(config: dict[str, Any]) -> str:
     """SHA-256 of a resolved configuration, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-
-
-def seed_random_state(seed: int) -> None:
-    """Start every random generator of this process from `seed`."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def seed_of(seed: int, rank: int, step: int) -> int:
-    """A seed of its own for what a rank draws from `step` on (dropout), so that ranks do not draw the same."""
-    return int(np.random.SeedSequence([seed, rank, step]).generate_state(1)[0])
-
-
-def random_state() -> dict[str, Any]:
-    """The states of this process's random generators as plain values and tensors."""
-    name, keys, position, has_gauss, cached = cast(tuple[Any, ...], np.random.get_state(legacy=True))
-    return {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
-        "torch": torch.get_rng_state(),
-        # asking where CUDA is unused would start it, in a process that trains on the CPU of a machine with a GPU
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-    }
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Undo of `random_state`; the CUDA generator only where both sides use one."""
-    random.setstate(state["python"])
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def versions() -> dict[str, str]:

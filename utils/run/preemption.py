@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from utils.distributed import Distributed
+from utils.distributed.world import World
 
 POLL_BATCHES = 8  # ranks compare their flags this often, one small message off the device's queue
 # a launcher passes Ctrl-C on to processes that the terminal has already sent it to: those two are one
@@ -33,8 +33,8 @@ class Requests:
     waits, and all get the same answer at the same batch. Time is the monotonic clock's, which nobody sets back.
     """
 
-    def __init__(self, place: Distributed, save_every_minutes: float | None) -> None:
-        self.place = place
+    def __init__(self, world: World, save_every_minutes: float | None) -> None:
+        self.world = world
         self.signal: int | None = None
         self.since_signal = 0.0
         self._interval = None if save_every_minutes is None else 60 * save_every_minutes
@@ -44,7 +44,7 @@ class Requests:
 
     def poll(self) -> Asked:
         """Collective: "stop" on every rank once any of them got a signal, "save" once the interval has passed."""
-        if self.place.world_size == 1:
+        if self.world.world_size == 1:
             return self._obey(self._flags())
         self._polls += 1
         if self._polls % POLL_BATCHES:
@@ -62,7 +62,7 @@ class Requests:
     def _flags(self) -> torch.Tensor:
         """[signal or 0, whether a save is due by the main process's clock], on the CPU: goes over gloo, not through
         the GPU's queue."""
-        due = self._interval is not None and self.place.is_main and time.monotonic() - self._saved_at >= self._interval
+        due = self._interval is not None and self.world.is_main and time.monotonic() - self._saved_at >= self._interval
         return torch.tensor([self.signal or 0, int(due)])
 
     def _send(self) -> tuple[torch.Tensor, dist.Work]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.config import Config
-from utils.precision import Precision
+from utils.training.precision import Precision
 
 
 def training_size(config: Config, epoch: int) -> int | None:

@@ -1,0 +1,87 @@
+"""The loader `device`: the whole dataset on the device, augmented in batches."""
+
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from utils.data.augment import BatchAugmenter, Normalise, gather_plan
+from utils.data.datasets import ImageArrays, Split
+from utils.data.sampling import EpochPlan, IntArray
+from utils.data.workers import usable_cores
+from utils.errors import DataError
+
+PLANNED = 64  # batches whose augmentation the device loader draws, and brings to the device, at once
+
+
+class DeviceLoader:
+    """The whole uint8 dataset on the device; each batch is gathered, augmented and normalised there at once.
+
+    On a CPU the images are used where they are: for CIFAR-100, a memory map that all processes of a machine share.
+    """
+
+    def __init__(self, arrays: ImageArrays, plan: EpochPlan, normalise: Normalise, device: torch.device) -> None:
+        self.plan, self.normalise, self.device = plan, normalise, device
+        self.images = _place(arrays.images, device)
+        self.labels = _place(arrays.labels, device)
+        self.augment = None if plan.ranges is None else BatchAugmenter(*arrays.image_shape[1:], device)
+        self.epoch, self.first_batch = 0, 0
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
+        self.epoch, self.first_batch = epoch, first_batch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        batches = self.plan.batches(self.epoch, self.first_batch)
+        for start in range(0, len(batches), PLANNED):
+            planned = batches[start : start + PLANNED]
+            indices = np.concatenate(planned)
+            plans = self._gather_plan(indices)
+            position = 0
+            indices_on_device = self._to_device(indices)
+            for batch in planned:
+                rows = slice(position, position + len(batch))
+                position += len(batch)
+                chosen = indices_on_device[rows]
+                images = self.images.index_select(0, chosen)
+                if self.augment is not None and plans is not None:
+                    images = self.augment(images, plans[rows])
+                yield self.normalise(images), self.labels.index_select(0, chosen)
+
+    def _gather_plan(self, indices: IntArray) -> Tensor | None:
+        augmentation = self.plan.draw(self.epoch, indices)
+        if augmentation is None or self.plan.ranges is None:
+            return None
+        height, width = self.images.shape[2:]
+        return self._to_device(gather_plan(augmentation, height, width, self.plan.ranges.crop_padding))
+
+    def _to_device(self, values: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(values)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+
+def _place(values: np.ndarray, device: torch.device) -> Tensor:
+    """On a CPU the array itself, never a copy; on another device a copy, made in parts to need little memory here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a read-only memory map, which nobody here writes to
+        tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
+    placed = torch.empty(values.shape, dtype=tensor.dtype, device=device)
+    for target, source in zip(placed.split(4096), tensor.split(4096), strict=True):
+        target.copy_(source)
+    return placed
+
+
+def decode_all(split: Split, *, replace: bool) -> tuple[ImageArrays, dict[str, str]]:
+    """The split as arrays in memory, for `DeviceLoader`, and the files that could not be read."""
+    if isinstance(split, ImageArrays):
+        return split, {}
+    batch = split.read_all(replace=replace, num_threads=usable_cores())
+    if not len(batch.indices):
+        raise DataError(f"{split.root}: not one of its {len(split.labels)} images can be read")
+    return ImageArrays(batch.images, split.labels[batch.indices]), batch.unreadable

@@ -1,0 +1,130 @@
+"""The loaders behind the contract of `utils.data`: torchvision in worker processes, batches on the device, and one
+batch again and again."""
+
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from utils.data.augment import Normalise, augment_each
+from utils.data.datasets import Split
+from utils.data.image_files import describe_unreadable
+from utils.data.sampling import EpochPlan, IntArray
+from utils.data.workers import PREFETCHED, SHARED_MEMORY, SHARED_MEMORY_REMEDY, find_lost_worker, obey_only_the_trainer
+from utils.errors import ConfigError, DataError
+
+REST_SECONDS = 0.1  # before workers are started
+
+
+class AugmentedImages(Dataset[tuple[Tensor, Tensor, dict[str, str]]]):
+    """What a DataLoader worker runs: the batch with these indices in this epoch, cut, flipped and rotated, with its
+    labels and the files that could not be read.
+
+    The images stay uint8 until they are on the device: a quarter of the bytes to hand over and copy.
+    """
+
+    def __init__(self, split: Split, plan: EpochPlan) -> None:
+        self.split, self.plan = split, plan
+
+    def __getitem__(self, epoch_and_indices: tuple[int, IntArray]) -> tuple[Tensor, Tensor, dict[str, str]]:
+        epoch, indices = epoch_and_indices
+        augmentation = self.plan.draw(epoch, indices)
+        windows = None if augmentation is None else augmentation.window
+        batch = self.split.read(indices, windows, replace=self.plan.training)  # type: ignore[arg-type]
+        images = batch.images
+        if augmentation is not None and self.plan.ranges is not None:
+            images = augment_each(images, augmentation, self.plan.ranges.crop_padding)
+        labels = self.split.labels[batch.indices]
+        return torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels), batch.unreadable
+
+
+class BatchSampler(Sampler[tuple[int, IntArray]]):
+    """A DataLoader's sampler: (epoch, indices) of one batch after the other, so that workers need no shared state."""
+
+    def __init__(self, plan: EpochPlan) -> None:
+        self.plan, self.epoch, self.first_batch = plan, 0, 0
+
+    def __len__(self) -> int:
+        return len(self.plan) - self.first_batch
+
+    def __iter__(self) -> Iterator[tuple[int, IntArray]]:
+        return iter([(self.epoch, indices) for indices in self.plan.batches(self.epoch, self.first_batch)])
+
+
+class TorchvisionLoader:
+    """Image by image with torchvision's transforms, in worker processes; pinned and copied without blocking on CUDA."""
+
+    def __init__(
+        self,
+        split: Split,
+        plan: EpochPlan,
+        normalise: Normalise,
+        device: torch.device,
+        *,
+        num_workers: int,
+        fail_on_unreadable: bool,
+    ) -> None:
+        self.plan, self.normalise, self.device = plan, normalise, device
+        self.fail_on_unreadable = fail_on_unreadable
+        self.unreadable: dict[str, str] = {}
+        self.has_workers = False
+        self.sampler = BatchSampler(plan)
+        self.loader = DataLoader(
+            AugmentedImages(split, plan),
+            batch_size=None,
+            sampler=self.sampler,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            prefetch_factor=PREFETCHED if num_workers else None,
+            pin_memory=device.type == "cuda",
+            worker_init_fn=obey_only_the_trainer if sys.platform == "linux" else None,
+            generator=torch.Generator(),  # its own: each epoch begun would draw a number from the run's generator
+            # fork: workers share the images with this process, where other ways would copy them to each
+            multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
+        )
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
+        self.sampler.epoch, self.sampler.first_batch = epoch, first_batch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.loader.num_workers and not self.has_workers:
+            # Up to 3.11.9 Python's fork hangs in the new process where another thread, such as one of a collective that
+            # has just ended, is about to enter Python (python/cpython#112275): let them come to rest.
+            time.sleep(REST_SECONDS)
+            self.has_workers = True
+        batches = iter(self.loader)
+        while (batch := self._next(batches)) is not None:
+            images, labels, unreadable = batch
+            self.unreadable |= unreadable
+            if unreadable and self.fail_on_unreadable:
+                raise DataError(describe_unreadable(unreadable) + "; mend them, or --set fail_on_unreadable=false")
+            if self.plan.training and len(labels) < self.plan.batch_size:
+                raise DataError(f"not one training image can be read: {describe_unreadable(self.unreadable)}")
+            images_on_device = images.to(self.device, non_blocking=True)
+            yield self.normalise(images_on_device), labels.to(self.device, non_blocking=True)
+
+    @staticmethod
+    def _next(batches: Iterator[tuple[Tensor, Tensor, dict[str, str]]]) -> tuple[Tensor, Tensor, dict[str, str]] | None:
+        try:
+            return next(batches, None)
+        except (RuntimeError, EOFError, OSError) as error:
+            try:
+                lost = find_lost_worker(batches, str(error))
+            except RuntimeError as told:  # by PyTorch's handler, meanwhile
+                lost = str(told)
+            text = lost or str(error)
+            # what a worker dies of when shared memory is full: SIGBUS, or ENOSPC from the system call
+            if "bus error" in text.lower() or "shared memory" in text or "No space left" in text:
+                raise ConfigError(
+                    f"a data worker ran out of shared memory ({SHARED_MEMORY}).\n{SHARED_MEMORY_REMEDY}"
+                ) from None
+            if lost:
+                raise RuntimeError(lost) from None
+            raise

@@ -1,0 +1,1 @@
+"""Several processes: how they are launched, meet, talk, and leave together."""

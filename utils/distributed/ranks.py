@@ -1,0 +1,209 @@
+"""Brings the ranks of a run together, and lets all of them leave when one fails.
+
+Start: every rank writes that it has arrived into rank 0's store, so that after `start_timeout_seconds` the missing
+ones have names. Failure: the rank that claims the store's key `failure` first prints its error, and all the others
+leave with its exit status, those that wait in a collective for the one that failed included.
+"""
+
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from utils.distributed.launch import Launch, find_launch, name_ranks
+from utils.distributed.rendezvous import Failure, Meeting, open_store
+from utils.distributed.world import World, choose_device
+from utils.errors import LOST_RANK, ConfigError, ExpectedError, Stopped, explain
+from utils.files import write_atomically
+
+
+def run_ranks(action: Callable[[World], None], device: str, start_timeout: float, collective_timeout: float) -> int:
+    """Run `action` as this process's rank and return the exit status, which is the same for all ranks.
+
+    Whatever it raises is printed in one place only, an `ExpectedError` without traceback. With several ranks a failure
+    does not return but ends the process, since other threads may hang in a collective.
+    """
+    try:
+        launch = find_launch(os.environ)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    failure = _run_alone(action, device, launch)
+    if failure is None:
+        failure = _run_among_others(action, device, launch, start_timeout, collective_timeout)
+    if failure.message:
+        print(failure.message, file=sys.stderr, flush=True)
+    _tell_launcher(launch, failure.status)
+    return failure.status
+
+
+def _run_alone(action: Callable[[World], None], device: str, launch: Launch) -> Failure | None:
+    if launch.world_size > 1:
+        return None
+    try:
+        action(_join_world(device, launch))
+    except BaseException as error:
+        return _describe(error, launch)
+    return Failure(0, "")
+
+
+def _run_among_others(
+    action: Callable[[World], None], device: str, launch: Launch, start_timeout: float, collective_timeout: float
+) -> Failure:
+    """Returns an orderly end's outcome; after a failure, ends the process."""
+    _share_cores(launch.local_world_size)
+    meeting = None
+    try:
+        deadline = time.monotonic() + start_timeout
+        meeting = Meeting(launch, open_store(launch, deadline, start_timeout))
+        meeting.assemble(deadline, start_timeout)
+        meeting.watch(partial(_end, meeting=meeting, launch=launch))
+        world = _join_world(device, launch)
+        backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", meeting.store),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timedelta(seconds=collective_timeout),
+        )
+        _refuse_shared_gpus(world)
+        outcome = Failure(0, "")
+        try:
+            action(world)
+        except Stopped as stopped:  # by agreement of all ranks, so that none has to be told
+            outcome = Failure(stopped.exit_status, str(stopped) if world.is_main else "")
+        world.barrier()  # rank 0 may still be writing what the others need not wait for
+        meeting.stop_watching()
+        gc.collect()  # DistributedDataParallel keeps threads that must not outlive the group
+        dist.destroy_process_group()
+        meeting.leave_last()
+    except BaseException as error:
+        _end(_settle(error, meeting, launch), meeting, launch)
+    return outcome
+
+
+def _join_world(device: str, launch: Launch) -> World:
+    world = World(launch.rank, launch.local_rank, launch.world_size, choose_device(device, launch.local_rank))
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    return world
+
+
+def _refuse_shared_gpus(world: World) -> None:
+    """Collective: NCCL knows one rank per GPU, and says of two only that a system call failed."""
+    if world.device.type != "cuda":
+        return
+    gpus = world.gather((socket.gethostname(), str(torch.cuda.get_device_properties(world.device).uuid)))
+    sharing = [rank for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
+    if sharing:
+        raise ConfigError(
+            f"{name_ranks(sharing)} share a GPU with another rank; start one process per GPU, and show the processes "
+            "of a node all of its GPUs, or each its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1)"
+        )
+
+
+def _share_cores(local_world_size: int) -> None:
+    """Threads of this process where nothing else says how many: its share of the cores that it may run on.
+
+    torchrun sets OMP_NUM_THREADS, srun and mpirun do not, and more threads than cores are slower by far than one each.
+    """
+    if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
+        return
+    cores = len(os.sched_getaffinity(0))
+    bound = cores * local_world_size <= (os.cpu_count() or 1)  # the launcher gave each process cores of its own
+    torch.set_num_threads(max(1, cores if bound else cores // local_world_size))
+
+
+def _describe(error: BaseException, launch: Launch) -> Failure:
+    who = f"rank {launch.rank}: " if launch.world_size > 1 else ""
+    if isinstance(error, Stopped):
+        return Failure(error.exit_status, str(error))
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(130, f"{who}interrupted; what was saved before is there")
+    expected = explain(error) if isinstance(error, Exception) else None
+    if expected is not None:
+        return Failure(expected.exit_status, f"error: {who}{expected}")
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return Failure(1, f"{trace}\nerror: {who}{type(error).__name__}: {error}" if who else trace)
+
+
+def _settle(error: BaseException, meeting: Meeting | None, launch: Launch) -> Failure:
+    """What this rank prints and leaves with, after agreeing with the others which failure was the first."""
+    if threading.current_thread() is threading.main_thread():
+        # torchrun and Slurm end the others as soon as one has failed: the seconds until this one has left are theirs
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # PyTorch's handler raises, wherever this thread may be, when a loader worker has died
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    failure = _describe(error, launch)
+    if meeting is None:
+        # nobody can be asked; one rank of each node speaks, since the reason is often the same for all of them
+        return failure if launch.local_rank == 0 else Failure(failure.status, "")
+    try:
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and LOST_RANK.search(str(error))):
+            first, absent = meeting.call_the_roll()
+            if first is not None:
+                return first
+            # NCCL tells in its first line what failed, and in its last one why
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            reason = "; ".join(dict.fromkeys((lines[0], lines[-1])))
+            if absent:
+                reason = f"lost contact: no answer from {name_ranks(absent)}, killed perhaps, or its node is gone"
+            elif LOST_RANK.search(reason):
+                reason = f"lost contact: {reason}"
+            failure = Failure(1, f"error: rank {launch.rank}: {reason}")
+        return meeting.claim(failure)
+    except dist.DistError:
+        return failure if not LOST_RANK.search(str(error)) else Failure(1, meeting.lost_store())
+
+
+def _end(failure: Failure, meeting: Meeting | None, launch: Launch) -> None:
+    """Print, tell the others and the launcher, and leave at once."""
+    if failure.message:
+        print(failure.message, file=sys.stderr, flush=True)
+        _tell_torchrun(failure.message[max(0, failure.message.rfind("error: rank")) :])
+    sys.stdout.flush()
+    try:
+        if meeting is not None:
+            meeting.stop_watching()
+            meeting.store.set("alarm", "")
+            meeting.leave_last()
+    except dist.DistError:
+        pass  # the store's process is gone already
+    _tell_launcher(launch, failure.status)
+    for child in multiprocessing.active_children():  # loader workers, which only an orderly exit would end
+        child.terminate()
+    os._exit(failure.status)
+
+
+def _tell_torchrun(message: str) -> None:
+    """The message for the summary that torchrun prints of a failed run, in torchrun's own format."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with suppress(OSError):  # nothing may keep this rank from leaving: the message has been printed
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
+
+
+def _tell_launcher(launch: Launch, status: int) -> None:
+    """torchrun turns every failure into 1; a batch script that must tell 75 from it names a file in this variable."""
+    path = os.environ.get("TRAIN_EXIT_STATUS_FILE")
+    if path and launch.rank == 0:
+        try:
+            write_atomically(Path(path), f"{status}\n".encode())
+        except ExpectedError as error:
+            print(f"TRAIN_EXIT_STATUS_FILE: {error}", file=sys.stderr)

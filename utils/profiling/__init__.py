@@ -1,0 +1,1 @@
+"""PROF: named ranges, traces, and their summary in words."""

@@ -1,0 +1,1 @@
+"""One run: its folder, log, checkpoints, and stopping on request."""

@@ -1,0 +1,78 @@
+"""Versions, device, commit: what a figure needs to be compared with another."""
+
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+
+ROOT = Path(__file__).resolve().parent.parent
+# Of the environment only these are written down: a dump could hold secrets.
+RECORDED_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "WORLD_SIZE", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES",
+    "SLURM_RESTART_COUNT", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "TORCH_LOGS",
+)  # fmt: skip
+
+
+def describe_environment(device: torch.device, world_size: int) -> dict[str, Any]:
+    """Versions, device, commit and an allow-list of variables: what a figure needs to be compared."""
+    cuda = device.type == "cuda"
+    return {
+        "command": sys.argv,
+        "commit": git_commit(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "torchvision": torchvision.__version__,
+        "dali": dali_version(),
+        "cuda": torch.version.cuda if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "device": torch.cuda.get_device_name(device) if cuda else _processor(),
+        "threads": torch.get_num_threads(),
+        "world_size": world_size,
+        "host": platform.node(),
+        "variables": {name: os.environ[name] for name in RECORDED_VARIABLES if name in os.environ},
+    }
+
+
+def dali_version() -> str | None:
+    """The installed NVIDIA DALI, whichever of its packages it is."""
+    for package in ("nvidia-dali-cuda130", "nvidia-dali-cuda110"):
+        try:
+            return f"{package} {metadata.version(package)}"
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]} x {len(names)}" if names else platform.machine()
+
+
+def git_commit(root: Path = ROOT) -> str | None:
+    """The newest commit that changed anything outside of results/, which tells the code; None without git.
+
+    Writing down or committing what one run gave does not make the next a run of other code.
+    """
+    code = ("--", ".", ":(exclude)results")
+    commands = (
+        ["git", "log", "-1", "--format=%H", *code],
+        ["git", "status", "--porcelain", "--untracked-files=no", *code],
+    )
+    try:
+        commit, changes = (
+            subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+            for command in commands
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + (" with changes" if changes else "") if commit else None

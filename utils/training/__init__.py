@@ -1,0 +1,1 @@
+"""What trains: network, optimizer, schedule, precision and the step."""

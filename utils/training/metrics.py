@@ -1,0 +1,146 @@
+"""Sums on the device, confusion counts and throughput."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from utils.distributed.world import World
+
+
+class MetricSums:
+    """Loss, correct predictions and images of an epoch, summed on the device without waiting for it.
+
+    Averages are by image, so they do not depend on how an epoch was cut into batches or ranks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # summed loss, correct predictions, images, batches before the first loss that is not finite
+        self.sums = torch.zeros(4, dtype=torch.float64, device=device)
+        self.logged = [0.0] * 4  # totals over all ranks at the last log point
+
+    def reset(self) -> None:
+        """Begin anew, in the same memory: a CUDA graph of the step goes on adding there."""
+        self.sums.zero_()
+        self.logged = [0.0] * 4
+
+    def load(self, sums: Tensor, logged: list[float]) -> None:
+        """Go on from saved sums [4] and from what was logged of them."""
+        self.sums.copy_(sums)
+        self.logged = logged
+
+    def set_finite_batches(self, batches: int) -> None:
+        """All of the epoch's `batches` so far were finite: nothing else is ever saved."""
+        self.sums[3] = batches
+
+    def add(self, mean_loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
+        """Add one batch: its mean loss (scalar), outputs [N, classes] and labels [N], or the shares of the classes in
+        mixed targets [N, classes], of which the largest counts."""
+        num_images = labels.shape[0]
+        if not num_images:  # a validation batch of which no file could be read: the mean of nothing is NaN
+            return
+        self.sums[0] += mean_loss.double() * num_images
+        classes = labels if labels.dim() == 1 else labels.argmax(1)
+        self.sums[1] += (outputs.argmax(1) == classes).sum()
+        self.sums[2] += num_images
+        self.sums[3] += torch.isfinite(self.sums[0])
+
+    def average(self, world: World) -> dict[str, float]:
+        """Collective: {"loss", "acc1" (share in [0, 1]), "images"} over all ranks; waits for the device."""
+        return self._average(self._totals(world), [0.0] * 4)
+
+    def average_since_last(self, world: World) -> dict[str, float]:
+        """Collective: like `average`, over what was added since the last call."""
+        totals, before = self._totals(world), self.logged
+        self.logged = totals
+        return self._average(totals, before)
+
+    def finite_batches(self) -> int:
+        """Batches of this rank before the first with a loss that is not finite; waits for the device."""
+        return int(self.sums[3].item())
+
+    def _totals(self, world: World) -> list[float]:
+        return world.sum(self.sums.clone()).tolist()
+
+    @staticmethod
+    def _average(totals: list[float], before: list[float]) -> dict[str, float]:
+        loss, correct, images = (now - then for now, then in zip(totals[:3], before[:3], strict=True))
+        return {"loss": loss / images, "acc1": correct / images, "images": images}
+
+
+class Throughput:
+    """Images per second over all ranks, between log points.
+
+    The first window of a process holds the start of workers, cuDNN's choice of algorithms and compilation, so `overall`
+    leaves it out wherever there is another.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.windows: list[tuple[int, float]] = []  # images, seconds
+        self.start()
+
+    def start(self) -> None:
+        """Begin a window now; the time since the last one does not count."""
+        self.images, self.since = 0, time.perf_counter()
+
+    def add(self, images: int) -> None:
+        """Count one more batch of this rank."""
+        self.images += images * self.world_size
+
+    def close_window(self) -> float:
+        """Images per second since the window began, 0 for an empty one; begins the next. Call when the device has
+        caught up."""
+        if not self.images:
+            return 0.0
+        seconds = time.perf_counter() - self.since
+        window = (self.images, seconds)
+        self.windows.append(window)
+        self.start()
+        return window[0] / seconds
+
+    def overall(self) -> float:
+        """Images per second over all windows but the first."""
+        counted = self.windows[1:] or self.windows
+        seconds = sum(window[1] for window in counted)
+        return sum(window[0] for window in counted) / seconds if seconds else 0.0
+
+
+WORST_CLASSES = 10
+
+
+class Confusion:
+    """How often each class was taken for each other one, counted on the device without waiting for it."""
+
+    def __init__(self, num_classes: int, device: torch.device) -> None:
+        self.num_classes = num_classes
+        self.counts = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=device)
+
+    def add(self, outputs: Tensor, labels: Tensor) -> None:
+        """Outputs [N, classes] and labels [N] of one batch."""
+        cells = labels * self.num_classes + outputs.argmax(1)
+        self.counts.index_add_(0, cells, torch.ones_like(cells))
+
+    def collect(self, world: World) -> Tensor:
+        """Collective: counts over all ranks, int64 [true class, predicted class], on the CPU."""
+        return world.sum(self.counts.clone()).view(self.num_classes, self.num_classes).cpu()
+
+
+def worst_classes(counts: Tensor, names: Sequence[str]) -> list[tuple[str, float, str, float]]:
+    """(class, its accuracy, what it is most often taken for, how often) for the worst classes, worst first.
+
+    `counts`: [true class, predicted class]; shares in [0, 1]. Classes without an image are left out.
+    """
+    totals = counts.sum(1)
+    present = [label for label in range(len(names)) if totals[label] > 0]
+    accuracy = counts.diagonal() / totals.clamp(min=1)
+    worst = sorted(present, key=lambda label: (float(accuracy[label]), label))[:WORST_CLASSES]
+    rows = []
+    for label in worst:
+        others = counts[label].clone()
+        others[label] = -1
+        taken_for = int(others.argmax())
+        share = float(others[taken_for] / totals[label])
+        rows.append((names[label], float(accuracy[label]), names[taken_for] if share > 0 else "-", share))
+    return rows
