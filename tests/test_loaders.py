@@ -25,6 +25,7 @@ from train import main
 from utils.cli import Arguments
 from utils.config import Config
 from utils.data import torchvision_loader as loaders
+from utils.data import workers
 from utils.data.augment import BatchAugmenter, Normalise, augment_each, gather_plan
 from utils.data.build import Loader, Loaders, build_loaders, open_dataset
 from utils.data.datasets import Dataset, ImageArrays
@@ -422,7 +423,7 @@ def test_a_full_shared_memory_is_an_error_that_names_the_remedy(
         f_bavail, f_frsize = 10, 4096
 
     real = os.statvfs
-    monkeypatch.setattr(loaders, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(workers, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda path: Full() if path == tmp_path else real(path))
     with pytest.raises(ConfigError, match=r"--ipc=host, or --shm-size.*num_data_workers=0"):
         build("torchvision", num_data_workers=1)

@@ -11,6 +11,7 @@ from torch import nn
 from train import Trainer
 from utils.errors import ConfigError
 from utils.run.checkpoint import read_checkpoint
+from utils.training import precision as precision_module
 from utils.training.backends import prepare_backends
 from utils.training.optimizer import build_optimizer
 from utils.training.precision import LossScaler, MasterWeights, Precision, choose_precision
@@ -92,7 +93,7 @@ def test_o0_is_float32_to_the_bit(tiny):
     ("changes", "expected"),
     [
         ({}, "float32"),
-        ({"enable_amp": True}, "bf16 autocast"),
+        ({"enable_amp": True, "amp_dtype": "bf16"}, "bf16 autocast"),
         ({"opt_level": "O1"}, "bf16 autocast"),
         ({"opt_level": "O0", "enable_amp": True}, "float32"),
         ({"opt_level": "O2"}, "O2: bf16 weights, float32 BatchNorm, float32 master weights"),
@@ -103,6 +104,17 @@ def test_o0_is_float32_to_the_bit(tiny):
 )  # fmt: skip
 def test_keys_choose_the_precision(tiny, changes, expected):
     assert str(choose_precision(tiny(**changes), CPU)).removesuffix(".0") == expected
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_auto_uses_bf16_only_on_processors_that_have_it(tiny, monkeypatch, native):
+    monkeypatch.setattr(precision_module, "has_bf16_kernels", lambda: native)
+    chosen = choose_precision(tiny(enable_amp=True), CPU)
+    assert chosen.level == ("O1" if native else "O0")
+    assert str(chosen).startswith("bf16 autocast" if native else "float32: enable_amp has no effect, this processor")
+    assert choose_precision(tiny(enable_amp=True, amp_dtype="bf16"), CPU).level == "O1"
+    assert choose_precision(tiny(opt_level="O1"), CPU).level == "O1", "asked for by name"
+    assert str(choose_precision(tiny(enable_amp=True), torch.device("cuda", 0))).startswith("fp16 autocast")
 
 
 def test_cuda_chooses_fp16_with_dynamic_scaling_but_none_for_o3(tiny):
@@ -221,7 +233,9 @@ def test_scaler_state_comes_back():
 def test_scale_and_skipped_steps_are_logged(tiny, alone, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    Trainer(tiny(enable_amp=True, loss_scale=64, log_to_tensorboard=True), alone).train(tmp_path, "tiny", "auto")
+    Trainer(tiny(enable_amp=True, amp_dtype="bf16", loss_scale=64, log_to_tensorboard=True), alone).train(
+        tmp_path, "tiny", "auto"
+    )
     for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         if row["kind"] not in ("step", "epoch"):

@@ -108,7 +108,7 @@ def test_nhwc_reaches_model_and_images(tiny, alone):
 
 
 def test_amp_runs_training_and_validation_in_bf16_on_a_cpu(tiny, alone, tmp_path):
-    trainer = Trainer(tiny(enable_amp=True), alone)
+    trainer = Trainer(tiny(enable_amp=True, amp_dtype="bf16"), alone)
     dtypes = set()
     trainer.model.fc.register_forward_hook(lambda module, _inputs, output: dtypes.add((module.training, output.dtype)))
     trainer.train(tmp_path / "run", "tiny", "auto")
@@ -472,7 +472,7 @@ def test_memory_estimate_counts_half_weights_once_for_a_batch_of_any_size(tiny, 
     from utils.training.dry_run import activation_bytes_per_image
 
     per_image = {}
-    for name, changes in {"float32": {}, "bf16": {"enable_amp": True}}.items():
+    for name, changes in {"float32": {}, "bf16": {"enable_amp": True, "amp_dtype": "bf16"}}.items():
         trainer = Trainer(tiny(model="resnet18", **changes), alone)
         arguments = trainer.model, trainer.criterion, trainer.precision, (3, 32, 32)
         per_image[name] = activation_bytes_per_image(*arguments)

@@ -174,7 +174,8 @@ class Config(BaseModel):
     enable_amp: bool
     """AMP: forward and loss under autocast."""
     amp_dtype: Literal["auto", "fp16", "bf16"]
-    """AMP: auto is the tutorial's fp16 with loss scaling on CUDA and bf16 on a CPU."""
+    """AMP: auto is the tutorial's fp16 with loss scaling on CUDA; on a CPU bf16 where it has kernels for it
+    (x86: AVX-512), else float32, as bf16 would be ten times slower."""
     opt_level: Literal["O0", "O1", "O2", "O3"] | None
     """AMP: apex's levels. O0 float32, O1 autocast, O2 half weights with float32 BatchNorm and master weights, O3 half
     throughout; null: O1 with enable_amp, else O0."""

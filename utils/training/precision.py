@@ -33,6 +33,7 @@ class Precision:
     half: torch.dtype = torch.bfloat16  # without meaning in O0
     keep_batchnorm_fp32: bool = True  # O2, O3
     loss_scale: float | Literal["dynamic"] | None = None
+    remark: str = ""  # why it is not what enable_amp asked for
 
     @property
     def casts_weights(self) -> bool:
@@ -65,7 +66,7 @@ class Precision:
     def __str__(self) -> str:
         scale = "" if self.loss_scale is None else f", loss scale {self.loss_scale}"
         if self.level == "O0":
-            return f"float32{scale}"
+            return f"float32{scale}{self.remark}"
         half = NAMES[self.half]
         if self.level == "O1":
             return f"{half} autocast{scale}"
@@ -74,9 +75,19 @@ class Precision:
         return f"{self.level}: {half} weights, {batchnorm} BatchNorm{master}{scale}"
 
 
+def has_bf16_kernels() -> bool:
+    """Whether oneDNN has bf16 kernels for this processor: x86 needs AVX-512. Without them PyTorch converts number by
+    number, and ResNets train about ten times slower than in float32."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def choose_precision(config: Config, device: torch.device) -> Precision:
-    """What the AMP keys mean on this device."""
+    """What the AMP keys mean on this device. `amp_dtype: auto` leaves autocast out on a processor without bf16."""
     level: Level = config.opt_level or ("O1" if config.enable_amp else "O0")
+    chosen_here = level == "O1" and config.opt_level is None and config.amp_dtype == "auto"
+    if chosen_here and device.type == "cpu" and not has_bf16_kernels():
+        remark = ": enable_amp has no effect, this processor has no bf16 kernels (amp_dtype=bf16 forces bf16)"
+        return Precision(device_type="cpu", loss_scale=config.loss_scale, remark=remark)
     if config.amp_dtype == "fp16" and level != "O0" and device.type != "cuda":
         raise ConfigError(f"amp_dtype fp16 needs a CUDA device, this run is on {device.type}; use bf16 or auto")
     fp16 = config.amp_dtype == "fp16" or (config.amp_dtype == "auto" and device.type == "cuda")
