@@ -161,7 +161,7 @@ def test_blocks_of_the_seeds_are_there() -> None:
     }
 
 
-@pytest.mark.parametrize("document", ["docs/seeds.md", "results/README.md"])
+@pytest.mark.parametrize("document", ["docs/sources.md", "results/README.md"])
 def test_configurations_named_in_documents_exist(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     named = {name for names in re.findall(r"--configs?=([a-z0-9][a-z0-9,-]+)", text) for name in names.split(",")}
