@@ -24,7 +24,7 @@ from utils.data.datasets import Dataset, load_dataset
 from utils.data.sampling import AugmentationRanges, EpochPlan
 from utils.data.torchvision_loader import AugmentedImages, BatchSampler
 from utils.distributed.world import choose_device
-from utils.errors import in_a_line
+from utils.errors import exit_in_a_line
 
 
 class Trainer:
@@ -104,7 +104,7 @@ class Trainer:
             yield self.normalise(images.to(self.device)), labels.to(self.device)
 
 
-@in_a_line
+@exit_in_a_line
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data_path", default="./data", help="folder that holds CIFAR-100, fetched when missing")

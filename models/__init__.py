@@ -1,23 +1,15 @@
-"""Networks by name. Knows nothing of training."""
+"""Networks by name. Knows nothing of training. The table is in models/keys.py."""
 
-import torchvision
-from torch import nn
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from models.resnet import BLOCKS_PER_STAGE, ResNet9, SmallResNet, large_resnet
-from models.vgg import SMALL_VGGS, SmallVgg
-from utils.config import Config
+from models.keys import NETWORKS, ModelKeys
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
-def build_model(config: Config) -> nn.Module:
+def build_model(keys: ModelKeys) -> "nn.Module":
     """The network that the model keys and `num_classes` ask for, freshly initialised from torch's generator."""
-    name, num_classes = config.model, config.num_classes
-    if name in BLOCKS_PER_STAGE:
-        blocks, zero_init = BLOCKS_PER_STAGE[name], config.zero_init_residual
-        return SmallResNet(blocks, num_classes, width=config.width, zero_init=zero_init)
-    if name == "resnet9":
-        return ResNet9(num_classes, width=config.width, zero_init=config.zero_init_residual)
-    if name.startswith("resnet"):
-        return large_resnet(name, num_classes, config.stem, zero_init=config.zero_init_residual)
-    if config.stem == "imagenet":
-        return getattr(torchvision.models, name)(num_classes=num_classes)
-    return SmallVgg(num_classes, batch_norm=SMALL_VGGS[name])
+    module, _, function = NETWORKS[keys.model].builder.partition(":")
+    return getattr(import_module(module), function)(keys)

@@ -9,28 +9,38 @@ parameters and needs 2.61 GFLOP (multiply and add counted) per image and forward
 shallow, and most of its work at low resolution.
 """
 
-from typing import Literal
-
 import torchvision
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock
 
-LARGE = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+from models.keys import ModelKeys
+
 BLOCKS_PER_STAGE = {"resnet8": 1, "resnet20": 3, "resnet56": 9}
 
 
-def large_resnet(
-    name: str, num_classes: int, stem: Literal["7x7", "3x3", "imagenet"], *, zero_init: bool = False
-) -> nn.Module:
-    """torchvision's `name` with this stem -> logits [N, num_classes]; images [N, 3, 32, 32], for imagenet 224."""
-    model = getattr(torchvision.models, name)(num_classes=num_classes, zero_init_residual=zero_init)
-    if stem == "imagenet":
+def build_large_resnet(keys: ModelKeys) -> nn.Module:
+    """torchvision's ResNet with the stem of the keys: images [N, 3, 32, 32], with stem imagenet [N, 3, 224, 224] ->
+    logits [N, num_classes]."""
+    build = getattr(torchvision.models, keys.model)
+    model = build(num_classes=keys.num_classes, zero_init_residual=keys.zero_init_residual)
+    if keys.stem == "imagenet":
         return model
-    kernel_size = int(stem[0])
+    kernel_size = int(keys.stem[0])
     model.conv1 = nn.Conv2d(3, 64, kernel_size, stride=1, padding=kernel_size // 2, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision does
     model.maxpool = nn.Identity()
     return model
+
+
+def build_small_resnet(keys: ModelKeys) -> nn.Module:
+    """He's CIFAR ResNet with 8, 20 or 56 layers."""
+    blocks = BLOCKS_PER_STAGE[keys.model]
+    return SmallResNet(blocks, keys.num_classes, width=keys.width, zero_init=keys.zero_init_residual)
+
+
+def build_resnet9(keys: ModelKeys) -> nn.Module:
+    """Page's network."""
+    return ResNet9(keys.num_classes, width=keys.width, zero_init=keys.zero_init_residual)
 
 
 class SmallResNet(nn.Module):

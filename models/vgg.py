@@ -3,7 +3,15 @@
 from torch import Tensor, nn
 from torchvision.models.vgg import cfgs, make_layers
 
-SMALL_VGGS = {"vgg16": False, "vgg16_bn": True}  # name: with BatchNorm
+from models import torchvision_networks
+from models.keys import ModelKeys
+
+
+def build_vgg(keys: ModelKeys) -> nn.Module:
+    """VGG16 for small images, or with stem imagenet torchvision's own."""
+    if keys.stem == "imagenet":
+        return torchvision_networks.build(keys)
+    return SmallVgg(keys.num_classes, batch_norm=keys.model == "vgg16_bn")
 
 
 class SmallVgg(nn.Module):

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from utils.cli import parse_arguments
 from utils.config import Config, load_config
+from utils.config.command_line import parse_arguments
 from utils.data import datasets
 from utils.distributed.world import World
 

@@ -107,13 +107,13 @@ def test_deterministic_runs_are_equal_to_the_last_bit(
     config = tiny(deterministic=True, checkpoint_every_steps=1, keep_checkpoints=9, **changes)
     one, two, resumed = (tmp_path / name for name in ("one", "two", "resumed"))
     for folder in (one, two):
-        Trainer(config, world).train(folder, "tiny", "auto")
+        Trainer(config, world, folder, "tiny", "auto").train()
         assert torch.are_deterministic_algorithms_enabled()
     shutil.copytree(one, resumed)
     for path in sorted((resumed / "checkpoints").glob("step-*.pt"))[2:]:
         path.unlink()
-    trainer = Trainer(config, world)
-    trainer.train(resumed, "tiny", "auto")
-    assert trainer.step == 8 and "epoch 1, batch 2, step 2" in (resumed / "train.log").read_text()
+    trainer = Trainer(config, world, resumed, "tiny", "auto")
+    trainer.train()
+    assert trainer.learner.steps == 8 and "epoch 1, batch 2, step 2" in (resumed / "train.log").read_text()
     assert compare(one, two) == []
     assert compare(one, resumed) == []

@@ -13,8 +13,8 @@ from conftest import CIFAR100, FIFTEEN, ROOT, TINY
 from PIL import Image
 
 import train
-from utils.cli import Arguments
 from utils.config import Config, list_blocks, load_config
+from utils.config.command_line import Arguments
 
 FILES = sorted((ROOT / "config").glob("*.yaml"))
 BLOCKS = [pytest.param(path, name, id=f"{path.stem}-{name}") for path in FILES for name in list_blocks(path)]

@@ -27,8 +27,8 @@ def texts(events: EventAccumulator, tag: str) -> str:
 @pytest.fixture
 def run(tiny, alone, tmp_path):
     def train(**changes):
-        trainer = Trainer(tiny(log_to_tensorboard=True, **changes), alone)
-        trainer.train(tmp_path / "run", "tiny", "auto")
+        trainer = Trainer(tiny(log_to_tensorboard=True, **changes), alone, tmp_path / "run", "tiny", "auto")
+        trainer.train()
         return tmp_path / "run"
 
     return train
@@ -84,7 +84,7 @@ def test_a_resumed_run_marks_what_it_trains_again_as_outdated(run):
 
 
 def test_without_tensorboard_no_folder_and_the_same_log(tiny, alone, tmp_path):
-    Trainer(tiny(max_epochs=1), alone).train(tmp_path / "run", "tiny", "auto")
+    Trainer(tiny(max_epochs=1), alone, tmp_path / "run", "tiny", "auto").train()
     assert not (tmp_path / "run/tb_logs").exists()
     end = records(tmp_path / "run", "end")
     assert len(end) == 1 and end[0]["best_epoch"] == 1 and len(end[0]["worst_classes"]) == 10

@@ -115,7 +115,7 @@ def expts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, rate in (("first", 0.1), ("second", 0.05)):
         values = load_config(CIFAR100, "default").model_dump() | TINY
         config = Config(**values | {"log_to_tensorboard": True, "lr": rate, "max_epochs": 3})
-        Trainer(config, world).train(folder / name, name, "auto")
+        Trainer(config, world, folder / name, name, "auto").train()
     return folder
 
 

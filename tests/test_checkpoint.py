@@ -24,7 +24,7 @@ import torch
 from tests.conftest import CIFAR100, ROOT
 from train import Trainer
 from utils import seeds
-from utils.cli import parse_arguments
+from utils.config.command_line import parse_arguments
 from utils.errors import CheckpointError, ConfigError, ExpectedError
 from utils.run import checkpoint
 from utils.run import folder as run_folder
@@ -53,8 +53,8 @@ def folder(tmp_path, state):
 
 
 def test_the_table_names_every_key_and_no_other(tiny, alone, tmp_path):
-    trainer = Trainer(tiny(max_epochs=1), alone)
-    trainer.train(tmp_path, "tiny", "auto")
+    trainer = Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto")
+    trainer.train()
     rows = re.findall(r"^\| ([a-z_, ]+) \|", checkpoint.__doc__, re.MULTILINE)
     in_table = {key.strip() for row in rows for key in row.split(",")} - {"key"}
     state = read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])
@@ -98,26 +98,26 @@ def test_with_a_flipped_byte_it_is_passed_over_aloud(folder, seed):
 
 
 def test_the_run_says_what_it_passed_over(tiny, alone, tmp_path):
-    Trainer(tiny(max_epochs=2, keep_checkpoints=2), alone).train(tmp_path, "tiny", "auto")
+    Trainer(tiny(max_epochs=2, keep_checkpoints=2), alone, tmp_path, "tiny", "auto").train()
     own = tmp_path / "checkpoints"
     for path in (newest := list_checkpoints(own)[0]), own / "best.pt":
         path.write_bytes(path.read_bytes()[:-1])
-    trainer = Trainer(tiny(max_epochs=2), alone)
-    trainer.train(tmp_path, "tiny", "auto")
+    trainer = Trainer(tiny(max_epochs=2), alone, tmp_path, "tiny", "auto")
+    trainer.train()
     told = (tmp_path / "train.log").read_text(encoding="utf-8")
     assert f"Passed over: {newest}: is damaged" in told
     assert f"Passed over: {own / 'best.pt'}: is damaged" in told
     assert "The best weights so far, of epoch 1, are gone: the best is still to come" in told
-    assert trainer.best["epoch"] == 2 and read_checkpoint(own / "best.pt")["epoch"] == 2
+    assert trainer.progress.best["epoch"] == 2 and read_checkpoint(own / "best.pt")["epoch"] == 2
 
 
 def test_no_good_one_is_an_error_of_status_4(tiny, alone, tmp_path):
-    Trainer(tiny(max_epochs=1), alone).train(tmp_path, "tiny", "auto")
+    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
     damaged = list_checkpoints(tmp_path / "checkpoints")[0]
     damaged.write_bytes(b"nothing")
     before = _contents(tmp_path)
     with pytest.raises(CheckpointError, match=r"step-000000004.pt: is damaged .*\n.*--resume never") as raised:
-        Trainer(tiny(), alone).train(tmp_path, "tiny", "auto")
+        Trainer(tiny(), alone, tmp_path, "tiny", "auto").train()
     assert raised.value.exit_status == 4
     assert _contents(tmp_path) == before
 
@@ -155,31 +155,31 @@ def test_missing_keys_are_named(tmp_path, state):
     ],
 )
 def test_another_model_batch_or_order_is_refused_with_what_differs(tiny, alone, tmp_path, change, named):
-    Trainer(tiny(max_epochs=1), alone).train(tmp_path, "tiny", "auto")
+    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
     before = _contents(tmp_path)
     with pytest.raises(CheckpointError, match="does not fit this configuration") as raised:
-        Trainer(tiny(**change), alone).train(tmp_path, "tiny", "auto")
+        Trainer(tiny(**change), alone, tmp_path, "tiny", "auto").train()
     assert named in str(raised.value)
     assert _contents(tmp_path) == before
 
 
 def test_another_networks_weights_are_refused_by_name(tiny, alone, tmp_path):
-    Trainer(tiny(max_epochs=1), alone).train(tmp_path, "tiny", "auto")
+    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
     before = _contents(tmp_path)
-    trainer = Trainer(tiny(), alone)
-    trainer.model.fc = torch.nn.Linear(64, 10, bias=False)
-    trainer.model.extra = torch.nn.Linear(1, 1, bias=False)
+    trainer = Trainer(tiny(), alone, tmp_path, "tiny", "auto")
+    trainer.learner.model.fc = torch.nn.Linear(64, 10, bias=False)
+    trainer.learner.model.extra = torch.nn.Linear(1, 1, bias=False)
     with pytest.raises(CheckpointError, match=r"fc.bias \(only in the checkpoint\), extra.weight \(not in"):
-        trainer.train(tmp_path, "tiny", "auto")
+        trainer.train()
     assert _contents(tmp_path) == before
 
 
 def test_what_may_change_is_told_and_used(tiny, alone, tmp_path):
-    Trainer(tiny(max_epochs=1), alone).train(tmp_path, "tiny", "auto")
-    trainer = Trainer(tiny(lr=0.05), alone)
-    trainer.train(tmp_path, "tiny", "auto")
+    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
+    trainer = Trainer(tiny(lr=0.05), alone, tmp_path, "tiny", "auto")
+    trainer.train()
     assert "Resuming with another lr: 0.1 -> 0.05" in (tmp_path / "train.log").read_text()
-    assert trainer.optimizer.param_groups[0]["lr"] == 0.05
+    assert trainer.learner.optimizer.param_groups[0]["lr"] == 0.05
 
 
 class _Bomb:
@@ -267,7 +267,7 @@ folder = Path({str(tmp_path)!r})
 trainer = Trainer(Config(**{tiny(max_epochs=3).model_dump()!r}), Distributed(0, 0, 1, torch.device("cpu")))
 validate = trainer.validate_one_epoch
 def fail_in_the_second_epoch():
-    if trainer.epoch == 1:
+    if trainer.progress.epoch == 1:
         for options in ("bind", "remount,bind,ro"):
             subprocess.run(["mount", "-o", options, "run/checkpoints", "run/checkpoints"], cwd=folder, check=True)
     return validate()
@@ -382,7 +382,7 @@ def test_metrics_are_on_the_disk_before_their_checkpoint(tiny, alone, tmp_path, 
 
     monkeypatch.setattr(RunLogger, "sync", sync)
     monkeypatch.setattr(checkpoint, "save_last", save)
-    Trainer(tiny(checkpoint_async=background), alone).train(tmp_path, "tiny", "auto")
+    Trainer(tiny(checkpoint_async=background), alone, tmp_path, "tiny", "auto").train()
     assert order and order == ["checkpoint writer" if background else "MainThread", "saved"] * (len(order) // 2)
 
 
@@ -417,10 +417,10 @@ def test_the_last_state_is_written_when_training_fails(tmp_path, state, slow_dis
 
 
 def test_what_a_killed_writer_left_is_removed(tiny, alone, tmp_path):
-    Trainer(tiny(max_epochs=1), alone).train(tmp_path, "tiny", "auto")
+    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
     leftover = tmp_path / "checkpoints" / ".step-000000008.pt.123.tmp"
     leftover.write_bytes(b"half")
-    Trainer(tiny(), alone).train(tmp_path, "tiny", "auto")
+    Trainer(tiny(), alone, tmp_path, "tiny", "auto").train()
     assert not leftover.exists()
 
 
@@ -429,20 +429,20 @@ def test_what_a_killed_writer_left_is_removed(tiny, alone, tmp_path):
 
 def test_a_second_run_in_one_folder_is_refused(tiny, alone, tmp_path, monkeypatch):
     refused = []
-    trainer, second = Trainer(tiny(max_epochs=1), alone), Trainer(tiny(max_epochs=1), alone)
+    trainer = Trainer(tiny(max_epochs=1), alone, tmp_path)
     validate = trainer.validate_one_epoch
 
     def start_another():
         before = _contents(tmp_path)
         for resume in ("auto", "never"):
             with pytest.raises(ConfigError, match="another run is writing here; wait for it or choose another"):
-                second.train(tmp_path, "tiny", resume)
+                Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", resume).train()
         assert _contents(tmp_path) == before
         refused.append(True)
         return validate()
 
     monkeypatch.setattr(trainer, "validate_one_epoch", start_another)
-    trainer.train(tmp_path, "tiny", "auto")
+    trainer.train()
     assert refused == [True]
 
 
@@ -469,44 +469,44 @@ def test_loader_workers_of_a_killed_run_do_not_hold_its_folder(tmp_path):
 @pytest.mark.parametrize("name", ["kept.pt", "checkpoints/best.pt", "deep/best.pt"])
 def test_a_checkpoint_within_the_run_that_is_moved_aside_can_be_gone_on_from(tiny, alone, tmp_path, name):
     folder = tmp_path / "run"
-    Trainer(tiny(max_epochs=1), alone).train(folder, "tiny", "auto")
+    Trainer(tiny(max_epochs=1), alone, folder, "tiny", "auto").train()
     (folder / name).parent.mkdir(exist_ok=True)
     if not (folder / name).exists():
         (folder / "checkpoints/best.pt").rename(folder / name)
-    trainer = Trainer(tiny(max_epochs=2), alone)
-    trainer.train(folder, "tiny", str(folder / name))
-    assert trainer.epoch == 2 and len(list_checkpoints(folder / "checkpoints")) == 2
+    trainer = Trainer(tiny(max_epochs=2), alone, folder, "tiny", str(folder / name))
+    trainer.train()
+    assert trainer.progress.epoch == 2 and len(list_checkpoints(folder / "checkpoints")) == 2
 
 
 @pytest.mark.parametrize("source", ["best.pt", "step-000000004.pt"])
 def test_a_checkpoint_under_the_name_of_a_later_step_is_gone_on_from(tiny, alone, tmp_path, source):
     own = tmp_path / "checkpoints"
-    Trainer(tiny(max_epochs=2, keep_checkpoints=2), alone).train(tmp_path, "tiny", "auto")
+    Trainer(tiny(max_epochs=2, keep_checkpoints=2), alone, tmp_path, "tiny", "auto").train()
     shutil.copy(own / source, own / "step-000000099.pt")
     step = read_checkpoint(own / source)["step"]
-    trainer = Trainer(tiny(max_epochs=3, keep_checkpoints=2), alone)
-    trainer.train(tmp_path, "tiny", "auto")
+    trainer = Trainer(tiny(max_epochs=3, keep_checkpoints=2), alone, tmp_path, "tiny", "auto")
+    trainer.train()
     assert f"Resuming from {own / 'step-000000099.pt'}: epoch {step // 4 + 1}, " in (tmp_path / "train.log").read_text()
-    assert trainer.epoch == 3 and list_checkpoints(own)[0].name == "step-000000012.pt"
+    assert trainer.progress.epoch == 3 and list_checkpoints(own)[0].name == "step-000000012.pt"
 
 
 def test_another_runs_checkpoint_among_the_own_ones_replaces_none(tiny, alone, tmp_path):
     for name, lr in (("run", 0.1), ("other", 0.2)):
-        Trainer(tiny(max_epochs=1, lr=lr), alone).train(tmp_path / name, "tiny", "auto")
+        Trainer(tiny(max_epochs=1, lr=lr), alone, tmp_path / name, "tiny", "auto").train()
     own = tmp_path / "run/checkpoints"
     before = (own / "step-000000004.pt").read_bytes()
     shutil.copy(tmp_path / "other/checkpoints/step-000000004.pt", own / "step-000000099.pt")
-    Trainer(tiny(max_epochs=2, keep_checkpoints=9), alone).train(tmp_path / "run", "tiny", "auto")
+    Trainer(tiny(max_epochs=2, keep_checkpoints=9), alone, tmp_path / "run", "tiny", "auto").train()
     assert (own / "step-000000004.pt.superseded").read_bytes() == before
 
 
 def test_a_link_in_the_run_to_a_checkpoint_elsewhere_can_be_gone_on_from(tiny, alone, tmp_path):
     for name in ("run", "other"):
-        Trainer(tiny(max_epochs=1), alone).train(tmp_path / name, "tiny", "auto")
+        Trainer(tiny(max_epochs=1), alone, tmp_path / name, "tiny", "auto").train()
     (tmp_path / "run/kept.pt").symlink_to(tmp_path / "other/checkpoints/best.pt")
-    trainer = Trainer(tiny(max_epochs=2), alone)
-    trainer.train(tmp_path / "run", "tiny", str(tmp_path / "run/kept.pt"))
-    assert trainer.epoch == 2 and (tmp_path / "run.1").exists()
+    trainer = Trainer(tiny(max_epochs=2), alone, tmp_path / "run", "tiny", str(tmp_path / "run/kept.pt"))
+    trainer.train()
+    assert trainer.progress.epoch == 2 and (tmp_path / "run.1").exists()
 
 
 @pytest.mark.parametrize("event", range(1, 4))
@@ -514,17 +514,17 @@ def test_a_start_that_is_lost_while_it_goes_back_loses_nothing(tiny, alone, tmp_
     """It goes back to step 4 of 12, which moves two checkpoints and cuts the records, and ends before one of these."""
     whole, folder = tmp_path / "whole", tmp_path / "run"
     for path in (whole, folder):
-        Trainer(tiny(max_epochs=3, keep_checkpoints=9), alone).train(path, "tiny", "auto")
+        Trainer(tiny(max_epochs=3, keep_checkpoints=9), alone, path, "tiny", "auto").train()
     command = str(folder / "checkpoints/step-000000004.pt")
     with monkeypatch.context() as patch:
         left = iter(range(1, event))
         for function in ("_set_aside", "_drop_after"):
             patch.setattr(run_folder, function, _until_none_is(left, getattr(run_folder, function)))
         with pytest.raises(KeyboardInterrupt):
-            Trainer(tiny(max_epochs=3, keep_checkpoints=9), alone).train(folder, "tiny", command)
+            Trainer(tiny(max_epochs=3, keep_checkpoints=9), alone, folder, "tiny", command).train()
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert max(steps) >= read_checkpoint(list_checkpoints(folder / "checkpoints")[0])["step"]
-    Trainer(tiny(max_epochs=3, keep_checkpoints=9), alone).train(folder, "tiny", command)
+    Trainer(tiny(max_epochs=3, keep_checkpoints=9), alone, folder, "tiny", command).train()
     states = [read_checkpoint(path / "checkpoints/step-000000012.pt") for path in (folder, whole)]
     assert all(torch.equal(value, states[1]["model"][name]) for name, value in states[0]["model"].items())
 
@@ -539,27 +539,27 @@ def _until_none_is(left, function):
 
 
 def test_a_damaged_line_of_the_metrics_does_not_keep_a_run_from_going_on(tiny, alone, tmp_path):
-    Trainer(tiny(max_epochs=1), alone).train(tmp_path, "tiny", "auto")
+    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes() + b'\xff\xfe{"kind')
-    Trainer(tiny(max_epochs=2), alone).train(tmp_path, "tiny", "auto")
+    Trainer(tiny(max_epochs=2), alone, tmp_path, "tiny", "auto").train()
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()][-1] == 8
 
 
 def test_with_only_the_best_one_left_the_command_that_goes_on_is_told(tiny, alone, tmp_path):
-    Trainer(tiny(max_epochs=1), alone).train(tmp_path, "tiny", "auto")
+    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
     own = tmp_path / "checkpoints"
     list_checkpoints(own)[0].write_bytes(b"")
     with pytest.raises(CheckpointError) as raised:
-        Trainer(tiny(), alone).train(tmp_path, "tiny", "auto")
+        Trainer(tiny(), alone, tmp_path, "tiny", "auto").train()
     assert f"--resume {own / 'best.pt'} goes on from the best one" in str(raised.value)
 
 
 def test_a_folder_that_cannot_be_used_is_named(tiny, alone, tmp_path):
-    Trainer(tiny(max_epochs=1), alone).train(tmp_path, "tiny", "auto")
+    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
     (tmp_path / "checkpoints/.step.tmp").mkdir()  # of all things that a start has to change, one that it cannot
     with pytest.raises(ExpectedError, match=r"\.step\.tmp: cannot be used: "):
-        Trainer(tiny(max_epochs=2), alone).train(tmp_path, "tiny", "auto")
+        Trainer(tiny(max_epochs=2), alone, tmp_path, "tiny", "auto").train()
 
 
 def test_the_lock_of_a_folder_that_is_moved_aside_is_not_that_of_the_new_one(tmp_path, monkeypatch):
@@ -597,7 +597,7 @@ def test_the_working_directory_can_be_the_run_folder(tiny, alone, tmp_path, monk
     monkeypatch.chdir(tmp_path / "run")
     folder = parse_arguments([f"--yaml_config={CIFAR100}", f"--run-dir={text}"]).run_dir
     for _ in range(2):
-        Trainer(tiny(max_epochs=1), alone).train(folder, "tiny", "never")
+        Trainer(tiny(max_epochs=1), alone, folder, "tiny", "never").train()
     for run in ("run", "run.1"):
         assert newest_good(tmp_path / run / "checkpoints")[0] is not None
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from utils.cli import parse_arguments
 from utils.config import list_blocks, load_config
+from utils.config.command_line import parse_arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 CIFAR100 = ROOT / "config/cifar100.yaml"
@@ -61,7 +61,7 @@ def test_questions_are_answered_without_torch(option: str) -> None:
     answer = run_train(option, python=("-X", "importtime"))
     imported = re.findall(r"\| +([\w.]+)$", answer.stderr, re.MULTILINE)
     assert answer.returncode == 0
-    assert "utils.cli" in imported
+    assert "utils.config.command_line" in imported
     assert not [name for name in imported if name.split(".")[0] in ("torch", "torchvision", "numpy", "models")]
     # nothing else on stderr than the import times
     assert [line for line in answer.stderr.splitlines() if not line.startswith("import time:")] == []

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import train
 import utils.distributed.ranks
-from utils.cli import Arguments
 from utils.config import Config, load_config
+from utils.config.command_line import Arguments
 from utils.data.augment import Normalise
 from utils.data.datasets import Dataset, ImageArrays, load_dataset
 from utils.data.device_loader import DeviceLoader
@@ -30,8 +30,8 @@ from utils.data.sampling import EpochPlan
 from utils.data.torchvision_loader import AugmentedImages
 from utils.distributed import affinity
 from utils.distributed.affinity import cores_near, pin_near_gpu
-from utils.distributed.batch_split import split_batch
 from utils.distributed.ddp import describe_parallel, distribute, synchronise_batch_norm
+from utils.distributed.global_batch import divide_batch
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.run.checkpoint import newest_good
@@ -66,22 +66,22 @@ def train_some_steps(world: World, num_steps: int, **changes: Any) -> dict[str, 
     torch.set_default_dtype(torch.float64)
     train.open_dataset = lambda config, world: shapes()
     trainer = train.Trainer(configuration(limit_train_batches=num_steps, **changes), world)
-    trainer.model.train()
-    for module in trainer.model.modules():
+    trainer.learner.model.train()
+    for module in trainer.learner.model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
-    for images, labels in trainer.train_loader:
-        trainer.train_step(images.double(), labels, trainer.sums)
-    parameters = list(trainer.model.parameters())
+    for images, labels in trainer.loaders.train:
+        trainer.learner.step(images.double(), labels, trainer.learner.sums)
+    parameters = list(trainer.learner.model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return {
         "weights": torch.cat([parameter.detach().flatten() for parameter in parameters]),
         "gradients": torch.cat([gradient.flatten() for gradient in gradients]),
-        "metrics": trainer.sums.average(world),
+        "metrics": trainer.learner.sums.average(world),
         "drawn": torch.rand(1).item(),
         "storages": len({gradient.untyped_storage().data_ptr() for gradient in gradients}),
         # what gives equal results and so shows nowhere else
-        "options": [getattr(trainer.train_step.model, name, None) for name in ("static_graph", "broadcast_buffers")],
+        "options": [getattr(trainer.learner.step.model, name, None) for name in ("static_graph", "broadcast_buffers")],
     }
 
 
@@ -342,14 +342,14 @@ def validate(folder: Path) -> int:
     def action(world: World) -> None:
         trainer = train.Trainer(configuration(), world)
         trainer.log = RunLogger(folder, enabled=False, to_screen=False, board=None)
-        whole = trainer.valid_loader
+        whole = trainer.loaders.valid
         assert isinstance(whole, DeviceLoader)
         results = {}
         for size in VALIDATION_SIZES:
             plan = EpochPlan(size, batch_size=5, rank=world.rank, world_size=world.world_size, training=False)
             loader = DeviceLoader.__new__(DeviceLoader)
             loader.__dict__.update(whole.__dict__ | {"plan": plan})
-            trainer.valid_loader = loader
+            trainer.loaders.valid = loader
             results[size] = trainer.validate_one_epoch()
         if world.is_main:
             (folder / "validated.json").write_text(json.dumps(results))
@@ -403,7 +403,7 @@ def test_keys_that_cannot_work_here_are_named(alone: World) -> None:
     with pytest.raises(ConfigError, match="no_communication compares several ranks"):
         distribute(configuration(parallel="no_communication"), model, alone)
     with pytest.raises(ConfigError, match="batch_size 24 cannot be split evenly over 5 ranks"):
-        split_batch(BATCH, 5, None)
+        divide_batch(BATCH, 5, None)
 
 
 def test_one_process_for_several_gpus_refuses_what_works_with_one_alone() -> None:
@@ -485,6 +485,6 @@ def test_learning_rate_follows_the_batch(alone: World, rule: str, peak: float) -
     )
     assert config.peak_lr == pytest.approx(peak)
     trainer = train.Trainer(config, alone)
-    trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 10 * config.peak_lr})
-    set_learning_rate(trainer.optimizer, trainer.schedule.factor(0))
-    assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([peak / 4, 10 * peak / 4])
+    trainer.learner.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 10 * config.peak_lr})
+    set_learning_rate(trainer.learner.optimizer, trainer.learner.schedule.factor(0))
+    assert [group["lr"] for group in trainer.learner.optimizer.param_groups] == pytest.approx([peak / 4, 10 * peak / 4])

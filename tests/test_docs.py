@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from utils.cli import parse_arguments
 from utils.config import list_blocks
+from utils.config.command_line import parse_arguments
 
 NAMED_PAGES = ("README.md", "CONTRIBUTING.md", "results/README.md")
 PAGES = sorted([*(ROOT / name for name in NAMED_PAGES), *(ROOT / "docs").glob("*.md")])

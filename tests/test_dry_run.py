@@ -10,8 +10,8 @@ from conftest import CIFAR100, TINY
 from processes import run_job
 
 import train
-from utils.cli import Arguments
 from utils.config import Config, load_config
+from utils.config.command_line import Arguments
 from utils.training.dry_run import state_bytes
 
 
@@ -33,13 +33,13 @@ def test_the_memory_estimate_counts_what_a_step_leaves(tiny, alone, changes):
 
     config = tiny(fused_optimizer=False, **changes)
     trainer = train.Trainer(config, alone)
-    trainer.train_step(*next(iter(trainer.train_loader)), trainer.sums)
-    if trainer.average is not None:
-        trainer.average.update()
-    weights = {*trainer.model.parameters(), *trainer.weights.parameters()}
-    moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
-    average = [] if trainer.average is None else trainer.average.module.state_dict().values()
-    assert state_bytes(config, trainer.weights) == 2 * size(weights) + size(moments) + size(average)
+    trainer.learner.step(*next(iter(trainer.loaders.train)), trainer.learner.sums)
+    if trainer.learner.average is not None:
+        trainer.learner.average.update()
+    weights = {*trainer.learner.model.parameters(), *trainer.learner.weights.parameters()}
+    moments = [value for state in trainer.learner.optimizer.state.values() for value in state.values()]
+    average = [] if trainer.learner.average is None else trainer.learner.average.module.state_dict().values()
+    assert state_bytes(config, trainer.learner.weights) == 2 * size(weights) + size(moments) + size(average)
 
 
 def dry_run_of_ranks_that_wait_for_each_other(folder: Path) -> int:

@@ -14,7 +14,7 @@ import torch
 from tests.conftest import ROOT, TINY
 from tests.processes import without_launcher
 from utils.distributed.ranks import run_ranks
-from utils.errors import DataError, explain, in_a_line
+from utils.errors import DataError, exit_in_a_line, explain
 from utils.run.checkpoint import newest_good
 
 REMEDY = "use a smaller micro_batch_size, which leaves batch_size as it is, a smaller batch_size, or enable_amp=true;"
@@ -25,7 +25,7 @@ REMEDY = "use a smaller micro_batch_size, which leaves batch_size as it is, a sm
     [(DataError("x: is damaged"), 3, "error: x: is damaged\n"), (KeyboardInterrupt(), 130, "interrupted\n")],
 )
 def test_a_command_ends_with_a_line_and_a_status(raised, status, line, capsys):
-    @in_a_line
+    @exit_in_a_line
     def main(options):
         raise options
 
@@ -77,7 +77,7 @@ FAULTY = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 import train
-from utils.cli import parse_arguments
+from utils.config.command_line import parse_arguments
 from utils.data.torchvision_loader import AugmentedImages
 really, calls = AugmentedImages.__getitem__, []
 def faulty(self, batch):

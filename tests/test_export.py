@@ -33,7 +33,7 @@ def image_batch(tmp_path_factory):
 )
 @torch_export_warns
 def test_the_exported_program_classifies_as_validation_did(tiny, alone, tmp_path, image_batch, changes, capsys):
-    Trainer(tiny(limit_train_batches=40, **changes), alone).train(tmp_path, "tiny", "auto")
+    Trainer(tiny(limit_train_batches=40, **changes), alone, tmp_path, "tiny", "auto").train()
     assert export.main([str(tmp_path)]) == 0
     told = capsys.readouterr().out
     pixels, labels = image_batch
@@ -52,8 +52,8 @@ def epochs(folder):
 
 @torch_export_warns
 def test_safetensors_hold_all_that_is_needed_to_build_the_network_again(tiny, alone, tmp_path, image_batch):
-    trainer = Trainer(tiny(), alone)
-    trainer.train(tmp_path / "run", "tiny", "auto")
+    trainer = Trainer(tiny(), alone, tmp_path / "run", "tiny", "auto")
+    trainer.train()
     assert export.main([str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
     path = tmp_path / "out/model.safetensors"
     with safe_open(path, framework="pt") as file:

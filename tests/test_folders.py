@@ -15,12 +15,12 @@ from torchvision.transforms import functional
 
 from models import build_model
 from train import main
-from utils.cli import Arguments
 from utils.config import Config
+from utils.config.command_line import Arguments
 from utils.data import device_loader
 from utils.data.build import Loaders, build_loaders, open_dataset, report_unreadable
 from utils.data.folders import IMAGENET_MEAN, IMAGENET_STD
-from utils.data.sampling import AugmentationRanges, resized_crop_window
+from utils.data.sampling import AugmentationRanges, resized_crop_box
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
 from utils.run.environment import dali_version
@@ -136,11 +136,11 @@ def test_training_resizes_a_random_window(config: Callable[..., Config], made: P
     images, labels = everything(built.train, epoch=3)
     indices = np.concatenate(built.plan.batches(3))
     drawn = built.plan.draw(3, indices)
-    assert drawn is not None and drawn.window is not None
+    assert drawn is not None and drawn.crop is not None
     normalise = built.train.normalise  # type: ignore[attr-defined]
     for row, index in enumerate(indices.tolist()):
         image = Image.open(made / "large/train" / CLASSES[index // NUM_TRAIN] / f"{index % NUM_TRAIN}.JPEG")
-        top, left, height, width = resized_crop_window(drawn.window[row], image.height, image.width)
+        top, left, height, width = resized_crop_box(drawn.crop[row], image.height, image.width)
         expected = functional.resized_crop(image, top, left, height, width, [48, 48])
         expected = functional.hflip(expected) if drawn.flip[row] else expected
         assert torch.equal(images[row : row + 1], normalise(functional.pil_to_tensor(expected)[None]))
@@ -150,10 +150,10 @@ def test_training_resizes_a_random_window(config: Callable[..., Config], made: P
 def test_windows_have_the_area_and_aspect_ratio_of_torchvision() -> None:
     ranges = AugmentationRanges(0, False, 0.0, resized_crop=True)
     number = 10_000
-    window = ranges.draw(1, 2, np.arange(number)).window
-    assert window is not None
+    crop = ranges.draw(1, 2, np.arange(number)).crop
+    assert crop is not None
     height, width = 300, 400
-    boxes = np.array([resized_crop_window(drawn, height, width) for drawn in window])
+    boxes = np.array([resized_crop_box(drawn, height, width) for drawn in crop])
     assert (boxes[:, :2] >= 0).all()
     assert (boxes[:, 0] + boxes[:, 2] <= height).all() and (boxes[:, 1] + boxes[:, 3] <= width).all()
     area, ratio = boxes[:, 2] * boxes[:, 3] / (height * width), boxes[:, 3] / boxes[:, 2]
@@ -168,7 +168,7 @@ def test_windows_have_the_area_and_aspect_ratio_of_torchvision() -> None:
     # means of draws whose deviations are at most a quarter of the sides
     np.testing.assert_allclose(boxes.mean(0), others.mean(0), atol=6 * 0.25 * width / number**0.5)
     # a window that never fits: the largest central one
-    assert resized_crop_window(window[0], 10, 400) == (0, 193, 10, 13)
+    assert resized_crop_box(crop[0], 10, 400) == (0, 193, 10, 13)
 
 
 @pytest.mark.parametrize("backend", ["torchvision", "device", DALI])
@@ -266,8 +266,8 @@ def test_dalis_windows_have_the_area_and_aspect_ratio_of_the_plans(
         wide, high = (red[:, :, -1] - red[:, :, 0]).mean(1).abs(), (green[:, -1] - green[:, 0]).mean(1)
         sides.append(np.stack([high * (height - 1), wide * (width - 1)], axis=1))
         drawn = built.plan.draw(epoch, np.arange(number))
-        assert drawn is not None and drawn.window is not None
-        expected.append([resized_crop_window(window, height, width)[2:] for window in drawn.window])
+        assert drawn is not None and drawn.crop is not None
+        expected.append([resized_crop_box(crop, height, width)[2:] for crop in drawn.crop])
     for statistic in (lambda box: box[:, 0] * box[:, 1] / (height * width), lambda box: np.log(box[:, 1] / box[:, 0])):
         ours, theirs = statistic(np.concatenate(expected)), statistic(np.concatenate(sides))
         error = (2 * ours.var() / len(ours)) ** 0.5  # of the difference of the means

@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def written(tiny, alone, tmp_path):
     """A real checkpoint's bytes without its digest, and its state."""
-    Trainer(tiny(max_epochs=1, limit_train_batches=1), alone).train(tmp_path, "tiny", "auto")
+    Trainer(tiny(max_epochs=1, limit_train_batches=1), alone, tmp_path, "tiny", "auto").train()
     path = list_checkpoints(tmp_path / "checkpoints")[0]
     return path.read_bytes()[:-71], read_checkpoint(path)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.conftest import RECIPE
 from tests.test_step import SWITCHES, train_losses
-from tools.bench.training import build_training
+from tools.bench.training import build_measured
 from train import Trainer
 from utils import seeds
 from utils.config import Config
@@ -52,14 +52,14 @@ def on_gpu(tiny, **changes) -> Config:
 
 def losses(trainer: Trainer, gpu: World, steps: int = STEPS) -> torch.Tensor:
     """The loss of each step, with a learning rate that changes in every one."""
-    trainer.model.train()
-    trainer.train_loader.set_epoch(0)
-    batches = list(trainer.train_loader)
+    trainer.learner.model.train()
+    trainer.loaders.train.set_epoch(0)
+    batches = list(trainer.loaders.train)
     history = []
     for number, (images, labels) in zip(range(steps), itertools.cycle(batches), strict=False):
-        set_learning_rate(trainer.optimizer, 1 + number % 3)
-        trainer.train_step(images, labels, trainer.sums)
-        history.append(trainer.sums.average_since_last(gpu)["loss"])
+        set_learning_rate(trainer.learner.optimizer, 1 + number % 3)
+        trainer.learner.step(images, labels, trainer.learner.sums)
+        history.append(trainer.learner.sums.average_since_last(gpu)["loss"])
     return torch.tensor(history)
 
 
@@ -67,11 +67,11 @@ def losses(trainer: Trainer, gpu: World, steps: int = STEPS) -> torch.Tensor:
 def test_a_graph_trains_like_the_eager_step(tiny, gpu, mode):
     eager = Trainer(on_gpu(tiny, **MODES[mode]), gpu)
     graphed = Trainer(on_gpu(tiny, enable_cuda_graphs=True, **MODES[mode]), gpu)
-    assert isinstance(graphed.train_step, GraphedStep)
+    assert isinstance(graphed.learner.step, GraphedStep)
     torch.testing.assert_close(losses(graphed, gpu), losses(eager, gpu), rtol=0.05, atol=0.02)
-    assert graphed.train_step.captured
-    assert learning_rate(graphed.optimizer) == pytest.approx(learning_rate(eager.optimizer))
-    assert graphed.loss_scaler.metrics() == eager.loss_scaler.metrics()
+    assert graphed.learner.step.captured
+    assert learning_rate(graphed.learner.optimizer) == pytest.approx(learning_rate(eager.learner.optimizer))
+    assert graphed.learner.loss_scaler.metrics() == eager.learner.loss_scaler.metrics()
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "compiled"])
@@ -116,16 +116,16 @@ def test_one_process_for_all_gpus_trains_like_a_single_one(tiny, gpu):
 def test_no_step_waits_for_the_device(tiny, gpu, mode, graphs):
     config = on_gpu(tiny, enable_cuda_graphs=graphs, enable_prefetch=True, **MODES[mode])
     trainer = Trainer(config, gpu)
-    trainer.model.train()
+    trainer.learner.model.train()
     for number in range(GRAPH_WARMUP_STEPS + 4):
-        trainer.train_loader.set_epoch(number)
-        batches = prefetch(config, iter(trainer.train_loader), gpu.device)
+        trainer.loaders.train.set_epoch(number)
+        batches = prefetch(config, iter(trainer.loaders.train), gpu.device)
         images, labels = next(batches)
         if number > GRAPH_WARMUP_STEPS:  # the first steps choose algorithms and capture
             torch.cuda.set_sync_debug_mode("error")
         try:
-            set_learning_rate(trainer.optimizer, 0.5)
-            trainer.train_step(images, labels, trainer.sums)
+            set_learning_rate(trainer.learner.optimizer, 0.5)
+            trainer.learner.step(images, labels, trainer.learner.sums)
             next(batches)
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -146,13 +146,13 @@ def test_no_epoch_waits_for_the_device_outside_its_log_points(tiny, gpu, tmp_pat
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("default")
         log_point()
-        log_points.append(trainer.epoch)
+        log_points.append(trainer.progress.epoch)
         torch.cuda.set_sync_debug_mode(mode)
 
     monkeypatch.setattr(trainer, "_log_point", wait_here)
     with RunLogger(tmp_path, enabled=True, to_screen=False, board=None) as trainer.log:
         trainer.train_one_epoch()
-        trainer.epoch, trainer.batch = 1, 0
+        trainer.progress.epoch, trainer.progress.batch = 1, 0
         torch.cuda.set_sync_debug_mode("error")
         try:
             trainer.train_one_epoch()
@@ -172,18 +172,18 @@ def test_synchronised_batch_norm_changes_nothing_in_a_single_process(tiny, gpu):
 def test_an_overflow_in_the_first_fused_step_leaves_no_trace(tiny, gpu, graphs):
     """The scale of 65536 is raised until the first gradients overflow; what is skipped must change nothing."""
     trainer = Trainer(on_gpu(tiny, enable_amp=True, enable_cuda_graphs=graphs), gpu)
-    trainer.loss_scaler._init_scale = 2.0**30
+    trainer.learner.loss_scaler._init_scale = 2.0**30
     assert torch.isfinite(losses(trainer, gpu)).all()
-    assert trainer.loss_scaler.metrics()["skipped_steps"] > 0
-    assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
+    assert trainer.learner.loss_scaler.metrics()["skipped_steps"] > 0
+    assert all(torch.isfinite(parameter).all() for parameter in trainer.learner.model.parameters())
 
 
 def test_average_of_weights_waits_for_nothing(tiny, gpu):
     trainer = Trainer(on_gpu(tiny, ema_decay=0.9), gpu)
-    trainer.average.update()
+    trainer.learner.average.update()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        trainer.average.update()
+        trainer.learner.average.update()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -203,7 +203,7 @@ def test_a_graph_with_ddp_over_nccl(tiny, gpu, tmp_path):
     try:
         config = on_gpu(tiny, enable_amp=True, enable_cuda_graphs=True)
         reference = Trainer(on_gpu(tiny, enable_amp=True), gpu)
-        training = build_training(config, gpu, wrap=wrap_in_ddp)
+        training = build_measured(config, gpu, wrap=wrap_in_ddp)
         assert isinstance(training.step, GraphedStep)
         reference.train_loader.set_epoch(0)
         images, labels = next(iter(reference.train_loader))
@@ -219,12 +219,12 @@ def test_a_graph_with_ddp_over_nccl(tiny, gpu, tmp_path):
 def test_fastest_trains_saves_and_resumes(tiny, gpu, tmp_path):
     def run(epochs: int) -> Trainer:
         changes = {"device": "cuda", "limit_train_batches": 20, "max_epochs": epochs}
-        trainer = Trainer(tiny("fastest", **changes), gpu)
-        trainer.train(tmp_path, "fastest", "auto")
+        trainer = Trainer(tiny("fastest", **changes), gpu, tmp_path, "fastest", "auto")
+        trainer.train()
         return trainer
 
     first = run(2)
-    assert isinstance(first.train_step, GraphedStep) and first.train_step.captured
+    assert isinstance(first.learner.step, GraphedStep) and first.learner.step.captured
     assert run(3).step == 60
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     trained = [row["loss/train"] for row in rows if row["kind"] == "epoch"]
@@ -242,7 +242,7 @@ def test_the_gpus_random_state_comes_back(gpu):
 
 @pytest.mark.parametrize("enabled", [False, True])
 def test_tf32_shortens_the_mantissa(tiny, gpu, enabled):
-    build_training(on_gpu(tiny, enable_tf32=enabled), gpu)
+    build_measured(on_gpu(tiny, enable_tf32=enabled), gpu)
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(512, 512, generator=generator) for _ in range(2))
     error = ((left.cuda() @ right.cuda()).cpu().double() - left.double() @ right.double()).abs().max()
@@ -255,7 +255,7 @@ def test_tf32_shortens_the_mantissa(tiny, gpu, enabled):
 
 def test_the_profile_holds_kernels_and_memory(tiny, gpu, tmp_path):
     config = tiny("bs256-amp-prof", device="cuda", profiling_iters_per_epoch=3, limit_train_batches=None)
-    Trainer(config, gpu).train(tmp_path, "prof", "auto")
+    Trainer(config, gpu, tmp_path, "prof", "auto").train()
     events = read_trace(tmp_path / "profile/rank0.pt.trace.json.gz")
     assert len(find_ranges(events)["iteration"]) == 3
     assert any(event.category == "kernel" for event in events)

@@ -236,13 +236,13 @@ def stop_on_request() -> int:
 def split_odd() -> int:
     """The whole program, with a batch that two ranks cannot share."""
     import train
-    from utils.cli import parse_arguments
+    from utils.config.command_line import parse_arguments
 
     return train.main(parse_arguments(["--config=quickstart", "--set", "batch_size=33", "--set", "device=cpu"]))
 
 
 def bad_command_line() -> int:
-    from utils.cli import parse_arguments
+    from utils.config.command_line import parse_arguments
 
     try:
         parse_arguments(["--config=quickstart", "--set", "batch_size=none"])
@@ -521,7 +521,7 @@ def test_torchrun_goes_on_after_a_killed_worker(tmp_path: Path) -> None:
         "import os, signal, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "import train\n"
-        "from utils.cli import parse_arguments\n"
+        "from utils.config.command_line import parse_arguments\n"
         "whole = train.Trainer.train_one_epoch\n"
         "def epoch(self, *arguments):\n"
         "    if (self.epoch, self.world.rank, os.environ['TORCHELASTIC_RESTART_COUNT']) == (1, 1, '0'):\n"

@@ -76,7 +76,7 @@ def test_imports_have_no_cycle() -> None:
         ("utils.training.step", "if TYPE_CHECKING:\n    from train import Trainer", True),
         ("utils.training.step", "if TYPE_CHECKING:\n    pass\nelse:\n    from train import Trainer", False),
         ("train", "import tools.bench.common", False),
-        ("train", "import torch, utils.cli", True),
+        ("train", "import torch, utils.config.command_line", True),
     ],
 )
 def test_the_check_of_imports_sees(importer: str, source: str, verdict: bool) -> None:

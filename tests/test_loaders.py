@@ -22,11 +22,11 @@ from torch._C import _remove_worker_pids, _set_worker_pids
 from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 
 from train import main
-from utils.cli import Arguments
 from utils.config import Config
+from utils.config.command_line import Arguments
 from utils.data import torchvision_loader as loaders
 from utils.data import workers
-from utils.data.augment import BatchAugmenter, Normalise, augment_each, gather_plan
+from utils.data.augment import BatchAugmenter, Normalise, augment_each, pixel_maps
 from utils.data.build import Loader, Loaders, build_loaders, open_dataset
 from utils.data.datasets import Dataset, ImageArrays
 from utils.data.device_loader import DeviceLoader
@@ -283,7 +283,7 @@ def test_one_gather_equals_torchvision_image_by_image(height: int, width: int, p
     images = np.random.default_rng(0).integers(0, 256, (300, 3, height, width), np.uint8)
     drawn = AugmentationRanges(padding, True, angle).draw(1, 2, np.arange(300))
     gathered = BatchAugmenter(height, width, CPU)(
-        torch.from_numpy(images), torch.from_numpy(gather_plan(drawn, height, width, padding))
+        torch.from_numpy(images), torch.from_numpy(pixel_maps(drawn, height, width, padding))
     )
     np.testing.assert_array_equal(gathered.numpy(), augment_each(images, drawn, padding))
 
@@ -293,7 +293,7 @@ def test_one_gather_turns_by_quarters_as_torchvision() -> None:
     images = np.random.default_rng(0).integers(0, 256, (5, 3, 8, 8), np.uint8)
     nothing = np.zeros(5, np.int64)
     turned = Augmentation(nothing, nothing, nothing.astype(bool), np.array([0.0, 90.0, 180.0, -90.0, 360.0]))
-    gathered = BatchAugmenter(8, 8, CPU)(torch.from_numpy(images), torch.from_numpy(gather_plan(turned, 8, 8, 0)))
+    gathered = BatchAugmenter(8, 8, CPU)(torch.from_numpy(images), torch.from_numpy(pixel_maps(turned, 8, 8, 0)))
     np.testing.assert_array_equal(gathered.numpy(), augment_each(images, turned, 0))
 
 

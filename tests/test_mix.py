@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from train import Trainer, main
-from utils.cli import Arguments
 from utils.config import Config
+from utils.config.command_line import Arguments
 from utils.data.mix import BatchMix, MixRanges, build_mix, symmetric_beta
 from utils.data.sampling import EpochPlan, epoch_order
 from utils.distributed.world import World
@@ -141,7 +141,7 @@ def test_train_with_everything_switched_on(tiny: Callable[..., Config], alone: W
     on = {"cutout_size": 8, "mixup_alpha": 0.2, "cutmix_alpha": 1.0, "enable_alternating_flip": True}
     config = tiny(micro_batch_size=8, label_smoothing=0.1, **on)
     assert main(Arguments(config, "default", tmp_path / "run", "auto", dry_run=False)) == 0
-    trainer = Trainer(config, alone)
-    assert trainer.mix is not None
-    trainer.train(tmp_path / "again", "default", "never")
-    assert 0 <= trainer.best["acc1"] <= 1
+    trainer = Trainer(config, alone, tmp_path / "again", "default", "never")
+    assert trainer.batches.mix is not None
+    trainer.train()
+    assert 0 <= trainer.progress.best["acc1"] <= 1

@@ -175,21 +175,28 @@ def test_master_weights_collect_updates_that_half_weights_lose(tiny):
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_level_resumes_to_the_bit_and_saves_its_full_precision(tiny, alone, tmp_path, level):
     def run(folder, epochs):
-        trainer = Trainer(tiny(opt_level=level, max_epochs=epochs, fused_optimizer=True), alone)
-        trainer.train(tmp_path / folder, "tiny", "auto")
+        trainer = Trainer(
+            tiny(opt_level=level, max_epochs=epochs, fused_optimizer=True), alone, tmp_path / folder, "tiny", "auto"
+        )
+        trainer.train()
         return trainer
 
     whole = run("whole", 2)
     run("parts", 1)
     parts = run("parts", 2)
-    assert all(torch.equal(*pair) for pair in zip(whole.weights.parameters(), parts.weights.parameters(), strict=True))
     assert all(
         torch.equal(*pair)
-        for pair in zip(whole.model.state_dict().values(), parts.model.state_dict().values(), strict=True)
+        for pair in zip(whole.learner.weights.parameters(), parts.learner.weights.parameters(), strict=True)
+    )
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(
+            whole.learner.model.state_dict().values(), parts.learner.model.state_dict().values(), strict=True
+        )
     )
     saved = read_checkpoint(max((tmp_path / "whole/checkpoints").glob("step-*.pt")))["model"]
     assert saved["fc.weight"].dtype == (torch.float32 if level == "O2" else torch.bfloat16)
-    assert torch.equal(saved["fc.weight"].bfloat16(), whole.model.fc.weight)
+    assert torch.equal(saved["fc.weight"].bfloat16(), whole.learner.model.fc.weight)
 
 
 def scaled_steps(scaler, gradients, fused=True):
@@ -233,9 +240,9 @@ def test_scaler_state_comes_back():
 def test_scale_and_skipped_steps_are_logged(tiny, alone, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    Trainer(tiny(enable_amp=True, amp_dtype="bf16", loss_scale=64, log_to_tensorboard=True), alone).train(
-        tmp_path, "tiny", "auto"
-    )
+    Trainer(
+        tiny(enable_amp=True, amp_dtype="bf16", loss_scale=64, log_to_tensorboard=True), alone, tmp_path, "tiny", "auto"
+    ).train()
     for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         if row["kind"] not in ("step", "epoch"):

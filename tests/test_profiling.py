@@ -24,7 +24,7 @@ def profiled(tmp_path_factory):
     values |= {"limit_train_batches": None, "profiling_iters_per_epoch": ITERATIONS}
     folder = tmp_path_factory.mktemp("profiled")
     world = World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
-    Trainer(Config(**values), world).train(folder, "prof", "auto")
+    Trainer(Config(**values), world, folder, "prof", "auto").train()
     return folder
 
 

@@ -29,8 +29,8 @@ def epochs(folder):
 
 
 def run(config, world, folder, resume="auto"):
-    trainer = Trainer(config, world)
-    trainer.train(folder, "tiny", resume)
+    trainer = Trainer(config, world, folder, "tiny", resume)
+    trainer.train()
     return trainer
 
 
@@ -176,10 +176,10 @@ LARGE_BATCH = {"lars": {"lr": 1.0, "lars_trust_coefficient": 0.02}, "lamb": {"lr
 @pytest.mark.parametrize("name", ["lars", "lamb"])
 def test_large_batch_optimizers_learn_a_batch_by_heart(tiny, alone, name):
     trainer = Trainer(tiny(optimizer=name, **LARGE_BATCH[name]), alone)
-    images, labels = next(iter(trainer.train_loader))
+    images, labels = next(iter(trainer.loaders.train))
     for _ in range(25):
-        trainer.train_step(images, labels, trainer.sums)
-        average = trainer.sums.average_since_last(alone)
+        trainer.learner.step(images, labels, trainer.learner.sums)
+        average = trainer.learner.sums.average_since_last(alone)
     assert average["loss"] < 0.5
 
 
@@ -189,7 +189,7 @@ def test_large_batch_optimizers_resume_bitwise(tiny, alone, tmp_path, name):
     whole = run(tiny(max_epochs=2, **changes), alone, tmp_path / "whole")
     run(tiny(max_epochs=1, **changes), alone, tmp_path / "parts")
     parts = run(tiny(max_epochs=2, **changes), alone, tmp_path / "parts")
-    for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+    for one, other in zip(whole.learner.model.parameters(), parts.learner.model.parameters(), strict=True):
         assert torch.equal(one, other)
 
 
@@ -224,9 +224,9 @@ def test_clipped_gradient_has_the_given_length_and_the_direction_of_the_whole(ti
     gradients = {}
     for limit in (None, 0.5, 1e6):
         trainer = Trainer(tiny(clip_grad_norm=limit, micro_batch_size=16), alone)
-        images, labels = next(iter(trainer.train_loader))
-        trainer.train_step(images, labels, trainer.sums)
-        gradients[limit] = torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
+        images, labels = next(iter(trainer.loaders.train))
+        trainer.learner.step(images, labels, trainer.learner.sums)
+        gradients[limit] = torch.cat([parameter.grad.flatten() for parameter in trainer.learner.model.parameters()])
     assert gradients[None].norm() > 0.5
     assert gradients[0.5].norm().item() == pytest.approx(0.5, rel=1e-4)
     torch.testing.assert_close(gradients[0.5] / 0.5, gradients[None] / gradients[None].norm(), rtol=1e-3, atol=1e-5)
@@ -237,9 +237,11 @@ def test_clipping_measures_the_gradient_without_the_loss_scale(tiny, alone):
     lengths = []
     for loss_scale in (None, 1024.0):
         trainer = Trainer(tiny(clip_grad_norm=0.5, loss_scale=loss_scale), alone)
-        images, labels = next(iter(trainer.train_loader))
-        trainer.train_step(images, labels, trainer.sums)
-        lengths.append(torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]).norm().item())
+        images, labels = next(iter(trainer.loaders.train))
+        trainer.learner.step(images, labels, trainer.learner.sums)
+        lengths.append(
+            torch.cat([parameter.grad.flatten() for parameter in trainer.learner.model.parameters()]).norm().item()
+        )
     assert lengths == pytest.approx([0.5, 0.5], rel=1e-4)
 
 
@@ -270,21 +272,23 @@ def test_zero_init_changes_nothing_else(tiny):
 
 
 def test_average_equals_pytorchs_and_is_what_is_validated(tiny, alone, tmp_path):
-    trainer, seen = Trainer(tiny(ema_decay=0.7, max_epochs=1), alone), []
-    reference = AveragedModel(trainer.model, multi_avg_fn=get_ema_multi_avg_fn(0.7), use_buffers=True)
-    update = trainer.average.update
+    trainer, seen = Trainer(tiny(ema_decay=0.7, max_epochs=1), alone, tmp_path), []
+    reference = AveragedModel(trainer.learner.model, multi_avg_fn=get_ema_multi_avg_fn(0.7), use_buffers=True)
+    update = trainer.learner.average.update
 
     def follow():
-        reference.update_parameters(trainer.model)
+        reference.update_parameters(trainer.learner.model)
         update()
 
-    trainer.average.update = follow
-    trainer.average.module.fc.register_forward_hook(lambda *_: seen.append("average"))
-    trainer.model.fc.register_forward_hook(lambda module, *_: seen.append("training" if module.training else "raw"))
-    trainer.train(tmp_path, "tiny", "auto")
+    trainer.learner.average.update = follow
+    trainer.learner.average.network.fc.register_forward_hook(lambda *_: seen.append("average"))
+    trainer.learner.model.fc.register_forward_hook(
+        lambda module, *_: seen.append("training" if module.training else "raw")
+    )
+    trainer.train()
     assert set(seen) == {"training", "average"}
-    raw, expected = trainer.model.state_dict(), reference.module.state_dict()
-    for name, value in trainer.average.module.state_dict().items():
+    raw, expected = trainer.learner.model.state_dict(), reference.module.state_dict()
+    for name, value in trainer.learner.average.module.state_dict().items():
         if value.is_floating_point():
             assert torch.equal(value, expected[name])
             assert not torch.equal(value, raw[name])
@@ -299,7 +303,7 @@ def test_average_is_saved_and_resumed_in_mid_epoch(tiny, alone, tmp_path):
         path = tmp_path / f"whole/checkpoints/step-{step:09d}.pt"
         parts = run(config, alone, tmp_path / f"from {step}", resume=str(path))
         assert epochs(tmp_path / f"from {step}")[-1]["loss/valid"] == epochs(tmp_path / "whole")[-1]["loss/valid"]
-        one, other = (trainer.average.module.state_dict() for trainer in (whole, parts))
+        one, other = (trainer.learner.average.module.state_dict() for trainer in (whole, parts))
         assert all(torch.equal(value, other[name]) for name, value in one.items())
     assert read_checkpoint(path)["average"]["updates"] == 4
 
@@ -356,11 +360,11 @@ def test_resizing_smooths_and_keeps_the_memory_format():
 
 def test_network_trains_on_small_images_and_validates_on_whole_ones(tiny, alone, tmp_path):
     config = tiny(progressive_image_sizes=(16,), progressive_image_shares=(0.5,), limit_train_batches=2)
-    trainer, sizes = Trainer(config, alone), []
-    trainer.model.conv1.register_forward_hook(
+    trainer, sizes = Trainer(config, alone, tmp_path), []
+    trainer.learner.model.conv1.register_forward_hook(
         lambda module, inputs, _: sizes.append((module.training, inputs[0].shape[-1]))
     )
-    trainer.train(tmp_path, "tiny", "auto")
+    trainer.train()
     assert sizes == [(True, 16)] * 2 + [(False, 32)] * 2 + [(True, 32)] * 2 + [(False, 32)] * 2
 
 
@@ -370,7 +374,7 @@ def test_network_trains_on_small_images_and_validates_on_whole_ones(tiny, alone,
 def test_run_ends_at_its_target_and_stays_ended(tiny, alone, tmp_path):
     first = run(tiny(max_epochs=4, stop_at_accuracy=0.01), alone, tmp_path)
     assert len(epochs(tmp_path)) == 1
-    assert first.best["acc1"] >= 0.01
+    assert first.progress.best["acc1"] >= 0.01
     run(tiny(max_epochs=4, stop_at_accuracy=0.01), alone, tmp_path)
     assert len(epochs(tmp_path)) == 1
     assert "Already finished" in (tmp_path / "train.log").read_text()

@@ -62,7 +62,7 @@ def run(tiny, alone, tmp_path):
 
     def train(name, **changes):
         folder = tmp_path / "expts" / name
-        Trainer(tiny(max_epochs=2, **changes), alone).train(folder, "tiny", "auto")
+        Trainer(tiny(max_epochs=2, **changes), alone, folder, "tiny", "auto").train()
         return folder
 
     return train
@@ -184,8 +184,8 @@ def test_states(run, page, tmp_path, capsys):
     for folder in (going, stopped, killed):
         lines = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"epoch": 2' not in line]
         (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    with (stopped / "train.log").open("a") as log:
-        log.write("2026-01-01 - ERROR - ended by Stopped: stopped on SIGTERM\n")
+    with (stopped / "metrics.jsonl").open("a") as records:
+        records.write('{"kind": "stop", "status": 75, "reason": "Stopped: stopped on SIGTERM"}\n')
     with (going / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _, tables = page(tmp_path / "expts")
@@ -196,7 +196,7 @@ def test_states(run, page, tmp_path, capsys):
         assert runs_tool.main([str(tmp_path / "expts")]) == 0
         printed = capsys.readouterr().out
     assert re.search(r"going +running +1/2", printed) and re.search(r"done +finished +2/2", printed)
-    assert "its log ends without a word" in printed
+    assert "it did not record how it ended" in printed
 
 
 def test_a_run_that_ended_at_its_accuracy_is_finished(run, page):

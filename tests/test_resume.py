@@ -111,10 +111,10 @@ def assert_same_run(folder, whole):
 def test_stopped_and_continued_equals_uninterrupted(alone, tmp_path, whole, loader, where):
     config, expected = whole(loader)
     poll, position, saved = STOPS[where]
-    trainer = Trainer(config, alone)
+    trainer = Trainer(config, alone, tmp_path, "tiny", "auto")
     stop(trainer, poll)
     with pytest.raises(Stopped, match=f"stopped on SIGTERM {position} with everything saved") as stopped:
-        trainer.train(tmp_path, "tiny", "auto")
+        trainer.train()
     assert stopped.value.exit_status == 75
     state = read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])
     assert {key: state[key] for key in saved} == saved
@@ -139,7 +139,7 @@ def test_lost_without_a_word_goes_on_from_the_last_interval(alone, tmp_path, who
     """As after a SIGKILL: what was done since the checkpoint of step 6 is done again, its log lines too."""
     config, expected = whole("device and onecycle")
     config = config.model_copy(update={"checkpoint_every_steps": 3, "checkpoint_async": background})
-    trainer = Trainer(config, alone)
+    trainer = Trainer(config, alone, tmp_path, "tiny", "auto")
 
     def die():
         if background:  # what waits for the disk at that moment may be lost or not; here it is not
@@ -148,7 +148,7 @@ def test_lost_without_a_word_goes_on_from_the_last_interval(alone, tmp_path, who
 
     interrupt(trainer, 2 * POLLS - 2, die)  # after step 8, before its epoch's validation
     with pytest.raises(KeyboardInterrupt):
-        trainer.train(tmp_path, "tiny", "auto")
+        trainer.train()
     assert list_checkpoints(tmp_path / "checkpoints")[0].name == "step-000000006.pt"
     assert records(tmp_path, "step")[-1]["step"] == 7
     run(config, alone, tmp_path)
@@ -158,10 +158,10 @@ def test_lost_without_a_word_goes_on_from_the_last_interval(alone, tmp_path, who
 def test_stopped_while_writing_in_the_background_everything_is_on_the_disk(alone, tmp_path, whole):
     config, expected = whole("torchvision and plateau")
     config = config.model_copy(update={"checkpoint_async": True, "checkpoint_every_steps": 1})
-    trainer = Trainer(config, alone)
+    trainer = Trainer(config, alone, tmp_path, "tiny", "auto")
     stop(trainer, POLLS + 2)
     with pytest.raises(Stopped):
-        trainer.train(tmp_path, "tiny", "auto")
+        trainer.train()
     assert list_checkpoints(tmp_path / "checkpoints")[0].name == "step-000000006.pt"
     run(config, alone, tmp_path)
     assert_same_run(tmp_path, expected)
@@ -172,14 +172,14 @@ def test_interrupted_after_every_single_step(tiny, alone, tmp_path):
     run(config, alone, tmp_path / "whole")
     interruptions = 0
     while True:
-        trainer = Trainer(config, alone)
+        trainer = Trainer(config, alone, tmp_path / "parts", "tiny", "auto")
         stop(trainer, 1)
         try:
-            trainer.train(tmp_path / "parts", "tiny", "auto")
+            trainer.train()
             break
         except Stopped:
             interruptions += 1
-            if trainer.batch == 3:  # a poll in validation saves the same step again: let this one pass
+            if trainer.progress.batch == 3:  # a poll in validation saves the same step again: let this one pass
                 run_validation(config, alone, tmp_path / "parts")
     assert interruptions >= 5
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
@@ -187,12 +187,12 @@ def test_interrupted_after_every_single_step(tiny, alone, tmp_path):
 
 def run_validation(config, world, folder):
     """Go on over the two batches of validation that are due, and stop after the next step."""
-    trainer = Trainer(config, world)
+    trainer = Trainer(config, world, folder, "tiny", "auto")
     stop(trainer, 3)
     try:
-        trainer.train(folder, "tiny", "auto")
+        trainer.train()
     except Stopped:
-        assert trainer.batch == 1
+        assert trainer.progress.batch == 1
 
 
 @pytest.mark.parametrize(("minutes", "saved"), [(1e-9, [1, 2, 3, 4, 5, 6, 7, 8]), (60, [4, 8])])
@@ -206,12 +206,18 @@ def test_minutes_between_checkpoints(tiny, alone, tmp_path, minutes, saved):
 def test_a_clock_that_is_set_back_changes_nothing(alone, tmp_path, whole, monkeypatch):
     """Neither order of checkpoints nor intervals come from the wall clock or from the times of files."""
     config, expected = whole("device and onecycle")
-    trainer = Trainer(config.model_copy(update={"checkpoint_every_minutes": 1e-9, "keep_checkpoints": 99}), alone)
+    trainer = Trainer(
+        config.model_copy(update={"checkpoint_every_minutes": 1e-9, "keep_checkpoints": 99}),
+        alone,
+        tmp_path,
+        "tiny",
+        "auto",
+    )
     stop(trainer, POLLS + 2)
     now = iter(range(2_000_000_000, 0, -3600))
     with monkeypatch.context() as patched, pytest.raises(Stopped):
         patched.setattr(time, "time", lambda: float(next(now)))
-        trainer.train(tmp_path, "tiny", "auto")
+        trainer.train()
     newest, *older = list_checkpoints(tmp_path / "checkpoints")
     assert newest.name == "step-000000006.pt" and len(older) == 5
     os.utime(newest, (0, 0))
@@ -221,10 +227,10 @@ def test_a_clock_that_is_set_back_changes_nothing(alone, tmp_path, whole, monkey
 
 def test_run_folder_that_is_removed_in_mid_run_is_named(tiny, alone, tmp_path):
     folder = tmp_path / "run"
-    trainer = Trainer(tiny(), alone)
+    trainer = Trainer(tiny(), alone, folder, "tiny", "auto")
     interrupt(trainer, 2, lambda: shutil.rmtree(folder))
     with pytest.raises(ExpectedError, match=f"^{folder}.*cannot be written: No such file or directory"):
-        trainer.train(folder, "tiny", "auto")
+        trainer.train()
     assert not folder.exists()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tools.bench.__main__ import main
-from tools.bench.scaling import add_report, check_comparable, plan, summarise
+from tools.bench.scaling import add_report, cases_of, check_comparable, summarise
 from utils.errors import ConfigError
 
 
@@ -46,11 +46,11 @@ def test_runs_that_differ_are_not_mixed() -> None:
 
 
 def test_batches_are_checked_before_anything_runs(tiny: Any) -> None:
-    assert {key: case.batch_size for key, case in plan(tiny(), [1, 2], ["strong", "weak"]).items()} == {
+    assert {key: case.batch_size for key, case in cases_of(tiny(), [1, 2], ["strong", "weak"]).items()} == {
         ("strong", 1): 32, ("strong", 2): 32, ("weak", 1): 32, ("weak", 2): 64,
     }  # fmt: skip
     with pytest.raises(ConfigError, match="batch_size 32 cannot be split evenly over 3 ranks"):
-        plan(tiny(), [1, 3], ["strong"])
+        cases_of(tiny(), [1, 3], ["strong"])
 
 
 @pytest.mark.slow

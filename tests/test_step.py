@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import RECIPE, ROOT
-from tools.bench.training import build_training
+from tools.bench.training import build_measured
 from train import Trainer
 from utils.config import Config
 from utils.distributed.world import World
@@ -41,18 +41,18 @@ SWITCHES = {
 
 def train_losses(config, alone, steps):
     trainer = Trainer(config, alone)
-    trainer.model.train()
+    trainer.learner.model.train()
     epochs = itertools.chain.from_iterable(_epoch(trainer, epoch) for epoch in itertools.count())
     history = []
     for images, labels in itertools.islice(epochs, steps):
-        trainer.train_step(images, labels, trainer.sums)
-        history.append(trainer.sums.average_since_last(alone)["loss"])
+        trainer.learner.step(images, labels, trainer.learner.sums)
+        history.append(trainer.learner.sums.average_since_last(alone)["loss"])
     return torch.tensor(history)
 
 
 def _epoch(trainer, epoch):
-    trainer.train_loader.set_epoch(epoch)
-    return trainer.train_loader
+    trainer.loaders.train.set_epoch(epoch)
+    return trainer.loaders.train
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ class Small(nn.Module):
 
 def test_a_compiled_step_equals_the_eager_one_and_keeps_the_models_names(tiny, alone, monkeypatch):
     monkeypatch.setattr("tools.bench.training.build_model", lambda config: Small())
-    trainings = [build_training(tiny(enable_compile=compiled), alone) for compiled in (False, True)]
+    trainings = [build_measured(tiny(enable_compile=compiled), alone) for compiled in (False, True)]
     generator = torch.Generator().manual_seed(0)
     for _ in range(4):
         images = torch.randn(8, 3, 32, 32, generator=generator)
@@ -147,17 +147,17 @@ def test_compiling_needs_pythons_headers_and_for_cuda_a_c_compiler(tiny, monkeyp
     "changes", [{"clip_grad_norm": 0.01, "label_smoothing": 0.1}, {"micro_batch_size": 8, "enable_amp": True}]
 )
 def test_the_step_that_is_measured_is_the_one_that_trains(tiny, alone, changes):
-    trainer, measured = (build(tiny(**changes), alone) for build in (Trainer, build_training))
+    trainer, measured = (build(tiny(**changes), alone) for build in (Trainer, build_measured))
     assert measured.step.clip_grad_norm == changes.get("clip_grad_norm")
-    assert measured.step.accumulation == trainer.split.accumulation
-    trainer.train_loader.set_epoch(0)
-    for images, labels in trainer.train_loader:
-        trainer.train_step(images, labels, trainer.sums)
+    assert measured.step.accumulation == trainer.learner.batch.accumulation
+    trainer.loaders.train.set_epoch(0)
+    for images, labels in trainer.loaders.train:
+        trainer.learner.step(images, labels, trainer.learner.sums)
         measured(images, labels)
-    for name, value in trainer.model.state_dict().items():
+    for name, value in trainer.learner.model.state_dict().items():
         assert torch.equal(value, measured.model.state_dict()[name]), name
     with pytest.raises(ConfigError, match="enable_sync_bn needs CUDA devices"):
-        build_training(tiny(enable_sync_bn=True), alone)
+        build_measured(tiny(enable_sync_bn=True), alone)
 
 
 def test_graphs_need_cuda_and_the_fused_optimizer(tiny, alone):
@@ -298,7 +298,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def test_fastest_is_what_each_device_can_do(tiny, alone):
     config = tiny("fastest", enable_compile=False)
     trainer = Trainer(config, alone)
-    assert str(trainer.precision) == "bf16 autocast" and trainer.optimizer.param_groups[0]["fused"]
+    assert str(trainer.learner.precision) == "bf16 autocast" and trainer.learner.optimizer.param_groups[0]["fused"]
     assert not wants_graphs(config, alone.device)
     assert wants_graphs(config, torch.device("cuda", 0))
     assert not wants_graphs(tiny("fastest", parallel="dataparallel", amp_dtype="auto"), torch.device("cuda", 0))

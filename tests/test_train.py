@@ -18,7 +18,7 @@ import train_simple
 from tests.conftest import FIFTEEN, ROOT, TINY
 from tests.processes import run_on_a_terminal, without_launcher
 from train import Trainer
-from utils.cli import Arguments
+from utils.config.command_line import Arguments
 from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError
 from utils.files import write_atomically
 from utils.run.checkpoint import encode, list_checkpoints, read_checkpoint, save_last
@@ -31,8 +31,8 @@ def records(folder, kind):
 
 
 def run(config, world, folder, resume="auto"):
-    trainer = Trainer(config, world)
-    trainer.train(folder, "tiny", resume)
+    trainer = Trainer(config, world, folder, "tiny", resume)
+    trainer.train()
     return trainer
 
 
@@ -72,9 +72,9 @@ def test_two_epochs_equal_one_and_a_resumed_one(tiny, alone, tmp_path):
     resumed = run(tiny(max_epochs=2), alone, tmp_path / "parts")
     for kind in ("step", "epoch"):
         assert without_times(records(tmp_path / "parts", kind)) == without_times(records(tmp_path / "whole", kind))
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(value, resumed.model.state_dict()[name]), name
-    assert whole.step == resumed.step == 8
+    for name, value in whole.learner.model.state_dict().items():
+        assert torch.equal(value, resumed.learner.model.state_dict()[name]), name
+    assert whole.learner.steps == resumed.learner.steps == 8
 
 
 def test_accumulated_micro_batches_give_the_gradient_of_the_whole_batch(tiny, alone):
@@ -82,11 +82,11 @@ def test_accumulated_micro_batches_give_the_gradient_of_the_whole_batch(tiny, al
     gradients = []
     for micro_batch_size in (None, 8):
         trainer = Trainer(tiny(micro_batch_size=micro_batch_size, rnd_rotation_angle=0.0), alone)
-        trainer.model.eval()
-        trainer.train_loader.set_epoch(0)
-        images, labels = next(iter(trainer.train_loader))
-        trainer.train_step(images, labels, trainer.sums)
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]))
+        trainer.learner.model.eval()
+        trainer.loaders.train.set_epoch(0)
+        images, labels = next(iter(trainer.loaders.train))
+        trainer.learner.step(images, labels, trainer.learner.sums)
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.learner.model.parameters()]))
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
 
 
@@ -102,16 +102,18 @@ def test_switches_change_the_speed_and_not_the_training(tiny, alone, tmp_path, s
 
 def test_nhwc_reaches_model_and_images(tiny, alone):
     trainer = Trainer(tiny(enable_nhwc=True), alone)
-    images, _ = next(iter(trainer.train_loader))
+    images, _ = next(iter(trainer.loaders.train))
     assert images.is_contiguous(memory_format=torch.channels_last)
-    assert trainer.model.layer1[0].conv1.weight.is_contiguous(memory_format=torch.channels_last)
+    assert trainer.learner.model.layer1[0].conv1.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_amp_runs_training_and_validation_in_bf16_on_a_cpu(tiny, alone, tmp_path):
-    trainer = Trainer(tiny(enable_amp=True, amp_dtype="bf16"), alone)
+    trainer = Trainer(tiny(enable_amp=True, amp_dtype="bf16"), alone, tmp_path / "run", "tiny", "auto")
     dtypes = set()
-    trainer.model.fc.register_forward_hook(lambda module, _inputs, output: dtypes.add((module.training, output.dtype)))
-    trainer.train(tmp_path / "run", "tiny", "auto")
+    trainer.learner.model.fc.register_forward_hook(
+        lambda module, _inputs, output: dtypes.add((module.training, output.dtype))
+    )
+    trainer.train()
     assert dtypes == {(True, torch.bfloat16), (False, torch.bfloat16)}
 
 
@@ -122,11 +124,11 @@ def test_fp16_on_a_cpu_is_refused_by_name(tiny, alone):
 
 def test_extra_opts_switch_their_members_and_members_stand_alone(tiny, alone):
     group = Trainer(tiny(enable_extra_opts=True, zero_grad_set_to_none=False), alone)
-    assert group.optimizer.param_groups[0]["fused"]
+    assert group.learner.optimizer.param_groups[0]["fused"]
     assert torch.backends.cudnn.benchmark
-    assert not group.train_step.set_to_none
+    assert not group.learner.step.set_to_none
     single = Trainer(tiny(fused_optimizer=True), alone)
-    assert single.optimizer.param_groups[0]["fused"]
+    assert single.learner.optimizer.param_groups[0]["fused"]
     assert not torch.backends.cudnn.benchmark
 
 
@@ -144,13 +146,15 @@ def test_metrics_cover_the_whole_epoch_and_only_training_smooths_labels(tiny, al
     trainer = Trainer(config, alone)
     (row,) = records(tmp_path, "epoch")
     for part, loader, smoothing in (
-        ("train", trainer.train_loader, label_smoothing),
-        ("valid", trainer.valid_loader, 0.0),
+        ("train", trainer.loaders.train, label_smoothing),
+        ("valid", trainer.loaders.valid, 0.0),
     ):
-        trainer.model.train(part == "train")
+        trainer.learner.model.train(part == "train")
         with torch.no_grad():
             losses = [
-                torch.nn.functional.cross_entropy(trainer.model(images), labels, label_smoothing=smoothing).item()
+                torch.nn.functional.cross_entropy(
+                    trainer.learner.model(images), labels, label_smoothing=smoothing
+                ).item()
                 for images, labels in loader
             ]
         assert row[f"loss/{part}"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
@@ -158,11 +162,11 @@ def test_metrics_cover_the_whole_epoch_and_only_training_smooths_labels(tiny, al
 
 def test_a_batch_can_be_learned_by_heart(tiny, alone):
     trainer = Trainer(tiny(lr=0.05), alone)
-    images, labels = next(iter(trainer.train_loader))
+    images, labels = next(iter(trainer.loaders.train))
     averages = []
     for _ in range(30):
-        trainer.train_step(images, labels, trainer.sums)
-        averages.append(trainer.sums.average_since_last(alone))
+        trainer.learner.step(images, labels, trainer.learner.sums)
+        averages.append(trainer.learner.sums.average_since_last(alone))
     assert averages[0]["loss"] > 2.0
     assert averages[-1]["loss"] < 0.2
     assert averages[-1]["acc1"] == 1.0
@@ -213,7 +217,7 @@ def test_saved_config_is_a_block_that_runs_again(tiny, alone, tmp_path):
 def test_finished_run_says_so_and_trains_nothing(tiny, alone, tmp_path):
     first = run(tiny(), alone, tmp_path)
     second = run(tiny(), alone, tmp_path)
-    assert second.best == first.best
+    assert second.progress.best == first.progress.best
     assert len(records(tmp_path, "epoch")) == 2
     assert "Already finished: best acc1" in (tmp_path / "train.log").read_text()
 
@@ -260,18 +264,20 @@ def test_what_a_run_goes_on_from_becomes_its_own(tiny, alone, tmp_path):
     run(tiny(max_epochs=2), alone, tmp_path / "first")
     first = tmp_path / "first/checkpoints"
     best = read_checkpoint(first / "best.pt")
-    trainer = Trainer(tiny(max_epochs=2), alone)
+    trainer = Trainer(tiny(max_epochs=2), alone, tmp_path / "second", "tiny", str(tmp_path / "first"))
     trainer.train_one_epoch = lambda: 1 / 0  # it ends before it saves anything
     trainer.config.__dict__["max_epochs"] = 3
     with pytest.raises(ZeroDivisionError):
-        trainer.train(tmp_path / "second", "tiny", str(tmp_path / "first"))
+        trainer.train()
     second = tmp_path / "second/checkpoints"
     assert [path.name for path in list_checkpoints(second)] == ["step-000000008.pt"]
     assert read_checkpoint(second / "best.pt")["best"] == best["best"]
 
     (first / "best.pt").unlink()
     trainer = run(tiny(max_epochs=3, lr=1e-9), alone, tmp_path / "third", resume=str(tmp_path / "first"))
-    assert trainer.best["epoch"] == 3 == read_checkpoint(tmp_path / "third/checkpoints/best.pt")["best"]["epoch"]
+    assert (
+        trainer.progress.best["epoch"] == 3 == read_checkpoint(tmp_path / "third/checkpoints/best.pt")["best"]["epoch"]
+    )
 
 
 def test_going_back_keeps_the_best_of_what_came_after_aside(tiny, alone, tmp_path):
@@ -285,7 +291,11 @@ def test_going_back_keeps_the_best_of_what_came_after_aside(tiny, alone, tmp_pat
     for number in ("", ".1"):
         trainer = Trainer(tiny(max_epochs=3), alone)
         opened = open_run(
-            tmp_path, str(folder / "step-000000004.pt"), trainer.config, trainer.model.state_dict(), trainer.data
+            tmp_path,
+            str(folder / "step-000000004.pt"),
+            trainer.config,
+            trainer.learner.model.state_dict(),
+            trainer.data,
         )
         opened.lock.close()
         assert opened.state["best"]["epoch"] == 0  # the weights of the first epoch's best are gone
@@ -330,7 +340,9 @@ def test_going_on_from_the_best_keeps_what_is_older(tiny, alone, tmp_path):
     write_atomically(folder / "best.pt", (folder / "step-000000008.pt").read_bytes())
     (folder / "step-000000008.pt").unlink()
     trainer = Trainer(tiny(max_epochs=3), alone)
-    opened = open_run(tmp_path, str(folder / "best.pt"), trainer.config, trainer.model.state_dict(), trainer.data)
+    opened = open_run(
+        tmp_path, str(folder / "best.pt"), trainer.config, trainer.learner.model.state_dict(), trainer.data
+    )
     opened.lock.close()
     assert [path.name for path in list_checkpoints(folder)] == ["step-000000008.pt", "step-000000004.pt"]
     assert (folder / "step-000000012.pt.superseded").exists()
@@ -350,10 +362,10 @@ def test_other_data_or_other_epochs_are_refused(tiny, alone, tmp_path, changes, 
     else:
         with pytest.raises(CheckpointError, match=f"was trained on other data, or with other epochs: {difference}\\n"):
             run(tiny(max_epochs=2, **changes), alone, tmp_path)
-    trainer = Trainer(tiny(max_epochs=2), alone)
+    trainer = Trainer(tiny(max_epochs=2), alone, tmp_path, "tiny", "auto")
     trainer.data["class_names"] = ["other", *trainer.data["class_names"][1:]]
     with pytest.raises(CheckpointError, match=r"class_names \['.* -> \['other'"):
-        trainer.train(tmp_path, "tiny", "auto")
+        trainer.train()
 
 
 def test_a_finished_run_without_its_best_weights_says_so(tiny, alone, tmp_path):
@@ -389,7 +401,7 @@ def test_a_restarted_job_goes_on_with_its_own_run_only(tiny, alone, tmp_path, mo
     first = list_checkpoints(folder / "checkpoints")[0].read_bytes()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     trainer = run(tiny(max_epochs=2), alone, folder, resume=resume)
-    assert trainer.epoch == 2 and not (tmp_path / "run.2").exists()
+    assert trainer.progress.epoch == 2 and not (tmp_path / "run.2").exists()
     assert list_checkpoints(folder / "checkpoints")[0].read_bytes() == first
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
@@ -402,21 +414,21 @@ def test_resume_path_starts_from_another_runs_checkpoint(tiny, alone, tmp_path):
     run(tiny(), alone, tmp_path / "two", resume=str(tmp_path / "one"))
     whole = run(tiny(), alone, tmp_path / "whole")
     assert [row["epoch"] for row in records(tmp_path / "two", "epoch")] == [2]
-    assert read_checkpoint(tmp_path / "two/checkpoints/step-000000008.pt")["best"] == whole.best
+    assert read_checkpoint(tmp_path / "two/checkpoints/step-000000008.pt")["best"] == whole.progress.best
 
 
 def test_non_finite_loss_stops_and_leaves_the_last_checkpoint(tiny, alone, tmp_path):
     run(tiny(max_epochs=1), alone, tmp_path)
     good = {path: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
-    trainer = Trainer(tiny(max_epochs=3), alone)
-    step, count = trainer.train_step.__call__, iter(range(100))
+    trainer = Trainer(tiny(max_epochs=3), alone, tmp_path, "tiny", "auto")
+    step, count = trainer.learner.step.__call__, iter(range(100))
 
     def break_the_second_batch(images, labels, sums):
         step(images * (math.nan if next(count) == 1 else 1), labels, sums)
 
-    trainer.train_step = break_the_second_batch
+    trainer.learner.step = break_the_second_batch
     with pytest.raises(ExpectedError, match="finite number in epoch 2, iteration 1, learning rate"):
-        trainer.train(tmp_path, "tiny", "auto")
+        trainer.train()
     assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()} == good
 
 
@@ -461,11 +473,13 @@ def test_memory_estimate_counts_what_autograd_keeps(tiny, alone):
     from utils.training.dry_run import activation_bytes_per_image
 
     trainer = Trainer(tiny(), alone)
-    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    per_image = activation_bytes_per_image(trainer.model, trainer.criterion, trainer.precision, (3, 32, 32))
+    before = {name: value.clone() for name, value in trainer.learner.model.state_dict().items()}
+    per_image = activation_bytes_per_image(
+        trainer.learner.model, trainer.learner.criterion, trainer.learner.precision, (3, 32, 32)
+    )
     first_stage = 16 * 32 * 32 * 4  # one feature map of the first stage; 7 of them are kept there
     assert 7 * first_stage < per_image < 14 * first_stage
-    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in trainer.learner.model.state_dict().items())
 
 
 def test_memory_estimate_counts_half_weights_once_for_a_batch_of_any_size(tiny, alone):
@@ -474,7 +488,7 @@ def test_memory_estimate_counts_half_weights_once_for_a_batch_of_any_size(tiny, 
     per_image = {}
     for name, changes in {"float32": {}, "bf16": {"enable_amp": True, "amp_dtype": "bf16"}}.items():
         trainer = Trainer(tiny(model="resnet18", **changes), alone)
-        arguments = trainer.model, trainer.criterion, trainer.precision, (3, 32, 32)
+        arguments = trainer.learner.model, trainer.learner.criterion, trainer.learner.precision, (3, 32, 32)
         per_image[name] = activation_bytes_per_image(*arguments)
     assert 0.4 < per_image["bf16"] / per_image["float32"] < 0.6
 

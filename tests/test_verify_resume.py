@@ -23,7 +23,7 @@ QUICK = ["--set=limit_train_batches=6", "--set=max_epochs=2", "--set=checkpoint_
 @pytest.fixture
 def two_runs(tiny, alone, tmp_path):
     """Folders of a finished run and of its copy."""
-    Trainer(tiny(max_epochs=1), alone).train(tmp_path / "peace", "tiny", "auto")
+    Trainer(tiny(max_epochs=1), alone, tmp_path / "peace", "tiny", "auto").train()
     shutil.copytree(tmp_path / "peace", tmp_path / "killed")
     return tmp_path / "peace", tmp_path / "killed"
 
@@ -35,50 +35,52 @@ def change_metrics(folder, change):
 
 
 def test_comparison_finds_each_difference(two_runs):
-    peace, killed = two_runs
+    uninterrupted, killed = two_runs
     change_metrics(killed, lambda rows: [row | {key: 1.5 for key in row if "seconds" in key} for row in rows])
-    assert compare(peace, killed) == []
+    assert compare(uninterrupted, killed) == []
 
     change_metrics(
         killed, lambda rows: [rows[0] | {"learning_rate": rows[0]["learning_rate"] * (1 + 1e-15)}, *rows[1:]]
     )
-    found = compare(peace, killed)
+    found = compare(uninterrupted, killed)
     assert [line.split(":")[0] for line in found] == ["metrics.jsonl[0].learning_rate", "learning rates[0]"]
-    shutil.copy(peace / "metrics.jsonl", killed)
+    shutil.copy(uninterrupted / "metrics.jsonl", killed)
 
     change_metrics(killed, lambda rows: rows[:-1])
-    assert [line.split(":")[0] for line in compare(peace, killed)] == ["metrics.jsonl"]
-    shutil.copy(peace / "metrics.jsonl", killed)
+    assert [line.split(":")[0] for line in compare(uninterrupted, killed)] == ["metrics.jsonl"]
+    shutil.copy(uninterrupted / "metrics.jsonl", killed)
 
     _, state, _ = newest_good(killed / "checkpoints")
     state["model"]["fc.weight"][0, 0] += 1e-6
     state["optimizer"]["state"][0]["momentum_buffer"].view(-1)[0] += 1e-6
     save_last(killed / "checkpoints", encode(state), state["step"], keep=2)
-    found = [line.split(":")[0] for line in compare(peace, killed)]
+    found = [line.split(":")[0] for line in compare(uninterrupted, killed)]
     assert found == ["model.fc.weight", "optimizer.state.0.momentum_buffer"]
-    shutil.copytree(peace, killed, dirs_exist_ok=True)
+    shutil.copytree(uninterrupted, killed, dirs_exist_ok=True)
 
     best = read_checkpoint(killed / "checkpoints/best.pt")
     best["model"]["fc.bias"][3] += 1e-6
     write_atomically(killed / "checkpoints/best.pt", encode(best))
-    assert [line.split(":")[0] for line in compare(peace, killed)] == ["model of best.pt.fc.bias"]
+    assert [line.split(":")[0] for line in compare(uninterrupted, killed)] == ["model of best.pt.fc.bias"]
 
 
 def test_a_run_that_hangs_is_ended_and_reported(tmp_path, monkeypatch, capsys):
     script = tmp_path / "train.py"
     script.write_text(
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "print('Starting Training Loop...', flush=True)\ntime.sleep(600)\n"
+        "import pathlib, sys\n[folder] = [a.split('=')[1] for a in sys.argv if a.startswith('--run-dir')]\n"
+        "pathlib.Path(folder).mkdir()\npathlib.Path(folder, 'metrics.jsonl').write_text('{\"kind\": \"start\"}\\n')\n"
+        "print('going', flush=True)\ntime.sleep(600)\n"
     )
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(verify_resume, "TRAIN", script)
     assert main([*ARGUMENTS, "--timeout=1", "--seed=5", f"--work-dir={tmp_path}"]) == 1
     out = capsys.readouterr().out
     assert "verdict: FAILED" in out
-    assert "so it may hang; its last words:\nStarting Training Loop..." in out
+    assert "so it may hang; its last words:\ngoing" in out
     assert "--seed 5" in out
     (work,) = tmp_path.glob("verify-resume-*")
-    assert verify_resume._processes(work / "in-peace") == {}
+    assert verify_resume._processes(work / "uninterrupted") == {}
 
 
 # train.py that, as it were, has forgotten how to find its checkpoints: every start begins anew, and all end equal
@@ -86,15 +88,15 @@ FORGETFUL = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 import train
-from utils import checkpoint
-from utils.cli import parse_arguments
+from utils.run import checkpoint
+from utils.config.command_line import parse_arguments
 checkpoint.newest_good = lambda folder: (None, None, [])
 sys.exit(train.main(parse_arguments()))
 """
 
 
 def test_a_start_that_does_not_go_on_is_found_out(tiny, alone, tmp_path, monkeypatch):
-    Trainer(tiny(max_epochs=1), alone).train(tmp_path / "run", "tiny", "auto")
+    Trainer(tiny(max_epochs=1), alone, tmp_path / "run", "tiny", "auto").train()
     script = tmp_path / "train.py"
     script.write_text(FORGETFUL)
     monkeypatch.setattr(verify_resume, "TRAIN", script)
@@ -106,9 +108,11 @@ def test_a_start_that_does_not_go_on_is_found_out(tiny, alone, tmp_path, monkeyp
 
 def test_a_run_that_says_it_goes_on_and_moves_its_folder_is_found_out(tmp_path):
     run = verify_resume.Attempt.__new__(verify_resume.Attempt)
-    run.folder, run.log = tmp_path / "run", tmp_path / "run.output"
+    run.folder, run.log, run.starts_before = tmp_path / "run", tmp_path / "run.output", 0
     (tmp_path / "run.1").mkdir()
-    run.log.write_text("Resuming from somewhere\nStarting Training Loop...\n")
+    run.log.write_text("")
+    run.folder.mkdir()
+    (run.folder / "metrics.jsonl").write_text('{"kind": "resume"}\n')
     run.check_resumed(earlier={tmp_path / "run.1"})
     with pytest.raises(ExpectedError, match=r"moved its good checkpoint aside, to .*run\.1:"):
         run.check_resumed(earlier=set())
@@ -152,5 +156,5 @@ def test_five_kills_change_nothing(tmp_path, monkeypatch, capfd):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "nproc", "kills"), [("KILL", 1, 5), ("KILL", 2, 2), ("TERM", 2, 2), ("USR1", 1, 2)])
-def test_killed_runs_equal_the_one_in_peace(name, nproc, kills, tmp_path, monkeypatch, capfd):
+def test_killed_runs_equal_the_uninterrupted_one(name, nproc, kills, tmp_path, monkeypatch, capfd):
     verify(tmp_path, monkeypatch, capfd, f"--signal={name}", f"--nproc={nproc}", kills=kills)

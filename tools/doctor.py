@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils.config import Config, load_config
-from utils.errors import ConfigError, ExpectedError, in_a_line
+from utils.errors import ConfigError, ExpectedError, exit_in_a_line
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ class Finding:
     where: str = ""  # host, and rank where it matters
 
 
-@in_a_line
+@exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Look, print, return the exit status."""
     options = parser().parse_args(argv)

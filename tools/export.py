@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from utils.cli import not_empty
-from utils.errors import CheckpointError, ConfigError, ExpectedError, in_a_line
+from utils.config.command_line import not_empty
+from utils.errors import CheckpointError, ConfigError, ExpectedError, exit_in_a_line
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,7 +28,7 @@ CHECKED_BATCHES = (1, 5)  # images; the program is traced with another number
 TOLERANCE = 1e-4  # relative to the largest logit: both sides compute in float32, but in another order
 
 
-@in_a_line
+@exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes both files; returns the exit status."""
     options = parser().parse_args(argv)

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.config import as_yaml
 from utils.errors import ConfigError, ExpectedError
+from utils.keys import as_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 POLL_SECONDS = 0.05

@@ -16,6 +16,8 @@ from typing import Any, Literal
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from utils.errors import Stopped
+
 State = Literal["running", "finished", "stopped", "failed", "published", "unknown"]
 CURVES = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
 
@@ -168,12 +170,14 @@ def read_run_folder(folder: Path) -> Run:
     if damaged:
         run.problems.append(f"metrics.jsonl: {damaged} line(s) cannot be read and are left out")
     by_epoch: dict[int, dict[str, float]] = {}
-    ended_after = None
+    ended_after, stop = None, None
     for row in rows:
         if row.get("kind") == "epoch" and isinstance(row.get("epoch"), int):
             by_epoch[row["epoch"]] = {"seconds": 0.0} | _numbers(row)
         elif row.get("kind") == "step":
             run.steps.append(_numbers(row))
+        elif row.get("kind") in ("start", "resume", "stop"):
+            stop = row if row["kind"] == "stop" else None
         elif row.get("kind") == "end":
             run.worst_classes, ended_after = row.get("worst_classes", []), row.get("epoch")
     run.epochs = [by_epoch[epoch] for epoch in sorted(by_epoch)]
@@ -181,7 +185,7 @@ def read_run_folder(folder: Path) -> Run:
         run.problems.append("no finished epoch in metrics.jsonl yet" if rows else "metrics.jsonl is missing or empty")
     files = [file for file in folder.iterdir() if file.is_file()]
     run.changed = max((file.stat().st_mtime for file in files), default=folder.stat().st_mtime)
-    run.state = _state(folder, run, ended_after)
+    run.state = _state(folder, run, ended_after, stop)
     return run
 
 
@@ -219,8 +223,9 @@ def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
     return next(iter(blocks.values()))
 
 
-def _state(folder: Path, run: Run, ended_after: int | None) -> State:
-    """`ended_after`: the epoch of the last record of an end, after which training may have gone on."""
+def _state(folder: Path, run: Run, ended_after: int | None, stop: dict[str, Any] | None) -> State:
+    """`ended_after`: the epoch of the last record of an end, after which training may have gone on; `stop`: the record
+    with which the last start ended, if it wrote one."""
     if _is_locked(folder / ".lock"):
         return "running"
     last = run.last("epoch")
@@ -229,15 +234,12 @@ def _state(folder: Path, run: Run, ended_after: int | None) -> State:
         return "finished"
     if last is not None and last == ended_after and enough is not None and run.reached(enough):
         return "finished"
-    try:
-        tail = (folder / "train.log").read_text(encoding="utf-8", errors="replace")[-4000:]
-    except OSError:
+    if stop is None:
+        run.problems.append("it did not record how it ended: killed, or its machine failed")
         return "failed"
-    if tail.rfind("ended by Stopped") > tail.rfind("Starting Training Loop"):
+    if stop.get("status") == Stopped.exit_status:
         return "stopped"
-    ended = tail.rfind("ended by ")
-    why = tail[ended:].splitlines()[0] if ended >= 0 else "its log ends without a word: killed, or its machine failed"
-    run.problems.append(why)
+    run.problems.append("ended by " + str(stop.get("reason", "something unknown")).partition("\n")[0])
     return "failed"
 
 
@@ -335,7 +337,7 @@ def _scalar(value: Any) -> float:
 def read_events(path: Path) -> Iterator[Any]:
     """The events of a file of TFRecords: length, its checksum, the event, its checksum. `ValueError` where it breaks.
 
-    TensorBoard's own reader stops at damage without a word.
+    TensorBoard's own reader stops at damage and says nothing.
     """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c

@@ -22,13 +22,13 @@ from tools.follow import read_counts
 from tools.history import rates
 from tools.scaling_model import BACKWARD_SHARE, Forecast, Machine, Work, make_buckets, predict
 from utils.config import Config, load_config
-from utils.errors import ConfigError, DataError, in_a_line
+from utils.errors import ConfigError, DataError, exit_in_a_line
 
 PUBLISHED = Path(__file__).resolve().parent.parent / "results/reference/published_scaling.json"
 BYTES = 4  # of a gradient: DistributedDataParallel reduces float32, under autocast too
 
 
-@in_a_line
+@exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the forecast; returns the exit status."""
     options = parser().parse_args(argv)

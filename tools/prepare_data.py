@@ -12,12 +12,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from utils.errors import in_a_line
+from utils.errors import exit_in_a_line
 
 DATASETS = ("cifar10", "cifar100")
 
 
-@in_a_line
+@exit_in_a_line
 def main(argv: list[str] | None = None) -> int:
     arguments = _parse_arguments(argv)
     try:

@@ -18,7 +18,7 @@ from typing import Any
 
 from tools.figures import as_png, colour, legend_below, new_figure, whole_numbers
 from tools.history import Bench, Run, ago, differences, rates, read, same_but_seed
-from utils.errors import ConfigError, in_a_line
+from utils.errors import ConfigError, exit_in_a_line
 
 TARGETS = (0.6, 0.7, 0.75, 0.76, 0.77, 0.78, 0.8, 0.85, 0.9, 0.92, 0.94, 0.96)
 LOSS_OUTLIER = 1.5  # times the 95th percentile of what is drawn: losses above it are cut off
@@ -38,7 +38,7 @@ img { max-width: 100%; height: auto; display: block; margin: .5rem 0; }
 """
 
 
-@in_a_line
+@exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; returns the exit status."""
     options = parser().parse_args(argv)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.history import Run, ago, differences, read, read_run_folder
-from utils.errors import DataError, in_a_line
+from utils.errors import DataError, exit_in_a_line
 
 
-@in_a_line
+@exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the list or the differences; returns the exit status."""
     options = parser().parse_args(argv)

@@ -20,7 +20,7 @@ from typing import Any
 
 from tools.follow import FollowedRun, add_config_arguments, as_settings, make_folder
 from utils.config import Config, load_config
-from utils.errors import ConfigError, ExpectedError, in_a_line
+from utils.errors import ConfigError, ExpectedError, exit_in_a_line
 
 LOG = "trials.jsonl"
 FAILED = -1.0  # of a trial whose training broke down: worse than any accuracy
@@ -64,7 +64,7 @@ def parse_dimension(text: str) -> Dimension:
         ) from None
 
 
-@in_a_line
+@exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Search; returns the exit status."""
     options = parser().parse_args(argv)

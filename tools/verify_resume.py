@@ -1,17 +1,16 @@
-"""Prove that a killed run loses nothing: train once in peace and once killed at random moments, and compare everything.
+"""Prove that a killed run loses nothing: compare an uninterrupted run with runs that are killed at random moments.
 
     python -m tools.verify_resume --config=quickstart --set max_epochs=2 --set lr_warmup_epochs=1 --kills 5
     python -m tools.verify_resume --config=quickstart --set model=resnet8 --nproc 2 --signal TERM
 
 Each killed run is started again by the same command until it is finished. Then weights, optimizer, random states,
-metrics.jsonl and learning rates must equal those of the run in peace, bit by bit; and every start that finds a good
-checkpoint must have gone on from it. A run takes at most KILLS_PER_RUN kills, further ones strike another run. Kills
-strike at the start, in training, and as soon as a checkpoint's temporary file appears; with several processes all of
-them at once, or one alone.
+metrics.jsonl and learning rates must equal those of the uninterrupted run, bit by bit; and every start that finds a
+good checkpoint must have gone on from it. A run takes at most KILLS_PER_RUN kills, further ones strike another one.
+They strike at the start, in training, and as soon as a checkpoint's temporary file appears; with several processes
+all of them at once, or one alone.
 """
 
 import argparse
-import json
 import math
 import os
 import random
@@ -29,14 +28,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.history import read_lines
 from utils.config import load_config
 from utils.distributed.launch import torchrun_here
-from utils.errors import ConfigError, ExpectedError, Stopped, in_a_line
+from utils.errors import ConfigError, ExpectedError, Stopped, exit_in_a_line
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 KILLS_PER_RUN = 8
-STARTED, FINISHED = b"Starting Training Loop", b"Finished: "  # what train.py logs; from the first on it heeds signals
-RESUMED = b"Resuming from "  # and before either, where it goes on from a checkpoint
+KINDS = ("step", "epoch", "end")  # records of metrics.jsonl that must be equal; the others tell of starts and stops
 TAG = "VERIFY_RESUME_RUN"  # marks every process of a run in its environment, orphans included
 MOMENTS = {"training": 0.5, "a write": 0.35, "the start": 0.15}  # and how often
 # of metrics.jsonl: never the same twice
@@ -83,6 +82,7 @@ class Attempt:
         self.log = folder.with_name(f"{folder.name}.output")
         self.status_file = folder.with_name(f"{folder.name}.status")
         self.status_file.unlink(missing_ok=True)
+        self.starts_before = len(_read_records(folder, "start", "resume"))
         command, environment = job.command(folder)
         environment = os.environ | environment | {TAG: str(folder), "TRAIN_EXIT_STATUS_FILE": str(self.status_file)}
         with self.log.open("wb") as output:
@@ -110,7 +110,7 @@ class Attempt:
 
     def strike(self, kill: Kill) -> bool:
         """Wait for the moment and send the signal; False where the run was finished before."""
-        if kill.moment != "the start" and not self.wait_until(lambda: STARTED in self.log.read_bytes()):
+        if kill.moment != "the start" and not self.wait_until(self.has_begun):
             return False
         moment = time.monotonic() + kill.delay
         if not self.wait_until(lambda: time.monotonic() >= moment):
@@ -125,6 +125,10 @@ class Attempt:
         if kill.victim is None and kill.signal == signal.SIGKILL:
             _kill_all(self.folder)
         return True
+
+    def has_begun(self) -> bool:
+        """Whether training has begun: from here on it heeds signals."""
+        return len(_read_records(self.folder, "start", "resume")) > self.starts_before
 
     def victims(self, kill: Kill) -> list[int]:
         """The processes that get the signal; a rank that is not there yet is stood in for by all."""
@@ -143,8 +147,8 @@ class Attempt:
 
         Such a run may be equal all the same, as every start is deterministic. `earlier`: what was moved aside before.
         """
-        log = self.log.read_bytes()
-        if (STARTED in log or FINISHED in log) and RESUMED not in log:
+        starts = _read_records(self.folder, "start", "resume")
+        if self.has_begun() and starts[-1]["kind"] == "start":
             raise ExpectedError(f"a start did not go on from its good checkpoint:\n{self.last_words()}")
         if new := _moved_aside(self.folder) - earlier:
             raise ExpectedError(f"a start moved its good checkpoint aside, to {min(new)}:\n{self.last_words()}")
@@ -162,16 +166,16 @@ class Attempt:
 
 
 def verify(job: Job, kills: int, number: signal.Signals, seed: int, work: Path) -> list[str]:
-    """What differs between the run in peace and the killed ones, which is nothing where all is well."""
+    """What differs between the uninterrupted run and the killed ones, which is nothing where all is well."""
     draw = random.Random(seed)
     began = time.monotonic()
-    peace = work / "in-peace"
-    with Attempt(job, peace) as attempt:
+    uninterrupted = work / "uninterrupted"
+    with Attempt(job, uninterrupted) as attempt:
         if (status := attempt.wait()) != 0:
-            raise ExpectedError(f"the run in peace failed with status {status}:\n{attempt.last_words()}")
-    training = _training_seconds(peace)
+            raise ExpectedError(f"the uninterrupted run failed with status {status}:\n{attempt.last_words()}")
+    training = _training_seconds(uninterrupted)
     starting = max(0.1, time.monotonic() - began - training)
-    print(f"in peace: {training:.1f} s of training after {starting:.1f} s of starting", flush=True)
+    print(f"uninterrupted: {training:.1f} s of training after {starting:.1f} s of starting", flush=True)
 
     counts: Counter[str] = Counter()
     differences: list[str] = []
@@ -184,8 +188,8 @@ def verify(job: Job, kills: int, number: signal.Signals, seed: int, work: Path) 
         for struck in _train_through(job, folder, plan):
             counts[struck] += 1
             print(f"kill {counts.total()} of {kills}: {number.name} {struck}", flush=True)
-        differences = compare(peace, folder)
-        resumed += (folder / "train.log").read_bytes().count(RESUMED)
+        differences = compare(uninterrupted, folder)
+        resumed += len(_read_records(folder, "resume"))
         if not differences:
             shutil.rmtree(folder)
     struck_when = ", ".join(f"{count} {when}" for when, count in counts.most_common())
@@ -213,7 +217,7 @@ def _train_through(job: Job, folder: Path, plan: list[Kill]) -> Iterator[str]:
         with Attempt(job, folder) as attempt:
             kill = left.pop(0) if left else None
             struck = kill is not None and attempt.strike(kill)
-            began = STARTED in attempt.log.read_bytes()
+            began = attempt.has_begun()
             status = attempt.wait()
             if has_checkpoint:
                 attempt.check_resumed(earlier)
@@ -222,7 +226,7 @@ def _train_through(job: Job, folder: Path, plan: list[Kill]) -> Iterator[str]:
                     raise ExpectedError(f"a start after a kill failed with status {status}:\n{attempt.last_words()}")
                 return
             # where it was finished, the signal may have met an interpreter on its way out
-            finished = FINISHED in attempt.log.read_bytes()
+            finished = bool(_read_records(folder, "end"))
             if kill.signal != signal.SIGKILL and began and not finished and status not in (0, Stopped.exit_status):
                 raise ExpectedError(f"asked to stop, the run ended with status {status}:\n{attempt.last_words()}")
         whom = "all processes" if kill.victim is None else f"rank {kill.victim}"
@@ -239,13 +243,13 @@ def _moved_aside(folder: Path) -> set[Path]:
     return {path for path in folder.parent.glob(f"{folder.name}.*") if path.suffix[1:].isdigit()}
 
 
-def compare(peace: Path, killed: Path) -> list[str]:
+def compare(uninterrupted: Path, killed: Path) -> list[str]:
     """What differs between two finished runs."""
     from utils.run.checkpoint import newest_good, read_checkpoint
 
-    states = [newest_good(folder / "checkpoints")[1] or {} for folder in (peace, killed)]
-    best = [read_checkpoint(folder / "checkpoints" / "best.pt") for folder in (peace, killed)]
-    records = [_records(folder) for folder in (peace, killed)]
+    states = [newest_good(folder / "checkpoints")[1] or {} for folder in (uninterrupted, killed)]
+    best = [read_checkpoint(folder / "checkpoints" / "best.pt") for folder in (uninterrupted, killed)]
+    records = [_records(folder) for folder in (uninterrupted, killed)]
     rates = [[record["learning_rate"] for record in run if "learning_rate" in record] for run in records]
     sides: dict[str, tuple[Any, Any]] = {
         "metrics.jsonl": (records[0], records[1]),
@@ -270,20 +274,26 @@ def _differences(where: str, left: Any, right: Any) -> Iterator[str]:
             yield from _differences(f"{where}[{number}]", one, other)
     elif isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         if left.dtype != right.dtype or left.shape != right.shape:
-            yield f"{where}: {left.dtype} {tuple(left.shape)} in peace, {right.dtype} {tuple(right.shape)} killed"
+            yield f"{where}: {left.dtype} {tuple(left.shape)} uninterrupted, {right.dtype} {tuple(right.shape)} killed"
         elif not torch.equal(left, right):
             yield f"{where}: apart by {(left.double() - right.double()).abs().max().item():.3g}"
     elif left != right:
-        yield f"{where}: {str(left)[:80]} in peace, {str(right)[:80]} killed"
+        yield f"{where}: {str(left)[:80]} uninterrupted, {str(right)[:80]} killed"
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
+    records = _read_records(folder, *KINDS)
+    return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
+
+
+def _read_records(folder: Path, *kinds: str) -> list[dict[str, Any]]:
+    """The records of these kinds in a run's metrics.jsonl, without a last line that is still being written."""
+    records, _ = read_lines(folder / "metrics.jsonl")
+    return [record for record in records if record.get("kind") in kinds]
 
 
 def _training_seconds(folder: Path) -> float:
-    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["seconds"]
+    return _read_records(folder, *KINDS)[-1]["seconds"]
 
 
 def _processes(folder: Path) -> dict[int, bytes]:
@@ -352,7 +362,7 @@ def _is_alive(process: int) -> bool:
         return False
 
 
-@in_a_line
+@exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the verdict; returns the exit status."""
     options = parser().parse_args(argv)

@@ -51,7 +51,7 @@ class Stopped(ExpectedError):
     exit_status = 75
 
 
-def in_a_line(main: Callable[Parameters, int]) -> Callable[Parameters, int]:
+def exit_in_a_line(main: Callable[Parameters, int]) -> Callable[Parameters, int]:
     """A command's `main` that prints an `ExpectedError` without its traceback and returns the error's exit status; the
     shell's 130 for Ctrl-C."""
 
@@ -107,4 +107,4 @@ def _explain_loader_worker(text: str) -> str:
             f"{name} was killed by SIGKILL, which is what the kernel does when memory runs out\n"
             "use fewer num_data_workers, data_loader=device, or a job with more memory; the last checkpoint is good"
         )
-    return f"{name} ended without a word: {text.splitlines()[0]}; the last checkpoint is good"
+    return f"{name} exited unexpectedly: {text.splitlines()[0]}; the last checkpoint is good"

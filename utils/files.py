@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import multiprocessing.util
 import os
 import secrets
 import shutil
@@ -10,15 +11,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
-from utils.errors import ExpectedError
+from utils.errors import ConfigError, ExpectedError
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that at any moment either the old or the whole new one is there, also after a power cut.
 
     `ExpectedError` naming the file where the disk is full or it may not be written."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(content)
@@ -80,3 +82,32 @@ def partial_folder(target: Path, *, alone: bool) -> Iterator[Path]:
         yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def lock_folder(folder: Path) -> IO[str]:
+    """Create `folder` and hold it for this process; `ConfigError` where another run holds it."""
+    path = folder / ".lock"
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = path.open("a+")
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot hold a run: {error.strerror}; choose another with --run-dir") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{folder}: another run is writing here; wait for it or choose another --run-dir"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"{folder}: its file system cannot lock a file ({error.strerror}), so two runs could share the folder; "
+                "choose another --run-dir, or have the file system mounted with locks (Lustre: -o flock)"
+            ) from None
+        # another run may have moved the folder aside since the lock was opened, which then is that of the old folder
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                # else loader workers that outlive a killed run for some seconds would hold its folder
+                multiprocessing.util.register_after_fork(lock, lambda file: file.close())
+                return lock
+        lock.close()

@@ -8,7 +8,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from utils.errors import in_a_line
+from utils.errors import exit_in_a_line
 
 COMMANDS = {
     "ddp_overhead": "what a process group and DDP cost a single process",
@@ -21,7 +21,7 @@ COMMANDS = {
 }
 
 
-@in_a_line
+@exit_in_a_line
 def main(argv: Sequence[str]) -> int:
     """Run one command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench", description="Measure one part of the trainer.")

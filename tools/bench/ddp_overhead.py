@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from tools.bench import common
-from tools.bench.training import Training, build_training, capture_steps
+from tools.bench.training import build_measured, capture_steps
 from utils.data.build import build_loaders, open_dataset
 from utils.distributed.ddp import distribute, wrap_in_ddp
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
+from utils.training.learner import Learner
 
 CASES = {
     "plain": lambda config, model, world: model,
@@ -37,13 +38,13 @@ def run(options: argparse.Namespace) -> int:
         backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         images, labels = next(iter(build_loaders(config, open_dataset(config, world), world).train))
-        trainings = {name: build_training(config, world, wrap) for name, wrap in CASES.items()}
+        learners = {name: build_measured(config, world, wrap) for name, wrap in CASES.items()}
 
-        def trial(training: Training) -> Callable[[], Mapping[str, float]]:
+        def trial(learner: Learner) -> Callable[[], Mapping[str, float]]:
             def steps() -> Mapping[str, float]:
                 started, busy = time.perf_counter(), time.process_time()
                 for _ in range(options.steps):
-                    training(images, labels)
+                    learner.train(images, labels)
                 common.synchronize(world.device)
                 seconds = time.perf_counter() - started, time.process_time() - busy
                 return {name: 1000 * spent / options.steps for name, spent in zip(QUANTITIES, seconds, strict=True)}
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
             return steps
 
         warm_up = max(1, math.ceil(capture_steps(config, world.device) / options.steps))
-        cases = {name: trial(training) for name, training in trainings.items()}
+        cases = {name: trial(learner) for name, learner in learners.items()}
         results = common.measure(cases, options.trials, warm_up=warm_up)
         rows = []
         overheads = {}

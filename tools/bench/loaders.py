@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tools.bench import common
-from tools.bench.training import build_training, capture_steps
+from tools.bench.training import build_measured, capture_steps
 from utils.config import Config, load_config
 from utils.data.build import Dataset, Loader, build_loaders, open_dataset
 from utils.distributed.ranks import run_ranks
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     def measure(world: World) -> None:
         prepare_backends(config, world.device)
         dataset = open_dataset(config, world)
-        step = build_training(config, world) if options.steps else None
+        step = build_measured(config, world).train if options.steps else None
         cases: dict[str, Callable[[], Mapping[str, float]]] = {}
         for name, chosen in configs.items():
             built = build_loaders(chosen, dataset, world)

@@ -18,9 +18,10 @@ from models import build_model
 from tools.bench import common
 from tools.bench.training import Rung, alone, endless
 from tools.bench.workers import Worker
-from utils.config import Config, as_yaml
+from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
 from utils.errors import ConfigError
+from utils.keys import as_yaml
 from utils.training.backends import prepare_backends
 from utils.training.batches import prefetch
 from utils.training.optimizer import build_optimizer

@@ -32,7 +32,7 @@ TIMES = ("command", "run", "training")
 KEPT = ("config.yaml", "environment.json", "train.log", "metrics.jsonl")
 SAME = ("commit", "python", "torch", "torchvision", "cuda", "cudnn", "device")
 # What results/README.md promises: configuration and target.
-PLANNED: Mapping[str, float | None] = {
+TARGETS: Mapping[str, float | None] = {
     "record-75": 0.75,
     "record-75-bs2048": 0.75,
     "accuracy": None,
@@ -234,7 +234,7 @@ def render_table(root: Path) -> str:
     measured = [(folder, read_json(folder / "summary.json")) for folder in folders]
     columns, rows = table(measured)
     done = {summary["config_name"] for _, summary in measured}
-    for name, target in PLANNED.items():
+    for name, target in TARGETS.items():
         if name not in done:
             cells = [name, "-" if target is None else f"{target:.0%}"]
             rows.append(cells + ["not measured"] * (len(columns) - len(cells)))

@@ -20,7 +20,7 @@ from typing import Any
 from tools.bench import common
 from tools.follow import read_counts
 from utils.config import Config
-from utils.distributed.batch_split import split_batch
+from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import torchrun_here
 from utils.errors import ConfigError, ExpectedError
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, print a table, write the report."""
     config = common.read_config(options)
-    cases = plan(config, read_counts("--nproc", options.nproc), options.mode.split(","))
+    cases = cases_of(config, read_counts("--nproc", options.nproc), options.mode.split(","))
     most = max(number for _, number in cases)
     records: Records = {}
     for path in options.add:
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def plan(config: Config, processes: Sequence[int], modes: Sequence[str]) -> dict[tuple[str, int], Config]:
+def cases_of(config: Config, processes: Sequence[int], modes: Sequence[str]) -> dict[tuple[str, int], Config]:
     """The configuration of every (mode, processes); `ConfigError` where a batch cannot be split."""
     unknown = [mode for mode in modes if mode not in MODES]
     if unknown:
@@ -79,7 +79,7 @@ def plan(config: Config, processes: Sequence[int], modes: Sequence[str]) -> dict
     for mode in modes:
         for number in processes:
             batch_size = config.batch_size * (number if mode == "weak" else 1)
-            split_batch(batch_size, number, config.micro_batch_size)
+            divide_batch(batch_size, number, config.micro_batch_size)
             cases[mode, number] = Config(**config.model_dump() | {"batch_size": batch_size})
     return cases
 

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from tools.bench import common
-from tools.bench.training import Training, build_training, capture_steps
+from tools.bench.training import build_measured, capture_steps
 from utils.config import Config
 from utils.data.build import Loaders, build_loaders, open_dataset
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.run.environment import describe_environment
 from utils.training.batches import prefetch
+from utils.training.learner import Learner
 from utils.training.metrics import MetricSums
 
 ROUNDS = 3  # with and without communication take turns
@@ -30,16 +31,16 @@ def measure(config: Config, world: World, steps: int, dropped: int) -> dict[str,
     """Collective: seconds of a training step with and without communication, and images/s of a whole epoch."""
     loaders = build_loaders(config, open_dataset(config, world), world)
     images, labels = next(iter(loaders.train))
-    cases = {"ddp": build_training(config, world)}
+    cases = {"ddp": build_measured(config, world)}
     if world.world_size > 1:
         silent = Config(**config.model_dump() | {"parallel": "no_communication"})
-        cases["no_communication"] = build_training(silent, world)
-    for training in cases.values():
-        _time_steps(training, images, labels, world, max(dropped, capture_steps(config, world.device)))
+        cases["no_communication"] = build_measured(silent, world)
+    for learner in cases.values():
+        _time_steps(learner, images, labels, world, max(dropped, capture_steps(config, world.device)))
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(ROUNDS):
-        for name, training in cases.items():
-            seconds[name].append(_time_steps(training, images, labels, world, -(-steps // ROUNDS)))
+        for name, learner in cases.items():
+            seconds[name].append(_time_steps(learner, images, labels, world, -(-steps // ROUNDS)))
     medians = {name: median(values) for name, values in seconds.items()}
     record = {
         "step_seconds": medians["ddp"],
@@ -51,41 +52,41 @@ def measure(config: Config, world: World, steps: int, dropped: int) -> dict[str,
     return record
 
 
-def _time_steps(training: Training, images: Tensor, labels: Tensor, world: World, steps: int) -> float:
+def _time_steps(learner: Learner, images: Tensor, labels: Tensor, world: World, steps: int) -> float:
     """Seconds a step of the slowest rank."""
     world.barrier()
     started = time.perf_counter()
     for _ in range(steps):
-        training(images, labels)
+        learner.train(images, labels)
     common.synchronize(world.device)
     world.barrier()
     return max(world.gather((time.perf_counter() - started) / max(1, steps)))
 
 
-def _time_epoch(training: Training, loaders: Loaders, config: Config, world: World, steps: int) -> float:
+def _time_epoch(learner: Learner, loaders: Loaders, config: Config, world: World, steps: int) -> float:
     """Training images/s over at most `steps` batches from the loader, with metrics and validation in the time."""
     world.barrier()
     started = time.perf_counter()
     loaders.train.set_epoch(0)
     batches = 0
     for images, labels in prefetch(config, iter(loaders.train), world.device):
-        training(images, labels)
+        learner.train(images, labels)
         batches += 1
         if batches == steps:
             break
-    training.sums.average(world)
-    world.average_buffers(training.model)
-    training.model.eval()
+    learner.sums.average(world)
+    learner.average_buffers(world)
+    learner.model.eval()
     sums = MetricSums(world.device)
     with torch.no_grad():
         loaders.valid.set_epoch(0)
         for number, (images, labels) in enumerate(loaders.valid, start=1):
-            outputs = training.precision.forward(training.model, images)
+            outputs = learner.predict(images)
             sums.add(torch.nn.functional.cross_entropy(outputs, labels), outputs, labels)
             if number >= max(1, len(loaders.valid) * batches // len(loaders.train)):
                 break  # of the validation the same share as of the training
     sums.average(world)
-    training.model.train()
+    learner.model.train()
     return batches * config.batch_size / max(world.gather(time.perf_counter() - started))
 
 

@@ -1,10 +1,9 @@
-"""The training step of a configuration, as the Trainer builds it."""
+"""The training step of a configuration, built by what the Trainer uses, and timed."""
 
 import itertools
 import resource
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,58 +12,23 @@ from models import build_model
 from tools.bench.common import synchronize
 from utils.config import Config
 from utils.data.build import Loader, build_loaders, open_dataset
-from utils.distributed.ddp import distribute, synchronise_batch_norm
+from utils.distributed.ddp import distribute
+from utils.distributed.keys import DistributedKeys
 from utils.distributed.world import World, choose_device
-from utils.profiling.profiler import Profiler
-from utils.training.backends import prepare_backends
 from utils.training.batches import Batch, prefetch
-from utils.training.metrics import MetricSums
-from utils.training.optimizer import build_optimizer
-from utils.training.precision import MasterWeights, Precision, choose_precision
-from utils.training.step import GRAPH_WARMUP_STEPS, Step, build_step, wants_graphs
+from utils.training.learner import Learner, build_learner
+from utils.training.step import GRAPH_WARMUP_STEPS, wants_graphs
+
+STEPS_PER_EPOCH = 1000  # for the schedule alone: no measurement lasts longer
 
 
-@dataclass
-class Training:
-    """A fresh network with its optimizer; calling it trains one step."""
-
-    model: nn.Module
-    weights: MasterWeights
-    optimizer: torch.optim.Optimizer
-    precision: Precision
-    step: Step
-    sums: MetricSums
-    profiler: Profiler
-
-    def __call__(self, images: Tensor, labels: Tensor) -> None:
-        self.step(images, labels, self.sums)
-
-
-def build_training(
-    config: Config, world: World, wrap: Callable[[Config, nn.Module, World], nn.Module] = distribute
-) -> Training:
-    """Collective: what `config` trains with, its network spread over the ranks by `wrap`. Sets PyTorch's process-wide
-    switches too: rungs that take turns set them each time."""
-    prepare_backends(config, world.device)
-    torch.manual_seed(config.seed)
-    model = synchronise_batch_norm(config, build_model(config), world).to(world.device)
-    if config.enable_nhwc:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    precision, profiler = choose_precision(config, world.device), Profiler(world.device)
-    weights = MasterWeights(model, precision)
-    optimizer = build_optimizer(config, weights.parameters(), graphed=wants_graphs(config, world.device))
-    step, _ = build_step(
-        config,
-        world,
-        weights=weights,
-        optimizer=optimizer,
-        criterion=nn.CrossEntropyLoss(label_smoothing=config.label_smoothing),
-        precision=precision,
-        loss_scaler=precision.loss_scaler(),
-        profiler=profiler,
-        wrap=wrap,
-    )
-    return Training(model, weights, optimizer, precision, step, MetricSums(world.device), profiler)
+def build_measured(
+    config: Config, world: World, wrap: Callable[[DistributedKeys, nn.Module, World], nn.Module] = distribute
+) -> Learner:
+    """Collective: the learner that trains under train.py, spread over the ranks by `wrap`, ready to train steps."""
+    learner = build_learner(config, build_model, world, STEPS_PER_EPOCH, wrap=wrap)
+    learner.model.train()
+    return learner
 
 
 def capture_steps(config: Config, device: torch.device) -> int:
@@ -77,18 +41,17 @@ class Rung:
 
     def __init__(self, config: Config) -> None:
         self.world = alone(config)
-        self.training = build_training(config, self.world)
-        self.training.model.train()
+        self.learner = build_measured(config, self.world)
         self.config, self.images = config, config.batch_size
         self.loader = build_loaders(config, open_dataset(config, self.world), self.world).train
         self.batch = next(iter(self.loader))
         for _ in range(capture_steps(config, self.world.device)):
-            self.training(*self.batch)
+            self.learner.train(*self.batch)
 
     def __call__(self, warmup: int, iters: int) -> dict[str, float]:
         """{"compute", "io", "full": images/s, "seconds": of the whole trial, "memory": bytes at most}."""
         started = time.perf_counter()
-        compute = self._time(itertools.repeat(self.batch), warmup, iters, self.training)
+        compute = self._time(itertools.repeat(self.batch), warmup, iters, self.learner.train)
         io = self._time(endless(self.loader), warmup, iters, lambda images, labels: None)
         full = self._full(warmup, iters)
         values = {"compute": compute, "io": io, "full": full, "memory": peak_memory(self.world.device)}
@@ -99,7 +62,7 @@ class Rung:
     def _full(self, warmup: int, iters: int) -> float:
         """Images per second of loader and step together."""
         batches = prefetch(self.config, endless(self.loader), self.world.device)
-        return self._time(batches, warmup, iters, self.training)
+        return self._time(batches, warmup, iters, self.learner.train)
 
     def _time(
         self, batches: Iterator[Batch], warmup: int, iters: int, consume: Callable[[Tensor, Tensor], None]

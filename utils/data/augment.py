@@ -18,7 +18,7 @@ class Normalise:
     def __init__(
         self, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, memory_format: torch.memory_format
     ) -> None:
-        self.mean, self.std = mean, std
+        self.mean, self.std, self.device = mean, std, device
         # as one product and one sum: half the passes over the batch
         exact_mean, exact_std = (torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1) for values in (mean, std))
         self.scale = (1 / (255 * exact_std)).float().to(device)
@@ -53,7 +53,7 @@ def augment_each(images: np.ndarray, augmentation: Augmentation, crop_padding: i
     return result
 
 
-def gather_plan(augmentation: Augmentation, height: int, width: int, crop_padding: int) -> np.ndarray:
+def pixel_maps(augmentation: Augmentation, height: int, width: int, crop_padding: int) -> np.ndarray:
     """What `BatchAugmenter` needs to know of each image: int32 [N, 9].
 
     Rotation, flip and crop in one: output pixel (row, column) shows the source pixel whose column is
@@ -97,7 +97,7 @@ class BatchAugmenter:
         self.buffers = torch.empty(3, 0, height * width, dtype=torch.int32, device=device)
 
     def __call__(self, images: Tensor, plan: Tensor) -> Tensor:
-        """uint8 [N, C, H, W] and `gather_plan` [N, 9] on the same device -> uint8 [N, C, H, W]."""
+        """uint8 [N, C, H, W] and `pixel_maps` [N, 9] on the same device -> uint8 [N, C, H, W]."""
         if len(images) != self.buffers.shape[1]:
             self.buffers = self.buffers.new_empty(3, len(images), self.buffers.shape[2])
         x, y, scratch = self.buffers.unbind()  # each [N, H * W]

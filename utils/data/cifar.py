@@ -8,8 +8,6 @@ Nothing here is unpickled and nothing is downloaded.
 import contextlib
 import hashlib
 import json
-import os
-import secrets
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.errors import DataError
+from utils.errors import DataError, ExpectedError
+from utils.files import write_atomically
 
 IMAGE_SHAPE = (3, 32, 32)
 IMAGE_BYTES = 3 * 32 * 32
@@ -220,8 +219,9 @@ def verify_split(folder: Path, version: CifarVersion, split: CifarSplit) -> None
             f"{actual[:16]}..., those of {version.title} have {split.fingerprint[:16]}....\n"
             f"{remedy(version, folder.parent)}"
         )
-    with contextlib.suppress(OSError):  # a folder that is not ours to write: hash again next time
-        _write_atomically(folder / VERIFIED_FILE, json.dumps({**remembered, split.name: proof}, indent=1) + "\n")
+    proofs = json.dumps({**remembered, split.name: proof}, indent=1) + "\n"
+    with contextlib.suppress(ExpectedError):  # a folder that is not ours to write: hash again next time
+        write_atomically(folder / VERIFIED_FILE, proofs.encode())
 
 
 def _read_proofs(folder: Path) -> dict[str, object]:
@@ -230,12 +230,3 @@ def _read_proofs(folder: Path) -> dict[str, object]:
     except (OSError, ValueError):  # none yet, or unreadable: it only saves time
         return {}
     return proofs if isinstance(proofs, dict) else {}
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        partial.write_text(text)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -2,8 +2,8 @@
 
 Order and augmentation are the contract's: images in memory are handed to DALI batch by batch, files are read by DALI's
 own reader from a list in the epoch's order, and crop offset, flip and angle come from `EpochPlan.draw`. DALI crops,
-flips, rotates and normalises, and decodes JPEG, on a GPU fused with the random window. What it does not keep:
-- the window of rnd_resized_crop is DALI's own draw, from (seed, epoch, rank): it differs between world sizes and after
+flips, rotates and normalises, and decodes JPEG, on a GPU fused with the random crop. What it does not keep:
+- the crop of rnd_resized_crop is DALI's own draw, from (seed, epoch, rank): it differs between world sizes and after
   resuming in mid-epoch;
 - resizing rounds otherwise than PIL does, by a few of 255 levels, and the central square may lie a pixel elsewhere;
 - a file that cannot be read ends the run: DALI fails the whole batch.
@@ -19,7 +19,8 @@ from torch import Tensor
 from utils.data.augment import Normalise
 from utils.data.datasets import ImageArrays, Split
 from utils.data.image_files import ImageFiles, describe_unreadable
-from utils.data.sampling import WINDOW_AREA, WINDOW_ATTEMPTS, WINDOW_RATIO, Augmentation, EpochPlan, IntArray
+from utils.data.keys import DataKeys
+from utils.data.sampling import CROP_AREA, CROP_ATTEMPTS, CROP_RATIO, Augmentation, EpochPlan, IntArray
 from utils.errors import ConfigError, DataError
 
 AHEAD = 2  # batches that DALI prepares while the last one is trained on
@@ -165,9 +166,9 @@ class DaliLoader:
         if self.plan.ranges is not None and self.plan.ranges.resized_crop:
             images = fn.decoders.image_random_crop(
                 encoded,
-                random_area=list(WINDOW_AREA),
-                random_aspect_ratio=list(WINDOW_RATIO),
-                num_attempts=WINDOW_ATTEMPTS,
+                random_area=list(CROP_AREA),
+                random_aspect_ratio=list(CROP_RATIO),
+                num_attempts=CROP_ATTEMPTS,
                 **decoder,
             )
             return fn.resize(images, resize_x=size, resize_y=size, interp_type=self.types.INTERP_TRIANGULAR)
@@ -206,3 +207,8 @@ class DaliLoader:
             unreadable = self.split.read(indices, None, replace=False).unreadable
             what = describe_unreadable(unreadable) if unreadable else what
         return f"DALI cannot go on: {what}\ndata_loader torchvision can go on without unreadable images"
+
+
+def build(keys: DataKeys, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> DaliLoader:
+    """The loader for one split."""
+    return DaliLoader(split, plan, normalise, normalise.device, num_threads=max(1, num_workers))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from utils.data.cifar import VERSIONS, CifarVersion, read_class_names, read_split, remedy
-from utils.data.image_files import Batch, ImageFiles
+from utils.data.image_files import DecodedImages, ImageFiles
 from utils.data.sampling import IntArray
 from utils.data.shapes import CLASS_NAMES, draw_shapes
 from utils.errors import ConfigError, DataError
@@ -30,9 +30,9 @@ class ImageArrays:
         """Channels, height, width."""
         return self.images.shape[1], self.images.shape[2], self.images.shape[3]
 
-    def read(self, indices: IntArray, windows: None, *, replace: bool) -> Batch:
+    def read(self, indices: IntArray, crops: None, *, replace: bool) -> DecodedImages:
         """The samples `indices`; the rest is for `ImageFiles`, which share this interface."""
-        return Batch(self.images[indices], indices, {})
+        return DecodedImages(self.images[indices], indices, {})
 
 
 Split = ImageArrays | ImageFiles

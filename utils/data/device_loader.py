@@ -7,13 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.data.augment import BatchAugmenter, Normalise, gather_plan
+from utils.data.augment import BatchAugmenter, Normalise, pixel_maps
 from utils.data.datasets import ImageArrays, Split
+from utils.data.keys import DataKeys
 from utils.data.sampling import EpochPlan, IntArray
 from utils.data.workers import usable_cores
 from utils.errors import DataError
 
-PLANNED = 64  # batches whose augmentation the device loader draws, and brings to the device, at once
+BATCHES_AT_ONCE = 64  # batches whose augmentation the device loader draws, and brings to the device, at once
 
 
 class DeviceLoader:
@@ -37,27 +38,27 @@ class DeviceLoader:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         batches = self.plan.batches(self.epoch, self.first_batch)
-        for start in range(0, len(batches), PLANNED):
-            planned = batches[start : start + PLANNED]
-            indices = np.concatenate(planned)
-            plans = self._gather_plan(indices)
+        for start in range(0, len(batches), BATCHES_AT_ONCE):
+            batches_now = batches[start : start + BATCHES_AT_ONCE]
+            indices = np.concatenate(batches_now)
+            maps = self._pixel_maps(indices)
             position = 0
             indices_on_device = self._to_device(indices)
-            for batch in planned:
+            for batch in batches_now:
                 rows = slice(position, position + len(batch))
                 position += len(batch)
                 chosen = indices_on_device[rows]
                 images = self.images.index_select(0, chosen)
-                if self.augment is not None and plans is not None:
-                    images = self.augment(images, plans[rows])
+                if self.augment is not None and maps is not None:
+                    images = self.augment(images, maps[rows])
                 yield self.normalise(images), self.labels.index_select(0, chosen)
 
-    def _gather_plan(self, indices: IntArray) -> Tensor | None:
+    def _pixel_maps(self, indices: IntArray) -> Tensor | None:
         augmentation = self.plan.draw(self.epoch, indices)
         if augmentation is None or self.plan.ranges is None:
             return None
         height, width = self.images.shape[2:]
-        return self._to_device(gather_plan(augmentation, height, width, self.plan.ranges.crop_padding))
+        return self._to_device(pixel_maps(augmentation, height, width, self.plan.ranges.crop_padding))
 
     def _to_device(self, values: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(values)
@@ -85,3 +86,9 @@ def decode_all(split: Split, *, replace: bool) -> tuple[ImageArrays, dict[str, s
     if not len(batch.indices):
         raise DataError(f"{split.root}: not one of its {len(split.labels)} images can be read")
     return ImageArrays(batch.images, split.labels[batch.indices]), batch.unreadable
+
+
+def build(keys: DataKeys, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> DeviceLoader:
+    """The loader for one split, whose images are in memory."""
+    assert isinstance(split, ImageArrays)
+    return DeviceLoader(split, plan, normalise, normalise.device)

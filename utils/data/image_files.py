@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.data.sampling import IntArray, resized_crop_window
+from utils.data.sampling import IntArray, resized_crop_box
 
 
 @dataclass(frozen=True)
-class Batch:
+class DecodedImages:
     """Decoded images, the samples that they show, and what could not be read."""
 
     images: np.ndarray  # uint8 [N, 3, S, S]
@@ -37,49 +37,49 @@ class ImageFiles:
     def path(self, index: int) -> str:
         return os.path.join(self.root, os.fsdecode(self.names[index]))
 
-    def read(self, indices: IntArray, windows: np.ndarray | None, *, replace: bool) -> Batch:
-        """Decode the samples `indices`: the central square of each, or with `windows` (`Augmentation.window`) a
+    def read(self, indices: IntArray, crops: np.ndarray | None, *, replace: bool) -> DecodedImages:
+        """Decode the samples `indices`: the central square of each, or with `windows` (`Augmentation.crop`) a
         random one. An unreadable file is replaced by the next readable one with `replace`, else left out."""
         images, shown, unreadable = [], [], dict[str, str]()
         for row, index in enumerate(indices.tolist()):
-            window = None if windows is None else windows[row]
+            crop = None if crops is None else crops[row]
             for candidate in self._candidates(index, replace):
                 try:
-                    images.append(self._decode(candidate, window))
+                    images.append(self._decode(candidate, crop))
                 except Exception as error:  # decoders raise whatever a damaged file leads them to
                     unreadable[self.path(candidate)] = f"{type(error).__name__}: {error}"
                 else:
                     shown.append(candidate)
                     break
         stacked = np.stack(images) if images else np.empty((0, *self.image_shape), np.uint8)
-        return Batch(stacked, np.array(shown, np.int64), unreadable)
+        return DecodedImages(stacked, np.array(shown, np.int64), unreadable)
 
     def _candidates(self, index: int, replace: bool) -> Iterator[int]:
         yield index
         if replace:
             yield from ((index + step) % len(self.labels) for step in range(1, len(self.labels)))
 
-    def _decode(self, index: int, window: np.ndarray | None) -> np.ndarray:
+    def _decode(self, index: int, crop: np.ndarray | None) -> np.ndarray:
         """uint8 [3, size, size]."""
         from PIL import Image
         from torchvision.transforms import functional
 
         with Image.open(self.path(index)) as file:
             image = file.convert("RGB")
-        if window is not None:
-            box = resized_crop_window(window, image.height, image.width)
+        if crop is not None:
+            box = resized_crop_box(crop, image.height, image.width)
             image = functional.resized_crop(image, *box, [self.size, self.size])
         else:
             image = functional.resize(image, round(self.size / self.centre_share))
             image = functional.center_crop(image, self.size)
         return np.asarray(image).transpose(2, 0, 1)
 
-    def read_all(self, *, replace: bool, num_threads: int) -> Batch:
+    def read_all(self, *, replace: bool, num_threads: int) -> DecodedImages:
         """Every image, in memory."""
         parts = np.array_split(np.arange(len(self.labels)), max(1, len(self.labels) // 256))
         with ThreadPoolExecutor(num_threads) as pool:  # decoding leaves the interpreter free
             batches = list(pool.map(lambda part: self.read(part, None, replace=replace), parts))
-        return Batch(
+        return DecodedImages(
             np.concatenate([batch.images for batch in batches]),
             np.concatenate([batch.indices for batch in batches]),
             {path: reason for batch in batches for path, reason in batch.unreadable.items()},

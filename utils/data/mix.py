@@ -5,13 +5,14 @@ sample, its partner included, is a function of (seed, epoch, sample index): the 
 order, images 2k and 2k + 1, and each rank's share of a batch holds whole pairs.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from utils.config import Config
+from utils.data.keys import AugmentationKeys
 from utils.data.sampling import EpochPlan, IntArray, uniform
 from utils.errors import ConfigError
 
@@ -134,7 +135,12 @@ def inside(boxes: IntArray, height: int, width: int, device: torch.device) -> Te
     return (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
 
 
-def build_mix(config: Config, plan: EpochPlan) -> BatchMix | None:
-    """What `cutout_size`, `mixup_alpha` and `cutmix_alpha` ask for; None where all are off."""
-    ranges = MixRanges(config.cutout_size, config.mixup_alpha, config.cutmix_alpha)
-    return None if ranges == MixRanges(0, 0, 0) else BatchMix(ranges, plan, config.num_classes)
+def leave_unmixed(images: Tensor, labels: Tensor, epoch: int, batch: int) -> tuple[Tensor, Tensor]:
+    """In the place of a `BatchMix`: the batch as it is."""
+    return images, labels
+
+
+def build_mix(keys: AugmentationKeys, plan: EpochPlan) -> Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]:
+    """What `cutout_size`, `mixup_alpha` and `cutmix_alpha` ask for."""
+    ranges = MixRanges(keys.cutout_size, keys.mixup_alpha, keys.cutmix_alpha)
+    return leave_unmixed if ranges == MixRanges(0, 0, 0) else BatchMix(ranges, plan, keys.num_classes)

@@ -12,13 +12,13 @@ import numpy as np
 IntArray = np.ndarray  # int64 [N]
 
 # Random resized crop, as in Szegedy et al. 2014 (arXiv:1409.4842) and torchvision.RandomResizedCrop
-WINDOW_AREA = (0.08, 1.0)  # share of the image
-WINDOW_RATIO = (3 / 4, 4 / 3)  # width to height
-WINDOW_ATTEMPTS = 10
+CROP_AREA = (0.08, 1.0)  # share of the image
+CROP_RATIO = (3 / 4, 4 / 3)  # width to height
+CROP_ATTEMPTS = 10
 
 # Every purpose has its own stream of random numbers, so that switching one on leaves the others as they were.
 STREAM_SHIFT_Y, STREAM_SHIFT_X, STREAM_FLIP, STREAM_ANGLE = range(4)
-STREAM_WINDOW = 16  # and the 4 * WINDOW_ATTEMPTS - 1 after it
+STREAM_CROP = 16  # and the 4 * WINDOW_ATTEMPTS - 1 after it
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Augmentation:
     shift_x: np.ndarray  # int64 [N]
     flip: np.ndarray  # bool [N]
     angle: np.ndarray  # float64 [N], degrees counter-clockwise
-    window: np.ndarray | None = None  # float64 [N, WINDOW_ATTEMPTS, 4] in [0, 1), for `resized_crop_window`
+    crop: np.ndarray | None = None  # float64 [N, WINDOW_ATTEMPTS, 4] in [0, 1), for `resized_crop_box`
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class AugmentationRanges:
     """What may be drawn: the tutorial's RandomCrop, RandomHorizontalFlip and RandomRotation, and beyond it
     - alternating flip: the images that one epoch mirrors are those that the next does not, so that every two epochs
       show both sides of each (Jordan 2024, arXiv:2404.00498);
-    - resized crop: a random window, resized to the image's size."""
+    - resized crop: a random crop, resized to the image's size."""
 
     crop_padding: int
     horizontal_flip: bool
@@ -52,34 +52,34 @@ class AugmentationRanges:
             flip = (uniform(seed, 0, indices, STREAM_FLIP) < 0.5) ^ bool(epoch % 2)
         else:
             flip = (uniform(seed, epoch, indices, STREAM_FLIP) < 0.5) & self.horizontal_flip
-        window = None
+        crop = None
         if self.resized_crop:
-            streams = range(STREAM_WINDOW, STREAM_WINDOW + 4 * WINDOW_ATTEMPTS)
+            streams = range(STREAM_CROP, STREAM_CROP + 4 * CROP_ATTEMPTS)
             drawn = np.stack([uniform(seed, epoch, indices, stream) for stream in streams], axis=1)
-            window = drawn.reshape(-1, WINDOW_ATTEMPTS, 4)
+            crop = drawn.reshape(-1, CROP_ATTEMPTS, 4)
         return Augmentation(
             shift_y=(uniform(seed, epoch, indices, STREAM_SHIFT_Y) * num_shifts).astype(np.int64),
             shift_x=(uniform(seed, epoch, indices, STREAM_SHIFT_X) * num_shifts).astype(np.int64),
             flip=flip,
             angle=(2 * uniform(seed, epoch, indices, STREAM_ANGLE) - 1) * self.rotation_angle,
-            window=window,
+            crop=crop,
         )
 
 
-def resized_crop_window(drawn: np.ndarray, height: int, width: int) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of a random window in an image of this size, from `drawn`, one image's part of
-    `Augmentation.window`: the first attempt whose area and aspect ratio fit, else the largest central window."""
-    low, high = math.log(WINDOW_RATIO[0]), math.log(WINDOW_RATIO[1])
+def resized_crop_box(drawn: np.ndarray, height: int, width: int) -> tuple[int, int, int, int]:
+    """(top, left, height, width) of a random crop in an image of this size, from `drawn`, one image's part of
+    `Augmentation.crop`: the first attempt whose area and aspect ratio fit, else the largest central one."""
+    low, high = math.log(CROP_RATIO[0]), math.log(CROP_RATIO[1])
     for area, ratio, top, left in drawn.tolist():
-        pixels = height * width * (WINDOW_AREA[0] + area * (WINDOW_AREA[1] - WINDOW_AREA[0]))
+        pixels = height * width * (CROP_AREA[0] + area * (CROP_AREA[1] - CROP_AREA[0]))
         aspect = math.exp(low + ratio * (high - low))
-        window_width, window_height = round(math.sqrt(pixels * aspect)), round(math.sqrt(pixels / aspect))
-        if 0 < window_width <= width and 0 < window_height <= height:
-            rows, columns = height - window_height + 1, width - window_width + 1
-            return int(top * rows), int(left * columns), window_height, window_width
-    window_width = min(width, round(height * WINDOW_RATIO[1]))
-    window_height = min(height, round(width / WINDOW_RATIO[0]))
-    return (height - window_height) // 2, (width - window_width) // 2, window_height, window_width
+        box_width, box_height = round(math.sqrt(pixels * aspect)), round(math.sqrt(pixels / aspect))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            rows, columns = height - box_height + 1, width - box_width + 1
+            return int(top * rows), int(left * columns), box_height, box_width
+    box_width = min(width, round(height * CROP_RATIO[1]))
+    box_height = min(height, round(width / CROP_RATIO[0]))
+    return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
 
 
 def epoch_order(seed: int, epoch: int, num_samples: int) -> IntArray:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from utils.data.augment import Normalise
 from utils.data.datasets import Split
+from utils.data.keys import DataKeys
 from utils.data.sampling import EpochPlan
 
 
@@ -15,7 +16,7 @@ class SyntheticLoader:
 
     def __init__(self, split: Split, plan: EpochPlan, num_classes: int, normalise: Normalise) -> None:
         self.plan, self.first_batch = plan, 0
-        device = normalise.scale.device
+        device = normalise.device
         generator = torch.Generator().manual_seed(plan.seed)
         shape = (plan.batch_size, *split.image_shape)
         images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
@@ -31,3 +32,8 @@ class SyntheticLoader:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for indices in self.plan.batches(0, self.first_batch):
             yield self.images[: len(indices)], self.labels[: len(indices)]
+
+
+def build(keys: DataKeys, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> SyntheticLoader:
+    """The loader in the place of one split."""
+    return SyntheticLoader(split, plan, keys.num_classes, normalise)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from utils.data.augment import Normalise, augment_each
 from utils.data.datasets import Split
 from utils.data.image_files import describe_unreadable
+from utils.data.keys import DataKeys
 from utils.data.sampling import EpochPlan, IntArray
 from utils.data.workers import PREFETCHED, SHARED_MEMORY, SHARED_MEMORY_REMEDY, find_lost_worker, obey_only_the_trainer
 from utils.errors import ConfigError, DataError
@@ -33,8 +34,8 @@ class AugmentedImages(Dataset[tuple[Tensor, Tensor, dict[str, str]]]):
     def __getitem__(self, epoch_and_indices: tuple[int, IntArray]) -> tuple[Tensor, Tensor, dict[str, str]]:
         epoch, indices = epoch_and_indices
         augmentation = self.plan.draw(epoch, indices)
-        windows = None if augmentation is None else augmentation.window
-        batch = self.split.read(indices, windows, replace=self.plan.training)  # type: ignore[arg-type]
+        crops = None if augmentation is None else augmentation.crop
+        batch = self.split.read(indices, crops, replace=self.plan.training)  # type: ignore[arg-type]
         images = batch.images
         if augmentation is not None and self.plan.ranges is not None:
             images = augment_each(images, augmentation, self.plan.ranges.crop_padding)
@@ -128,3 +129,10 @@ class TorchvisionLoader:
             if lost:
                 raise RuntimeError(lost) from None
             raise
+
+
+def build(keys: DataKeys, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> TorchvisionLoader:
+    """The loader for one split."""
+    return TorchvisionLoader(
+        split, plan, normalise, normalise.device, num_workers=num_workers, fail_on_unreadable=keys.fail_on_unreadable
+    )

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from utils.config import Config
+from utils.distributed.keys import DistributedKeys
 from utils.distributed.world import World
 
 
-def pin_near_gpu(config: Config, world: World) -> list[str]:
+def pin_near_gpu(keys: DistributedKeys, world: World) -> list[str]:
     """Keep this process and its loader workers on the cores nearest its GPU; returns what to say about it."""
-    if not config.enable_cpu_affinity or world.world_size == 1 or world.device.type != "cuda":
+    if not keys.enable_cpu_affinity or world.world_size == 1 or world.device.type != "cuda":
         return []
     gpu: Any = torch.cuda.get_device_properties(world.device)
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"

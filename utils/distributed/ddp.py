@@ -6,14 +6,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.config import Config
+from utils.distributed.keys import DistributedKeys
 from utils.distributed.world import World
 from utils.errors import ConfigError
 
 
-def synchronise_batch_norm(config: Config, model: nn.Module, world: World) -> nn.Module:
+def synchronise_batch_norm(keys: DistributedKeys, model: nn.Module, world: World) -> nn.Module:
     """The network, with BatchNorm over all ranks where `enable_sync_bn` asks for it; nothing to do for one rank."""
-    if not config.enable_sync_bn:
+    if not keys.enable_sync_bn:
         return model
     if world.device.type != "cuda":
         raise ConfigError(
@@ -22,46 +22,45 @@ def synchronise_batch_norm(config: Config, model: nn.Module, world: World) -> nn
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if world.world_size > 1 else model
 
 
-def distribute(config: Config, model: nn.Module, world: World) -> nn.Module:
+def distribute(keys: DistributedKeys, model: nn.Module, world: World) -> nn.Module:
     """Collective: what the training step calls instead of `model`, with the same parameters."""
-    if config.parallel == "dataparallel":
+    if keys.parallel == "dataparallel":
         return _one_process_for_all_gpus(model, world)
     if world.world_size == 1:
-        if config.parallel == "no_communication":
+        if keys.parallel == "no_communication":
             raise ConfigError("parallel: no_communication compares several ranks, but this run has one; use ddp")
         return model
-    return wrap_in_ddp(config, model, world)
+    return wrap_in_ddp(keys, model, world)
 
 
-def wrap_in_ddp(config: Config, model: nn.Module, world: World) -> DistributedDataParallel:
+def wrap_in_ddp(keys: DistributedKeys, model: nn.Module, world: World) -> DistributedDataParallel:
     """Collective: DDP as the configuration asks for it, in a process group of any size."""
     on_gpu = world.device.type == "cuda"
     # DDP: averages gradients over the ranks during backward
     distributed = DistributedDataParallel(
         model,
         device_ids=[world.device.index] if on_gpu else None,
-        bucket_cap_mb=config.bucket_cap_mb,
-        gradient_as_bucket_view=config.gradient_as_bucket_view,
-        static_graph=config.static_graph,
+        bucket_cap_mb=keys.bucket_cap_mb,
+        gradient_as_bucket_view=True,  # gradients live inside the buckets: no copy, and less memory
         # After its first step DDP regroups the gradients, which with three or more ranks changes the order of their
         # sums: a resumed run would differ in the last bit from one that never stopped. This keeps the first groups.
-        find_unused_parameters=(config.deterministic or not on_gpu) and not config.static_graph,
-        **{_broadcast_option(): config.broadcast_buffers},  # type: ignore[arg-type]
+        find_unused_parameters=keys.deterministic or not on_gpu,
+        **{_broadcast_option(): keys.broadcast_buffers},  # type: ignore[arg-type]
     )
-    if config.gradient_compression != "none":
+    if keys.gradient_compression != "none":
         hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-        distributed.register_comm_hook(None, hooks[config.gradient_compression])
+        distributed.register_comm_hook(None, hooks[keys.gradient_compression])
     return distributed
 
 
-def describe_parallel(config: Config) -> list[str]:
-    """What has to be said of a way of running that is not for training."""
-    if config.parallel == "no_communication":
+def describe_parallel(keys: DistributedKeys) -> list[str]:
+    """Warnings for ways of running that are only for measuring."""
+    if keys.parallel == "no_communication":
         return [
             "WARNING: parallel=no_communication: gradients are NOT averaged, every rank trains a network of its own; "
             "this run measures speed, its accuracy means nothing"
         ]
-    if config.parallel == "dataparallel":
+    if keys.parallel == "dataparallel":
         return [
             "WARNING: parallel=dataparallel: one process drives all GPUs and copies the network to them every step; "
             "it is here to be compared with ddp"

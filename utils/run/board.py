@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from utils.config import Config, render_config
+from utils.keys import Fact, Keys, render
 from utils.training.metrics import worst_classes
 
 EPOCH_TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
@@ -35,13 +35,6 @@ LAYOUT = {
     },
 }
 MATRIX_PIXELS = 600
-# What does not change the result: the HParams tab has a column for each key.
-NO_HYPERPARAMETERS = {
-    "data_path", "download", "cifar100_mean", "cifar100_std", "log_to_screen", "log_to_tensorboard", "log_freq",
-    "save_checkpoint", "keep_checkpoints", "checkpoint_async", "checkpoint_every_minutes", "checkpoint_every_steps",
-    "start_timeout_seconds", "collective_timeout_seconds", "enable_profiling", "profiling_epoch_start",
-    "profiling_iters_per_epoch",
-}  # fmt: skip
 
 
 class Board:
@@ -77,10 +70,10 @@ class Board:
             self._writer("by_second").add_scalar(tag, values[name], round(values["seconds"]))
         self.flush()
 
-    def describe(self, config: Config, config_name: str, environment: Mapping[str, Any]) -> None:
+    def describe(self, keys: Keys, config_name: str, environment: Mapping[str, Any]) -> None:
         """The resolved configuration and the environment, as texts."""
         writer, step = self._writer(), self._starts[""]
-        writer.add_text("run/config", f"`{config_name}`\n\n{_code(render_config(config))}", step)
+        writer.add_text("run/config", f"`{config_name}`\n\n{_code(render(keys))}", step)
         writer.add_text("run/environment", _code(json.dumps(environment, indent=1)), step)
 
     def add_images(self, images: Tensor) -> None:
@@ -106,9 +99,9 @@ class Board:
             rows.append(f"| {name} | {accuracy:.1%} | {other} | {share:.1%} |")
         self._writer().add_text("run/worst classes", "\n".join(rows), epoch)
 
-    def add_result(self, config: Config, results: Mapping[str, float]) -> None:
+    def add_result(self, keys: Keys, results: Mapping[str, float]) -> None:
         """The run's row in the HParams tab."""
-        values = config.model_dump(mode="json", exclude=NO_HYPERPARAMETERS).items()
+        values = keys.model_dump(mode="json", exclude=set(keys.with_fact(Fact.NO_HYPERPARAMETER))).items()
         # booleans as words, which the tab filters by; it would show them as 0.0000 and 1.0000
         numbers = {
             key: value for key, value in values if isinstance(value, int | float) and not isinstance(value, bool)

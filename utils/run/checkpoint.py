@@ -32,7 +32,7 @@ import re
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
@@ -46,15 +46,11 @@ from utils.errors import CheckpointError, ExpectedError
 from utils.files import write_atomically
 
 FORMAT = 1
+NO_BEST = {"acc1": -1.0, "epoch": 0}  # before the first validation
 KEYS = frozenset({
     "format", "config", "config_name", "config_digest", "data", "epoch", "batch", "step", "model", "average",
     "optimizer", "grad_scaler", "plateau", "logged_sums", "best", "seconds", "ranks", "versions",
 })  # fmt: skip
-# keys of the configuration that decide what the saved tensors and the position in the data mean
-FITTING_KEYS = (
-    "dataset", "num_classes", "model", "stem", "width", "optimizer", "weight_decay_bn_bias", "batch_size", "seed",
-    "limit_train_batches",
-)  # fmt: skip
 
 _DIGEST = b"sha256:"
 _COMMENT_BYTES = len(_DIGEST) + 64
@@ -237,10 +233,10 @@ def newest_good(folder: Path) -> tuple[Path | None, dict[str, Any] | None, list[
     return None, None, complaints
 
 
-def check_fit(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """The keys whose change is allowed on resuming; `CheckpointError` where one differs that must not."""
+def check_fit(path: Path, saved: dict[str, Any], current: dict[str, Any], fixed: Collection[str]) -> list[str]:
+    """The keys whose change is allowed on resuming; `CheckpointError` where one of `fixed` differs."""
     different = [key for key in current if saved.get(key) != current[key]]
-    refused = [f"{key} {saved.get(key)!r} -> {current[key]!r}" for key in different if key in FITTING_KEYS]
+    refused = [f"{key} {saved.get(key)!r} -> {current[key]!r}" for key in different if key in fixed]
     if refused:
         raise CheckpointError(
             f"{path}: does not fit this configuration: {', '.join(refused)}\n"

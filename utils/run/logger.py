@@ -3,7 +3,9 @@
 import json
 import logging
 import os
+import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from utils.config import Config
-from utils.errors import ExpectedError
+from utils.errors import ExpectedError, Stopped
+from utils.keys import Keys
 from utils.run.board import Board
 from utils.training.metrics import worst_classes
 
@@ -45,24 +47,31 @@ class RunLogger:
     all lines in either case.
     """
 
-    def __init__(self, folder: Path, *, enabled: bool, to_screen: bool, board: Board | None) -> None:
+    def __init__(self, folder: Path, *, enabled: bool, to_screen: bool, to_tensorboard: bool) -> None:
         self.folder, self.enabled = folder, enabled
-        self.board = board if enabled else None
+        self.to_screen, self.to_tensorboard = to_screen, to_tensorboard
+        self.board: Board | None = None
         self.progress: Any = None
         self._task: Any = None
         self._metrics: Any = None
         self._handlers: list[logging.Handler] = []
-        if not enabled:
-            return
+
+    def open(self, *, epoch: int, step: int, seconds: float) -> "RunLogger":
+        """Open the files of a run that goes on from this position; a `with` block closes them."""
+        if not self.enabled:
+            return self
+        if self.to_tensorboard:
+            self.board = Board(self.folder / "tb_logs", epoch=epoch, step=step, seconds=seconds)
         logger.setLevel(logging.INFO)
         logger.propagate = False
-        with _naming(folder):
-            self._add_handler(_LogFile(folder / "train.log", encoding="utf-8"))
-            self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        if to_screen and sys.stdout.isatty():
+        with _naming(self.folder):
+            self._add_handler(_LogFile(self.folder / "train.log", encoding="utf-8"))
+            self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
+        if self.to_screen and sys.stdout.isatty():
             self._start_progress()
-        elif to_screen:
+        elif self.to_screen:
             self._add_handler(logging.StreamHandler(sys.stdout))
+        return self
 
     def _add_handler(self, handler: logging.Handler) -> None:
         handler.setFormatter(logging.Formatter("%(asctime)s - %(levelname)s - %(message)s"))
@@ -132,15 +141,24 @@ class RunLogger:
             with _naming(self.folder):
                 self.board.add_epoch(epoch, values)
 
-    def describe(self, config: Config, config_name: str, environment: dict[str, Any]) -> None:
+    def log_start(self, epoch: int, step: int, batch: int, resumed_from: Path | None, world_size: int) -> None:
+        """A start of the run: from the beginning, or from a checkpoint, at this position."""
+        position = {"epoch": epoch, "batch": batch, "step": step, "time": time.time()}
+        where = {"host": socket.gethostname(), "world_size": world_size}
+        if resumed_from is None:
+            self._write({"kind": "start", **position, **where})
+        else:
+            self._write({"kind": "resume", **position, **where, "from": str(resumed_from)})
+
+    def describe(self, keys: Keys, config_name: str, environment: dict[str, Any]) -> None:
         """What is run on what, as TensorBoard's texts."""
         if self.board is not None:
             with _naming(self.folder):
-                self.board.describe(config, config_name, environment)
+                self.board.describe(keys, config_name, environment)
 
     def log_end(
         self,
-        config: Config,
+        keys: Keys,
         epoch: int,
         step: int,
         results: dict[str, float],
@@ -155,8 +173,8 @@ class RunLogger:
         self._write({"kind": "end", "epoch": epoch, "step": step, **results, "worst_classes": worst})
         if self.board is not None:
             with _naming(self.folder):
-                self.board.add_classes(counts, class_names, config.max_epochs)
-                self.board.add_result(config, results)
+                self.board.add_classes(counts, class_names, epoch)
+                self.board.add_result(keys, results)
 
     def _print(self, message: str) -> None:
         """A line above the progress bar, on a terminal only."""
@@ -191,9 +209,13 @@ class RunLogger:
 
     def _log_end(self, error: BaseException) -> None:
         """How the run ended, for train.log alone: main() tells the screen. With a traceback where it may be a bug."""
+        status = getattr(error, "exit_status", 130 if isinstance(error, KeyboardInterrupt) else 1)
+        reason = f"{type(error).__name__}: {error}"
+        with suppress(ExpectedError):
+            self._write({"kind": "stop", "time": time.time(), "status": status, "reason": reason})
         foreseen = isinstance(error, ExpectedError | KeyboardInterrupt)
+        level = logging.INFO if isinstance(error, Stopped) else logging.ERROR
         trace = None if foreseen else (type(error), error, error.__traceback__)
-        message = f"ended by {type(error).__name__}: {error}"
-        record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), trace)
+        record = logger.makeRecord(logger.name, level, __file__, 0, f"ended by {reason}", (), trace)
         with suppress(OSError):
             self._handlers[0].handle(record)

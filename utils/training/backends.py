@@ -4,42 +4,50 @@ import ctypes
 import os
 
 import torch
+from torch import nn
 
-from utils.config import Config
 from utils.errors import ConfigError
+from utils.training.keys import SpeedKeys
 
 # malloc.h of glibc: give the heap's end back when this much is free; grow it by this much; blocks with a mapping each
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 
 
-def prepare_backends(config: Config, device: torch.device) -> list[str]:
-    """Process-wide switches of PyTorch; returns what has to be said about them, `ConfigError` where they cannot be."""
+def prepare_backends(keys: SpeedKeys, device: torch.device) -> list[str]:
+    """Set PyTorch's process-wide switches; returns notes for the log."""
     notes = []
-    pools = config.stem == "imagenet" and not config.model.startswith("resnet")
-    if config.deterministic and pools and device.type == "cuda":
-        raise ConfigError(
-            f"deterministic is true, but stem imagenet's {config.model} has an adaptive average pool, for whose "
-            "gradient PyTorch has no deterministic CUDA kernel; use deterministic: false, a ResNet, or device: cpu"
-        )
-    benchmark = config.extra_opt("cudnn_benchmark")
-    if config.deterministic:
+    benchmark = keys.extra_opt("cudnn_benchmark")
+    if keys.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
         notes.append(
             "deterministic: every run on this machine gives the same bits; on a GPU steps take longer, as cuDNN's "
             f"fastest algorithms {'and cudnn_benchmark ' if benchmark else ''}are left out"
         )
-    torch.use_deterministic_algorithms(config.deterministic)
-    torch.backends.cudnn.deterministic = config.deterministic
+    torch.use_deterministic_algorithms(keys.deterministic)
+    torch.backends.cudnn.deterministic = keys.deterministic
     # EXTRA: cuDNN times its algorithms on the first batch and keeps the fastest
-    torch.backends.cudnn.benchmark = benchmark and not config.deterministic
+    torch.backends.cudnn.benchmark = benchmark and not keys.deterministic
     # AMP: TF32; PyTorch's own default has it on for convolutions and off for products
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.enable_tf32
-    if config.keep_cpu_memory is not False and device.type == "cpu" and not _keep_freed_memory():
-        notes += ["keep_cpu_memory: left out, the C library is not glibc"] if config.keep_cpu_memory is True else []
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = keys.enable_tf32
+    if keys.keep_cpu_memory is not False and device.type == "cpu" and not _keep_freed_memory():
+        notes += ["keep_cpu_memory: left out, the C library is not glibc"] if keys.keep_cpu_memory is True else []
     if device.type != "cuda":
-        left_out = [key for key in ("enable_tf32", "enable_prefetch") if getattr(config, key) is True]
+        left_out = [key for key in ("enable_tf32", "enable_prefetch") if getattr(keys, key) is True]
         notes += [f"{key}: a CPU has nothing for it to act on" for key in left_out]
     return notes
+
+
+def check_deterministic_kernels(keys: SpeedKeys, model: nn.Module, device: torch.device) -> None:
+    """`ConfigError` where `deterministic` is set and a layer has no deterministic kernel on this device."""
+    if not keys.deterministic or device.type != "cuda":
+        return
+    for name, layer in model.named_modules():
+        # to 1 x 1 it is a mean, which is deterministic
+        if isinstance(layer, nn.AdaptiveAvgPool2d) and layer.output_size not in (1, (1, 1)):
+            raise ConfigError(
+                f"deterministic is true, but the network's {name} is an adaptive average pool, for whose gradient "
+                "PyTorch has no deterministic CUDA kernel; use deterministic: false, a ResNet, or device: cpu"
+            )
 
 
 def _keep_freed_memory() -> bool:

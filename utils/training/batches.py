@@ -1,21 +1,61 @@
-"""Batches on their way to the step."""
+"""An epoch's batches on their way to the step: prefetched, watched, mixed, resized."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from utils.config import Config
+from utils.profiling.profiler import Profiler
+from utils.training.keys import SpeedKeys, TrainingKeys
+from utils.training.recipe import resize, training_size
+from utils.training.watch import StepWatch
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, Tensor]  # images [N, 3, H, W] and labels [N], or shares of the classes [N, classes]
+Mix = Callable[[Tensor, Tensor, int, int], Batch]  # (images, labels, epoch, batch) -> mixed ones
 
 
-def prefetch(config: Config, batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+class Epochs(Protocol):
+    """What is needed of a loader: its contract is in utils/data/__init__.py."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def __len__(self) -> int: ...
+
+    def set_epoch(self, epoch: int, first_batch: int = 0) -> None: ...
+
+
+class TrainingBatches:
+    """The batches of a training loader, as the step takes them."""
+
+    def __init__(
+        self, keys: TrainingKeys, loader: Epochs, mix: Mix, watch: StepWatch, profiler: Profiler, device: torch.device
+    ) -> None:
+        self.keys, self.loader, self.mix = keys, loader, mix
+        self.watch, self.profiler, self.device = watch, profiler, device
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def rest_of_epoch(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Batch]]:
+        """(number, batch) from `first_batch` on; PROF: the range of an iteration holds what is done with its batch."""
+        self.loader.set_epoch(epoch, first_batch)
+        size = training_size(self.keys, epoch)
+        batches = self.watch.batches(prefetch(self.keys, iter(self.loader), self.device))
+        for number in range(first_batch, len(self.loader)):
+            with self.profiler.range(f"iteration {number}"):
+                with self.profiler.range("data"):
+                    images, labels = self.mix(*next(batches), epoch, number)
+                    images = resize(images, size)
+                yield number, (images, labels)
+
+
+def prefetch(keys: SpeedKeys, batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """PREFETCH: the next batch is copied and augmented on a side stream while the device trains on the present one.
 
     On a CPU there is nothing to overlap with: the batches come as they are.
     """
-    if config.enable_prefetch is False or device.type != "cuda":
+    if keys.enable_prefetch is False or device.type != "cuda":
         yield from batches
         return
     stream = torch.cuda.Stream(device)

@@ -5,52 +5,44 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from utils.config import Config
-from utils.distributed.batch_split import BatchSplit
+from utils.training.keys import TrainingKeys
+from utils.training.learner import Learner
 from utils.training.precision import MasterWeights, Precision
 from utils.training.schedule import Schedule
 
 PROBE_IMAGES = 4
 
 
-def describe(
-    config: Config,
-    split: BatchSplit,
-    schedule: Schedule,
-    precision: Precision,
-    weights: MasterWeights,
-    criterion: nn.Module,
-    image_shape: tuple[int, int, int],
-) -> str:
+def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: str, dataset: str) -> str:
     """Parameters, steps, the learning rate where its course changes, and an estimate of memory."""
-    model = weights.model
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    steps = schedule.total_steps // config.max_epochs
-    states = state_bytes(config, weights)
-    per_image = activation_bytes_per_image(model, criterion, precision, image_shape)
-    activations = per_image * split.micro_batch_size
+    keys, schedule = learner.keys, learner.schedule
+    parameters = sum(parameter.numel() for parameter in learner.model.parameters())
+    steps = schedule.total_steps // keys.max_epochs
+    states = state_bytes(keys, learner.weights)
+    per_image = activation_bytes_per_image(learner.model, learner.criterion, learner.precision, image_shape)
+    activations = per_image * learner.batch.micro_batch_size
     lines = [
-        f"model            {config.model}, {parameters:,} parameters, {precision}",
-        f"training images  {config.dataset}, {steps * config.batch_size:,} in {steps} steps an epoch",
-        f"batch            {split}",
-        f"epochs           {config.max_epochs}, {schedule.total_steps:,} steps",
+        f"model            {network}, {parameters:,} parameters, {learner.precision}",
+        f"training images  {dataset}, {steps * keys.batch_size:,} in {steps} steps an epoch",
+        f"batch            {learner.batch}",
+        f"epochs           {keys.max_epochs}, {schedule.total_steps:,} steps",
         f"memory estimate  {_gigabytes(states + activations)} a rank, without libraries and workspaces:",
         f"  weights, gradients and optimizer {_gigabytes(states)}, activations {_gigabytes(activations)}",
-        f"learning rate    schedule {config.lr_schedule}",
+        f"learning rate    schedule {keys.lr_schedule}",
     ]
-    lines += [f"  step {step:>8,}  {config.peak_lr * schedule.factor(step):.6g}" for step in _corners(schedule)]
-    if config.lr_schedule == "plateau":
-        patience = config.lr_plateau_patience + 1
-        lines.append(f"  then x {config.lr_decay_factor:g} after {patience} epochs without a better validation loss")
+    lines += [f"  step {step:>8,}  {keys.peak_lr * schedule.factor(step):.6g}" for step in _corners(schedule)]
+    if keys.lr_schedule == "plateau":
+        patience = keys.lr_plateau_patience + 1
+        lines.append(f"  then x {keys.lr_decay_factor:g} after {patience} epochs without a better validation loss")
     return "\n".join(lines)
 
 
-def state_bytes(config: Config, weights: MasterWeights) -> int:
+def state_bytes(keys: TrainingKeys, weights: MasterWeights) -> int:
     """Bytes of what is kept from step to step: weights, gradients, the optimizer's moments, the average of weights."""
     # LAMB keeps mean and square of the gradients, LARS a momentum, SGD that only where there is one
-    moments = {"lamb": 2, "lars": 1, "sgd": int(config.momentum > 0)}[config.optimizer]
+    moments = {"lamb": 2, "lars": 1, "sgd": int(keys.momentum > 0)}[keys.optimizer]
     updated = weights.parameters()
-    average = _bytes(weights.model.state_dict().values()) if config.ema_decay is not None else 0
+    average = _bytes(weights.model.state_dict().values()) if keys.ema_decay is not None else 0
     # the half weights' gradients are dropped only when they have become the masters'
     model = list(weights.model.parameters())
     return 2 * _bytes({*model, *updated}) + moments * _bytes(updated) + average

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+LARS_TRUST_COEFFICIENT = 0.001  # You, Gitman and Ginsburg 2017, section 5
 LAMB_BETA2 = 0.999  # You et al. 2019
 LAMB_EPSILON = 1e-6
 

@@ -6,52 +6,52 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.config import Config
-from utils.training.large_batch import Lamb, Lars
+from utils.training.keys import SpeedKeys
+from utils.training.large_batch import LARS_TRUST_COEFFICIENT, Lamb, Lars
 
 
 def build_optimizer(
-    config: Config, parameters: Iterable[nn.Parameter], *, graphed: bool = False
+    keys: SpeedKeys, parameters: Iterable[nn.Parameter], *, graphed: bool = False
 ) -> torch.optim.Optimizer:
     """`optimizer` over `parameters`; EXTRA: SGD as one fused kernel. `graphed`: for a step that is captured as a CUDA
     graph, which reads the learning rate from a tensor on the device, as numbers are frozen into it."""
     parameters = list(parameters)
-    groups = _parameter_groups(config, parameters)
+    groups = _parameter_groups(keys, parameters)
     optimizer: torch.optim.Optimizer
-    if config.optimizer == "lamb":
-        optimizer = Lamb(groups, lr=config.peak_lr, beta1=config.momentum, weight_decay=config.weight_decay)
-    elif config.optimizer == "lars":
+    if keys.optimizer == "lamb":
+        optimizer = Lamb(groups, lr=keys.peak_lr, beta1=keys.momentum, weight_decay=keys.weight_decay)
+    elif keys.optimizer == "lars":
         optimizer = Lars(
             groups,
-            lr=config.peak_lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            nesterov=config.nesterov,
-            trust_coefficient=config.lars_trust_coefficient,
+            lr=keys.peak_lr,
+            momentum=keys.momentum,
+            weight_decay=keys.weight_decay,
+            nesterov=keys.nesterov,
+            trust_coefficient=LARS_TRUST_COEFFICIENT,
         )
     else:
         optimizer = torch.optim.SGD(
             groups,
-            lr=torch.tensor(config.peak_lr, device=parameters[0].device) if graphed else config.peak_lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            nesterov=config.nesterov,
-            fused=config.extra_opt("fused_optimizer") or None,  # None: PyTorch's choice, a few kernels for all on a GPU
+            lr=torch.tensor(keys.peak_lr, device=parameters[0].device) if graphed else keys.peak_lr,
+            momentum=keys.momentum,
+            weight_decay=keys.weight_decay,
+            nesterov=keys.nesterov,
+            fused=keys.extra_opt("fused_optimizer") or None,  # None: PyTorch's choice, a few kernels for all on a GPU
         )
         _fill_momentum(optimizer)
     for group in optimizer.param_groups:
-        group["initial_lr"] = config.peak_lr
+        group["initial_lr"] = keys.peak_lr
     return optimizer
 
 
-def _parameter_groups(config: Config, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+def _parameter_groups(keys: SpeedKeys, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     """One group, or two where BatchNorm and biases, all the parameters with one dimension, are treated differently."""
-    if config.optimizer == "sgd" and config.weight_decay_bn_bias:
+    if keys.optimizer == "sgd" and keys.weight_decay_bn_bias:
         return [{"params": parameters}]
     vectors: dict[str, Any] = {"params": [parameter for parameter in parameters if parameter.ndim <= 1]}
-    if not config.weight_decay_bn_bias:
+    if not keys.weight_decay_bn_bias:
         vectors["weight_decay"] = 0.0
-    if config.optimizer != "sgd":
+    if keys.optimizer != "sgd":
         vectors["adapt"] = False
     return [{"params": [parameter for parameter in parameters if parameter.ndim > 1]}, vectors]
 
@@ -85,7 +85,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Every parameter group's learning rate = its initial one x `factor`, without waiting for the device."""
     for group in optimizer.param_groups:
-        initial = group.setdefault("initial_lr", float(group["lr"]))
+        if "initial_lr" not in group:  # waits for the device where the rate is kept there
+            group["initial_lr"] = float(group["lr"])
+        initial = group["initial_lr"]
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(initial * factor)
         else:

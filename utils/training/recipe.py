@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.config import Config
+from utils.training.keys import RecipeKeys
 from utils.training.precision import Precision
 
 
-def training_size(config: Config, epoch: int) -> int | None:
+def training_size(keys: RecipeKeys, epoch: int) -> int | None:
     """The side in pixels that images are resized to in `epoch` (counted from 0); None: as they are."""
-    for size, share in zip(config.progressive_image_sizes, config.progressive_image_shares, strict=True):
-        if epoch < round(share * config.max_epochs):
+    for size, share in zip(keys.progressive_image_sizes, keys.progressive_image_shares, strict=True):
+        if epoch < round(share * keys.max_epochs):
             return size
     return None
 
@@ -26,16 +26,16 @@ def resize(images: Tensor, size: int | None) -> Tensor:
 
 
 class WeightAverage:
-    """The exponential moving average of a network's weights and BatchNorm statistics, `module`.
+    """The exponential moving average of a network's weights and BatchNorm statistics, `network`.
 
     Computes what torch.optim.swa_utils.AveragedModel does, which on a GPU makes the host wait in every step. Each rank
     averages its own: weights are the same on all of them, statistics are averaged before validation.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.module, self.decay = copy.deepcopy(model), decay
+        self.network, self.decay = copy.deepcopy(model), decay
         self.updates = 0
-        mine, theirs = (list(network.state_dict().values()) for network in (self.module, model))
+        mine, theirs = (list(network.state_dict().values()) for network in (self.network, model))
         self._averaged = _where(mine, floating=True), _where(theirs, floating=True)
         self._counted = _where(mine, floating=False), _where(theirs, floating=False)  # BatchNorm's batches
 
@@ -49,11 +49,11 @@ class WeightAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """The average and how often it was updated."""
-        return {"module": self.module.state_dict(), "updates": self.updates}
+        return {"module": self.network.state_dict(), "updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved average."""
-        self.module.load_state_dict(state["module"])
+        self.network.load_state_dict(state["module"])
         self.updates = state["updates"]
 
 
@@ -61,9 +61,25 @@ def _where(tensors: list[Tensor], *, floating: bool) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.is_floating_point() == floating]
 
 
-def build_average(config: Config, model: nn.Module) -> WeightAverage | None:
+class NoAverage:
+    """In the place of a `WeightAverage`: the network itself is validated, and there is nothing to update."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.network = model
+
+    def update(self) -> None:
+        """Nothing."""
+
+    def state_dict(self) -> None:
+        """Nothing."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing: a run that goes on without `ema_decay` drops its average."""
+
+
+def build_average(keys: RecipeKeys, model: nn.Module) -> WeightAverage | NoAverage:
     """The average that `ema_decay` asks for."""
-    return None if config.ema_decay is None else WeightAverage(model, config.ema_decay)
+    return NoAverage(model) if keys.ema_decay is None else WeightAverage(model, keys.ema_decay)
 
 
 def predict(precision: Precision, model: nn.Module, images: Tensor, *, mirrored: bool) -> Tensor:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from utils.config import Config
+from utils.training.keys import ScheduleKeys
 
 ONECYCLE_START = 1 / 25  # torch.optim.lr_scheduler.OneCycleLR: div_factor 25
 ONECYCLE_END = 1 / 25e4  # and final_div_factor 1e4 below that
@@ -47,14 +47,14 @@ class Schedule:
         return end + (start - end) / 2 * (1 + math.cos(math.pi * progress))
 
 
-def build_schedule(config: Config, steps_per_epoch: int) -> Schedule:
+def build_schedule(keys: ScheduleKeys, steps_per_epoch: int) -> Schedule:
     """Turns the epochs of the configuration into steps, once."""
     return Schedule(
-        kind=config.lr_schedule,
-        warmup_steps=round(config.lr_warmup_epochs * steps_per_epoch),
-        total_steps=config.max_epochs * steps_per_epoch,
-        decay_factor=config.lr_decay_factor,
-        milestone_steps=tuple(epoch * steps_per_epoch for epoch in config.lr_milestones),
+        kind=keys.lr_schedule,
+        warmup_steps=round(keys.lr_warmup_epochs * steps_per_epoch),
+        total_steps=keys.max_epochs * steps_per_epoch,
+        decay_factor=keys.lr_decay_factor,
+        milestone_steps=tuple(epoch * steps_per_epoch for epoch in keys.lr_milestones),
     )
 
 

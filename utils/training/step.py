@@ -1,7 +1,7 @@
 """One training step: the only code that runs for every batch, and so the code where a host synchronisation hurts.
 
 Eager, compiled (`enable_compile`) or captured as a CUDA graph (`enable_cuda_graphs`); each is `step(images, labels,
-sums)` and computes the same. Also the prefetching of batches.
+sums)` and computes the same.
 """
 
 import os
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.config import Config
-from utils.distributed.batch_split import split_batch
 from utils.distributed.ddp import distribute
+from utils.distributed.keys import DistributedKeys
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.profiling.profiler import Profiler
 from utils.training.batch_norm import RunningStatistics
+from utils.training.keys import SpeedKeys
 from utils.training.metrics import MetricSums
 from utils.training.precision import LossScaler, MasterWeights, Precision
 
@@ -60,8 +60,6 @@ class TrainStep:
         self.precision, self.loss_scaler = precision, loss_scaler
         self.accumulation, self.set_to_none, self.profiler = accumulation, set_to_none, profiler
         self.communicate = communicate
-        # DDP: a static graph is recorded in the first step, which needs every backward pass of it to be reduced
-        self.recording = isinstance(model, DistributedDataParallel) and model.static_graph
         self.statistics = RunningStatistics(model) if accumulation > 1 else None
         self.clip_grad_norm = clip_grad_norm
         self.forward: Forward = self._forward
@@ -99,7 +97,6 @@ class TrainStep:
             self.loss_scaler.step(self.optimizer)
             self.loss_scaler.update()
             self.weights.give_weights()
-        self.recording = False
 
     def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, float32 logits [N, classes])."""
@@ -108,7 +105,7 @@ class TrainStep:
 
     def _reduce_gradients(self, last: bool) -> AbstractContextManager[None]:
         """DDP: gradients cross the ranks once a step, with the last micro-batch."""
-        if isinstance(self.model, DistributedDataParallel) and not (self.communicate and (last or self.recording)):
+        if isinstance(self.model, DistributedDataParallel) and not (self.communicate and last):
             return self.model.no_sync()
         return nullcontext()
 
@@ -148,21 +145,22 @@ class GraphedStep:
 
 
 def build_step(
-    config: Config,
+    keys: SpeedKeys,
     world: World,
     *,
+    accumulation: int,
     weights: MasterWeights,
     optimizer: torch.optim.Optimizer,
     criterion: nn.Module,
     precision: Precision,
     loss_scaler: LossScaler,
     profiler: Profiler,
-    wrap: Callable[[Config, nn.Module, World], nn.Module] = distribute,
+    wrap: Callable[[DistributedKeys, nn.Module, World], nn.Module] = distribute,
 ) -> tuple[Step, list[str]]:
     """Collective: the step in the way the configuration asks for, its network spread over the ranks by `wrap`, and what
     a log should say of it."""
-    with on_capture_stream(world.device, graphed=wants_graphs(config, world.device)):
-        model = wrap(config, weights.model, world)
+    with on_capture_stream(world.device, graphed=wants_graphs(keys, world.device)):
+        model = wrap(keys, weights.model, world)
     step = TrainStep(
         model=model,
         weights=weights,
@@ -170,34 +168,34 @@ def build_step(
         criterion=criterion,
         precision=precision,
         loss_scaler=loss_scaler,
-        accumulation=split_batch(config.batch_size, world.world_size, config.micro_batch_size).accumulation,
-        set_to_none=config.extra_opt("zero_grad_set_to_none"),
+        accumulation=accumulation,
+        set_to_none=keys.extra_opt("zero_grad_set_to_none"),
         profiler=profiler,
-        communicate=config.parallel != "no_communication",
-        clip_grad_norm=config.clip_grad_norm,
+        communicate=keys.parallel != "no_communication",
+        clip_grad_norm=keys.clip_grad_norm,
     )
-    return choose_step(config, step, world.device)
+    return choose_step(keys, step, world.device)
 
 
-def choose_step(config: Config, step: TrainStep, device: torch.device) -> tuple[Step, list[str]]:
+def choose_step(keys: SpeedKeys, step: TrainStep, device: torch.device) -> tuple[Step, list[str]]:
     """`step` eager, compiled or captured, and what a log should say of it."""
     notes = []
-    if compiles(config, device):
+    if compiles(keys, device):
         missing = _missing_compiler(device)
         if missing:
             raise ConfigError(f"enable_compile needs {missing}, or set enable_compile to false or auto")
-        graphs_of_its_own = device.type == "cuda" and config.compile_mode in ("reduce-overhead", "max-autotune")
+        graphs_of_its_own = device.type == "cuda" and keys.compile_mode in ("reduce-overhead", "max-autotune")
         if graphs_of_its_own and (step.accumulation > 1 or not step.set_to_none):
             raise ConfigError(
-                f"compile_mode {config.compile_mode} captures CUDA graphs, which overwrite gradients that are kept: it "
+                f"compile_mode {keys.compile_mode} captures CUDA graphs, which overwrite gradients that are kept: it "
                 "needs zero_grad_set_to_none true (or enable_extra_opts) and no accumulation (micro_batch_size null); "
                 "or use max-autotune-no-cudagraphs"
             )
-        step.compile(config.compile_mode)
-        notes.append(f"compiled (mode {config.compile_mode}): the first step takes up to minutes")
-    if config.enable_cuda_graphs is True and device.type != "cuda":
+        step.compile(keys.compile_mode)
+        notes.append(f"compiled (mode {keys.compile_mode}): the first step takes up to minutes")
+    if keys.enable_cuda_graphs is True and device.type != "cuda":
         raise ConfigError(f"enable_cuda_graphs needs a CUDA device, this run is on {device.type}; use false or auto")
-    if wants_graphs(config, device):
+    if wants_graphs(keys, device):
         notes.append(f"captured as a CUDA graph after {GRAPH_WARMUP_STEPS} steps")
         return GraphedStep(step, device), notes
     return step, notes
@@ -223,14 +221,14 @@ def on_capture_stream(device: torch.device, *, graphed: bool) -> Iterator[None]:
     torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def wants_graphs(config: Config, device: torch.device) -> bool:
+def wants_graphs(keys: SpeedKeys, device: torch.device) -> bool:
     """Whether the step will be a CUDA graph; no capture spans the GPUs of dataparallel."""
-    return config.enable_cuda_graphs is not False and device.type == "cuda" and config.parallel != "dataparallel"
+    return keys.enable_cuda_graphs is not False and device.type == "cuda" and keys.parallel != "dataparallel"
 
 
-def compiles(config: Config, device: torch.device) -> bool:
+def compiles(keys: SpeedKeys, device: torch.device) -> bool:
     """Whether the step will be compiled."""
-    return config.enable_compile is True or (config.enable_compile == "auto" and not _missing_compiler(device))
+    return keys.enable_compile is True or (keys.enable_compile == "auto" and not _missing_compiler(device))
 
 
 def _missing_compiler(device: torch.device) -> str:

@@ -6,7 +6,7 @@ from utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class BatchSplit:
+class GlobalBatch:
     """How a global batch is shared: batch_size = world_size x accumulation x micro_batch_size."""
 
     batch_size: int
@@ -24,7 +24,7 @@ class BatchSplit:
         return f"{self.batch_size} = {parts}"
 
 
-def split_batch(batch_size: int, world_size: int, micro_batch_size: int | None) -> BatchSplit:
+def divide_batch(batch_size: int, world_size: int, micro_batch_size: int | None) -> GlobalBatch:
     """The exact split of the global batch; `ConfigError` where there would be a remainder."""
     rank_batch_size, remainder = divmod(batch_size, world_size)
     if remainder or not rank_batch_size:
@@ -38,4 +38,4 @@ def split_batch(batch_size: int, world_size: int, micro_batch_size: int | None) 
             f"micro_batch_size {micro} does not divide the {rank_batch_size} images of each of {world_size} ranks "
             f"(batch_size {batch_size}); use a divisor of {rank_batch_size}"
         )
-    return BatchSplit(batch_size, world_size, rank_batch_size // micro, micro)
+    return GlobalBatch(batch_size, world_size, rank_batch_size // micro, micro)

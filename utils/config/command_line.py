@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from utils.config import Config, as_yaml, list_blocks, load_config, render_config
+from utils.config import Config, list_blocks, load_config
 from utils.distributed.launch import has_other_ranks
 from utils.errors import ConfigError
+from utils.keys import as_yaml, render
 
 DESCRIPTION = """\
 Train a ResNet from a named configuration block.
@@ -46,7 +47,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         if options.print_config:
             has_default = "default" in list_blocks(options.yaml_config)
             default = load_config(options.yaml_config, "default") if has_default else None
-            _leave_with(f"# {options.config} in {options.yaml_config}\n{render_config(config, default)}")
+            _leave_with(f"# {options.config} in {options.yaml_config}\n{render(config, default)}")
     except ConfigError as error:
         raise SystemExit(_report(error)) from None
     run_dir = options.run_dir or Path("expts") / options.config

@@ -1,0 +1,67 @@
+"""The model keys, and the table of networks. No torch: the builders are imported when a network is built."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from utils.keys import Fact, OneOf, SharedKeys
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the configuration must know of a network."""
+
+    builder: str  # "module:function", which takes ModelKeys and returns the network
+    own_stem: bool = False  # made for small images, with a stem of its own; such networks have a width, too
+    only_imagenet: bool = False  # made for large images
+    residual: bool = True
+
+
+_LARGE = Network("models.resnet:build_large_resnet")
+_SMALL = Network("models.resnet:build_small_resnet", own_stem=True)
+_VGG = Network("models.vgg:build_vgg", residual=False)
+
+NETWORKS = {
+    "resnet18": _LARGE,
+    "resnet34": _LARGE,
+    "resnet50": _LARGE,
+    "resnet101": _LARGE,
+    "resnet152": _LARGE,
+    "resnet8": _SMALL,
+    "resnet20": _SMALL,
+    "resnet56": _SMALL,
+    "resnet9": Network("models.resnet:build_resnet9", own_stem=True),
+    "vgg16": _VGG,
+    "vgg16_bn": _VGG,
+    "alexnet": Network("models.torchvision_networks:build", only_imagenet=True, residual=False),
+}
+
+
+class ModelKeys(SharedKeys):
+    """model"""
+
+    model: Annotated[str, OneOf(NETWORKS), Fact.FIXED] = "resnet50"
+    """torchvision's ResNets, VGG16 and AlexNet, or small: resnet8, 9, 20, 56. vgg16_bn has BatchNorm; resnet8, 20 and
+    56 are He's for CIFAR, resnet9 is Page's, made for few epochs."""
+    stem: Annotated[Literal["7x7", "3x3", "imagenet"], Fact.FIXED] = "7x7"
+    """First convolution of large ResNets: 7x7 (the tutorial's) or 3x3, stride 1, no max-pool. imagenet: torchvision's
+    own, for 224 pixels; so are VGG16 and AlexNet with it."""
+    width: Annotated[int, Field(ge=1, le=64), Fact.FIXED] = 1
+    """Small ResNets: times 16 channels in the first stage. He's have 1, Page's has 4."""
+    zero_init_residual: bool = False
+    """ResNets: each residual block starts as the identity, its last BatchNorm at 0."""
+
+    @model_validator(mode="after")
+    def _check_model(self) -> "ModelKeys":
+        network = NETWORKS[self.model]
+        small = [name for name, other in NETWORKS.items() if other.own_stem]
+        if self.width != 1 and not network.own_stem:
+            raise ValueError(f"width {self.width} is for {', '.join(small)}; model {self.model} needs 1")
+        if self.zero_init_residual and not network.residual:
+            raise ValueError(f"zero_init_residual is true, but model {self.model} has no residual blocks; use false")
+        if network.only_imagenet and self.stem != "imagenet":
+            raise ValueError(f"model {self.model} is for large images: stem must be imagenet, not {self.stem}")
+        if self.stem == "imagenet" and network.own_stem:
+            raise ValueError(f"model {self.model} is for small images; stem imagenet needs another model")
+        return self

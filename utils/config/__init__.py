@@ -1,0 +1,6 @@
+"""Configuration: named YAML blocks in, one typed, checked, frozen `Config` out; and the command line of train.py."""
+
+from utils.config.blocks import list_blocks, load_config
+from utils.config.config import Config
+
+__all__ = ["Config", "list_blocks", "load_config"]

@@ -1,0 +1,202 @@
+"""Reading configuration files: named YAML blocks in, one checked `Config` out.
+
+A file maps block names to flat mappings. A block may merge others (`<<: *NAME`), and keys that it leaves out have the
+defaults of `Config`. Precedence: defaults < merged blocks < the block itself < `--set KEY=VALUE`.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from utils.config.config import Config
+from utils.config.messages import Entry, did_you_mean, explain, shortened, shown, wrong_value
+from utils.errors import ConfigError
+
+# A block's name becomes the folder expts/<name>/, so it can hold neither a separator nor a leading dot.
+BLOCK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One block with its merges resolved."""
+
+    line: int
+    entries: dict[str, Entry]
+
+
+def load_config(path: Path, name: str, overrides: Iterable[str] = ()) -> Config:
+    """Block `name` of the YAML file `path` with `KEY=VALUE` overrides on top; `ConfigError` for anything wrong."""
+    blocks = _read_blocks(path)
+    _check_block_name(path, name, blocks)
+    entries = blocks[name].entries | dict(_parse_override(override) for override in overrides)
+    try:
+        return Config(**{key: entry.value for key, entry in entries.items()})
+    except ValidationError as error:
+        raise ConfigError(explain(error, f"{path}:{blocks[name].line}: block {name!r}", entries)) from None
+
+
+def list_blocks(path: Path) -> dict[str, dict[str, Any]]:
+    """Every block of the file with the values in which it differs from `default`, in the file's order."""
+    blocks = {
+        name: {key: entry.value for key, entry in block.entries.items()} for name, block in _read_blocks(path).items()
+    }
+    defaults = Config().model_dump(mode="json")
+    base = defaults | blocks.get("default", {})
+    differences = {}
+    for name, block in blocks.items():
+        full = defaults | block  # unknown keys too: loading the block names them
+        differences[name] = {key: value for key, value in full.items() if key not in base or base[key] != value}
+    return differences
+
+
+def _read_blocks(path: Path) -> dict[str, _Block]:
+    root = _compose(path)
+    if not isinstance(root, MappingNode):
+        raise ConfigError(f"{path}: holds no configuration blocks; expected block names with keys below them")
+    names = {id(node): key_node.value for key_node, node in reversed(root.value)}
+    blocks: dict[str, _Block] = {}
+    for key_node, node in root.value:
+        name, line = _scalar_key(path, key_node), key_node.start_mark.line + 1
+        if name in blocks:
+            raise ConfigError(
+                f"{path}:{line}: block {name!r} is defined twice, first on line {blocks[name].line}; rename one"
+            )
+        if not BLOCK_NAME.fullmatch(name):
+            raise ConfigError(
+                f"{path}:{line}: block name {shown(name)} cannot name a folder; "
+                "allowed: up to 100 letters, digits and . _ + -, beginning with a letter or digit"
+            )
+        if not isinstance(node, MappingNode):
+            raise ConfigError(
+                f"{path}:{line}: block {name!r} is {_kind(node)}; expected keys below it, for example <<: *DEFAULT"
+            )
+        blocks[name] = _Block(line, _flatten(path, name, node, names, parents=()))
+    return blocks
+
+
+def _compose(path: Path) -> Node | None:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the configuration file: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is no UTF-8 text; expected a YAML file of configuration blocks") from None
+    try:
+        return YAML(typ="safe", pure=True).compose(text)
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{line}: is not valid YAML 1.2: {_yaml_problem(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply; expected blocks of flat keys") from None
+
+
+def _yaml_problem(error: YAMLError) -> str:
+    """The parser's complaint on one line, with the remedy where it does not say."""
+    problem = " ".join(str(getattr(error, "problem", None) or str(error).splitlines()[0]).split())
+    remedies = {
+        "undefined alias": "its anchor &NAME must stand above it",
+        "'\\t'": "indent with spaces",
+        "another document": "a file holds one document, without ---",
+    }
+    return "; ".join([problem] + [remedy for sign, remedy in remedies.items() if sign in problem])
+
+
+def _scalar_key(path: Path, node: Node) -> str:
+    if not isinstance(node, ScalarNode):
+        raise ConfigError(f"{path}:{node.start_mark.line + 1}: a key must be a plain word, not a list or mapping")
+    return node.value
+
+
+def _flatten(
+    path: Path, name: str, node: MappingNode, names: Mapping[int, str], parents: tuple[int, ...]
+) -> dict[str, Entry]:
+    """The keys of a block with its merges (`<<`) resolved; own keys win over merged, earlier merges over later."""
+    if id(node) in parents:
+        line = node.start_mark.line + 1
+        raise ConfigError(f"{path}:{line}: block {name!r} merges itself; remove the cyclic <<")
+    merged: dict[str, Entry] = {}
+    own: dict[str, Entry] = {}
+    lines: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        key, line = _scalar_key(path, key_node), key_node.start_mark.line + 1
+        origin = f"{path}:{line}: block {name!r}"
+        if key in lines:
+            remedy = "merge a list, <<: [*ONE, *OTHER]" if key == "<<" else "keep one"
+            raise ConfigError(f"{origin}: key {key!r} is defined twice, first on line {lines[key]}; {remedy}")
+        lines[key] = line
+        if key != "<<":
+            own[key] = Entry(_construct(value_node, key, origin), line, origin)
+            continue
+        sources = value_node.value if isinstance(value_node, SequenceNode) else [value_node]
+        for source in reversed(sources):
+            if not isinstance(source, MappingNode):
+                raise ConfigError(
+                    f"{origin}: << merges {_kind(source)}; expected a block by its anchor, for example <<: *DEFAULT"
+                )
+            merged |= _flatten(path, names.get(id(source), name), source, names, (*parents, id(node)))
+    return merged | own
+
+
+def _construct(node: Node, key: str, origin: str) -> Any:
+    """A key's value, a scalar or a flat list of scalars, by the core schema of YAML 1.2."""
+    kind = str(node.tag).removeprefix("tag:yaml.org,2002:")
+    if isinstance(node, SequenceNode) and kind == "seq" and all(isinstance(item, ScalarNode) for item in node.value):
+        return [_construct(item, key, origin) for item in node.value]
+    if kind in ("map", "seq"):
+        raise ConfigError(wrong_value(key, "holds " + ("a mapping" if kind == "map" else "a list in a list"), origin))
+    if kind in ("timestamp", "merge", "value"):  # types of YAML 1.1, which 1.2 reads as text
+        return node.value
+    if kind not in ("str", "int", "float", "bool", "null"):
+        tag = kind if kind.startswith("!") else f"!!{kind}"
+        raise ConfigError(wrong_value(key, f"has the tag {tag}, which is not read here", origin))
+    try:
+        return _constructor().construct_object(node)
+    except (YAMLError, ValueError, KeyError, TypeError):
+        raise ConfigError(wrong_value(key, f"is {shown(node.value)}, which cannot be read as {kind}", origin)) from None
+
+
+@lru_cache(maxsize=1)
+def _constructor() -> Any:
+    """One for all values: every YAML() searches the disk for plug-ins."""
+    return YAML(typ="safe", pure=True).constructor
+
+
+def _kind(node: Node) -> str:
+    if isinstance(node, ScalarNode):
+        return shown(node.value) if node.value else "empty"
+    return "a list" if isinstance(node, SequenceNode) else "a mapping"
+
+
+def _check_block_name(path: Path, name: str, blocks: Mapping[str, Any]) -> None:
+    if name not in blocks:
+        raise ConfigError(
+            f"--config={shortened(name)}: {path} has no such block{did_you_mean(name, blocks) or '.'}"
+            f" It has: {', '.join(blocks) or 'none'}"
+        )
+
+
+def _parse_override(override: str) -> tuple[str, Entry]:
+    origin = f"--set {shortened(override)}"
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"{origin}: expected KEY=VALUE, for example --set lr=0.2")
+    if not text.strip():
+        raise ConfigError(wrong_value(key, "has no value", origin))
+    try:
+        node = YAML(typ="safe", pure=True).compose(text)
+    except YAMLError as error:
+        raise ConfigError(f"{origin}: the value is not valid YAML 1.2: {_yaml_problem(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{origin}: the value is nested too deeply") from None
+    return key, Entry(None if node is None else _construct(node, key, origin), sys.maxsize, origin)

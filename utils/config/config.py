@@ -1,0 +1,69 @@
+"""`Config`: all keys of a configuration block, composed of the groups that the components declare.
+
+Types, defaults and meanings are on the fields of these groups and nowhere else.
+"""
+
+import inspect
+from typing import Any
+
+from models.keys import ModelKeys
+from utils.data.keys import DataKeys
+from utils.keys import Keys, as_yaml
+from utils.run.keys import OutputKeys
+from utils.training.keys import TrainingKeys
+
+COMMENT_COLUMN = 34  # of the default block
+LINE_LENGTH = 120
+
+
+class Config(OutputKeys, TrainingKeys, ModelKeys, DataKeys):
+    """Every key of a configuration block."""
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of a configuration file: a mapping of block names to blocks, in which no key is required."""
+    block = Config.model_json_schema()
+    block["properties"]["<<"] = {"description": "merge of one block or of a list of blocks"}
+    block["title"] = "block"
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "configuration blocks of train.py",
+        "type": "object",
+        "additionalProperties": block,
+    }
+
+
+def default_block() -> str:
+    """The block `default` of config/cifar100.yaml: every key with its default and the first sentence on it."""
+    defaults = Config().model_dump(mode="json")
+    lines = ["default: &DEFAULT"]
+    section = ""
+    for key, field in Config.model_fields.items():
+        if (title := _section(key)) != section:
+            lines += [""] * bool(section) + [f"  # {title}"]
+            section = title
+        entry = f"  {key}: {_plain(defaults[key])}"
+        comment = f"# {first_sentence(field.description or '')}"
+        beside = f"{entry:{COMMENT_COLUMN - 1}} {comment}"
+        if len(beside) <= LINE_LENGTH and len(entry) < COMMENT_COLUMN:
+            lines.append(beside)
+        else:
+            lines += [f"  {comment}", entry]
+    return "\n".join(lines) + "\n"
+
+
+def first_sentence(text: str) -> str:
+    """Up to the first full stop, which is left out."""
+    return " ".join(text.split()).partition(". ")[0].rstrip(".")
+
+
+def _plain(value: Any) -> str:
+    """A default as a person would write it: texts without quotes, whole numbers without a point."""
+    whole = isinstance(value, float) and value.is_integer() and value >= 1
+    return as_yaml(int(value) if whole else value).strip('"')
+
+
+def _section(key: str) -> str:
+    """The title of the group that declares a key: its class's docstring."""
+    owner = next(group for group in Config.__mro__ if issubclass(group, Keys) and key in inspect.get_annotations(group))
+    return inspect.cleandoc(owner.__doc__ or "")

@@ -1,0 +1,119 @@
+"""What is said of a wrong key or value: one or two lines that name it, what is allowed, and the remedy."""
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from pydantic import ValidationError
+
+from utils.config.config import Config
+from utils.keys import as_yaml
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key of one block: its value and where it was set."""
+
+    value: Any
+    line: int  # sys.maxsize for --set, which is read last
+    origin: str  # as the user knows it: file, line and block, or --set
+
+
+def explain(error: ValidationError, block: str, entries: Mapping[str, Entry]) -> str:
+    """Two lines at most: the first thing that is wrong, and which other keys are."""
+    problems: dict[str | None, Any] = {}  # the first of each key; None: of a combination of keys
+    for problem in error.errors(include_url=False):
+        problems.setdefault(str(problem["loc"][0]) if problem["loc"] else None, problem)
+    wrong = list(problems)
+    if wrong[0] is None:
+        return _explain_combination(problems[None]["msg"].removeprefix("Value error, "), block, entries)
+    value, origin = entries[wrong[0]].value, entries[wrong[0]].origin
+    message = wrong_value(wrong[0], f"is {shown(value)}", origin) + _hint(wrong[0], value)
+    others = ", ".join(shortened(str(key)) for key in wrong[1:6])
+    return message + (f"\nwrong as well: {others}{' ...' if len(wrong) > 6 else ''}" if others else "")
+
+
+def _explain_combination(message: str, block: str, entries: Mapping[str, Entry]) -> str:
+    """A rule over several keys, placed where the last of the keys that it names was set."""
+    named = [entries[word] for word in re.findall(r"\w+", message) if word in entries]
+    origin = max(named, key=lambda entry: entry.line).origin if named else block
+    return f"{origin}: {message}"
+
+
+def wrong_value(key: str, what: str, origin: str) -> str:
+    if key not in Config.model_fields:
+        near = did_you_mean(key, Config.model_fields)
+        return f"{origin}: unknown key {shortened(key)!r}{near or '; --print-config shows every key'}"
+    return f"{origin}: {key} {what}; allowed: {_allowed(key)}"
+
+
+def _hint(key: str, value: Any) -> str:
+    """What the writer of a wrong value probably meant, where that would be allowed."""
+    if key not in Config.model_fields:
+        return ""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "; it must be finite"
+    meant = value
+    if isinstance(value, str):
+        words = {"none": None, "yes": True, "on": True, "y": True, "no": False, "off": False, "n": False}
+        try:
+            meant = words[value.lower()] if value.lower() in words else json.loads(value.lower())
+        except (ValueError, RecursionError):
+            return ""
+    elif isinstance(value, float) and value.is_integer():
+        meant = int(value)
+    elif value in (0, 1):
+        meant = bool(value)
+    try:
+        Config(**{key: meant})  # type: ignore[arg-type]
+    except ValidationError as error:
+        if any(problem["loc"][0] == key for problem in error.errors(include_url=False)):
+            return ""
+    return f"; write {as_yaml(meant)}" + (" without quotes" if as_yaml(meant) == value else "")
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)
+    return f". Did you mean {near[0]!r}?" if near else ""
+
+
+def shown(value: Any) -> str:
+    return shortened(as_yaml(value))
+
+
+def shortened(text: str) -> str:
+    """Text from outside, fit for one line of a message."""
+    text = text if text.isprintable() else as_yaml(text)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@lru_cache(maxsize=1)
+def _properties() -> dict[str, Any]:
+    return Config.model_json_schema()["properties"]
+
+
+def _allowed(key: str) -> str:
+    """What a key may be, in words, from the JSON schema of its type."""
+    return _in_words(_properties()[key])
+
+
+def _in_words(part: Mapping[str, Any]) -> str:
+    if "anyOf" in part:
+        return " or ".join(_in_words(option) for option in part["anyOf"])
+    if "enum" in part or "const" in part:
+        options = part.get("enum", [part.get("const")])
+        return ", ".join(option if isinstance(option, str) else as_yaml(option) for option in options)
+    if part["type"] == "array":
+        count = f"{part['minItems']} values" if "minItems" in part else "values"
+        return f"a list of {count}, each {_in_words(part['items'])}"
+    if part["type"] == "integer":
+        return f"a whole number from {part['minimum']} to {part['maximum']}"
+    names = {"number": "a number", "boolean": "true or false", "string": "a text that is not empty", "null": "null"}
+    bounds = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
+    limits = [f"{word} {part[bound]:g}" for bound, word in bounds.items() if bound in part]
+    return " ".join([names[part["type"]], " and ".join(limits)]).strip()

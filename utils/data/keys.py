@@ -1,0 +1,120 @@
+"""The data keys, and the table of loaders. No torch: a loader's module is imported when it is built."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from utils.keys import Fact, NonNegativeInt, OneOf, PositiveInt, SharedKeys
+
+PerChannel = Field(strict=False, min_length=3, max_length=3)
+
+
+@dataclass(frozen=True)
+class LoaderKind:
+    """What must be known of a loader before it is built."""
+
+    builder: str  # "module:function", with the signature of utils.data.build.LoaderBuilder
+    has_workers: bool = False  # num_data_workers counts
+    shares_memory: bool = False  # its workers hand batches over in shared memory
+    in_memory: bool = False  # takes images in memory only: files are decoded once, at the start
+    needs_data: bool = True  # False: the dataset's size is enough
+
+
+LOADERS = {
+    "torchvision": LoaderKind("utils.data.torchvision_loader:build", has_workers=True, shares_memory=True),
+    "dali": LoaderKind("utils.data.dali_loader:build", has_workers=True),
+    "device": LoaderKind("utils.data.device_loader:build", in_memory=True),
+    "synthetic": LoaderKind("utils.data.synthetic_loader:build", needs_data=False),
+}
+
+
+class DatasetKeys(SharedKeys):
+    """dataset"""
+
+    dataset: Annotated[Literal["cifar100", "cifar10", "shapes", "imagefolder", "imagenet"], Fact.FIXED] = "cifar100"
+    """cifar100, cifar10, shapes (built in, needs no file), imagefolder, imagenet. The last two are images in class
+    folders: data_path/train/CLASS/ and data_path/val/CLASS/."""
+    data_path: Annotated[str, Field(min_length=1), Fact.NO_HYPERPARAMETER] = "./data"
+    """Holds cifar-100-binary/ or torchvision's folder; of class folders train/ and val/."""
+    download: Annotated[Literal["auto"] | bool, Fact.NO_HYPERPARAMETER] = "auto"
+    """Fetch a missing dataset; auto: yes, except inside a job of Slurm, PBS or LSF. Nodes often have no network."""
+    cifar100_mean: Annotated[
+        tuple[Annotated[float, Field(ge=0, le=1)], ...], PerChannel, Fact.NO_HYPERPARAMETER
+    ] = (0.5070751592371323, 0.48654887331495095, 0.4409178433670343)  # fmt: skip
+    """Per-channel mean of CIFAR-100's training images, in [0, 1]; other datasets have their own."""
+    cifar100_std: Annotated[
+        tuple[Annotated[float, Field(gt=0, le=1)], ...], PerChannel, Fact.NO_HYPERPARAMETER
+    ] = (0.2673342858792401, 0.2564384629170883, 0.27615047132568404)  # fmt: skip
+    """Per-channel standard deviation of CIFAR-100's training images, in [0, 1]."""
+    image_size: PositiveInt | None = None
+    """Class folders: pixels; null: 224 for imagenet, else the first image's shorter side."""
+    centre_crop_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Class folders: the central square's share of the shorter side; 0.875 is usual for ImageNet. The shorter side is
+    resized to image_size / this, then the square is cut; of training images too, unless rnd_resized_crop."""
+    fail_on_unreadable: bool = False
+    """Class folders: end the run at an unreadable image; false: count it and go on. Training takes another image in its
+    place, validation leaves it out."""
+
+
+class AugmentationKeys(SharedKeys):
+    """augmentation"""
+
+    rnd_crop_padding: Annotated[int, Field(ge=0, le=32)] = 4
+    """Random crop after padding with this many black pixels on each side; 0: no crop."""
+    rnd_horizontal_flip: bool = True
+    """Mirror every second training image, at random."""
+    rnd_rotation_angle: Annotated[float, Field(ge=0, le=180)] = 15
+    """Rotate training images by up to this many degrees either way; 0: no rotation."""
+    rnd_resized_crop: bool = False
+    """Class folders: a random crop of 8 to 100 % of the image, resized to image_size."""
+    enable_alternating_flip: bool = False
+    """In place of the random flip: each image is mirrored in every second epoch."""
+    cutout_size: NonNegativeInt = 0
+    """Blank a square of this many pixels at a random position; 0: none."""
+    mixup_alpha: Annotated[float, Field(ge=0)] = 0.0
+    """Blend pairs of training images, in shares from Beta(alpha, alpha); 0: none. Training accuracy then counts the
+    class of the larger share."""
+    cutmix_alpha: Annotated[float, Field(ge=0)] = 0.0
+    """Paste a rectangle of one image into another, its area from Beta(alpha, alpha); 0: none. Beside mixup, each image
+    draws one of the two."""
+
+
+class LoaderKeys(SharedKeys):
+    """loader"""
+
+    data_loader: Annotated[str, OneOf(LOADERS)] = "torchvision"
+    """torchvision (worker processes), dali, device (whole dataset there), synthetic (no input). synthetic gives the
+    same random batch again and again, to time computing alone."""
+    num_data_workers: NonNegativeInt = 6
+    """Workers (torchvision) or threads (dali) of each rank, at most its cores; 0: none."""
+    valid_batch_size_per_gpu: PositiveInt = 128
+    """Validation images in one forward pass of one rank, on a GPU or not."""
+    limit_train_batches: Annotated[PositiveInt | None, Fact.FIXED] = None
+    """Train on this many batches of each epoch only; null: all."""
+    limit_valid_batches: PositiveInt | None = None
+    """Validate on this many batches of each rank only; null: all."""
+    enable_profiling: Annotated[bool, Fact.NO_HYPERPARAMETER] = False
+    """PROF: NVTX ranges for Nsight Systems, else a trace with a summary."""
+    profiling_epoch_start: Annotated[PositiveInt, Fact.NO_HYPERPARAMETER] = 2
+    """PROF: the epoch that is profiled, counted from 1."""
+    profiling_iters_per_epoch: Annotated[PositiveInt, Fact.NO_HYPERPARAMETER] = 100
+    """PROF: training batches of each epoch while profiling is enabled."""
+
+    @property
+    def train_limit(self) -> int | None:
+        """Training batches of an epoch at most, of `limit_train_batches` and of profiling."""
+        limits = [self.limit_train_batches, self.profiling_iters_per_epoch if self.enable_profiling else None]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+
+class DataKeys(LoaderKeys, AugmentationKeys, DatasetKeys):
+    """All data keys."""
+
+    @model_validator(mode="after")
+    def _check_batches(self) -> "DataKeys":
+        if self.batch_size % min(self.micro_batch_size or self.batch_size, self.batch_size):
+            raise ValueError(
+                f"batch_size {self.batch_size} must be a multiple of micro_batch_size {self.micro_batch_size}"
+            )
+        return self

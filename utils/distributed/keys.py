@@ -1,0 +1,27 @@
+"""The keys of runs with several processes."""
+
+from typing import Annotated, Literal
+
+from utils.keys import Fact, PositiveFloat, SharedKeys
+
+
+class DistributedKeys(SharedKeys):
+    """several processes"""
+
+    parallel: Literal["ddp", "dataparallel", "no_communication"] = "ddp"
+    """DDP: one process per device; to compare with: dataparallel, no_communication. dataparallel is one process for all
+    GPUs (torch.nn.DataParallel); no_communication never averages gradients, so its accuracy means nothing."""
+    bucket_cap_mb: PositiveFloat = 25
+    """DDP: MiB of gradients in one all-reduce. Buckets are reduced while backward still computes the others."""
+    broadcast_buffers: bool = False
+    """DDP: BatchNorm statistics from rank 0 in every step; false: averaged before validation."""
+    enable_sync_bn: bool = False
+    """DDP: BatchNorm over the whole global batch; CUDA only. Without it each rank sees its own micro-batch."""
+    gradient_compression: Literal["none", "fp16", "bf16"] = "none"
+    """DDP: send gradients in half the bytes, rounded."""
+    enable_cpu_affinity: bool = True
+    """Pin each process to the processor cores nearest its GPU. Without a GPU, or with one process, it does nothing."""
+    start_timeout_seconds: Annotated[PositiveFloat, Fact.NO_HYPERPARAMETER] = 600
+    """Seconds to wait at the start for all ranks; then the run ends and names the missing ones."""
+    collective_timeout_seconds: Annotated[PositiveFloat, Fact.NO_HYPERPARAMETER] = 600
+    """Seconds that a rank waits in a collective for the others. Rank 0's download of a dataset is such a wait."""

@@ -1,0 +1,27 @@
+"""The keys of what a run writes."""
+
+from typing import Annotated
+
+from utils.keys import Fact, PositiveFloat, PositiveInt, SharedKeys
+
+
+class OutputKeys(SharedKeys):
+    """output"""
+
+    log_to_screen: Annotated[bool, Fact.NO_HYPERPARAMETER] = True
+    """Progress and log lines on the terminal."""
+    log_to_tensorboard: Annotated[bool, Fact.NO_HYPERPARAMETER] = True
+    """Write TensorBoard event files."""
+    log_freq: Annotated[PositiveInt, Fact.NO_HYPERPARAMETER] = 20
+    """Steps between two log points. Only there the host waits for the device, unless fp16's loss is scaled without
+    fused_optimizer: then PyTorch's scaler waits in every step."""
+    save_checkpoint: Annotated[bool, Fact.NO_HYPERPARAMETER] = True
+    """Write the last and the best checkpoint, every epoch and when asked to stop."""
+    checkpoint_every_steps: Annotated[PositiveInt | None, Fact.NO_HYPERPARAMETER] = None
+    """Write a checkpoint every so many optimizer steps too; null: no."""
+    checkpoint_every_minutes: Annotated[PositiveFloat | None, Fact.NO_HYPERPARAMETER] = None
+    """Write a checkpoint every so many minutes too; null: no."""
+    checkpoint_async: Annotated[bool, Fact.NO_HYPERPARAMETER] = False
+    """Write checkpoints from a copy in host memory while training goes on."""
+    keep_checkpoints: Annotated[PositiveInt, Fact.NO_HYPERPARAMETER] = 2
+    """How many of the last checkpoints are kept, beside the best."""

@@ -1,0 +1,92 @@
+"""A run's whole state: gathered from all ranks for a checkpoint, and restored (table in utils/run/checkpoint.py)."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from utils import seeds
+from utils.distributed.world import World
+from utils.keys import Keys
+from utils.run import checkpoint
+from utils.training.learner import Learner
+
+
+@dataclass
+class Progress:
+    """Where a run is; the learner counts the steps."""
+
+    epoch: int = 0  # finished epochs
+    batch: int = 0  # batches trained in the next one
+    best: dict[str, float] = field(default_factory=checkpoint.NO_BEST.copy)
+    seconds: float = 0.0  # of training, over all interruptions
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a checkpoint holds, where it lives during the run."""
+
+    config: Keys
+    config_name: str
+    data: dict[str, Any]
+    learner: Learner
+    progress: Progress
+    world: World
+
+    def gather(self) -> dict[str, Any]:
+        """Collective: everything that training goes on from."""
+        config, progress = self.config.model_dump(mode="json"), self.progress
+        return {
+            "format": checkpoint.FORMAT,
+            "config": config,
+            "config_name": self.config_name,
+            "config_digest": checkpoint.config_digest(config),
+            "data": self.data,
+            "epoch": progress.epoch,
+            "batch": progress.batch,
+            **self.learner.state_dict(),
+            "logged_sums": self.learner.sums.logged,
+            "best": progress.best,
+            "seconds": progress.seconds,
+            "ranks": self.world.gather(self._of_this_rank()),
+            "versions": checkpoint.versions(),
+        }
+
+    def _of_this_rank(self) -> dict[str, Any]:
+        """What differs between ranks. The buffers only in mid-epoch: they are averaged before validation."""
+        differ = self.world.world_size > 1 and self.progress.batch
+        buffers = self.learner.named_buffers() if differ else ()
+        return {
+            "random": seeds.random_state(),
+            "metric_sums": self.learner.sums.sums.cpu(),
+            "buffers": {name: buffer.cpu() for name, buffer in buffers},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `gather` returned, at the same or another world size."""
+        self.learner.load_state_dict(state)
+        progress = self.progress
+        progress.epoch, progress.batch = state["epoch"], state["batch"]
+        progress.best, progress.seconds = state["best"], state["seconds"]
+        if len(state["ranks"]) == self.world.world_size:
+            self._restore_rank(state["ranks"][self.world.rank], state["logged_sums"])
+        else:
+            self._merge_ranks(state["ranks"], state["logged_sums"])
+        self.learner.sums.set_finite_batches(progress.batch * self.learner.batch.accumulation)
+
+    def _restore_rank(self, rank: dict[str, Any], logged: list[float]) -> None:
+        seeds.restore_random_state(rank["random"])
+        for name, buffer in self.learner.named_buffers():
+            if name in rank["buffers"]:
+                buffer.copy_(rank["buffers"][name])
+        self.learner.sums.load(rank["metric_sums"], logged)
+
+    def _merge_ranks(self, ranks: list[dict[str, Any]], logged: list[float]) -> None:
+        """Another world size: other random draws, and BatchNorm goes on from the mean of what the ranks had seen."""
+        seeds.seed_random_state(seeds.seed_of(self.learner.keys.seed, self.world.rank, self.learner.steps))
+        for name, buffer in self.learner.named_buffers():
+            if name in ranks[0]["buffers"] and buffer.is_floating_point():
+                buffer.copy_(torch.stack([rank["buffers"][name] for rank in ranks]).mean(0))
+        total: Tensor = sum(rank["metric_sums"] for rank in ranks)  # type: ignore[assignment]
+        self.learner.sums.load(total if self.world.is_main else torch.zeros_like(total), logged)
