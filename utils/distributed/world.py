@@ -1,7 +1,7 @@
-"""Where this process stands among the others: rank, world size, device, collectives.
+"""This process among all ranks: rank, world size, device, collectives.
 
-utils/ranks.py starts and ends the ranks. Every function here works with one process and no process group, so that
-callers need no second path.
+ranks.py starts and ends the ranks. Every function here works with one process and no process group too, so that callers
+need no second path.
 """
 
 import os
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process's place. Collective methods must be called by every rank."""
+    """This process among all ranks. Collective methods must be called by every rank."""
 
     rank: int
     local_rank: int

@@ -6,7 +6,7 @@ Under Nsight Systems the ranges are NVTX ranges and nothing else is done, since 
         --env-var=NSYS_NVTX_PROFILER_REGISTER_ONLY=0 python train.py --config=bs256-prof
 
 Otherwise torch.profiler records the same ranges into profile/rank0.pt.trace.json.gz in the run's folder, for
-TensorBoard's profile page, ui.perfetto.dev or chrome://tracing; utils/trace.py says in words what it shows. On CUDA
+TensorBoard's profile page, ui.perfetto.dev or chrome://tracing; trace.py says in words what it shows. On CUDA
 profile/memory.pickle is for docs.pytorch.org/memory_viz.
 
 GPU work is asynchronous, and the ranges do not wait for it, as that would change what is measured: nsys shows each
