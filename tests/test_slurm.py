@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from tests.conftest import ROOT, TINY
 
 PYTHON = Path(sys.executable).parent  # holds torchrun too
 SCRIPTS = ["submit.slr", "submit_multinode.slr"]
-# All that the scripts may need on PATH, beside Slurm's commands and torchrun.
+# All that the scripts may need on PATH, beside Slurm's commands and python.
 TOOLS = ["bash", "cat", "env", "grep", "ls", "mkdir", "mktemp", "mv", "rm", "sed", "seq", "sleep", "touch"]
 
 # What a stand-in does after it has noted its arguments, in bash.
@@ -27,8 +28,7 @@ STAND_INS = {
     "srun": 'echo 0 >"$TRAIN_EXIT_STATUS_FILE"',
     "scontrol": '[[ $1 != --oneliner ]] || echo "JobId=4 JobState=RUNNING Reason=None"',
     "sbatch": "",
-    "torchrun": "",
-    "python3": "",
+    "python": "",
 }
 # srun as it is while a training runs: it saves when a signal comes, as train.py does, and torchrun makes a 1 of its 75.
 # The file `signals` tells which came.
@@ -36,16 +36,26 @@ TRAINS = """
 trap 'echo USR1 >>signals' USR1
 trap 'echo TERM >>signals' TERM
 echo $$ >starting && mv starting started
-until [[ -s signals ]]; do sleep 0.05; done
+until [[ -s signals ]]; do ((SECONDS < 60)) && sleep 0.05 || exit; done
 sleep 0.3
 echo 75 >"$TRAIN_EXIT_STATUS_FILE"
 exit 1
 """
+
+
+# Slurm that does not answer this many times.
+def silent(times: int) -> str:
+    return f'echo >>asked; (($(grep -c "" asked) > {times})) || exit 1\n{STAND_INS["scontrol"]}'
+
+
+# The pauses before Slurm is asked again, left out.
+NO_PAUSE = f'[[ $1 == 5 ]] || exec {shutil.which("sleep")} "$1"'
 ON_ONE_NODE = {
     "SLURM_JOB_ID": "4",
     "SLURM_JOB_NODELIST": "node1",
     "SLURM_JOB_NUM_NODES": "1",
     "SLURM_GPUS_ON_NODE": "2",
+    "SLURMD_NODENAME": "node1",
 }
 ON_TWO_NODES = ON_ONE_NODE | {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"}
 
@@ -65,18 +75,18 @@ class FakeJob:
             (folder / name).symlink_to(ROOT / name)
         self.environment = {"PATH": str(commands), "SLURM_SUBMIT_DIR": str(folder), **environment}
 
-    def start(self, script: str, *args: str) -> "subprocess.Popen[str]":
+    def start(self, script: str, *args: str, cwd: Path | None = None) -> "subprocess.Popen[str]":
         return subprocess.Popen(
             ["bash", str(self.folder / script), *args],
-            cwd=self.folder,
+            cwd=cwd or self.folder,
             env=self.environment,
             stderr=subprocess.PIPE,
             text=True,
         )
 
-    def run(self, script: str, *args: str) -> tuple[int, str]:
+    def run(self, script: str, *args: str, cwd: Path | None = None) -> tuple[int, str]:
         """Exit status and what the script said."""
-        process = self.start(script, *args)
+        process = self.start(script, *args, cwd=cwd)
         _, said = process.communicate(timeout=20)
         return process.returncode, said
 
@@ -100,6 +110,11 @@ class FakeJob:
         notes = sorted(self.calls.glob(f"{command}.*"), key=lambda note: note.stat().st_mtime_ns)
         return [note.read_text().split("\0")[:-1] for note in notes]
 
+    def torchrun(self) -> list[list[str]]:
+        """The arguments of torchrun on each node."""
+        calls = self.arguments("python")
+        return [arguments[2:] for arguments in calls if arguments[:2] == ["-m", "torch.distributed.run"]]
+
 
 def link_commands(folder: Path, names: list[str]) -> None:
     """Make folder a PATH of just these commands."""
@@ -111,6 +126,7 @@ def link_commands(folder: Path, names: list[str]) -> None:
 
 def make_command(folder: Path, name: str, action: str) -> None:
     """A command of this name that does this, in bash."""
+    (folder / name).unlink(missing_ok=True)  # a link to the real one
     (folder / name).write_text(f"#!/bin/bash\n{action}\n")
     (folder / name).chmod(0o755)
 
@@ -148,7 +164,8 @@ def test_one_srun_starts_torchrun_on_all_nodes(tmp_path: Path, script: str, job:
     (srun,) = fake.arguments("srun")
     nodes, processes = job["SLURM_JOB_NUM_NODES"], job["SLURM_GPUS_ON_NODE"]
     assert {f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"} <= set(srun)
-    torchrun = srun[srun.index("torchrun") :]
+    assert srun[srun.index("bash") + 1] == "-c"
+    torchrun = srun[srun.index("bash") + 4 :]
     assert {
         f"--nnodes={nodes}", f"--nproc_per_node={processes}", "--max_restarts=0", "--rdzv_backend=c10d", "--rdzv_id=4",
         "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
@@ -164,7 +181,7 @@ def test_each_node_knows_its_address_and_who_is_head(tmp_path: Path) -> None:
     both = 'until [[ $1 == bash ]]; do shift; done; for node in node1 node2; do SLURMD_NODENAME=$node "$@"; done'
     job = fake_job(tmp_path, {"srun": both}, **ON_TWO_NODES, HOST_SUFFIX="-ib0", JOIN_TIMEOUT="7")
     assert job.run("submit_multinode.slr", "--set", "a=b  c")[0] == 0
-    for node, is_host, arguments in zip(["node1", "node2"], ["true", "false"], job.arguments("torchrun"), strict=True):
+    for node, is_host, arguments in zip(["node1", "node2"], ["true", "false"], job.torchrun(), strict=True):
         assert f"--local_addr={node}-ib0" in arguments
         assert f"--rdzv_conf=store_type=tcp,is_host={is_host},join_timeout=7,read_timeout=7" in arguments
         assert "--rdzv_endpoint=node1-ib0:10004" in arguments
@@ -175,7 +192,7 @@ def test_on_one_node_the_workers_meet_in_a_file_of_that_node(tmp_path: Path) -> 
     node = 'until [[ $1 == bash ]]; do shift; done; env >environment; SLURMD_NODENAME=node1 exec "$@"'
     job = fake_job(tmp_path, {"srun": node}, **ON_ONE_NODE)
     assert job.run("submit.slr")[0] == 0
-    (arguments,) = job.arguments("torchrun")
+    (arguments,) = job.torchrun()
     (conf,) = (word for word in arguments if word.startswith("--rdzv_conf="))
     assert conf.startswith("--rdzv_conf=store_type=file,keep_alive_interval=100000,is_host=true,")
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in (tmp_path / "environment").read_text().splitlines()
@@ -216,13 +233,14 @@ def test_ports_of_neighbouring_jobs_differ_and_are_below_the_ephemeral_ones(tmp_
 
 
 @pytest.mark.parametrize(
-    ("of_srun", "of_train", "expected"), [(0, "0", 0), (1, "2", 2), (1, "3", 3), (137, None, 137), (1, "0", 1)]
+    ("of_srun", "of_train", "expected"), [(0, "0", 0), (1, "2", 2), (1, "3", 3), (137, None, 137), (1, "0", 0)]
 )
 def test_exit_status_is_the_trainings_own(tmp_path: Path, of_srun: int, of_train: str | None, expected: int) -> None:
+    """Also where a signal ends torchrun after train.py has finished: 0 told, and 1 returned."""
     tell = f'echo {of_train} >"$TRAIN_EXIT_STATUS_FILE"; ' if of_train else ""
     job = fake_job(tmp_path, {"srun": f"{tell}exit {of_srun}"})
     assert job.run("submit.slr")[0] == expected
-    assert not job.arguments("scontrol") and not job.arguments("sbatch")
+    assert all(arguments[0] == "show" for arguments in job.arguments("scontrol")) and not job.arguments("sbatch")
     assert not list((tmp_path / "expts").iterdir())
 
 
@@ -234,9 +252,9 @@ def test_status_of_an_earlier_start_is_not_believed(tmp_path: Path) -> None:
 
 
 def test_mistake_in_the_command_line_is_told_before_any_node_starts(tmp_path: Path) -> None:
-    job = fake_job(tmp_path, {"python3": "echo 'error: no such key' >&2; exit 2"})
+    job = fake_job(tmp_path, {"python": "echo 'error: no such key' >&2; exit 2"})
     assert job.run("submit.slr", "--set", "lear=1") == (2, "error: no such key\n")
-    assert job.arguments("python3") == [["train.py", "--config=bs128-opt", "--set", "lear=1", "--print-config"]]
+    assert job.arguments("python") == [["train.py", "--config=bs128-opt", "--set", "lear=1", "--print-config"]]
     assert not job.arguments("srun")
 
 
@@ -276,23 +294,26 @@ def test_job_that_slurm_is_ending_is_left_alone(tmp_path: Path) -> None:
     assert r"sbatch submit.slr --set a=b\ c" in said
 
 
-def without_scontrol(tmp_path: Path, sbatch: str = "", **environment: str) -> FakeJob:
-    job = fake_job(tmp_path, {"srun": TRAINS, "sbatch": sbatch}, **environment)
+def without_scontrol(tmp_path: Path) -> FakeJob:
+    job = fake_job(tmp_path, {"srun": TRAINS})
     (tmp_path / "commands/scontrol").unlink()
     return job
 
 
-def test_without_scontrol_the_warning_signal_submits_a_copy(tmp_path: Path) -> None:
-    job = without_scontrol(tmp_path, SLURM_JOB_NAME="long", SLURM_JOB_ACCOUNT="m1", SLURM_GPUS_PER_NODE="2")
-    assert job.run_and_signal(signal.SIGUSR1, "--set", "a=b c")[0] == 75
-    options = ["--job-name=long", "--nodes=1", "--account=m1", "--gpus-per-node=2"]
-    assert job.arguments("sbatch") == [[*options, str(tmp_path / "submit.slr"), "--set", "a=b c"]]
-
-
-def test_a_copy_goes_on_also_where_the_first_was_to_begin_anew(tmp_path: Path) -> None:
+def test_without_scontrol_the_warning_signal_says_how_to_go_on(tmp_path: Path) -> None:
     job = without_scontrol(tmp_path)
-    assert job.run_and_signal(signal.SIGUSR1, "--config=x", "--resume", "never")[0] == 75
-    assert job.arguments("sbatch")[0][-5:] == ["--config=x", "--resume", "never", "--resume", "auto"]
+    status, said = job.run_and_signal(signal.SIGUSR1, "--set", "a=b c")
+    assert status == 75
+    assert job.signals() == "USR1"
+    assert "(there is no scontrol)" in said and "to go on: sbatch submit.slr --set a=b\\ c\n" in said
+    assert not job.arguments("sbatch")
+
+
+def test_the_command_goes_on_also_where_the_first_was_to_begin_anew(tmp_path: Path) -> None:
+    job = without_scontrol(tmp_path)
+    status, said = job.run_and_signal(signal.SIGUSR1, "--config=x", "--resume", "never")
+    assert status == 75
+    assert "to go on: sbatch submit.slr --config=x --resume never --resume auto\n" in said
 
 
 def test_without_scontrol_sigterm_says_how_to_go_on(tmp_path: Path) -> None:
@@ -308,25 +329,55 @@ def test_without_scontrol_sigterm_says_how_to_go_on(tmp_path: Path) -> None:
 def test_job_not_to_be_queued_again_says_how_to_go_on(tmp_path: Path) -> None:
     """sbatch --no-requeue."""
     refuses = f"[[ $1 != requeue ]] || exit 1; {STAND_INS['scontrol']}"
-    job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": refuses})
+    job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": refuses, "sleep": NO_PAUSE})
     status, said = job.run_and_signal(signal.SIGUSR1)
     assert status == 75
     assert "to go on: sbatch submit.slr\n" in said and "queued again" not in said
     assert not job.arguments("sbatch")
 
 
-def test_copy_that_cannot_be_submitted_says_how_to_go_on(tmp_path: Path) -> None:
-    job = without_scontrol(tmp_path, sbatch="exit 1")
+def test_slurm_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
+    """Its third answer is that to `requeue`."""
+    job = fake_job(
+        tmp_path, {"srun": TRAINS, "scontrol": f"{silent(1)}\n[[ $(wc -l <asked) != 3 ]]", "sleep": NO_PAUSE}
+    )
+    link_commands(tmp_path / "commands", ["wc"])
     status, said = job.run_and_signal(signal.SIGUSR1)
     assert status == 75
-    assert len(job.arguments("sbatch")) == 1
-    assert "to go on: sbatch submit.slr" in said
+    assert [arguments[0] for arguments in job.arguments("scontrol")] == [
+        *("--oneliner", "--oneliner", "requeue", "--oneliner", "requeue")
+    ]
+    assert "queued again as job 4" in said
 
 
-def test_signal_before_the_training_begins_queues_again_once(tmp_path: Path) -> None:
+def test_slurm_that_never_answers_is_not_asked_for_ever(tmp_path: Path) -> None:
+    job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": "exit 1", "sleep": NO_PAUSE})
+    status, said = job.run_and_signal(signal.SIGUSR1)
+    assert status == 75
+    assert len(job.arguments("scontrol")) == 12  # five seconds apart: a minute
+    assert "(Slurm does not answer)" in said and "to go on: sbatch submit.slr\n" in said
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_sigterm_is_passed_on_where_slurm_does_not_answer(tmp_path: Path, times: int) -> None:
+    job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": silent(times), "sleep": NO_PAUSE})
+    status, said = job.run_and_signal(signal.SIGTERM)
+    assert status == 75
+    assert job.signals() == "USR1"
+    assert "queued again as job 4" in said
+
+
+def test_sigterm_is_not_passed_on_where_slurm_answers_late_that_it_ends_the_job(tmp_path: Path) -> None:
+    late = silent(1).replace("RUNNING", "COMPLETING")
+    job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": late, "sleep": NO_PAUSE})
+    assert job.run_and_signal(signal.SIGTERM, to_step=True)[0] == 75
+    assert job.signals() == "TERM"
+
+
+def test_signal_before_the_training_begins_queues_again_ten_times(tmp_path: Path) -> None:
     """torchrun dies of SIGUSR1 before it has set its handlers; with too short a time limit that would never end."""
     job = fake_job(tmp_path, {"srun": "echo $$ >starting; mv starting started; exec sleep 30"})
-    for restart, requeued in [("0", True), ("1", False)]:
+    for restart, requeued in [("0", True), ("9", True), ("10", False)]:
         (tmp_path / "started").unlink(missing_ok=True)
         shutil.rmtree(job.calls)
         job.calls.mkdir()
@@ -335,7 +386,7 @@ def test_signal_before_the_training_begins_queues_again_once(tmp_path: Path) -> 
         assert status == 128 + signal.SIGUSR1
         assert "nothing saved since the last checkpoint" in said
         assert (["requeue", "4"] in job.arguments("scontrol")) == requeued
-    assert "is the time limit too short?" in said
+    assert "is the time limit too short?" in said and "to go on: sbatch submit.slr\n" in said
 
 
 def test_signal_during_activation_starts_nothing(tmp_path: Path) -> None:
@@ -347,23 +398,119 @@ def test_signal_during_activation_starts_nothing(tmp_path: Path) -> None:
 
 def test_missing_nodes_are_named(tmp_path: Path) -> None:
     one_starts = 'touch "$PWD/expts/.slurm-4/nodes/gpu008-b"; exit 1'
-    nodes = {"SLURM_JOB_NODELIST": "gpu[007-009,15]-b,login1,x[1-2]y[3-4]", "SLURM_JOB_NUM_NODES": "9"}
-    status, said = fake_job(tmp_path, {"srun": one_starts}, **nodes).run("submit_multinode.slr")
+    names = '[[ $* == "show hostnames gpu[007-009]-b,login1" ]] && printf "%s\\n" gpu007-b gpu008-b gpu009-b login1'
+    nodes = {"SLURM_JOB_NODELIST": "gpu[007-009]-b,login1", "SLURM_JOB_NUM_NODES": "4", "SLURMD_NODENAME": "gpu007-b"}
+    job = fake_job(tmp_path, {"srun": one_starts, "scontrol": names}, **nodes)
+    status, said = job.run("submit_multinode.slr")
     assert status == 1
-    missing = said.partition("Nodes where nothing started: ")[2].partition(
-        "submit_multinode.slr: all 9 must reach gpu007-b:10004 "
-    )[0]
-    assert missing.split() == ["gpu007-b", "gpu009-b", "gpu15-b", "login1", "x1y3", "x1y4", "x2y3", "x2y4"]
+    assert "Nodes where nothing started: gpu007-b gpu009-b login1\n" in said
+    assert "all must reach gpu007-b:10004; if not: NETWORK_INTERFACE" in said
+    (tmp_path / "commands/scontrol").unlink()
+    assert "started: perhaps some of gpu[007-009]-b,login1\n" in job.run("submit_multinode.slr")[1]
 
 
-def test_submitted_from_elsewhere_or_without_environment(tmp_path: Path) -> None:
-    job = fake_job(tmp_path)
-    (tmp_path / "commands/torchrun").unlink()
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_submitted_from_elsewhere(tmp_path: Path, script: str) -> None:
+    """Slurm starts a script in the folder of sbatch, or in that of --chdir."""
+    (project := tmp_path / "project").mkdir()
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    job = fake_job(project, {"srun": "pwd >folder"}, SLURM_SUBMIT_DIR=str(elsewhere))
+    assert job.run(script)[0] == 0  # --chdir=project
+    assert Path((project / "folder").read_text().strip()) == project
+    status, said = job.run(script, cwd=elsewhere)
+    missing = "train.py" if script == "submit.slr" else "submit.slr"
+    assert (status, said) == (
+        2, f"{script}: no {missing} in {elsewhere}: run sbatch in the project's folder, or give it --chdir=FOLDER\n"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("missing", ["python", "packages"])
+def test_without_environment(tmp_path: Path, missing: str) -> None:
+    job = fake_job(tmp_path, {"python": "echo ModuleNotFoundError >&2; exit 1"})
+    if missing == "python":
+        (tmp_path / "commands/python").unlink()
     status, said = job.run("submit.slr")
-    assert status == 2 and "no torchrun on PATH: set ACTIVATE" in said
-    (tmp_path / "train.py").unlink()
-    status, said = job.run("submit.slr")
-    assert status == 2 and f"no train.py in {tmp_path}" in said
+    assert status == 2
+    assert "submit.slr: python cannot run train.py: set ACTIVATE, or LAUNCHER_PREFIX\n" in said
+    assert not job.arguments("srun")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("PROCESSES_PER_NODE", value) for value in ["0", "abc", "-1", "2.5", "08", "1 2", "a[$(touch spoilt)]"]),
+        *(("MASTER_PORT", value) for value in ["0", "65536", "http"]),
+        *[("MAX_RESTARTS", "often"), ("JOIN_TIMEOUT", "0")],
+    ],
+)
+def test_setting_that_is_no_number_is_told_in_one_line(tmp_path: Path, name: str, value: str) -> None:
+    status, said = (job := fake_job(tmp_path, **{name: value})).run("submit.slr")
+    assert status == 2
+    assert (
+        said.startswith(f"submit.slr: {name} is '{value}'; expected a whole number above 0 ") and said.count("\n") == 1
+    )
+    assert not job.arguments("srun") and not (tmp_path / "spoilt").exists()
+
+
+def test_activation_is_not_held_to_the_scripts_own_strictness(tmp_path: Path) -> None:
+    (tmp_path / "activate").write_text("false\nfalse | true\necho $UNSET_VARIABLE >/dev/null\nexport ACTIVATED=yes\n")
+    job = fake_job(tmp_path, {"srun": "env >environment"}, ACTIVATE="source ./activate")
+    assert job.run("submit.slr")[0] == 0
+    assert "ACTIVATED=yes" in (tmp_path / "environment").read_text().splitlines()
+
+
+def test_activation_that_fails_is_told(tmp_path: Path) -> None:
+    status, said = (job := fake_job(tmp_path, ACTIVATE="source nowhere/activate")).run("submit.slr")
+    assert status == 2
+    assert said.endswith("submit.slr: ACTIVATE failed with status 1: source nowhere/activate\n")
+    assert not job.arguments("python") and not job.arguments("srun")
+
+
+def test_strictness_is_back_after_activation(tmp_path: Path) -> None:
+    (tmp_path / "expts").touch()  # where a folder is to be made
+    status, said = (job := fake_job(tmp_path, ACTIVATE="true")).run("submit.slr")
+    assert status == 1 and "mkdir" in said
+    assert not job.arguments("srun")
+
+
+def test_port_can_be_chosen(tmp_path: Path) -> None:
+    job = fake_job(tmp_path, **ON_TWO_NODES, MASTER_PORT="23456")
+    assert job.run("submit_multinode.slr")[0] == 0
+    assert "--rdzv_endpoint=node1:23456" in job.arguments("srun")[0]
+
+
+def test_step_gets_all_gpus_of_the_job(tmp_path: Path) -> None:
+    """sbatch --gres=gpu:2: what srun inherits is the number in the #SBATCH line."""
+    job = fake_job(tmp_path, {"srun": "env >environment"}, SLURM_GPUS_PER_NODE="1", SLURM_GPUS_ON_NODE="2")
+    assert job.run("submit.slr")[0] == 0
+    assert "SLURM_GPUS_PER_NODE=2" in (tmp_path / "environment").read_text().splitlines()
+    assert "--nproc_per_node=2" in job.arguments("srun")[0]
+
+
+def test_without_gpus_there_is_one_process(tmp_path: Path) -> None:
+    """sbatch --gpus-per-node=0."""
+    job = fake_job(tmp_path, {"srun": "env >environment"}, SLURM_GPUS_PER_NODE="0")
+    del job.environment["SLURM_GPUS_ON_NODE"]
+    assert job.run("submit.slr")[0] == 0
+    assert "SLURM_GPUS_PER_NODE=0" in (tmp_path / "environment").read_text().splitlines()
+    assert "--nproc_per_node=1" in job.arguments("srun")[0]
+
+
+def test_containers_by_a_prefix_or_by_srun(tmp_path: Path) -> None:
+    node = 'until [[ $1 == bash ]]; do shift; done; SLURMD_NODENAME=node1 exec "$@"'
+    (tmp_path / "prefix").mkdir()
+    job = fake_job(tmp_path / "prefix", {"srun": node, "box": '"${@:3}"'}, LAUNCHER_PREFIX="box exec x.sif")
+    assert job.run("submit.slr")[0] == 0
+    check, torchrun = job.arguments("box")
+    assert check[:4] == ["exec", "x.sif", "python", "train.py"] and check[-1] == "--print-config"
+    assert torchrun[:5] == ["exec", "x.sif", "python", "-m", "torch.distributed.run"]
+
+    (tmp_path / "srun").mkdir()
+    job = fake_job(tmp_path / "srun", SRUN_OPTIONS="--container-image=x --mpi=none")
+    (tmp_path / "srun/commands/python").unlink()  # it is in the container alone
+    assert job.run("submit.slr")[0] == 0
+    (srun,) = job.arguments("srun")
+    assert srun.index("--container-image=x") < srun.index("--mpi=none") < srun.index("bash")
 
 
 # On a real cluster. Two nodes of two claimed GPUs each; on them PROCESSES_PER_NODE=1 where more would only cost time.
@@ -511,7 +658,7 @@ def test_cancelled_saves_and_stays_cancelled(cluster: SlurmCluster, project: Pat
     cluster.cancel(run.job)
     run.wait_for("with everything saved; run the same command again to go on")
     if cluster.cgroup:  # else the signal also reaches srun, which then does not return before the script is killed
-        run.wait_for("Slurm is ending this job (COMPLETING), and may queue it again; if it does not:\n")
+        run.wait_for("this script does not queue the job again (COMPLETING); if Slurm does not either,\n")
         run.wait_for("to go on: sbatch submit_multinode.slr ")
     # Longer than a requeued job would wait.
     time.sleep(8)
@@ -567,22 +714,100 @@ def test_node_that_never_comes_is_named(cluster: SlurmCluster, project: Path, tm
     options = (*OPTIONS, "--nodelist=node[1-2]")
     run = Run(cluster, project, "never", options=options, PATH=path, JOIN_TIMEOUT="5", SLURM_WAIT="2")
     run.end("FAILED")
-    assert "Nodes where nothing started: node2\n" in run.log() and "all 2 must reach node1:" in run.log()
-    assert "within 5 s" in run.log()
+    assert "Nodes where nothing started: node2\n" in run.log() and "all must reach node1:" in run.log()
 
 
 @slurm
-def test_without_scontrol_a_copy_finishes(cluster: SlurmCluster, project: Path, tmp_path: Path) -> None:
+def test_without_scontrol_the_printed_command_goes_on(cluster: SlurmCluster, project: Path, tmp_path: Path) -> None:
     link_commands(tmp_path, [*TOOLS, "srun", "sbatch", "hostname", "uname"])
-    for name in ["torchrun", "python3"]:
-        make_command(tmp_path, name, f'exec {PYTHON}/{name} "$@"')
-    run = Run(cluster, project, "copy", "submit.slr", PATH=str(tmp_path))
+    make_command(tmp_path, "python", f'exec {PYTHON}/python "$@"')
+    run = Run(cluster, project, "command", "submit.slr", PATH=str(tmp_path))
     run.wait_for("Epoch: 1, Iteration: ")
     cluster.cancel(run.job, "-b", "-s", "USR1")
     assert run.end("FAILED")["ExitCode"] == "75:0"
-    copy = int(re.findall(r"Submitted batch job (\d+)", run.log())[0])
-    assert cluster.wait(copy, 300)["JobState"] == "COMPLETED", run.log(copy)
-    assert "Resuming from" in run.log(copy)
+    (command,) = re.findall(r"to go on: sbatch (submit\.slr .*)", run.log())
+    script, *arguments = shlex.split(command)
+    environment = {"PATH": str(tmp_path), "PROCESSES_PER_NODE": "1"}
+    again = cluster.submit(project / script, *arguments, options=OPTIONS, cwd=project, **environment)
+    assert cluster.wait(again, 300)["JobState"] == "COMPLETED", run.log(again)
+    assert "Resuming from" in run.log(again)
+
+
+@slurm
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(["--gpus-per-node=2"], ["--gres=gpu:2"], ["--nodes=2", "--gres=gpu:2"], ["--exclusive"]),
+        *(["--gpus=2", "--gpus-per-node=2"], ["--gpus-per-task=2", "--gpus=2", "--gpus-per-node=2"]),
+    ],
+    ids=" ".join,
+)
+def test_step_sees_all_gpus_of_the_job(
+    cluster: SlurmCluster, project: Path, tmp_path: Path, options: list[str]
+) -> None:
+    """However sbatch was asked for two, of which its #SBATCH line asks for one."""
+    make_command(tmp_path, "python", '[[ $1 == train.py ]] || echo "$SLURMD_NODENAME has GPUs $SLURM_STEP_GPUS: $*"')
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    log = tmp_path / "log"
+    all_options = (*options, "--cpus-per-task=2", f"--output={log}")
+    job = cluster.submit(project / "submit.slr", options=all_options, cwd=project, PATH=path)
+    assert cluster.wait(job, 60)["JobState"] == "COMPLETED", log.read_text()
+    nodes = re.findall(r"^node\d has GPUs 0,1: -m torch.distributed.run .*--nproc_per_node=2 ", log.read_text(), re.M)
+    assert len(nodes) == (2 if "--nodes=2" in options else 1), log.read_text()
+
+
+# python, where a training would take too long: it tells TOLD when a signal comes, and in a second start it just ends.
+STOPS_ONCE = """
+[[ $1 == -m && $SLURM_RESTART_COUNT -eq 0 ]] || exit 0
+trap 'echo TOLD >"$TRAIN_EXIT_STATUS_FILE"; exit 1' USR1
+echo "it trains"
+sleep 60 & wait
+"""
+
+
+@slurm
+@pytest.mark.parametrize("number", ["USR1", "TERM"])
+def test_one_answer_of_slurm_may_be_missing(cluster: SlurmCluster, project: Path, tmp_path: Path, number: str) -> None:
+    make_command(tmp_path, "python", STOPS_ONCE.replace("TOLD", "75"))
+    make_command(tmp_path, "scontrol", f'mkdir {tmp_path}/asked || exec {shutil.which("scontrol")} "$@"; exit 1')
+    path, log = f"{tmp_path}:{os.environ['PATH']}", tmp_path / "log"
+    job = cluster.submit(project / "submit.slr", options=(*OPTIONS, f"--output={log}"), cwd=project, PATH=path)
+    wait_until("start", 60, lambda: log.exists() and "it trains" in log.read_text())
+    cluster.cancel(job, "-b", "-s", number)
+    fields = cluster.wait(job, 90)
+    assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1"), log.read_text()
+    assert (tmp_path / "asked").exists() and f"queued again as job {job}" in log.read_text()
+
+
+@slurm
+def test_signal_after_the_end_of_the_training_changes_nothing(
+    cluster: SlurmCluster, project: Path, tmp_path: Path
+) -> None:
+    """torchrun, which is still there, returns 1."""
+    make_command(tmp_path, "python", STOPS_ONCE.replace("TOLD", "0"))
+    path, log = f"{tmp_path}:{os.environ['PATH']}", tmp_path / "log"
+    job = cluster.submit(project / "submit.slr", options=(*OPTIONS, f"--output={log}"), cwd=project, PATH=path)
+    wait_until("start", 60, lambda: log.exists() and "it trains" in log.read_text())
+    cluster.cancel(job, "-b", "-s", "USR1")
+    fields = cluster.wait(job, 60)
+    assert (fields["JobState"], fields["ExitCode"]) == ("COMPLETED", "0:0"), log.read_text()
+
+
+@slurm
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_project_named_by_chdir(cluster: SlurmCluster, project: Path, tmp_path: Path, script: str) -> None:
+    make_command(tmp_path, "python", '[[ $1 == train.py ]] || echo "trains in $PWD"')
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    log = tmp_path / "log"
+    for options, state, said in [
+        ((f"--chdir={project}",), "COMPLETED", f"trains in {project}\n"),
+        ((), "FAILED", f" in {tmp_path}: run sbatch in the project's folder, or give it --chdir=FOLDER\n"),
+    ]:
+        all_options = (*OPTIONS, f"--output={log}", *options)
+        job = cluster.submit(project / script, options=all_options, cwd=tmp_path, PATH=path)
+        fields = cluster.wait(job, 60)
+        assert fields["JobState"] == state and said in log.read_text(), log.read_text()
+    assert fields["ExitCode"] == "2:0"
 
 
 @slurm
