@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
@@ -48,9 +49,11 @@ from utils.run.preemption import Asked, Requests, ignore_signals, listen
 from utils.run.state import Progress, RunState
 from utils.training.batches import TrainingBatches
 from utils.training.dry_run import describe
-from utils.training.learner import build_learner
+from utils.training.learner import build_learner, check_keys
 from utils.training.metrics import Confusion, MetricSums, Throughput
 from utils.training.watch import StepWatch, input_remedy
+
+Metrics = dict[str, float]
 
 
 class Trainer:
@@ -65,6 +68,7 @@ class Trainer:
         resume: str = "auto",
     ) -> None:
         self.config, self.world, self.folder, self.config_name, self.resume = config, world, folder, config_name, resume
+        check_keys(config, world)
         notes = describe_parallel(config) + pin_near_gpu(config, world)
 
         dataset = open_dataset(config, world)
@@ -123,7 +127,7 @@ class Trainer:
                 self._finish_epoch(train_metrics, valid_metrics, confusion, started)
             self.world.main_only(self.writer.wait)
             log.say(f"Look at the curves with: tensorboard --logdir {shlex.quote(str(self.folder.parent))}")
-            log.say(self._summary(finished_before))
+            log.say(self.progress.summarise(finished_before, self.throughput.overall()))
 
     def train_one_epoch(self) -> None:
         """The rest of the current epoch, from batch `progress.batch` on."""
@@ -141,7 +145,7 @@ class Trainer:
             self._obey(self.requests.poll())
 
     @torch.no_grad()
-    def validate_one_epoch(self) -> tuple[dict[str, float], Confusion]:
+    def validate_one_epoch(self) -> tuple[Metrics, Confusion]:
         """Loss and accuracy over every validation image, each counted once over all ranks; this rank's confusions."""
         self.learner.average.network.eval()
         self.loaders.valid.set_epoch(self.progress.epoch)
@@ -162,9 +166,7 @@ class Trainer:
         self.log.start_bar(name, len(self.batches), self.progress.batch)
         self.throughput.start()
 
-    def _finish_epoch(
-        self, train: dict[str, float], valid: dict[str, float], confusion: Confusion, started: float
-    ) -> None:
+    def _finish_epoch(self, train: Metrics, valid: Metrics, confusion: Confusion, started: float) -> None:
         """Schedule, record, save."""
         self._count_seconds()
         self.learner.observe_validation(valid["loss"])
@@ -194,7 +196,7 @@ class Trainer:
             self._log_end(valid, confusion)
         self._save(is_best)
 
-    def _log_end(self, valid: dict[str, float], confusion: Confusion) -> None:
+    def _log_end(self, valid: Metrics, confusion: Confusion) -> None:
         results = {f"best_{name}": value for name, value in self.progress.best.items()}
         results |= {"last_acc1": valid["acc1"], "last_loss": valid["loss"]}
         results |= {"seconds": self.progress.seconds, "images_per_sec": self.throughput.overall()}
@@ -213,10 +215,9 @@ class Trainer:
         }
         epoch, steps, sample = self.progress.epoch + 1, self.learner.steps, self.watch.take_sample()
         self.world.main_only(lambda: self.log.log_step(epoch, iteration, steps, values, sample))
-        shown = f"loss {values['loss']:.3f}  {values['images_per_sec']:.0f} images/s"
-        self.log.advance_bar(self.progress.batch, shown)
+        self.log.advance_bar(iteration + 1, f"loss {values['loss']:.3f}  {values['images_per_sec']:.0f} images/s")
 
-    def _check_finite(self, metrics: dict[str, float]) -> dict[str, float]:
+    def _check_finite(self, metrics: Metrics) -> Metrics:
         """Passes metrics on; they are over all ranks, so that all of them stop together when the loss is not finite."""
         if math.isfinite(metrics["loss"]):
             return metrics
@@ -239,8 +240,8 @@ class Trainer:
             self._save(is_best=False)
 
     def _save_and_leave(self) -> None:
-        in_validation = self.progress.batch == len(self.batches)
-        position = "in validation" if in_validation else f"after {self.progress.batch} batches"
+        batch = self.progress.batch
+        position = "in validation" if batch == len(self.batches) else f"after {batch} batches"
         where = f"{self.requests.name()} in epoch {self.progress.epoch + 1} {position}"
         if not self.config.save_checkpoint:
             raise ExpectedError(f"stopped on {where}; save_checkpoint is false, so this run cannot be continued")
@@ -284,26 +285,14 @@ class Trainer:
         if not self.finished:  # else they would describe what did not train it
             write_description(self.folder, self.config, self.config_name, environment)
             self.log.describe(self.config, self.config_name, environment)
-            position = self.progress.epoch, self.learner.steps, self.progress.batch
-            self.log.log_start(*position, resumed_from, self.world.world_size)
+            self.log.log_start(asdict(self.progress), self.learner.steps, resumed_from, self.world.world_size)
         for note in [*self.notes, *notes]:
             self.log.say(note)
-        network = f"{self.config.model} on {environment['device']}, torch {torch.__version__}"
-        self.log.say(f"{network}, {self.learner.precision}")
+        device = f"{environment['device']}, torch {torch.__version__}"
+        self.log.say(f"{self.config.model} on {device}, {self.learner.precision}")
         self.log.say(f"batch {self.learner.batch}; writes to {self.folder}")
         if not self.finished:
             self.log.say("Starting Training Loop...")
-
-    def _summary(self, finished_before: bool) -> str:
-        best = self.progress.best
-        result = f"best acc1 {100 * best['acc1']:.2f} % in epoch {best['epoch']:.0f} of {self.progress.epoch}"
-        if not best["epoch"]:  # a finished run from which best.pt was taken away
-            result = f"its best weights are no longer there, the last ones are of epoch {self.progress.epoch}"
-        if finished_before:
-            return f"Already finished: {result}; --resume never trains it again"
-        rate = self.throughput.overall()
-        per_image = f" ({1 / rate:.3g} seconds per image)" if rate else ""  # resumed at the very end: no step to time
-        return f"Finished: {result}, {self.progress.seconds:.1f} s, {rate:.1f} images/s{per_image}"
 
     def _profile(self) -> AbstractContextManager[None]:
         """PROF: every rank marks its ranges, the main process records and reports."""

@@ -23,13 +23,6 @@ from utils.distributed.world import World
 ROOT = Path(__file__).resolve().parent.parent
 CIFAR100 = ROOT / "config/cifar100.yaml"
 
-# The tutorial's blocks in config/cifar100.yaml.
-FIFTEEN = [
-    "bs128", "bs256", "bs256-prof", "bs256-amp", "bs256-amp-prof", "bs256-amp-nhwc", "bs256-amp-nhwc-prof",
-    "bs256-amp-nhwc-extra-opts", "bs256-amp-nhwc-extra-opts-prof", "bs128-opt", "bs512-opt", "bs1024-opt", "bs2048-opt",
-    "bs1024-warmup-opt", "bs2048-warmup-opt",
-]  # fmt: skip
-
 # A whole run in about a second: drawn shapes, the smallest network, few batches, plain float32.
 TINY = {
     "dataset": "shapes",

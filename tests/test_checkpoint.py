@@ -261,10 +261,10 @@ from pathlib import Path
 from train import Trainer
 from utils.run.checkpoint import newest_good
 from utils.config import Config
-from utils.distributed import Distributed
+from utils.distributed.world import World
 from utils.errors import ExpectedError
 folder = Path({str(tmp_path)!r})
-trainer = Trainer(Config(**{tiny(max_epochs=3).model_dump()!r}), Distributed(0, 0, 1, torch.device("cpu")))
+trainer = Trainer(Config(**{tiny(max_epochs=3).model_dump()!r}), World(0, 0, 1, torch.device("cpu")), folder / "run")
 validate = trainer.validate_one_epoch
 def fail_in_the_second_epoch():
     if trainer.progress.epoch == 1:
@@ -273,7 +273,7 @@ def fail_in_the_second_epoch():
     return validate()
 trainer.validate_one_epoch = fail_in_the_second_epoch
 try:
-    trainer.train(folder / "run", "tiny", "auto")
+    trainer.train()
 except ExpectedError as error:
     print("error:", error, "; status", error.exit_status)
 print(newest_good(folder / "run/checkpoints")[1]["epoch"])

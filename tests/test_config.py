@@ -12,8 +12,8 @@ import torch
 from ruamel.yaml import YAML
 
 from train import Trainer
-from utils import config as config_module
 from utils.config import Config, list_blocks, load_config
+from utils.config import blocks as config_module
 from utils.config.command_line import parse_arguments
 from utils.config.config import default_block, schema
 from utils.distributed.world import World

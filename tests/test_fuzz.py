@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.conftest import CIFAR100
 from train import Trainer
-from utils import config as config_module
 from utils.config import Config, load_config
+from utils.config import blocks as config_module
 from utils.errors import CheckpointError, ConfigError
 from utils.run.checkpoint import encode, list_checkpoints, read_checkpoint
 

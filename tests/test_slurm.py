@@ -522,7 +522,7 @@ def slurm(test: Callable[..., None]) -> Callable[..., None]:
 
 
 # Long enough to be interrupted: some 5 s on two idle cores.
-EPOCHS, BATCHES = 3, 100
+EPOCHS, BATCHES = 3, 30
 OPTIONS = ("--cpus-per-task=2", "--gpus-per-node=2")
 
 

@@ -6,6 +6,8 @@ Types, defaults and meanings are on the fields of these groups and nowhere else.
 import inspect
 from typing import Any
 
+from pydantic import model_validator
+
 from models.keys import ModelKeys
 from utils.data.keys import DataKeys
 from utils.keys import Keys, as_yaml
@@ -18,6 +20,15 @@ LINE_LENGTH = 120
 
 class Config(OutputKeys, TrainingKeys, ModelKeys, DataKeys):
     """Every key of a configuration block."""
+
+    @model_validator(mode="after")
+    def _check_profiling(self) -> "Config":
+        if self.enable_profiling and self.profiling_epoch_start > self.max_epochs:
+            raise ValueError(
+                f"enable_profiling would profile nothing: profiling_epoch_start {self.profiling_epoch_start} "
+                f"exceeds max_epochs {self.max_epochs}"
+            )
+        return self
 
 
 def schema() -> dict[str, Any]:

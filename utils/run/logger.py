@@ -141,9 +141,9 @@ class RunLogger:
             with _naming(self.folder):
                 self.board.add_epoch(epoch, values)
 
-    def log_start(self, epoch: int, step: int, batch: int, resumed_from: Path | None, world_size: int) -> None:
-        """A start of the run: from the beginning, or from a checkpoint, at this position."""
-        position = {"epoch": epoch, "batch": batch, "step": step, "time": time.time()}
+    def log_start(self, progress: dict[str, Any], step: int, resumed_from: Path | None, world_size: int) -> None:
+        """A start of the run: from the beginning, or from a checkpoint, at this progress ("epoch", "batch")."""
+        position = {"epoch": progress["epoch"], "batch": progress["batch"], "step": step, "time": time.time()}
         where = {"host": socket.gethostname(), "world_size": world_size}
         if resumed_from is None:
             self._write({"kind": "start", **position, **where})

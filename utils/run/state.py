@@ -22,6 +22,16 @@ class Progress:
     best: dict[str, float] = field(default_factory=checkpoint.NO_BEST.copy)
     seconds: float = 0.0  # of training, over all interruptions
 
+    def summarise(self, finished_before: bool, images_per_sec: float) -> str:
+        """The last line of a run; `images_per_sec` is 0 where there was no step to time."""
+        result = f"best acc1 {100 * self.best['acc1']:.2f} % in epoch {self.best['epoch']:.0f} of {self.epoch}"
+        if not self.best["epoch"]:  # a finished run whose best.pt somebody removed
+            result = f"its best weights are no longer there, the last ones are of epoch {self.epoch}"
+        if finished_before:
+            return f"Already finished: {result}; --resume never trains it again"
+        per_image = f" ({1 / images_per_sec:.3g} seconds per image)" if images_per_sec else ""
+        return f"Finished: {result}, {self.seconds:.1f} s, {images_per_sec:.1f} images/s{per_image}"
+
 
 @dataclass(frozen=True)
 class RunState:

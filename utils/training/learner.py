@@ -107,6 +107,12 @@ class Learner:
             set_learning_rate(self.optimizer, self.schedule.factor(self.steps - 1, self.plateau.cuts))
 
 
+def check_keys(keys: TrainingKeys, world: World) -> None:
+    """`ConfigError` for what this device or number of ranks cannot do, to be known before data is fetched."""
+    divide_batch(keys.batch_size, world.world_size, keys.micro_batch_size)
+    choose_precision(keys, world.device)
+
+
 def build_learner(
     keys: SomeKeys,
     build_model: Callable[[SomeKeys], nn.Module],
