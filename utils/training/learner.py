@@ -20,7 +20,7 @@ from utils.training.optimizer import build_optimizer, learning_rate, load_optimi
 from utils.training.precision import LossScaler, MasterWeights, Precision, choose_precision
 from utils.training.recipe import NoAverage, WeightAverage, build_average, predict
 from utils.training.schedule import Plateau, Schedule, build_schedule
-from utils.training.step import Step, build_step, wants_graphs
+from utils.training.step import Step, TrainStep, choose_step, on_capture_stream, wants_graphs
 
 SomeKeys = TypeVar("SomeKeys", bound=TrainingKeys)
 
@@ -138,22 +138,27 @@ def build_learner(
     seeds.seed_random_state(seeds.seed_of(keys.seed, world.rank, step=0))
     weights = MasterWeights(model, precision)
     average = build_average(keys, model)
-    optimizer = build_optimizer(keys, weights.parameters(), graphed=wants_graphs(keys, world.device))
+    graphed = wants_graphs(keys, world.device)
+    optimizer = build_optimizer(keys, weights.parameters(), graphed=graphed)
     loss_scaler = precision.loss_scaler()
     criterion = nn.CrossEntropyLoss(label_smoothing=keys.label_smoothing)
     profiler = Profiler(world.device)
-    step, step_notes = build_step(
-        keys,
-        world,
-        accumulation=batch.accumulation,
+    with on_capture_stream(world.device, graphed=graphed):
+        spread = wrap(keys, model, world)
+    train_step = TrainStep(
+        model=spread,
         weights=weights,
         optimizer=optimizer,
         criterion=criterion,
         precision=precision,
         loss_scaler=loss_scaler,
+        accumulation=batch.accumulation,
+        set_to_none=keys.extra_opt("zero_grad_set_to_none"),
+        clip_grad_norm=keys.clip_grad_norm,
+        communicate=keys.parallel != "no_communication",
         profiler=profiler,
-        wrap=wrap,
     )
+    step, step_notes = choose_step(keys, train_step, world.device)
     return Learner(
         keys=keys,
         batch=batch,

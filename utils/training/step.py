@@ -9,6 +9,7 @@ import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -17,9 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.distributed.ddp import distribute
-from utils.distributed.keys import DistributedKeys
-from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.profiling.profiler import Profiler
 from utils.training.batch_norm import RunningStatistics
@@ -38,30 +36,25 @@ class Step(Protocol):
     def __call__(self, images: Tensor, labels: Tensor, sums: MetricSums) -> None: ...
 
 
+@dataclass(eq=False)
 class TrainStep:
-    """zero_grad, forward, loss, backward over the micro-batches, optimizer step."""
+    """zero_grad, forward, loss, backward over the micro-batches, optimizer step. `model` is the network as it is spread
+    over the ranks; `weights` hold what the optimizer updates."""
 
-    def __init__(
-        self,
-        *,
-        model: nn.Module,
-        weights: MasterWeights,
-        optimizer: torch.optim.Optimizer,
-        criterion: nn.Module,
-        precision: Precision,
-        loss_scaler: LossScaler,
-        accumulation: int,
-        set_to_none: bool,
-        profiler: Profiler,
-        communicate: bool = True,
-        clip_grad_norm: float | None = None,
-    ) -> None:
-        self.model, self.weights, self.optimizer, self.criterion = model, weights, optimizer, criterion
-        self.precision, self.loss_scaler = precision, loss_scaler
-        self.accumulation, self.set_to_none, self.profiler = accumulation, set_to_none, profiler
-        self.communicate = communicate
-        self.statistics = RunningStatistics(model) if accumulation > 1 else None
-        self.clip_grad_norm = clip_grad_norm
+    model: nn.Module
+    weights: MasterWeights
+    optimizer: torch.optim.Optimizer
+    criterion: nn.Module
+    precision: Precision
+    loss_scaler: LossScaler
+    accumulation: int
+    set_to_none: bool
+    clip_grad_norm: float | None
+    communicate: bool
+    profiler: Profiler
+
+    def __post_init__(self) -> None:
+        self.statistics = RunningStatistics(self.model) if self.accumulation > 1 else None
         self.forward: Forward = self._forward
 
     def compile(self, mode: str) -> None:
@@ -144,41 +137,8 @@ class GraphedStep:
             self.graph.replay()
 
 
-def build_step(
-    keys: SpeedKeys,
-    world: World,
-    *,
-    accumulation: int,
-    weights: MasterWeights,
-    optimizer: torch.optim.Optimizer,
-    criterion: nn.Module,
-    precision: Precision,
-    loss_scaler: LossScaler,
-    profiler: Profiler,
-    wrap: Callable[[DistributedKeys, nn.Module, World], nn.Module] = distribute,
-) -> tuple[Step, list[str]]:
-    """Collective: the step in the way the configuration asks for, its network spread over the ranks by `wrap`, and what
-    a log should say of it."""
-    with on_capture_stream(world.device, graphed=wants_graphs(keys, world.device)):
-        model = wrap(keys, weights.model, world)
-    step = TrainStep(
-        model=model,
-        weights=weights,
-        optimizer=optimizer,
-        criterion=criterion,
-        precision=precision,
-        loss_scaler=loss_scaler,
-        accumulation=accumulation,
-        set_to_none=keys.extra_opt("zero_grad_set_to_none"),
-        profiler=profiler,
-        communicate=keys.parallel != "no_communication",
-        clip_grad_norm=keys.clip_grad_norm,
-    )
-    return choose_step(keys, step, world.device)
-
-
 def choose_step(keys: SpeedKeys, step: TrainStep, device: torch.device) -> tuple[Step, list[str]]:
-    """`step` eager, compiled or captured, and what a log should say of it."""
+    """`step` eager, compiled or captured, and notes for the log."""
     notes = []
     if compiles(keys, device):
         missing = _missing_compiler(device)
