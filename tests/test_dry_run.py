@@ -38,7 +38,8 @@ def test_the_memory_estimate_counts_what_a_step_leaves(tiny, alone, changes):
         trainer.learner.average.update()
     weights = {*trainer.learner.model.parameters(), *trainer.learner.weights.parameters()}
     moments = [value for state in trainer.learner.optimizer.state.values() for value in state.values()]
-    average = [] if trainer.learner.average is None else trainer.learner.average.module.state_dict().values()
+    averaged = trainer.learner.average.network
+    average = [] if averaged is trainer.learner.model else averaged.state_dict().values()
     assert state_bytes(config, trainer.learner.weights) == 2 * size(weights) + size(moments) + size(average)
 
 

@@ -142,15 +142,16 @@ def test_no_epoch_waits_for_the_device_outside_its_log_points(tiny, gpu, tmp_pat
     trainer = Trainer(config, gpu)
     log_point, log_points = trainer._log_point, []
 
-    def wait_here() -> None:
+    def wait_here(iteration: int) -> None:
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("default")
-        log_point()
+        log_point(iteration)
         log_points.append(trainer.progress.epoch)
         torch.cuda.set_sync_debug_mode(mode)
 
     monkeypatch.setattr(trainer, "_log_point", wait_here)
-    with RunLogger(tmp_path, enabled=True, to_screen=False, board=None) as trainer.log:
+    logger = RunLogger(tmp_path, enabled=True, to_screen=False, to_tensorboard=False)
+    with logger.open(epoch=0, step=0, seconds=0.0) as trainer.log:
         trainer.train_one_epoch()
         trainer.progress.epoch, trainer.progress.batch = 1, 0
         torch.cuda.set_sync_debug_mode("error")
@@ -205,13 +206,13 @@ def test_a_graph_with_ddp_over_nccl(tiny, gpu, tmp_path):
         reference = Trainer(on_gpu(tiny, enable_amp=True), gpu)
         training = build_measured(config, gpu, wrap=wrap_in_ddp)
         assert isinstance(training.step, GraphedStep)
-        reference.train_loader.set_epoch(0)
-        images, labels = next(iter(reference.train_loader))
+        reference.loaders.train.set_epoch(0)
+        images, labels = next(iter(reference.loaders.train))
         sums = MetricSums(gpu.device)
         for _ in range(STEPS):
             training.step(images, labels, sums)
-            reference.train_step(images, labels, reference.sums)
-        torch.testing.assert_close(sums.sums, reference.sums.sums, rtol=0.05, atol=1)
+            reference.learner.step(images, labels, reference.learner.sums)
+        torch.testing.assert_close(sums.sums, reference.learner.sums.sums, rtol=0.05, atol=1)
     finally:
         dist.destroy_process_group()
 
@@ -225,7 +226,7 @@ def test_fastest_trains_saves_and_resumes(tiny, gpu, tmp_path):
 
     first = run(2)
     assert isinstance(first.learner.step, GraphedStep) and first.learner.step.captured
-    assert run(3).step == 60
+    assert run(3).learner.steps == 60
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     trained = [row["loss/train"] for row in rows if row["kind"] == "epoch"]
     assert len(trained) == 3 and trained[2] < trained[0]
@@ -246,11 +247,11 @@ def test_tf32_shortens_the_mantissa(tiny, gpu, enabled):
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(512, 512, generator=generator) for _ in range(2))
     error = ((left.cuda() @ right.cuda()).cpu().double() - left.double() @ right.double()).abs().max()
-    assert (error > 1e-3) is enabled
+    assert bool(error > 1e-3) is enabled
     images, kernel = torch.randn(8, 64, 16, 16, generator=generator), torch.randn(64, 64, 3, 3, generator=generator)
     exact = nn.functional.conv2d(images.double(), kernel.double())
     error = (nn.functional.conv2d(images.cuda(), kernel.cuda()).cpu().double() - exact).abs().max()
-    assert (error > 2e-3) is enabled
+    assert bool(error > 2e-3) is enabled
 
 
 def test_the_profile_holds_kernels_and_memory(tiny, gpu, tmp_path):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from utils.run.board import Board
 from utils.run.logger import RunLogger
 from utils.training.metrics import MetricSums
 
@@ -54,8 +53,10 @@ def test_first_loss_that_is_not_finite_is_found(alone):
     assert not math.isfinite(sums.average(alone)["loss"])
 
 
-def make_logger(folder, **changes):
-    return RunLogger(folder, **{"enabled": True, "to_screen": False, "board": None} | changes)
+def make_logger(folder, done=0, **changes):
+    """Opened after `done` epochs of one step and one second each."""
+    logger = RunLogger(folder, **{"enabled": True, "to_screen": False, "to_tensorboard": False} | changes)
+    return logger.open(epoch=done, step=done, seconds=done)
 
 
 def test_other_ranks_write_nothing(tmp_path):
@@ -85,8 +86,7 @@ def test_resumed_run_marks_the_repeated_epochs_of_tensorboard(tmp_path, monkeypa
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
     for first_epoch, loss in ((0, 9.0), (1, 2.0)):
-        board = Board(tmp_path / "tb_logs", epoch=first_epoch, step=first_epoch, seconds=first_epoch)
-        with make_logger(tmp_path, board=board) as log:
+        with make_logger(tmp_path, done=first_epoch, to_tensorboard=True) as log:
             for epoch in range(first_epoch + 1, 4):
                 log.log_epoch(epoch, epoch, EPOCH | {"loss/train": loss})
     scalars = EventAccumulator(str(tmp_path / "tb_logs")).Reload().Scalars("loss/train")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from train import Trainer, main
 from utils.config import Config
 from utils.config.command_line import Arguments
-from utils.data.mix import BatchMix, MixRanges, build_mix, symmetric_beta
+from utils.data.mix import BatchMix, MixRanges, build_mix, leave_unmixed, symmetric_beta
 from utils.data.sampling import EpochPlan, epoch_order
 from utils.distributed.world import World
 from utils.errors import ConfigError
@@ -125,7 +125,7 @@ def test_accuracy_counts_the_class_of_the_larger_share() -> None:
 
 
 def test_off_is_nothing_and_an_odd_share_cannot_be_paired(tiny: Callable[..., Config]) -> None:
-    assert build_mix(tiny(), plan()) is None
+    assert build_mix(tiny(), plan()) is leave_unmixed
     with pytest.raises(ConfigError, match="3; use an even share"):
         build_mix(tiny(mixup_alpha=0.2), plan(0, 8))
     assert build_mix(tiny(cutout_size=4), plan(0, 8)) is not None

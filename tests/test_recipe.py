@@ -288,7 +288,7 @@ def test_average_equals_pytorchs_and_is_what_is_validated(tiny, alone, tmp_path)
     trainer.train()
     assert set(seen) == {"training", "average"}
     raw, expected = trainer.learner.model.state_dict(), reference.module.state_dict()
-    for name, value in trainer.learner.average.module.state_dict().items():
+    for name, value in trainer.learner.average.network.state_dict().items():
         if value.is_floating_point():
             assert torch.equal(value, expected[name])
             assert not torch.equal(value, raw[name])
@@ -303,7 +303,7 @@ def test_average_is_saved_and_resumed_in_mid_epoch(tiny, alone, tmp_path):
         path = tmp_path / f"whole/checkpoints/step-{step:09d}.pt"
         parts = run(config, alone, tmp_path / f"from {step}", resume=str(path))
         assert epochs(tmp_path / f"from {step}")[-1]["loss/valid"] == epochs(tmp_path / "whole")[-1]["loss/valid"]
-        one, other = (trainer.learner.average.module.state_dict() for trainer in (whole, parts))
+        one, other = (trainer.learner.average.network.state_dict() for trainer in (whole, parts))
         assert all(torch.equal(value, other[name]) for name, value in one.items())
     assert read_checkpoint(path)["average"]["updates"] == 4
 

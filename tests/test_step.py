@@ -152,8 +152,8 @@ def test_the_step_that_is_measured_is_the_one_that_trains(tiny, alone, changes):
     assert measured.step.accumulation == trainer.learner.batch.accumulation
     trainer.loaders.train.set_epoch(0)
     for images, labels in trainer.loaders.train:
-        trainer.learner.step(images, labels, trainer.learner.sums)
-        measured(images, labels)
+        trainer.learner.train(images, labels)
+        measured.train(images, labels)
     for name, value in trainer.learner.model.state_dict().items():
         assert torch.equal(value, measured.model.state_dict()[name]), name
     with pytest.raises(ConfigError, match="enable_sync_bn needs CUDA devices"):
@@ -167,7 +167,7 @@ def test_graphs_need_cuda_and_the_fused_optimizer(tiny, alone):
         tiny(enable_cuda_graphs=True)
     with pytest.raises(ValueError, match="compile_mode reduce-overhead captures CUDA graphs itself"):
         tiny(enable_cuda_graphs="auto", fused_optimizer=True, compile_mode="reduce-overhead")
-    assert Trainer(tiny(enable_cuda_graphs="auto", fused_optimizer=True), alone).train_step.forward  # eager on a CPU
+    assert Trainer(tiny(enable_cuda_graphs="auto", fused_optimizer=True), alone).learner.step.forward  # eager on a CPU
 
 
 def test_compile_modes_with_graphs_of_their_own_need_gradients_that_are_dropped(tiny, alone, monkeypatch):
@@ -177,7 +177,7 @@ def test_compile_modes_with_graphs_of_their_own_need_gradients_that_are_dropped(
     def choose(mode, **changes):
         config = tiny(compile_mode=mode, **fitting | changes)
         return choose_step(
-            config, Trainer(tiny(**fitting | changes | {"enable_compile": False}), alone).train_step, cuda
+            config, Trainer(tiny(**fitting | changes | {"enable_compile": False}), alone).learner.step, cuda
         )
 
     for changes in ({"zero_grad_set_to_none": False}, {"micro_batch_size": 16}):
@@ -188,11 +188,13 @@ def test_compile_modes_with_graphs_of_their_own_need_gradients_that_are_dropped(
 
 
 @pytest.mark.parametrize("graphed", [False, True])
-def test_learning_rate_as_number_and_as_tensor(tiny, graphed):
+def test_learning_rate_as_number_and_as_tensor(tiny, graphed, monkeypatch):
     optimizer = build_optimizer(tiny(lr=0.5), [nn.Parameter(torch.ones(2))], graphed=graphed)
     before = optimizer.param_groups[0]["lr"]
     for factor in (0.5, 0.25):
-        set_learning_rate(optimizer, factor)
+        with monkeypatch.context() as patches, HostReads(patches) as reads:
+            set_learning_rate(optimizer, factor)
+        assert reads.count == 0, "a rate on the device is written without reading it"
         assert learning_rate(optimizer) == 0.5 * factor
     assert (optimizer.param_groups[0]["lr"] is before) is graphed  # a graph reads the very tensor it was captured with
 
@@ -235,8 +237,8 @@ class HostReads(TorchDispatchMode):
 def count_reads(config: Config, alone: World, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int, int]:
     """How often an epoch, as a run trains it, asks for a value outside its log points, and in them."""
     trainer = Trainer(config, alone)
-    logger = RunLogger(folder, enabled=True, to_screen=False, board=None)
-    with logger as trainer.log, HostReads(monkeypatch) as reads:
+    logger = RunLogger(folder, enabled=True, to_screen=False, to_tensorboard=False)
+    with logger.open(epoch=0, step=0, seconds=0.0) as trainer.log, HostReads(monkeypatch) as reads:
         monkeypatch.setattr(trainer, "_log_point", reads.setting_aside(trainer._log_point))
         # it reads the flags of signals, which are on the CPU wherever training is
         monkeypatch.setattr(trainer.requests, "poll", reads.setting_aside(trainer.requests.poll, into="polls"))
