@@ -151,7 +151,15 @@ def test_results_are_no_change_of_the_code(tmp_path: Path) -> None:
 
 def test_seeds_of_another_configuration_are_refused(folder: Callable[..., Path], capsys: Any) -> None:
     out = folder(0.4)
-    arguments = ["record", "--config=bs128", f"--out={out}", "--seeds=1", *SETTINGS, "--set=lr=0.123"]
+    arguments = [
+        "record",
+        "--config=bs128",
+        f"--out={out}",
+        "--seeds=1",
+        *SETTINGS,
+        "--set=stop_at_accuracy=0.4",
+        "--set=lr=0.123",
+    ]
     assert bench.main(arguments) == 2
     assert "was run with lr 0.1, bs128 now has 0.123" in capsys.readouterr().err
 

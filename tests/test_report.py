@@ -106,7 +106,7 @@ def test_seeds_and_differences(run, page):
     _, tables = page(*folders)
     assert [row[:3] for row in tables["seeds"][1:]] == [["a", "1, 2", "2"], ["c", "1", "1"]]
     assert " ± " in tables["seeds"][1][3] and " ± " not in tables["seeds"][2][3]
-    assert tables["differences"] == [["key", "a", "b", "c"], ["lr", "0.1", "0.1", "0.01"], ["seed", "1", "2", "1"]]
+    assert tables["differences"] == [["key", "a", "b", "c"], ["seed", "1", "2", "1"], ["lr", "0.1", "0.1", "0.01"]]
     runs = [read(folder)[0][0] for folder in folders]
     assert set(differences(runs)) == {"lr", "seed"} and [len(group) for group in same_but_seed(runs)] == [2, 1]
     assert tables["worst"][0][1] == "class" and len(tables["worst"]) == 1 + 3 * 5

@@ -32,10 +32,10 @@ LOADERS = {
 }  # fmt: skip
 BATCHES, POLLS = 4, 4 + 2  # polls for requests: one after each batch, of training and of validation
 STOPS = {
-    "in mid-epoch, within a window": (POLLS + 2, "in epoch 2 after iteration 1", {"epoch": 1, "batch": 2}),
+    "in mid-epoch, within a window": (POLLS + 2, "in epoch 2 after 2 batches", {"epoch": 1, "batch": 2}),
     "before validation": (POLLS + BATCHES, "in epoch 2 in validation", {"epoch": 1, "batch": BATCHES}),
     "in validation": (POLLS + BATCHES + 1, "in epoch 2 in validation", {"epoch": 1, "batch": BATCHES}),
-    "between epochs": (2 * POLLS + 1, "in epoch 3 after iteration 0", {"epoch": 2, "batch": 1}),
+    "between epochs": (2 * POLLS + 1, "in epoch 3 after 1 batches", {"epoch": 2, "batch": 1}),
 }
 
 

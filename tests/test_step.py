@@ -95,7 +95,7 @@ def test_a_compiled_step_equals_the_eager_one_and_keeps_the_models_names(tiny, a
         images = torch.randn(8, 3, 32, 32, generator=generator)
         labels = torch.randint(0, 10, (8,), generator=generator)
         for training in trainings:
-            training(images, labels)
+            training.train(images, labels)
     eager, compiled = (training.model.state_dict() for training in trainings)
     assert list(eager) == list(compiled)
     for name, value in eager.items():

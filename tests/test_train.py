@@ -97,7 +97,7 @@ def test_switches_change_the_speed_and_not_the_training(tiny, alone, tmp_path, s
     off, on = (records(tmp_path / name, "step") for name in ("off", "on"))
     tolerance = 0.02 if switches.get("enable_amp") else 3e-3  # roundings differ and grow with the steps
     assert [row["loss"] for row in on] == pytest.approx([row["loss"] for row in off], rel=tolerance)
-    assert reference.step == switched.step
+    assert reference.learner.steps == switched.learner.steps
 
 
 def test_nhwc_reaches_model_and_images(tiny, alone):
@@ -358,7 +358,7 @@ def test_going_on_from_the_best_keeps_what_is_older(tiny, alone, tmp_path):
 def test_other_data_or_other_epochs_are_refused(tiny, alone, tmp_path, changes, difference):
     run(tiny(max_epochs=1), alone, tmp_path)
     if difference is None:
-        assert run(tiny(max_epochs=2, **changes), alone, tmp_path).epoch == 2
+        assert run(tiny(max_epochs=2, **changes), alone, tmp_path).progress.epoch == 2
     else:
         with pytest.raises(CheckpointError, match=f"was trained on other data, or with other epochs: {difference}\\n"):
             run(tiny(max_epochs=2, **changes), alone, tmp_path)
@@ -371,7 +371,8 @@ def test_other_data_or_other_epochs_are_refused(tiny, alone, tmp_path, changes, 
 def test_a_finished_run_without_its_best_weights_says_so(tiny, alone, tmp_path):
     run(tiny(max_epochs=1), alone, tmp_path)
     (tmp_path / "checkpoints/best.pt").unlink()
-    assert "its best weights are no longer there" in run(tiny(max_epochs=1), alone, tmp_path)._summary(True)
+    progress = run(tiny(max_epochs=1), alone, tmp_path).progress
+    assert "its best weights are no longer there" in progress.summarise(True, 0.0)
 
 
 def test_a_finished_run_keeps_its_description(tiny, alone, tmp_path):

@@ -40,7 +40,7 @@ def test_comparison_finds_each_difference(two_runs):
     assert compare(uninterrupted, killed) == []
 
     change_metrics(
-        killed, lambda rows: [rows[0] | {"learning_rate": rows[0]["learning_rate"] * (1 + 1e-15)}, *rows[1:]]
+        killed, lambda rows: [rows[0], rows[1] | {"learning_rate": rows[1]["learning_rate"] * (1 + 1e-15)}, *rows[2:]]
     )
     found = compare(uninterrupted, killed)
     assert [line.split(":")[0] for line in found] == ["metrics.jsonl[0].learning_rate", "learning rates[0]"]
@@ -108,7 +108,7 @@ def test_a_start_that_does_not_go_on_is_found_out(tiny, alone, tmp_path, monkeyp
 
 def test_a_run_that_says_it_goes_on_and_moves_its_folder_is_found_out(tmp_path):
     run = verify_resume.Attempt.__new__(verify_resume.Attempt)
-    run.folder, run.log, run.starts_before = tmp_path / "run", tmp_path / "run.output", 0
+    run.folder, run.log, run.starts_before = tmp_path / "run", tmp_path / "run.output", []
     (tmp_path / "run.1").mkdir()
     run.log.write_text("")
     run.folder.mkdir()

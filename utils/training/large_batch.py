@@ -15,52 +15,44 @@ LAMB_BETA2 = 0.999  # You et al. 2019
 LAMB_EPSILON = 1e-6
 
 
-class Lars(torch.optim.Optimizer):
-    """SGD with momentum whose gradient each layer scales by trust_coefficient x |w| / (|g| + weight_decay x |w|).
+class _Layerwise(torch.optim.Optimizer):
+    """What both share: one update of every parameter that has a gradient. `options` are the defaults of a group."""
 
-    You, Gitman and Ginsburg 2017, arXiv:1708.03888, equation 6.
-    """
-
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
-        *,
-        lr: float,
-        momentum: float,
-        weight_decay: float,
-        nesterov: bool,
-        trust_coefficient: float,
-    ) -> None:
-        options = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "trust_coefficient": trust_coefficient,
-            "adapt": True,
-        }
-        super().__init__(parameters, options)
+    def __init__(self, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], **options: float | bool) -> None:
+        super().__init__(parameters, {"adapt": True, **options})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
         assert closure is None, "a closure is not supported"
         for group in self.param_groups:
-            parameters, gradients = _with_gradients(group)
-            if not parameters:
-                continue
-            updates = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
-            if group["adapt"]:
-                weights, slopes = _norms(parameters), _norms(gradients)
-                scale = group["trust_coefficient"] * weights / (slopes + group["weight_decay"] * weights)
-                torch._foreach_mul_(updates, _where_both(weights, slopes, scale))
-            buffers = self._buffers("momentum_buffer", parameters)
-            torch._foreach_mul_(buffers, group["momentum"])
-            torch._foreach_add_(buffers, updates)
-            if group["nesterov"]:
-                torch._foreach_add_(updates, buffers, alpha=group["momentum"])
-            torch._foreach_add_(parameters, updates if group["nesterov"] else buffers, alpha=-float(group["lr"]))
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
+                self._update(group, parameters, [parameter.grad for parameter in parameters])
         return None
+
+    def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        raise NotImplementedError
+
+
+class Lars(_Layerwise):
+    """SGD with momentum whose gradient each layer scales by trust_coefficient x |w| / (|g| + weight_decay x |w|).
+
+    You, Gitman and Ginsburg 2017, arXiv:1708.03888, equation 6.
+    Options: lr, momentum, weight_decay, nesterov, trust_coefficient.
+    """
+
+    def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        updates = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
+        if group["adapt"]:
+            weights, slopes = _norms(parameters), _norms(gradients)
+            scale = group["trust_coefficient"] * weights / (slopes + group["weight_decay"] * weights)
+            torch._foreach_mul_(updates, _where_both(weights, slopes, scale))
+        buffers = self._buffers("momentum_buffer", parameters)
+        torch._foreach_mul_(buffers, group["momentum"])
+        torch._foreach_add_(buffers, updates)
+        if group["nesterov"]:
+            torch._foreach_add_(updates, buffers, alpha=group["momentum"])
+        torch._foreach_add_(parameters, updates if group["nesterov"] else buffers, alpha=-float(group["lr"]))
 
     def _buffers(self, name: str, parameters: list[Tensor]) -> list[Tensor]:
         for parameter in parameters:
@@ -69,45 +61,27 @@ class Lars(torch.optim.Optimizer):
         return [self.state[parameter][name] for parameter in parameters]
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(_Layerwise):
     """Adam with decoupled weight decay whose update r each layer scales by |w| / |r|.
 
-    You et al. 2019, arXiv:1904.00962, algorithm 2, with phi(x) = x.
+    You et al. 2019, arXiv:1904.00962, algorithm 2, with phi(x) = x. Options: lr, beta1, weight_decay.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
-        *,
-        lr: float,
-        beta1: float,
-        weight_decay: float,
-    ) -> None:
-        super().__init__(parameters, {"lr": lr, "beta1": beta1, "weight_decay": weight_decay, "adapt": True})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
-        assert closure is None, "a closure is not supported"
-        for group in self.param_groups:
-            parameters, gradients = _with_gradients(group)
-            if not parameters:
-                continue
-            states = [self._state(parameter) for parameter in parameters]
-            means, squares = ([state[name] for state in states] for name in ("mean", "square"))
-            beta1, step = group["beta1"], states[0]["step"]
-            torch._foreach_lerp_(means, gradients, 1 - beta1)
-            torch._foreach_mul_(squares, LAMB_BETA2)
-            torch._foreach_addcmul_(squares, gradients, gradients, 1 - LAMB_BETA2)
-            roots = torch._foreach_sqrt(torch._foreach_div(squares, 1 - LAMB_BETA2**step))
-            torch._foreach_add_(roots, LAMB_EPSILON)
-            updates = list(torch._foreach_div(torch._foreach_div(means, 1 - beta1**step), roots))
-            torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
-            if group["adapt"]:
-                weights, lengths = _norms(parameters), _norms(updates)
-                torch._foreach_mul_(updates, _where_both(weights, lengths, weights / lengths))
-            torch._foreach_add_(parameters, updates, alpha=-float(group["lr"]))
-        return None
+    def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        states = [self._state(parameter) for parameter in parameters]
+        means, squares = ([state[name] for state in states] for name in ("mean", "square"))
+        beta1, step = group["beta1"], states[0]["step"]
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, LAMB_BETA2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - LAMB_BETA2)
+        roots = torch._foreach_sqrt(torch._foreach_div(squares, 1 - LAMB_BETA2**step))
+        torch._foreach_add_(roots, LAMB_EPSILON)
+        updates = list(torch._foreach_div(torch._foreach_div(means, 1 - beta1**step), roots))
+        torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
+        if group["adapt"]:
+            weights, lengths = _norms(parameters), _norms(updates)
+            torch._foreach_mul_(updates, _where_both(weights, lengths, weights / lengths))
+        torch._foreach_add_(parameters, updates, alpha=-float(group["lr"]))
 
     def _state(self, parameter: Tensor) -> dict[str, Any]:
         state = self.state[parameter]
@@ -115,12 +89,6 @@ class Lamb(torch.optim.Optimizer):
             state |= {"step": 0, "mean": torch.zeros_like(parameter), "square": torch.zeros_like(parameter)}
         state["step"] += 1
         return state
-
-
-def _with_gradients(group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """The group's parameters that have a gradient, and these gradients."""
-    parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-    return parameters, [parameter.grad for parameter in parameters]
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
