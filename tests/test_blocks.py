@@ -147,7 +147,7 @@ def test_blocks_for_gpus_say_so(name: str, tmp_path: Path, pictures: Callable[[i
     assert "CUDA devices" in capfd.readouterr().err
 
 
-def test_blocks_of_the_seeds_are_there() -> None:
+def test_blocks_of_the_sources_exist() -> None:
     """Networks, batches and levels that the documents this project follows have measured."""
     imagenet = {
         name: load_config(ROOT / "config/imagenet.yaml", name) for name in list_blocks(ROOT / "config/imagenet.yaml")

@@ -1,4 +1,4 @@
-"""utils.board: what a run's TensorBoard folder holds, read back from its event files."""
+"""utils.run.board: what a run's TensorBoard folder holds, read back from its event files."""
 
 import json
 import time

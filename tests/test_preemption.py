@@ -1,4 +1,4 @@
-"""utils.preemption: what a signal asks for, and the second Ctrl-C. tests/test_resume.py stops whole runs."""
+"""utils.run.preemption: what a signal asks for, and the second Ctrl-C. tests/test_resume.py stops whole runs."""
 
 import signal
 import time

@@ -136,7 +136,7 @@ def inside(boxes: IntArray, height: int, width: int, device: torch.device) -> Te
 
 
 def leave_unmixed(images: Tensor, labels: Tensor, epoch: int, batch: int) -> tuple[Tensor, Tensor]:
-    """In the place of a `BatchMix`: the batch as it is."""
+    """The null object for `BatchMix`: the batch as it is."""
     return images, labels
 
 

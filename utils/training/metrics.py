@@ -21,7 +21,7 @@ class MetricSums:
         self.logged = [0.0] * 4  # totals over all ranks at the last log point
 
     def reset(self) -> None:
-        """Begin anew, in the same memory: a CUDA graph of the step goes on adding there."""
+        """Start again at zero, in the same memory: a CUDA graph of the step keeps adding to it."""
         self.sums.zero_()
         self.logged = [0.0] * 4
 

@@ -62,7 +62,7 @@ def _where(tensors: list[Tensor], *, floating: bool) -> list[Tensor]:
 
 
 class NoAverage:
-    """In the place of a `WeightAverage`: the network itself is validated, and there is nothing to update."""
+    """The null object for `WeightAverage`: the network itself is validated."""
 
     def __init__(self, model: nn.Module) -> None:
         self.network = model
@@ -74,7 +74,7 @@ class NoAverage:
         """Nothing."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing: a run that goes on without `ema_decay` drops its average."""
+        """Nothing: a run that resumes without `ema_decay` drops its average."""
 
 
 def build_average(keys: RecipeKeys, model: nn.Module) -> WeightAverage | NoAverage:

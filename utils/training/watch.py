@@ -80,7 +80,7 @@ class StepWatch:
         return {"data_wait": window.waiting / window.total, "memory_gb": peak_memory(self.world.device) / 1e9}
 
     def judge(self, remedy: str) -> list[str]:
-        """Collective, at the end of an epoch: what the reader should know and has not been told yet."""
+        """Collective, at the end of an epoch: remarks for the log, each made once."""
         ranks = self.world.gather((socket.gethostname(), self._windows))
         self._windows = []
         remarks = self._judge_input([windows for _, windows in ranks], remedy)

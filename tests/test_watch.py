@@ -1,4 +1,4 @@
-"""utils.observe: waiting for input, slow ranks, and which classes are taken for which."""
+"""utils.training.watch: waiting for input, slow ranks, and which classes are taken for which."""
 
 import os
 import subprocess
