@@ -1,6 +1,7 @@
 """Datasets on disk: the official binary version, torchvision's, and the drawn shapes."""
 
 import hashlib
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -8,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torchvision
 from conftest import CIFAR100
 from tiny_cifar import RECORDS_PER_FILE, TinyCifar, make_archive, make_tiny_cifar, md5, serve
 
@@ -177,12 +177,53 @@ def test_a_folder_that_cannot_be_written_is_read_all_the_same(
 ) -> None:
     folder = tiny.write_binary(tmp_path)
 
-    def refuse(self: Path, text: str) -> int:
+    def refuse(self: Path, mode: str) -> None:
         raise PermissionError(13, "Permission denied", str(self))
 
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     assert_holds(load(tiny, tmp_path), tiny)
     assert sorted(path.name for path in folder.iterdir()) == sorted(tiny.records)
+
+
+@pytest.mark.parametrize("kind", ["Latin-1", "folder", "FIFO"])
+def test_class_names_that_cannot_be_read_are_one_line(tiny: TinyCifar, tmp_path: Path, kind: str) -> None:
+    path = tiny.write_binary(tmp_path) / tiny.version.names_file
+    if kind == "Latin-1":
+        path.write_bytes("caf\xe9\n".encode("latin1"))
+    else:
+        (path.mkdir if kind == "folder" else lambda: os.mkfifo(path))()
+    with pytest.raises(DataError, match="Remove it: the official names are built in") as caught:
+        load(tiny, tmp_path)
+    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["deep", "FIFO"])
+def test_a_memory_of_what_was_verified_that_cannot_be_read_is_written_anew(
+    tiny: TinyCifar, tmp_path: Path, kind: str
+) -> None:
+    path = tiny.write_binary(tmp_path) / cifar.VERIFIED_FILE
+    if kind == "deep":
+        path.write_text("[" * 100_000 + "]" * 100_000)
+    else:
+        os.mkfifo(path)
+    assert_holds(load(tiny, tmp_path), tiny)
+    assert len(json.loads(path.read_text())) == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+def test_a_folder_that_may_not_be_read_is_an_error_with_the_remedy(tiny: TinyCifar, tmp_path: Path) -> None:
+    tiny.write_binary(tmp_path)
+    tmp_path.chmod(0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)  # root may read everything
+    try:
+        with pytest.raises(DataError, match=r"--from ARCHIVE_OR_FOLDER") as caught:
+            load(tiny, tmp_path)
+    finally:
+        os.seteuid(user)
+        tmp_path.chmod(0o700)
+    assert str(tmp_path) in str(caught.value) and caught.value.exit_status == 3
 
 
 # ---- absent, or torchvision's version
@@ -222,7 +263,7 @@ def test_altered_torchvision_version_is_refused_unopened(
     trap = tmp_path / "opened"
     first = next(iter(tiny.pickles()))
     (folder / first).write_bytes(b"cos\nmkdir\n(V%s\ntR." % str(trap).encode())
-    with pytest.raises(DataError, match=tiny.version.python_folder):
+    with pytest.raises(DataError, match=tiny.version.dataset_class.base_folder):
         load(tiny, tmp_path)
     assert not trap.exists()
 
@@ -232,9 +273,9 @@ def published(tiny: TinyCifar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """The archive that torchvision fetches, from this machine, and a list that grows with every fetch."""
     monkeypatch.setenv("no_proxy", "*")
     tiny.publish_python(monkeypatch)
-    folder = tiny.version.python_folder
+    folder = tiny.version.dataset_class.base_folder
     members = {f"{folder}/{name}": content for name, content in {**tiny.pickles(), **tiny.meta_pickle()}.items()}
-    dataset_class = getattr(torchvision.datasets, tiny.version.torchvision_class)
+    dataset_class = tiny.version.dataset_class
     (tmp_path / "server").mkdir()
     archive = make_archive(tmp_path / "server" / dataset_class.filename, members)
     monkeypatch.setattr(dataset_class, "tgz_md5", md5(archive.read_bytes()))
@@ -264,7 +305,7 @@ def test_download_once_by_however_many(tiny: TinyCifar, tmp_path: Path, publishe
     assert len(loaded) == 3 and len(fetched) == 1
     for dataset in loaded:
         assert_holds(dataset, tiny)
-    expected = [f".{tiny.version.name}.lock", tiny.version.python_folder]
+    expected = [f".{tiny.version.name}.lock", tiny.version.dataset_class.base_folder]
     assert sorted(path.name for path in data_path.iterdir()) == expected
     assert_holds(load(tiny, data_path), tiny)
 

@@ -1,6 +1,7 @@
 """tools.prepare_data: every kind of source, everything that can be wrong with one, and nothing half-written."""
 
 import errno
+import fcntl
 import gzip
 import os
 import pty
@@ -88,7 +89,7 @@ def python_folder(tiny: TinyCifar, where: Path) -> Path:
 
 
 def python_archive(tiny: TinyCifar, where: Path) -> Path:
-    folder = tiny.version.python_folder
+    folder = tiny.version.dataset_class.base_folder
     members: MemberList = [(tarfile.TarInfo(folder), b"")]
     members[0][0].type = tarfile.DIRTYPE
     files = {**tiny.meta_pickle(), **tiny.pickles()}
@@ -310,7 +311,7 @@ def broken_sparse_header(tiny: TinyCifar, where: Path) -> Path:
 
 
 def bomb_of_a_pickle(tiny: TinyCifar, where: Path) -> Path:
-    return make_archive(where / "bomb.tar.gz", {f"{tiny.version.python_folder}/train": bytes(1 << 20)})
+    return make_archive(where / "bomb.tar.gz", {f"{tiny.version.dataset_class.base_folder}/train": bytes(1 << 20)})
 
 
 def altered_folder(tiny: TinyCifar, where: Path) -> Path:
@@ -402,7 +403,7 @@ def test_no_pickle_is_opened_whose_checksum_is_wrong(
     name = next(iter(tiny.pickles()))
     source = tmp_path / "source"
     if form == "archive":
-        make_archive(source, {f"{tiny.version.python_folder}/{name}": mkdir_pickle(trap)})
+        make_archive(source, {f"{tiny.version.dataset_class.base_folder}/{name}": mkdir_pickle(trap)})
     else:
         (tiny.write_python(source) / name).write_bytes(mkdir_pickle(trap))
     assert run(tiny, tmp_path / "data", "--from", source) == 3
@@ -495,7 +496,7 @@ def test_prepared_folder_on_a_read_only_disk_is_accepted(
 
     for method in ("write_text", "mkdir", "rename"):
         monkeypatch.setattr(Path, method, refuse)
-    monkeypatch.setattr(prepare, "exclusive_lock", refuse)
+    monkeypatch.setattr(prepare, "partial_folder", refuse)
     assert run(tiny100, tmp_path) == 0
     assert "already there" in capsys.readouterr().out
 
@@ -534,6 +535,33 @@ def test_a_damaged_folder_is_replaced_and_kept(tiny: TinyCifar, tmp_path: Path, 
     (kept,) = data_path.glob(f"{tiny.version.folder}.damaged.*")
     assert (kept / next(iter(tiny.records))).read_bytes() == b"damaged"
     assert capsys.readouterr().out.endswith(f"; what was there before is damaged, and was kept as {kept.name}\n")
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_will_do(tiny100: TinyCifar, tmp_path: Path, number: int) -> None:
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fcntl, "flock", refuse)
+        assert run(tiny100, tmp_path / "data", "--from", packed_archive(tiny100, tmp_path)) == 0
+    assert_prepared(tiny100, tmp_path / "data")
+
+
+def test_one_that_waits_says_for_what(tiny100: TinyCifar, tmp_path: Path, capsys: Capture) -> None:
+    source, data_path = packed_archive(tiny100, tmp_path), tmp_path / "data"
+    data_path.mkdir()
+    with (data_path / ".cifar100.lock").open("a") as other, ThreadPoolExecutor() as pool:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        waiting = pool.submit(run, tiny100, data_path, "--from", source)
+        told = ""
+        while "waiting for another process" not in told:
+            told += capsys.readouterr().err
+            assert not waiting.done()
+        fcntl.flock(other, fcntl.LOCK_UN)
+        assert waiting.result() == 0
+    assert ".cifar100.lock" in told
+    assert_prepared(tiny100, data_path)
 
 
 def test_two_at_once_do_the_work_once(tiny: TinyCifar, tmp_path: Path, capsys: Capture) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torchvision
 
 from utils.data import cifar
 from utils.data.cifar import CifarSplit, CifarVersion, fingerprint
@@ -42,7 +41,7 @@ class TinyCifar:
 
     def write_python(self, data_path: Path) -> Path:
         """As torchvision keeps it. Pair with `publish_python`, which sets the checksums that torchvision expects."""
-        folder = data_path / self.version.python_folder
+        folder = data_path / self.version.dataset_class.base_folder
         folder.mkdir(parents=True)
         for name, content in {**self.pickles(), **self.meta_pickle()}.items():
             (folder / name).write_bytes(content)
@@ -58,12 +57,12 @@ class TinyCifar:
         return contents
 
     def meta_pickle(self) -> dict[str, bytes]:
-        meta = getattr(torchvision.datasets, self.version.torchvision_class).meta
+        meta = self.version.dataset_class.meta
         return {meta["filename"]: pickle.dumps({meta["key"]: list(self.version.class_names)}, protocol=2)}
 
     def publish_python(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let torchvision expect the checksums of these pickles."""
-        dataset_class = getattr(torchvision.datasets, self.version.torchvision_class)
+        dataset_class = self.version.dataset_class
         for list_name, split in (("train_list", self.version.train), ("test_list", self.version.valid)):
             names = [name.removesuffix(".bin") for name in split.files]
             monkeypatch.setattr(dataset_class, list_name, [[name, md5(self.pickles()[name])] for name in names])

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, locks, and folders that appear at once."""
+"""Files that are written whole or not at all, folders that appear at once, locks, and files that are only files."""
 
 import contextlib
 import errno
@@ -7,13 +7,42 @@ import multiprocessing.util
 import os
 import secrets
 import shutil
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
+
+from filelock import FileLock, Timeout
 
 from utils.errors import ConfigError, ExpectedError
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a file for reading. `OSError` where it is no regular file: a FIFO, for one, would be waited for forever."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
+def write_new(path: Path, content: bytes) -> None:
+    """Write a file that is not there yet, through to the disk."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring a folder's entries through to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -22,10 +51,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     `ExpectedError` naming the file where the disk is full or it may not be written."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        write_new(temporary, content)
         temporary.replace(path)
     except OSError as error:
         with suppress(OSError):
@@ -34,11 +60,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             f"{path}: cannot be written: {error.strerror}; what was there before is untouched"
         ) from None
     with suppress(OSError):  # not every file system can flush a folder; the file is whole and in its place
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -48,40 +70,29 @@ def remove_leftovers(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: Path) -> Iterator[bool]:
-    """Hold the lock file `path` (created, never removed), waiting for another process that holds it; yield whether.
+def partial_folder(target: Path, lock_file: Path) -> Iterator[Path]:
+    """A new folder beside `target`, to be filled and renamed to it, while `lock_file` is held (it stays); whatever is
+    left of the folder at the end is removed, and so are those of processes that were killed.
 
-    False where the file system has no locks: two downloads at once then both work, since each ends in one rename.
+    Without a lock, where the file system has none, two at once do the work twice: each ends in one rename.
     """
-    with path.open("a") as file:
-        locked = True
+    lock = FileLock(lock_file)
+    with suppress(OSError, NotImplementedError):
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for another process, which holds {path}", file=sys.stderr, flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
-            locked = False
-        yield locked
-
-
-@contextlib.contextmanager
-def partial_folder(target: Path, *, alone: bool) -> Iterator[Path]:
-    """A new folder beside `target`, to be filled and renamed to it; whatever is left of it at the end is removed.
-
-    `alone` says that a lock is held, so that any other such folder was left by a process that was killed: it goes too.
-    """
-    if alone:
-        for leftover in target.parent.glob(f".{target.name}.*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            lock.acquire(blocking=False)
+        except Timeout:
+            print(f"waiting for another process, which holds {lock_file}", file=sys.stderr, flush=True)
+            lock.acquire()
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
+        if lock.is_locked:
+            for leftover in target.parent.glob(f".{target.name}.*"):
+                shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir()
         yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        lock.release()
 
 
 def lock_folder(folder: Path) -> IO[str]:

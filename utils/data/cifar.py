@@ -8,18 +8,20 @@ Nothing here is unpickled and nothing is downloaded.
 import contextlib
 import hashlib
 import json
+import math
 import shlex
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from utils.errors import DataError, ExpectedError
-from utils.files import write_atomically
+from utils.files import open_regular, write_atomically
 
 IMAGE_SHAPE = (3, 32, 32)
-IMAGE_BYTES = 3 * 32 * 32
 VERIFIED_FILE = ".verified.json"
 
 
@@ -27,7 +29,6 @@ VERIFIED_FILE = ".verified.json"
 class CifarSplit:
     """The files of one split, in the order in which their records are numbered."""
 
-    name: str
     files: tuple[str, ...]
     records_per_file: int
     fingerprint: str  # of all records together, see `fingerprint`
@@ -49,12 +50,17 @@ class CifarVersion:
     std: tuple[float, float, float]
     archive: str  # of the binary version, on the home page above
     archive_md5: str
-    torchvision_class: str
-    python_folder: str  # where torchvision keeps the pickled version
+
+    @property
+    def dataset_class(self) -> Any:
+        """Torchvision's, which knows the pickled version: its folder, its files and their MD5."""
+        import torchvision
+
+        return getattr(torchvision.datasets, self.name.upper())
 
     @property
     def record_bytes(self) -> int:
-        return self.label_bytes + IMAGE_BYTES
+        return self.label_bytes + math.prod(IMAGE_SHAPE)
 
     @property
     def splits(self) -> tuple[CifarSplit, CifarSplit]:
@@ -64,7 +70,6 @@ class CifarVersion:
         return split.records_per_file * self.record_bytes
 
 
-_CIFAR10_CLASSES = "airplane automobile bird cat deer dog frog horse ship truck"
 _CIFAR100_CLASSES = """
 apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
 caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish
@@ -75,54 +80,44 @@ sunflower sweet_pepper table tank telephone television tiger tractor train trout
 willow_tree wolf woman worm
 """
 
-CIFAR10 = CifarVersion(
-    name="cifar10",
-    title="CIFAR-10",
-    folder="cifar-10-batches-bin",
-    label_bytes=1,
-    train=CifarSplit(
-        "train",
-        tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
-        10_000,
-        "d17523651dcffdf1be45e6671e5077f61b15cbf5376a64e556c870e6fb6066d3",
+VERSIONS = {
+    "cifar10": CifarVersion(
+        name="cifar10",
+        title="CIFAR-10",
+        folder="cifar-10-batches-bin",
+        label_bytes=1,
+        train=CifarSplit(
+            tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
+            records_per_file=10_000,
+            fingerprint="d17523651dcffdf1be45e6671e5077f61b15cbf5376a64e556c870e6fb6066d3",
+        ),
+        valid=CifarSplit(
+            ("test_batch.bin",), 10_000, "ab21d127e2bbf4b95f1588dcadf3c8502b8fedb328dd5315bc7fa51b5ab965c0"
+        ),
+        names_file="batches.meta.txt",
+        class_names=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+        # Computed from the 50,000 training images by `datasets.channel_statistics` (a test repeats it).
+        mean=(0.49139967861519607, 0.48215840839460783, 0.44653091444546567),
+        std=(0.24703223246328201, 0.24348512800005553, 0.2615878417279645),
+        archive="cifar-10-binary.tar.gz",
+        archive_md5="c32a1d4ab5d03f1284b67883e8d87530",
     ),
-    valid=CifarSplit(
-        "valid", ("test_batch.bin",), 10_000, "ab21d127e2bbf4b95f1588dcadf3c8502b8fedb328dd5315bc7fa51b5ab965c0"
+    "cifar100": CifarVersion(
+        name="cifar100",
+        title="CIFAR-100",
+        folder="cifar-100-binary",
+        label_bytes=2,
+        train=CifarSplit(("train.bin",), 50_000, "38687b68dab48bb273094c1b366473fcb718ca3d9136c8d50f53cdd7bbe0964f"),
+        valid=CifarSplit(("test.bin",), 10_000, "4bdb8df876901fd525a2b0f3b17dfa05b56653fbc064870eae5c11955f179c3c"),
+        names_file="fine_label_names.txt",
+        class_names=tuple(_CIFAR100_CLASSES.split()),
+        # As the published recipes have them; the same computation agrees to 15 digits.
+        mean=(0.5070751592371323, 0.48654887331495095, 0.4409178433670343),
+        std=(0.2673342858792401, 0.2564384629170883, 0.27615047132568404),
+        archive="cifar-100-binary.tar.gz",
+        archive_md5="03b5dce01913d631647c71ecec9e9cb8",
     ),
-    names_file="batches.meta.txt",
-    class_names=tuple(_CIFAR10_CLASSES.split()),
-    # Computed from the 50,000 training images by `datasets.channel_statistics` (a test repeats it).
-    mean=(0.49139967861519607, 0.48215840839460783, 0.44653091444546567),
-    std=(0.24703223246328201, 0.24348512800005553, 0.2615878417279645),
-    archive="cifar-10-binary.tar.gz",
-    archive_md5="c32a1d4ab5d03f1284b67883e8d87530",
-    torchvision_class="CIFAR10",
-    python_folder="cifar-10-batches-py",
-)
-
-CIFAR100 = CifarVersion(
-    name="cifar100",
-    title="CIFAR-100",
-    folder="cifar-100-binary",
-    label_bytes=2,
-    train=CifarSplit(
-        "train", ("train.bin",), 50_000, "38687b68dab48bb273094c1b366473fcb718ca3d9136c8d50f53cdd7bbe0964f"
-    ),
-    valid=CifarSplit(
-        "valid", ("test.bin",), 10_000, "4bdb8df876901fd525a2b0f3b17dfa05b56653fbc064870eae5c11955f179c3c"
-    ),
-    names_file="fine_label_names.txt",
-    class_names=tuple(_CIFAR100_CLASSES.split()),
-    # As the published recipes have them; the same computation agrees to 15 digits.
-    mean=(0.5070751592371323, 0.48654887331495095, 0.4409178433670343),
-    std=(0.2673342858792401, 0.2564384629170883, 0.27615047132568404),
-    archive="cifar-100-binary.tar.gz",
-    archive_md5="03b5dce01913d631647c71ecec9e9cb8",
-    torchvision_class="CIFAR100",
-    python_folder="cifar-100-python",
-)
-
-VERSIONS = {version.name: version for version in (CIFAR10, CIFAR100)}
+}
 
 
 def remedy(version: CifarVersion, data_path: Path) -> str:
@@ -152,16 +147,16 @@ def read_split(folder: Path, version: CifarVersion, split: CifarSplit) -> tuple[
 
 def read_class_names(folder: Path, version: CifarVersion) -> tuple[str, ...]:
     """One name for each label: from the file of the official archive, or, without it, the same names built in."""
+    path, expected = folder / version.names_file, len(version.class_names)
     try:
-        lines = (folder / version.names_file).read_text().split("\n")
+        with open_regular(path) as file:
+            names = tuple(line.strip() for line in file.read().decode().split("\n") if line.strip())
+        if len(names) != expected:
+            raise ValueError(f"{len(names)} class names, expected {expected}")
     except FileNotFoundError:
         return version.class_names
-    names = tuple(line.strip() for line in lines if line.strip())
-    if len(names) != len(version.class_names):
-        raise DataError(
-            f"{folder / version.names_file}: {len(names)} class names, expected {len(version.class_names)}. "
-            "Remove the file: the official names are built in."
-        )
+    except (OSError, ValueError) as error:  # not UTF-8 is a ValueError too
+        raise DataError(f"{path}: {error}. Remove it: the official names are built in.") from error
     return names
 
 
@@ -191,42 +186,37 @@ def verify_split(folder: Path, version: CifarVersion, split: CifarSplit) -> None
 
     A fingerprint found right is remembered beside the files, with their sizes and times, and not computed again.
     """
-    expected_bytes = version.file_bytes(split)
-    found: dict[str, list[int]] = {}
-    for name in split.files:
-        path = folder / name
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}.\n{remedy(version, folder.parent)}") from error
-        if not path.is_file() or status.st_size != expected_bytes:
-            raise DataError(
-                f"{path}: {status.st_size} bytes, expected exactly {expected_bytes}: truncated, or not the binary "
-                f"version of {version.title}.\n{remedy(version, folder.parent)}"
-            )
-        found[name] = [status.st_size, status.st_mtime_ns]
-    proof = {"fingerprint": split.fingerprint, "files": found}
-    remembered = _read_proofs(folder)
-    if remembered.get(split.name) == proof:
-        return
+    paths, expected_bytes = [folder / name for name in split.files], version.file_bytes(split)
     try:
-        actual = fingerprint(map_records(folder / name, version) for name in split.files)
+        found: dict[str, list[int]] = {}
+        for path in paths:
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode) or status.st_size != expected_bytes:
+                raise DataError(
+                    f"{path}: {status.st_size} bytes, expected exactly {expected_bytes}: truncated, or not the binary "
+                    f"version of {version.title}.\n{remedy(version, folder.parent)}"
+                )
+            found[path.name] = [status.st_size, status.st_mtime_ns]
+        remembered = _read_proofs(folder)
+        if remembered.get(split.fingerprint) == found:
+            return
+        actual = fingerprint(map_records(path, version) for path in paths)
     except OSError as error:
-        raise DataError(f"{folder}: cannot be read: {error.strerror}") from error
+        raise DataError(f"{error.filename or folder}: {error.strerror}.\n{remedy(version, folder.parent)}") from error
     if actual != split.fingerprint:
         raise DataError(
-            f"{' + '.join(str(folder / name) for name in split.files)}: altered. The records have fingerprint "
-            f"{actual[:16]}..., those of {version.title} have {split.fingerprint[:16]}....\n"
-            f"{remedy(version, folder.parent)}"
+            f"{' + '.join(map(str, paths))}: altered. The records have fingerprint {actual[:16]}..., "
+            f"those of {version.title} have {split.fingerprint[:16]}....\n{remedy(version, folder.parent)}"
         )
-    proofs = json.dumps({**remembered, split.name: proof}, indent=1) + "\n"
+    proofs = json.dumps({**remembered, split.fingerprint: found}, indent=1) + "\n"
     with contextlib.suppress(ExpectedError):  # a folder that is not ours to write: hash again next time
         write_atomically(folder / VERIFIED_FILE, proofs.encode())
 
 
 def _read_proofs(folder: Path) -> dict[str, object]:
     try:
-        proofs = json.loads((folder / VERIFIED_FILE).read_text())
-    except (OSError, ValueError):  # none yet, or unreadable: it only saves time
+        with open_regular(folder / VERIFIED_FILE) as file:
+            proofs = json.load(file)
+    except (OSError, ValueError, RecursionError):  # none yet, or unreadable: it only saves time
         return {}
     return proofs if isinstance(proofs, dict) else {}

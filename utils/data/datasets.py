@@ -13,7 +13,7 @@ from utils.data.image_files import DecodedImages, ImageFiles
 from utils.data.sampling import IntArray
 from utils.data.shapes import CLASS_NAMES, draw_shapes
 from utils.errors import ConfigError, DataError
-from utils.files import exclusive_lock, partial_folder
+from utils.files import partial_folder
 
 NUM_SHAPES_TRAIN, NUM_SHAPES_VALID = 10_000, 2_000
 
@@ -69,40 +69,35 @@ def load_dataset(name: str, data_path: Path, *, download: bool, seed: int = 0) -
         return _draw_shapes_dataset(seed)
     if name not in VERSIONS:
         raise ConfigError(f"dataset={name!r} is not known; allowed: {', '.join(sorted(VERSIONS))}, shapes")
-    version = VERSIONS[name]
-    if (data_path / version.folder).is_dir():
-        return _load_binary_version(version, data_path / version.folder)
-    if not (data_path / version.python_folder).is_dir():
+    try:
+        return _load_cifar(VERSIONS[name], data_path, download)
+    except OSError as error:
+        raise DataError(f"{data_path}: cannot be read: {error}\n{remedy(VERSIONS[name], data_path)}") from error
+
+
+def _load_cifar(version: CifarVersion, data_path: Path, download: bool) -> Dataset:
+    folder = data_path / version.folder
+    if folder.is_dir():
+        train, valid = (ImageArrays(*read_split(folder, version, split)) for split in version.splits)
+        return Dataset(version.name, train, valid, read_class_names(folder, version), version.mean, version.std)
+    others = version.dataset_class.base_folder
+    if not (data_path / others).is_dir():
         if not download:
             raise DataError(
-                f"{version.title} is not in {data_path}: neither {version.folder} nor {version.python_folder} is "
-                f"there.\n{remedy(version, data_path)}"
+                f"{version.title} is not in {data_path}: neither {version.folder} nor {others} is there.\n"
+                f"{remedy(version, data_path)}"
             )
         _download_python_version(version, data_path)
     return _load_python_version(version, data_path)
 
 
-def _load_binary_version(version: CifarVersion, folder: Path) -> Dataset:
-    return Dataset(
-        version.name,
-        ImageArrays(*read_split(folder, version, version.train)),
-        ImageArrays(*read_split(folder, version, version.valid)),
-        read_class_names(folder, version),
-        version.mean,
-        version.std,
-    )
-
-
 def _load_python_version(version: CifarVersion, data_path: Path) -> Dataset:
     """Through torchvision, which compares every file with its published MD5 before it unpickles any."""
-    import torchvision
-
-    dataset_class = getattr(torchvision.datasets, version.torchvision_class)
     try:
-        splits = [dataset_class(data_path, train=train) for train in (True, False)]
+        splits = [version.dataset_class(data_path, train=train) for train in (True, False)]
     except (RuntimeError, OSError) as error:
         raise DataError(
-            f"{data_path / version.python_folder}: incomplete or altered ({error}). Move it away, then:\n"
+            f"{data_path / version.dataset_class.base_folder}: incomplete or altered ({error}). Move it away, then:\n"
             f"{remedy(version, data_path)}"
         ) from error
     # torchvision hands out [N, 32, 32, 3], a view of planes: this view back is contiguous.
@@ -112,18 +107,13 @@ def _load_python_version(version: CifarVersion, data_path: Path) -> Dataset:
 
 def _download_python_version(version: CifarVersion, data_path: Path) -> None:
     """Into a folder of our own beside the target, then one rename: nobody ever sees half a download."""
-    import torchvision
-
-    dataset_class = getattr(torchvision.datasets, version.torchvision_class)
-    target = data_path / version.python_folder
+    target = data_path / version.dataset_class.base_folder
     try:
         data_path.mkdir(parents=True, exist_ok=True)
-        with exclusive_lock(data_path / f".{version.name}.lock") as locked:
-            if target.is_dir():  # another process brought it while this one waited
-                return
-            with partial_folder(target, alone=locked) as partial:
-                dataset_class(partial, download=True)
-                (partial / version.python_folder).rename(target)
+        with partial_folder(target, data_path / f".{version.name}.lock") as partial:
+            if not target.is_dir():  # else another process brought it while this one waited
+                version.dataset_class(partial, download=True)
+                (partial / version.dataset_class.base_folder).rename(target)
     except (OSError, RuntimeError, http.client.HTTPException) as error:
         if target.is_dir():  # without locks, the other one was faster
             return
@@ -137,14 +127,10 @@ def _draw_shapes_dataset(seed: int) -> Dataset:
     return Dataset("shapes", train, valid, CLASS_NAMES, mean, std)
 
 
-def channel_statistics(images: np.ndarray) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel in [0, 1], from exact counts. images: uint8 [N, 3, H, W]."""
-    means, deviations = [], []
-    for channel in range(3):
-        counts = [int(count) for count in np.bincount(images[:, channel].reshape(-1), minlength=256)]
-        number = sum(counts)
-        total = sum(count * value for value, count in enumerate(counts))
-        squares = sum(count * value**2 for value, count in enumerate(counts))
-        means.append(total / (number * 255))
-        deviations.append(math.sqrt(number * squares - total**2) / (number * 255))
-    return (means[0], means[1], means[2]), (deviations[0], deviations[1], deviations[2])
+    number, levels = images[:, 0].size, np.arange(256)
+    counts = [np.bincount(images[:, channel].reshape(-1), minlength=256) for channel in range(3)]
+    sums = [(int(count @ levels), int(count @ levels**2)) for count in counts]  # exact below 2^63
+    means = tuple(total / (number * 255) for total, _ in sums)
+    return means, tuple(math.sqrt(number * squares - total**2) / (number * 255) for total, squares in sums)

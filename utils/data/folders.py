@@ -81,11 +81,11 @@ def _shorter_side(folder: Path, names: np.ndarray) -> int:
         raise DataError(f"{path}: no size can be taken from it ({error}); set image_size or remove it") from None
 
 
-def _statistics(files: ImageFiles) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+def _statistics(files: ImageFiles) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and deviation of the training images, from a sample of them that is the same on every rank."""
     chosen = np.linspace(0, len(files.labels) - 1, min(STATISTICS_IMAGES, len(files.labels))).astype(np.int64)
     images = files.read(chosen, None, replace=False).images
     if not len(images):
         raise DataError(f"{files.root}: not one of {len(chosen)} images can be read, {files.path(0)} among them")
     mean, std = channel_statistics(images)
-    return mean, (max(std[0], 1e-6), max(std[1], 1e-6), max(std[2], 1e-6))
+    return mean, tuple(max(value, 1e-6) for value in std)
