@@ -353,7 +353,7 @@ def test_device_loader_uses_the_images_where_they_are_on_a_cpu(tmp_path: Path) -
     mapped = np.memmap(tmp_path / "records.bin", np.uint8, "r").reshape(50, -1)[:, 2:].reshape(50, 3, 32, 32)
     plan = EpochPlan(50, 10, 0, 1, training=True)
     normalise = Normalise((0, 0, 0), (1 / 255,) * 3, CPU, torch.contiguous_format)
-    loader = DeviceLoader(ImageArrays(mapped, np.arange(50)), plan, normalise, CPU)
+    loader = DeviceLoader(ImageArrays(mapped, np.arange(50)), plan, normalise)
     assert loader.images.data_ptr() == mapped.ctypes.data
     for images, labels in loader:
         np.testing.assert_array_equal(images.round().numpy(), mapped[labels.numpy()])
@@ -373,7 +373,7 @@ def run(count):
     images = np.ones((count, 3, 32, 32), np.uint8)
     plan = EpochPlan(count, 256, 0, 1, training=True, ranges=AugmentationRanges(4, True, 15.0))
     normalise = Normalise((0.5,) * 3, (0.2,) * 3, torch.device("cpu"), torch.channels_last)
-    for _ in DeviceLoader(ImageArrays(images, np.zeros(count, np.int64)), plan, normalise, torch.device("cpu")):
+    for _ in DeviceLoader(ImageArrays(images, np.zeros(count, np.int64)), plan, normalise):
         pass
     return images.nbytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

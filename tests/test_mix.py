@@ -128,12 +128,12 @@ def test_off_is_nothing_and_an_odd_share_cannot_be_paired(tiny: Callable[..., Co
     assert build_mix(tiny(), plan()) is leave_unmixed
     with pytest.raises(ConfigError, match="3; use an even share"):
         build_mix(tiny(mixup_alpha=0.2), plan(0, 8))
-    assert build_mix(tiny(cutout_size=4), plan(0, 8)) is not None
+    assert build_mix(tiny(cutout_size=4), plan(0, 8)) is not leave_unmixed
 
 
 def test_each_key_reaches_its_augmentation(tiny: Callable[..., Config]) -> None:
     mix = build_mix(tiny(cutout_size=6, mixup_alpha=0.2, cutmix_alpha=1.5, num_classes=CLASSES), plan())
-    assert mix is not None and mix.num_classes == CLASSES
+    assert isinstance(mix, BatchMix) and mix.num_classes == CLASSES
     assert mix.ranges == MixRanges(cutout_size=6, mixup_alpha=0.2, cutmix_alpha=1.5)
 
 
@@ -142,6 +142,6 @@ def test_train_with_everything_switched_on(tiny: Callable[..., Config], alone: W
     config = tiny(micro_batch_size=8, label_smoothing=0.1, **on)
     assert main(Arguments(config, "default", tmp_path / "run", "auto", dry_run=False)) == 0
     trainer = Trainer(config, alone, tmp_path / "again", "default", "never")
-    assert trainer.batches.mix is not None
+    assert isinstance(trainer.batches.mix, BatchMix)
     trainer.train()
     assert 0 <= trainer.progress.best["acc1"] <= 1

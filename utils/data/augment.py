@@ -41,10 +41,8 @@ def augment_each(images: np.ndarray, augmentation: Augmentation, crop_padding: i
     for row, pixels in enumerate(images):
         image = Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
         if crop_padding:
-            image = functional.pad(image, [crop_padding])
-            image = functional.crop(
-                image, int(augmentation.shift_y[row]), int(augmentation.shift_x[row]), height, width
-            )
+            top, left = int(augmentation.shift_y[row]), int(augmentation.shift_x[row])
+            image = functional.crop(functional.pad(image, [crop_padding]), top, left, height, width)
         if augmentation.flip[row]:
             image = functional.hflip(image)
         if augmentation.angle[row]:
@@ -71,15 +69,15 @@ def pixel_maps(augmentation: Augmentation, height: int, width: int, crop_padding
     # width - 1 - floor(x) = floor(width - x) but where x is whole: in fixed point one unit less
     mirrored = [-column[0], -column[1], width * FIXED_POINT - 1 - column[2]]
     column = [np.where(augmentation.flip, there, here) for there, here in zip(mirrored, column, strict=True)]
-    plan, first = [], np.int64(1)
+    values, first = [], np.int64(1)
     for parts, shift, size, stride in (
         (column, augmentation.shift_x - crop_padding, width, 1),
         (row, augmentation.shift_y - crop_padding, height, width),
     ):
         low, high = np.maximum(0, -shift), np.minimum(size, size - shift)
-        plan += [parts[0], parts[1], parts[2] - low * FIXED_POINT, high - low - 1]
+        values += [parts[0], parts[1], parts[2] - low * FIXED_POINT, high - low - 1]
         first = first + (low + shift) * stride
-    return np.stack([*plan, first], axis=1).astype(np.int32)
+    return np.stack([*values, first], axis=1).astype(np.int32)
 
 
 class BatchAugmenter:
@@ -96,12 +94,12 @@ class BatchAugmenter:
         self.columns = columns.reshape(1, -1).int().to(device)
         self.buffers = torch.empty(3, 0, height * width, dtype=torch.int32, device=device)
 
-    def __call__(self, images: Tensor, plan: Tensor) -> Tensor:
+    def __call__(self, images: Tensor, maps: Tensor) -> Tensor:
         """uint8 [N, C, H, W] and `pixel_maps` [N, 9] on the same device -> uint8 [N, C, H, W]."""
         if len(images) != self.buffers.shape[1]:
             self.buffers = self.buffers.new_empty(3, len(images), self.buffers.shape[2])
         x, y, scratch = self.buffers.unbind()  # each [N, H * W]
-        of_column, of_row, first = plan.t().unsqueeze(2).split([4, 4, 1])  # of [N, 1] values
+        of_column, of_row, first = maps.t().unsqueeze(2).split([4, 4, 1])  # of [N, 1] values
         for position, (a, b, c, _) in ((x, of_column), (y, of_row)):
             torch.mul(self.columns, a, out=position)
             position.add_(torch.mul(self.rows, b, out=scratch)).add_(c).bitwise_right_shift_(16)

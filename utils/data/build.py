@@ -3,15 +3,13 @@
 import math
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from utils.data.augment import Normalise
 from utils.data.cifar import IMAGE_SHAPE, VERSIONS
@@ -20,23 +18,13 @@ from utils.data.device_loader import decode_all
 from utils.data.folders import IMAGENET_MEAN, IMAGENET_SIZE, IMAGENET_STD, open_folders
 from utils.data.image_files import describe_unreadable
 from utils.data.keys import LOADERS, DataKeys
+from utils.data.loader import Loader
 from utils.data.sampling import AugmentationRanges, EpochPlan
 from utils.data.workers import check_shared_memory, usable_cores, workers_of_a_rank
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import in_batch_job
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
-
-
-class Loader(Protocol):
-    """The loader contract above."""
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]: ...
-
-    def __len__(self) -> int: ...
-
-    def set_epoch(self, epoch: int, first_batch: int = 0) -> None: ...
-
 
 LoaderBuilder = Callable[[DataKeys, Split, EpochPlan, Normalise, int], Loader]  # the last one: workers of this rank
 
@@ -62,19 +50,15 @@ def find_dataset(keys: DataKeys, *, download: bool) -> Dataset:
 
     For a loader that needs no data, CIFAR and ImageNet are stood in for by their sizes, and no file is needed.
     """
-    data_path = Path(keys.data_path)
     if not LOADERS[keys.data_loader].needs_data and keys.dataset in DATASET_SIZES:
-        return _stand_in(keys)
-    if keys.dataset in ("imagefolder", "imagenet"):
-        return open_folders(keys.dataset, data_path, keys.image_size, keys.centre_crop_share)
-    return _with_own_normalisation(keys, load_dataset(keys.dataset, data_path, download=download))
-
-
-def _with_own_normalisation(keys: DataKeys, dataset: Dataset) -> Dataset:
-    """CIFAR-100's mean and deviation are keys, as in the tutorial; other datasets bring their own."""
-    if keys.dataset != "cifar100":
-        return dataset
-    return replace(dataset, mean=keys.cifar100_mean, std=keys.cifar100_std)
+        dataset = _stand_in(keys)
+    elif keys.dataset in ("imagefolder", "imagenet"):
+        dataset = open_folders(keys.dataset, Path(keys.data_path), keys.image_size, keys.centre_crop_share)
+    else:
+        dataset = load_dataset(keys.dataset, Path(keys.data_path), download=download)
+    if keys.dataset == "cifar100":  # its mean and deviation are keys, as in the tutorial; others bring their own
+        return replace(dataset, mean=keys.cifar100_mean, std=keys.cifar100_std)
+    return dataset
 
 
 # training and validation images of the datasets that can be stood in for
@@ -88,17 +72,14 @@ def image_side(keys: DataKeys) -> int:
 
 def _stand_in(keys: DataKeys) -> Dataset:
     """Black images of the right number and size, which take no memory."""
-    size = image_side(keys)
-    if keys.dataset == "imagenet":
-        mean, std = IMAGENET_MEAN, IMAGENET_STD
-    else:
-        mean, std = VERSIONS[keys.dataset].mean, VERSIONS[keys.dataset].std
+    size, version = image_side(keys), VERSIONS.get(keys.dataset)
     train, valid = (
         ImageArrays(np.broadcast_to(np.uint8(0), (count, 3, size, size)), np.zeros(count, np.int64))
         for count in DATASET_SIZES[keys.dataset]
     )
     class_names = tuple(f"class {number}" for number in range(keys.num_classes))
-    return _with_own_normalisation(keys, Dataset(keys.dataset, train, valid, class_names, mean, std))
+    mean, std = (version.mean, version.std) if version else (IMAGENET_MEAN, IMAGENET_STD)
+    return Dataset(keys.dataset, train, valid, class_names, mean, std)
 
 
 def build_loaders(keys: DataKeys, dataset: Dataset, world: World) -> Loaders:
@@ -108,19 +89,40 @@ def build_loaders(keys: DataKeys, dataset: Dataset, world: World) -> Loaders:
             f"num_classes is {keys.num_classes}, but {dataset.name} has {len(dataset.class_names)}; "
             f"use --set num_classes={len(dataset.class_names)}"
         )
-    notes: list[str] = []
-    loader = LOADERS[keys.data_loader]
-    decodes_anew = not isinstance(dataset.train, ImageArrays) and not loader.in_memory
-    if keys.rnd_resized_crop and not decodes_anew and loader.needs_data:
+    kind, decode_notes = LOADERS[keys.data_loader], list[str]()
+    decodes_anew = not isinstance(dataset.train, ImageArrays) and not kind.in_memory
+    if keys.rnd_resized_crop and not decodes_anew and kind.needs_data:
         raise ConfigError(
             f"rnd_resized_crop needs images that are decoded anew in each epoch: dataset imagefolder or imagenet with "
             f"data_loader torchvision or dali, not {keys.dataset} with {keys.data_loader}"
         )
-    if loader.in_memory:
-        dataset = _decode(keys, dataset, notes)
-    train_images = len(dataset.train.labels)
-    if keys.batch_size > train_images:
-        raise ConfigError(f"batch_size {keys.batch_size} exceeds the {train_images} training images; use fewer")
+    if kind.in_memory:
+        dataset, decode_notes = _decode(keys, dataset)
+    train, num_valid = _plan_training(keys, len(dataset.train.labels), world), len(dataset.valid.labels)
+    valid = EpochPlan(
+        num_valid, keys.valid_batch_size_per_gpu, world.rank, world.world_size, False, limit=keys.limit_valid_batches
+    )
+    num_workers, worker_notes = _count_workers(keys, world) if kind.has_workers else (0, [])
+    if kind.shares_memory:
+        # The validation loader's workers stay, asleep and with nothing prepared, while training runs, and vice versa.
+        ranks_here = world.gather(platform.node()).count(platform.node())
+        check_shared_memory(batch_bytes(keys, train.batch_size, dataset.train.image_shape), num_workers * ranks_here)
+    # NHWC: images come out of the loader in the memory format of the model
+    memory_format = torch.channels_last if keys.enable_nhwc else torch.contiguous_format
+    normalise = Normalise(dataset.mean, dataset.std, world.device, memory_format)
+    module, _, function = kind.builder.partition(":")
+    build: LoaderBuilder = getattr(import_module(module), function)
+    return Loaders(
+        build(keys, dataset.train, train, normalise, num_workers),
+        build(keys, dataset.valid, valid, normalise, num_workers),
+        train,
+        decode_notes + worker_notes,
+    )
+
+
+def _plan_training(keys: DataKeys, num_samples: int, world: World) -> EpochPlan:
+    if keys.batch_size > num_samples:
+        raise ConfigError(f"batch_size {keys.batch_size} exceeds the {num_samples} training images; use fewer")
     ranges = AugmentationRanges(
         keys.rnd_crop_padding,
         keys.rnd_horizontal_flip,
@@ -128,8 +130,8 @@ def build_loaders(keys: DataKeys, dataset: Dataset, world: World) -> Loaders:
         keys.enable_alternating_flip,
         keys.rnd_resized_crop,
     )
-    train = EpochPlan(
-        num_samples=train_images,
+    return EpochPlan(
+        num_samples=num_samples,
         batch_size=divide_batch(keys.batch_size, world.world_size, keys.micro_batch_size).rank_batch_size,
         rank=world.rank,
         world_size=world.world_size,
@@ -137,25 +139,6 @@ def build_loaders(keys: DataKeys, dataset: Dataset, world: World) -> Loaders:
         seed=keys.seed,
         ranges=ranges if ranges != AugmentationRanges(0, False, 0.0) else None,
         limit=keys.train_limit,
-    )
-    valid = EpochPlan(
-        num_samples=len(dataset.valid.labels),
-        batch_size=keys.valid_batch_size_per_gpu,
-        rank=world.rank,
-        world_size=world.world_size,
-        training=False,
-        limit=keys.limit_valid_batches,
-    )
-    num_workers = _count_workers(keys, world, notes) if loader.has_workers else 0
-    if loader.shares_memory:
-        # The validation loader's workers stay, asleep and with nothing prepared, while training runs, and vice versa.
-        ranks_here = world.gather(platform.node()).count(platform.node())
-        check_shared_memory(batch_bytes(keys, train.batch_size, dataset.train.image_shape), num_workers * ranks_here)
-    return Loaders(
-        _build(keys, dataset, dataset.train, train, world, num_workers),
-        _build(keys, dataset, dataset.valid, valid, world, num_workers),
-        train,
-        notes,
     )
 
 
@@ -166,44 +149,35 @@ def batch_bytes(keys: DataKeys, rank_batch_size: int, image_shape: tuple[int, in
 
 def report_unreadable(world: World, loaders: Loaders) -> list[str]:
     """Collective: a line where files could not be read so far on any rank, else nothing."""
-    mine = {
-        path: reason
-        for loader in (loaders.train, loaders.valid)
-        for path, reason in getattr(loader, "unreadable", {}).items()  # of loaders that go on without such files
-    }
-    merged = {path: reason for unreadable in world.gather(mine) for path, reason in unreadable.items()}
-    return [f"{describe_unreadable(merged)}; replaced in training, left out in validation"] if merged else []
+    merged: dict[str, str] = {}
+    for unreadable in world.gather(loaders.train.unreadable | loaders.valid.unreadable):
+        merged |= unreadable
+    return _note_unreadable(merged)
 
 
-def _decode(keys: DataKeys, dataset: Dataset, notes: list[str]) -> Dataset:
-    """The dataset with every image in memory."""
+def _decode(keys: DataKeys, dataset: Dataset) -> tuple[Dataset, list[str]]:
+    """The dataset with every image in memory, and a note where files could not be read."""
     train, unreadable = decode_all(dataset.train, replace=True)
     valid, others = decode_all(dataset.valid, replace=False)
-    if unreadable | others:
-        message = describe_unreadable(unreadable | others)
-        if keys.fail_on_unreadable:
-            raise DataError(f"{message}; mend them, or --set fail_on_unreadable=false")
-        notes.append(f"{message}; replaced in training, left out in validation")
-    return replace(dataset, train=train, valid=valid)
+    unreadable |= others
+    if unreadable and keys.fail_on_unreadable:
+        raise DataError(f"{describe_unreadable(unreadable)}; mend them, or --set fail_on_unreadable=false")
+    return replace(dataset, train=train, valid=valid), _note_unreadable(unreadable)
 
 
-def _count_workers(keys: DataKeys, world: World, notes: list[str]) -> int:
-    """Collective: `num_data_workers`, but no more than this rank's share of the cores that it may run on."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    sharing = world.gather((platform.node(), cores)).count((platform.node(), cores))
+def _note_unreadable(unreadable: dict[str, str]) -> list[str]:
+    """A line, where there are such files."""
+    return [f"{describe_unreadable(unreadable)}; replaced in training, left out in validation"] if unreadable else []
+
+
+def _count_workers(keys: DataKeys, world: World) -> tuple[int, list[str]]:
+    """Collective: `num_data_workers`, but no more than this rank's share of the cores that it may run on, and a note
+    where that is fewer."""
+    here = (platform.node(), sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [])
+    sharing = world.gather(here).count(here)
     workers = workers_of_a_rank(keys.num_data_workers, sharing)
-    if workers < keys.num_data_workers:
-        who = f" for {sharing} ranks" if sharing > 1 else ""
-        notes.append(
-            f"num_data_workers: {workers} instead of {keys.num_data_workers}, there are {usable_cores()} cores{who}"
-        )
-    return workers
-
-
-def _build(keys: DataKeys, dataset: Dataset, split: Split, plan: EpochPlan, world: World, num_workers: int) -> Loader:
-    # NHWC: images come out of the loader in the memory format of the model
-    memory_format = torch.channels_last if keys.enable_nhwc else torch.contiguous_format
-    normalise = Normalise(dataset.mean, dataset.std, world.device, memory_format)
-    module, _, function = LOADERS[keys.data_loader].builder.partition(":")
-    build: LoaderBuilder = getattr(import_module(module), function)
-    return build(keys, split, plan, normalise, num_workers)
+    if workers == keys.num_data_workers:
+        return workers, []
+    who = f" for {sharing} ranks" if sharing > 1 else ""
+    note = f"num_data_workers: {workers} instead of {keys.num_data_workers}, there are {usable_cores()} cores{who}"
+    return workers, [note]

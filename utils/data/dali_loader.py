@@ -20,6 +20,7 @@ from utils.data.augment import Normalise
 from utils.data.datasets import ImageArrays, Split
 from utils.data.image_files import ImageFiles, describe_unreadable
 from utils.data.keys import DataKeys
+from utils.data.loader import Loader
 from utils.data.sampling import CROP_AREA, CROP_ATTEMPTS, CROP_RATIO, Augmentation, EpochPlan, IntArray
 from utils.errors import ConfigError, DataError
 
@@ -38,27 +39,17 @@ def import_dali() -> tuple[Any, Any, Any]:
     return fn, types, Pipeline
 
 
-class DaliLoader:
+class DaliLoader(Loader):
     """One pipeline with `num_threads` threads, fed one batch at a time, `AHEAD` batches ahead."""
 
-    def __init__(
-        self, split: Split, plan: EpochPlan, normalise: Normalise, device: torch.device, *, num_threads: int
-    ) -> None:
+    def __init__(self, split: Split, plan: EpochPlan, normalise: Normalise, num_threads: int) -> None:
+        super().__init__(plan, normalise)
         self.fn, self.types, self.pipeline_class = import_dali()
-        self.split, self.plan, self.normalise, self.device, self.num_threads = (
-            split, plan, normalise, device, num_threads,
-        )  # fmt: skip
-        self.labels = torch.from_numpy(split.labels).to(device)
-        self.epoch, self.first_batch = 0, 0
+        self.split, self.num_threads = split, num_threads
+        self.labels = torch.from_numpy(split.labels).to(self.device)
         self.pipeline: Any = None
         self.started = False
         self.in_flight: list[IntArray] = []
-
-    def __len__(self) -> int:
-        return len(self.plan)
-
-    def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
-        self.epoch, self.first_batch = epoch, first_batch
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         batches = self.plan.batches(self.epoch, self.first_batch)
@@ -209,6 +200,6 @@ class DaliLoader:
         return f"DALI cannot go on: {what}\ndata_loader torchvision can go on without unreadable images"
 
 
-def build(keys: DataKeys, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> DaliLoader:
+def build(keys: DataKeys, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> Loader:
     """The loader for one split."""
-    return DaliLoader(split, plan, normalise, normalise.device, num_threads=max(1, num_workers))
+    return DaliLoader(split, plan, normalise, num_threads=max(1, num_workers))

@@ -43,36 +43,29 @@ class MixRanges:
     def draw(self, seed: int, epoch: int, indices: IntArray, height: int, width: int) -> Mixing:
         """The parameters of the images `indices` [N] in `epoch`."""
 
-        def drawn(stream: int) -> np.ndarray:
-            return uniform(seed, epoch, indices, stream)
+        def drawn(stream: int, size: int = 1) -> np.ndarray:
+            return uniform(seed, epoch, indices, stream) * size
 
-        nothing = np.zeros((len(indices), 4), np.int64)
-        hole, patch = nothing, nothing
+        hole = patch = np.zeros((len(indices), 4), np.int64)
         share = np.ones(len(indices))
         if self.cutout_size:  # DeVries and Taylor 2017 (arXiv:1708.04552): the centre anywhere, the rest may stick out
-            top = (drawn(STREAM_CUTOUT_Y) * height).astype(np.int64) - self.cutout_size // 2
-            left = (drawn(STREAM_CUTOUT_X) * width).astype(np.int64) - self.cutout_size // 2
-            hole = _clip(top, left, top + self.cutout_size, left + self.cutout_size, height, width)
+            top = drawn(STREAM_CUTOUT_Y, height).astype(np.int64) - self.cutout_size // 2
+            left = drawn(STREAM_CUTOUT_X, width).astype(np.int64) - self.cutout_size // 2
+            hole = np.stack([top, left, top + self.cutout_size, left + self.cutout_size], axis=1)
         if self.mixup_alpha:  # Zhang et al. 2017 (arXiv:1710.09412)
             share = symmetric_beta(drawn(STREAM_MIXUP), self.mixup_alpha)
         if self.cutmix_alpha:  # Yun et al. 2019 (arXiv:1905.04899)
             half = 0.5 * np.sqrt(1 - symmetric_beta(drawn(STREAM_CUTMIX), self.cutmix_alpha))
             half_height, half_width = (half * height).astype(np.int64), (half * width).astype(np.int64)
-            y, x = (drawn(STREAM_CUTMIX_Y) * height).astype(np.int64), (drawn(STREAM_CUTMIX_X) * width).astype(np.int64)
-            patch = _clip(y - half_height, x - half_width, y + half_height, x + half_width, height, width)
+            y, x = drawn(STREAM_CUTMIX_Y, height).astype(np.int64), drawn(STREAM_CUTMIX_X, width).astype(np.int64)
+            patch = np.stack([y - half_height, x - half_width, y + half_height, x + half_width], axis=1)
             if self.mixup_alpha:
                 cut = drawn(STREAM_WHICH) < 0.5
                 share, patch = np.where(cut, 1, share), np.where(cut[:, None], patch, 0)
+        hole, patch = (np.clip(boxes, 0, (height, width, height, width)) for boxes in (hole, patch))
         patched = (patch[:, 2] - patch[:, 0]) * (patch[:, 3] - patch[:, 1]) / (height * width)
         label_share = share * (1 - patched)
         return Mixing(hole, patch, share.astype(np.float32), label_share.astype(np.float32))
-
-
-def _clip(
-    top: IntArray, left: IntArray, bottom: IntArray, right: IntArray, height: int, width: int
-) -> IntArray:  # fmt: skip
-    rows, columns = np.clip([top, bottom], 0, height), np.clip([left, right], 0, width)
-    return np.stack([rows[0], columns[0], rows[1], columns[1]], axis=1)
 
 
 def symmetric_beta(drawn: np.ndarray, alpha: float) -> np.ndarray:

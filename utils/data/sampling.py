@@ -18,7 +18,7 @@ CROP_ATTEMPTS = 10
 
 # Every purpose has its own stream of random numbers, so that switching one on leaves the others as they were.
 STREAM_SHIFT_Y, STREAM_SHIFT_X, STREAM_FLIP, STREAM_ANGLE = range(4)
-STREAM_CROP = 16  # and the 4 * WINDOW_ATTEMPTS - 1 after it
+STREAM_CROP = 16  # and the 4 * CROP_ATTEMPTS - 1 after it
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Augmentation:
     shift_x: np.ndarray  # int64 [N]
     flip: np.ndarray  # bool [N]
     angle: np.ndarray  # float64 [N], degrees counter-clockwise
-    crop: np.ndarray | None = None  # float64 [N, WINDOW_ATTEMPTS, 4] in [0, 1), for `resized_crop_box`
+    crop: np.ndarray | None = None  # float64 [N, CROP_ATTEMPTS, 4] in [0, 1), for `resized_crop_box`
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""The loaders behind the contract of `utils.data`: torchvision in worker processes, batches on the device, and one
-batch again and again."""
+"""The loader `torchvision`: image by image, in worker processes."""
 
 import sys
 import time
@@ -14,14 +13,16 @@ from utils.data.augment import Normalise, augment_each
 from utils.data.datasets import Split
 from utils.data.image_files import describe_unreadable
 from utils.data.keys import DataKeys
+from utils.data.loader import Loader
 from utils.data.sampling import EpochPlan, IntArray
 from utils.data.workers import PREFETCHED, SHARED_MEMORY, SHARED_MEMORY_REMEDY, find_lost_worker, obey_only_the_trainer
 from utils.errors import ConfigError, DataError
 
 REST_SECONDS = 0.1  # before workers are started
+Batch = tuple[Tensor, Tensor, dict[str, str]]  # images, labels, files that cannot be read
 
 
-class AugmentedImages(Dataset[tuple[Tensor, Tensor, dict[str, str]]]):
+class AugmentedImages(Dataset[Batch]):
     """What a DataLoader worker runs: the batch with these indices in this epoch, cut, flipped and rotated, with its
     labels and the files that could not be read.
 
@@ -31,16 +32,15 @@ class AugmentedImages(Dataset[tuple[Tensor, Tensor, dict[str, str]]]):
     def __init__(self, split: Split, plan: EpochPlan) -> None:
         self.split, self.plan = split, plan
 
-    def __getitem__(self, epoch_and_indices: tuple[int, IntArray]) -> tuple[Tensor, Tensor, dict[str, str]]:
-        epoch, indices = epoch_and_indices
-        augmentation = self.plan.draw(epoch, indices)
+    def __getitem__(self, epoch_and_indices: tuple[int, IntArray]) -> Batch:
+        augmentation = self.plan.draw(*epoch_and_indices)
         crops = None if augmentation is None else augmentation.crop
-        batch = self.split.read(indices, crops, replace=self.plan.training)  # type: ignore[arg-type]
-        images = batch.images
+        read = self.split.read(epoch_and_indices[1], crops, replace=self.plan.training)  # type: ignore[arg-type]
+        images = read.images
         if augmentation is not None and self.plan.ranges is not None:
             images = augment_each(images, augmentation, self.plan.ranges.crop_padding)
-        labels = self.split.labels[batch.indices]
-        return torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels), batch.unreadable
+        labels = torch.from_numpy(self.split.labels[read.indices])
+        return torch.from_numpy(np.ascontiguousarray(images)), labels, read.unreadable
 
 
 class BatchSampler(Sampler[tuple[int, IntArray]]):
@@ -56,24 +56,14 @@ class BatchSampler(Sampler[tuple[int, IntArray]]):
         return iter([(self.epoch, indices) for indices in self.plan.batches(self.epoch, self.first_batch)])
 
 
-class TorchvisionLoader:
+class TorchvisionLoader(Loader):
     """Image by image with torchvision's transforms, in worker processes; pinned and copied without blocking on CUDA."""
 
     def __init__(
-        self,
-        split: Split,
-        plan: EpochPlan,
-        normalise: Normalise,
-        device: torch.device,
-        *,
-        num_workers: int,
-        fail_on_unreadable: bool,
+        self, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int, fail_on_unreadable: bool
     ) -> None:
-        self.plan, self.normalise, self.device = plan, normalise, device
-        self.fail_on_unreadable = fail_on_unreadable
-        self.unreadable: dict[str, str] = {}
-        self.has_workers = False
-        self.sampler = BatchSampler(plan)
+        super().__init__(plan, normalise)
+        self.fail_on_unreadable, self.has_workers, self.sampler = fail_on_unreadable, False, BatchSampler(plan)
         self.loader = DataLoader(
             AugmentedImages(split, plan),
             batch_size=None,
@@ -81,18 +71,12 @@ class TorchvisionLoader:
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             prefetch_factor=PREFETCHED if num_workers else None,
-            pin_memory=device.type == "cuda",
+            pin_memory=self.device.type == "cuda",
             worker_init_fn=obey_only_the_trainer if sys.platform == "linux" else None,
             generator=torch.Generator(),  # its own: each epoch begun would draw a number from the run's generator
             # fork: workers share the images with this process, where other ways would copy them to each
             multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
         )
-
-    def __len__(self) -> int:
-        return len(self.plan)
-
-    def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
-        self.sampler.epoch, self.sampler.first_batch = epoch, first_batch
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self.loader.num_workers and not self.has_workers:
@@ -100,6 +84,7 @@ class TorchvisionLoader:
             # has just ended, is about to enter Python (python/cpython#112275): let them come to rest.
             time.sleep(REST_SECONDS)
             self.has_workers = True
+        self.sampler.epoch, self.sampler.first_batch = self.epoch, self.first_batch
         batches = iter(self.loader)
         while (batch := self._next(batches)) is not None:
             images, labels, unreadable = batch
@@ -108,11 +93,11 @@ class TorchvisionLoader:
                 raise DataError(describe_unreadable(unreadable) + "; mend them, or --set fail_on_unreadable=false")
             if self.plan.training and len(labels) < self.plan.batch_size:
                 raise DataError(f"not one training image can be read: {describe_unreadable(self.unreadable)}")
-            images_on_device = images.to(self.device, non_blocking=True)
-            yield self.normalise(images_on_device), labels.to(self.device, non_blocking=True)
+            images, labels = (tensor.to(self.device, non_blocking=True) for tensor in (images, labels))
+            yield self.normalise(images), labels
 
     @staticmethod
-    def _next(batches: Iterator[tuple[Tensor, Tensor, dict[str, str]]]) -> tuple[Tensor, Tensor, dict[str, str]] | None:
+    def _next(batches: Iterator[Batch]) -> Batch | None:
         try:
             return next(batches, None)
         except (RuntimeError, EOFError, OSError) as error:
@@ -123,16 +108,13 @@ class TorchvisionLoader:
             text = lost or str(error)
             # what a worker dies of when shared memory is full: SIGBUS, or ENOSPC from the system call
             if "bus error" in text.lower() or "shared memory" in text or "No space left" in text:
-                raise ConfigError(
-                    f"a data worker ran out of shared memory ({SHARED_MEMORY}).\n{SHARED_MEMORY_REMEDY}"
-                ) from None
+                message = f"a data worker ran out of shared memory ({SHARED_MEMORY}).\n{SHARED_MEMORY_REMEDY}"
+                raise ConfigError(message) from None
             if lost:
                 raise RuntimeError(lost) from None
             raise
 
 
-def build(keys: DataKeys, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> TorchvisionLoader:
+def build(keys: DataKeys, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> Loader:
     """The loader for one split."""
-    return TorchvisionLoader(
-        split, plan, normalise, normalise.device, num_workers=num_workers, fail_on_unreadable=keys.fail_on_unreadable
-    )
+    return TorchvisionLoader(split, plan, normalise, num_workers, keys.fail_on_unreadable)
