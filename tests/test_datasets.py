@@ -125,16 +125,6 @@ def test_damage_is_an_error_that_names_the_file_and_the_remedy(
     assert command in message and f"{command} --from ARCHIVE_OR_FOLDER" in message
 
 
-def test_labels_out_of_range_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tiny = make_tiny_cifar("cifar100", monkeypatch)
-    tiny.records["test.bin"][3, 1] = 100
-    proved = fingerprint([tiny.records["test.bin"]])
-    object.__setattr__(tiny.version.valid, "fingerprint", proved)
-    tiny.write_binary(tmp_path)
-    with pytest.raises(DataError, match=r"test\.bin: label 100 found, CIFAR-100 has labels 0 to 99"):
-        load(tiny, tmp_path)
-
-
 def test_fingerprint_is_the_sum_of_the_digests_of_the_records() -> None:
     records = np.arange(3 * 5, dtype=np.uint8).reshape(3, 5)
     digests = [hashlib.sha256(bytes(range(start, start + 5))).hexdigest() for start in (0, 5, 10)]

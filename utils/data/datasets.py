@@ -69,55 +69,48 @@ def load_dataset(name: str, data_path: Path, *, download: bool, seed: int = 0) -
         return _draw_shapes_dataset(seed)
     if name not in VERSIONS:
         raise ConfigError(f"dataset={name!r} is not known; allowed: {', '.join(sorted(VERSIONS))}, shapes")
-    try:
-        return _load_cifar(VERSIONS[name], data_path, download)
-    except OSError as error:
-        raise DataError(f"{data_path}: cannot be read: {error}\n{remedy(VERSIONS[name], data_path)}") from error
-
-
-def _load_cifar(version: CifarVersion, data_path: Path, download: bool) -> Dataset:
+    version = VERSIONS[name]
     folder = data_path / version.folder
-    if folder.is_dir():
-        train, valid = (ImageArrays(*read_split(folder, version, split)) for split in version.splits)
-        return Dataset(version.name, train, valid, read_class_names(folder, version), version.mean, version.std)
-    others = version.dataset_class.base_folder
-    if not (data_path / others).is_dir():
+    try:
+        if folder.is_dir():
+            splits = [read_split(folder, version, split) for split in version.splits]
+        else:
+            splits = _read_python_version(version, data_path, download)
+    except (DataError, OSError) as error:
+        problem = error if isinstance(error, DataError) else f"{error.filename or data_path}: {error.strerror}."
+        raise DataError(f"{problem}\n{remedy(version, data_path)}") from error
+    train, valid = (ImageArrays(images, labels) for images, labels in splits)
+    return Dataset(name, train, valid, read_class_names(folder, version), version.mean, version.std)
+
+
+def _read_python_version(version: CifarVersion, data_path: Path, download: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Through torchvision, which compares every file with its published MD5 before it unpickles any."""
+    target = data_path / version.dataset_class.base_folder
+    if not target.is_dir():
         if not download:
             raise DataError(
-                f"{version.title} is not in {data_path}: neither {version.folder} nor {others} is there.\n"
-                f"{remedy(version, data_path)}"
+                f"{version.title} is not in {data_path}: neither {version.folder} nor {target.name} is there."
             )
-        _download_python_version(version, data_path)
-    return _load_python_version(version, data_path)
-
-
-def _load_python_version(version: CifarVersion, data_path: Path) -> Dataset:
-    """Through torchvision, which compares every file with its published MD5 before it unpickles any."""
+        _download_python_version(version, target)
     try:
         splits = [version.dataset_class(data_path, train=train) for train in (True, False)]
     except (RuntimeError, OSError) as error:
-        raise DataError(
-            f"{data_path / version.dataset_class.base_folder}: incomplete or altered ({error}). Move it away, then:\n"
-            f"{remedy(version, data_path)}"
-        ) from error
+        raise DataError(f"{target}: incomplete or altered ({error}). Move it away, then:") from error
     # torchvision hands out [N, 32, 32, 3], a view of planes: this view back is contiguous.
-    train, valid = (ImageArrays(s.data.transpose(0, 3, 1, 2), np.asarray(s.targets, np.int64)) for s in splits)
-    return Dataset(version.name, train, valid, tuple(splits[0].classes), version.mean, version.std)
+    return [(split.data.transpose(0, 3, 1, 2), np.asarray(split.targets, np.int64)) for split in splits]
 
 
-def _download_python_version(version: CifarVersion, data_path: Path) -> None:
+def _download_python_version(version: CifarVersion, target: Path) -> None:
     """Into a folder of our own beside the target, then one rename: nobody ever sees half a download."""
-    target = data_path / version.dataset_class.base_folder
     try:
-        data_path.mkdir(parents=True, exist_ok=True)
-        with partial_folder(target, data_path / f".{version.name}.lock") as partial:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with partial_folder(target, target.with_name(f".{version.name}.lock")) as partial:
             if not target.is_dir():  # else another process brought it while this one waited
                 version.dataset_class(partial, download=True)
-                (partial / version.dataset_class.base_folder).rename(target)
+                (partial / target.name).rename(target)
     except (OSError, RuntimeError, http.client.HTTPException) as error:
-        if target.is_dir():  # without locks, the other one was faster
-            return
-        raise DataError(f"{version.title} cannot be downloaded: {error}\n{remedy(version, data_path)}") from error
+        if not target.is_dir():  # else, without locks, another one was faster
+            raise DataError(f"{version.title} cannot be downloaded: {error}") from error
 
 
 def _draw_shapes_dataset(seed: int) -> Dataset:

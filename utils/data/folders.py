@@ -12,6 +12,7 @@ import numpy as np
 from utils.data.datasets import Dataset, channel_statistics
 from utils.data.image_files import ImageFiles
 from utils.errors import DataError
+from utils.files import open_regular
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 STATISTICS_IMAGES = 512  # training images, evenly spread, whose mean and deviation stand for all
@@ -30,14 +31,11 @@ def open_folders(name: str, data_path: Path, image_size: int | None, centre_shar
     if (others := _class_folders(data_path / "val")) != class_names:
         name_of_one = sorted(set(class_names) ^ set(others))[0]
         raise DataError(f"{data_path}: train/ and val/ hold different classes, for example {name_of_one!r}; {LAYOUT}")
-    train, valid = (_list_files(data_path / split, class_names) for split in ("train", "val"))
-    size = image_size or (IMAGENET_SIZE if name == "imagenet" else _shorter_side(data_path / "train", train[0]))
-    train_files, valid_files = (
-        ImageFiles(data_path / split, names, labels, size, centre_share)
-        for split, (names, labels) in (("train", train), ("val", valid))
-    )
-    mean, std = (IMAGENET_MEAN, IMAGENET_STD) if name == "imagenet" else _statistics(train_files)
-    return Dataset(name, train_files, valid_files, class_names, mean, std)
+    lists = {folder: _list_files(folder, class_names) for folder in (data_path / "train", data_path / "val")}
+    size = image_size or (IMAGENET_SIZE if name == "imagenet" else _shorter_side(*next(iter(lists.items()))))
+    train, valid = (ImageFiles(folder, *listed, size, centre_share) for folder, listed in lists.items())
+    mean, std = (IMAGENET_MEAN, IMAGENET_STD) if name == "imagenet" else _statistics(train)
+    return Dataset(name, train, valid, class_names, mean, std)
 
 
 def _class_folders(folder: Path) -> tuple[str, ...]:
@@ -70,12 +68,12 @@ def _list_files(folder: Path, class_names: tuple[str, ...]) -> tuple[np.ndarray,
     return np.array(names), np.repeat(np.arange(len(class_names)), counts)
 
 
-def _shorter_side(folder: Path, names: np.ndarray) -> int:
+def _shorter_side(folder: Path, listed: tuple[np.ndarray, np.ndarray]) -> int:
     from PIL import Image
 
-    path = os.path.join(folder, os.fsdecode(names[0]))
+    path = os.path.join(folder, os.fsdecode(listed[0][0]))
     try:
-        with Image.open(path) as image:
+        with open_regular(path) as file, Image.open(file) as image:
             return min(image.size)
     except OSError as error:
         raise DataError(f"{path}: no size can be taken from it ({error}); set image_size or remove it") from None

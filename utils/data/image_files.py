@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from utils.data.sampling import IntArray, resized_crop_box
+from utils.files import open_regular
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class ImageFiles:
         return os.path.join(self.root, os.fsdecode(self.names[index]))
 
     def read(self, indices: IntArray, crops: np.ndarray | None, *, replace: bool) -> DecodedImages:
-        """Decode the samples `indices`: the central square of each, or with `windows` (`Augmentation.crop`) a
+        """Decode the samples `indices`: the central square of each, or with `crops` (`Augmentation.crop`) a
         random one. An unreadable file is replaced by the next readable one with `replace`, else left out."""
         images, shown, unreadable = [], [], dict[str, str]()
         for row, index in enumerate(indices.tolist()):
@@ -64,14 +65,13 @@ class ImageFiles:
         from PIL import Image
         from torchvision.transforms import functional
 
-        with Image.open(self.path(index)) as file:
-            image = file.convert("RGB")
+        with open_regular(self.path(index)) as file, Image.open(file) as encoded:
+            image = encoded.convert("RGB")
         if crop is not None:
             box = resized_crop_box(crop, image.height, image.width)
             image = functional.resized_crop(image, *box, [self.size, self.size])
         else:
-            image = functional.resize(image, round(self.size / self.centre_share))
-            image = functional.center_crop(image, self.size)
+            image = functional.center_crop(functional.resize(image, round(self.size / self.centre_share)), self.size)
         return np.asarray(image).transpose(2, 0, 1)
 
     def read_all(self, *, replace: bool, num_threads: int) -> DecodedImages:

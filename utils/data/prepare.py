@@ -64,7 +64,7 @@ def _unsound_split(folder: Path, version: CifarVersion) -> CifarSplit | None:
     for split in version.splits:
         try:
             verify_split(folder, version, split)
-        except DataError:
+        except (DataError, OSError):
             return split
     return None
 
