@@ -47,6 +47,7 @@ class DaliLoader(Loader):
         self.fn, self.types, self.pipeline_class = import_dali()
         self.split, self.num_threads = split, num_threads
         self.labels = torch.from_numpy(split.labels).to(self.device)
+        self.channels_last = normalise.memory_format is torch.channels_last
         self.pipeline: Any = None
         self.started = False
         self.in_flight: list[IntArray] = []
@@ -73,23 +74,22 @@ class DaliLoader(Loader):
             self.pipeline.feed_input("images", np.ascontiguousarray(self.split.images[indices]))
         else:  # the reader fills the last batch up with its first files
             indices = np.resize(indices, self.plan.batch_size)
-        augmentation = self.plan.draw(epoch, indices)
-        if augmentation is not None:
-            for name, values in self._arguments(augmentation).items():
-                self.pipeline.feed_input(name, values)
+        for name, values in self._arguments(self.plan.draw(epoch, indices)).items():
+            self.pipeline.feed_input(name, values)
         # DALI's first call of schedule_run begins with as many batches as it prefetches: they must all be there.
         if self.started or len(self.in_flight) == AHEAD:
             self.pipeline.schedule_run()
             self.started = True
 
-    def _arguments(self, augmentation: Augmentation) -> dict[str, np.ndarray]:
+    def _arguments(self, drawn: Augmentation | None) -> dict[str, np.ndarray]:
         """What `_augment` takes from outside, each [N, ...]."""
-        arguments = {"flip": augmentation.flip.astype(np.int32)}
-        if self.plan.ranges is not None and self.plan.ranges.crop_padding:
-            corner = np.stack([augmentation.shift_y, augmentation.shift_x], axis=1) - self.plan.ranges.crop_padding
-            arguments["corner"] = corner.astype(np.int32)
-        if self.plan.ranges is not None and self.plan.ranges.rotation_angle:
-            arguments["angle"] = augmentation.angle.astype(np.float32)
+        if drawn is None or self.plan.ranges is None:
+            return {}
+        arguments = {"flip": drawn.flip.astype(np.int32)}
+        if padding := self.plan.ranges.crop_padding:
+            arguments["corner"] = (np.stack([drawn.shift_y, drawn.shift_x], axis=1) - padding).astype(np.int32)
+        if self.plan.ranges.rotation_angle:
+            arguments["angle"] = drawn.angle.astype(np.float32)
         return arguments
 
     def _receive(self) -> tuple[Tensor, Tensor]:
@@ -108,14 +108,10 @@ class DaliLoader(Loader):
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         feed_ndarray(dense, images, cuda_stream=stream)
         self.pipeline.release_outputs()
-        if self._channels_last:
+        if self.channels_last:
             images = images.permute(0, 3, 1, 2)
         on_device = torch.from_numpy(indices).to(self.device, non_blocking=True)
         return images[: len(indices)], self.labels[on_device]
-
-    @property
-    def _channels_last(self) -> bool:
-        return self.normalise.memory_format is torch.channels_last
 
     def _build(self, indices: IntArray) -> Any:
         """The pipeline; `indices` are those of the files to read, in order."""
@@ -129,65 +125,53 @@ class DaliLoader(Loader):
         )
         with pipeline:
             if isinstance(self.split, ImageArrays):
-                images = self.fn.external_source(
-                    name="images", layout="CHW", dtype=self.types.UINT8, ndim=3, batch=True
-                )
+                images = self._source("images", self.types.UINT8, 3, layout="CHW")
                 images = self.fn.transpose(images.gpu() if gpu else images, perm=[1, 2, 0])
             else:
                 images = self._decode(self.split, indices, gpu)
-            images = self._augment(images)
             images = self.fn.crop_mirror_normalize(
-                images,
+                self._augment(images),
                 mean=[255 * value for value in self.normalise.mean],
                 std=[255 * value for value in self.normalise.std],
-                output_layout="HWC" if self._channels_last else "CHW",
+                output_layout="HWC" if self.channels_last else "CHW",
             )
             pipeline.set_outputs(images)
         pipeline.build()
         return pipeline
 
+    def _source(self, name: str, dtype: Any, ndim: int, **more: str) -> Any:
+        """What `_send` feeds under this name, batch by batch."""
+        return self.fn.external_source(name=name, dtype=dtype, ndim=ndim, batch=True, **more)
+
     def _decode(self, files: ImageFiles, indices: IntArray, gpu: bool) -> Any:
         """Images [size, size, 3] of the files `indices`, in this order."""
-        fn, size = self.fn, files.size
+        fn, size, resized = self.fn, files.size, {"interp_type": self.types.INTERP_TRIANGULAR}
         names = [files.path(index) for index in indices.tolist()]
-        encoded, _ = fn.readers.file(
-            files=names, name="files", prefetch_queue_depth=AHEAD, pad_last_batch=False, random_shuffle=False
-        )
+        encoded, _ = fn.readers.file(files=names, name="files", prefetch_queue_depth=AHEAD)
         decoder = {"device": "mixed" if gpu else "cpu", "output_type": self.types.RGB}
         if self.plan.ranges is not None and self.plan.ranges.resized_crop:
-            images = fn.decoders.image_random_crop(
-                encoded,
-                random_area=list(CROP_AREA),
-                random_aspect_ratio=list(CROP_RATIO),
-                num_attempts=CROP_ATTEMPTS,
-                **decoder,
-            )
-            return fn.resize(images, resize_x=size, resize_y=size, interp_type=self.types.INTERP_TRIANGULAR)
-        images = fn.decoders.image(encoded, **decoder)
+            area, ratio = list(CROP_AREA), list(CROP_RATIO)
+            crop = {"random_area": area, "random_aspect_ratio": ratio, "num_attempts": CROP_ATTEMPTS}
+            images = fn.decoders.image_random_crop(encoded, **crop, **decoder)
+            return fn.resize(images, resize_x=size, resize_y=size, **resized)
         images = fn.resize(
-            images, resize_shorter=round(size / files.centre_share), interp_type=self.types.INTERP_TRIANGULAR
+            fn.decoders.image(encoded, **decoder), resize_shorter=round(size / files.centre_share), **resized
         )
         return fn.crop(images, crop=(size, size))
 
     def _augment(self, images: Any) -> Any:
         """Crop, flip, rotate by the arguments that each batch brings."""
-        fn, ranges = self.fn, self.plan.ranges
+        fn, types, ranges = self.fn, self.types, self.plan.ranges
         if ranges is None:
             return images
         if ranges.crop_padding:
-            corner = fn.external_source(name="corner", dtype=self.types.INT32, ndim=1, batch=True)
-            images = fn.slice(
-                images,
-                start=corner,
-                shape=list(self.split.image_shape[1:]),
-                axes=(0, 1),
-                out_of_bounds_policy="pad",
-                fill_values=0,
-            )
-        images = fn.flip(images, horizontal=fn.external_source(name="flip", dtype=self.types.INT32, ndim=0, batch=True))
+            corner, shape = self._source("corner", types.INT32, 1), list(self.split.image_shape[1:])
+            pad = {"out_of_bounds_policy": "pad", "fill_values": 0}
+            images = fn.slice(images, start=corner, shape=shape, axes=(0, 1), **pad)
+        images = fn.flip(images, horizontal=self._source("flip", types.INT32, 0))
         if ranges.rotation_angle:
-            angle = fn.external_source(name="angle", dtype=self.types.FLOAT, ndim=0, batch=True)
-            images = fn.rotate(images, angle=angle, keep_size=True, fill_value=0, interp_type=self.types.INTERP_NN)
+            angle = self._source("angle", types.FLOAT, 0)
+            images = fn.rotate(images, angle=angle, keep_size=True, fill_value=0, interp_type=types.INTERP_NN)
         return images
 
     def _explain(self, error: RuntimeError, indices: IntArray) -> str:

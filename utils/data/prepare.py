@@ -154,16 +154,12 @@ def _check_md5(name: str, content: bytes, published: str, advice: str = "") -> N
 def _folder_members(version: CifarVersion, source: Path, sizes: dict[str, int]) -> Iterator[Member]:
     """The files in the folder or its usual sub-folder, of the binary version or, without it, the python one."""
     for name in sizes:
-        for path in (
-            source / version.folder / name,
-            source / name,
-            source / version.dataset_class.base_folder / name.removesuffix(".bin"),
-            source / name.removesuffix(".bin"),
-        ):
-            if path.is_file():
-                with open_regular(path) as file:
-                    yield path.name, path.stat().st_size, file
-                break
+        folders = (source / version.folder, source, source / version.dataset_class.base_folder, source)
+        names = (name, name, name.removesuffix(".bin"), name.removesuffix(".bin"))
+        for path in filter(Path.is_file, map(Path.joinpath, folders, names)):
+            with open_regular(path) as file:
+                yield path.name, path.stat().st_size, file
+            break
 
 
 def _archive_members(origin: Path | str, file: IO[bytes], sizes: dict[str, int]) -> Iterator[Member]:
