@@ -21,7 +21,7 @@ from utils.data.datasets import ImageArrays, Split
 from utils.data.image_files import ImageFiles, describe_unreadable
 from utils.data.keys import DataKeys
 from utils.data.loader import Loader
-from utils.data.sampling import CROP_AREA, CROP_ATTEMPTS, CROP_RATIO, Augmentation, EpochPlan, IntArray
+from utils.data.sampling import CROP_AREA, CROP_ATTEMPTS, CROP_RATIO, EpochPlan, IntArray
 from utils.errors import ConfigError, DataError
 
 AHEAD = 2  # batches that DALI prepares while the last one is trained on
@@ -40,7 +40,7 @@ def import_dali() -> tuple[Any, Any, Any]:
 
 
 class DaliLoader(Loader):
-    """One pipeline with `num_threads` threads, fed one batch at a time, `AHEAD` batches ahead."""
+    """One pipeline an epoch, with `num_threads` threads, which prepares `AHEAD` batches."""
 
     def __init__(self, split: Split, plan: EpochPlan, normalise: Normalise, num_threads: int) -> None:
         super().__init__(plan, normalise)
@@ -48,89 +48,72 @@ class DaliLoader(Loader):
         self.split, self.num_threads = split, num_threads
         self.labels = torch.from_numpy(split.labels).to(self.device)
         self.channels_last = normalise.memory_format is torch.channels_last
-        self.pipeline: Any = None
-        self.started = False
-        self.in_flight: list[IntArray] = []
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         batches = self.plan.batches(self.epoch, self.first_batch)
-        while self.in_flight:  # of an epoch that was left early, or fillers
-            self._receive()
-        if batches and (self.pipeline is None or isinstance(self.split, ImageFiles)):
-            self.pipeline = self._build(np.concatenate(batches))  # the reader's list is that of one epoch
-            self.started = False
-        epoch = self.epoch
-        for number, indices in enumerate(batches):
-            self._send(epoch, indices)
-            if number + 1 >= AHEAD:
-                yield self._receive()
-        for _ in range(min(AHEAD - 1, len(batches))):
-            yield self._receive()
+        pipeline = self._build(self.epoch, batches) if batches else None
+        for indices in batches:
+            yield self._receive(pipeline, indices)
 
-    def _send(self, epoch: int, indices: IntArray) -> None:
-        """Let DALI begin with one batch. Only numpy goes in: a torch tensor makes DALI look for a GPU's driver."""
-        self.in_flight.append(indices)
+    def _inputs(self, epoch: int, indices: IntArray) -> dict[str, np.ndarray]:
+        """What one batch brings from outside, each [N, ...]. Only numpy: torch makes DALI look for a driver."""
+        inputs = {}
         if isinstance(self.split, ImageArrays):
-            self.pipeline.feed_input("images", np.ascontiguousarray(self.split.images[indices]))
+            inputs["images"] = np.ascontiguousarray(self.split.images[indices])
         else:  # the reader fills the last batch up with its first files
             indices = np.resize(indices, self.plan.batch_size)
-        for name, values in self._arguments(self.plan.draw(epoch, indices)).items():
-            self.pipeline.feed_input(name, values)
-        # DALI's first call of schedule_run begins with as many batches as it prefetches: they must all be there.
-        if self.started or len(self.in_flight) == AHEAD:
-            self.pipeline.schedule_run()
-            self.started = True
+        drawn, ranges = self.plan.draw(epoch, indices), self.plan.ranges
+        if drawn is None or ranges is None:
+            return inputs
+        inputs["flip"] = drawn.flip.astype(np.int32)
+        if ranges.crop_padding:
+            corner = np.stack([drawn.shift_y, drawn.shift_x], axis=1) - ranges.crop_padding
+            inputs["corner"] = corner.astype(np.int32)
+        if ranges.rotation_angle:
+            inputs["angle"] = drawn.angle.astype(np.float32)
+        return inputs
 
-    def _arguments(self, drawn: Augmentation | None) -> dict[str, np.ndarray]:
-        """What `_augment` takes from outside, each [N, ...]."""
-        if drawn is None or self.plan.ranges is None:
-            return {}
-        arguments = {"flip": drawn.flip.astype(np.int32)}
-        if padding := self.plan.ranges.crop_padding:
-            arguments["corner"] = (np.stack([drawn.shift_y, drawn.shift_x], axis=1) - padding).astype(np.int32)
-        if self.plan.ranges.rotation_angle:
-            arguments["angle"] = drawn.angle.astype(np.float32)
-        return arguments
-
-    def _receive(self) -> tuple[Tensor, Tensor]:
-        """The oldest batch that was sent, as tensors of our own: DALI will write into its memory again."""
+    def _receive(self, pipeline: Any, indices: IntArray) -> tuple[Tensor, Tensor]:
+        """The next batch, as tensors of our own: DALI will write into its memory again."""
         from nvidia.dali.plugin.pytorch import feed_ndarray
 
-        while not self.started:  # an epoch of fewer batches than DALI prefetches: fill up with what nobody receives
-            self._send(self.epoch, self.in_flight[-1])
-        indices = self.in_flight.pop(0)
         try:
-            (output,) = self.pipeline.share_outputs()
+            (output,) = pipeline.run()
         except RuntimeError as error:
             raise DataError(self._explain(error, indices)) from None
         dense = output.as_tensor()
         images = torch.empty(dense.shape(), dtype=torch.float32, device=self.device)
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         feed_ndarray(dense, images, cuda_stream=stream)
-        self.pipeline.release_outputs()
         if self.channels_last:
             images = images.permute(0, 3, 1, 2)
         on_device = torch.from_numpy(indices).to(self.device, non_blocking=True)
         return images[: len(indices)], self.labels[on_device]
 
-    def _build(self, indices: IntArray) -> Any:
-        """The pipeline; `indices` are those of the files to read, in order."""
-        gpu = self.device.type == "cuda"
+    def _build(self, epoch: int, batches: list[IntArray]) -> Any:
+        """The pipeline for these batches."""
+        fn, gpu = self.fn, self.device.type == "cuda"
         pipeline = self.pipeline_class(
             batch_size=self.plan.batch_size,
             num_threads=self.num_threads,
             device_id=self.device.index if gpu else None,
-            seed=int(np.random.SeedSequence([self.plan.seed, self.epoch, self.plan.rank]).generate_state(1)[0] >> 1),
+            seed=int(np.random.SeedSequence([self.plan.seed, epoch, self.plan.rank]).generate_state(1)[0] >> 1),
             prefetch_queue_depth=AHEAD,
         )
+        inputs: dict[str, Any] = {}
         with pipeline:
-            if isinstance(self.split, ImageArrays):
-                images = self._source("images", self.types.UINT8, 3, layout="CHW")
-                images = self.fn.transpose(images.gpu() if gpu else images, perm=[1, 2, 0])
+            if first := self._inputs(epoch, batches[0]):
+                arrays = (list(self._inputs(epoch, indices).values()) for indices in batches)
+                layouts = ["CHW" if name == "images" else "" for name in first]
+                inputs = dict(
+                    zip(first, fn.external_source(arrays, len(first), layout=layouts, batch=True), strict=True)
+                )
+            if isinstance(self.split, ImageFiles):
+                images = self._decode(self.split, np.concatenate(batches), gpu)
             else:
-                images = self._decode(self.split, indices, gpu)
-            images = self.fn.crop_mirror_normalize(
-                self._augment(images),
+                images = fn.transpose(inputs["images"].gpu() if gpu else inputs["images"], perm=[1, 2, 0])
+            images = fn.crop_mirror_normalize(
+                self._augment(images, inputs),
                 mean=[255 * value for value in self.normalise.mean],
                 std=[255 * value for value in self.normalise.std],
                 output_layout="HWC" if self.channels_last else "CHW",
@@ -138,10 +121,6 @@ class DaliLoader(Loader):
             pipeline.set_outputs(images)
         pipeline.build()
         return pipeline
-
-    def _source(self, name: str, dtype: Any, ndim: int, **more: str) -> Any:
-        """What `_send` feeds under this name, batch by batch."""
-        return self.fn.external_source(name=name, dtype=dtype, ndim=ndim, batch=True, **more)
 
     def _decode(self, files: ImageFiles, indices: IntArray, gpu: bool) -> Any:
         """Images [size, size, 3] of the files `indices`, in this order."""
@@ -159,19 +138,16 @@ class DaliLoader(Loader):
         )
         return fn.crop(images, crop=(size, size))
 
-    def _augment(self, images: Any) -> Any:
-        """Crop, flip, rotate by the arguments that each batch brings."""
-        fn, types, ranges = self.fn, self.types, self.plan.ranges
-        if ranges is None:
-            return images
-        if ranges.crop_padding:
-            corner, shape = self._source("corner", types.INT32, 1), list(self.split.image_shape[1:])
-            pad = {"out_of_bounds_policy": "pad", "fill_values": 0}
-            images = fn.slice(images, start=corner, shape=shape, axes=(0, 1), **pad)
-        images = fn.flip(images, horizontal=self._source("flip", types.INT32, 0))
-        if ranges.rotation_angle:
-            angle = self._source("angle", types.FLOAT, 0)
-            images = fn.rotate(images, angle=angle, keep_size=True, fill_value=0, interp_type=types.INTERP_NN)
+    def _augment(self, images: Any, inputs: dict[str, Any]) -> Any:
+        """Crop, flip, rotate by what each batch brings."""
+        if "corner" in inputs:
+            shape, pad = list(self.split.image_shape[1:]), {"out_of_bounds_policy": "pad", "fill_values": 0}
+            images = self.fn.slice(images, start=inputs["corner"], shape=shape, axes=(0, 1), **pad)
+        if "flip" in inputs:
+            images = self.fn.flip(images, horizontal=inputs["flip"])
+        if "angle" in inputs:
+            kept = {"keep_size": True, "fill_value": 0, "interp_type": self.types.INTERP_NN}
+            images = self.fn.rotate(images, angle=inputs["angle"], **kept)
         return images
 
     def _explain(self, error: RuntimeError, indices: IntArray) -> str:
