@@ -373,6 +373,24 @@ def test_a_class_folder_that_may_not_be_read_is_named(
         open_dataset(config("imagefolder"), alone)
 
 
+@pytest.mark.parametrize("image_size", [32, None])
+def test_a_fifo_in_place_of_an_image_is_not_waited_for(
+    image_size: int | None, config: Callable[..., Config], made: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(made / "small", tmp_path / "data")
+    path = tmp_path / "data/train/ant/0.png"
+    path.unlink()
+    os.mkfifo(path)
+    chosen = config("imagefolder", image_size=image_size, data_path=str(tmp_path / "data"))
+    if image_size is None:
+        with pytest.raises(DataError, match=r"0\.png: no size can be taken from it .*not a regular file"):
+            build(chosen)
+    else:
+        built = build(chosen)
+        assert len(everything(built.train)[0]) == 3 * NUM_TRAIN
+        assert "not a regular file" in built.train.unreadable[str(path)]
+
+
 def test_all_images_unreadable(config: Callable[..., Config], made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "small", tmp_path / "data")
     for path in (tmp_path / "data/train").rglob("*.png"):

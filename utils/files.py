@@ -1,6 +1,5 @@
 """Files that are written whole or not at all, folders that appear at once, locks, and files that are only files."""
 
-import contextlib
 import errno
 import fcntl
 import multiprocessing.util
@@ -10,7 +9,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -69,7 +68,7 @@ def remove_leftovers(folder: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
+@contextmanager
 def partial_folder(target: Path, lock_file: Path) -> Iterator[Path]:
     """A new folder beside `target`, to be filled and renamed to it, while `lock_file` is held (it stays); whatever is
     left of the folder at the end is removed, and so are those of processes that were killed.

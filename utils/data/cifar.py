@@ -147,7 +147,7 @@ def read_class_names(folder: Path, version: CifarVersion) -> tuple[str, ...]:
             names = tuple(line.strip() for line in file.read().decode().split("\n") if line.strip())
         if len(names) != len(version.class_names):
             raise ValueError(f"{len(names)} class names, expected {len(version.class_names)}")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return version.class_names
     except (OSError, ValueError) as error:  # not UTF-8 is a ValueError too
         raise DataError(f"{path}: {error}. Remove it: the official names are built in.") from error

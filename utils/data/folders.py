@@ -27,45 +27,43 @@ def open_folders(name: str, data_path: Path, image_size: int | None, centre_shar
 
     `image_size` None: 224 for imagenet, else the shorter side of the first training image.
     """
-    class_names = _class_folders(data_path / "train")
-    if (others := _class_folders(data_path / "val")) != class_names:
-        name_of_one = sorted(set(class_names) ^ set(others))[0]
-        raise DataError(f"{data_path}: train/ and val/ hold different classes, for example {name_of_one!r}; {LAYOUT}")
-    lists = {folder: _list_files(folder, class_names) for folder in (data_path / "train", data_path / "val")}
+    folders = data_path / "train", data_path / "val"
+    class_names, others = (_entries(folder, _is_class, f"holds no class folders; {LAYOUT}") for folder in folders)
+    if differing := sorted({*class_names} ^ {*others}):
+        raise DataError(f"{data_path}: train/ and val/ hold different classes, for example {differing[0]!r}; {LAYOUT}")
+    lists = {folder: _list_files(folder, class_names) for folder in folders}
     size = image_size or (IMAGENET_SIZE if name == "imagenet" else _shorter_side(*next(iter(lists.items()))))
     train, valid = (ImageFiles(folder, *listed, size, centre_share) for folder, listed in lists.items())
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if name == "imagenet" else _statistics(train)
-    return Dataset(name, train, valid, class_names, mean, std)
+    return Dataset(name, train, valid, tuple(class_names), mean, std)
 
 
-def _class_folders(folder: Path) -> tuple[str, ...]:
-    names = _entries(folder, lambda entry: entry.is_dir() and not entry.name.startswith("."))
-    if not names:
-        raise DataError(f"{folder}: holds no class folders; {LAYOUT}")
-    return tuple(names)
+def _is_class(entry: os.DirEntry[str]) -> bool:
+    return entry.is_dir() and not entry.name.startswith(".")
 
 
-def _entries(folder: Path, wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
-    """The names in `folder` that are wanted, in order."""
+def _is_image(entry: os.DirEntry[str]) -> bool:
+    return entry.name.lower().endswith(EXTENSIONS)
+
+
+def _entries(folder: Path, wanted: Callable[[os.DirEntry[str]], bool], lacking: str) -> list[str]:
+    """The names in `folder` that are wanted, in order; an error that says what is `lacking` where there are none."""
     try:
-        return sorted(entry.name for entry in os.scandir(folder) if wanted(entry))
+        names = sorted(entry.name for entry in os.scandir(folder) if wanted(entry))
     except OSError as error:
         raise DataError(f"{folder}: cannot be read: {error.strerror}; {LAYOUT}") from None
+    if not names:
+        raise DataError(f"{folder}: {lacking}")
+    return names
 
 
-def _list_files(folder: Path, class_names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+def _list_files(folder: Path, class_names: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Names relative to `folder`, bytes [N], and labels, int64 [N], in the order of the names."""
-    names: list[bytes] = []
-    counts = []
-    for class_name in class_names:
-        files = _entries(folder / class_name, lambda entry: entry.name.lower().endswith(EXTENSIONS))
-        if not files:
-            raise DataError(
-                f"{folder / class_name}: class folder without images ({', '.join(EXTENSIONS)}); fill or remove it"
-            )
-        names += [os.fsencode(os.path.join(class_name, file)) for file in files]
-        counts.append(len(files))
-    return np.array(names), np.repeat(np.arange(len(class_names)), counts)
+    lacking = f"class folder without images ({', '.join(EXTENSIONS)}); fill or remove it"
+    files = [_entries(folder / class_name, _is_image, lacking) for class_name in class_names]
+    pairs = zip(class_names, files, strict=True)
+    names = [os.fsencode(os.path.join(class_name, name)) for class_name, listed in pairs for name in listed]
+    return np.array(names), np.repeat(np.arange(len(class_names)), [len(listed) for listed in files])
 
 
 def _shorter_side(folder: Path, listed: tuple[np.ndarray, np.ndarray]) -> int:

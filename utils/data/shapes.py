@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+Outline = Callable[[np.ndarray, np.ndarray], np.ndarray]
 SIZE = 32  # pixels
 RADIUS = (6.0, 9.0)  # pixels
 OFFSET = 3.0  # pixels from the middle, at most
@@ -48,7 +49,7 @@ def _star(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 # Distance from each figure's outline, negative inside, in radii; y points down. All arrays: float32 [count, 32, 32].
-FIGURES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+FIGURES: dict[str, Outline] = {
     "disc": lambda x, y: _round(x, y, 0.95),
     "ring": lambda x, y: abs(_round(x, y, 0.75)) - 0.2,
     "square": lambda x, y: _box(x, y, 0.85, 0.85),
@@ -75,9 +76,7 @@ def draw_shapes(num_images: int, seed: list[int]) -> tuple[np.ndarray, np.ndarra
     return images, labels
 
 
-def _draw_class(
-    outline: Callable[[np.ndarray, np.ndarray], np.ndarray], count: int, rng: np.random.Generator
-) -> np.ndarray:
+def _draw_class(outline: Outline, count: int, rng: np.random.Generator) -> np.ndarray:
     """`count` images of one class, uint8 [count, 3, 32, 32]."""
 
     def draw(low: float, high: float, *shape: int) -> np.ndarray:

@@ -33,9 +33,10 @@ class AugmentedImages(Dataset[Batch]):
         self.split, self.plan = split, plan
 
     def __getitem__(self, epoch_and_indices: tuple[int, IntArray]) -> Batch:
-        augmentation = self.plan.draw(*epoch_and_indices)
+        epoch, indices = epoch_and_indices
+        augmentation = self.plan.draw(epoch, indices)
         crops = None if augmentation is None else augmentation.crop
-        read = self.split.read(epoch_and_indices[1], crops, replace=self.plan.training)  # type: ignore[arg-type]
+        read = self.split.read(indices, crops, replace=self.plan.training)  # type: ignore[arg-type]
         images = read.images
         if augmentation is not None and self.plan.ranges is not None:
             images = augment_each(images, augmentation, self.plan.ranges.crop_padding)
@@ -86,15 +87,14 @@ class TorchvisionLoader(Loader):
             self.has_workers = True
         self.sampler.epoch, self.sampler.first_batch = self.epoch, self.first_batch
         batches = iter(self.loader)
-        while (batch := self._next(batches)) is not None:
-            images, labels, unreadable = batch
+        for images, labels, unreadable in iter(lambda: self._next(batches), None):
             self.unreadable |= unreadable
             if unreadable and self.fail_on_unreadable:
                 raise DataError(describe_unreadable(unreadable) + "; mend them, or --set fail_on_unreadable=false")
             if self.plan.training and len(labels) < self.plan.batch_size:
                 raise DataError(f"not one training image can be read: {describe_unreadable(self.unreadable)}")
-            images, labels = (tensor.to(self.device, non_blocking=True) for tensor in (images, labels))
-            yield self.normalise(images), labels
+            on_device = images.to(self.device, non_blocking=True)
+            yield self.normalise(on_device), labels.to(self.device, non_blocking=True)
 
     @staticmethod
     def _next(batches: Iterator[Batch]) -> Batch | None:

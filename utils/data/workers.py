@@ -1,9 +1,9 @@
 """Worker processes of a loader: how many, what they obey, how they die, and the shared memory that they need."""
 
-import multiprocessing.connection
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 from utils.errors import ConfigError
@@ -38,14 +38,15 @@ def find_lost_worker(batches: object, error: str) -> str:
     a connection that has ended, or a worker that is gone, instead.
     """
     workers = getattr(batches, "_workers", ()) if "in DataLoader worker process" not in error else ()
-    if workers:
-        multiprocessing.connection.wait([worker.sentinel for worker in workers], DYING_SECONDS)
-    for worker in workers:
-        if worker.exitcode:
-            status = f"exited with status {worker.exitcode}"
-            if worker.exitcode < 0:
-                status = f"is killed by signal: {signal.strsignal(-worker.exitcode)}"
-            return f"DataLoader worker (pid {worker.pid}) {status}"
+    until = time.monotonic() + DYING_SECONDS
+    while workers and time.monotonic() < until:
+        for worker in workers:
+            if worker.exitcode:
+                status = f"exited with status {worker.exitcode}"
+                if worker.exitcode < 0:
+                    status = f"is killed by signal: {signal.strsignal(-worker.exitcode)}"
+                return f"DataLoader worker (pid {worker.pid}) {status}"
+        time.sleep(0.01)
     return ""
 
 
