@@ -210,6 +210,18 @@ def test_failed_download(
         assert f"published is {tiny.version.archive_md5}" in message
 
 
+def test_a_download_that_does_not_end_is_refused(
+    tiny: TinyCifar, tmp_path: Path, server: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+    (server / tiny.version.archive).write_bytes(bytes(1 << 24))
+    with serve(server) as address:
+        monkeypatch.setattr(prepare, "HOME_PAGE", address)
+        assert run(tiny, tmp_path / "data") == 3
+    assert "gives or unpacks to more than the dataset can need" in capsys.readouterr().err
+    assert_nothing_written(tiny, tmp_path / "data")
+
+
 # ---- bad input
 
 

@@ -89,14 +89,15 @@ def _progress() -> Progress:
 def _read_files(version: CifarVersion, origin: Path | str, progress: Progress, data_path: Path) -> dict[str, bytes]:
     """The binary version's files and the class names, from an archive or a folder, or from the archive at a URL."""
     sizes = {name: version.file_bytes(split) for split in version.splits for name in split.files}
-    files: dict[str, bytes] = {}
+    limit, files = 2 * sum(sizes.values()) + ARCHIVE_SLACK_BYTES, dict[str, bytes]()
     try:
         if isinstance(origin, str):
-            members = _archive_members(origin, io.BytesIO(_download(version, origin, progress, data_path)), sizes)
+            archive = io.BytesIO(_download(version, origin, limit, progress, data_path))
+            members = _archive_members(origin, archive, sizes, limit)
         elif origin.is_dir():
             members = _folder_members(version, origin, sizes)
         elif origin.is_file():
-            members = _archive_members(origin, open_regular(origin), sizes)
+            members = _archive_members(origin, open_regular(origin), sizes, limit)
         else:
             raise DataError(f"{origin}: no such archive or folder")
         for path, num_bytes, file in members:
@@ -125,7 +126,7 @@ def _binary_name(member: str) -> str:
     return member.removesuffix(".bin") + ".bin"
 
 
-def _read(stream: IO[bytes], progress: Progress, name: str, total: int | None) -> bytes:
+def _read(stream: "IO[bytes] | _Limited", progress: Progress, name: str, total: int | None) -> bytes:
     """All of a stream, its progress shown."""
     task, chunks = progress.add_task(name, total=total), []
     while chunk := stream.read(CHUNK_BYTES):
@@ -134,11 +135,11 @@ def _read(stream: IO[bytes], progress: Progress, name: str, total: int | None) -
     return b"".join(chunks)
 
 
-def _download(version: CifarVersion, url: str, progress: Progress, data_path: Path) -> bytes:
+def _download(version: CifarVersion, url: str, limit: int, progress: Progress, data_path: Path) -> bytes:
     """The official archive, its MD5 compared with the published one before anything looks inside."""
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
-            content = _read(response, progress, version.archive, response.length)
+            content = _read(_Limited(response, limit, url), progress, version.archive, response.length)
     except (OSError, http.client.HTTPException) as error:
         raise DataError(f"{url}: cannot be downloaded: {error}\n{remedy(version, data_path)}") from error
     _check_md5(url, content, version.archive_md5, f" on the way.\n{remedy(version, data_path)}")
@@ -162,13 +163,12 @@ def _folder_members(version: CifarVersion, source: Path, sizes: dict[str, int]) 
             break
 
 
-def _archive_members(origin: Path | str, file: IO[bytes], sizes: dict[str, int]) -> Iterator[Member]:
+def _archive_members(origin: Path | str, file: IO[bytes], sizes: dict[str, int], limit: int) -> Iterator[Member]:
     """The wanted members of a tar or tar.gz, in its order. Nothing is extracted: names and links of an archive are
     only compared, never followed, and no more is unpacked than sound data can need.
     """
     packed = file.read(2) == b"\x1f\x8b"
     file.seek(0)
-    limit = 2 * sum(sizes.values()) + ARCHIVE_SLACK_BYTES
     stream = _Limited(gzip.GzipFile(fileobj=file) if packed else file, limit, origin)
     with file, tarfile.open(fileobj=cast("IO[bytes]", stream), mode="r|") as tar:
         for member in tar:
@@ -184,7 +184,8 @@ def _archive_members(origin: Path | str, file: IO[bytes], sizes: dict[str, int])
 
 
 class _Limited:
-    """A stream that refuses to go on past `limit` bytes: an archive may unpack to far more than it weighs."""
+    """A stream that refuses to go on past `limit` bytes: a server may never end, and an archive may unpack to far more
+    than it weighs."""
 
     def __init__(self, stream: IO[bytes] | gzip.GzipFile, limit: int, origin: Path | str) -> None:
         self.stream, self.remaining, self.origin = stream, limit, origin
@@ -193,7 +194,7 @@ class _Limited:
         chunk = self.stream.read(min(size, self.remaining + 1))
         self.remaining -= len(chunk)
         if self.remaining < 0:
-            raise DataError(f"{self.origin}: unpacks to more than the dataset can need: refused")
+            raise DataError(f"{self.origin}: gives or unpacks to more than the dataset can need: refused")
         return chunk
 
 
