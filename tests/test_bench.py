@@ -16,7 +16,7 @@ from tools.bench.__main__ import main
 from tools.bench.common import Sample, measure
 from tools.bench.ladder import COMPARABLE, evaluate, read_baseline, tell_regressions
 from tools.bench.training import training_flops_per_image
-from tools.follow import check_writable
+from tools.output import check_writable
 from utils.config import Config
 from utils.errors import ConfigError
 from utils.training.batches import prefetch

@@ -16,7 +16,8 @@ from conftest import ROOT, TINY
 from tools import search
 from tools.bench import __main__ as bench
 from tools.bench import record
-from tools.follow import FollowedRun, as_settings
+from tools.command_line import as_settings
+from tools.follow import FollowedRun
 from utils.config import Config, load_config
 from utils.errors import ConfigError, ExpectedError
 from utils.run.environment import git_commit

@@ -1,11 +1,11 @@
-"""Before a job: is this machine, or every node of this allocation, fit for it?
+"""Check before a job whether this machine, or every node of this allocation, is fit for it.
 
     python -m tools.doctor                                          # this machine
     torchrun --nproc_per_node=8 -m tools.doctor                     # its ranks too: all-reduce, clocks, the slow one
     srun --ntasks-per-node=8 python -m tools.doctor                 # the same over nodes
     python -m tools.doctor --nodes                                  # in a Slurm allocation: one process on every node
 
-Each line is ok, warn or fail, with the remedy. Exit status: 0 nothing failed, 1 something did, 2 bad usage,
+Each line is ok, warn or fail, with the remedy. Exit status: 0 nothing failed, 1 something failed, 2 bad usage,
 130 interrupted.
 """
 
@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.command_line import add_config_arguments, new_parser
 from utils.config import Config, load_config
 from utils.errors import ConfigError, ExpectedError, exit_in_a_line
 
@@ -43,7 +44,7 @@ GIGABYTE = 1e9
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, what was seen, and what to do about it."""
+    """One line: what was checked, what was found, and the remedy."""
 
     check: str
     level: str
@@ -54,35 +55,31 @@ class Finding:
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """Look, print, return the exit status."""
+    """Check, print, return the exit status."""
     options = parser().parse_args(argv)
     if options.nodes:  # also in an interactive step of salloc; the processes of this srun are not given --nodes
         return subprocess.run(_on_every_node(sys.argv[1:] if argv is None else list(argv)), check=False).returncode
     config = load_config(options.yaml_config, options.config, options.set)
     from utils.distributed.ranks import run_ranks
 
-    worst = ["ok"]
+    worst = "ok"
     started = time.perf_counter()
-    status = run_ranks(
-        lambda world: worst.append(examine(config, options.run_dir, world, started, options.json)),
-        config.device,
-        config.start_timeout_seconds,
-        config.collective_timeout_seconds,
-    )
-    return status or int(worst[-1] == "fail")
+
+    def look(world: "World") -> None:
+        nonlocal worst
+        findings = examine(config, options.run_dir, world, time.perf_counter() - started)
+        worst = max((finding.level for finding in findings), key=LEVELS.index)
+        if world.is_main:
+            print(render_json(findings, worst) if options.json else "\n".join(render(findings, worst)))
+
+    status = run_ranks(look, config.device, config.start_timeout_seconds, config.collective_timeout_seconds)
+    return status or int(worst == "fail")
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
-    parser.add_argument("--config", default="default", metavar="NAME", help="configuration block of the coming run")
-    parser.add_argument(
-        "--yaml_config", type=Path, default=Path("config/cifar100.yaml"), metavar="PATH", help="file of blocks"
-    )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
+    parser = new_parser("doctor", __doc__)
+    add_config_arguments(parser, config="default")
     parser.add_argument("--run-dir", type=Path, default=Path("expts"), metavar="DIR", help="where runs will write")
     parser.add_argument("--nodes", action="store_true", help="look at every node of this Slurm allocation, by srun")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
@@ -96,16 +93,13 @@ def _on_every_node(arguments: list[str]) -> list[str]:
     return ["srun", "--ntasks-per-node=1", sys.executable, "-m", "tools.doctor", *rest]
 
 
-def examine(config: Config, run_dir: Path, world: "World", started: float, as_json: bool) -> str:
-    """Collective: all checks; the main process prints. Returns the worst level of all ranks."""
+def examine(config: Config, run_dir: Path, world: "World", seconds_to_meet: float) -> list[Finding]:
+    """Collective: all checks of all ranks."""
     import socket
 
     from tools.bench.limits import all_reduce
 
-    joined = time.perf_counter() - started
-    findings = []
-    if world.local_rank == 0:
-        findings += machine_checks(config, run_dir, world)
+    findings = machine_checks(config, run_dir, world) if world.local_rank == 0 else []
     host = socket.gethostname()
     findings += device_checks(world.device, alone=world.gather(host).count(host) == 1)
     where = f"{host}, rank {world.rank}" if world.world_size > 1 else host
@@ -114,19 +108,16 @@ def examine(config: Config, run_dir: Path, world: "World", started: float, as_js
     if world.world_size > 1:
         rates = world.gather((f"rank {world.rank} on {host}", arithmetic(world.device)))
         everything += check_rates(rates, "slow rank")
-        everything += [check_meeting(joined, world.world_size), check_clocks(clock_offsets(world))]
+        everything += [check_meeting(seconds_to_meet, world.world_size), check_clocks(clock_offsets(world))]
         everything += [check_all_reduce(all_reduce(world.device, TRIALS).median, world)]
-    worst = max((finding.level for finding in everything), key=LEVELS.index, default="ok")
-    if world.is_main:
-        print(render_json(everything, worst) if as_json else "\n".join(render(everything, worst)))
-    return worst
+    return everything
 
 
 # ---- this machine
 
 
 def machine_checks(config: Config, run_dir: Path, world: "World") -> list[Finding]:
-    """What all ranks of a node share."""
+    """Checks of what all ranks of a node share."""
     import importlib.metadata
 
     import torch
@@ -139,7 +130,8 @@ def machine_checks(config: Config, run_dir: Path, world: "World") -> list[Findin
     started = local_ranks * workers_of_a_rank(workers, local_ranks)
     data, image_shape = check_data(config)
     rank_batch_size = -(-config.batch_size // world.world_size)
-    installed = {name.lower(): version for name, version in _distributions(importlib.metadata).items()}
+    packages = ((package.metadata["Name"], package.version) for package in importlib.metadata.distributions())
+    installed = {name.lower(): version for name, version in packages if name}
     return [
         check_installed_torch(),
         check_gpu_stack(torch.version.cuda, torch.cuda.is_available(), driver_version(), installed),
@@ -150,11 +142,6 @@ def machine_checks(config: Config, run_dir: Path, world: "World") -> list[Findin
         check_names(names_to_resolve(os.environ)),
         check_threads(usable_cores(), local_ranks, torch.get_num_threads(), workers, describe_affinity()),
     ]
-
-
-def _distributions(metadata: Any) -> dict[str, str]:
-    found = ((item.metadata["Name"], item.version) for item in metadata.distributions())
-    return {name: version for name, version in found if name}
 
 
 def check_installed_torch() -> Finding:
@@ -169,14 +156,13 @@ def check_installed_torch() -> Finding:
 
 
 def check_torch(torch_version: str, torchvision_version: str, required: Sequence[str]) -> Finding:
-    """Whether torch is new enough, and the one that torchvision was built for (`required`: torchvision's own words)."""
+    """Whether torch is new enough, and what torchvision was built for (`required`: its requirements)."""
     base = torch_version.split("+", maxsplit=1)[0]
     number = tuple(int(part) for part in base.split(".")[:2])
     if number < MINIMUM_TORCH:
         wanted = ".".join(map(str, MINIMUM_TORCH))
-        return Finding(
-            "torch", "fail", f"torch {torch_version}", f"at least {wanted}: pip install -c constraints.txt ."
-        )
+        remedy = f"at least {wanted}: pip install -c constraints.txt ."
+        return Finding("torch", "fail", f"torch {torch_version}", remedy)
     pinned = [word.split("==")[1].strip() for word in required if word.replace(" ", "").startswith("torch==")]
     seen = f"torch {torch_version}, torchvision {torchvision_version}"
     if pinned and pinned[0].split("+")[0] != base:
@@ -186,41 +172,44 @@ def check_torch(torch_version: str, torchvision_version: str, required: Sequence
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """Of NVIDIA's driver, as its kernel module tells; None where its tools are not there either."""
+    """Of NVIDIA's driver, from its kernel module; None where its tools are missing."""
     if shutil.which("nvidia-smi") is None:
         return None
-    try:
-        found = re.search(r"Module.*?\s(\d+\.[\d.]+)", file.read_text(encoding="utf-8"))
-    except OSError:
-        found = None
+    found = re.search(r"Module.*?\s(\d+\.[\d.]+)", _read_text(file))
     return found[1] if found else "of unknown version"
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def check_gpu_stack(built_for: str | None, usable: bool, driver: str | None, installed: Mapping[str, str]) -> Finding:
     """Whether PyTorch, driver, NCCL and DALI fit. `built_for`: torch's CUDA; `driver`: its version, None without."""
-    dali = [f"{name} {version}" for name, version in installed.items() if name.startswith("nvidia-dali-cuda")]
-    nccl = [f"NCCL {version}" for name, version in installed.items() if name.startswith("nvidia-nccl")]
-    cuda = f"CUDA {built_for}" if built_for else "torch without CUDA"
-    seen = ", ".join([*([f"driver {driver}"] if driver else []), cuda, *nccl, *dali])
+    dali = {name: version for name, version in installed.items() if name.startswith("nvidia-dali-cuda")}
+    seen = f"driver {driver}, " if driver else ""
+    seen += f"CUDA {built_for}" if built_for else "torch without CUDA"
+    seen += "".join(f", NCCL {version}" for name, version in installed.items() if name.startswith("nvidia-nccl"))
+    seen += "".join(f", {name} {version}" for name, version in dali.items())
     if driver and not built_for:
         return Finding("gpu software", "fail", f"{seen}, but there is an NVIDIA driver", "install a torch with CUDA")
     if driver and not usable:
         remedy = "a newer driver, or a torch built for an older CUDA; in a container: docker run --gpus all"
         return Finding("gpu software", "fail", f"{seen}: torch cannot use the GPU of this machine", remedy)
-    majors = {name.removeprefix("nvidia-dali-cuda")[:2] for name in installed if name.startswith("nvidia-dali-cuda")}
-    if built_for and majors and built_for.split(".", maxsplit=1)[0] not in majors:
-        remedy = f"pip install nvidia-dali-cuda{built_for.split('.', maxsplit=1)[0]}0"
-        return Finding("gpu software", "warn", f"{seen}: DALI is for another CUDA than torch", remedy)
+    wanted = f"nvidia-dali-cuda{(built_for or '').partition('.')[0]}"
+    if built_for and dali and not any(name.startswith(wanted) for name in dali):
+        return Finding("gpu software", "warn", f"{seen}: DALI is for another CUDA than torch", f"pip install {wanted}0")
     return Finding("gpu software", "ok", seen if driver else f"{seen}; no NVIDIA driver: runs use the CPU")
 
 
 def check_memory(meminfo: Path, local_ranks: int) -> Finding:
     """Available memory of the host, for this many ranks."""
-    try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines() if ":" in line)
-        available = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", _read_text(meminfo), re.MULTILINE)
+    if found is None:
         return Finding("memory", "warn", "how much is available is not known", f"look at {meminfo}")
+    available = int(found[1]) * 1024
     seen = f"{available / GIGABYTE:.1f} GB available for {local_ranks} rank(s)"
     if available < 2 * GIGABYTE * local_ranks:
         remedy = "2 GB a rank: fewer ranks, fewer num_data_workers, or more memory from the scheduler (--mem)"
@@ -232,37 +221,30 @@ def check_shared_memory(batch_bytes: int, workers: int) -> Finding:
     """Whether this many workers of this machine can hand over batches, as training asks before it starts them."""
     from utils.data import workers as loader_workers
 
+    folder = loader_workers.SHARED_MEMORY
     try:
         loader_workers.check_shared_memory(batch_bytes, workers)
-        free = shutil.disk_usage(loader_workers.SHARED_MEMORY).free
+        seen = f"{folder} has {shutil.disk_usage(folder).free / 1e6:,.0f} MB free for {workers} loader worker(s)"
+        return Finding("shared memory", "ok", seen)
     except ConfigError as error:
         message, _, remedy = str(error).partition("\n")
         return Finding("shared memory", "fail", message, remedy)
     except OSError as error:
-        return Finding(
-            "shared memory", "warn", f"{loader_workers.SHARED_MEMORY}: {error.strerror}", "loader workers need it"
-        )
-    return Finding(
-        "shared memory",
-        "ok",
-        f"{loader_workers.SHARED_MEMORY} has {free / 1e6:,.0f} MB free for {workers} loader worker(s)",
-    )
+        return Finding("shared memory", "warn", f"{folder}: {error.strerror}", "loader workers need it")
 
 
 def check_disk(folder: Path, needed: int = 2**30) -> Finding:
     """Room and speed where runs will be written. `needed`: bytes, of checkpoints and logs."""
-    there = folder
-    while not there.is_dir() and there != there.parent:
-        there = there.parent
+    there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.is_dir())
     remedy = "free some, or choose another disk with --run-dir"
     try:
         free = shutil.disk_usage(there).free
         if free < needed:
-            return Finding("disk", "fail", f"{there.resolve()}: {free / GIGABYTE:.2f} GB free", remedy)
+            return Finding("disk", "fail", f"{there}: {free / GIGABYTE:.2f} GB free", remedy)
         rate = write_rate(there)
     except OSError as error:
-        return Finding("disk", "fail", f"{there.resolve()}: cannot be written: {error.strerror}", remedy)
-    seen = f"{there.resolve()}: {free / GIGABYTE:,.0f} GB free, writes {rate / 1e6:,.0f} MB/s"
+        return Finding("disk", "fail", f"{there}: cannot be written: {error.strerror}", remedy)
+    seen = f"{there}: {free / GIGABYTE:,.0f} GB free, writes {rate / 1e6:,.0f} MB/s"
     if rate < 50e6:
         return Finding("disk", "warn", seen, "checkpoints will take seconds: a faster disk, or checkpoint_async")
     return Finding("disk", "ok", seen)
@@ -271,12 +253,11 @@ def check_disk(folder: Path, needed: int = 2**30) -> Finding:
 def write_rate(folder: Path, size: int = 2**26) -> float:
     """Bytes per second of writing a file of `size` bytes in `folder` to the disk; OSError where it cannot be."""
     path = folder / f".write-speed-{os.getpid()}"
-    block = os.urandom(2**20)
+    content = os.urandom(size)
     try:
         started = time.perf_counter()
         with path.open("wb") as file:
-            for _ in range(size // len(block)):
-                file.write(block)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         return size / (time.perf_counter() - started)
@@ -328,13 +309,12 @@ def check_names(names: Sequence[str], resolve: Callable[[str], Any] | None = Non
 
 def describe_affinity() -> str:
     """The cores that this process may use, and what in its environment binds threads to some of them."""
-    spans: list[list[int]] = []
-    for core in sorted(os.sched_getaffinity(0)):
-        if spans and core == spans[-1][1] + 1:
-            spans[-1][1] = core
-        else:
-            spans.append([core, core])
-    cores = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    allowed = os.sched_getaffinity(0)
+    starts = sorted(core for core in allowed if core - 1 not in allowed)
+    ends = sorted(core for core in allowed if core + 1 not in allowed)
+    cores = ",".join(
+        str(first) if first == last else f"{first}-{last}" for first, last in zip(starts, ends, strict=True)
+    )
     return ", ".join([f"cores {cores}", *(f"{name}={os.environ[name]}" for name in BINDING if name in os.environ)])
 
 
@@ -376,7 +356,7 @@ def device_checks(own: "torch.device", *, alone: bool) -> list[Finding]:
             f"{total / GIGABYTE:.0f} GB free"
         )
         busy = free < 0.8 * total
-        remedy = "another process holds its memory: nvidia-smi tells which" if busy else ""
+        remedy = "another process holds its memory: nvidia-smi shows which" if busy else ""
         findings.append(Finding("ceilings", "warn" if busy else "ok", seen, remedy))
     return findings + [finding for finding in check_rates(rates, "slow device") if finding.level != "ok"]
 
@@ -397,14 +377,13 @@ def check_rates(rates: Sequence[tuple[str, float]], check: str) -> list[Finding]
     from utils.training.watch import medians_of_the_others
 
     others = medians_of_the_others([rate for _, rate in rates]) if len(rates) > 1 else []
-    slow = [(name, other / rate) for (name, rate), other in zip(rates, others, strict=False) if rate * SLOW < other]
-    if not slow:
-        return [Finding(check, "ok", f"none of {len(rates)} is 15 % slower than the others")]
     remedy = "look for another process, heat or a power limit there (nvidia-smi -q -d PERFORMANCE); leave the node out"
-    return [
-        Finding(check, "fail", f"{name} takes {factor:.2f} times the median of the others", remedy)
-        for name, factor in slow
+    slow = [
+        Finding(check, "fail", f"{name} takes {other / rate:.2f} times the median of the others", remedy)
+        for (name, rate), other in zip(rates, others, strict=False)
+        if rate * SLOW < other
     ]
+    return slow or [Finding(check, "ok", f"none of {len(rates)} is 15 % slower than the others")]
 
 
 # ---- ranks together
@@ -440,7 +419,7 @@ def check_all_reduce(rate: float, world: "World") -> Finding:
     """The bandwidth that gradients get, GB/s."""
     seen = f"100 MB over {world.world_size} ranks: {rate:.2f} GB/s"
     if world.device.type == "cuda" and rate < SLOW_ALL_REDUCE:
-        remedy = "NCCL_DEBUG=INFO tells which network it took; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose another"
+        remedy = "NCCL_DEBUG=INFO prints which network it took; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose another"
         return Finding("all-reduce", "warn", seen, remedy)
     return Finding("all-reduce", "ok", seen)
 
@@ -449,14 +428,14 @@ def check_all_reduce(rate: float, world: "World") -> Finding:
 
 
 def render(findings: Sequence[Finding], worst: str) -> list[str]:
-    """A line for each finding, its remedy below; what is the same on several nodes is told once."""
+    """A line for each finding, its remedy below; what is the same on several nodes is printed once."""
     merged: dict[tuple[str, str, str, str], list[str]] = {}
     for finding in findings:
         merged.setdefault((finding.check, finding.level, finding.message, finding.remedy), []).append(finding.where)
     several = len({finding.where for finding in findings if finding.where}) > 1
     lines = []
-    for (check, level, message, remedy), places in merged.items():
-        named = [place for place in places if place] if several else []
+    for (check, level, message, remedy), origins in merged.items():
+        named = [where for where in origins if where] if several else []
         suffix = f"  [{named[0] if len(named) == 1 else f'{len(named)} alike'}]" if named else ""
         lines.append(f"{level:4}  {check:14} {message}{suffix}")
         if remedy and level != "ok":

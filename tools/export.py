@@ -1,4 +1,4 @@
-"""Export a run's best weights, for programs that know nothing of this one.
+"""Export a run's best weights, for programs without this project's code.
 
     python -m tools.export expts/cifar100-cpu
 
@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.command_line import new_parser
+from tools.output import make_folder
 from utils.config.command_line import not_empty
 from utils.errors import CheckpointError, ConfigError, ExpectedError, exit_in_a_line
 
@@ -42,20 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status: 0 written; 2 usage, or safetensors is missing; 4 no usable checkpoint; 1 anything else.",
-        allow_abbrev=False,
-    )
+    statuses = "0 written; 2 usage, or safetensors is missing; 4 no usable checkpoint; 1 anything else."
+    parser = new_parser("export", __doc__, statuses)
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run's folder, such as expts/cifar100-cpu")
     parser.add_argument("--out", type=not_empty, metavar="DIR", help="where to write (default: RUN_DIR/export)")
     return parser
 
 
 def export(path: Path, folder: Path) -> list[str]:
-    """Write both files of the checkpoint `path` into `folder`; returns what to tell."""
+    """Write both files of the checkpoint `path` into `folder`; returns lines that describe them."""
     try:
         from safetensors.torch import save
     except ModuleNotFoundError:
@@ -66,10 +63,7 @@ def export(path: Path, folder: Path) -> list[str]:
     state = read_checkpoint(path)
     network, weights = best_network(path, state)
     program, difference = export_program(network, state["data"]["shape"])
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written: {error.strerror}; choose another with --out") from None
+    make_folder(folder)
     write_atomically(folder / "model.safetensors", save(weights, metadata(state)))
     write_atomically(folder / "model.pt2", program)
     config, best, classes = state["config"], state["best"], len(state["data"]["class_names"])
@@ -109,9 +103,8 @@ def best_network(path: Path, state: dict[str, Any]) -> tuple["nn.Module", dict[s
         def __init__(self) -> None:
             super().__init__()
             self.model = model
-            normalise = Normalise(
-                state["data"]["mean"], state["data"]["std"], torch.device("cpu"), torch.contiguous_format
-            )
+            data, cpu = state["data"], torch.device("cpu")
+            normalise = Normalise(data["mean"], data["std"], cpu, torch.contiguous_format)
             self.register_buffer("scale", normalise.scale)
             self.register_buffer("shift", normalise.shift)
 
@@ -146,23 +139,15 @@ def export_program(network: "nn.Module", image_shape: Sequence[int]) -> tuple[by
             differences.append((expected - found).abs().max() / expected.abs().max())
     difference = torch.stack(differences).max().item()  # not Python's max, which would pass over a NaN
     if not difference <= TOLERANCE:
-        raise ExpectedError(
-            f"the exported program differs from the network by {difference:.1e} of the largest logit, more than "
-            f"{TOLERANCE:.0e}; nothing was written"
-        )
+        found = f"differs from the network by {difference:.1e} of the largest logit, more than {TOLERANCE:.0e}"
+        raise ExpectedError(f"the exported program {found}; nothing was written")
     return buffer.getvalue(), difference
 
 
 def metadata(state: dict[str, Any]) -> dict[str, str]:
-    """What the safetensors file says of itself; the format allows text only."""
-    plain = {
-        "config_name": state["config_name"],
-        "config": state["config"],
-        "data": state["data"],
-        "best": state["best"],
-        "versions": state["versions"],
-    }
-    return {"format": "pt"} | {key: json.dumps(value) for key, value in plain.items()}
+    """The safetensors file's description of itself; the format allows text only."""
+    described = ("config_name", "config", "data", "best", "versions")
+    return {"format": "pt"} | {key: json.dumps(state[key]) for key in described}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+from tools.output import write_file
 from utils.errors import ConfigError
 
 # Okabe and Ito's colours, told apart by colour-blind readers too
@@ -15,7 +16,6 @@ def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (5.6
     try:
         from cycler import cycler
         from matplotlib import rc_context
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError('matplotlib is missing; install it with: pip install ".[report]"') from None
@@ -32,17 +32,12 @@ def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (5.6
     }
     with rc_context(style):
         figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots(rows, columns)
-    return figure, axes
+        return figure, figure.subplots(rows, columns)
 
 
 def save(figure: Any, path: Path) -> None:
-    """As PNG; `ConfigError` where it cannot be written."""
-    try:
-        path.write_bytes(as_png(figure))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+    """Write the figure as a PNG file."""
+    write_file(path, as_png(figure))
 
 
 def as_png(figure: Any) -> bytes:

@@ -18,8 +18,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tools.follow import read_counts
-from tools.history import rates
+from tools.bench.reports import rates, read_report
+from tools.command_line import new_parser, read_counts
 from tools.scaling_model import BACKWARD_SHARE, Forecast, Machine, Work, make_buckets, predict
 from utils.config import Config, load_config
 from utils.errors import ConfigError, DataError, exit_in_a_line
@@ -52,29 +52,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     default = Machine()
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.predict_scaling", description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False
-    )
+    parser = new_parser("predict_scaling", __doc__)
     parser.add_argument(
         "--from", dest="source", type=Path, metavar="BENCH.json", help="a report of tools.bench, measured on one GPU"
     )
     parser.add_argument("--case", metavar="NAME", help="which case of the report (default: the fastest)")
     parser.add_argument("--gpus", default="8,16,64,1024,4096", metavar="N,M", help="for how many GPUs")
     parser.add_argument("--gpus-per-node", type=int, default=default.gpus_per_node, metavar="N")
-    parser.add_argument(
-        "--intra", type=float, default=default.intra / 1e9, metavar="GB/s", help="that an all-reduce reaches in a node"
-    )
-    parser.add_argument(
-        "--inter", type=float, default=default.inter / 1e9, metavar="GB/s", help="of one node to the others, all cards"
-    )
-    parser.add_argument(
-        "--latency", type=float, default=default.inter_latency * 1e6, metavar="us", help="a network hop"
-    )
-    parser.add_argument("--noise", type=float, default=100 * default.noise, metavar="%%", help="of a rank's step time")
-    parser.add_argument("--input", type=float, default=math.inf, metavar="IMG/s", help="that a node's loaders deliver")
-    parser.add_argument("--bucket-mb", type=float, default=25.0, metavar="MB", help="DistributedDataParallel's buckets")
+    for option, value, unit, meaning in (
+        ("--intra", default.intra / 1e9, "GB/s", "that an all-reduce reaches in a node"),
+        ("--inter", default.inter / 1e9, "GB/s", "of one node to the others, all cards"),
+        ("--latency", default.inter_latency * 1e6, "us", "a network hop"),
+        ("--noise", 100 * default.noise, "%%", "of a rank's step time"),
+        ("--input", math.inf, "IMG/s", "that a node's loaders deliver"),
+        ("--bucket-mb", 25.0, "MB", "DistributedDataParallel's buckets"),
+    ):
+        parser.add_argument(option, type=float, default=value, metavar=unit, help=meaning)
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw both curves")
-    parser.add_argument("--published", action="store_true", help="predicted beside published measurements, and leave")
+    parser.add_argument("--published", action="store_true", help="compare with published measurements and leave")
     return parser
 
 
@@ -95,14 +90,7 @@ def read_machine(options: argparse.Namespace) -> Machine:
 
 def read_work(path: Path, case: str | None, bucket_mb: float) -> tuple[Work, str]:
     """The step that a report of tools.bench measured, and a line that says which."""
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError:
-        report = None
-    if not isinstance(report, dict) or not isinstance(report.get("results"), dict):
-        raise DataError(f"{path}: is no report of tools.bench; make one with --json")
+    report = read_report(path)
     alone = {name: rate for name, rate in rates(report).items() if rate.ranks == 1 and rate.training}
     if not alone:
         raise DataError(f"{path}: a forecast begins with images/s of training on one GPU; this report has none")
@@ -112,18 +100,15 @@ def read_work(path: Path, case: str | None, bucket_mb: float) -> tuple[Work, str
     try:
         config = Config.model_validate(alone[chosen].config)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        first = error.errors()[0]
         problem = ": ".join([*map(str, first["loc"][:1]), first["msg"]])
-        raise DataError(
-            f"{path}: the configuration of {chosen} does not fit this version: {problem}; measure it anew"
-        ) from None
+        words = f"the configuration of {chosen} does not fit this version: {problem}; measure it again"
+        raise DataError(f"{path}: {words}") from None
     rate, batch = alone[chosen].images_per_sec, config.batch_size
     buckets = make_buckets(layer_costs(config), int(bucket_mb * 2**20))
-    device = report.get("environment", {}).get("device", "one device")
-    return (
-        Work(batch / rate, batch, buckets),
-        f"measured: {chosen}, {rate:,.0f} images/s with batch {batch} on {device} ({path})",
-    )
+    device = report.environment.get("device", "one device")
+    described = f"measured: {chosen}, {rate:,.0f} images/s with batch {batch} on {device} ({path})"
+    return Work(batch / rate, batch, buckets), described
 
 
 def layer_costs(config: Config | str) -> list[tuple[int, float]]:
@@ -165,7 +150,7 @@ def layer_costs(config: Config | str) -> list[tuple[int, float]]:
 
 
 def assumptions(work: Work, machine: Machine) -> list[str]:
-    """What the forecast takes for granted, in words."""
+    """What the forecast assumes, in words."""
     gradients = sum(bucket.size for bucket in work.buckets)
     limited = math.isfinite(machine.input_rate)
     feed = f"at most {machine.input_rate:,.0f} images/s a node" if limited else "never waited for"

@@ -1,4 +1,4 @@
-"""Bring CIFAR to a machine, before the job: on a login node, or from a local copy where there is no network.
+"""Download CIFAR to a machine before the job, or take it from a local copy where there is no network.
 
     python -m tools.prepare_data --dataset cifar100 --data_path data
     python -m tools.prepare_data --dataset cifar100 --data_path data --from cifar-100-python.tar.gz
@@ -12,6 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from tools.command_line import new_parser
 from utils.errors import exit_in_a_line
 
 DATASETS = ("cifar10", "cifar100")
@@ -19,9 +20,10 @@ DATASETS = ("cifar10", "cifar100")
 
 @exit_in_a_line
 def main(argv: list[str] | None = None) -> int:
+    """Prepare the data; returns the exit status."""
     arguments = _parse_arguments(argv)
     try:
-        from utils.data.cifar import VERSIONS  # here, since the package imports torch, for which --help need not wait
+        from utils.data.cifar import VERSIONS  # here, since it imports torch, which --help does not need
         from utils.data.prepare import prepare
 
         version = VERSIONS[arguments.dataset]
@@ -35,21 +37,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.prepare_data",
-        description="Download, or take from a local copy, verify and write CIFAR in its official binary version.",
-        allow_abbrev=False,
-        epilog="Exit status: 0 done or already there; 2 usage; 3 bad input, no network or no room; 130 interrupted.",
-    )
+    statuses = "0 done or already there; 2 usage; 3 bad input, no network or no room; 130 interrupted."
+    parser = new_parser("prepare_data", __doc__, statuses)
     parser.add_argument("--dataset", required=True, choices=DATASETS)
-    parser.add_argument("--data_path", required=True, type=Path, metavar="DIR", help="where the data shall be")
+    parser.add_argument("--data_path", required=True, type=Path, metavar="DIR", help="where the data will be")
     parser.add_argument(
-        "--from",
-        dest="source",
-        type=Path,
-        metavar="ARCHIVE_OR_FOLDER",
+        "--from", dest="source", type=Path, metavar="ARCHIVE_OR_FOLDER",
         help="a local tar.gz, tar or folder of the binary or the python version, instead of a download",
-    )
+    )  # fmt: skip
     parser.add_argument("--stage", type=Path, metavar="NODE_LOCAL_DIR", help="copy to this folder too, for fast reads")
     return parser.parse_args(argv)
 

@@ -3,66 +3,63 @@
     python -m tools.report expts/bs256-amp expts/bs256-amp-nhwc --out report
     python -m tools.report expts results/reference/sc20_curves.json BENCH.json
 
-Takes run folders, folders of runs, TensorBoard event files, published curves and reports of tools.bench. What is
-damaged, empty or still going is told on the page, and the rest is shown.
+Takes run folders, folders of runs, TensorBoard event files, published curves and reports of tools.bench. The page
+names what is damaged, empty or still going, and shows the rest.
 """
 
 import argparse
 import base64
-import html
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.bench.reports import Rate, Report, rates
+from tools.command_line import new_parser
 from tools.figures import as_png, colour, legend_below, new_figure, whole_numbers
-from tools.history import Bench, Run, ago, differences, rates, read, same_but_seed
-from utils.errors import ConfigError, exit_in_a_line
+from tools.history import Found, Run, ago, differences, read, same_but_seed
+from tools.output import make_folder, write_file
+from utils.errors import exit_in_a_line
 
 TARGETS = (0.6, 0.7, 0.75, 0.76, 0.77, 0.78, 0.8, 0.85, 0.9, 0.92, 0.94, 0.96)
 LOSS_OUTLIER = 1.5  # times the 95th percentile of what is drawn: losses above it are cut off
+PAGE = Path(__file__).with_name("report_page.html")  # a template of Jinja2, which PyTorch needs too
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; }
-h1 { font-size: 1.6rem; margin-bottom: .2rem; }
-h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; border-bottom: 1px solid #ddd; padding-bottom: .2rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
-th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #eee; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-th { font-weight: 600; background: #f6f6f6; }
-.scroll { overflow-x: auto; }
-img { max-width: 100%; height: auto; display: block; margin: .5rem 0; }
-.problems li { color: #8a3b00; }
-.note { color: #555; font-size: .9rem; }
-"""
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with a table, a figure or both; it is left out where neither has anything to show."""
+
+    title: str
+    figure: str = ""
+    table: str = ""  # its id on the page
+    header: Sequence[str] = ()
+    rows: Sequence[Sequence[Any]] = ()
+    note: str = ""
 
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; returns the exit status."""
     options = parser().parse_args(argv)
-    runs, benches, problems = gather(options.runs)
-    figures = draw(runs, benches)
+    found = gather(options.runs)
+    figures = draw(found)
+    make_folder(options.out)
+    for name, png in figures.items():
+        write_file(options.out / f"{name}.png", png)
     page = options.out / "report.html"
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        for name, png in figures.items():
-            (options.out / f"{name}.png").write_bytes(png)
-        page.write_text(render(runs, benches, problems, figures), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{options.out}: cannot be written: {error.strerror}; choose another --out") from None
-    for problem in problems:
+    write_file(page, render(found, figures).encode())
+    for problem in found.problems:
         print(problem, file=sys.stderr)
-    print(f"{page}: {len(runs)} run(s), {len(benches)} measurement(s), {len(figures)} figure(s)")
+    print(f"{page}: {len(found.runs)} run(s), {len(found.reports)} measurement(s), {len(figures)} figure(s)")
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.report", description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False
-    )
+    parser = new_parser("report", __doc__)
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN",
         help="run folders, folders of runs, event files, files of curves, reports of tools.bench",
@@ -71,148 +68,127 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def gather(paths: Sequence[Path]) -> tuple[list[Run], list[Bench], list[str]]:
+def gather(paths: Sequence[Path]) -> Found:
     """Everything that the arguments name; runs of the same name are told apart by their folder."""
-    runs: list[Run] = []
-    benches: list[Bench] = []
-    problems: list[str] = []
-    for path in paths:
-        found = read(path)
-        runs, benches, problems = runs + found[0], benches + found[1], problems + found[2]
+    parts = [read(path) for path in paths]
+    runs = [run for part in parts for run in part.runs]
+    problems = [problem for part in parts for problem in part.problems]
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
             run.name = str(run.path)
     problems += [f"{run.name}: {problem}" for run in runs for problem in run.problems]
-    return runs, benches, problems
+    return Found(runs, [report for part in parts for report in part.reports], problems)
 
 
 # ---- figures
 
 
-def draw(runs: Sequence[Run], benches: Sequence[Bench]) -> dict[str, bytes]:
-    """{name: PNG} of every figure that there is something to show in."""
-    shown = [run for run in runs if run.epochs]
+def draw(found: Found) -> dict[str, bytes]:
+    """{name: PNG} of every figure that has something to show."""
+    shown = [run for run in found.runs if run.epochs]
     figures = {}
     if shown:
-        figures["accuracy"] = _curves(shown, "acc1", "accuracy, %", 100.0)
-        figures["loss"] = _curves(shown, "loss", "loss", 1.0)
-        figures["speed"] = _speed(shown)
-    rungs = [bench for bench in benches if not scaling_rows(bench) and rates(bench.content)]
-    if rungs:
-        figures["ladder"] = _ladder(rungs)
-    scalings = [(bench, rows) for bench in benches if (rows := scaling_rows(bench))]
+        figures["accuracy"] = _draw_curves(shown, "acc1", "accuracy, %", 100.0)
+        figures["loss"] = _draw_curves(shown, "loss", "loss", 1.0)
+        figures["speed"] = _draw_speed(shown)
+    bars = [report for _, report in found.reports if rates(report) and not scaling_rates(report)]
+    if bars:
+        figures["ladder"] = _draw_bars(bars)
+    scalings = [(path, report) for path, report in found.reports if scaling_rates(report)]
     if scalings:
-        figures["scaling"] = _scaling(scalings)
+        figures["scaling"] = _draw_scaling(scalings)
     return figures
 
 
-def _curves(runs: Sequence[Run], kind: str, label: str, scale: float) -> bytes:
+def _draw_curves(runs: Sequence[Run], kind: str, label: str, scale: float) -> bytes:
     figure, axes = new_figure(1, 2, size=(6.2, 4.2))
     title = label.split(",", maxsplit=1)[0]
-    for number, run in enumerate(runs):
-        for tag, style in ((f"{kind}/valid", "-"), (f"{kind}/train", ":")):
-            rows = [row for row in run.epochs if tag in row]
-            name = run.name if style == "-" else None
-            for panel, key in zip(axes, ("epoch", "seconds"), strict=True):
-                factor = 1 if key == "epoch" else 1 / 60
-                across, up = [row[key] * factor for row in rows], [scale * row[tag] for row in rows]
-                marker = "o" if len(rows) == 1 else None
-                panel.plot(across, up, style, color=colour(number), label=name, linewidth=1.4, marker=marker)
-    for panel, xlabel in zip(axes, ("epoch", "minutes"), strict=True):
+    for panel, across, factor, xlabel in zip(
+        axes, ("epoch", "seconds"), (1, 1 / 60), ("epoch", "minutes"), strict=True
+    ):
+        for number, run in enumerate(runs):
+            for tag, style in ((f"{kind}/valid", "-"), (f"{kind}/train", ":")):
+                rows = [row for row in run.epochs if tag in row]
+                panel.plot(
+                    [row[across] * factor for row in rows], [row[tag] * scale for row in rows], style, linewidth=1.4,
+                    color=colour(number), label=run.name if style == "-" else None, marker=_marker(rows),
+                )  # fmt: skip
         panel.set(xlabel=xlabel, ylabel=label, title=f"{title}: validation solid, training dotted")
-    if kind == "loss":
-        drawn = sorted(
-            row[tag] for run in runs for row in run.epochs for tag in ("loss/train", "loss/valid") if tag in row
-        )
-        top = LOSS_OUTLIER * drawn[int(0.95 * (len(drawn) - 1))] if drawn else 1.0
+    drawn = sorted(value for run in runs for row in run.epochs for tag, value in row.items() if tag.startswith("loss/"))
+    if kind == "loss" and drawn:
+        top = min(LOSS_OUTLIER * drawn[int(0.95 * (len(drawn) - 1))], 1.05 * drawn[-1])
         for panel in axes:
-            panel.set_ylim(0, min(top, 1.05 * drawn[-1]) if drawn else None)
+            panel.set_ylim(0, top)
     whole_numbers(axes[0])
     legend_below(figure, axes[0])
     return as_png(figure)
 
 
-def _speed(runs: Sequence[Run]) -> bytes:
-    figure, (left, right) = new_figure(1, 2, size=(6.2, 3.6))
-    any_rate = False
-    for number, run in enumerate(runs):
-        rows = [row for row in run.epochs if "images_per_sec" in row]
-        any_rate = any_rate or bool(rows)
-        marker = "o" if len(run.epochs) == 1 else None
-        left.plot(
-            [row["epoch"] for row in rows], [row["images_per_sec"] for row in rows],
-            color=colour(number), label=run.name, marker=marker,
-        )  # fmt: skip
-        rows = [row for row in run.epochs if "learning_rate" in row]
-        right.plot(
-            [row["epoch"] for row in rows], [row["learning_rate"] for row in rows],
-            color=colour(number), label=run.name, marker=marker,
-        )  # fmt: skip
-    left.set(xlabel="epoch", ylabel="images/s", title="training throughput", ylim=(0, None))
-    right.set(xlabel="epoch", ylabel="learning rate", title="learning rate", ylim=(0, None))
-    if not any_rate:
-        left.text(0.5, 0.5, "not recorded", transform=left.transAxes, ha="center", color="gray")
-    for panel in (left, right):
+def _marker(rows: Sequence[Any]) -> str | None:
+    """A line through one point cannot be seen."""
+    return "o" if len(rows) == 1 else None
+
+
+def _draw_speed(runs: Sequence[Run]) -> bytes:
+    figure, panels = new_figure(1, 2, size=(6.2, 3.6))
+    drawn = (("images_per_sec", "images/s", "training throughput"), ("learning_rate", "learning rate", "learning rate"))
+    for panel, (key, label, title) in zip(panels, drawn, strict=True):
+        for number, run in enumerate(runs):
+            rows = [row for row in run.epochs if key in row]
+            epochs, values = [row["epoch"] for row in rows], [row[key] for row in rows]
+            panel.plot(epochs, values, color=colour(number), label=run.name, marker=_marker(rows))
+        panel.set(xlabel="epoch", ylabel=label, title=title, ylim=(0, None))
+        if not any(key in row for run in runs for row in run.epochs):
+            panel.text(0.5, 0.5, "not recorded", transform=panel.transAxes, ha="center", color="gray")
         whole_numbers(panel)
-    legend_below(figure, right)
+    legend_below(figure, panels[1])
     return as_png(figure)
 
 
-def _ladder(benches: Sequence[Bench]) -> bytes:
-    rows = max(len(rates(bench.content)) for bench in benches)
-    figure, axes = new_figure(len(benches), 1, size=(8.5, 1.4 + 0.42 * rows))
-    for panel, bench in zip([axes] if len(benches) == 1 else axes, benches, strict=True):
-        rungs = {name: rate.images_per_sec for name, rate in rates(bench.content).items()}
-        first = next(iter(rungs.values()))
-        bars = panel.barh(list(rungs), list(rungs.values()), color=colour(0), height=0.65)
-        labels = [f"{rate:,.0f}  ({rate / first:.2f}x)" for rate in rungs.values()]
+def _draw_bars(reports: Sequence[Report]) -> bytes:
+    most = max(len(rates(report)) for report in reports)
+    figure, axes = new_figure(len(reports), 1, size=(8.5, 1.4 + 0.42 * most))
+    for panel, report in zip([axes] if len(reports) == 1 else axes, reports, strict=True):
+        cases = {name: rate.images_per_sec for name, rate in rates(report).items()}
+        first = next(iter(cases.values()))
+        bars = panel.barh(list(cases), list(cases.values()), color=colour(0), height=0.65)
+        labels = [f"{rate:,.0f}  ({rate / first:.2f}x)" for rate in cases.values()]
         panel.bar_label(bars, labels, padding=4, fontsize=9)
         panel.invert_yaxis()
         panel.grid(axis="y", visible=False)
-        device = bench.content.get("environment", {}).get("device", "unknown device")
-        panel.set(xlabel="images/s", title=f"{bench.command} on {device}", xlim=(0, 1.25 * max(rungs.values())))
+        device = report.environment.get("device", "unknown device")
+        panel.set(xlabel="images/s", title=f"{report.bench} on {device}", xlim=(0, 1.25 * max(cases.values())))
     return as_png(figure)
 
 
-def scaling_rows(bench: Bench) -> list[dict[str, Any]]:
-    """[{kind, ranks, images_per_sec, whole_epoch}] of a report of `tools.bench scaling`, else nothing."""
-    rows = [
-        {
-            "kind": rate.mode,
-            "ranks": rate.ranks,
-            "images_per_sec": rate.images_per_sec,
-            "whole_epoch": rate.epoch_images_per_sec,
-        }
-        for rate in rates(bench.content).values()
-        if rate.mode
-    ]
-    return sorted(rows, key=lambda row: (row["kind"], row["ranks"]))
+def scaling_rates(report: Report) -> list[Rate]:
+    """The cases of a report of `tools.bench scaling` by mode and ranks; none of another's."""
+    return sorted((rate for rate in rates(report).values() if rate.mode), key=lambda rate: (rate.mode, rate.ranks))
 
 
-def efficiencies(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str, int, float, float]]:
-    """(kind, what, ranks, images/s, efficiency against the fewest ranks) of each row, training only and whole epoch."""
-    table = []
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        for key, what in (("images_per_sec", "training only"), ("whole_epoch", "whole epoch")):
-            of_kind = [row for row in rows if row["kind"] == kind and row[key]]
-            for row in of_kind:
-                alone = of_kind[0][key] / of_kind[0]["ranks"]
-                table.append((kind, what, row["ranks"], row[key], row[key] / row["ranks"] / alone))
-    return table
+def efficiencies(report: Report) -> dict[str, list[tuple[int, float, float]]]:
+    """{"weak, training only", ...: [(ranks, images/s, efficiency against the fewest ranks)]} of a scaling report."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for what, name in (("training only", "images_per_sec"), ("whole epoch", "epoch_images_per_sec")):
+        for rate in scaling_rates(report):
+            if speed := getattr(rate, name):
+                curves.setdefault(f"{rate.mode}, {what}", []).append((rate.ranks, speed))
+    return {
+        name: [(ranks, speed, speed / ranks * points[0][0] / points[0][1]) for ranks, speed in points]
+        for name, points in sorted(curves.items())
+    }
 
 
-def _scaling(scalings: Sequence[tuple[Bench, list[dict[str, Any]]]]) -> bytes:
+def _draw_scaling(reports: Sequence[tuple[Path, Report]]) -> bytes:
     figure, (left, right) = new_figure(1, 2, size=(6.2, 3.8))
-    number = 0
-    for bench, rows in scalings:
-        table = efficiencies(rows)
-        for kind, what in dict.fromkeys(row[:2] for row in table):
-            mine = [row for row in table if row[:2] == (kind, what)]
-            label = f"{bench.path.stem}: {kind}, {what}"
-            left.plot([row[2] for row in mine], [row[3] for row in mine], "o-", color=colour(number), label=label)
-            right.plot([row[2] for row in mine], [100 * row[4] for row in mine], "o-", color=colour(number))
-            number += 1
+    curves = [
+        (f"{path.stem}: {name}", points) for path, report in reports for name, points in efficiencies(report).items()
+    ]
+    for number, (label, points) in enumerate(curves):
+        ranks, speeds, shares = zip(*points, strict=True)
+        left.plot(ranks, speeds, "o-", color=colour(number), label=label)
+        right.plot(ranks, [100 * share for share in shares], "o-", color=colour(number))
     left.set(xlabel="ranks", ylabel="images/s", title="throughput", ylim=(0, None))
     right.set(xlabel="ranks", ylabel="efficiency, %", title="efficiency", ylim=(0, 110))
     for panel in (left, right):
@@ -224,97 +200,61 @@ def _scaling(scalings: Sequence[tuple[Bench, list[dict[str, Any]]]]) -> bytes:
 # ---- the page
 
 
-def render(runs: Sequence[Run], benches: Sequence[Bench], problems: Sequence[str], figures: dict[str, bytes]) -> str:
+def render(found: Found, figures: dict[str, bytes]) -> str:
     """The page: no script, no outside file."""
-    shown = [run for run in runs if run.epochs]
-    parts = [f"<h1>{len(runs)} run(s)</h1>"]
-    if not shown and not benches:
-        parts.append("<p id='nothing'>Nothing to show: no run with a finished epoch was found.</p>")
-    if problems:
-        items = "".join(f"<li>{html.escape(problem)}</li>" for problem in problems)
-        parts.append(
-            f"<h2>What could not be read, or is not finished</h2><ul class='problems' id='problems'>{items}</ul>"
-        )
-    sections: list[tuple[str, str, Callable[[], str]]] = [
-        ("Results", "", lambda: _results(runs)),
-        ("Accuracy", "accuracy", lambda: ""),
-        ("Time to accuracy", "", lambda: _targets(shown)),
-        ("Loss", "loss", lambda: ""),
-        ("Throughput and learning rate", "speed", lambda: ""),
-        ("Scaling", "scaling", lambda: _scaling_table(benches)),
-        ("What each switch gives", "ladder", lambda: ""),
-        ("Mean and spread over seeds", "", lambda: _seeds(shown)),
-        ("Where the configurations differ", "", lambda: _differences(runs)),
-        ("Hardest classes", "", lambda: _worst(shown)),
+    from jinja2 import Environment, StrictUndefined
+
+    shown = [run for run in found.runs if run.epochs]
+    sections = [
+        _results(found.runs),
+        Section("Accuracy", "accuracy"),
+        _targets(shown),
+        Section("Loss", "loss"),
+        Section("Throughput and learning rate", "speed"),
+        _scaling(found.reports),
+        Section("What each switch gives", "ladder"),
+        _seeds(shown),
+        _differences(found.runs),
+        _hardest_classes(shown),
     ]
-    for title, figure, body in sections:
-        image = _image(figure, title, figures[figure]) if figure in figures else ""
-        text = body()
-        if image or text:
-            parts.append(f"<h2>{title}</h2>{text}{image}")
-    return (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>Training report</title>"
-        f"<meta name='viewport' content='width=device-width'><style>{STYLE}</style></head><body>"
-        + "".join(parts)
-        + "</body></html>\n"
-    )
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE.read_text(encoding="utf-8"))
+    return template.render(
+        count=len(found.runs), nothing=not shown and not found.reports, problems=found.problems, sections=sections,
+        figures={name: base64.b64encode(png).decode() for name, png in figures.items()},
+    )  # fmt: skip
 
 
-def _image(name: str, title: str, png: bytes) -> str:
-    data = base64.b64encode(png).decode()
-    return f"<img id='figure-{name}' alt='{html.escape(title)}' src='data:image/png;base64,{data}'>"
-
-
-def _table(name: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    if not rows:
-        return ""
-    head = "".join(f"<th>{html.escape(str(cell))}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<div class='scroll'><table id='{name}'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-
-
-def _results(runs: Sequence[Run]) -> str:
+def _results(runs: Sequence[Run]) -> Section:
     header = ("run", "state", "epochs", "best acc1", "in epoch", "last acc1", "time", "images/s", "device", "changed")
     rows = []
     for run in runs:
-        best, last, seconds = run.best(), run.last("acc1/valid"), run.last("seconds")
-        rate = run.last("images_per_sec")
+        best, last, seconds, rate = run.best(), run.last("acc1/valid"), run.last("seconds"), run.last("images_per_sec")
         goal = run.config.get("max_epochs")
-        rows.append(
-            (
-                run.name,
-                run.state,
-                f"{len(run.epochs)} of {goal}" if goal else len(run.epochs),
-                f"{best[0]:.2%}" if best else "-",
-                best[1] if best else "-",
-                f"{last:.2%}" if last is not None else "-",
-                duration(seconds) if seconds is not None else "-",
-                f"{rate:,.0f}" if rate else "-",
-                _device(run),
-                f"{ago(run.changed)} ago" if run.state != "published" else "-",
-            )
-        )
-    clocks = sorted({f"{run.clock}" for run in runs})
-    note = f"<p class='note'>Times are {' or '.join(clocks)}.</p>" if clocks else ""
-    return _table("results", header, rows) + note
+        device, count = run.environment.get("device", "-"), run.environment.get("world_size", 1)
+        rows.append((
+            run.name,
+            run.state,
+            f"{len(run.epochs)} of {goal}" if goal else len(run.epochs),
+            f"{best[0]:.2%}" if best else "-",
+            best[1] if best else "-",
+            "-" if last is None else f"{last:.2%}",
+            "-" if seconds is None else duration(seconds),
+            f"{rate:,.0f}" if rate else "-",
+            f"{count} x {device}" if count > 1 else device,
+            "-" if run.state == "published" else f"{ago(run.changed)} ago",
+        ))  # fmt: skip
+    clocks = " or ".join(sorted({run.clock for run in runs}))
+    return Section("Results", "", "results", header, rows, f"Times are {clocks}.")
 
 
-def _device(run: Run) -> str:
-    device = run.environment.get("device", "-")
-    count = run.environment.get("world_size", 1)
-    return f"{count} x {device}" if count > 1 else str(device)
-
-
-def _targets(runs: Sequence[Run]) -> str:
+def _targets(runs: Sequence[Run]) -> Section:
     reached = [target for target in TARGETS if any(run.reached(target) for run in runs)]
     rows = []
     for run in runs:
-        cells = []
-        for target in reached:
-            when = run.reached(target)
-            cells.append(f"epoch {when[0]}, {duration(when[1])}" if when else "-")
-        rows.append((run.name, *cells))
-    return _table("targets", ("run", *(f"{target:.0%}" for target in reached)), rows) if reached else ""
+        moments = [run.reached(target) for target in reached]
+        rows.append((run.name, *(f"epoch {found[0]}, {duration(found[1])}" if found else "-" for found in moments)))
+    header = ("run", *(f"{target:.0%}" for target in reached))
+    return Section("Time to accuracy", "", "targets", header, rows if reached else ())
 
 
 def duration(seconds: float) -> str:
@@ -324,51 +264,48 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.2f} h"
 
 
-def _seeds(runs: Sequence[Run]) -> str:
+def _scaling(reports: Sequence[tuple[Path, Report]]) -> Section:
+    rows = [
+        (f"{path.name}: {name}", ranks, f"{speed:,.0f}", f"{share:.1%}")
+        for path, report in reports
+        for name, points in efficiencies(report).items()
+        for ranks, speed, share in points
+    ]
+    return Section("Scaling", "scaling", "scaling", ("measurement", "ranks", "images/s", "efficiency"), rows)
+
+
+def _seeds(runs: Sequence[Run]) -> Section:
     rows = []
     for group in same_but_seed([run for run in runs if run.config and run.state == "finished"]):
         best = [100 * found[0] for run in group if (found := run.best())]
         last = [100 * value for run in group if (value := run.last("acc1/valid")) is not None]
         seconds = [value for run in group if (value := run.last("seconds")) is not None]
-        if not best:
-            continue
-        seeds = ", ".join(str(run.config.get("seed")) for run in group)
-        rows.append((group[0].name, seeds, len(group), _spread(best, 2), _spread(last, 2), _spread(seconds, 1)))
+        if best:
+            seeds = ", ".join(str(run.config.get("seed")) for run in group)
+            rows.append((group[0].name, seeds, len(group), _spread(best, 2), _spread(last, 2), _spread(seconds, 1)))
     header = ("finished runs like", "seeds", "n", "best acc1, %", "last acc1, %", "seconds")
-    return _table("seeds", header, rows)
+    return Section("Mean and spread over seeds", "", "seeds", header, rows)
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
-    mean = statistics.mean(values)
-    if len(values) == 1:
-        return f"{mean:.{digits}f}"
-    return (
-        f"{mean:.{digits}f} ± {statistics.stdev(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
-    )
+    mean, *rest = (f"{value:.{digits}f}" for value in (statistics.mean(values), min(values), max(values)))
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f} ({'-'.join(rest)})"
 
 
-def _differences(runs: Sequence[Run]) -> str:
-    known = [run for run in runs if run.config]
+def _differences(runs: Sequence[Run]) -> Section:
+    header = ("key", *(run.name for run in runs if run.config))
     rows = [(key, *values) for key, values in differences(list(runs)).items()]
-    return _table("differences", ("key", *(run.name for run in known)), rows)
+    return Section("Where the configurations differ", "", "differences", header, rows)
 
 
-def _scaling_table(benches: Sequence[Bench]) -> str:
-    rows = []
-    for bench in benches:
-        for kind, what, ranks, rate, efficiency in efficiencies(scaling_rows(bench)):
-            rows.append((f"{bench.path.name}: {kind}, {what}", ranks, f"{rate:,.0f}", f"{efficiency:.1%}"))
-    return _table("scaling", ("measurement", "ranks", "images/s", "efficiency"), rows)
-
-
-def _worst(runs: Sequence[Run]) -> str:
+def _hardest_classes(runs: Sequence[Run]) -> Section:
     rows = [
         (run.name, row["class"], f"{row['accuracy']:.1%}", row["taken_for"], f"{row['share']:.1%}")
         for run in runs
         for row in run.worst_classes[:5]
         if {"class", "accuracy", "taken_for", "share"} <= set(row)
     ]
-    return _table("worst", ("run", "class", "accuracy", "most often taken for", "share"), rows)
+    return Section("Hardest classes", "", "worst", ("run", "class", "accuracy", "most often taken for", "share"), rows)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.follow import FollowedRun, add_config_arguments, as_settings, make_folder
+from tools.command_line import add_config_arguments, as_settings, new_parser
+from tools.follow import FollowedRun
+from tools.output import make_folder
 from utils.config import Config, load_config
 from utils.errors import ConfigError, ExpectedError, exit_in_a_line
 
@@ -44,12 +46,11 @@ class Dimension:
 
 
 def parse_dimension(text: str) -> Dimension:
-    """What --space takes; `ConfigError` where it is something else."""
+    """One --space; `ConfigError` where it is none."""
     key, equals, values = text.partition("=")
     if not equals or key not in Config.model_fields:
-        raise ConfigError(
-            f"--space {text}: expected KEY=LOW..HIGH, KEY=log:LOW..HIGH or KEY=A,B,C with a key of Config"
-        )
+        forms = "KEY=LOW..HIGH, KEY=log:LOW..HIGH or KEY=A,B,C"
+        raise ConfigError(f"--space {text}: expected {forms} with a key of the configuration")
     try:
         if ".." in values:
             low, _, high = values.removeprefix("log:").partition("..")
@@ -74,12 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.search",
-        description=(__doc__ or ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser("search", __doc__)
     add_config_arguments(parser, config="cifar100-cpu")
     parser.add_argument("--space", action="append", required=True, metavar="KEY=VALUES", help="what to try; repeatable")
     parser.add_argument("--trials", type=int, default=20, metavar="N", help="trials in all (default: 20)")
@@ -106,12 +102,10 @@ def search(options: argparse.Namespace) -> None:
         storage=f"sqlite:///{options.out / 'study.sqlite'}",
         load_if_exists=True,
     )
-    missing = options.trials - len(
-        study.get_trials(states=[optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED])
-    )
+    states = optuna.trial.TrialState
+    missing = options.trials - len(study.get_trials(states=[states.COMPLETE, states.PRUNED]))
     study.optimize(_objective(options, settings, space, optuna.TrialPruned), n_trials=max(0, missing))
-    finished = study.get_trials(states=[optuna.trial.TrialState.COMPLETE])
-    if finished:
+    if study.get_trials(states=[states.COMPLETE]):
         best = study.best_trial
         shown = " ".join(f"--set {setting}" for setting in as_settings(best.user_attrs["settings"]))
         print(f"best of {len(study.trials)} trials: number {best.number}, {best.value:.2%}: {shown}")

@@ -11,9 +11,9 @@ all of them at once, or one alone.
 """
 
 import argparse
-import math
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -28,13 +28,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.history import read_lines
+from tools.command_line import add_config_arguments, add_count, new_parser, seconds
+from tools.history import read_records
 from utils.config import load_config
 from utils.distributed.launch import torchrun_here
 from utils.errors import ConfigError, ExpectedError, Stopped, exit_in_a_line
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 KILLS_PER_RUN = 8
+METRICS = "metrics.jsonl"
 KINDS = ("step", "epoch", "end")  # records of metrics.jsonl that must be equal; the others tell of starts and stops
 TAG = "VERIFY_RESUME_RUN"  # marks every process of a run in its environment, orphans included
 MOMENTS = {"training": 0.5, "a write": 0.35, "the start": 0.15}  # and how often
@@ -82,7 +84,7 @@ class Attempt:
         self.log = folder.with_name(f"{folder.name}.output")
         self.status_file = folder.with_name(f"{folder.name}.status")
         self.status_file.unlink(missing_ok=True)
-        self.starts_before = len(_read_records(folder, "start", "resume"))
+        self.starts_before = read_records(folder / METRICS, "start", "resume")
         command, environment = job.command(folder)
         environment = os.environ | environment | {TAG: str(folder), "TRAIN_EXIT_STATUS_FILE": str(self.status_file)}
         with self.log.open("wb") as output:
@@ -128,7 +130,8 @@ class Attempt:
 
     def has_begun(self) -> bool:
         """Whether training has begun: from here on it heeds signals."""
-        return len(_read_records(self.folder, "start", "resume")) > self.starts_before
+        starts = read_records(self.folder / METRICS, "start", "resume")
+        return bool(starts) and starts != self.starts_before  # fewer where the folder was moved aside
 
     def victims(self, kill: Kill) -> list[int]:
         """The processes that get the signal; a rank that is not there yet is stood in for by all."""
@@ -147,7 +150,7 @@ class Attempt:
 
         Such a run may be equal all the same, as every start is deterministic. `earlier`: what was moved aside before.
         """
-        starts = _read_records(self.folder, "start", "resume")
+        starts = read_records(self.folder / METRICS, "start", "resume")
         if self.has_begun() and starts[-1]["kind"] == "start":
             raise ExpectedError(f"a start did not go on from its good checkpoint:\n{self.last_words()}")
         if new := _moved_aside(self.folder) - earlier:
@@ -173,7 +176,7 @@ def verify(job: Job, kills: int, number: signal.Signals, seed: int, work: Path) 
     with Attempt(job, uninterrupted) as attempt:
         if (status := attempt.wait()) != 0:
             raise ExpectedError(f"the uninterrupted run failed with status {status}:\n{attempt.last_words()}")
-    training = _training_seconds(uninterrupted)
+    training = read_records(uninterrupted / METRICS, *KINDS)[-1]["seconds"]
     starting = max(0.1, time.monotonic() - began - training)
     print(f"uninterrupted: {training:.1f} s of training after {starting:.1f} s of starting", flush=True)
 
@@ -183,13 +186,15 @@ def verify(job: Job, kills: int, number: signal.Signals, seed: int, work: Path) 
     while counts.total() < kills and not differences:
         runs += 1
         folder = work / f"killed-{runs}"
-        planned = min(KILLS_PER_RUN, kills - counts.total())
-        plan = [_draw_kill(draw, number, training / planned, starting, job.nproc) for _ in range(planned)]
-        for struck in _train_through(job, folder, plan):
+        intended = min(KILLS_PER_RUN, kills - counts.total())
+        mean = training / intended
+        for struck in _train_through(
+            job, folder, [_draw_kill(draw, number, mean, starting, job.nproc) for _ in range(intended)]
+        ):
             counts[struck] += 1
             print(f"kill {counts.total()} of {kills}: {number.name} {struck}", flush=True)
         differences = compare(uninterrupted, folder)
-        resumed += len(_read_records(folder, "resume"))
+        resumed += len(read_records(folder / METRICS, "resume"))
         if not differences:
             shutil.rmtree(folder)
     struck_when = ", ".join(f"{count} {when}" for when, count in counts.most_common())
@@ -206,11 +211,11 @@ def _draw_kill(draw: random.Random, number: signal.Signals, mean: float, startin
     return Kill(number, moment, delay, draw.uniform(0, 0.003), victim)
 
 
-def _train_through(job: Job, folder: Path, plan: list[Kill]) -> Iterator[str]:
+def _train_through(job: Job, folder: Path, kills: list[Kill]) -> Iterator[str]:
     """Start the run again and again until it is finished; yields where each kill struck."""
     from utils.run.checkpoint import newest_good
 
-    left = list(plan)
+    left = list(kills)
     while True:
         has_checkpoint = newest_good(folder / "checkpoints")[0] is not None
         earlier = _moved_aside(folder)
@@ -226,7 +231,7 @@ def _train_through(job: Job, folder: Path, plan: list[Kill]) -> Iterator[str]:
                     raise ExpectedError(f"a start after a kill failed with status {status}:\n{attempt.last_words()}")
                 return
             # where it was finished, the signal may have met an interpreter on its way out
-            finished = bool(_read_records(folder, "end"))
+            finished = bool(read_records(folder / METRICS, "end"))
             if kill.signal != signal.SIGKILL and began and not finished and status not in (0, Stopped.exit_status):
                 raise ExpectedError(f"asked to stop, the run ended with status {status}:\n{attempt.last_words()}")
         whom = "all processes" if kill.victim is None else f"rank {kill.victim}"
@@ -251,14 +256,9 @@ def compare(uninterrupted: Path, killed: Path) -> list[str]:
     best = [read_checkpoint(folder / "checkpoints" / "best.pt") for folder in (uninterrupted, killed)]
     records = [_records(folder) for folder in (uninterrupted, killed)]
     rates = [[record["learning_rate"] for record in run if "learning_rate" in record] for run in records]
-    sides: dict[str, tuple[Any, Any]] = {
-        "metrics.jsonl": (records[0], records[1]),
-        "learning rates": (rates[0], rates[1]),
-    }
-    for key in sorted(states[0].keys() - {"seconds", "versions"}):
-        sides[key] = (states[0][key], states[1].get(key))
-    for key in ("model", "epoch"):
-        sides[f"{key} of best.pt"] = (best[0][key], best[1][key])
+    sides: dict[str, Sequence[Any]] = {METRICS: records, "learning rates": rates}
+    sides |= {key: [state.get(key) for state in states] for key in sorted(states[0].keys() - {"seconds", "versions"})}
+    sides |= {f"{key} of best.pt": [state[key] for state in best] for key in ("model", "epoch")}
     return [difference for name, (left, right) in sides.items() for difference in _differences(name, left, right)][:20]
 
 
@@ -282,18 +282,8 @@ def _differences(where: str, left: Any, right: Any) -> Iterator[str]:
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
-    records = _read_records(folder, *KINDS)
+    records = read_records(folder / METRICS, *KINDS)
     return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
-
-
-def _read_records(folder: Path, *kinds: str) -> list[dict[str, Any]]:
-    """The records of these kinds in a run's metrics.jsonl, without a last line that is still being written."""
-    records, _ = read_lines(folder / "metrics.jsonl")
-    return [record for record in records if record.get("kind") in kinds]
-
-
-def _training_seconds(folder: Path) -> float:
-    return _read_records(folder, *KINDS)[-1]["seconds"]
 
 
 def _processes(folder: Path) -> dict[int, bytes]:
@@ -316,27 +306,23 @@ def _ranks(folder: Path) -> dict[int, int]:
 
     A run without torchrun is rank 0 alone, and so is a torchrun that has not started its ranks yet."""
     processes = _processes(folder)
+    numbers = {process: re.search(rb"(?:^|\0)RANK=(\d+)", environment) for process, environment in processes.items()}
     ranks, first = {}, {}
-    for process, environment in processes.items():
-        above = processes.get(_parent(process))
-        number = _rank_in(environment)
-        if number is not None and (above is None or _rank_in(above) is None):
-            ranks[number] = process
-        elif above is None:
+    for process, number in numbers.items():
+        parent = int(_status(process)[1])
+        if number is not None and numbers.get(parent) is None:
+            ranks[int(number[1])] = process
+        elif parent not in processes:
             first[0] = process
     return ranks or first
 
 
-def _rank_in(environment: bytes) -> int | None:
-    number = dict(field.partition(b"=")[::2] for field in environment.split(b"\0")).get(b"RANK")
-    return None if number is None else int(number)
-
-
-def _parent(process: int) -> int:
+def _status(process: int) -> list[str]:
+    """State, parent and so on of a process; those of a dead one where it is gone."""
     try:
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0
+        return ["X", "0"]
 
 
 def _send(process: int, number: signal.Signals) -> None:
@@ -347,19 +333,12 @@ def _send(process: int, number: signal.Signals) -> None:
 def _kill_all(folder: Path) -> None:
     """SIGKILL to every process of the run, until none is left."""
     deadline = time.monotonic() + TO_DIE
-    while processes := [process for process in _processes(folder) if _is_alive(process)]:
+    while processes := [process for process in _processes(folder) if _status(process)[0] not in ("Z", "X")]:
         if time.monotonic() > deadline:
             raise ExpectedError(f"processes {processes} do not end after SIGKILL")
         for process in processes:
             _send(process, signal.SIGKILL)
         time.sleep(0.01)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
 
 
 @exit_in_a_line
@@ -371,10 +350,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings += options.set  # the last one wins
     train = [f"--config={options.config}", f"--yaml_config={options.yaml_config}"]
     train += [f"--set={setting}" for setting in settings]
-    asked = ["--config", options.config, "--yaml_config", str(options.yaml_config)]
-    asked += [part for setting in options.set for part in ("--set", setting)]
-    asked += ["--kills", str(options.kills), "--signal", options.signal, "--nproc", str(options.nproc)]
-    repeat = shlex.join(["python", "-m", "tools.verify_resume", *asked, "--seed", str(seed)])
+    repeat = ["python", "-m", "tools.verify_resume", "--config", options.config, f"--yaml_config={options.yaml_config}"]
+    repeat += [f"--set={setting}" for setting in options.set]
+    repeat += [f"--kills={options.kills}", f"--signal={options.signal}", f"--nproc={options.nproc}"]
+    end = f"seed {seed}, repeat with: {shlex.join(repeat)} --seed {seed}"
     load_config(options.yaml_config, options.config, settings)
     try:
         work = Path(tempfile.mkdtemp(prefix="verify-resume-", dir=options.work_dir))
@@ -392,58 +371,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
     if differences:
         print(f"verdict: {verdict}\n  " + "\n  ".join(differences))
-        print(f"the runs are in {work}\nseed {seed}, again with: {repeat}")
+        print(f"the runs are in {work}\n{end}")
         return 1
     shutil.rmtree(work)
     print("verdict: EQUAL: weights, optimizer, random states, metrics.jsonl and learning rates, bit by bit")
-    print(f"seed {seed}, again with: {repeat}")
+    print(end)
     return 0
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"is {text!r}; expected a whole number from 1 on")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"is {text!r}; expected seconds, more than 0")
-    return seconds
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.verify_resume",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status: 0 equal; 1 different, hanging or failing; 2 usage; 130 interrupted. Needs Linux.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", default="quickstart", metavar="NAME")
-    parser.add_argument("--yaml_config", type=Path, default=Path("config/cifar100.yaml"), metavar="PATH")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key; repeatable")
-    parser.add_argument("--kills", type=_at_least_one, default=5, metavar="N", help="interruptions in all (default: 5)")
-    parser.add_argument("--signal", choices=("KILL", "TERM", "USR1"), default="KILL")
-    parser.add_argument(
-        "--nproc", type=_at_least_one, default=1, metavar="K", help="processes, started by torchrun (default: 1)"
-    )
-    parser.add_argument("--seed", type=int, metavar="S", help="of the moments and victims (default: drawn and told)")
-    parser.add_argument(
-        "--timeout",
-        type=_seconds,
-        default=1800.0,
-        metavar="SECONDS",
-        help="one start may take this long (default: 1800)",
-    )
-    parser.add_argument(
-        "--total-timeout", type=_seconds, default=86400.0, metavar="SECONDS", help="and everything this long (86400)"
-    )
+    statuses = "0 equal; 1 different, hanging or failing; 2 usage; 130 interrupted. Needs Linux."
+    parser = new_parser("verify_resume", __doc__, statuses)
+    add_config_arguments(parser, config="quickstart")
+    add_count(parser, "--kills", 5, "interruptions in all")
+    parser.add_argument("--signal", choices=("KILL", "TERM", "USR1"), default="KILL", help="(default: KILL)")
+    add_count(parser, "--nproc", 1, "processes, started by torchrun", "K")
+    parser.add_argument("--seed", type=int, metavar="S", help="of the moments and victims (default: drawn and printed)")
+    for option, default, what in (("--timeout", 1800.0, "one start"), ("--total-timeout", 86400.0, "everything")):
+        help_text = f"{what} may take this long (default: {default:g})"
+        parser.add_argument(option, type=seconds, default=default, metavar="SECONDS", help=help_text)
     parser.add_argument("--work-dir", type=Path, metavar="DIR", help="where the runs are written (default: temporary)")
     return parser
 

@@ -1,23 +1,21 @@
 """The protocol of every measurement: interleaved trials, warm-up dropped, median and spread, and a JSON report."""
 
 import argparse
-import json
 import statistics
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tools.follow import add_config_arguments, check_writable
+from tools.command_line import add_config_arguments, add_count
+from tools.output import check_writable, write_json
 from utils.config import Config, load_config
+from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
-from utils.errors import ConfigError
 from utils.run.environment import describe_environment
-
-FILE_WIDTH = 160  # characters of a table that goes into a file or pipe
 
 
 @dataclass(frozen=True)
@@ -62,34 +60,32 @@ def measure(
 def add_arguments(parser: argparse.ArgumentParser, *, config: str = "default", trials: int = 3) -> None:
     """The options that measurements share: which configuration, how many trials, where the report goes."""
     add_config_arguments(parser, config=config)
-    parser.add_argument(
-        "--trials", type=int, default=trials, metavar="N", help=f"trials that count (default: {trials})"
-    )
+    add_count(parser, "--trials", trials, "trials that count")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write figures, configuration and environment here")
 
 
 def read_config(options: argparse.Namespace) -> Config:
-    """The configuration that the shared options name; `ConfigError` where it, or they, cannot be used."""
-    if options.trials < 1:
-        raise ConfigError(f"--trials {options.trials}: at least 1")
+    """The configuration that the shared options name; `ConfigError` where it, or the report's file, cannot be used."""
     check_writable("--json", options.json)
     return load_config(options.yaml_config, options.config, options.set)
 
 
+def on_all_ranks(config: Config, action: Callable[[World], None]) -> int:
+    """Run `action` as one of the ranks that the launcher started; returns the exit status."""
+    return run_ranks(action, config.device, config.start_timeout_seconds, config.collective_timeout_seconds)
+
+
 def write_report(path: Path | None, command: str, config: Config, world: World, results: Mapping[str, Any]) -> None:
-    """`results` with what they were measured on, as JSON; `ConfigError` where the file cannot be written."""
-    if path is None or not world.is_main:
-        return
-    report = {
-        "bench": command,
-        "environment": describe_environment(world.device, world.world_size),
-        "config": config.model_dump(mode="json"),
-        "results": results,
-    }
-    try:
-        path.write_text(json.dumps(report, indent=1, default=as_json) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written: {error.strerror}") from None
+    """`results` with what they were measured on, as JSON; on the main rank, where there is a path."""
+    if path is not None and world.is_main:
+        environment = describe_environment(world.device, world.world_size)
+        write_results(path, command, config, results, environment=environment)
+
+
+def write_results(path: Path, command: str, config: Config, results: Mapping[str, Any], **more: Any) -> None:
+    """A report in the form that `tools.bench.reports` reads."""
+    report = {"bench": command, "config": config.model_dump(mode="json"), "results": results, **more}
+    write_json(path, report, default=as_json)
 
 
 def as_json(value: Any) -> Any:
@@ -99,20 +95,16 @@ def as_json(value: Any) -> Any:
     raise TypeError(f"{value!r} has no JSON form")
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table for the terminal; plain where the output is a file. The first column is text, the others numbers."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(table)
-
-
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given, so that a clock can be read."""
+    """Wait until the device has finished its work, so that a clock can be read."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def time_action(device: torch.device, action: Callable[[], object]) -> float:
+    """Seconds until the action and what it started on the device are done; nothing else may be running there."""
+    synchronize(device)
+    started = time.perf_counter()
+    action()
+    synchronize(device)
+    return time.perf_counter() - started

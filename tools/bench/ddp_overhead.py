@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from tools.bench import common
 from tools.bench.training import build_measured, capture_steps
+from tools.command_line import add_count
+from tools.output import print_table
 from utils.data.build import build_loaders, open_dataset
 from utils.distributed.ddp import distribute, wrap_in_ddp
-from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.training.learner import Learner
 
@@ -27,7 +28,7 @@ QUANTITIES = ("milliseconds", "processor_milliseconds")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m tools.bench ddp_overhead`."""
     common.add_arguments(parser, config="bs128-opt", trials=15)
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="training steps of a trial (default: 5)")
+    add_count(parser, "--steps", 5, "training steps of a trial")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,8 +55,7 @@ def run(options: argparse.Namespace) -> int:
         warm_up = max(1, math.ceil(capture_steps(config, world.device) / options.steps))
         cases = {name: trial(learner) for name, learner in learners.items()}
         results = common.measure(cases, options.trials, warm_up=warm_up)
-        rows = []
-        overheads = {}
+        rows, overheads = [], {}
         for name in CASES:
             row = [name]
             for quantity in QUANTITIES:
@@ -65,10 +65,10 @@ def run(options: argparse.Namespace) -> int:
                 row += [f"{results[name][quantity].median:.1f}", f"{overheads[name, quantity].median:+.1f}"]
             rows.append(row)
         title = f"{config.model}, batch {config.batch_size}, {world.device}, torch {torch.__version__}: a training step"
-        common.print_table(title, ("", "ms", "overhead %", "processor ms", "overhead %"), rows)
+        print_table(title, ("", "ms", "overhead %", "processor ms", "overhead %"), rows)
         print("train.py uses no DDP and no process group for a single process, whoever starts it.")
         percent = {f"{name}: overhead, % of {quantity}": sample for (name, quantity), sample in overheads.items()}
         common.write_report(options.json, "ddp_overhead", config, world, results | percent)
         dist.destroy_process_group()
 
-    return run_ranks(measure, config.device, config.start_timeout_seconds, config.collective_timeout_seconds)
+    return common.on_all_ranks(config, measure)

@@ -5,9 +5,10 @@ each trial drops its warm-up and times the step alone on one batch, the loader a
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ from torch import nn
 from models import build_model
 from tools.bench import common
 from tools.bench.limits import measure_limits
+from tools.bench.reports import read_report
 from tools.bench.training import Rung, alone, training_flops_per_image
 from tools.bench.workers import Worker
+from tools.command_line import add_count
 from tools.figures import colour, new_figure, save
-from tools.follow import check_writable
+from tools.output import check_writable, print_table
 from utils.config import Config, load_config
 from utils.data.build import open_dataset
 from utils.distributed.world import World
-from utils.errors import ConfigError
+from utils.errors import ConfigError, DataError
 from utils.run.environment import describe_environment
 from utils.training.dry_run import activation_bytes_per_image
 from utils.training.precision import NAMES, choose_precision
@@ -41,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m tools.bench ladder`."""
     common.add_arguments(parser, trials=5)
     parser.add_argument("--configs", default=RUNGS, metavar="A,B,...", help=f"the rungs (default: {RUNGS})")
-    parser.add_argument("--iters", type=int, default=120, metavar="N", help="timed steps of a trial (default: 120)")
+    add_count(parser, "--iters", 120, "timed steps of a trial")
     parser.add_argument("--warmup", type=int, default=20, metavar="N", help="steps before them (default: 20)")
     parser.add_argument(
         "--budget-minutes", type=float, default=10, metavar="M",
@@ -60,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure every rung, print the table, write the report; 1 where the baseline was faster."""
     common.read_config(options)
     if options.plot:
-        new_figure()  # without matplotlib there is no picture, to be known before minutes of measuring
+        new_figure()  # if matplotlib is missing, that is an error before minutes of measuring
         check_writable("--plot", options.plot)
     configs = {name: load_config(options.yaml_config, name, options.set) for name in options.configs.split(",")}
     first = next(iter(configs.values()))
@@ -68,36 +71,29 @@ def run(options: argparse.Namespace) -> int:
     environment = describe_environment(world.device, 1)
     baseline = read_baseline(options.baseline, environment, configs) if options.baseline else None
     limits = measure_limits(world, trials=3)
-    workers = start(configs)
-    try:
-        samples = measure(workers, options)
-    finally:
-        for worker in workers.values():
-            worker.close()
+    with ExitStack() as stack:
+        samples = measure(start(configs, stack), options)
     results = {name: evaluate(configs[name], world, rows, limits) for name, rows in samples.items()}
     show(results)
     if options.json:
         rungs = {name: configs[name].model_dump(mode="json") for name in results}
-        common.write_report(
-            options.json, "ladder", first, world, {"limits": limits, "rungs": results, "configs": rungs}
-        )
+        report = {"limits": limits, "rungs": results, "configs": rungs}
+        common.write_report(options.json, "ladder", first, world, report)
     if options.plot:
         draw(options.plot, results, environment["device"])
     return tell_regressions(results, baseline, options.tolerance) if baseline else 0
 
 
-def start(configs: Mapping[str, Config]) -> dict[str, Worker]:
-    """A process per rung, one built after the other; a rung that cannot run here is named and left out."""
+def start(configs: Mapping[str, Config], stack: ExitStack) -> dict[str, Worker]:
+    """A process per rung, one built after the other, until `stack` is closed; what cannot run here is left out."""
     workers: dict[str, Worker] = {}
     for name, config in configs.items():
-        worker = Worker(Rung, config)
+        worker = stack.enter_context(Worker(Rung, config))
         try:
             worker.receive()
-        except ConfigError as error:
-            print(f"{name}: left out: {error}", file=sys.stderr)
-            worker.close()
-        else:
             workers[name] = worker
+        except ConfigError as error:  # the process has ended
+            print(f"{name}: left out: {error}", file=sys.stderr)
     if not workers:
         raise ConfigError("--configs: none of these rungs can run here")
     return workers
@@ -126,7 +122,7 @@ def measure(workers: Mapping[str, Worker], options: argparse.Namespace) -> dict[
             progress.advance(task)
             return values
 
-        cases = {name: (lambda worker=worker: trial(worker)) for name, worker in workers.items()}
+        cases = {name: partial(trial, worker) for name, worker in workers.items()}
         return common.measure(cases, options.trials, warm_up=0)
 
 
@@ -156,7 +152,7 @@ def evaluate(
 def show(results: Mapping[str, Mapping[str, Any]]) -> None:
     """The table: images/s of loader, step and both, and what the machine could do."""
     first = next(iter(results.values()))["full"].median
-    columns = [
+    columns = (
         "rung",
         "full, images/s",
         "speed-up",
@@ -166,7 +162,7 @@ def show(results: Mapping[str, Mapping[str, Any]]) -> None:
         "arithmetic",
         "memory",
         "GB",
-    ]
+    )
     rows = [
         (
             name,
@@ -181,7 +177,7 @@ def show(results: Mapping[str, Mapping[str, Any]]) -> None:
         )
         for name, values in results.items()
     ]
-    common.print_table("median (min-max); shares of the measured ceilings", columns, rows)
+    print_table("median (min-max); shares of the measured ceilings", columns, rows)
 
 
 def read_baseline(
@@ -189,9 +185,9 @@ def read_baseline(
 ) -> dict[str, dict[str, float]]:
     """{rung of `configs`: {"median", "min", "max"}} of an earlier report; `ConfigError` where it is not comparable."""
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        before, rungs, saved = report["environment"], report["results"]["rungs"], report["results"]["configs"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        report = read_report(path)
+        before, rungs, saved = report.environment, report.results["rungs"], report.results["configs"]
+    except (DataError, KeyError) as error:
         raise ConfigError(f"--baseline {path}: is no report of this command: {error!r}") from None
     different = [key for key in COMPARABLE if before.get(key) != environment[key]]
     if different:

@@ -1,9 +1,8 @@
-"""This machine's ceilings: products, convolutions, memory, copies to the device, disk, all-reduce. In seconds."""
+"""This machine's limits: products, convolutions, memory, copies to the device, disk, all-reduce. Takes seconds."""
 
 import argparse
 import os
 import tempfile
-import time
 from collections.abc import Callable
 
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tools.bench import common
-from utils.distributed.ranks import run_ranks
+from tools.output import print_table
 from utils.distributed.world import World
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,10 +29,10 @@ def run(options: argparse.Namespace) -> int:
         results = measure_limits(world, options.trials)
         if world.is_main:
             rows = [(name, f"{sample:,.2f}") for name, sample in results.items()]
-            common.print_table(f"limits of {world.device.type}: median (min-max)", ["limit", "value"], rows)
+            print_table(f"limits of {world.device.type}: median (min-max)", ["limit", "value"], rows)
         common.write_report(options.json, "limits", config, world, results)
 
-    return run_ranks(measure, config.device, config.start_timeout_seconds, config.collective_timeout_seconds)
+    return common.on_all_ranks(config, measure)
 
 
 def measure_limits(world: World, trials: int) -> dict[str, common.Sample]:
@@ -62,18 +61,13 @@ def measure_limits(world: World, trials: int) -> dict[str, common.Sample]:
 def _rate(amount: float, action: Callable[[], object], device: torch.device, trials: int) -> common.Sample:
     """`amount` / 1e9 per second; each trial repeats the action for at least 50 ms."""
     action()
-    started = time.perf_counter()
-    action()
-    common.synchronize(device)
-    repeats = max(1, int(0.05 / (time.perf_counter() - started)))
-    values = []
-    for _ in range(trials):
-        started = time.perf_counter()
+    repeats = max(1, int(0.05 / common.time_action(device, action)))
+
+    def repeat() -> None:
         for _ in range(repeats):
             action()
-        common.synchronize(device)
-        values.append(repeats * amount / 1e9 / (time.perf_counter() - started))
-    return common.Sample(tuple(values))
+
+    return common.Sample(tuple(repeats * amount / 1e9 / common.time_action(device, repeat) for _ in range(trials)))
 
 
 def _tera(sample: common.Sample) -> common.Sample:
@@ -137,8 +131,5 @@ def all_reduce(device: torch.device, trials: int) -> common.Sample:
     values = []
     for _ in range(trials + 1):
         dist.barrier()
-        started = time.perf_counter()
-        dist.all_reduce(gradient)
-        common.synchronize(device)
-        values.append(gradient.nbytes / 1e9 / (time.perf_counter() - started))
+        values.append(gradient.nbytes / 1e9 / common.time_action(device, lambda: dist.all_reduce(gradient)))
     return common.Sample(tuple(values[1:]))

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tools.bench import common
 from tools.bench.training import build_measured, capture_steps
+from tools.command_line import add_count
+from tools.output import print_table
 from utils.config import Config, load_config
 from utils.data.build import Dataset, Loader, build_loaders, open_dataset
-from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.run.environment import dali_version
 from utils.training.backends import prepare_backends
@@ -28,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loaders", default=BACKENDS, metavar="A,B", help=f"which ones (default, what is installed: {BACKENDS})"
     )
-    parser.add_argument(
-        "--batches", type=int, default=100, metavar="N", help="batches of a trial of a loader alone (default: 100)"
-    )
+    add_count(parser, "--batches", 100, "batches of a trial of a loader alone")
     parser.add_argument(
         "--steps", type=int, default=20, metavar="N", help="training steps of a trial; 0: loaders alone (default: 20)"
     )
@@ -59,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
             show(config, dataset, world, results)
         common.write_report(options.json, "loaders", config, world, results)
 
-    return run_ranks(measure, config.device, config.start_timeout_seconds, config.collective_timeout_seconds)
+    return common.on_all_ranks(config, measure)
 
 
 @dataclass
@@ -93,12 +92,10 @@ class Case:
         batches = self._batches()
         for _ in range(max(1, self.num_batches // 4)):
             next(batches)
-        common.synchronize(self.world.device)
-        images, started = 0, time.perf_counter()
-        for _, labels in itertools.islice(batches, self.num_batches):
-            images += len(labels)
-        common.synchronize(self.world.device)
-        return images * self.world.world_size / (time.perf_counter() - started)
+        counts: list[int] = []
+        timed = itertools.islice(batches, self.num_batches)
+        seconds = common.time_action(self.world.device, lambda: counts.extend(len(labels) for _, labels in timed))
+        return sum(counts) * self.world.world_size / seconds
 
     def _feeding(self, step: Callable[[Tensor, Tensor], None]) -> dict[str, float]:
         """Images per second of training, and the share of that time in which the host waited for the next batch."""
@@ -135,4 +132,4 @@ def show(config: Config, dataset: Dataset, world: World, results: Mapping[str, M
             row.append("" if best is None else f"{100 * (1 - training.median / best.median):.1f}")
         rows.append(row)
     setting = f"{dataset.name}, batch {config.batch_size}, {world.world_size} rank(s) on {world.device.type}"
-    common.print_table(f"{setting}: median (min-max)", columns, rows)
+    print_table(f"{setting}: median (min-max)", columns, rows)

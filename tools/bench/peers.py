@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 
 from models import build_model
 from tools.bench import common
-from tools.bench.training import Rung, alone, endless
+from tools.bench.training import Rung, alone, endless, images_per_sec
 from tools.bench.workers import Worker
+from tools.command_line import add_count
+from tools.output import print_table
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
 from utils.errors import ConfigError
@@ -34,7 +37,7 @@ Trial = Callable[[int, int], dict[str, float]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m tools.bench peers`."""
     common.add_arguments(parser, config="fastest", trials=5)
-    parser.add_argument("--iters", type=int, default=20, metavar="N", help="timed steps of a trial (default: 20)")
+    add_count(parser, "--iters", 20, "timed steps of a trial")
     parser.add_argument("--warmup", type=int, default=3, metavar="N", help="steps before them (default: 3)")
 
 
@@ -45,26 +48,22 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"opt_level {config.opt_level}: timm and Lightning have no such level; use O0 or O1")
     for key, off in {"clip_grad_norm": None, "label_smoothing": 0.0, "micro_batch_size": None}.items():
         if getattr(config, key) != off:
-            raise ConfigError(
-                f"{key} {getattr(config, key):g}: only this project's step has it here; use {as_yaml(off)}"
-            )
+            words = f"only this project's step has it here; use {as_yaml(off)}"
+            raise ConfigError(f"{key} {getattr(config, key):g}: {words}")
     world = alone(config)
-    builders = rows_of(config, world.device)
     with ExitStack() as stack:
         workers = {}
-        for name, (build, its_config) in builders.items():
+        for name, (build, its_config) in rows_of(config, world.device).items():
             workers[name] = stack.enter_context(Worker(build, its_config))
             workers[name].receive()
         for worker in workers.values():
             worker.run(2, 1)  # compiles
-        cases = {
-            name: (lambda worker=worker: worker.run(options.warmup, options.iters)) for name, worker in workers.items()
-        }
+        cases = {name: partial(worker.run, options.warmup, options.iters) for name, worker in workers.items()}
         results = common.measure(cases, options.trials, warm_up=0)
     ours = results["this project"]["full"].median
     rows = [(name, f"{row['full']:,.1f}", f"{ours / row['full'].median:.3f}") for name, row in results.items()]
     title = f"{config.model}, batch {config.batch_size}, {choose_precision(config, world.device)}: median (min-max)"
-    common.print_table(title, ["training step", "images/s", "this project is faster by"], rows)
+    print_table(title, ["training step", "images/s", "this project is faster by"], rows)
     common.write_report(options.json, "peers", config, world, results)
     return 0
 
@@ -72,8 +71,7 @@ def run(options: argparse.Namespace) -> int:
 def rows_of(config: Config, device: torch.device) -> dict[str, tuple[Callable[[Config], Trial], Config]]:
     """{row: (what builds its trial, with which configuration)}.
 
-    Each device has one switch that only this project has: with it on one side they are told apart by what their users
-    get, with it on both or on none by their loops.
+    Each kind of device has one switch that only this project offers, so the table has rows with it and without it.
     """
     peers: dict[str, Callable[[Config], Trial]] = {"timm": timm_trial, "lightning": lightning_trial}
     rows: dict[str, tuple[Callable[[Config], Trial], Config]] = {"this project": (OurStep, config)}
@@ -128,15 +126,8 @@ def timm_trial(config: Config) -> Trial:
         optimizer.zero_grad()
 
     def trial(warmup: int, iters: int) -> dict[str, float]:
-        started = 0.0
         batches = prefetch(config, endless(loader), world.device)
-        for number, (images, labels) in zip(range(warmup + iters), batches, strict=False):
-            if number == warmup:
-                common.synchronize(world.device)
-                started = time.perf_counter()
-            step(images, labels)
-        common.synchronize(world.device)
-        return {"full": iters * config.batch_size / (time.perf_counter() - started)}
+        return {"full": images_per_sec(config, world.device, batches, warmup, iters, step)}
 
     return trial
 

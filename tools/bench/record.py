@@ -20,8 +20,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from tools.bench import common
-from tools.follow import FollowedRun, add_config_arguments, as_settings, make_folder, read_records
+from tools.command_line import add_config_arguments, add_count, as_settings
+from tools.follow import FollowedRun
+from tools.history import read_records
+from tools.output import make_folder, print_table, write_file, write_json
 from utils.config import Config, list_blocks, load_config
 from utils.distributed.world import choose_device
 from utils.errors import ConfigError
@@ -32,19 +34,12 @@ TIMES = ("command", "run", "training")
 KEPT = ("config.yaml", "environment.json", "train.log", "metrics.jsonl")
 SAME = ("commit", "python", "torch", "torchvision", "cuda", "cudnn", "device")
 # What results/README.md promises: configuration and target.
-TARGETS: Mapping[str, float | None] = {
-    "record-75": 0.75,
-    "record-75-bs2048": 0.75,
-    "accuracy": None,
-    "bs128-opt": None,
-    "bs512-opt": None,
-    "bs1024-opt": None,
-    "bs1024-warmup-opt": None,
-    "bs2048-opt": None,
-    "bs2048-warmup-opt": None,
-    "cifar100-cpu": None,
-    "cifar100-cpu-plain": None,
-}
+TARGETS: Mapping[str, float | None] = {"record-75": 0.75, "record-75-bs2048": 0.75} | dict.fromkeys(
+    (
+        "accuracy", "bs128-opt", "bs512-opt", "bs1024-opt", "bs1024-warmup-opt", "bs2048-opt", "bs2048-warmup-opt",
+        "cifar100-cpu", "cifar100-cpu-plain",
+    )
+)  # fmt: skip
 BEGIN, END = "<!-- records -->", "<!-- end of records -->"
 
 Trial = dict[str, Any]
@@ -53,7 +48,7 @@ Trial = dict[str, Any]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m tools.bench record`."""
     add_config_arguments(parser, config="record-75")
-    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="seeds, each a run (default: 5)")
+    add_count(parser, "--seeds", 5, "seeds, each a run")
     parser.add_argument("--first_seed", type=int, default=0, metavar="K", help="the first of them (default: 0)")
     parser.add_argument(
         "--target", type=float, metavar="SHARE",
@@ -66,8 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the seeds that are not there yet, summarise, bring the table up to date."""
-    if options.seeds < 1:
-        raise ConfigError(f"--seeds {options.seeds}: at least 1")
     settings = [*options.set, "save_checkpoint=false", "log_to_tensorboard=false"]
     if options.target is not None:
         settings.append(f"stop_at_accuracy={options.target}")
@@ -84,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         print(_describe(trial, config.stop_at_accuracy), flush=True)
     summary = summarise(out, options.config, config)
     write_json(out / "summary.json", summary)
-    common.print_table(f"{out}", *table([(out, summary)]))
+    print_table(f"{out}", *table([(out, summary)]))
     update_readme(out.parent)
     return 0
 
@@ -196,12 +189,9 @@ def _describe(trial: Trial, target: float | None) -> str:
 
 def table(measured: Sequence[tuple[Path, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows; the first column is the configuration."""
-    columns = [
-        "configuration", "target", "seeds", "reached", "epochs", "best acc1, %", *(f"{time}, s" for time in TIMES),
-        "device", "commit", "logs",
-    ]  # fmt: skip
-    rows = [_row(folder, summary) for folder, summary in measured]
-    return columns, rows
+    columns = ["configuration", "target", "seeds", "reached", "epochs", "best acc1, %"]
+    columns += [*(f"{time}, s" for time in TIMES), "device", "commit", "logs"]
+    return columns, [_row(folder, summary) for folder, summary in measured]
 
 
 def _row(folder: Path, summary: Mapping[str, Any]) -> list[str]:
@@ -248,14 +238,9 @@ def update_readme(root: Path) -> None:
     text = path.read_text("utf-8") if path.exists() else ""
     if BEGIN in text and END in text:
         head, _, rest = text.partition(BEGIN)
-        path.write_text(f"{head}{BEGIN}\n{render_table(root)}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        write_file(path, f"{head}{BEGIN}\n{render_table(root)}\n{END}{rest.partition(END)[2]}".encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """What `write_json` wrote."""
     return json.loads(path.read_text("utf-8"))
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Plain JSON, readable."""
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

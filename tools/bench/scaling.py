@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench import common
-from tools.follow import read_counts
+from tools.bench.reports import read_report
+from tools.command_line import add_count, read_counts
+from tools.output import print_table
 from utils.config import Config
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import torchrun_here
-from utils.errors import ConfigError, ExpectedError
+from utils.errors import ConfigError, DataError, ExpectedError
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("strong", "weak")
@@ -37,15 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_arguments(parser, config="bs128-opt", trials=5)
     parser.add_argument("--nproc", default="1,2", metavar="N,M", help="numbers of processes (default: 1,2)")
     parser.add_argument("--mode", default=",".join(MODES), metavar="A,B", help=f"default: {','.join(MODES)}")
-    parser.add_argument("--steps", type=int, default=60, metavar="N", help="steps of a trial that count (default: 60)")
+    add_count(parser, "--steps", 60, "steps of a trial that count")
     parser.add_argument("--dropped", type=int, default=20, metavar="N", help="steps before them (default: 20)")
     parser.add_argument(
-        "--add",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="report of an earlier run to show beside it",
+        "--add", type=Path, action="append", default=[], metavar="PATH", help="an earlier report, to show beside it"
     )
 
 
@@ -66,7 +63,9 @@ def run(options: argparse.Namespace) -> int:
             print(f"trial {trial + 1} of {options.trials}, {mode}, {processes}: {speed:.1f} images/s", file=sys.stderr)
     results = summarise(records)
     show(config, results)
-    write(options.json, config, records, results)
+    if options.json:
+        trials = [{"mode": mode, "processes": number, "runs": runs} for (mode, number), runs in records.items()]
+        common.write_results(options.json, "scaling", config, results, trials=trials)
     return 0
 
 
@@ -111,16 +110,14 @@ def check_comparable(records: Records) -> None:
     ]
     first_config, first_environment = everything[0]
     for config, environment in everything[1:]:
-        for first, other, keys in (
-            (first_config, config, sorted(first_config.keys() | config.keys())),
-            (first_environment, environment, COMPARED),
-        ):
-            for key in keys:
-                if first.get(key) != other.get(key):
-                    raise ConfigError(
-                        f"runs that differ cannot be compared: {key} is {first.get(key)} in one and {other.get(key)} "
-                        "in another"
-                    )
+        compared = [
+            (key, first_config.get(key), config.get(key)) for key in sorted(first_config.keys() | config.keys())
+        ]
+        compared += [(key, first_environment.get(key), environment.get(key)) for key in COMPARED]
+        for key, one, other in compared:
+            if one != other:
+                found = f"{key} is {one} in one and {other} in another"
+                raise ConfigError(f"runs that differ cannot be compared: {found}")
 
 
 def _with_its_share(config: Mapping[str, Any], mode: str, processes: int) -> dict[str, Any]:
@@ -132,17 +129,18 @@ def summarise(records: Records) -> dict[str, dict[str, Any]]:
     """{"strong 2": {quantity: sample, speed-up and efficiency of each quantity}}, by medians."""
     results: dict[str, dict[str, Any]] = {}
     for (mode, processes), runs in sorted(records.items()):
-        values: dict[str, Any] = {
-            name: common.Sample(tuple(run["values"][name] for run in runs)) for name in runs[0]["values"]
-        }
         fewest = min(number for other, number in records if other == mode)
-        base = {name: common.Sample(tuple(run["values"][name] for run in records[mode, fewest])) for name in QUANTITIES}
+        values: dict[str, Any] = {name: _sample(runs, name) for name in runs[0]["values"]}
         for name in QUANTITIES:
             short = name.removesuffix("_images_per_sec")
-            values[f"{short}_speed_up"] = values[name].median / base[name].median
+            values[f"{short}_speed_up"] = values[name].median / _sample(records[mode, fewest], name).median
             values[f"{short}_efficiency"] = values[f"{short}_speed_up"] * fewest / processes
         results[f"{mode} {processes}"] = values
     return results
+
+
+def _sample(runs: Sequence[Mapping[str, Any]], quantity: str) -> common.Sample:
+    return common.Sample(tuple(run["values"][quantity] for run in runs))
 
 
 def show(config: Config, results: Mapping[str, Mapping[str, Any]]) -> None:
@@ -155,26 +153,16 @@ def show(config: Config, results: Mapping[str, Mapping[str, Any]]) -> None:
             row.append(f"{100 * values[f'{what}_efficiency']:.0f} %")
             rows.append([*row, f"{100 * share.median:.1f} %" if share and what == "train" else "-"])
         title = f"{config.model}, batch {config.batch_size} (weak: of each process), {words}"
-        common.print_table(title, ("processes", "images/s", "speed-up", "efficiency", "communication"), rows)
-
-
-def write(path: Path | None, config: Config, records: Records, results: Mapping[str, Any]) -> None:
-    """The report, every trial in it, so that `--add` can read it."""
-    if path is None:
-        return
-    trials = [{"mode": mode, "processes": number, "runs": runs} for (mode, number), runs in records.items()]
-    report = {"bench": "scaling", "config": config.model_dump(mode="json"), "results": results, "trials": trials}
-    try:
-        path.write_text(json.dumps(report, indent=1, default=common.as_json) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written: {error.strerror}") from None
+        print_table(title, ("processes", "images/s", "speed-up", "efficiency", "communication"), rows)
 
 
 def add_report(records: Records, path: Path) -> None:
     """The trials of an earlier report, beside those of this run."""
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        for case in report["trials"]:
-            records.setdefault((case["mode"], case["processes"]), []).extend(case["runs"])
-    except (OSError, ValueError, KeyError, TypeError):
+        report = read_report(path)
+        if not report.trials:
+            raise DataError("no trials")
+    except DataError:
         raise ConfigError(f"--add {path}: is no report of `python -m tools.bench scaling --json`") from None
+    for case in report.trials:
+        records.setdefault((case.mode, case.processes), []).extend(case.runs)

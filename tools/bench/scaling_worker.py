@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tools.bench import common
 from tools.bench.training import build_measured, capture_steps
+from tools.output import write_json
 from utils.config import Config
 from utils.data.build import Loaders, build_loaders, open_dataset
-from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.run.environment import describe_environment
 from utils.training.batches import prefetch
@@ -99,9 +99,9 @@ def main(arguments: list[str]) -> int:
         environment = describe_environment(world.device, world.world_size)
         if world.is_main:
             content = {"values": record, "environment": environment, "config": config.model_dump(mode="json")}
-            Path(arguments[3]).write_text(json.dumps(content), encoding="utf-8")
+            write_json(Path(arguments[3]), content)
 
-    return run_ranks(action, config.device, config.start_timeout_seconds, config.collective_timeout_seconds)
+    return common.on_all_ranks(config, action)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from models import build_model
-from tools.bench.common import synchronize
+from tools.bench.common import time_action
 from utils.config import Config
 from utils.data.build import Loader, build_loaders, open_dataset
 from utils.distributed.ddp import distribute
@@ -19,6 +19,7 @@ from utils.training.batches import Batch, prefetch
 from utils.training.learner import Learner, build_learner
 from utils.training.step import GRAPH_WARMUP_STEPS, wants_graphs
 
+Consumer = Callable[[Tensor, Tensor], object]
 STEPS_PER_EPOCH = 1000  # for the schedule alone: no measurement lasts longer
 
 
@@ -37,12 +38,12 @@ def capture_steps(config: Config, device: torch.device) -> int:
 
 
 class Rung:
-    """A configuration's training step, and its loader alone and together with it; a trial tells images per second."""
+    """A configuration's training step, and its loader alone and together with it; a trial returns images per second."""
 
     def __init__(self, config: Config) -> None:
         self.world = alone(config)
         self.learner = build_measured(config, self.world)
-        self.config, self.images = config, config.batch_size
+        self.config = config
         self.loader = build_loaders(config, open_dataset(config, self.world), self.world).train
         self.batch = next(iter(self.loader))
         for _ in range(capture_steps(config, self.world.device)):
@@ -51,34 +52,38 @@ class Rung:
     def __call__(self, warmup: int, iters: int) -> dict[str, float]:
         """{"compute", "io", "full": images/s, "seconds": of the whole trial, "memory": bytes at most}."""
         started = time.perf_counter()
-        compute = self._time(itertools.repeat(self.batch), warmup, iters, self.learner.train)
-        io = self._time(endless(self.loader), warmup, iters, lambda images, labels: None)
-        full = self._full(warmup, iters)
-        values = {"compute": compute, "io": io, "full": full, "memory": peak_memory(self.world.device)}
-        if self.world.device.type == "cuda":
+        device, train = self.world.device, self.learner.train
+        values = {
+            "compute": images_per_sec(self.config, device, itertools.repeat(self.batch), warmup, iters, train),
+            "io": images_per_sec(self.config, device, endless(self.loader), warmup, iters, lambda *_: None),
+            "full": self._full(warmup, iters),
+            "memory": peak_memory(device),
+        }
+        if device.type == "cuda":
             torch.cuda.empty_cache()  # for the other rungs; the next warm-up takes it again
         return values | {"seconds": time.perf_counter() - started}
 
     def _full(self, warmup: int, iters: int) -> float:
         """Images per second of loader and step together."""
         batches = prefetch(self.config, endless(self.loader), self.world.device)
-        return self._time(batches, warmup, iters, self.learner.train)
+        return images_per_sec(self.config, self.world.device, batches, warmup, iters, self.learner.train)
 
-    def _time(
-        self, batches: Iterator[Batch], warmup: int, iters: int, consume: Callable[[Tensor, Tensor], None]
-    ) -> float:
-        for images, labels in itertools.islice(batches, warmup):
+
+def images_per_sec(
+    config: Config, device: torch.device, batches: Iterator[Batch], warmup: int, iters: int, consume: Consumer
+) -> float:
+    """Of `iters` batches given to `consume`, after `warmup` that do not count."""
+
+    def consume_next(count: int) -> None:
+        for images, labels in itertools.islice(batches, count):
             consume(images, labels)
-        synchronize(self.world.device)
-        started = time.perf_counter()
-        for images, labels in itertools.islice(batches, iters):
-            consume(images, labels)
-        synchronize(self.world.device)
-        return iters * self.images / (time.perf_counter() - started)
+
+    consume_next(warmup)
+    return iters * config.batch_size / time_action(device, lambda: consume_next(iters))
 
 
 def alone(config: Config) -> World:
-    """The place of a single process on the configuration's device."""
+    """The world of a single process on the configuration's device."""
     return World(rank=0, local_rank=0, world_size=1, device=choose_device(config.device, 0))
 
 

@@ -3,7 +3,6 @@
 import multiprocessing
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 from utils.errors import ExpectedError
@@ -48,9 +47,7 @@ class Worker:
     def __enter__(self) -> "Worker":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Also after an error: Python waits for every such process before it ends."""
         self.close()
 
@@ -63,5 +60,5 @@ def _serve(pipe: Connection, build: Callable[..., Trial], arguments: tuple[Any, 
             pipe.send(trial(*pipe.recv()))
     except ExpectedError as error:
         pipe.send(error)
-    except (EOFError, KeyboardInterrupt):  # the other side is done, or says so itself
+    except (EOFError, KeyboardInterrupt):  # the other side is done, or reports the interruption itself
         pass

@@ -1,0 +1,77 @@
+"""Reports of tools.bench: reading them, and what their cases say. No torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from utils.errors import DataError
+
+
+class ScalingTrials(BaseModel):
+    """Every trial of one case of `scaling`."""
+
+    mode: str
+    processes: int
+    runs: list[dict[str, Any]]
+
+
+class Report(BaseModel):
+    """What --json writes."""
+
+    bench: str = ""
+    environment: dict[str, Any] = {}
+    config: dict[str, Any] = {}
+    results: dict[str, Any]
+    trials: list[ScalingTrials] = []  # of `scaling` alone
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What one case of a report says."""
+
+    images_per_sec: float
+    config: dict[str, Any]
+    ranks: int = 1
+    training: bool = True  # False: of a loader alone
+    mode: str = ""  # weak or strong, of a scaling report
+    epoch_images_per_sec: float | None = None
+
+
+def read_report(path: Path) -> Report:
+    """`DataError` where the file cannot be read or is no report."""
+    try:
+        return Report.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValidationError:
+        raise DataError(f"{path}: is no report of tools.bench; make one with --json") from None
+
+
+def rates(report: Report) -> dict[str, Rate]:
+    """{case: what it says} of a report of `ladder`, `scaling` or `loaders`; empty for others."""
+    rungs = report.results.get("rungs")
+    configs = report.results.get("configs", {})
+    found = {}
+    for name, values in (rungs if isinstance(rungs, dict) else report.results).items():
+        mode, _, number = name.rpartition(" ")
+        if isinstance(rungs, dict):
+            if (rate := _median(values, "full")) is not None:
+                found[name] = Rate(rate, configs.get(name, report.config))
+        elif report.bench == "scaling" and number.isdigit():
+            if (rate := _median(values, "train_images_per_sec")) is not None:
+                epoch_rate = _median(values, "epoch_images_per_sec")
+                found[name] = Rate(rate, report.config, int(number), mode=mode, epoch_images_per_sec=epoch_rate)
+        else:
+            trained = _median(values, "training_images_per_sec")
+            training = bool(trained) or report.bench != "loaders"
+            if rate := trained or _median(values, "images_per_sec"):
+                found[name] = Rate(rate, report.config, report.environment.get("world_size", 1), training)
+    return found
+
+
+def _median(values: Any, quantity: str) -> float | None:
+    value = values.get(quantity) if isinstance(values, dict) else None
+    value = value.get("median") if isinstance(value, dict) else value
+    return float(value) if isinstance(value, int | float) else None

@@ -1,0 +1,67 @@
+"""What the commands share on their command lines. No torch, so that --help answers at once."""
+
+import argparse
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from utils.errors import ConfigError
+from utils.keys import as_yaml
+
+
+def new_parser(name: str, documentation: str | None, exit_status: str = "") -> argparse.ArgumentParser:
+    """The parser of `python -m tools.NAME`. Its --help shows the module's docstring, and what the statuses mean."""
+    return argparse.ArgumentParser(
+        prog=f"python -m tools.{name}", description=documentation, epilog=exit_status and f"Exit status: {exit_status}",
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, *, config: str) -> None:
+    """The options that choose a configuration, as train.py has them."""
+    parser.add_argument("--config", default=config, metavar="NAME", help=f"configuration block (default: {config})")
+    parser.add_argument(
+        "--yaml_config", type=Path, default=Path("config/cifar100.yaml"), metavar="PATH",
+        help="file of configuration blocks (default: config/cifar100.yaml)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key of the block; repeatable"
+    )
+
+
+def add_count(parser: argparse.ArgumentParser, option: str, default: int, meaning: str, metavar: str = "N") -> None:
+    """An option that takes a whole number from 1 on."""
+    help_text = f"{meaning} (default: {default})"
+    parser.add_argument(option, type=at_least_one, default=default, metavar=metavar, help=help_text)
+
+
+def at_least_one(text: str) -> int:
+    """A whole number from 1 on, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected a whole number from 1 on")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A finite number above 0, for argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected seconds, more than 0")
+    return number
+
+
+def read_counts(option: str, text: str) -> list[int]:
+    """Whole numbers above 0 with commas between, as `option` takes them."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(f"{option} {text}: expected whole numbers of at least 1, such as 1,2,4")
+    return [int(part) for part in parts]
+
+
+def as_settings(values: Mapping[str, Any]) -> list[str]:
+    """KEY=VALUE for each, as --set takes them."""
+    return [f"{key}={as_yaml(value)}" for key, value in values.items()]
