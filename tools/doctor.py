@@ -10,14 +10,17 @@ Each line is ok, warn or fail, with the remedy. Exit status: 0 nothing failed, 1
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
 import re
 import shlex
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -95,8 +98,6 @@ def _on_every_node(arguments: list[str]) -> list[str]:
 
 def examine(config: Config, run_dir: Path, world: "World", seconds_to_meet: float) -> list[Finding]:
     """Collective: all checks of all ranks."""
-    import socket
-
     from tools.bench.limits import all_reduce
 
     findings = machine_checks(config, run_dir, world) if world.local_rank == 0 else []
@@ -118,8 +119,6 @@ def examine(config: Config, run_dir: Path, world: "World", seconds_to_meet: floa
 
 def machine_checks(config: Config, run_dir: Path, world: "World") -> list[Finding]:
     """Checks of what all ranks of a node share."""
-    import importlib.metadata
-
     import torch
 
     from utils.data.build import batch_bytes
@@ -146,8 +145,6 @@ def machine_checks(config: Config, run_dir: Path, world: "World") -> list[Findin
 
 def check_installed_torch() -> Finding:
     """`check_torch` of this Python's; recipes of container images call it too."""
-    import importlib.metadata
-
     import torch
     import torchvision
 
@@ -252,17 +249,13 @@ def check_disk(folder: Path, needed: int = 2**30) -> Finding:
 
 def write_rate(folder: Path, size: int = 2**26) -> float:
     """Bytes per second of writing a file of `size` bytes in `folder` to the disk; OSError where it cannot be."""
-    path = folder / f".write-speed-{os.getpid()}"
     content = os.urandom(size)
-    try:
+    with tempfile.TemporaryFile(dir=folder) as file:
         started = time.perf_counter()
-        with path.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
         return size / (time.perf_counter() - started)
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def check_data(config: Config) -> tuple[Finding, tuple[int, int, int]]:
@@ -284,20 +277,15 @@ def check_data(config: Config) -> tuple[Finding, tuple[int, int, int]]:
 
 def names_to_resolve(environment: Mapping[str, str]) -> list[str]:
     """This host's name, and that of rank 0's host where a launcher names it."""
-    import socket
-
     from utils.distributed.launch import first_host
 
-    names = [socket.gethostname()]
     nodes = environment.get("SLURM_JOB_NODELIST", "")
-    names += [name for name in (environment.get("MASTER_ADDR"), first_host(nodes) if nodes else None) if name]
-    return list(dict.fromkeys(names))
+    names = [socket.gethostname(), environment.get("MASTER_ADDR"), first_host(nodes) if nodes else None]
+    return list(dict.fromkeys(filter(None, names)))
 
 
 def check_names(names: Sequence[str], resolve: Callable[[str], Any] | None = None) -> Finding:
     """Whether the names resolve: ranks find each other by them."""
-    import socket
-
     for name in names:
         try:
             (resolve or socket.gethostbyname)(name)
@@ -312,9 +300,8 @@ def describe_affinity() -> str:
     allowed = os.sched_getaffinity(0)
     starts = sorted(core for core in allowed if core - 1 not in allowed)
     ends = sorted(core for core in allowed if core + 1 not in allowed)
-    cores = ",".join(
-        str(first) if first == last else f"{first}-{last}" for first, last in zip(starts, ends, strict=True)
-    )
+    spans = zip(starts, ends, strict=True)
+    cores = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
     return ", ".join([f"cores {cores}", *(f"{name}={os.environ[name]}" for name in BINDING if name in os.environ)])
 
 
@@ -392,8 +379,9 @@ def check_rates(rates: Sequence[tuple[str, float]], check: str) -> list[Finding]
 def check_meeting(seconds: float, world_size: int) -> Finding:
     """How long the ranks took to find each other, the import of PyTorch included."""
     seen = f"{world_size} ranks met after {seconds:.1f} s"
-    slow = seconds > 60
-    return Finding("rendezvous", "warn" if slow else "ok", seen, "a slow file system under Python?" if slow else "")
+    if seconds > 60:
+        return Finding("rendezvous", "warn", seen, "a slow file system under Python?")
+    return Finding("rendezvous", "ok", seen)
 
 
 def clock_offsets(world: "World", rounds: int = 5) -> list[float]:
@@ -411,8 +399,9 @@ def check_clocks(offsets: Sequence[float], allowed: float = 1.0) -> Finding:
     """Whether the clocks agree: logs of several nodes are read together."""
     worst = max(range(len(offsets)), key=lambda rank: abs(offsets[rank]))
     seen = f"clocks differ by at most {abs(offsets[worst]):.3f} s (rank {worst})"
-    level = "warn" if abs(offsets[worst]) > allowed else "ok"
-    return Finding("clocks", level, seen, "is chrony or ntpd running on its node?" if level == "warn" else "")
+    if abs(offsets[worst]) > allowed:
+        return Finding("clocks", "warn", seen, "is chrony or ntpd running on its node?")
+    return Finding("clocks", "ok", seen)
 
 
 def check_all_reduce(rate: float, world: "World") -> Finding:

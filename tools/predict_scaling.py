@@ -116,9 +116,8 @@ def layer_costs(config: Config | str) -> list[tuple[int, float]]:
     the published cases: resnet50-cifar, resnet50-imagenet, unet3d."""
     if config == "unet3d":
         layers = json.loads(PUBLISHED.read_text(encoding="utf-8"))["unet3d"]["values"]
-        return [
-            (BYTES * (given * made * 64 + made), float(given * made * 64 * side**3)) for given, made, side in layers
-        ]
+        weights = [(given * made * 64, made, side) for given, made, side in layers]
+        return [(BYTES * (size + made), float(size * side**3)) for size, made, side in weights]
     import torch
     import torchvision
     from torch import nn
@@ -190,10 +189,8 @@ def published_cases() -> list[tuple[dict[str, Any], Forecast]]:
 
 def published_table() -> str:
     """A Markdown table: predicted beside published."""
-    lines = [
-        "| measurement | published | predicted | error, points | of the step: exposed communication | stragglers |",
-        "|---|---|---|---|---|---|",
-    ]
+    header = "| measurement | published | predicted | error, points | of the step: exposed communication | stragglers |"
+    lines = [header, "|---|---|---|---|---|---|"]
     for case, forecast in published_cases():
         error = 100 * (forecast.efficiency - case["published"])
         lines.append(

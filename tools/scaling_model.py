@@ -23,9 +23,8 @@ class Machine:
     intra_latency: float = 3.6e-6  # seconds a hop over NVLink (5.7e-6 over PCIe)
     inter_latency: float = 14e-6  # seconds a hop over a network
     memory: float = 2e12  # bytes/s of a GPU's memory
-    copies: int = (
-        2  # passes over the gradients beside the all-reduce: 2 to divide them, 6 without gradient_as_bucket_view
-    )
+    # passes over the gradients beside the all-reduce: 2 to divide them, 6 without gradient_as_bucket_view
+    copies: int = 2
     interference: float = 0.189  # how much slower a GPU computes while it communicates (mean in arXiv:2507.03114)
     noise: float = 0.01  # standard deviation of one rank's step, as a share of it
     input_rate: float = math.inf  # images/s that one node's loaders can deliver
@@ -133,13 +132,9 @@ def expected_maximum(count: int) -> float:
     """
     if count == 1:
         return 0.0
-    step, total = 1 / 256, 0.0
-    for number in range(12 * 256):
-        x = (number + 0.5) * step
-        upper = -math.expm1(count * math.log1p(-0.5 * math.erfc(x / math.sqrt(2))))
-        lower = (0.5 * math.erfc(x / math.sqrt(2))) ** count
-        total += (upper - lower) * step
-    return total
+    step = 1 / 256
+    tails = [0.5 * math.erfc((number + 0.5) * step / math.sqrt(2)) for number in range(12 * 256)]  # 1 - F = F(-x)
+    return step * sum(-math.expm1(count * math.log1p(-tail)) - tail**count for tail in tails)
 
 
 def predict(work: Work, gpus: int, machine: Machine, *, strong: bool = False) -> Forecast:
@@ -148,9 +143,7 @@ def predict(work: Work, gpus: int, machine: Machine, *, strong: bool = False) ->
     alone = max(work.step * batch / work.batch, min(machine.floor, work.step))
     backward = BACKWARD_SHARE * alone
     copying = machine.copies * sum(bucket.size for bucket in work.buckets) / machine.memory if gpus > 1 else 0.0
-    reductions = [
-        (all_reduce(bucket.size, gpus, machine) if gpus > 1 else 0.0, bucket.ready) for bucket in work.buckets
-    ]
+    reductions = [(all_reduce(bucket.size, gpus, machine), bucket.ready) for bucket in work.buckets] if gpus > 1 else []
     exposed = overlap(backward, reductions, machine.interference if gpus > 1 else 0.0) - backward + copying
     straggling = machine.noise * work.step * expected_maximum(gpus)
     computed = alone + exposed + straggling

@@ -29,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from tools.command_line import add_config_arguments, add_count, new_parser, seconds
+from tools.follow import TRAIN
 from tools.history import read_records
 from utils.config import load_config
 from utils.distributed.launch import torchrun_here
 from utils.errors import ConfigError, ExpectedError, Stopped, exit_in_a_line
 
-TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+
 KILLS_PER_RUN = 8
 METRICS = "metrics.jsonl"
 KINDS = ("step", "epoch", "end")  # records of metrics.jsonl that must be equal; the others tell of starts and stops

@@ -17,11 +17,7 @@ from utils.distributed.ddp import distribute, wrap_in_ddp
 from utils.distributed.world import World
 from utils.training.learner import Learner
 
-CASES = {
-    "plain": lambda config, model, world: model,
-    "as train.py does": distribute,
-    "DDP, one rank": wrap_in_ddp,
-}
+CASES = {"plain": lambda config, model, world: model, "as train.py does": distribute, "DDP, one rank": wrap_in_ddp}
 QUANTITIES = ("milliseconds", "processor_milliseconds")
 
 

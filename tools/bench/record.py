@@ -54,9 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target", type=float, metavar="SHARE",
         help="end each run at this validation accuracy, in [0, 1] (default: the configuration's stop_at_accuracy)",
     )  # fmt: skip
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of the results (default: results/<date>-<config>)"
-    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="of the results (default: results/<date>-<config>)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -127,22 +125,19 @@ def summarise(out: Path, name: str, config: Config) -> dict[str, Any]:
     environment = read_json(folders[0] / "environment.json")
     _check_same_environment(out, environment)
     trials = [read_json(folder / "trial.json") for folder in folders]
+    # a mean over those seeds alone that reached the target would be too good
+    missed = any(trial["reached"] is False for trial in trials)
     return {
         "config_name": name,
         "target": config.stop_at_accuracy,
         "seeds": [trial["seed"] for trial in trials],
         "reached": None if config.stop_at_accuracy is None else sum(trial["reached"] for trial in trials),
-        # a mean over those seeds alone that reached the target would flatter
-        "seconds": {
-            time: None if any(trial["reached"] is False for trial in trials)
-            else spread([trial["seconds"][time] for trial in trials])
-            for time in TIMES
-        },
+        "seconds": {time: None if missed else spread([trial["seconds"][time] for trial in trials]) for time in TIMES},
         **{key: spread([trial[key] for trial in trials]) for key in ("epochs", "last_acc1", "best_acc1")},
         "environment": {key: environment.get(key) for key in SAME},
         "config": config.model_dump(mode="json"),
         "trials": trials,
-    }  # fmt: skip
+    }
 
 
 def spread(values: Sequence[float]) -> dict[str, float | None]:
@@ -158,12 +153,9 @@ def _check_same_environment(out: Path, expected: Mapping[str, Any]) -> None:
     """`ConfigError` where the folder holds seeds of other code, versions or devices than `expected`."""
     for folder in _seed_folders(out):
         there = read_json(folder / "environment.json")
-        if different := [key for key in SAME if there.get(key) != expected.get(key)]:
-            key = different[0]
-            raise ConfigError(
-                f"{folder} cannot be averaged with the others: {key} {there.get(key)} and {expected.get(key)}\n"
-                "move it away and run its seed again, or give another --out"
-            )
+        if key := next((key for key in SAME if there.get(key) != expected.get(key)), None):
+            found = f"{folder} cannot be averaged with the others: {key} {there.get(key)} and {expected.get(key)}"
+            raise ConfigError(f"{found}\nmove it away and run its seed again, or give another --out")
 
 
 def _check_same_config(out: Path, name: str, config: Config) -> None:
@@ -173,9 +165,8 @@ def _check_same_config(out: Path, name: str, config: Config) -> None:
         there = load_config(path, next(iter(list_blocks(path))))
         for key, value in config.model_dump().items():
             if key != "seed" and getattr(there, key) != value:
-                raise ConfigError(
-                    f"{folder} was run with {key} {getattr(there, key)}, {name} now has {value}; give another --out"
-                )
+                found = f"{folder} was run with {key} {getattr(there, key)}, {name} now has {value}"
+                raise ConfigError(f"{found}; give another --out")
 
 
 def _describe(trial: Trial, target: float | None) -> str:
@@ -228,8 +219,7 @@ def render_table(root: Path) -> str:
         if name not in done:
             cells = [name, "-" if target is None else f"{target:.0%}"]
             rows.append(cells + ["not measured"] * (len(columns) - len(cells)))
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *rows))
 
 
 def update_readme(root: Path) -> None:

@@ -96,8 +96,9 @@ def run_once(config: Config, processes: int, most: int, steps: int, dropped: int
         environment = {"OMP_NUM_THREADS": threads} | os.environ | rendezvous
         ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         if ended.returncode or not path.exists():
-            told = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-            raise ExpectedError(f"a run with {processes} processes failed: {told[0] if told else ended.stderr[-2000:]}")
+            errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+            reason = errors[0] if errors else ended.stderr[-2000:]
+            raise ExpectedError(f"a run with {processes} processes failed: {reason}")
         return json.loads(path.read_text(encoding="utf-8"))
 
 
