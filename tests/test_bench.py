@@ -14,7 +14,7 @@ import torch
 from tools.bench import ladder, loaders, peers, training
 from tools.bench.__main__ import main
 from tools.bench.common import Sample, measure
-from tools.bench.ladder import COMPARABLE, evaluate, read_baseline, tell_regressions
+from tools.bench.ladder import COMPARABLE, compare_with_baseline, evaluate, read_baseline
 from tools.bench.training import training_flops_per_image
 from tools.output import check_writable
 from utils.config import Config
@@ -111,7 +111,8 @@ def test_a_baseline_of_other_versions_or_settings_is_refused(tiny, tmp_path: Pat
 
 @pytest.mark.parametrize(("now", "status"), [(94.0, 1), (96.0, 0), (200.0, 0)])
 def test_a_rung_slower_than_the_tolerance_is_a_regression(now: float, status: int) -> None:
-    assert tell_regressions({"rung": {"full": Sample((now,))}}, {"rung": {"median": 100.0}}, tolerance=5) == status
+    _, regression = compare_with_baseline({"rung": {"full": Sample((now,))}}, {"rung": {"median": 100.0}}, tolerance=5)
+    assert regression == status
 
 
 def test_flops_are_the_tutorials(tiny) -> None:
@@ -142,10 +143,10 @@ def test_the_arithmetic_ceiling_is_the_faster_of_products_and_convolutions(faste
     assert result["arithmetic_share"] == pytest.approx(result["tflops"] / 4)
 
 
-def test_a_rung_of_the_baseline_that_is_left_out_now_is_a_regression(capsys) -> None:
+def test_a_rung_of_the_baseline_that_is_left_out_now_is_a_regression() -> None:
     baseline = {"rung": {"median": 100.0}, "other": {"median": 100.0}}
-    assert tell_regressions({"rung": {"full": Sample((100.0,))}}, baseline, tolerance=5) == 1
-    assert "other: in the baseline, left out now: REGRESSION" in capsys.readouterr().out
+    lines, regression = compare_with_baseline({"rung": {"full": Sample((100.0,))}}, baseline, tolerance=5)
+    assert regression and "other: in the baseline, left out now: REGRESSION" in lines
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])

@@ -7,7 +7,7 @@ from typing import Any
 from tools.output import write_file
 from utils.errors import ConfigError
 
-# Okabe and Ito's colours, told apart by colour-blind readers too
+# Okabe and Ito's colours, which colour-blind readers can distinguish
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B")
 
 

@@ -19,11 +19,11 @@ POLL_SECONDS = 0.05
 class FollowedRun:
     """train.py in a process; iterating yields the record of each epoch as soon as it is written, until the end.
 
-    Leaving the `with` block ends a run that goes on, by the signal on which it saves and stops.
+    Leaving the `with` block stops a run that is still going, by the signal on which it saves and stops.
     """
 
     def __init__(self, yaml_config: Path, name: str, settings: Sequence[str], folder: Path) -> None:
-        """Starts `name` of `yaml_config` with `settings` (KEY=VALUE) anew in `folder`."""
+        """Starts `name` of `yaml_config` with `settings` (KEY=VALUE) from the beginning in `folder`."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, str(TRAIN), f"--yaml_config={yaml_config.resolve()}", f"--config={name}"]
@@ -48,13 +48,13 @@ class FollowedRun:
                 time.sleep(POLL_SECONDS)
 
     def wait(self) -> float:
-        """Seconds from the start of the command to its end; `ExpectedError` with its own words where it failed."""
+        """Seconds from the start of the command to its end; `ExpectedError` with its message where it failed."""
         status = self.process.wait()
         seconds = time.perf_counter() - self.started
         if status != 0:
             self._errors.seek(0)
-            words = self._errors.read().strip().splitlines() or [f"status {status}"]
-            raise ExpectedError(f"train.py in {self.folder} failed: {words[-1].removeprefix('error: ')}")
+            lines = self._errors.read().strip().splitlines() or [f"status {status}"]
+            raise ExpectedError(f"train.py in {self.folder} failed: {lines[-1].removeprefix('error: ')}")
         return seconds
 
     def __exit__(self, *_: object) -> None:

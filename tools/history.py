@@ -109,7 +109,7 @@ def _read_file(path: Path) -> Found:
 
 
 def read_run_folder(folder: Path) -> Run:
-    """A run folder of train.py, also of one that goes on or that was cut short."""
+    """A run folder of train.py, also of a run that is still going or was cut short."""
     run = Run(folder.name, folder, config=_read_config(folder / "config.yaml"))
     if not run.config:
         run.problems.append("config.yaml is missing or damaged: the configuration is not known")
@@ -148,7 +148,7 @@ def _judge_state(run: Run, records: list[dict[str, Any]]) -> tuple[State, str]:
     end, last, enough = _last_of(records, "end") or {}, run.last("epoch"), run.config.get("stop_at_accuracy")
     if last is not None:
         reached = enough is not None and run.reached(enough) is not None
-        # after the record of an end, training may have gone on
+        # training may have continued after the record of an end
         if last >= run.config.get("max_epochs", float("inf")) or (last == end.get("epoch") and reached):
             return "finished", ""
     outcome = _last_of(records, "start", "resume", "stop")

@@ -89,7 +89,7 @@ def read_machine(options: argparse.Namespace) -> Machine:
 
 
 def read_work(path: Path, case: str | None, bucket_mb: float) -> tuple[Work, str]:
-    """The step that a report of tools.bench measured, and a line that says which."""
+    """The step that a report of tools.bench measured, and a line that names it."""
     report = read_report(path)
     alone = {name: rate for name, rate in rates(report).items() if rate.ranks == 1 and rate.training}
     if not alone:
@@ -102,8 +102,8 @@ def read_work(path: Path, case: str | None, bucket_mb: float) -> tuple[Work, str
     except ValidationError as error:
         first = error.errors()[0]
         problem = ": ".join([*map(str, first["loc"][:1]), first["msg"]])
-        words = f"the configuration of {chosen} does not fit this version: {problem}; measure it again"
-        raise DataError(f"{path}: {words}") from None
+        found = f"the configuration of {chosen} does not fit this version: {problem}"
+        raise DataError(f"{path}: {found}; measure it again") from None
     rate, batch = alone[chosen].images_per_sec, config.batch_size
     buckets = make_buckets(layer_costs(config), int(bucket_mb * 2**20))
     device = report.environment.get("device", "one device")
@@ -149,7 +149,7 @@ def layer_costs(config: Config | str) -> list[tuple[int, float]]:
 
 
 def assumptions(work: Work, machine: Machine) -> list[str]:
-    """What the forecast assumes, in words."""
+    """The lines that state what the forecast assumes."""
     gradients = sum(bucket.size for bucket in work.buckets)
     limited = math.isfinite(machine.input_rate)
     feed = f"at most {machine.input_rate:,.0f} images/s a node" if limited else "never waited for"

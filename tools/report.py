@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def gather(paths: Sequence[Path]) -> Found:
-    """Everything that the arguments name; runs of the same name are told apart by their folder."""
+    """Everything that the arguments name; runs of the same name are named by their folder."""
     parts = [read(path) for path in paths]
     runs = [run for part in parts for run in part.runs]
     problems = [problem for part in parts for problem in part.problems]
@@ -258,7 +258,7 @@ def _targets(runs: Sequence[Run]) -> Section:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them."""
+    """Seconds, minutes or hours, to be read by a person."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.2f} h"

@@ -5,8 +5,8 @@
 
 Each trial is a train.py of its own; after epochs 1, 2, 4, 8 and so on a trial is stopped that is not in the better
 half of those so far (Li et al. 2018, arXiv:1810.05934, asynchronous). DIR/trials.jsonl holds a line for each trial:
-settings, accuracy of every epoch, seconds, and how it ended. The same command run again goes on from there, until it
-has --trials in all.
+settings, accuracy of every epoch, seconds, and how it ended. The same command continues from there, until there are
+--trials in all.
 """
 
 import argparse

@@ -5,9 +5,9 @@
 
 Each killed run is started again by the same command until it is finished. Then weights, optimizer, random states,
 metrics.jsonl and learning rates must equal those of the uninterrupted run, bit by bit; and every start that finds a
-good checkpoint must have gone on from it. A run takes at most KILLS_PER_RUN kills, further ones strike another one.
-They strike at the start, in training, and as soon as a checkpoint's temporary file appears; with several processes
-all of them at once, or one alone.
+good checkpoint must have resumed from it. A run takes at most KILLS_PER_RUN kills; further kills go to another run.
+They come during the start, during training, and as soon as a checkpoint's temporary file appears; with several
+processes, to all of them at once or to one alone.
 """
 
 import argparse
@@ -35,10 +35,9 @@ from utils.config import load_config
 from utils.distributed.launch import torchrun_here
 from utils.errors import ConfigError, ExpectedError, Stopped, exit_in_a_line
 
-
 KILLS_PER_RUN = 8
 METRICS = "metrics.jsonl"
-KINDS = ("step", "epoch", "end")  # records of metrics.jsonl that must be equal; the others tell of starts and stops
+KINDS = ("step", "epoch", "end")  # records of metrics.jsonl that must be equal; the others record starts and stops
 TAG = "VERIFY_RESUME_RUN"  # marks every process of a run in its environment, orphans included
 MOMENTS = {"training": 0.5, "a write": 0.35, "the start": 0.15}  # and how often
 # of metrics.jsonl: never the same twice
@@ -106,10 +105,10 @@ class Attempt:
         return True
 
     def wait(self) -> int:
-        """The run's exit status, by rank 0's own word where torchrun would make every failure a 1."""
+        """The run's exit status, as rank 0 wrote it where torchrun would turn every failure into 1."""
         self.wait_until(lambda: self.process.poll() is not None)
-        told = self.status_file.read_text().strip() if self.status_file.exists() else ""
-        return int(told) if told and self.process.returncode >= 0 else self.process.returncode
+        written = self.status_file.read_text().strip() if self.status_file.exists() else ""
+        return int(written) if written and self.process.returncode >= 0 else self.process.returncode
 
     def strike(self, kill: Kill) -> bool:
         """Wait for the moment and send the signal; False where the run was finished before."""
@@ -130,12 +129,12 @@ class Attempt:
         return True
 
     def has_begun(self) -> bool:
-        """Whether training has begun: from here on it heeds signals."""
+        """Whether training has begun: from here on it handles signals."""
         starts = read_records(self.folder / METRICS, "start", "resume")
         return bool(starts) and starts != self.starts_before  # fewer where the folder was moved aside
 
     def victims(self, kill: Kill) -> list[int]:
-        """The processes that get the signal; a rank that is not there yet is stood in for by all."""
+        """The processes that get the signal: those of all ranks where the chosen one has not started."""
         ranks = _ranks(self.folder)
         return [ranks[kill.victim]] if kill.victim in ranks else list(ranks.values())
 
@@ -147,7 +146,7 @@ class Attempt:
             return False
 
     def check_resumed(self, earlier: set[Path]) -> None:
-        """`ExpectedError` where it began anew, although there was a good checkpoint when it was started.
+        """`ExpectedError` where it started from the beginning, although there was a good checkpoint.
 
         Such a run may be equal all the same, as every start is deterministic. `earlier`: what was moved aside before.
         """
@@ -170,7 +169,7 @@ class Attempt:
 
 
 def verify(job: Job, kills: int, number: signal.Signals, seed: int, work: Path) -> list[str]:
-    """What differs between the uninterrupted run and the killed ones, which is nothing where all is well."""
+    """What differs between the uninterrupted run and the killed ones, which should be nothing."""
     draw = random.Random(seed)
     began = time.monotonic()
     uninterrupted = work / "uninterrupted"
@@ -231,7 +230,7 @@ def _train_through(job: Job, folder: Path, kills: list[Kill]) -> Iterator[str]:
                 if status != 0:
                     raise ExpectedError(f"a start after a kill failed with status {status}:\n{attempt.last_words()}")
                 return
-            # where it was finished, the signal may have met an interpreter on its way out
+            # after the end of training, the signal may have met an interpreter that was exiting
             finished = bool(read_records(folder / METRICS, "end"))
             if kill.signal != signal.SIGKILL and began and not finished and status not in (0, Stopped.exit_status):
                 raise ExpectedError(f"asked to stop, the run ended with status {status}:\n{attempt.last_words()}")
@@ -245,7 +244,7 @@ def _train_through(job: Job, folder: Path, kills: list[Kill]) -> Iterator[str]:
 
 
 def _moved_aside(folder: Path) -> set[Path]:
-    """Where starts that began anew have put what was in `folder`."""
+    """Where starts from the beginning have moved what was in `folder`."""
     return {path for path in folder.parent.glob(f"{folder.name}.*") if path.suffix[1:].isdigit()}
 
 

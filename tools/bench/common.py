@@ -20,7 +20,7 @@ from utils.run.environment import describe_environment
 
 @dataclass(frozen=True)
 class Sample:
-    """What the trials of one case gave, in the order they ran."""
+    """The results of the trials of one case, in the order they ran."""
 
     values: tuple[float, ...]
 
@@ -42,8 +42,8 @@ def measure(
 ) -> dict[str, dict[str, Sample]]:
     """Run every case `warm_up` times unseen, then `trials` times; -> {case: {quantity: sample}}.
 
-    Interleaved: one trial of each case after the other, so that a machine that grows slower or busier in between
-    meets all of them alike.
+    Interleaved: one trial of each case after the other, so that a machine that becomes slower or busier
+    affects all of them equally.
     """
     seen: dict[str, list[Mapping[str, float]]] = {name: [] for name in cases}
     for trial in range(warm_up + trials):

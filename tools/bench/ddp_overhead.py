@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         for name in CASES:
             row = [name]
             for quantity in QUANTITIES:
-                # each trial against its neighbour: what changes on the machine meets both
+                # each trial against the one next to it: a change of the machine affects both
                 pairs = zip(results[name][quantity].values, results["plain"][quantity].values, strict=True)
                 overheads[name, quantity] = common.Sample(tuple(100 * (mine / plain - 1) for mine, plain in pairs))
                 row += [f"{results[name][quantity].median:.1f}", f"{overheads[name, quantity].median:+.1f}"]

@@ -1,6 +1,6 @@
 """The ladder: every rung of speed by name, measured with the protocol of DLPerf (github.com/Oneflow-Inc/DLPerf).
 
-Each rung is a process of its own. Trials are interleaved, so that a machine that grows busier meets all rungs alike;
+Each rung is a process of its own. Trials are interleaved, so that a busier machine affects all rungs equally;
 each trial drops its warm-up and times the step alone on one batch, the loader alone, and both together.
 """
 
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     first = next(iter(configs.values()))
     world = alone(first)
     environment = describe_environment(world.device, 1)
-    baseline = read_baseline(options.baseline, environment, configs) if options.baseline else None
+    baseline = read_baseline(options.baseline, environment, configs) if options.baseline else {}
     limits = measure_limits(world, trials=3)
     with ExitStack() as stack:
         samples = measure(start(configs, stack), options)
@@ -81,7 +81,9 @@ def run(options: argparse.Namespace) -> int:
         common.write_report(options.json, "ladder", first, world, report)
     if options.plot:
         draw(options.plot, results, environment["device"])
-    return tell_regressions(results, baseline, options.tolerance) if baseline else 0
+    lines, regression = compare_with_baseline(results, baseline, options.tolerance)
+    print(*lines, sep="\n", end="\n" if lines else "")
+    return int(regression)
 
 
 def start(configs: Mapping[str, Config], stack: ExitStack) -> dict[str, Worker]:
@@ -201,22 +203,19 @@ def read_baseline(
     return {name: values["full"] for name, values in rungs.items() if name in configs}
 
 
-def tell_regressions(
+def compare_with_baseline(
     results: Mapping[str, Mapping[str, Any]], baseline: Mapping[str, Mapping[str, float]], tolerance: float
-) -> int:
-    """1 where a rung's median fell by more than `tolerance` percent or a rung of the baseline was left out, else 0;
-    says by how much each changed."""
-    status = 0
+) -> tuple[list[str], bool]:
+    """A line for each rung of the baseline, and whether there is a regression: a median that fell by more than
+    `tolerance` percent, or a rung that was left out."""
+    lines = []
     for name, before in baseline.items():
         if name not in results:
-            print(f"{name}: in the baseline, left out now: REGRESSION")
-            status = 1
+            lines.append(f"{name}: in the baseline, left out now: REGRESSION")
             continue
         change = 100 * (results[name]["full"].median / before["median"] - 1)
-        slower = change < -tolerance
-        status |= slower
-        print(f"{name}: {change:+.1f} % against the baseline{' REGRESSION' if slower else ''}")
-    return int(status)
+        lines.append(f"{name}: {change:+.1f} % against the baseline{' REGRESSION' if change < -tolerance else ''}")
+    return lines, any(line.endswith("REGRESSION") for line in lines)
 
 
 def draw(path: Path, results: Mapping[str, Mapping[str, Any]], device: str) -> None:

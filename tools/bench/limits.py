@@ -126,7 +126,7 @@ def _disk(trials: int) -> dict[str, common.Sample]:
 
 
 def all_reduce(device: torch.device, trials: int) -> common.Sample:
-    """Collective: GB/s, bytes of the tensor over the time: what DDP sees, whatever the algorithm moves."""
+    """Collective: GB/s, bytes of the tensor over the time: the rate that DDP gets."""
     gradient: Tensor = torch.ones(25_000_000, device=device)
     values = []
     for _ in range(trials + 1):

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass
 class Case:
-    """One trial of one loader: it runs through the epochs, and each trial goes on where the last one stopped."""
+    """One trial of one loader: it runs through the epochs, and each trial continues where the last one stopped."""
 
     config: Config
     loader: Loader

@@ -48,8 +48,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"opt_level {config.opt_level}: timm and Lightning have no such level; use O0 or O1")
     for key, off in {"clip_grad_norm": None, "label_smoothing": 0.0, "micro_batch_size": None}.items():
         if getattr(config, key) != off:
-            words = f"only this project's step has it here; use {as_yaml(off)}"
-            raise ConfigError(f"{key} {getattr(config, key):g}: {words}")
+            remedy = f"use {as_yaml(off)}"
+            raise ConfigError(f"{key} {getattr(config, key):g}: only this project's step has it here; {remedy}")
     world = alone(config)
     with ExitStack() as stack:
         workers = {}
@@ -133,9 +133,9 @@ def timm_trial(config: Config) -> Trial:
 
 
 def lightning_trial(config: Config) -> Trial:
-    """Lightning's Trainer.fit with everything that `barebones` switches off switched off."""
+    """Lightning's Trainer.fit with `barebones`, which switches off all that is not training."""
     lightning = _import("lightning")
-    logging.getLogger("lightning").setLevel(logging.ERROR)  # else a page of advice with every trial
+    logging.getLogger("lightning").setLevel(logging.ERROR)  # else it prints a page of advice with every trial
     warnings.filterwarnings("ignore", module="lightning")
     world = alone(config)
     prepare_backends(config, world.device)

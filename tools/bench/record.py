@@ -8,7 +8,7 @@ Each seed is a train.py of its own, one after the other, without checkpoints and
   validation. The one to hold beside results that leave these out.
 
 A folder of results takes more seeds later, one command after another, as long as configuration, code, versions and
-device are the same; the code is told by the newest commit that changed anything outside of results/.
+device are the same; the code is identified by the newest commit that changed anything outside of results/.
 """
 
 import argparse
@@ -120,7 +120,7 @@ def measure(epochs: Sequence[Mapping[str, Any]], config: Config, command_seconds
 
 
 def summarise(out: Path, name: str, config: Config) -> dict[str, Any]:
-    """All seeds in a folder; `ConfigError` where they were not run alike."""
+    """All seeds in a folder; `ConfigError` where they were run differently."""
     folders = _seed_folders(out)
     environment = read_json(folders[0] / "environment.json")
     _check_same_environment(out, environment)

@@ -1,4 +1,4 @@
-"""Reports of tools.bench: reading them, and what their cases say. No torch."""
+"""Reports of tools.bench: reading them, and the rates of their cases. No torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ class Report(BaseModel):
 
 @dataclass(frozen=True)
 class Rate:
-    """What one case of a report says."""
+    """The result of one case of a report."""
 
     images_per_sec: float
     config: dict[str, Any]
@@ -50,7 +50,7 @@ def read_report(path: Path) -> Report:
 
 
 def rates(report: Report) -> dict[str, Rate]:
-    """{case: what it says} of a report of `ladder`, `scaling` or `loaders`; empty for others."""
+    """{case: its rate} of a report of `ladder`, `scaling` or `loaders`; empty for others."""
     rungs = report.results.get("rungs")
     configs = report.results.get("configs", {})
     found = {}

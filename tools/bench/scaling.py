@@ -122,7 +122,7 @@ def check_comparable(records: Records) -> None:
 
 
 def _with_its_share(config: Mapping[str, Any], mode: str, processes: int) -> dict[str, Any]:
-    """The configuration with the batch that all runs have alike: weak scaling multiplies it by the processes."""
+    """The configuration with the batch size that all runs share: weak scaling multiplies it by the processes."""
     return {**config, "batch_size": Fraction(config["batch_size"], processes if mode == "weak" else 1)}
 
 
@@ -146,14 +146,14 @@ def _sample(runs: Sequence[Mapping[str, Any]], quantity: str) -> common.Sample:
 
 def show(config: Config, results: Mapping[str, Mapping[str, Any]]) -> None:
     """The tables for the terminal."""
-    for what, words in (("train", "training steps alone"), ("epoch", "whole epoch: loader, metrics, validation")):
+    for what, description in (("train", "training steps alone"), ("epoch", "whole epoch: loader, metrics, validation")):
         rows = []
         for name, values in results.items():
             share = values.get("communication_share")
             row = [name, f"{values[f'{what}_images_per_sec']:.0f}", f"{values[f'{what}_speed_up']:.2f}"]
             row.append(f"{100 * values[f'{what}_efficiency']:.0f} %")
             rows.append([*row, f"{100 * share.median:.1f} %" if share and what == "train" else "-"])
-        title = f"{config.model}, batch {config.batch_size} (weak: of each process), {words}"
+        title = f"{config.model}, batch {config.batch_size} (weak: of each process), {description}"
         print_table(title, ("processes", "images/s", "speed-up", "efficiency", "communication"), rows)
 
 
