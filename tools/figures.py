@@ -1,6 +1,7 @@
 """Figures in one style, with matplotlib, which is an optional extra: pip install ".[report]"."""
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,17 @@ def as_png(figure: Any) -> bytes:
 def colour(number: int) -> str:
     """The colour of the run with this number."""
     return COLOURS[number % len(COLOURS)]
+
+
+def draw_bars(axes: Any, rates: Mapping[str, float], title: str, spread: Any = None) -> None:
+    """A bar for each name, the first on top, with its images/s and how many times those of the first they are."""
+    first = next(iter(rates.values()))
+    bars = axes.barh(list(rates), list(rates.values()), xerr=spread, color=colour(0), height=0.65, capsize=3)
+    labels = [f"{rate:,.0f}  ({rate / first:.2f}x)" for rate in rates.values()]
+    axes.bar_label(bars, labels, padding=4, fontsize=9)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set(xlabel="images/s", title=title, xlim=(0, 1.25 * max(rates.values())))
 
 
 def legend_below(figure: Any, axes: Any) -> None:

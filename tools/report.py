@@ -18,7 +18,7 @@ from typing import Any
 
 from tools.bench.reports import Rate, Report, rates
 from tools.command_line import new_parser
-from tools.figures import as_png, colour, legend_below, new_figure, whole_numbers
+from tools.figures import as_png, colour, draw_bars, legend_below, new_figure, whole_numbers
 from tools.history import Found, Run, ago, differences, read, same_but_seed
 from tools.output import make_folder, write_file
 from utils.errors import exit_in_a_line
@@ -151,14 +151,7 @@ def _draw_bars(reports: Sequence[Report]) -> bytes:
     figure, axes = new_figure(len(reports), 1, size=(8.5, 1.4 + 0.42 * most))
     for panel, report in zip([axes] if len(reports) == 1 else axes, reports, strict=True):
         cases = {name: rate.images_per_sec for name, rate in rates(report).items()}
-        first = next(iter(cases.values()))
-        bars = panel.barh(list(cases), list(cases.values()), color=colour(0), height=0.65)
-        labels = [f"{rate:,.0f}  ({rate / first:.2f}x)" for rate in cases.values()]
-        panel.bar_label(bars, labels, padding=4, fontsize=9)
-        panel.invert_yaxis()
-        panel.grid(axis="y", visible=False)
-        device = report.environment.get("device", "unknown device")
-        panel.set(xlabel="images/s", title=f"{report.bench} on {device}", xlim=(0, 1.25 * max(cases.values())))
+        draw_bars(panel, cases, f"{report.bench} on {report.environment.get('device', 'unknown device')}")
     return as_png(figure)
 
 

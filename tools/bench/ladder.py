@@ -21,7 +21,7 @@ from tools.bench.reports import read_report
 from tools.bench.training import Rung, alone, training_flops_per_image
 from tools.bench.workers import Worker
 from tools.command_line import add_count
-from tools.figures import colour, new_figure, save
+from tools.figures import draw_bars, new_figure, save
 from tools.output import check_writable, print_table
 from utils.config import Config, load_config
 from utils.data.build import open_dataset
@@ -220,16 +220,11 @@ def compare_with_baseline(
 
 def draw(path: Path, results: Mapping[str, Mapping[str, Any]], device: str) -> None:
     """A bar per rung with the spread of its trials."""
-    names, samples = list(results), [values["full"] for values in results.values()]
-    medians = [sample.median for sample in samples]
+    samples = {name: values["full"] for name, values in results.items()}
     spread = [
-        [sample.median - min(sample.values) for sample in samples],
-        [max(sample.values) - sample.median for sample in samples],
+        [sample.median - min(sample.values) for sample in samples.values()],
+        [max(sample.values) - sample.median for sample in samples.values()],
     ]
-    figure, axes = new_figure(size=(8, 0.6 * len(names) + 1.2))
-    axes.barh(names, medians, xerr=spread, color=colour(0), capsize=3)
-    axes.invert_yaxis()
-    axes.set(xlabel="images/s", title=device)
-    for row, median in enumerate(medians):
-        axes.text(0, row, f" {median:,.0f}", va="center", color="white")
+    figure, axes = new_figure(size=(8.5, 1.4 + 0.42 * len(samples)))
+    draw_bars(axes, {name: sample.median for name, sample in samples.items()}, device, spread)
     save(figure, path)

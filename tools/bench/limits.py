@@ -58,8 +58,10 @@ def measure_limits(world: World, trials: int) -> dict[str, common.Sample]:
     return results
 
 
-def _rate(amount: float, action: Callable[[], object], device: torch.device, trials: int) -> common.Sample:
-    """`amount` / 1e9 per second; each trial repeats the action for at least 50 ms."""
+def _rate(
+    amount: float, action: Callable[[], object], device: torch.device, trials: int, unit: float = 1e9
+) -> common.Sample:
+    """How many times `unit` per second, where an action is `amount`; a trial repeats it for at least 50 ms."""
     action()
     repeats = max(1, int(0.05 / common.time_action(device, action)))
 
@@ -67,18 +69,14 @@ def _rate(amount: float, action: Callable[[], object], device: torch.device, tri
         for _ in range(repeats):
             action()
 
-    return common.Sample(tuple(repeats * amount / 1e9 / common.time_action(device, repeat) for _ in range(trials)))
-
-
-def _tera(sample: common.Sample) -> common.Sample:
-    return common.Sample(tuple(value / 1e3 for value in sample.values))
+    return common.Sample(tuple(repeats * amount / unit / common.time_action(device, repeat) for _ in range(trials)))
 
 
 def product(device: torch.device, dtype: torch.dtype, trials: int) -> common.Sample:
     """TFLOP/s of a large matrix product."""
     size = 8192 if device.type == "cuda" else 1024
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return _tera(_rate(2 * size**3, lambda: left @ right, device, trials))
+    return _rate(2 * size**3, lambda: left @ right, device, trials, unit=1e12)
 
 
 def _convolution(device: torch.device, dtype: torch.dtype, trials: int) -> common.Sample:
@@ -88,7 +86,7 @@ def _convolution(device: torch.device, dtype: torch.dtype, trials: int) -> commo
     kernel = torch.randn(channels, channels, 3, 3, device=device).to(dtype, memory_format=torch.channels_last)
     flops = 2 * num_images * size**2 * channels**2 * 9
     with torch.no_grad():
-        return _tera(_rate(flops, lambda: torch.conv2d(images, kernel, padding=1), device, trials))
+        return _rate(flops, lambda: torch.conv2d(images, kernel, padding=1), device, trials, unit=1e12)
 
 
 def memory(device: torch.device, trials: int) -> common.Sample:
