@@ -33,13 +33,6 @@ RESULTS = Path("results")
 TIMES = ("command", "run", "training")
 KEPT = ("config.yaml", "environment.json", "train.log", "metrics.jsonl")
 SAME = ("commit", "python", "torch", "torchvision", "cuda", "cudnn", "device")
-# What results/README.md promises: configuration and target.
-TARGETS: Mapping[str, float | None] = {"record-75": 0.75, "record-75-bs2048": 0.75} | dict.fromkeys(
-    (
-        "accuracy", "bs128-opt", "bs512-opt", "bs1024-opt", "bs1024-warmup-opt", "bs2048-opt", "bs2048-warmup-opt",
-        "cifar100-cpu", "cifar100-cpu-plain",
-    )
-)  # fmt: skip
 BEGIN, END = "<!-- records -->", "<!-- end of records -->"
 
 Trial = dict[str, Any]
@@ -210,15 +203,10 @@ def _mean(values: Mapping[str, float | None] | None, factor: float, form: str) -
 
 
 def render_table(root: Path) -> str:
-    """results/README.md's table: every folder of results, newest first, and what is planned and not measured."""
+    """results/README.md's table: every folder of results, newest first."""
     folders = sorted((path.parent for path in root.glob("*/summary.json")), reverse=True)
     measured = [(folder, read_json(folder / "summary.json")) for folder in folders]
     columns, rows = table(measured)
-    done = {summary["config_name"] for _, summary in measured}
-    for name, target in TARGETS.items():
-        if name not in done:
-            cells = [name, "-" if target is None else f"{target:.0%}"]
-            rows.append(cells + ["not measured"] * (len(columns) - len(cells)))
     return "\n".join(f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *rows))
 
 
