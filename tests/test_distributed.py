@@ -449,7 +449,7 @@ def test_cores_near_a_gpu(tmp_path: Path, alone: World) -> None:
     assert pin_near_gpu(configuration(), alone) == []
 
 
-def test_a_rank_keeps_to_the_usable_cores_near_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_is_pinned_to_the_usable_cores_near_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     usable = os.sched_getaffinity(0)
     core = max(usable)
     near = {"0000:3b:00.0": {core, 10_000}, "0000:af:00.0": {10_000}}  # the second's are not this process's to use
@@ -464,7 +464,7 @@ def test_a_rank_keeps_to_the_usable_cores_near_its_gpu(monkeypatch: pytest.Monke
     config = configuration(enable_cpu_affinity=True)
     try:
         assert pin_near_gpu(config, world) == [
-            "enable_cpu_affinity: rank 1 keeps to the 1 cores nearest GPU 0000:3b:00.0"
+            "enable_cpu_affinity: rank 1 is pinned to the 1 cores nearest GPU 0000:3b:00.0"
         ]
         assert os.sched_getaffinity(0) == {core}
         assert "near GPU 0000:af:00.0; left as is" in pin_near_gpu(config, world)[0]

@@ -11,20 +11,20 @@ from utils.distributed.world import World
 
 
 def pin_near_gpu(keys: DistributedKeys, world: World) -> list[str]:
-    """Keep this process and its loader workers on the cores nearest its GPU; returns what to say about it."""
+    """Pin this process and its loader workers to the cores nearest its GPU; returns lines for the log."""
     if not keys.enable_cpu_affinity or world.world_size == 1 or world.device.type != "cuda":
         return []
     gpu: Any = torch.cuda.get_device_properties(world.device)
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     cores = cores_near(address) & os.sched_getaffinity(0)
     if not cores:
-        return [f"enable_cpu_affinity: the machine does not tell which usable cores are near GPU {address}; left as is"]
+        return [f"enable_cpu_affinity: the kernel names no usable cores near GPU {address}; left as is"]
     os.sched_setaffinity(0, cores)
-    return [f"enable_cpu_affinity: rank {world.rank} keeps to the {len(cores)} cores nearest GPU {address}"]
+    return [f"enable_cpu_affinity: rank {world.rank} is pinned to the {len(cores)} cores nearest GPU {address}"]
 
 
 def cores_near(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
-    """Processor cores on the socket of a PCI device, from the kernel; empty where it does not say."""
+    """Processor cores on the socket of a PCI device; empty where the kernel does not name them."""
     try:
         text = (devices / pci_address / "local_cpulist").read_text(encoding="ascii").strip()
     except OSError:

@@ -7,7 +7,7 @@ from utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """How a global batch is shared: batch_size = world_size x accumulation x micro_batch_size."""
+    """batch_size = world_size x accumulation x micro_batch_size."""
 
     batch_size: int
     world_size: int

@@ -1,4 +1,4 @@
-"""What the launcher tells a process: its rank, how many there are, and where they meet. No torch, no side effects.
+"""What the launcher says of a process: its rank, how many there are, and where they meet. No torch, no side effects.
 
 The same command line runs under `python`, `torchrun`, `srun` and `mpirun`; each leaves its own variables.
 """
@@ -10,20 +10,11 @@ import uuid
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from utils.errors import ConfigError
-
-# (rank, world size, rank on this node, ranks on this node); the first launcher whose first three are there counts.
-# torchrun inside srun sets both rows, and so does mpirun inside a Slurm job: srun's stands last.
-LAUNCHERS = {
-    "Open MPI": (
-        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    # not SLURM_NTASKS, which is also set outside of a step, in a batch script or an interactive shell
-    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
-}  # fmt: skip
 
 # What tells one job from another, the same for all its ranks; the first that is set counts. srun: job and step.
 SCHEDULER_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
@@ -36,9 +27,27 @@ LOOPBACK_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # rank 0 serve
 FIRST_PORT, NUM_PORTS = 20000, 10000  # below 32768, where Linux begins to hand out ports by itself
 
 
+class Launcher(NamedTuple):
+    """The names of a launcher's variables."""
+
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str  # empty: srun's is a list
+
+
+TORCHRUN = Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # also set by hand
+OPEN_MPI = Launcher(
+    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+)
+MPICH = Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+# not SLURM_NTASKS, which is also set outside of a step, in a batch script or an interactive shell
+SRUN = Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
+
+
 @dataclass(frozen=True)
 class Launch:
-    """This process's place among the others, and where rank 0's store is."""
+    """This process among the others, and where rank 0's store is."""
 
     rank: int = 0
     world_size: int = 1
@@ -52,26 +61,29 @@ class Launch:
 
 def find_launch(environment: Mapping[str, str]) -> Launch:
     """The launcher's variables, checked; one process when there are none. `ConfigError` where they make no sense."""
-    names = _launcher_variables(environment)
-    if names is None:
+    launcher = _find_launcher(environment)
+    if launcher is None:
         return Launch()
-    rank, world_size = (_whole_number(environment, name) for name in names[:2])
-    local_rank = _whole_number(environment, names[2], default=0)
+    rank, world_size = _whole_number(environment, launcher.rank), _whole_number(environment, launcher.world_size)
+    local_rank = _whole_number(environment, launcher.local_rank, default=0)
     if not 0 <= rank < world_size:
         raise ConfigError(
-            f"{names[0]} is {rank} and {names[1]} is {world_size}; ranks count from 0 to {names[1]} - 1, "
-            "start every process with its own"
+            f"{launcher.rank} is {rank} and {launcher.world_size} is {world_size}; "
+            f"ranks count from 0 to {launcher.world_size} - 1, start every process with its own"
         )
     if world_size == 1:
         return Launch(local_rank=local_rank)
+    job = next((environment[name] for name in JOB_VARIABLES if environment.get(name)), "")
+    if launcher == SRUN:
+        job = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
     return Launch(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
-        local_world_size=_local_world_size(environment, names[3]),
-        address=_address(environment, names, world_size),
-        port=_port(environment, names),
-        job=_job(environment, names),
+        local_world_size=_local_world_size(environment, launcher),
+        address=_address(environment, launcher, world_size),
+        port=_port(environment, launcher, job),
+        job=job,
         hosts_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
     )
 
@@ -107,10 +119,10 @@ def was_restarted(environment: Mapping[str, str]) -> bool:
 def job_name(environment: Mapping[str, str]) -> str:
     """The job that this process belongs to, which keeps its name when it is started again; empty outside of one."""
     run = environment.get("TORCHELASTIC_RUN_ID", "")
-    return environment.get("SLURM_JOB_ID") or (_launcher_process() if run == "none" else run)
+    return environment.get("SLURM_JOB_ID") or (_name_torchrun() if run == "none" else run)
 
 
-def _launcher_process() -> str:
+def _name_torchrun() -> str:
     """torchrun's process, for runs that nobody named: it stays the same when it starts its ranks again."""
     process = os.getppid()
     try:  # the 22nd field, when it began: in containers every torchrun may have the same number
@@ -122,32 +134,30 @@ def _launcher_process() -> str:
 
 def first_host(node_list: str) -> str:
     """The first name in Slurm's notation: `gpu[03-05,9],cpu1` -> `gpu03`. Needs no scontrol."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
-    assert first is not None
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group())
+    first = re.split(r",(?![^\[]*\])", node_list)[0]  # at commas outside of brackets
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
     """Ranks in words, runs of them shortened: `rank 3`, `ranks 1-3, 7`."""
     ordered = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    parts = []
+    # within a run, a rank and its index grow together
+    for _, pairs in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in pairs]
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
     return f"rank{'' if len(ordered) == 1 else 's'} {', '.join(parts)}"
 
 
-def _launcher_variables(environment: Mapping[str, str]) -> tuple[str, str, str, str] | None:
-    """The row of variables that counts here: torchrun's, also set by hand, or another launcher's."""
+def _find_launcher(environment: Mapping[str, str]) -> Launcher | None:
+    """The first launcher whose variables are there. torchrun inside srun sets both its own and srun's, and so does
+    mpirun inside a Slurm job: srun comes last."""
     given = [name for name in ("RANK", "WORLD_SIZE") if environment.get(name)]
     if len(given) == 2:
-        return "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-    for names in LAUNCHERS.values():
-        if all(environment.get(name) for name in names[:3]):
-            return names
+        return TORCHRUN
+    for launcher in (OPEN_MPI, MPICH, SRUN):
+        if all(environment.get(name) for name in launcher[:3]):
+            return launcher
     if given and environment[given[0]] != ("1" if given[0] == "WORLD_SIZE" else "0"):
         absent = "WORLD_SIZE" if given == ["RANK"] else "RANK"
         raise ConfigError(
@@ -165,10 +175,10 @@ def _whole_number(environment: Mapping[str, str], name: str, default: int | None
     return int(text)
 
 
-def _local_world_size(environment: Mapping[str, str], name: str) -> int:
-    if name:
-        return _whole_number(environment, name, default=1)
-    # srun: tasks of each node in turn, such as 4(x2),3
+def _local_world_size(environment: Mapping[str, str], launcher: Launcher) -> int:
+    if launcher != SRUN:
+        return _whole_number(environment, launcher.local_world_size, default=1)
+    # tasks of each node in turn, such as 4(x2),3
     tasks: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
         number, _, times = part.rstrip(")").partition("(x")
@@ -176,45 +186,38 @@ def _local_world_size(environment: Mapping[str, str], name: str) -> int:
     return tasks[_whole_number(environment, "SLURM_NODEID", default=0) % len(tasks)]
 
 
-def _address(environment: Mapping[str, str], names: tuple[str, str, str, str], world_size: int) -> str:
+def _address(environment: Mapping[str, str], launcher: Launcher, world_size: int) -> str:
     """MASTER_ADDR, or this machine where all ranks are on it, or the first node of the Slurm step or job."""
     if environment.get("MASTER_ADDR"):
         return environment["MASTER_ADDR"]
-    if names[0] != "RANK":
-        if environment.get(names[3]) == str(world_size):
+    if launcher != TORCHRUN:
+        if environment.get(launcher.local_world_size) == str(world_size):
             return "127.0.0.1"
         # a step's list is that of the ranks only where srun started them
-        lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if names == LAUNCHERS["srun"] else ("SLURM_JOB_NODELIST",)
-        for name in lists:
-            if environment.get(name):
-                return first_host(environment[name])
+        nodes = environment.get("SLURM_STEP_NODELIST") if launcher == SRUN else None
+        nodes = nodes or environment.get("SLURM_JOB_NODELIST")
+        if nodes:
+            return first_host(nodes)
     raise ConfigError(
-        f"{names[0]} is set but MASTER_ADDR is not; set it to the host of rank 0 in every process "
+        f"{launcher.rank} is set but MASTER_ADDR is not; set it to the host of rank 0 in every process "
         "(mpirun -x MASTER_ADDR=HOST), or start with torchrun"
     )
 
 
-def _port(environment: Mapping[str, str], names: tuple[str, str, str, str]) -> int:
+def _port(environment: Mapping[str, str], launcher: Launcher, job: str) -> int:
     """MASTER_PORT, or one that follows from the job, so that two jobs on a node do not meet."""
     if environment.get("MASTER_PORT"):
         port = _whole_number(environment, "MASTER_PORT")
         if not 0 < port < 65536:
             raise ConfigError(f"MASTER_PORT is {port}; allowed: 1 to 65535")
         return port
-    job = _job(environment, names)
-    if not job:
-        raise ConfigError(
-            f"{names[0]} is set but MASTER_PORT is not, and no variable names the job; "
-            "set MASTER_PORT to the same free port in every process"
-        )
-    if names == LAUNCHERS["srun"]:
-        # neighbouring jobs, and seven steps of one, keep apart; then the numbers go round
+    if launcher == SRUN:
+        # neighbouring jobs, and seven steps of one, keep apart; then the numbers start again
         number, step = (_whole_number(environment, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
         return FIRST_PORT + (7 * number + step) % NUM_PORTS
+    if not job:
+        raise ConfigError(
+            f"{launcher.rank} is set but MASTER_PORT is not, and no variable names the job; "
+            "set MASTER_PORT to the same free port in every process"
+        )
     return FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
-
-
-def _job(environment: Mapping[str, str], names: tuple[str, str, str, str]) -> str:
-    if names == LAUNCHERS["srun"]:
-        return f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
-    return next((environment[name] for name in JOB_VARIABLES if environment.get(name)), "")

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from utils.distributed.launch import Launch, find_launch, name_ranks
-from utils.distributed.rendezvous import Failure, Meeting, open_store
+from utils.distributed.rendezvous import Failure, Meeting
 from utils.distributed.world import World, choose_device
 from utils.errors import LOST_RANK, ConfigError, ExpectedError, Stopped, explain
 from utils.files import write_atomically
@@ -42,18 +42,17 @@ def run_ranks(action: Callable[[World], None], device: str, start_timeout: float
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
-    failure = _run_alone(action, device, launch)
-    if failure is None:
-        failure = _run_among_others(action, device, launch, start_timeout, collective_timeout)
+    if launch.world_size == 1:
+        failure = _run_alone(action, device, launch)
+    else:
+        failure = _run_among_others(action, device, launch, start_timeout, timedelta(seconds=collective_timeout))
     if failure.message:
         print(failure.message, file=sys.stderr, flush=True)
-    _tell_launcher(launch, failure.status)
+    _report_status(launch, failure.status)
     return failure.status
 
 
-def _run_alone(action: Callable[[World], None], device: str, launch: Launch) -> Failure | None:
-    if launch.world_size > 1:
-        return None
+def _run_alone(action: Callable[[World], None], device: str, launch: Launch) -> Failure:
     try:
         action(_join_world(device, launch))
     except BaseException as error:
@@ -62,30 +61,23 @@ def _run_alone(action: Callable[[World], None], device: str, launch: Launch) -> 
 
 
 def _run_among_others(
-    action: Callable[[World], None], device: str, launch: Launch, start_timeout: float, collective_timeout: float
+    action: Callable[[World], None], device: str, launch: Launch, start_timeout: float, timeout: timedelta
 ) -> Failure:
     """Returns an orderly end's outcome; after a failure, ends the process."""
     _share_cores(launch.local_world_size)
-    meeting = None
+    meeting, outcome = None, Failure(0, "")
     try:
-        deadline = time.monotonic() + start_timeout
-        meeting = Meeting(launch, open_store(launch, deadline, start_timeout))
-        meeting.assemble(deadline, start_timeout)
+        meeting = Meeting(launch, start_timeout)
+        meeting.assemble()
         meeting.watch(partial(_end, meeting=meeting, launch=launch))
         world = _join_world(device, launch)
         backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("group", meeting.store),
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=timedelta(seconds=collective_timeout),
-        )
+        store = dist.PrefixStore("group", meeting.store)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
         _refuse_shared_gpus(world)
-        outcome = Failure(0, "")
         try:
             action(world)
-        except Stopped as stopped:  # by agreement of all ranks, so that none has to be told
+        except Stopped as stopped:  # all ranks have agreed on it, so that it is no failure to report to them
             outcome = Failure(stopped.exit_status, str(stopped) if world.is_main else "")
         world.barrier()  # rank 0 may still be writing what the others need not wait for
         meeting.stop_watching()
@@ -105,7 +97,7 @@ def _join_world(device: str, launch: Launch) -> World:
 
 
 def _refuse_shared_gpus(world: World) -> None:
-    """Collective: NCCL knows one rank per GPU, and says of two only that a system call failed."""
+    """Collective: NCCL allows one rank per GPU, and says of two only that a system call failed."""
     if world.device.type != "cuda":
         return
     gpus = world.gather((socket.gethostname(), str(torch.cuda.get_device_properties(world.device).uuid)))
@@ -153,44 +145,45 @@ def _settle(error: BaseException, meeting: Meeting | None, launch: Launch) -> Fa
     if meeting is None:
         # nobody can be asked; one rank of each node speaks, since the reason is often the same for all of them
         return failure if launch.local_rank == 0 else Failure(failure.status, "")
+    lost_rank = LOST_RANK.search(str(error)) is not None
     try:
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and LOST_RANK.search(str(error))):
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and lost_rank):
             first, absent = meeting.call_the_roll()
             if first is not None:
                 return first
-            # NCCL tells in its first line what failed, and in its last one why
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            reason = "; ".join(dict.fromkeys((lines[0], lines[-1])))
-            if absent:
-                reason = f"lost contact: no answer from {name_ranks(absent)}, killed perhaps, or its node is gone"
-            elif LOST_RANK.search(reason):
-                reason = f"lost contact: {reason}"
-            failure = Failure(1, f"error: rank {launch.rank}: {reason}")
+            failure = Failure(1, f"error: rank {launch.rank}: {_explain_loss(error, absent)}")
         return meeting.claim(failure)
     except dist.DistError:
-        return failure if not LOST_RANK.search(str(error)) else Failure(1, meeting.lost_store())
+        return Failure(1, meeting.lost_store()) if lost_rank else failure
+
+
+def _explain_loss(error: BaseException, absent: list[int]) -> str:
+    if absent:
+        return f"lost contact: no answer from {name_ranks(absent)}, killed perhaps, or its node is gone"
+    # NCCL says in its first line what failed, and in its last one why
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = "; ".join(dict.fromkeys((lines[0], lines[-1])))
+    return f"lost contact: {reason}" if LOST_RANK.search(reason) else reason
 
 
 def _end(failure: Failure, meeting: Meeting | None, launch: Launch) -> None:
-    """Print, tell the others and the launcher, and leave at once."""
+    """Print, report to the others and the launcher, and leave at once."""
     if failure.message:
         print(failure.message, file=sys.stderr, flush=True)
-        _tell_torchrun(failure.message[max(0, failure.message.rfind("error: rank")) :])
+        _report_to_torchrun(failure.message[max(0, failure.message.rfind("error: rank")) :])
     sys.stdout.flush()
-    try:
+    with suppress(dist.DistError):  # the store's process may be gone already
         if meeting is not None:
             meeting.stop_watching()
-            meeting.store.set("alarm", "")
+            meeting.raise_alarm()
             meeting.leave_last()
-    except dist.DistError:
-        pass  # the store's process is gone already
-    _tell_launcher(launch, failure.status)
+    _report_status(launch, failure.status)
     for child in multiprocessing.active_children():  # loader workers, which only an orderly exit would end
         child.terminate()
     os._exit(failure.status)
 
 
-def _tell_torchrun(message: str) -> None:
+def _report_to_torchrun(message: str) -> None:
     """The message for the summary that torchrun prints of a failed run, in torchrun's own format."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
@@ -199,8 +192,8 @@ def _tell_torchrun(message: str) -> None:
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
 
 
-def _tell_launcher(launch: Launch, status: int) -> None:
-    """torchrun turns every failure into 1; a batch script that must tell 75 from it names a file in this variable."""
+def _report_status(launch: Launch, status: int) -> None:
+    """For a batch script that must know 75, where torchrun turns every failure into 1: it names a file."""
     path = os.environ.get("TRAIN_EXIT_STATUS_FILE")
     if path and launch.rank == 0:
         try:
