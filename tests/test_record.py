@@ -20,6 +20,7 @@ from tools.command_line import as_settings
 from tools.follow import FollowedRun
 from utils.config import Config
 from utils.errors import ConfigError, ExpectedError
+from utils.run import environment
 from utils.run.environment import git_commit
 
 RESULTS = ROOT / "results"
@@ -117,6 +118,10 @@ def test_a_seed_that_could_not_be_averaged_is_not_run(
     monkeypatch.setattr(record, "_check_same_config", lambda *_: None)
     assert bench.main(arguments) == 2
     assert "seed-0 cannot be averaged with the others: commit aaa" in capsys.readouterr().err
+
+
+def test_the_commit_is_that_of_the_whole_repository() -> None:
+    assert environment.ROOT == ROOT
 
 
 def test_results_are_no_change_of_the_code(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torchvision
 
-ROOT = Path(__file__).resolve().parent.parent
-# Of the environment only these are written down: a dump could hold secrets.
+ROOT = Path(__file__).resolve().parents[2]
+# Of the environment only these are recorded: all of it could hold secrets.
 RECORDED_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "WORLD_SIZE", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES",
     "SLURM_RESTART_COUNT", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "TORCH_LOGS",
@@ -20,7 +20,6 @@ RECORDED_VARIABLES = (
 
 
 def describe_environment(device: torch.device, world_size: int) -> dict[str, Any]:
-    """Versions, device, commit and an allow-list of variables: what a figure needs to be compared."""
     cuda = device.type == "cuda"
     return {
         "command": sys.argv,
@@ -59,20 +58,18 @@ def _processor() -> str:
 
 
 def git_commit(root: Path = ROOT) -> str | None:
-    """The newest commit that changed anything outside of results/, which tells the code; None without git.
+    """The newest commit that changed anything outside of results/, which names the code; None without git.
 
-    Writing down or committing what one run gave does not make the next a run of other code.
+    So recording or committing the results of one run does not make the next a run of other code.
     """
-    code = ("--", ".", ":(exclude)results")
-    commands = (
-        ["git", "log", "-1", "--format=%H", *code],
-        ["git", "status", "--porcelain", "--untracked-files=no", *code],
-    )
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments, "--", ".", ":(exclude)results"]
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
     try:
-        commit, changes = (
-            subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-            for command in commands
-        )
+        commit = git("log", "-1", "--format=%H")
+        changed = git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit + (" with changes" if changes else "") if commit else None
+    return f"{commit} with changes" if commit and changed else commit or None
