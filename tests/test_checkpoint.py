@@ -82,7 +82,7 @@ def test_truncated_anywhere_it_is_passed_over_aloud(folder, seed):
     assert path.name == "step-000000008.pt"
     assert good["step"] == 8
     size = newest.stat().st_size
-    assert complaints == [f"{newest}: is damaged or no checkpoint of this program ({size} bytes, digest differs)"]
+    assert complaints == [f"{newest}: is damaged or no checkpoint of this program ({size} bytes, wrong digest)"]
 
 
 @pytest.mark.parametrize("seed", range(20))

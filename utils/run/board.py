@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from utils.keys import Fact, Keys, render
 from utils.training.metrics import worst_classes
 
 EPOCH_TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
+SCALING_TAGS = ("loss_scale", "skipped_steps")  # only where the loss is scaled
 SECOND_TAGS = {"acc1/valid": "by_second/acc1_valid", "loss/valid": "by_second/loss_valid"}
 LAYOUT = {
     "Training": {
@@ -35,10 +37,11 @@ LAYOUT = {
     },
 }
 MATRIX_PIXELS = 600
+CODE = " " * 4  # before each line of a Markdown code block, which TensorBoard shows as it stands
 
 
 class Board:
-    """Writers are opened when there is something to write; a resumed run goes on after `epoch`, `step`, `seconds`."""
+    """A folder is opened when there is something to write; a resumed run goes on after `epoch`, `step`, `seconds`."""
 
     def __init__(self, folder: Path, *, epoch: int, step: int, seconds: float) -> None:
         self.folder = folder
@@ -50,31 +53,29 @@ class Board:
             from torch.utils.tensorboard import SummaryWriter
 
             threading.excepthook = _leave_full_disks_to_the_log
-            writer = SummaryWriter(str(self.folder / axis), purge_step=self._starts[axis])
+            self._writers[axis] = SummaryWriter(str(self.folder / axis), purge_step=self._starts[axis])
             if not axis:
-                writer.add_custom_scalars(LAYOUT)
-            self._writers[axis] = writer
+                self._writers[axis].add_custom_scalars(LAYOUT)
         return self._writers[axis]
 
     def add_step(self, step: int, values: Mapping[str, float]) -> None:
-        """Each value of a log point under step/NAME."""
         for name, value in values.items():
             self._writer("by_step").add_scalar(f"step/{name}", value, step)
 
     def add_epoch(self, epoch: int, values: Mapping[str, float]) -> None:
-        """The tutorial's tags by epoch, and accuracy and loss by the second of training that the epoch ended in."""
-        for tag in (*EPOCH_TAGS, "loss_scale", "skipped_steps"):
-            if tag in values:  # the last two only where the loss is scaled
+        """The tutorial's tags by epoch, and accuracy and loss by the second of training at which the epoch ended."""
+        for tag in (*EPOCH_TAGS, *SCALING_TAGS):
+            if tag in values:
                 self._writer().add_scalar(tag, values[tag], epoch)
         for name, tag in SECOND_TAGS.items():
             self._writer("by_second").add_scalar(tag, values[name], round(values["seconds"]))
-        self.flush()
+        for writer in self._writers.values():
+            writer.flush()
 
     def describe(self, keys: Keys, config_name: str, environment: Mapping[str, Any]) -> None:
-        """The resolved configuration and the environment, as texts."""
         writer, step = self._writer(), self._starts[""]
-        writer.add_text("run/config", f"`{config_name}`\n\n{_code(render(keys))}", step)
-        writer.add_text("run/environment", _code(json.dumps(environment, indent=1)), step)
+        writer.add_text("run/config", f"`{config_name}`\n\n{indent(render(keys), CODE)}", step)
+        writer.add_text("run/environment", indent(json.dumps(environment, indent=1), CODE), step)
 
     def add_images(self, images: Tensor) -> None:
         """A grid of an augmented batch, normalised [N, 3, H, W].
@@ -87,8 +88,7 @@ class Board:
         images = images.float().cpu()
         low, high = images.amin((0, 2, 3), keepdim=True), images.amax((0, 2, 3), keepdim=True)
         grid = make_grid((images - low) / (high - low).clamp(min=1e-6), nrow=8, padding=1, pad_value=1.0)
-        # enlarged, since TensorBoard scales small pictures softly
-        grid = grid.repeat_interleave(3, 1).repeat_interleave(3, 2)
+        grid = grid.repeat_interleave(3, 1).repeat_interleave(3, 2)  # TensorBoard blurs small pictures
         self._writer().add_image("augmented batch", grid, self._starts[""])
 
     def add_classes(self, counts: Tensor, names: Sequence[str], epoch: int) -> None:
@@ -101,24 +101,15 @@ class Board:
 
     def add_result(self, keys: Keys, results: Mapping[str, float]) -> None:
         """The run's row in the HParams tab."""
-        values = keys.model_dump(mode="json", exclude=set(keys.with_fact(Fact.NO_HYPERPARAMETER))).items()
-        # booleans as words, which the tab filters by; it would show them as 0.0000 and 1.0000
-        numbers = {
-            key: value for key, value in values if isinstance(value, int | float) and not isinstance(value, bool)
-        }
-        words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values}
+        values = keys.model_dump(mode="json", exclude=set(keys.with_fact(Fact.NO_HYPERPARAMETER)))
+        for key, value in values.items():
+            # booleans as words, which the tab filters by; it would show them as 0.0000 and 1.0000
+            if isinstance(value, bool) or not isinstance(value, int | float | str):
+                values[key] = json.dumps(value)
         metrics = {f"result/{name}": value for name, value in results.items()}
-        self._writer().add_hparams(
-            words | numbers, metrics, run_name="."
-        )  # "." keeps it in this run instead of a new one
-
-    def flush(self) -> None:
-        """Put on the disk what was written."""
-        for writer in self._writers.values():
-            writer.flush()
+        self._writer().add_hparams(values, metrics, run_name=".")  # ".": in this run instead of a new one
 
     def close(self) -> None:
-        """Flush and close."""
         for writer in self._writers.values():
             writer.close()
 
@@ -139,8 +130,3 @@ def draw_matrix(counts: Tensor) -> np.ndarray:
     image = (white + shares[..., None] * (blue - white)).round().astype(np.uint8)
     scale = max(1, MATRIX_PIXELS // len(shares))
     return image.repeat(scale, 0).repeat(scale, 1)
-
-
-def _code(text: str) -> str:
-    """A Markdown code block by indentation, which TensorBoard shows as it stands."""
-    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -30,13 +30,11 @@ import json
 import os
 import re
 import struct
-import sys
 import threading
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from textwrap import shorten
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -74,19 +72,17 @@ def encode(state: dict[str, Any]) -> bytes:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint file, on the CPU; `CheckpointError` naming the file where it cannot be used."""
+    """The state in a checkpoint file, on the CPU; `CheckpointError` where it cannot be used."""
     try:
         content = path.read_bytes()
     except OSError as error:
         raise DamagedError(f"{path}: cannot be read: {error.strerror}") from None
     head, comment = memoryview(content)[:-_COMMENT_BYTES], content[-_COMMENT_BYTES:]
     if comment != _DIGEST + hashlib.sha256(head).hexdigest().encode():
-        raise DamagedError(
-            f"{path}: is damaged or no checkpoint of this program ({len(content)} bytes, digest differs)"
-        )
+        raise DamagedError(f"{path}: is damaged or no checkpoint of this program ({len(content)} bytes, wrong digest)")
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # the digest is right: somebody wrote it on purpose, and torch may raise anything
+    except Exception as error:  # somebody wrote it on purpose, as the digest is right; torch may raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path}: is no checkpoint of this program: {reason}") from None
     if not isinstance(state, dict) or not isinstance(state.get("format"), int):
@@ -102,7 +98,6 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def step_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is."""
     return folder / f"step-{step:09d}.pt"
 
 
@@ -116,13 +111,13 @@ def save_last(folder: Path, content: bytes, step: int, keep: int) -> Path:
     return path
 
 
-class Writer:
+class Writer(AbstractContextManager["Writer"]):
     """Writes the checkpoints of a run: before `save` returns, or (`background`) in a thread while training goes on.
 
     In the background one state is being written and the newest one waits, as copies in host memory: a state that is
-    due while the disk is slow takes the place of the one that waits. So training waits for the disk only in `wait`, at
-    its end. What is on the disk stays until the next one is whole. A failed write is raised by the next call.
-    `before` is called before each write, in the same thread: it flushes what a checkpoint is to be newer than.
+    due while the disk is slow replaces the one that waits. So training waits for the disk only in `wait`, at its end.
+    A failed write is raised by the next call. `before` is called before each write, in the same thread: it flushes
+    what a checkpoint is to be newer than.
     """
 
     def __init__(self, folder: Path, keep: int, background: bool, before: Callable[[], None] = lambda: None) -> None:
@@ -134,26 +129,27 @@ class Writer:
         self._failure: Exception | None = None
 
     def save(self, state: dict[str, Any], is_best: bool) -> None:
-        """Write `state` as the last checkpoint, and as the best one where it is; `ExpectedError` where that fails."""
+        """Write `state` as the last checkpoint, and as the best one too where it is."""
         check_finite(state["model"], state["step"])
         if not self.background:
             self._write(state if is_best else None, state)
             return
         self._raise_failure()
-        state = _on_host(state)
+        state = _copy_to_host(state)
         with self._lock:
             self._last = state
-            if is_best:
-                self._best = state
+            self._best = state if is_best else self._best
             if self._thread is None:
                 self._thread = threading.Thread(target=self._write_waiting, name="checkpoint writer", daemon=True)
                 self._thread.start()
 
     def wait(self) -> None:
-        """Return when everything is on the disk; raises what went wrong in the thread."""
-        while (thread := self._thread) is not None:
-            thread.join()
+        self._join()
         self._raise_failure()
+
+    def _join(self) -> None:
+        if (thread := self._thread) is not None:
+            thread.join()
 
     def _write_waiting(self) -> None:
         while True:
@@ -180,21 +176,16 @@ class Writer:
         if failure is not None:
             raise failure
 
-    def __enter__(self) -> "Writer":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """An error on its way out keeps its place, but what waits is still written; Ctrl-C waits for nothing."""
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """After an error what waits is still written, but a failure of that is not raised; Ctrl-C waits for nothing."""
         if error is None:
             self.wait()
-        elif isinstance(error, Exception) and (thread := self._thread) is not None:
-            thread.join()
+        elif isinstance(error, Exception):
+            self._join()
 
 
 def check_finite(weights: dict[str, Tensor], step: int) -> None:
-    """`ExpectedError` where a weight is not a finite number, so that no such state takes the place of a good one."""
+    """`ExpectedError` where a weight is not a finite number, so that no such state replaces a good one."""
     bad = [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]
     if bad:
         raise ExpectedError(
@@ -203,14 +194,13 @@ def check_finite(weights: dict[str, Tensor], step: int) -> None:
         )
 
 
-def _on_host(value: Any) -> Any:
-    """A copy in host memory that training does not change."""
+def _copy_to_host(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: _on_host(item) for key, item in value.items()}
+        return {key: _copy_to_host(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_on_host(item) for item in value)
+        return type(value)(_copy_to_host(item) for item in value)
     return value
 
 
@@ -235,22 +225,21 @@ def newest_good(folder: Path) -> tuple[Path | None, dict[str, Any] | None, list[
 
 def check_fit(path: Path, saved: dict[str, Any], current: dict[str, Any], fixed: Collection[str]) -> list[str]:
     """The keys whose change is allowed on resuming; `CheckpointError` where one of `fixed` differs."""
-    different = [key for key in current if saved.get(key) != current[key]]
-    refused = [f"{key} {saved.get(key)!r} -> {current[key]!r}" for key in different if key in fixed]
+    different = _differences(saved, current)
+    refused = [f"{key} {old!r} -> {new!r}" for key, (old, new) in different.items() if key in fixed]
     if refused:
         raise CheckpointError(
             f"{path}: does not fit this configuration: {', '.join(refused)}\n"
             "go on with the saved values, or start anew with --resume never or another --run-dir"
         )
-    return different
+    return list(different)
 
 
 def check_data_fits(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
     """`CheckpointError` where order and position in the data, or its classes, would no longer mean what they did."""
     different = [
-        f"{key} {shorten(str(saved.get(key)), 60)} -> {shorten(str(value), 60)}"
-        for key, value in current.items()
-        if saved.get(key) != value
+        f"{key} {shorten(str(old), 60)} -> {shorten(str(new), 60)}"
+        for key, (old, new) in _differences(saved, current).items()
     ]
     if different:
         raise CheckpointError(
@@ -259,15 +248,20 @@ def check_data_fits(path: Path, saved: dict[str, Any], current: dict[str, Any]) 
         )
 
 
+def _differences(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{key: (saved value or None, current value)} of each current key whose value is another one."""
+    pairs = {key: (saved.get(key), value) for key, value in current.items()}
+    return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
+
+
 def check_weights_fit(path: Path, saved: dict[str, Tensor], current: dict[str, Tensor]) -> None:
     """`CheckpointError` naming the tensors that only one side has or whose shapes differ."""
     different = [f"{name} (only in the checkpoint)" for name in saved if name not in current]
-    different += [f"{name} (not in the checkpoint)" for name in current if name not in saved]
-    different += [
-        f"{name} {tuple(saved[name].shape)} -> {tuple(current[name].shape)}"
-        for name in current
-        if name in saved and saved[name].shape != current[name].shape
-    ]
+    for name, weight in current.items():
+        if name not in saved:
+            different.append(f"{name} (not in the checkpoint)")
+        elif saved[name].shape != weight.shape:
+            different.append(f"{name} {tuple(saved[name].shape)} -> {tuple(weight.shape)}")
     if different:
         shown = ", ".join(different[:3]) + (f" and {len(different) - 3} more" if len(different) > 3 else "")
         raise CheckpointError(
@@ -279,8 +273,3 @@ def check_weights_fit(path: Path, saved: dict[str, Tensor], current: dict[str, T
 def config_digest(config: dict[str, Any]) -> str:
     """SHA-256 of a resolved configuration, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-
-
-def versions() -> dict[str, str]:
-    """What wrote a checkpoint."""
-    return {"python": sys.version.split()[0], "torch": str(torch.__version__)}

@@ -3,6 +3,7 @@
 config.yaml  environment.json  train.log  metrics.jsonl  tb_logs/  checkpoints/{step-*.pt,best.pt}
 """
 
+import itertools
 import json
 import os
 import shlex
@@ -47,136 +48,66 @@ def open_run(folder: Path, resume: str, keys: Keys, weights: dict[str, Tensor], 
 
 
 def _open_run(folder: Path, resume: str, keys: Keys, weights: dict[str, Tensor], data: dict[str, Any]) -> OpenedRun:
+    own = folder / "checkpoints"
     lock = lock_folder(folder)
+    lock.seek(0)
     job = job_name(os.environ)
-    if job and was_restarted(os.environ) and _written_by(lock) == job:
+    if job and was_restarted(os.environ) and lock.read() == job:  # the lock's file names the job that was here last
         resume = "auto"
-    found = _find(folder / "checkpoints", resume)
-    notes = [f"Passed over: {complaint}" for complaint in found.complaints] if found else []
-    plan = None
-    if found is not None:
-        changed = checkpoint.check_fit(
-            found.path, found.state["config"], keys.model_dump(mode="json"), keys.with_fact(Fact.FIXED)
-        )
-        checkpoint.check_weights_fit(found.path, found.state["model"], weights)
-        checkpoint.check_data_fits(found.path, found.state["data"], data)
-        plan, remarks = _plan_adoption(folder / "checkpoints", found)
-        notes += [_describe_position(found), *(_describe_change(found, keys, key) for key in changed), *remarks]
-    if found is not None and found.path.parent.resolve() == (folder / "checkpoints").resolve():
-        remove_leftovers(folder / "checkpoints")
+    source = _find_source(own, resume)
+    notes = []
+    if source is not None:
+        notes += source.notes
+        saved = source.state["config"]
+        changed = checkpoint.check_fit(source.path, saved, keys.model_dump(mode="json"), keys.with_fact(Fact.FIXED))
+        checkpoint.check_weights_fit(source.path, source.state["model"], weights)
+        checkpoint.check_data_fits(source.path, source.state["data"], data)
+        notes += [f"Resuming with another {key}: {saved.get(key)} -> {getattr(keys, key)}" for key in changed]
+    if source is not None and source.path.parent.resolve() == own.resolve():
+        remove_leftovers(own)
     else:
-        if holds_run(folder):
+        if own.exists() or (folder / "metrics.jsonl").exists():
             really = folder.resolve() if folder.is_symlink() else folder  # the link stays, as the new run's too
             notes.append(f"The earlier run in {folder} is now in {_move_aside(really)}")
             lock.close()
             lock = lock_folder(really)
-        (folder / "checkpoints").mkdir(exist_ok=True)
-    if plan is not None:
-        _adopt(folder, plan)
+        own.mkdir(exist_ok=True)
+    if source is not None:
+        _adopt(folder, source)
     lock.truncate(0)
     print(job, end="", file=lock, flush=True)
-    return OpenedRun(lock, plan.state if plan else None, found.path if found else None, notes)
+    return OpenedRun(lock, source.state if source else None, source.path if source else None, notes)
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A checkpoint to go on from, and what was wrong with newer ones."""
+class _Source:
+    """A checkpoint to go on from, and the best one beside it: all is read before anything is moved."""
 
     path: Path
     state: dict[str, Any]
-    complaints: list[str]
-
-
-@dataclass(frozen=True)
-class _Adoption:
-    """What a run takes over; all of it is read before anything is moved. None: it is in its place already."""
-
-    state: dict[str, Any]
-    last: bytes | None
+    content: bytes
     best: bytes | None
+    notes: list[str]
 
 
-def _find(own: Path, resume: str) -> _Found | None:
+def _find_source(own: Path, resume: str) -> _Source | None:
     if resume == "never":
         return None
-    return _newest(own) if resume == "auto" else _demanded(Path(resume))
+    if resume == "auto":
+        return _find_newest(own)
+    path = Path(resume)
+    if path.is_file():
+        return _read_source(path, checkpoint.read_checkpoint(path), [])
+    source = _find_newest(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    if source is None:
+        raise CheckpointError(f"--resume {path}: no checkpoint there; give a checkpoint, a run folder, auto or never")
+    return source
 
 
-def _describe_position(found: _Found) -> str:
-    state = found.state
-    return f"Resuming from {found.path}: epoch {state['epoch'] + 1}, batch {state['batch']}, step {state['step']}"
-
-
-def _describe_change(found: _Found, keys: Keys, key: str) -> str:
-    return f"Resuming with another {key}: {found.state['config'].get(key)} -> {getattr(keys, key)}"
-
-
-def _plan_adoption(own: Path, found: _Found) -> tuple[_Adoption, list[str]]:
-    """What the run whose checkpoints are in `own` takes over, and remarks for the log. Without its best checkpoint
-    beside it, the best is still to come."""
-    here = found.path.parent.resolve() == own.resolve()
-    in_place = here and found.path.resolve() == checkpoint.step_path(own, found.state["step"]).resolve()
-    last = None if in_place else found.path.read_bytes()
-    best, remarks = _best_beside(found)
-    if best is None:
-        return _Adoption(found.state | {"best": checkpoint.NO_BEST}, last, None), remarks
-    return _Adoption(found.state, last, None if here else best.read_bytes()), remarks
-
-
-def _best_beside(found: _Found) -> tuple[Path | None, list[str]]:
-    """The best checkpoint so far of the run that wrote `found`; None and why where it is damaged, of a later step, or
-    gone."""
-    best, remarks = found.path.with_name("best.pt"), []
-    try:
-        if best.exists() and checkpoint.read_checkpoint(best)["best"] == found.state["best"]:
-            return best, []
-    except CheckpointError as error:
-        remarks.append(f"Passed over: {error}")
-    if epoch := found.state["best"]["epoch"]:
-        remarks.append(f"The best weights so far, of epoch {epoch}, are gone: the best is still to come")
-    return None, remarks
-
-
-def _adopt(folder: Path, plan: _Adoption) -> None:
-    """What a run goes on from becomes its own last checkpoint, and the best one so far its own best.
-
-    In this order: killed in between, the next start finds the records of a checkpoint that is there.
-    """
-    own = folder / "checkpoints"
-    last, own_best = checkpoint.step_path(own, plan.state["step"]), own / "best.pt"
-    if plan.last is not None and not (last.is_file() and last.read_bytes() == plan.last):
-        if last.exists():
-            _set_aside(last)
-        write_atomically(last, plan.last)
-    for newer in checkpoint.list_checkpoints(own):
-        if newer > last:  # damaged, not wanted, or under another's name
-            _set_aside(newer)
-    if plan.best is not None:
-        write_atomically(own_best, plan.best)
-    elif own_best.exists() and not plan.state["best"]["epoch"]:  # of a later step, or damaged
-        _set_aside(own_best)
-    _drop_after(folder / "metrics.jsonl", plan.state["step"], plan.state["epoch"])
-
-
-def _set_aside(path: Path) -> None:
-    """Keep a checkpoint that the run goes back behind, as NAME.superseded, NAME.superseded.1 ..."""
-    target, number = path.with_name(f"{path.name}.superseded"), 0
-    while target.exists():
-        number += 1
-        target = path.with_name(f"{path.name}.superseded.{number}")
-    path.rename(target)
-
-
-def _written_by(lock: IO[str]) -> str:
-    """The job that was the last to open a run's folder."""
-    lock.seek(0)
-    return lock.read()
-
-
-def _newest(folder: Path) -> _Found | None:
+def _find_newest(folder: Path) -> _Source | None:
     path, state, complaints = checkpoint.newest_good(folder)
     if path is not None and state is not None:
-        return _Found(path, state, complaints)
+        return _read_source(path, state, complaints)
     if complaints:
         best, remedy = folder / "best.pt", "--resume never starts anew"
         with suppress(CheckpointError):
@@ -186,15 +117,69 @@ def _newest(folder: Path) -> _Found | None:
     return None
 
 
-def _demanded(path: Path) -> _Found:
-    if path.is_file():
-        return _Found(path, checkpoint.read_checkpoint(path), [])
-    found = _newest(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    if found is None:
-        raise CheckpointError(
-            f"--resume {path}: no checkpoint there; give a checkpoint file, a run folder, auto or never"
-        )
-    return found
+def _read_source(path: Path, state: dict[str, Any], complaints: list[str]) -> _Source:
+    """The best checkpoint counts where it is the best so far of the run that wrote `path`. Where it is damaged, of a
+    later step, or gone, the best is still to come."""
+    best, best_path = None, path.with_name("best.pt")
+    try:
+        if best_path.exists() and checkpoint.read_checkpoint(best_path)["best"] == state["best"]:
+            best = best_path.read_bytes()
+    except CheckpointError as error:
+        complaints = [*complaints, str(error)]
+    notes = [f"Passed over: {complaint}" for complaint in complaints]
+    notes.append(f"Resuming from {path}: epoch {state['epoch'] + 1}, batch {state['batch']}, step {state['step']}")
+    if best is None:
+        if epoch := state["best"]["epoch"]:
+            notes.append(f"The best weights so far, of epoch {epoch}, are gone: the best is still to come")
+        state = state | {"best": checkpoint.NO_BEST}
+    return _Source(path, state, path.read_bytes(), best, notes)
+
+
+def _adopt(folder: Path, source: _Source) -> None:
+    """The run's last checkpoint becomes the one it goes on from, and its best one the best so far.
+
+    In this order: after a kill in between, the next start finds the records of a checkpoint that is there.
+    """
+    own, step = folder / "checkpoints", source.state["step"]
+    last, own_best = checkpoint.step_path(own, step), own / "best.pt"
+    _put(last, source.content)
+    for newer in checkpoint.list_checkpoints(own):
+        if newer > last:  # damaged, not wanted, or under another's name
+            _set_aside(newer)
+    if source.best is not None:
+        _put(own_best, source.best)
+    elif own_best.exists():  # of a later step, or damaged
+        _set_aside(own_best)
+    _drop_after(folder / "metrics.jsonl", step, source.state["epoch"])
+
+
+def _put(path: Path, content: bytes) -> None:
+    """Write a checkpoint unless it is there already; another one in its place is set aside."""
+    if path.is_file() and path.read_bytes() == content:
+        return
+    if path.exists():
+        _set_aside(path)
+    write_atomically(path, content)
+
+
+def _set_aside(path: Path) -> None:
+    """Keep a checkpoint that the run goes back behind, as NAME.superseded, NAME.superseded.1 ..."""
+    target = path.with_name(f"{path.name}.superseded")
+    path.rename(_free_name(target) if target.exists() else target)
+
+
+def _move_aside(folder: Path) -> Path:
+    """Rename a run's folder to the first free NAME.1, NAME.2 ...; returns the new path."""
+    try:
+        return folder.rename(_free_name(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be moved aside: {error.strerror}; choose another --run-dir") from None
+
+
+def _free_name(path: Path) -> Path:
+    """The first of PATH.1, PATH.2 ... that is not taken."""
+    names = (Path(f"{path}.{number}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def write_description(folder: Path, keys: Keys, config_name: str, environment: dict[str, Any]) -> None:
@@ -204,28 +189,10 @@ def write_description(folder: Path, keys: Keys, config_name: str, environment: d
     write_atomically(folder / "environment.json", (json.dumps(environment, indent=1) + "\n").encode())
 
 
-def holds_run(folder: Path) -> bool:
-    """Whether a run has written into this folder."""
-    return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
-
-
-def _move_aside(folder: Path) -> Path:
-    """Rename a run's folder to the first free NAME.1, NAME.2 ...; returns the new path."""
-    number = 1
-    while (target := Path(f"{folder}.{number}")).exists():
-        number += 1
-    try:
-        folder.rename(target)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be moved aside: {error.strerror}; choose another --run-dir") from None
-    return target
-
-
 def _drop_after(path: Path, step: int, epoch: int) -> None:
-    """Keep the lines of metrics.jsonl up to `step` and the finished `epoch`: what came after is about to be done again.
-    Those of starts and stops stay: they tell what happened.
-
-    The lines of an epoch's and of the run's end have the step of the last log line, but come after a validation."""
+    """Keep the lines of metrics.jsonl up to `step` and the finished `epoch`, since what came after is done again, and
+    those of starts and stops. An epoch's and the run's last line have the step of the last log point, but come after a
+    validation: their epoch counts too."""
     if not path.exists():
         return
     kept = []

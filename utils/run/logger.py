@@ -1,4 +1,4 @@
-"""What a run tells: sums on the device, throughput, and the run's folder with log, JSON lines and TensorBoard."""
+"""What a run records: log lines, a progress bar, metrics.jsonl and TensorBoard."""
 
 import json
 import logging
@@ -6,10 +6,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -26,9 +25,7 @@ class _LogFile(logging.FileHandler):
     """train.log; an error of writing it is raised instead of printed beside the log."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if error is not None:
-            raise error
+        raise  # noqa: PLE0704 - called while the error is handled
 
 
 @contextmanager
@@ -40,11 +37,11 @@ def _naming(folder: Path) -> Iterator[None]:
         raise ExpectedError(f"{folder}: the run's log cannot be written: {error.strerror or error}") from None
 
 
-class RunLogger:
-    """The main process's log lines, progress bar, metrics.jsonl and TensorBoard; the other ranks' does nothing.
+class RunLogger(AbstractContextManager["RunLogger"]):
+    """The records of the main process. The other ranks' logger is not `enabled` and does nothing.
 
     A terminal gets a progress bar and one line an epoch, a file or pipe the tutorial's plain lines; train.log gets
-    all lines in either case.
+    all lines in either case. A `with` block closes what `open` opened.
     """
 
     def __init__(self, folder: Path, *, enabled: bool, to_screen: bool, to_tensorboard: bool) -> None:
@@ -57,7 +54,6 @@ class RunLogger:
         self._handlers: list[logging.Handler] = []
 
     def open(self, *, epoch: int, step: int, seconds: float) -> "RunLogger":
-        """Open the files of a run that goes on from this position; a `with` block closes them."""
         if not self.enabled:
             return self
         if self.to_tensorboard:
@@ -87,17 +83,12 @@ class RunLogger:
         self._task = self.progress.add_task("", total=None, info="")
         self.progress.start()
 
-    def say(self, message: str) -> None:
-        """A line for the reader: log file and screen."""
-        if self.enabled:
-            self._log(message)
-            self._print(message)
+    # ---- for the reader
 
-    def sync(self) -> None:
-        """Flush metrics.jsonl to the disk: before a checkpoint is written that the lines so far belong to."""
-        if self.enabled:
-            with _naming(self.folder):
-                os.fsync(self._metrics.fileno())
+    def say(self, message: str) -> None:
+        """A line in the log and on the screen."""
+        self._log(message)
+        self._print(message)
 
     def start_bar(self, description: str, total: int, done: int = 0) -> None:
         """Reuse the progress bar for the next loop over batches."""
@@ -110,25 +101,43 @@ class RunLogger:
             fields = {} if info is None else {"info": info}
             self.progress.update(self._task, completed=done, **fields)
 
+    def _log(self, message: str) -> None:
+        if self.enabled:
+            with _naming(self.folder):
+                logger.info(message)
+
+    def _print(self, message: str) -> None:
+        """A line above the progress bar, on a terminal only."""
+        if self.progress is not None:
+            self.progress.console.print(message, highlight=False, markup=False, soft_wrap=True)
+
+    # ---- events of the run
+
+    def log_start(self, progress: dict[str, Any], step: int, resumed_from: Path | None, world_size: int) -> None:
+        """A start of the run: from the beginning, or from a checkpoint, at this progress ("epoch", "batch")."""
+        self._record(
+            "start" if resumed_from is None else "resume",
+            epoch=progress["epoch"], batch=progress["batch"], step=step, time=time.time(),
+            host=socket.gethostname(), world_size=world_size,
+            **({} if resumed_from is None else {"from": str(resumed_from)}),
+        )  # fmt: skip
+
+    def describe(self, keys: Keys, config_name: str, environment: dict[str, Any]) -> None:
+        self._show(lambda board: board.describe(keys, config_name, environment))
+
     def log_step(
         self, epoch: int, iteration: int, step: int, values: dict[str, float], images: Tensor | None = None
     ) -> None:
         """A log point within an epoch, with the tutorial's line. `values`: loss, learning_rate, images_per_sec, ...;
         `images`: an augmented batch to show, if any."""
-        if not self.enabled:
-            return
         self._log(f"Epoch: {epoch}, Iteration: {iteration}, Avg img/sec: {values['images_per_sec']}")
-        self._write({"kind": "step", "epoch": epoch, "step": step, **values})
-        if self.board is not None:
-            with _naming(self.folder):
-                self.board.add_step(step, values)
-                if images is not None:
-                    self.board.add_images(images)
+        self._record("step", epoch=epoch, step=step, **values)
+        self._show(lambda board: board.add_step(step, values))
+        if images is not None:
+            self._show(lambda board: board.add_images(images))
 
     def log_epoch(self, epoch: int, step: int, values: dict[str, float]) -> None:
         """The end of an epoch. `values` holds loss/train, loss/valid, acc1/train, acc1/valid, learning_rate, ..."""
-        if not self.enabled:
-            return
         self._log(f"Time taken for epoch {epoch} is {values['epoch_seconds']} sec")
         self._log(f"train acc1={values['acc1/train']}, valid acc1={values['acc1/valid']}")
         self._print(
@@ -136,70 +145,42 @@ class RunLogger:
             f"valid loss {values['loss/valid']:.4f} acc1 {values['acc1/valid']:7.2%}  "
             f"lr {values['learning_rate']:.2e}  {values['epoch_seconds']:.1f} s"
         )
-        self._write({"kind": "epoch", "epoch": epoch, "step": step, **values})
-        if self.board is not None:
-            with _naming(self.folder):
-                self.board.add_epoch(epoch, values)
-
-    def log_start(self, progress: dict[str, Any], step: int, resumed_from: Path | None, world_size: int) -> None:
-        """A start of the run: from the beginning, or from a checkpoint, at this progress ("epoch", "batch")."""
-        position = {"epoch": progress["epoch"], "batch": progress["batch"], "step": step, "time": time.time()}
-        where = {"host": socket.gethostname(), "world_size": world_size}
-        if resumed_from is None:
-            self._write({"kind": "start", **position, **where})
-        else:
-            self._write({"kind": "resume", **position, **where, "from": str(resumed_from)})
-
-    def describe(self, keys: Keys, config_name: str, environment: dict[str, Any]) -> None:
-        """What is run on what, as TensorBoard's texts."""
-        if self.board is not None:
-            with _naming(self.folder):
-                self.board.describe(keys, config_name, environment)
+        self._record("epoch", epoch=epoch, step=step, **values)
+        self._show(lambda board: board.add_epoch(epoch, values))
 
     def log_end(
-        self,
-        keys: Keys,
-        epoch: int,
-        step: int,
-        results: dict[str, float],
-        counts: Tensor,
-        class_names: Sequence[str],
+        self, keys: Keys, epoch: int, step: int, results: dict[str, float], counts: Tensor, class_names: Sequence[str]
     ) -> None:
         """The end of the training: its results, and which classes it takes for which ([true, predicted] counts)."""
-        if not self.enabled:
-            return
         columns = ("class", "accuracy", "taken_for", "share")
         worst = [dict(zip(columns, row, strict=True)) for row in worst_classes(counts, class_names)]
-        self._write({"kind": "end", "epoch": epoch, "step": step, **results, "worst_classes": worst})
+        self._record("end", epoch=epoch, step=step, **results, worst_classes=worst)
+        self._show(lambda board: board.add_classes(counts, class_names, epoch))
+        self._show(lambda board: board.add_result(keys, results))
+
+    def sync(self) -> None:
+        """Flush metrics.jsonl to the disk: before a checkpoint is written that the lines so far belong to."""
+        if self._metrics is not None:
+            with _naming(self.folder):
+                os.fsync(self._metrics.fileno())
+
+    def _record(self, kind: str, **values: Any) -> None:
+        """A line of metrics.jsonl."""
+        if self._metrics is not None:
+            with _naming(self.folder):
+                self._metrics.write(json.dumps({"kind": kind, **values}) + "\n")
+                self._metrics.flush()
+
+    def _show(self, add: Callable[[Board], None]) -> None:
         if self.board is not None:
             with _naming(self.folder):
-                self.board.add_classes(counts, class_names, epoch)
-                self.board.add_result(keys, results)
+                add(self.board)
 
-    def _print(self, message: str) -> None:
-        """A line above the progress bar, on a terminal only."""
-        if self.progress is not None:
-            self.progress.console.print(message, highlight=False, markup=False, soft_wrap=True)
-
-    def _write(self, record: dict[str, Any]) -> None:
-        with _naming(self.folder):
-            self._metrics.write(json.dumps(record) + "\n")
-            self._metrics.flush()
-
-    def _log(self, message: str) -> None:
-        with _naming(self.folder):
-            logger.info(message)
-
-    def __enter__(self) -> "RunLogger":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.progress is not None:
             self.progress.stop()
         if self.enabled and error is not None:
-            self._log_end(error)
+            self._log_error(error)
         for file in (self._metrics, self.board, *self._handlers):
             if file is not None:
                 with suppress(OSError):  # what a full disk did not take was raised when it was written
@@ -207,12 +188,12 @@ class RunLogger:
         for handler in self._handlers:
             logger.removeHandler(handler)
 
-    def _log_end(self, error: BaseException) -> None:
-        """How the run ended, for train.log alone: main() tells the screen. With a traceback where it may be a bug."""
+    def _log_error(self, error: BaseException) -> None:
+        """How the run ended, for train.log alone: main() prints it. With a traceback where it may be a bug."""
         status = getattr(error, "exit_status", 130 if isinstance(error, KeyboardInterrupt) else 1)
         reason = f"{type(error).__name__}: {error}"
         with suppress(ExpectedError):
-            self._write({"kind": "stop", "time": time.time(), "status": status, "reason": reason})
+            self._record("stop", time=time.time(), status=status, reason=reason)
         foreseen = isinstance(error, ExpectedError | KeyboardInterrupt)
         level = logging.INFO if isinstance(error, Stopped) else logging.ERROR
         trace = None if foreseen else (type(error), error, error.__traceback__)

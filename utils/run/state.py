@@ -1,5 +1,6 @@
 """A run's whole state: gathered from all ranks for a checkpoint, and restored (table in utils/run/checkpoint.py)."""
 
+import platform
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +25,9 @@ class Progress:
 
     def summarise(self, finished_before: bool, images_per_sec: float) -> str:
         """The last line of a run; `images_per_sec` is 0 where there was no step to time."""
-        result = f"best acc1 {100 * self.best['acc1']:.2f} % in epoch {self.best['epoch']:.0f} of {self.epoch}"
-        if not self.best["epoch"]:  # a finished run whose best.pt somebody removed
+        if self.best["epoch"]:
+            result = f"best acc1 {100 * self.best['acc1']:.2f} % in epoch {self.best['epoch']:.0f} of {self.epoch}"
+        else:  # a finished run whose best.pt somebody removed
             result = f"its best weights are no longer there, the last ones are of epoch {self.epoch}"
         if finished_before:
             return f"Already finished: {result}; --resume never trains it again"
@@ -59,11 +61,11 @@ class RunState:
             "logged_sums": self.learner.sums.logged,
             "best": progress.best,
             "seconds": progress.seconds,
-            "ranks": self.world.gather(self._of_this_rank()),
-            "versions": checkpoint.versions(),
+            "ranks": self.world.gather(self._describe_rank()),
+            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
         }
 
-    def _of_this_rank(self) -> dict[str, Any]:
+    def _describe_rank(self) -> dict[str, Any]:
         """What differs between ranks. The buffers only in mid-epoch: they are averaged before validation."""
         differ = self.world.world_size > 1 and self.progress.batch
         buffers = self.learner.named_buffers() if differ else ()
