@@ -38,26 +38,18 @@ class Profiler:
 
     @contextmanager
     def _range(self, name: str) -> Iterator[None]:
-        if self.cuda:
-            torch.cuda.nvtx.range_push(name)
-        try:
-            with torch.profiler.record_function(name):
-                yield
-        finally:
-            if self.cuda:
-                torch.cuda.nvtx.range_pop()
+        with torch.cuda.nvtx.range(name) if self.cuda else nullcontext(), torch.profiler.record_function(name):
+            yield
 
     @contextmanager
     def capture(self, folder: Path | None, say: Callable[[str], None]) -> Iterator[None]:
         """The range PROFILE, which `nsys --nvtx-capture=PROFILE` waits for. Without nsys: what is recorded goes into
         `folder`/profile (None: nowhere), the summary to `say`."""
+        if "NSYS_PROFILING_SESSION_ID" in os.environ:
+            folder = None
         self.running = True
         try:
-            recording = folder is not None and "NSYS_PROFILING_SESSION_ID" not in os.environ
-            with (
-                self._record(folder / "profile", say) if recording and folder else nullcontext(),
-                self.range("PROFILE"),
-            ):
+            with self._record(folder / "profile", say) if folder else nullcontext(), self.range("PROFILE"):
                 yield
         finally:
             self.running = False

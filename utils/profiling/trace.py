@@ -72,17 +72,17 @@ def describe_trace(events: Sequence[Event]) -> str:
         return "The trace holds no iteration."
     start, host_end = iterations[0].start, iterations[-1].end
     inside = [event for event in events if start <= event.start < host_end]
-    launched = {event.correlation for event in inside if event.category in LAUNCHES}
+    launches = {event.correlation: event.start for event in inside if event.category in LAUNCHES}
     on_gpu = [event for event in events if event.category in GPU_WORK]
     # a graph is one launch a step, so that the host is done many steps before the GPU
-    end = max([host_end, *(event.end for event in on_gpu if event.correlation in launched)])
+    end = max([host_end, *(event.end for event in on_gpu if event.correlation in launches)])
     work = [event for event in on_gpu if start <= event.start < end]
     operators = [event for event in inside if event.category == "cpu_op"]
-    total = end - start
+    total, on_host = end - start, host_end - start
     lines = [f"Profile of {len(iterations)} iterations, {total / 1e3 / len(iterations):.2f} ms each"]
-    lines += _describe_ranges(ranges, inside, work, total)
+    lines += _describe_ranges(ranges, launches, work, total)
     if work:
-        lines += _top("kernels", _sum_by_name(work), total)
+        lines += _top("kernels", ((event.name, event.duration) for event in work), total)
         busy, gaps = _union(work)
         lines.append(
             f"launch gaps: the GPU is idle {_percent(total - busy, total)} of the time, {len(gaps)} gaps, "
@@ -91,71 +91,51 @@ def describe_trace(events: Sequence[Event]) -> str:
     else:
         own = _own_times(operators)
         lines += _top("operators", own, total)
-        lines.append(f"outside operators (Python, waiting): {_percent(total - sum(own.values()), total)}")
+        outside = total - sum(duration for _, duration in own)
+        lines.append(f"outside operators (Python, waiting): {_percent(outside, total)}")
     transposes = _outermost(event for event in work or operators if TRANSPOSES.search(event.name))
-    lines.append(f"layout transposes: {_percent(sum(event.duration for event in transposes), total)}")
-    waiting = sum(event.duration for event in ranges.get("data", []))
-    lines.append(f"waiting for input: {_percent(waiting, total)}")
-    step = sum(event.duration for name in STEP_RANGES for event in ranges.get(name, []))
-    on_host = host_end - start
-    lines.append(f"the loop itself, waiting included: {_percent(on_host - step, on_host)} of the host's time")
+    step = [event for name in STEP_RANGES for event in ranges.get(name, [])]
     waits = [event for event in inside if HOST_WAITS.search(event.name)]
-    lines.append(
-        f"host synchronisations: {len(waits) / len(iterations):.1f} an iteration, "
-        f"{_percent(sum(event.duration for event in waits), total)}"
-    )
-    return "\n".join(lines)
+    return "\n".join([
+        *lines,
+        f"layout transposes: {_percent(_sum(transposes), total)}",
+        f"waiting for input: {_percent(_sum(ranges.get('data', [])), total)}",
+        f"the loop itself, waiting included: {_percent(on_host - _sum(step), on_host)} of the host's time",
+        f"host synchronisations: {len(waits) / len(iterations):.1f} an iteration, {_percent(_sum(waits), total)}",
+    ])  # fmt: skip
 
 
 def _describe_ranges(
-    ranges: dict[str, list[Event]], inside: Sequence[Event], work: Sequence[Event], total: float
+    ranges: dict[str, list[Event]], launches: dict[int | None, float], work: Sequence[Event], total: float
 ) -> list[str]:
-    """Per range: its time on the host and, with a GPU, that of the work which was launched in it."""
-    launched = _launch_times(inside, work)
+    """Per range: its time on the host and, with a GPU, that of the work which was launched in it. Backward launches
+    from a thread of its own while the range's thread waits for it, so only the time of a launch tells its range."""
+    launched = sorted((launches[event.correlation], event.duration) for event in work if event.correlation in launches)
     lines = [f"  {'range':24} {'host ms':>10} {'share':>7}" + (f" {'GPU ms':>10}" if work else "")]
     for name, occurrences in ranges.items():
         host = statistics.median(event.duration for event in occurrences) / 1e3
-        line = f"  {name:24} {host:10.3f} {_percent(sum(event.duration for event in occurrences), total):>7}"
+        line = f"  {name:24} {host:10.3f} {_percent(_sum(occurrences), total):>7}"
         if work:
-            on_gpu = sum(
-                duration
-                for occurrence in occurrences
-                for _, duration in launched[
-                    bisect.bisect_left(launched, (occurrence.start, 0.0)) : bisect.bisect_left(
-                        launched, (occurrence.end, 0.0)
-                    )
-                ]
-            )
+            on_gpu = 0.0
+            for event in occurrences:
+                first, last = (bisect.bisect_left(launched, (time, 0.0)) for time in (event.start, event.end))
+                on_gpu += sum(duration for _, duration in launched[first:last])
             line += f" {on_gpu / 1e3 / len(occurrences):10.3f}"
         lines.append(line)
     return lines
 
 
-def _launch_times(inside: Sequence[Event], work: Sequence[Event]) -> list[tuple[float, float]]:
-    """(when the host launched it, duration) of each piece of GPU work, by launch; backward launches from a thread of
-    its own while the range's thread waits for it, so only the time tells the range."""
-    launches = {event.correlation: event.start for event in inside if event.category in LAUNCHES}
-    return sorted((launches[event.correlation], event.duration) for event in work if event.correlation in launches)
-
-
-def _sum_by_name(events: Iterable[Event]) -> dict[str, float]:
-    sums: dict[str, float] = defaultdict(float)
-    for event in events:
-        sums[event.name] += event.duration
-    return sums
-
-
-def _own_times(operators: Iterable[Event]) -> dict[str, float]:
-    """Time of each operator without that of the operators it calls. `operators` by start, outer first."""
-    own: dict[str, float] = defaultdict(float)
+def _own_times(operators: Iterable[Event]) -> list[tuple[str, float]]:
+    """(name, time without that of the operators it calls) of each operator. `operators` by start, outer first."""
+    own: list[tuple[str, float]] = []
     stacks: dict[str, list[Event]] = defaultdict(list)
     for event in operators:
         stack = stacks[event.thread]
         while stack and stack[-1].end <= event.start:
             stack.pop()
         if stack:
-            own[stack[-1].name] -= event.duration
-        own[event.name] += event.duration
+            own.append((stack[-1].name, -event.duration))
+        own.append((event.name, event.duration))
         stack.append(event)
     return own
 
@@ -163,9 +143,9 @@ def _own_times(operators: Iterable[Event]) -> dict[str, float]:
 def _outermost(events: Iterable[Event]) -> list[Event]:
     """Those that do not lie within an earlier one of the same thread."""
     kept: list[Event] = []
-    ends: dict[str, float] = {}
+    ends: dict[str, float] = defaultdict(float)
     for event in events:
-        if event.start >= ends.get(event.thread, float("-inf")):
+        if event.start >= ends[event.thread]:
             kept.append(event)
             ends[event.thread] = event.end
     return kept
@@ -182,11 +162,16 @@ def _union(work: Sequence[Event]) -> tuple[float, list[float]]:
     return busy, gaps
 
 
-def _top(kind: str, times: dict[str, float], total: float) -> list[str]:
-    lines = [f"top {kind}:"]
-    for name, time in sorted(times.items(), key=lambda item: -item[1])[:TOP]:
-        lines.append(f"  {_percent(time, total):>7}  {name[:90]}")
-    return lines
+def _top(kind: str, times: Iterable[tuple[str, float]], total: float) -> list[str]:
+    sums: dict[str, float] = defaultdict(float)
+    for name, time in times:
+        sums[name] += time
+    largest = sorted(sums.items(), key=lambda item: -item[1])[:TOP]
+    return [f"top {kind}:", *(f"  {_percent(time, total):>7}  {name[:90]}" for name, time in largest)]
+
+
+def _sum(events: Iterable[Event]) -> float:
+    return sum(event.duration for event in events)
 
 
 def _percent(part: float, whole: float) -> str:
