@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,6 @@ BLOCK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
 
 @dataclass(frozen=True)
 class _Block:
-    """One block with its merges resolved."""
-
     line: int
     entries: dict[str, Entry]
 
@@ -36,7 +34,11 @@ class _Block:
 def load_config(path: Path, name: str, overrides: Iterable[str] = ()) -> Config:
     """Block `name` of the YAML file `path` with `KEY=VALUE` overrides on top; `ConfigError` for anything wrong."""
     blocks = _read_blocks(path)
-    _check_block_name(path, name, blocks)
+    if name not in blocks:
+        raise ConfigError(
+            f"--config={shortened(name)}: {path} has no such block{did_you_mean(name, blocks) or '.'}"
+            f" It has: {', '.join(blocks) or 'none'}"
+        )
     entries = blocks[name].entries | dict(_parse_override(override) for override in overrides)
     try:
         return Config(**{key: entry.value for key, entry in entries.items()})
@@ -45,17 +47,18 @@ def load_config(path: Path, name: str, overrides: Iterable[str] = ()) -> Config:
 
 
 def list_blocks(path: Path) -> dict[str, dict[str, Any]]:
-    """Every block of the file with the values in which it differs from `default`, in the file's order."""
-    blocks = {
-        name: {key: entry.value for key, entry in block.entries.items()} for name, block in _read_blocks(path).items()
-    }
+    """Every block of the file with the values in which it differs from `default`, in the file's order; unknown keys
+    too, since loading the block names them."""
     defaults = Config().model_dump(mode="json")
-    base = defaults | blocks.get("default", {})
-    differences = {}
-    for name, block in blocks.items():
-        full = defaults | block  # unknown keys too: loading the block names them
-        differences[name] = {key: value for key, value in full.items() if key not in base or base[key] != value}
-    return differences
+    full = {
+        name: defaults | {key: entry.value for key, entry in block.entries.items()}
+        for name, block in _read_blocks(path).items()
+    }
+    base = full.get("default", defaults)
+    return {
+        name: {key: value for key, value in values.items() if key not in base or base[key] != value}
+        for name, values in full.items()
+    }
 
 
 def _read_blocks(path: Path) -> dict[str, _Block]:
@@ -66,19 +69,16 @@ def _read_blocks(path: Path) -> dict[str, _Block]:
     blocks: dict[str, _Block] = {}
     for key_node, node in root.value:
         name, line = _scalar_key(path, key_node), key_node.start_mark.line + 1
+        origin = f"{path}:{line}: block {name!r}"
         if name in blocks:
-            raise ConfigError(
-                f"{path}:{line}: block {name!r} is defined twice, first on line {blocks[name].line}; rename one"
-            )
+            raise ConfigError(f"{origin} is defined twice, first on line {blocks[name].line}; rename one")
         if not BLOCK_NAME.fullmatch(name):
             raise ConfigError(
                 f"{path}:{line}: block name {shown(name)} cannot name a folder; "
                 "allowed: up to 100 letters, digits and . _ + -, beginning with a letter or digit"
             )
         if not isinstance(node, MappingNode):
-            raise ConfigError(
-                f"{path}:{line}: block {name!r} is {_kind(node)}; expected keys below it, for example <<: *DEFAULT"
-            )
+            raise ConfigError(f"{origin} is {_kind(node)}; expected keys below it, for example <<: *DEFAULT")
         blocks[name] = _Block(line, _flatten(path, name, node, names, parents=()))
     return blocks
 
@@ -122,8 +122,7 @@ def _flatten(
 ) -> dict[str, Entry]:
     """The keys of a block with its merges (`<<`) resolved; own keys win over merged, earlier merges over later."""
     if id(node) in parents:
-        line = node.start_mark.line + 1
-        raise ConfigError(f"{path}:{line}: block {name!r} merges itself; remove the cyclic <<")
+        raise ConfigError(f"{path}:{node.start_mark.line + 1}: block {name!r} merges itself; remove the cyclic <<")
     merged: dict[str, Entry] = {}
     own: dict[str, Entry] = {}
     lines: dict[str, int] = {}
@@ -140,9 +139,7 @@ def _flatten(
         sources = value_node.value if isinstance(value_node, SequenceNode) else [value_node]
         for source in reversed(sources):
             if not isinstance(source, MappingNode):
-                raise ConfigError(
-                    f"{origin}: << merges {_kind(source)}; expected a block by its anchor, for example <<: *DEFAULT"
-                )
+                raise ConfigError(f"{origin}: << merges {_kind(source)}; expected a block by its anchor: <<: *DEFAULT")
             merged |= _flatten(path, names.get(id(source), name), source, names, (*parents, id(node)))
     return merged | own
 
@@ -165,7 +162,7 @@ def _construct(node: Node, key: str, origin: str) -> Any:
         raise ConfigError(wrong_value(key, f"is {shown(node.value)}, which cannot be read as {kind}", origin)) from None
 
 
-@lru_cache(maxsize=1)
+@cache
 def _constructor() -> Any:
     """One for all values: every YAML() searches the disk for plug-ins."""
     return YAML(typ="safe", pure=True).constructor
@@ -175,14 +172,6 @@ def _kind(node: Node) -> str:
     if isinstance(node, ScalarNode):
         return shown(node.value) if node.value else "empty"
     return "a list" if isinstance(node, SequenceNode) else "a mapping"
-
-
-def _check_block_name(path: Path, name: str, blocks: Mapping[str, Any]) -> None:
-    if name not in blocks:
-        raise ConfigError(
-            f"--config={shortened(name)}: {path} has no such block{did_you_mean(name, blocks) or '.'}"
-            f" It has: {', '.join(blocks) or 'none'}"
-        )
 
 
 def _parse_override(override: str) -> tuple[str, Entry]:

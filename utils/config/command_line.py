@@ -28,8 +28,6 @@ exit status: 0 finished, 2 bad usage or configuration, 3 data missing or damaged
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the command line asked for."""
-
     config: Config
     config_name: str
     run_dir: Path
@@ -93,9 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         "--yaml_config", type=Path, default=Path("config/cifar100.yaml"), metavar="PATH",
         help="file of configuration blocks (default: config/cifar100.yaml)",
     )  # fmt: skip
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key of the block; repeatable"
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
     parser.add_argument("--run-dir", type=_folder, metavar="DIR", help="where the run writes (default: expts/NAME)")
     parser.add_argument(
         "--resume", type=not_empty, default="auto", metavar="auto|never|PATH",
@@ -103,9 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "run aside; PATH: go on from this checkpoint file or run folder (default: auto)",
     )  # fmt: skip
     parser.add_argument("--list-configs", action="store_true", help="list the blocks and what each changes, and leave")
-    parser.add_argument(
-        "--print-config", action="store_true", help="print the resolved keys, differences first, and leave"
-    )
+    parser.add_argument("--print-config", action="store_true", help="print every key, differences first, and leave")
     parser.add_argument(
         "--dry-run", action="store_true",
         help="open the data, build the model, print what would happen and what memory it would take, and leave",

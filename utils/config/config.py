@@ -47,25 +47,20 @@ def schema() -> dict[str, Any]:
 def default_block() -> str:
     """The block `default` of config/cifar100.yaml: every key with its default and the first sentence on it."""
     defaults = Config().model_dump(mode="json")
-    lines = ["default: &DEFAULT"]
-    section = ""
+    lines, section = ["default: &DEFAULT"], ""
     for key, field in Config.model_fields.items():
         if (title := _section(key)) != section:
             lines += [""] * bool(section) + [f"  # {title}"]
             section = title
         entry = f"  {key}: {_plain(defaults[key])}"
-        comment = f"# {first_sentence(field.description or '')}"
+        first_sentence = " ".join((field.description or "").split()).partition(". ")[0].rstrip(".")
+        comment = f"# {first_sentence}"
         beside = f"{entry:{COMMENT_COLUMN - 1}} {comment}"
         if len(beside) <= LINE_LENGTH and len(entry) < COMMENT_COLUMN:
             lines.append(beside)
         else:
             lines += [f"  {comment}", entry]
     return "\n".join(lines) + "\n"
-
-
-def first_sentence(text: str) -> str:
-    """Up to the first full stop, which is left out."""
-    return " ".join(text.split()).partition(". ")[0].rstrip(".")
 
 
 def _plain(value: Any) -> str:

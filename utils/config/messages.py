@@ -1,4 +1,4 @@
-"""What is said of a wrong key or value: one or two lines that name it, what is allowed, and the remedy."""
+"""Messages for a wrong key or value: one or two lines that name it, what is allowed, and the remedy."""
 
 import difflib
 import json
@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from pydantic import ValidationError
@@ -49,7 +48,8 @@ def wrong_value(key: str, what: str, origin: str) -> str:
     if key not in Config.model_fields:
         near = did_you_mean(key, Config.model_fields)
         return f"{origin}: unknown key {shortened(key)!r}{near or '; --print-config shows every key'}"
-    return f"{origin}: {key} {what}; allowed: {_allowed(key)}"
+    properties = Config.model_json_schema()["properties"]
+    return f"{origin}: {key} {what}; allowed: {_in_words(properties[key])}"
 
 
 def _hint(key: str, value: Any) -> str:
@@ -92,17 +92,8 @@ def shortened(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-@lru_cache(maxsize=1)
-def _properties() -> dict[str, Any]:
-    return Config.model_json_schema()["properties"]
-
-
-def _allowed(key: str) -> str:
-    """What a key may be, in words, from the JSON schema of its type."""
-    return _in_words(_properties()[key])
-
-
 def _in_words(part: Mapping[str, Any]) -> str:
+    """What a JSON schema allows."""
     if "anyOf" in part:
         return " or ".join(_in_words(option) for option in part["anyOf"])
     if "enum" in part or "const" in part:
