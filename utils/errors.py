@@ -28,32 +28,23 @@ class ExpectedError(Exception):
 
 
 class ConfigError(ExpectedError):
-    """Bad usage or configuration."""
-
-    exit_status = 2
+    exit_status = 2  # bad usage or configuration
 
 
 class DataError(ExpectedError):
-    """Data that is missing, truncated or altered."""
-
-    exit_status = 3
+    exit_status = 3  # data that is missing, truncated or altered
 
 
 class CheckpointError(ExpectedError):
-    """No usable checkpoint where one was demanded, or one that does not fit."""
-
-    exit_status = 4
+    exit_status = 4  # no usable checkpoint where one was demanded, or one that does not fit
 
 
 class Stopped(ExpectedError):
-    """Stopped on request with everything saved: the same command goes on from there (sysexits.h EX_TEMPFAIL)."""
-
-    exit_status = 75
+    exit_status = 75  # on request, with everything saved: the same command goes on from there (sysexits.h EX_TEMPFAIL)
 
 
 def exit_in_a_line(main: Callable[Parameters, int]) -> Callable[Parameters, int]:
-    """A command's `main` that prints an `ExpectedError` without its traceback and returns the error's exit status; the
-    shell's 130 for Ctrl-C."""
+    """A command's `main` that prints an `ExpectedError` without traceback and returns its status; for Ctrl-C 130."""
 
     @functools.wraps(main)
     def guarded(*arguments: Parameters.args, **options: Parameters.kwargs) -> int:
@@ -70,7 +61,7 @@ def exit_in_a_line(main: Callable[Parameters, int]) -> Callable[Parameters, int]
 
 
 def explain(error: Exception) -> ExpectedError | None:
-    """What a failure of the run's surroundings means, in one or two lines; None for what may be a bug."""
+    """What a failure of the machine or of another process means, in one or two lines; None for what may be a bug."""
     text = str(error)
     if isinstance(error, ExpectedError):
         return error
@@ -84,7 +75,6 @@ def explain(error: Exception) -> ExpectedError | None:
 
 
 def _explain_memory(text: str) -> str:
-    """Two lines for an allocation that failed, `text` in the words of PyTorch or numpy."""
     wanted = WANTED.search(text)
     where = "GPU" if "CUDA" in text else "host"
     return (
@@ -95,11 +85,10 @@ def _explain_memory(text: str) -> str:
 
 
 def _explain_loader_worker(text: str) -> str:
-    """One line for a traceback that came from a worker process, or for a worker that is gone."""
     if re.search(r"Caught \w+ in DataLoader worker", text):
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        places = [line for line in lines if line.startswith("File ")]
-        return f"a loader worker failed: {lines[-1]} ({places[-1] if places else 'world unknown'})"
+        files = [line for line in lines if line.startswith("File ")]
+        return f"a loader worker failed: {lines[-1]} ({files[-1] if files else 'file unknown'})"
     process = re.search(r"pid(?:\(s\))?:? ([\d, ]+)", text)
     name = f"loader worker {process[1].strip()}" if process else "a loader worker"
     if "Killed" in text:

@@ -29,9 +29,7 @@ def synchronise_batch_norm(keys: DistributedKeys, model: nn.Module, world: World
     if not keys.enable_sync_bn:
         return model
     if world.device.type != "cuda":
-        raise ConfigError(
-            f"enable_sync_bn needs CUDA devices, this run is on {world.device.type}; use enable_sync_bn=false"
-        )
+        raise ConfigError(f"enable_sync_bn needs CUDA devices, this run is on {world.device.type}; set it to false")
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if world.world_size > 1 else model
 
 
@@ -42,9 +40,7 @@ def distribute(keys: DistributedKeys, model: nn.Module, world: World) -> nn.Modu
         if device != "cuda":
             raise ConfigError(f"parallel: dataparallel needs CUDA devices, this run is on {device}; use ddp")
         if ranks > 1:
-            raise ConfigError(
-                f"parallel: dataparallel is one process for all GPUs, but there are {ranks}; start with python"
-            )
+            raise ConfigError(f"parallel: dataparallel is one process for all GPUs, not {ranks}; start with python")
         return nn.DataParallel(model)
     if ranks == 1:
         if keys.parallel == "no_communication":

@@ -152,17 +152,15 @@ def name_ranks(ranks: Iterable[int]) -> str:
 def _find_launcher(environment: Mapping[str, str]) -> Launcher | None:
     """The first launcher whose variables are there. torchrun inside srun sets both its own and srun's, and so does
     mpirun inside a Slurm job: srun comes last."""
-    given = [name for name in ("RANK", "WORLD_SIZE") if environment.get(name)]
-    if len(given) == 2:
+    if environment.get("RANK") and environment.get("WORLD_SIZE"):
         return TORCHRUN
     for launcher in (OPEN_MPI, MPICH, SRUN):
         if all(environment.get(name) for name in launcher[:3]):
             return launcher
-    if given and environment[given[0]] != ("1" if given[0] == "WORLD_SIZE" else "0"):
-        absent = "WORLD_SIZE" if given == ["RANK"] else "RANK"
-        raise ConfigError(
-            f"{given[0]} is {environment[given[0]]} but {absent} is not set; start with torchrun, or unset {given[0]}"
-        )
+    for name, absent, alone in (("RANK", "WORLD_SIZE", "0"), ("WORLD_SIZE", "RANK", "1")):
+        value = environment.get(name)
+        if value and value != alone:
+            raise ConfigError(f"{name} is {value} but {absent} is not set; start with torchrun, or unset {name}")
     return None
 
 

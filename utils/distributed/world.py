@@ -67,8 +67,7 @@ class World:
                 result = action()
             except ExpectedError as raised:
                 error = raised
-        error = self.broadcast(error)
-        if error is not None:
+        if (error := self.broadcast(error)) is not None:
             raise error
         return result
 
@@ -78,8 +77,7 @@ class World:
         return action() if result is None else result
 
     def average_buffers(self, model: nn.Module) -> None:
-        """Collective: the mean over the ranks of every floating-point buffer, in place: BatchNorm's statistics, of
-        which each rank has seen its own share."""
+        """Collective: the mean over the ranks of every floating-point buffer, in place: BatchNorm's statistics."""
         buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         if self.world_size > 1 and buffers:
             flat = self.sum(torch.cat([buffer.flatten() for buffer in buffers])) / self.world_size
@@ -88,16 +86,14 @@ class World:
 
 
 def choose_device(device: str, local_rank: int) -> torch.device:
-    """The device of this process: `device` is auto, cpu or cuda. `ConfigError` where there is none for it."""
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise ConfigError("device: cuda was asked for, but PyTorch finds no usable GPU; use device: auto or cpu")
-    if device == "cpu" or not available:
+    """The device of this process: `device` is auto, cpu or cuda."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if torch.cuda.device_count() == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
+    if not torch.cuda.is_available():
+        raise ConfigError("device: cuda was asked for, but PyTorch finds no usable GPU; use device: auto or cpu")
+    gpus = torch.cuda.device_count()
+    if gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
         return torch.device("cuda", 0)  # srun --gpus-per-task=1 shows each process its own GPU only
-    if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"rank {local_rank} of this node has no GPU: {torch.cuda.device_count()} here; start one process per GPU"
-        )
+    if local_rank >= gpus:
+        raise ConfigError(f"rank {local_rank} of this node has no GPU: {gpus} here; start one process per GPU")
     return torch.device("cuda", local_rank)
