@@ -8,34 +8,26 @@ import re
 import sys
 import uuid
 import zlib
+from collections import namedtuple
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 from utils.errors import ConfigError
 
-# What tells one job from another, the same for all its ranks; the first that is set counts. srun: job and step.
+# What distinguishes one job from another, the same for all its ranks; the first that is set counts. srun: job and step.
 SCHEDULER_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 JOB_VARIABLES = ("PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID", *SCHEDULER_VARIABLES)
-# torchrun for ranks of one machine that meet in a file and on the loopback. By itself it serves two stores, which
-# answer anybody, on all interfaces, and has no option for another. Each sign of life would be appended to the file;
-# with one agent nobody waits for them.
+# For torchrun's ranks of one machine, to meet in a file and on the loopback (docs/reliability.md). Each sign of life
+# would be appended to the file; with one agent nothing waits for them.
 LOOPBACK_OPTIONS = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file,keep_alive_interval=100000")
 LOOPBACK_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # rank 0 serves the ranks' store, and not torchrun
 FIRST_PORT, NUM_PORTS = 20000, 10000  # below 32768, where Linux begins to hand out ports by itself
 
 
-class Launcher(NamedTuple):
-    """The names of a launcher's variables."""
-
-    rank: str
-    world_size: str
-    local_rank: str
-    local_world_size: str  # empty: srun's is a list
-
-
+# The names of a launcher's variables. The number of ranks on a node is empty for srun, whose variable is a list.
+Launcher = namedtuple("Launcher", ("rank", "world_size", "local_rank", "local_world_size"))
 TORCHRUN = Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # also set by hand
 OPEN_MPI = Launcher(
     "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
@@ -91,7 +83,7 @@ def find_launch(environment: Mapping[str, str]) -> Launch:
 def torchrun_here(processes: int, rendezvous: Path) -> tuple[list[str], dict[str, str]]:
     """(the words before the program, what to add to the environment) for ranks on this machine alone.
 
-    `rendezvous` is the file where torchrun notes who is there; no two starts may share it, and torchrun leaves it.
+    `rendezvous` is the file where torchrun lists its agents; no two starts may share it, and torchrun leaves it there.
     """
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", *LOOPBACK_OPTIONS]
     return [*command, f"--rdzv-endpoint={rendezvous}", f"--rdzv-id={uuid.uuid4().hex}"], LOOPBACK_VARIABLES
@@ -112,8 +104,8 @@ def in_batch_job(environment: Mapping[str, str]) -> bool:
 
 def was_restarted(environment: Mapping[str, str]) -> bool:
     """Whether torchrun or Slurm has started this run before and starts it again by itself."""
-    counts = (environment.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    return any(count not in ("", "0") for count in counts)
+    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return any(environment.get(name, "0") not in ("", "0") for name in counts)
 
 
 def job_name(environment: Mapping[str, str]) -> str:
@@ -141,7 +133,7 @@ def first_host(node_list: str) -> str:
 def name_ranks(ranks: Iterable[int]) -> str:
     """Ranks in words, runs of them shortened: `rank 3`, `ranks 1-3, 7`."""
     ordered = sorted(ranks)
-    parts = []
+    parts: list[str] = []
     # within a run, a rank and its index grow together
     for _, pairs in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):
         run = [rank for _, rank in pairs]

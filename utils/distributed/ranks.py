@@ -1,8 +1,7 @@
 """Brings the ranks of a run together, and lets all of them leave when one fails.
 
-Start: every rank writes that it has arrived into rank 0's store, so that after `start_timeout_seconds` the missing
-ones have names. Failure: the rank that claims the store's key `failure` first prints its error, and all the others
-leave with its exit status, those that wait in a collective for the one that failed included.
+The rank that fails first prints its error, and all the others leave with its exit status, those that wait in a
+collective for the one that failed included. rendezvous.py has how they agree on it.
 """
 
 import gc
@@ -42,22 +41,18 @@ def run_ranks(action: Callable[[World], None], device: str, start_timeout: float
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
-    if launch.world_size == 1:
-        failure = _run_alone(action, device, launch)
-    else:
+    failure = Failure(0, "")
+    if launch.world_size > 1:
         failure = _run_among_others(action, device, launch, start_timeout, timedelta(seconds=collective_timeout))
+    else:
+        try:
+            action(_join_world(device, launch))
+        except BaseException as error:
+            failure = _describe(error, launch)
     if failure.message:
         print(failure.message, file=sys.stderr, flush=True)
     _report_status(launch, failure.status)
     return failure.status
-
-
-def _run_alone(action: Callable[[World], None], device: str, launch: Launch) -> Failure:
-    try:
-        action(_join_world(device, launch))
-    except BaseException as error:
-        return _describe(error, launch)
-    return Failure(0, "")
 
 
 def _run_among_others(
@@ -126,7 +121,7 @@ def _describe(error: BaseException, launch: Launch) -> Failure:
     if isinstance(error, Stopped):
         return Failure(error.exit_status, str(error))
     if isinstance(error, KeyboardInterrupt):
-        return Failure(130, f"{who}interrupted; what was saved before is there")
+        return Failure(130, f"{who}interrupted; what was saved before is kept")
     expected = explain(error) if isinstance(error, Exception) else None
     if expected is not None:
         return Failure(expected.exit_status, f"error: {who}{expected}")
@@ -143,7 +138,7 @@ def _settle(error: BaseException, meeting: Meeting | None, launch: Launch) -> Fa
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     failure = _describe(error, launch)
     if meeting is None:
-        # nobody can be asked; one rank of each node speaks, since the reason is often the same for all of them
+        # no other rank can be asked; one of each node prints, since the reason is often the same for all of them
         return failure if launch.local_rank == 0 else Failure(failure.status, "")
     lost_rank = LOST_RANK.search(str(error)) is not None
     try:

@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other, and tell each other of a failure, through rank 0's store."""
+"""How the ranks of a run find each other, and report a failure to each other, through rank 0's store."""
 
 import errno
 import json
@@ -34,8 +34,8 @@ class Failure:
 class Meeting:
     """The ranks of one start, in rank 0's store, which is opened here; errors name its address.
 
-    Under torchrun the store outlives a start, and keys of the one before are still in it: rank 0 names each meeting
-    anew, and lists those who came, so that no rank mistakes an old one for its own.
+    Under torchrun the store outlives a start, and keys of the one before are still in it: rank 0 gives each meeting a
+    new name, and lists the ranks that came, so that no rank mistakes an old meeting for its own.
     """
 
     def __init__(self, launch: Launch, start_timeout: float) -> None:
@@ -107,17 +107,21 @@ class Meeting:
             self._arrive()
 
     def _receive(self) -> None:
-        """Rank 0: wait for all the others."""
         self._set_name(uuid.uuid4().hex)
         self._lobby.set("meeting", self._name)
-        absent = others = range(1, self.launch.world_size)
+        absent = others = list(range(1, self.launch.world_size))
         while absent and time.monotonic() < self._deadline:
             absent = self._without(absent, "arrived")
             time.sleep(0.02)
         if absent:
             self._num_here -= len(absent)
-            self.store.set("absent", name_ranks(absent))
-            raise self._absence(name_ranks(absent))
+            message = (
+                f"{name_ranks(absent)} of {self.launch.world_size} did not arrive at {self._where} within "
+                f"{self.start_timeout:g} s (start_timeout_seconds)\n"
+                "see what became of these processes and their nodes, or allow more time"
+            )
+            self.store.set("absent", message)
+            raise ExpectedError(message)
         self.store.set("complete", " ".join(self.store.get(f"arrived/{rank}").decode() for rank in others))
 
     def _arrive(self) -> None:
@@ -134,7 +138,7 @@ class Meeting:
                 if self.store.check(["complete"]) and token in self.store.get("complete").decode().split():
                     return
                 if seen == token and self.store.check(["absent"]):
-                    raise self._absence(self.store.get("absent").decode())
+                    raise ExpectedError(self.store.get("absent").decode())
             time.sleep(pause)
             pause = min(2 * pause, POLL_SECONDS)
         if seen not in ("", token):
@@ -144,12 +148,6 @@ class Meeting:
     def _without(self, ranks: Iterable[int], sign: str) -> list[int]:
         """The ranks that have not put this sign into the store."""
         return [rank for rank in ranks if not self.store.check([f"{sign}/{rank}"])]
-
-    def _absence(self, ranks: str) -> ExpectedError:
-        return ExpectedError(
-            f"{ranks} of {self.launch.world_size} did not arrive at {self._where} within {self.start_timeout:g} s "
-            "(start_timeout_seconds)\nsee what became of these processes and their nodes, or allow more time"
-        )
 
     # ---- failure
 

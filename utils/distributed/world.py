@@ -87,10 +87,11 @@ class World:
 
 def choose_device(device: str, local_rank: int) -> torch.device:
     """The device of this process: `device` is auto, cpu or cuda."""
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
         raise ConfigError("device: cuda was asked for, but PyTorch finds no usable GPU; use device: auto or cpu")
+    if device == "cpu" or not available:
+        return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
         return torch.device("cuda", 0)  # srun --gpus-per-task=1 shows each process its own GPU only
