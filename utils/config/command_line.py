@@ -95,8 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-dir", type=_folder, metavar="DIR", help="where the run writes (default: expts/NAME)")
     parser.add_argument(
         "--resume", type=not_empty, default="auto", metavar="auto|never|PATH",
-        help="auto: go on from the run folder's newest good checkpoint, if any; never: start anew, moving an earlier "
-        "run aside; PATH: go on from this checkpoint file or run folder (default: auto)",
+        help="auto: go on from the newest good checkpoint of the run folder, if any; never: start a new run, moving "
+        "an earlier run aside; PATH: go on from this checkpoint file or run folder (default: auto)",
     )  # fmt: skip
     parser.add_argument("--list-configs", action="store_true", help="list the blocks and what each changes, and leave")
     parser.add_argument("--print-config", action="store_true", help="print every key, differences first, and leave")
@@ -124,12 +124,11 @@ def _folder(text: str) -> Path:
 def _describe_blocks(path: Path) -> str:
     """A line for each block, with what it changes as --set would take it."""
     blocks = list_blocks(path)
-    width = max(map(len, blocks), default=0)
-    changes = {
-        name: ", ".join(f"{key}={as_yaml(value)}" for key, value in differences.items())
-        for name, differences in blocks.items()
-    }
-    return "".join(f"{name:{width}}  {changes[name] or 'every key as in default'}\n" for name in blocks)
+    width, lines = max(map(len, blocks), default=0), []
+    for name, differences in blocks.items():
+        changes = ", ".join(f"{key}={as_yaml(value)}" for key, value in differences.items())
+        lines.append(f"{name:{width}}  {changes or 'every key as in default'}\n")
+    return "".join(lines)
 
 
 def _leave_with(text: str) -> NoReturn:

@@ -29,19 +29,14 @@ def explain(error: ValidationError, block: str, entries: Mapping[str, Entry]) ->
     for problem in error.errors(include_url=False):
         problems.setdefault(str(problem["loc"][0]) if problem["loc"] else None, problem)
     wrong = list(problems)
-    if wrong[0] is None:
-        return _explain_combination(problems[None]["msg"].removeprefix("Value error, "), block, entries)
+    if wrong[0] is None:  # shown where the last of the keys that the message names was set
+        message = problems[None]["msg"].removeprefix("Value error, ")
+        named = [entries[word] for word in re.findall(r"\w+", message) if word in entries]
+        return f"{max(named, key=lambda entry: entry.line).origin if named else block}: {message}"
     value, origin = entries[wrong[0]].value, entries[wrong[0]].origin
     message = wrong_value(wrong[0], f"is {shown(value)}", origin) + _hint(wrong[0], value)
     others = ", ".join(shortened(str(key)) for key in wrong[1:6])
     return message + (f"\nwrong as well: {others}{' ...' if len(wrong) > 6 else ''}" if others else "")
-
-
-def _explain_combination(message: str, block: str, entries: Mapping[str, Entry]) -> str:
-    """A rule over several keys, placed where the last of the keys that it names was set."""
-    named = [entries[word] for word in re.findall(r"\w+", message) if word in entries]
-    origin = max(named, key=lambda entry: entry.line).origin if named else block
-    return f"{origin}: {message}"
 
 
 def wrong_value(key: str, what: str, origin: str) -> str:

@@ -1,16 +1,12 @@
-"""PROF: named ranges on the timeline, and a profile of one epoch: trace, memory snapshot and a summary in words.
+"""PROF: named ranges on the timeline, and a profile of one epoch; docs/performance.md says what it writes.
 
-Under Nsight Systems the ranges are NVTX ranges and nothing else is done, since only one tool can listen to the driver:
+Under Nsight Systems only the ranges are marked, as NVTX ranges, since only one tool can listen to the driver:
 
     nsys profile --trace=cuda,nvtx --capture-range=nvtx --nvtx-capture=PROFILE \\
         --env-var=NSYS_NVTX_PROFILER_REGISTER_ONLY=0 python train.py --config=bs256-prof
 
-Otherwise torch.profiler records the same ranges into profile/rank0.pt.trace.json.gz in the run's folder, for
-TensorBoard's profile page, ui.perfetto.dev or chrome://tracing; trace.py says in words what it shows. On CUDA
-profile/memory.pickle is for docs.pytorch.org/memory_viz.
-
-GPU work is asynchronous, and the ranges do not wait for it, as that would change what is measured: nsys shows each
-range's share of the GPU as the range's projection, and the summary counts the kernels that were launched in a range.
+The ranges do not wait for the GPU, as that would change what is measured: nsys shows each range's share of the GPU as
+the range's projection, and the summary counts the kernels that were launched in a range.
 """
 
 import os

@@ -153,13 +153,12 @@ def _outermost(events: Iterable[Event]) -> list[Event]:
 
 def _union(work: Sequence[Event]) -> tuple[float, list[float]]:
     """(time in which at least one piece runs, the gaps between), of events by start."""
-    busy, gaps, reached = 0.0, [], work[0].start
+    gaps, reached = [], work[0].start
     for event in work:
         if event.start > reached:
             gaps.append(event.start - reached)
-        busy += max(0.0, event.end - max(event.start, reached))
         reached = max(reached, event.end)
-    return busy, gaps
+    return reached - work[0].start - sum(gaps), gaps
 
 
 def _top(kind: str, times: Iterable[tuple[str, float]], total: float) -> list[str]:

@@ -56,7 +56,7 @@ _STEP_FILE = re.compile(r"step-(\d{9})\.pt")
 
 
 class DamagedError(CheckpointError):
-    """A file that is not what was written; an older checkpoint may be whole."""
+    """The file is not what was written; an older checkpoint may be whole."""
 
 
 def encode(state: dict[str, Any]) -> bytes:
@@ -90,7 +90,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if state["format"] != FORMAT:
         raise CheckpointError(
             f"{path}: has format {state['format']}, this program reads {FORMAT}; use the version that wrote it, or "
-            "start anew with --resume never or another --run-dir"
+            "start a new run with --resume never or another --run-dir"
         )
     if missing := KEYS - state.keys():
         raise CheckpointError(f"{path}: is no checkpoint of this program: it lacks {', '.join(sorted(missing))}")
@@ -230,7 +230,7 @@ def check_fit(path: Path, saved: dict[str, Any], current: dict[str, Any], fixed:
     if refused:
         raise CheckpointError(
             f"{path}: does not fit this configuration: {', '.join(refused)}\n"
-            "go on with the saved values, or start anew with --resume never or another --run-dir"
+            "go on with the saved values, or start a new run with --resume never or another --run-dir"
         )
     return list(different)
 
@@ -244,7 +244,7 @@ def check_data_fits(path: Path, saved: dict[str, Any], current: dict[str, Any]) 
     if different:
         raise CheckpointError(
             f"{path}: was trained on other data, or with other epochs: {', '.join(different)}\n"
-            "go on with the same data and limits, or start anew with --resume never or another --run-dir"
+            "go on with the same data and limits, or start a new run with --resume never or another --run-dir"
         )
 
 
@@ -266,7 +266,7 @@ def check_weights_fit(path: Path, saved: dict[str, Tensor], current: dict[str, T
         shown = ", ".join(different[:3]) + (f" and {len(different) - 3} more" if len(different) > 3 else "")
         raise CheckpointError(
             f"{path}: its weights do not fit this network: {shown}\n"
-            "it was written by another version of models/; use that, or start anew with --resume never"
+            "it was written by another version of models/; use that, or start a new run with --resume never"
         )
 
 

@@ -109,7 +109,7 @@ def _find_newest(folder: Path) -> _Source | None:
     if path is not None and state is not None:
         return _read_source(path, state, complaints)
     if complaints:
-        best, remedy = folder / "best.pt", "--resume never starts anew"
+        best, remedy = folder / "best.pt", "--resume never starts a new run"
         with suppress(CheckpointError):
             checkpoint.read_checkpoint(best)
             remedy = f"--resume {shlex.quote(str(best))} goes on from the best one, {remedy}"
