@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from processes import read_terminal
 from tiny_cifar import MemberList, TinyCifar, make_archive, make_tiny_cifar, md5, serve
 
+from tools import fetch_cifar as prepare
 from tools import prepare_data
-from utils.data import prepare
 from utils.data.cifar import VERIFIED_FILE, VERSIONS, remedy
 from utils.data.datasets import load_dataset
 

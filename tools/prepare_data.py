@@ -23,8 +23,8 @@ def main(argv: list[str] | None = None) -> int:
     """Prepare the data; returns the exit status."""
     arguments = _parse_arguments(argv)
     try:
+        from tools.fetch_cifar import prepare
         from utils.data.cifar import VERSIONS  # here, since it imports torch, which --help does not need
-        from utils.data.prepare import prepare
 
         version = VERSIONS[arguments.dataset]
         print(prepare(version, arguments.data_path, arguments.source))
