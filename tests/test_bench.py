@@ -238,6 +238,13 @@ def test_nothing_is_timed_before_a_graph_is_captured(tiny, alone, monkeypatch) -
     assert len(steps) == 5 + 5 + 2
 
 
+def test_a_loader_that_is_not_installed_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert loaders.without_absent(["torchvision", "dali", "device"], None) == ["torchvision", "device"]
+    assert capsys.readouterr().err.startswith("dali: left out, NVIDIA DALI is not installed; pip install")
+    assert loaders.without_absent(["dali", "device"], "nvidia-dali-cuda130 2.4.0") == ["dali", "device"]
+    assert loaders.without_absent(["dali"], None) == ["dali"], "asked for alone: an error when it is built"
+
+
 def test_measured_steps_are_fed_as_the_trainer_feeds_its_own(tiny, alone, monkeypatch) -> None:
     config = tiny(enable_prefetch=True)
     feeding = [counted(monkeypatch, f"tools.bench.{name}.prefetch", prefetch) for name in ("training", "loaders")]

@@ -144,6 +144,8 @@ def test_gpu_software_that_does_not_fit():
     seen = check("13.0", True, "580.65.06", {"nvidia-nccl-cu13": "2.30"}).message
     assert seen == "driver 580.65.06, CUDA 13.0, NCCL 2.30"
     assert "newer driver" in check("13.0", False, "580.65.06", {}).remedy
+    assert check("13.0", True, None, {}).message == "CUDA 13.0", "nvidia-smi may be missing beside a usable GPU"
+    assert "runs use the CPU" in check("13.0", False, None, {}).message
     assert check(None, False, "580.65.06", {}).level == "fail"
     assert check("13.0", True, "580.65.06", {"nvidia-dali-cuda110": "1.34"}).level == "warn"
 

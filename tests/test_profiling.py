@@ -126,6 +126,17 @@ def test_gpu_work_that_runs_after_the_host_is_done_counts(tmp_path):
     assert "host synchronisations: 0.0 an iteration, 0.0 %" in lines
 
 
+def test_one_item_of_a_gpu_is_one_wait(tmp_path):
+    rows = [
+        event("iteration 0", "user_annotation", 0, 1000),
+        event("aten::_local_scalar_dense", "cpu_op", 100, 60),
+        event("cudaMemcpyAsync", "cuda_runtime", 105, 5, 1),
+        event("cudaStreamSynchronize", "cuda_runtime", 110, 45),
+        event("cudaDeviceSynchronize", "cuda_runtime", 500, 40),
+    ]
+    assert "host synchronisations: 2.0 an iteration, 10.0 %" in describe(tmp_path, rows)
+
+
 def test_cpu_summary_counts_each_moment_once(tmp_path):
     rows = [
         event("iteration 0", "user_annotation", 0, 1000),

@@ -198,7 +198,7 @@ def check_gpu_stack(built_for: str | None, usable: bool, driver: str | None, ins
     wanted = f"nvidia-dali-cuda{(built_for or '').partition('.')[0]}"
     if built_for and dali and not any(name.startswith(wanted) for name in dali):
         return Finding("gpu software", "warn", f"{seen}: DALI is for another CUDA than torch", f"pip install {wanted}0")
-    return Finding("gpu software", "ok", seen if driver else f"{seen}; no NVIDIA driver: runs use the CPU")
+    return Finding("gpu software", "ok", seen if driver or usable else f"{seen}; no NVIDIA driver: runs use the CPU")
 
 
 def check_memory(meminfo: Path, local_ranks: int) -> Finding:

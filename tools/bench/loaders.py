@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     config = common.read_config(options)
     configs = {
         name: load_config(options.yaml_config, options.config, [*options.set, f"data_loader={name}"])
-        for name in options.loaders.split(",")
+        for name in without_absent(options.loaders.split(","), dali_version())
     }
 
     def measure(world: World) -> None:
@@ -59,6 +60,14 @@ def run(options: argparse.Namespace) -> int:
         common.write_report(options.json, "loaders", config, world, results)
 
     return common.on_all_ranks(config, measure)
+
+
+def without_absent(names: list[str], dali: str | None) -> list[str]:
+    """Leave DALI out, saying so, where it is not installed and there are others to measure."""
+    if dali is None and "dali" in names and len(names) > 1:
+        print('dali: left out, NVIDIA DALI is not installed; pip install ".[dali]"', file=sys.stderr)
+        return [name for name in names if name != "dali"]
+    return names
 
 
 @dataclass

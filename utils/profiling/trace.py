@@ -95,7 +95,8 @@ def describe_trace(events: Sequence[Event]) -> str:
         lines.append(f"outside operators (Python, waiting): {_percent(outside, total)}")
     transposes = _outermost(event for event in work or operators if TRANSPOSES.search(event.name))
     step = [event for name in STEP_RANGES for event in ranges.get(name, [])]
-    waits = [event for event in inside if HOST_WAITS.search(event.name)]
+    # an .item() on a GPU is an operator with a synchronisation inside: one wait
+    waits = _outermost(event for event in inside if HOST_WAITS.search(event.name))
     return "\n".join([
         *lines,
         f"layout transposes: {_percent(_sum(transposes), total)}",
