@@ -5,12 +5,13 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from utils.config import Config, list_blocks, load_config
-from utils.distributed.launch import has_other_ranks
+from utils.distributed.launch import find_launch
 from utils.errors import ConfigError
 from utils.keys import as_yaml, render
 
@@ -54,15 +55,17 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
 
 def _report(error: ConfigError) -> int:
     """Print the error, with several ranks on one of them only, and return its exit status."""
-    if not has_other_ranks(os.environ):
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
-    from utils.distributed.ranks import run_ranks
 
     def fail(world: object) -> None:
         raise error
 
-    return run_ranks(fail, "cpu", start_timeout=60, collective_timeout=60)
+    with suppress(ConfigError):  # of a launcher's variables that make no sense: then this process is on its own
+        if find_launch(os.environ).world_size > 1:
+            from utils.distributed.ranks import run_ranks
+
+            return run_ranks(fail, "cpu", start_timeout=60, collective_timeout=60)
+    print(f"error: {error}", file=sys.stderr)
+    return error.exit_status
 
 
 class _Parser(argparse.ArgumentParser):

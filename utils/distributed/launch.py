@@ -89,14 +89,6 @@ def torchrun_here(processes: int, rendezvous: Path) -> tuple[list[str], dict[str
     return [*command, f"--rdzv-endpoint={rendezvous}", f"--rdzv-id={uuid.uuid4().hex}"], LOOPBACK_VARIABLES
 
 
-def has_other_ranks(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher has started more processes than this one; False where its variables make no sense."""
-    try:
-        return find_launch(environment).world_size > 1
-    except ConfigError:
-        return False
-
-
 def in_batch_job(environment: Mapping[str, str]) -> bool:
     """Whether a scheduler started this process: Slurm, PBS or LSF."""
     return any(environment.get(name) for name in SCHEDULER_VARIABLES)
