@@ -164,7 +164,7 @@ def test_no_epoch_waits_for_the_device_outside_its_log_points(tiny, gpu, tmp_pat
 
 def test_synchronised_batch_norm_changes_nothing_in_a_single_process(tiny, gpu):
     synchronised = Trainer(on_gpu(tiny, enable_sync_bn=True), gpu)
-    assert not any(isinstance(module, nn.SyncBatchNorm) for module in synchronised.model.modules())
+    assert not any(isinstance(module, nn.SyncBatchNorm) for module in synchronised.learner.model.modules())
     plain = losses(Trainer(on_gpu(tiny), gpu), gpu, steps=4)
     torch.testing.assert_close(losses(synchronised, gpu, steps=4), plain, rtol=1e-3, atol=1e-3)
 
@@ -191,7 +191,7 @@ def test_average_of_weights_waits_for_nothing(tiny, gpu):
 
 def test_prefetched_batches_are_the_same(tiny, gpu):
     config = on_gpu(tiny, enable_prefetch=True, limit_train_batches=20)
-    loader = Trainer(config, gpu).train_loader
+    loader = Trainer(config, gpu).loaders.train
     loader.set_epoch(0)
     expected = [(images.clone(), labels.clone()) for images, labels in loader]
     for (images, labels), (seen, seen_labels) in zip(expected, prefetch(config, iter(loader), gpu.device), strict=True):

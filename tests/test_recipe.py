@@ -332,7 +332,7 @@ def test_test_time_flip_is_the_mean_of_both_outputs(tiny):
 def test_test_time_flip_is_for_validation_only(tiny, alone, tmp_path):
     plain = run(tiny(max_epochs=1), alone, tmp_path / "plain")
     flipped = run(tiny(max_epochs=1, test_time_flip=True), alone, tmp_path / "flipped")
-    assert torch.equal(plain.model.fc.weight, flipped.model.fc.weight)
+    assert torch.equal(plain.learner.model.fc.weight, flipped.learner.model.fc.weight)
     rows = [epochs(tmp_path / name)[0] for name in ("plain", "flipped")]
     assert rows[0]["loss/train"] == rows[1]["loss/train"]
     assert rows[0]["loss/valid"] != rows[1]["loss/valid"]
