@@ -72,7 +72,7 @@ def tiny() -> Callable[..., Config]:
 
 @pytest.fixture
 def alone() -> World:
-    """The place of a single process on the CPU."""
+    """A single process on the CPU."""
     return World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 

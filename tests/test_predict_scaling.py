@@ -211,3 +211,9 @@ def test_help_does_not_wait_for_torch():
         "import sys; from tools.predict_scaling import parser; parser().format_help(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*/ladder*.json")), ids=lambda path: path.name)
+def test_reports_of_earlier_versions_can_be_read(path, capsys):
+    assert main(["--from", str(path), "--gpus", "8"]) == 0
+    assert "efficiency" in capsys.readouterr().out

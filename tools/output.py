@@ -41,7 +41,10 @@ def check_writable(option: str, path: Path | None) -> None:
     if path.is_dir():
         raise ConfigError(f"{option} {path}: cannot be written: it is a folder")
     try:
-        tempfile.TemporaryFile(dir=path.parent).close()
+        if path.exists() and not path.is_file():  # a pipe or a device
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.resolve().parent).close()
     except OSError as error:
         raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from None
 

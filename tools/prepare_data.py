@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parse_arguments(argv)
     try:
         from tools.fetch_cifar import prepare
-        from utils.data.cifar import VERSIONS  # here, since it imports torch, which --help does not need
+        from utils.data.cifar import VERSIONS  # here, since --help needs no numpy
 
         version = VERSIONS[arguments.dataset]
         print(prepare(version, arguments.data_path, arguments.source))

@@ -23,7 +23,7 @@ class Machine:
     intra_latency: float = 3.6e-6  # seconds a hop over NVLink (5.7e-6 over PCIe)
     inter_latency: float = 14e-6  # seconds a hop over a network
     memory: float = 2e12  # bytes/s of a GPU's memory
-    # passes over the gradients beside the all-reduce: 2 to divide them, 6 without gradient_as_bucket_view
+    # passes over the gradients beside the all-reduce: 2 to divide them, 6 where DDP copies them into its buckets
     copies: int = 2
     interference: float = 0.189  # how much slower a GPU computes while it communicates (mean in arXiv:2507.03114)
     noise: float = 0.01  # standard deviation of one rank's step, as a share of it

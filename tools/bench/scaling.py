@@ -25,6 +25,7 @@ from utils.config import Config
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import torchrun_here
 from utils.errors import ConfigError, DataError, ExpectedError
+from utils.keys import REMOVED_KEYS
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("strong", "weak")
@@ -123,7 +124,7 @@ def check_comparable(records: Records) -> None:
 
 def _with_its_share(config: Mapping[str, Any], mode: str, processes: int) -> dict[str, Any]:
     """The configuration with the batch size that all runs share: weak scaling multiplies it by the processes."""
-    return {**config, "batch_size": Fraction(config["batch_size"], processes if mode == "weak" else 1)}
+    return {**REMOVED_KEYS, **config, "batch_size": Fraction(config["batch_size"], processes if mode == "weak" else 1)}
 
 
 def summarise(records: Records) -> dict[str, dict[str, Any]]:

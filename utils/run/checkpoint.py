@@ -42,6 +42,7 @@ from torch import Tensor
 
 from utils.errors import CheckpointError, ExpectedError
 from utils.files import write_atomically
+from utils.keys import REMOVED_KEYS
 
 FORMAT = 1
 NO_BEST = {"acc1": -1.0, "epoch": 0}  # before the first validation
@@ -227,6 +228,8 @@ def check_fit(path: Path, saved: dict[str, Any], current: dict[str, Any], fixed:
     """The keys whose change is allowed on resuming; `CheckpointError` where one of `fixed` differs."""
     different = _differences(saved, current)
     refused = [f"{key} {old!r} -> {new!r}" for key, (old, new) in different.items() if key in fixed]
+    gone = {key: (saved.get(key, now), now) for key, now in REMOVED_KEYS.items()}
+    refused += [f"{key} {old!r} -> {now!r}, the only value now" for key, (old, now) in gone.items() if old != now]
     if refused:
         raise CheckpointError(
             f"{path}: does not fit this configuration: {', '.join(refused)}\n"

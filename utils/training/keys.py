@@ -112,8 +112,8 @@ class PrecisionKeys(SharedKeys):
     enable_amp: bool = False
     """AMP: forward and loss under autocast."""
     amp_dtype: Literal["auto", "fp16", "bf16"] = "auto"
-    """AMP: auto is the tutorial's fp16 on CUDA, and bf16 on a CPU that has kernels for it. On x86 those need AVX-512;
-    elsewhere auto trains in float32, as bf16 would be ten times slower."""
+    """AMP: auto is the tutorial's fp16 on CUDA, and bf16 on a CPU that has kernels for it. Where there are
+    none (x86 without AVX-512), auto trains in float32, as bf16 would be ten times slower."""
     opt_level: Literal["O0", "O1", "O2", "O3"] | None = None
     """AMP: apex's levels; null: O1 with enable_amp, else O0. O0 float32, O1 autocast, O2 half weights with float32
     BatchNorm and master weights, O3 half throughout."""

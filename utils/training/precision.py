@@ -78,7 +78,7 @@ class Precision:
 def has_bf16_kernels() -> bool:
     """Whether oneDNN has bf16 kernels for this processor: x86 needs AVX-512. Without them PyTorch converts number by
     number, and ResNets train about ten times slower than in float32."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def choose_precision(keys: SpeedKeys, device: torch.device) -> Precision:
