@@ -67,8 +67,7 @@ class RunState:
 
     def _describe_rank(self) -> dict[str, Any]:
         """What differs between ranks. The buffers only in mid-epoch: they are averaged before validation."""
-        differ = self.world.world_size > 1 and self.progress.batch
-        buffers = self.learner.named_buffers() if differ else ()
+        buffers = self.learner.named_buffers() if self.world.world_size > 1 and self.progress.batch else ()
         return {
             "random": seeds.random_state(),
             "metric_sums": self.learner.sums.sums.cpu(),
@@ -78,14 +77,13 @@ class RunState:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what `gather` returned, at the same or another world size."""
         self.learner.load_state_dict(state)
-        progress = self.progress
-        progress.epoch, progress.batch = state["epoch"], state["batch"]
-        progress.best, progress.seconds = state["best"], state["seconds"]
+        self.progress.epoch, self.progress.batch = state["epoch"], state["batch"]
+        self.progress.best, self.progress.seconds = state["best"], state["seconds"]
         if len(state["ranks"]) == self.world.world_size:
             self._restore_rank(state["ranks"][self.world.rank], state["logged_sums"])
         else:
             self._merge_ranks(state["ranks"], state["logged_sums"])
-        self.learner.sums.set_finite_batches(progress.batch * self.learner.batch.accumulation)
+        self.learner.sums.set_finite_batches(self.progress.batch * self.learner.batch.accumulation)
 
     def _restore_rank(self, rank: dict[str, Any], logged: list[float]) -> None:
         seeds.restore_random_state(rank["random"])

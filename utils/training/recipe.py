@@ -62,19 +62,16 @@ def _where(tensors: list[Tensor], *, floating: bool) -> list[Tensor]:
 
 
 class NoAverage:
-    """The null object for `WeightAverage`: the network itself is validated."""
+    """The null object for `WeightAverage`: the network itself is validated, and nothing is updated, saved or loaded."""
 
     def __init__(self, model: nn.Module) -> None:
         self.network = model
 
-    def update(self) -> None:
-        """Nothing."""
+    def update(self) -> None: ...
 
-    def state_dict(self) -> None:
-        """Nothing."""
+    def state_dict(self) -> None: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing: a run that resumes without `ema_decay` drops its average."""
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def build_average(keys: RecipeKeys, model: nn.Module) -> WeightAverage | NoAverage:

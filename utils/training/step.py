@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +27,8 @@ from utils.training.precision import LossScaler, MasterWeights, Precision
 # PyTorch asks for 11 steps before a graph with DDP is captured (its notes on CUDA graphs), for 3 without.
 GRAPH_WARMUP_STEPS = 11
 Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-class Step(Protocol):
-    """One optimizer step on this rank's share of a global batch; adds loss and hits to `sums` on the device."""
-
-    def __call__(self, images: Tensor, labels: Tensor, sums: MetricSums) -> None: ...
+# One optimizer step on this rank's share of a global batch; adds loss and hits to the sums, on the device.
+Step = Callable[[Tensor, Tensor, MetricSums], None]
 
 
 @dataclass(eq=False)
