@@ -528,7 +528,7 @@ def test_a_terminal_gets_a_progress_bar_and_a_line_an_epoch(tmp_path):
 
 @pytest.mark.slow
 def test_the_readmes_first_command_ends_as_it_says(tmp_path):
-    """Over 95 %; the time, under a minute, is not asserted."""
+    """Over 95 %; the time is not asserted."""
     command = (ROOT / "README.md").read_text(encoding="utf-8").partition("```bash\n")[2].partition("\n")[0]
     options = command.rpartition("/python train.py ")[2].split()
     assert options == ["--config=quickstart"]
