@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from utils.config.config import Config
-from utils.keys import as_yaml
+from utils.keys import REMOVED_KEYS, as_yaml
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ def explain(error: ValidationError, block: str, entries: Mapping[str, Entry]) ->
 
 
 def wrong_value(key: str, what: str, origin: str) -> str:
+    if key in REMOVED_KEYS:
+        return f"{origin}: {key} is gone, every run has {as_yaml(REMOVED_KEYS[key])}; remove it"
     if key not in Config.model_fields:
         near = did_you_mean(key, Config.model_fields)
         return f"{origin}: unknown key {shortened(key)!r}{near or '; --print-config shows every key'}"

@@ -83,8 +83,6 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self._task = self.progress.add_task("", total=None, info="")
         self.progress.start()
 
-    # ---- for the reader
-
     def say(self, message: str) -> None:
         """A line in the log and on the screen."""
         self._log(message)
@@ -110,8 +108,6 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         """A line above the progress bar, on a terminal only."""
         if self.progress is not None:
             self.progress.console.print(message, highlight=False, markup=False, soft_wrap=True)
-
-    # ---- events of the run
 
     def log_start(self, progress: dict[str, Any], step: int, resumed_from: Path | None, world_size: int) -> None:
         """A start of the run: from the beginning, or from a checkpoint, at this progress ("epoch", "batch")."""
