@@ -524,7 +524,7 @@ def test_torchrun_goes_on_after_a_killed_worker(tmp_path: Path) -> None:
         "from utils.config.command_line import parse_arguments\n"
         "whole = train.Trainer.train_one_epoch\n"
         "def epoch(self, *arguments):\n"
-        "    if (self.epoch, self.world.rank, os.environ['TORCHELASTIC_RESTART_COUNT']) == (1, 1, '0'):\n"
+        "    if (self.progress.epoch, self.world.rank, os.environ['TORCHELASTIC_RESTART_COUNT']) == (1, 1, '0'):\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    whole(self, *arguments)\n"
         "train.Trainer.train_one_epoch = epoch\n"
