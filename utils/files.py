@@ -76,7 +76,7 @@ def partial_folder(target: Path, lock_file: Path) -> Iterator[Path]:
     Without a lock, where the file system has none, two at once do the work twice: each ends in one rename.
     """
     lock = FileLock(lock_file)
-    with suppress(OSError, NotImplementedError):
+    with suppress(OSError, NotImplementedError):  # what filelock raises where there are no locks
         try:
             lock.acquire(blocking=False)
         except Timeout:

@@ -4,6 +4,7 @@ In both, only matrices and filters are scaled so; a group with `adapt` false, fo
 update, as is usual. The learning rate multiplies the whole update, as in torch.optim.SGD.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +16,7 @@ LAMB_BETA2 = 0.999  # You et al. 2019
 LAMB_EPSILON = 1e-6
 
 
-class _Layerwise(torch.optim.Optimizer):
+class _Layerwise(torch.optim.Optimizer, ABC):
     """What both share: one update of every parameter that has a gradient. `options` are the defaults of a group."""
 
     def __init__(self, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], **options: float | bool) -> None:
@@ -30,8 +31,9 @@ class _Layerwise(torch.optim.Optimizer):
                 self._update(group, parameters, [parameter.grad for parameter in parameters])
         return None
 
+    @abstractmethod
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        raise NotImplementedError
+        """Change the parameters of a group in place."""
 
 
 class Lars(_Layerwise):
