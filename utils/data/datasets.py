@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from utils.data.cifar import VERSIONS, CifarVersion, read_class_names, read_split, remedy
-from utils.data.image_files import DecodedImages, ImageFiles
+from utils.data.image_files import DecodedImages, EncodedImages
 from utils.data.sampling import IntArray
 from utils.data.shapes import CLASS_NAMES, draw_shapes
 from utils.errors import ConfigError, DataError
@@ -31,11 +31,11 @@ class ImageArrays:
         return self.images.shape[1], self.images.shape[2], self.images.shape[3]
 
     def read(self, indices: IntArray, crops: None, *, replace: bool) -> DecodedImages:
-        """The samples `indices`; the rest is for `ImageFiles`, which share this interface."""
+        """The samples `indices`; the rest is for `EncodedImages`, which share this interface."""
         return DecodedImages(self.images[indices], indices, {})
 
 
-Split = ImageArrays | ImageFiles
+Split = ImageArrays | EncodedImages
 
 
 @dataclass(frozen=True)

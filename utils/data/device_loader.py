@@ -73,7 +73,7 @@ def decode_all(split: Split, *, replace: bool) -> tuple[ImageArrays, dict[str, s
         return split, {}
     batch = split.read_all(replace=replace, num_threads=usable_cores())
     if not len(batch.indices):
-        raise DataError(f"{split.root}: not one of its {len(split.labels)} images can be read")
+        raise DataError(f"not one of {len(split.labels)} images can be read, {split.path(0)} among them")
     return ImageArrays(batch.images, split.labels[batch.indices]), batch.unreadable
 
 

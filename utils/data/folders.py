@@ -33,7 +33,7 @@ def open_folders(name: str, data_path: Path, image_size: int | None, centre_shar
         raise DataError(f"{data_path}: train/ and val/ hold different classes, for example {differing[0]!r}; {LAYOUT}")
     lists = {folder: _list_files(folder, class_names) for folder in folders}
     size = image_size or (IMAGENET_SIZE if name == "imagenet" else _shorter_side(*next(iter(lists.items()))))
-    train, valid = (ImageFiles(folder, *listed, size, centre_share) for folder, listed in lists.items())
+    train, valid = (ImageFiles(labels, size, centre_share, folder, names) for folder, (names, labels) in lists.items())
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if name == "imagenet" else _statistics(train)
     return Dataset(name, train, valid, tuple(class_names), mean, std)
 
