@@ -3,16 +3,17 @@
 DATA_PATH/train/CLASS/*.jpg    DATA_PATH/val/CLASS/*.jpg
 """
 
+import io
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from utils.data.datasets import Dataset, channel_statistics
-from utils.data.image_files import ImageFiles
+from utils.data.image_files import EncodedImages, ImageFiles
 from utils.errors import DataError
-from utils.files import open_regular
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 STATISTICS_IMAGES = 512  # training images, evenly spread, whose mean and deviation stand for all
@@ -31,11 +32,19 @@ def open_folders(name: str, data_path: Path, image_size: int | None, centre_shar
     class_names, others = (_entries(folder, _is_class, f"holds no class folders; {LAYOUT}") for folder in folders)
     if differing := sorted({*class_names} ^ {*others}):
         raise DataError(f"{data_path}: train/ and val/ hold different classes, for example {differing[0]!r}; {LAYOUT}")
-    lists = {folder: _list_files(folder, class_names) for folder in folders}
-    size = image_size or (IMAGENET_SIZE if name == "imagenet" else _shorter_side(*next(iter(lists.items()))))
-    train, valid = (ImageFiles(labels, size, centre_share, folder, names) for folder, (names, labels) in lists.items())
+    lists = ((folder, *_list_files(folder, class_names)) for folder in folders)
+    train, valid = (ImageFiles(labels, 0, centre_share, folder, names) for folder, names, labels in lists)
+    return complete(name, tuple(class_names), train, valid, image_size)
+
+
+def complete(
+    name: str, class_names: tuple[str, ...], train: EncodedImages, valid: EncodedImages, image_size: int | None
+) -> Dataset:
+    """The dataset of two splits whose `size` is not set yet, wherever their images lie; see `open_folders`."""
+    size = image_size or (IMAGENET_SIZE if name == "imagenet" else _shorter_side(train))
+    train, valid = replace(train, size=size), replace(valid, size=size)
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if name == "imagenet" else _statistics(train)
-    return Dataset(name, train, valid, tuple(class_names), mean, std)
+    return Dataset(name, train, valid, class_names, mean, std)
 
 
 def _is_class(entry: os.DirEntry[str]) -> bool:
@@ -66,22 +75,22 @@ def _list_files(folder: Path, class_names: list[str]) -> tuple[np.ndarray, np.nd
     return np.array(names), np.repeat(np.arange(len(class_names)), [len(listed) for listed in files])
 
 
-def _shorter_side(folder: Path, listed: tuple[np.ndarray, np.ndarray]) -> int:
+def _shorter_side(images: EncodedImages) -> int:
     from PIL import Image
 
-    path = os.path.join(folder, os.fsdecode(listed[0][0]))
     try:
-        with open_regular(path) as file, Image.open(file) as image:
+        with Image.open(io.BytesIO(images.content(0))) as image:
             return min(image.size)
     except OSError as error:
-        raise DataError(f"{path}: no size can be taken from it ({error}); set image_size or remove it") from None
+        reason = f"no size can be taken from it ({error})"
+        raise DataError(f"{images.path(0)}: {reason}; set image_size or remove it") from None
 
 
-def _statistics(files: ImageFiles) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _statistics(images: EncodedImages) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and deviation of the training images, from a sample of them that is the same on every rank."""
-    chosen = np.linspace(0, len(files.labels) - 1, min(STATISTICS_IMAGES, len(files.labels))).astype(np.int64)
-    images = files.read(chosen, None, replace=False).images
-    if not len(images):
-        raise DataError(f"{files.root}: not one of {len(chosen)} images can be read, {files.path(0)} among them")
-    mean, std = channel_statistics(images)
+    chosen = np.linspace(0, len(images.labels) - 1, min(STATISTICS_IMAGES, len(images.labels))).astype(np.int64)
+    pixels = images.read(chosen, None, replace=False).images
+    if not len(pixels):
+        raise DataError(f"not one of {len(chosen)} images can be read, {images.path(0)} among them")
+    mean, std = channel_statistics(pixels)
     return mean, tuple(max(value, 1e-6) for value in std)
