@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import ROOT
 from tools import runs as runs_tool
 from tools.history import differences, read, read_events, same_but_seed
-from tools.report import main
+from tools.report import duration, main
 from train import Trainer
 
 pytest.importorskip("matplotlib", reason='matplotlib is missing: pip install ".[report]"')
@@ -77,6 +77,8 @@ def test_published_curves_give_the_published_figures(page):
     assert best["bs2048-opt (published)"][0] == "71.17%"
     column = tables["targets"][0].index("75%")
     reached = {row[0].split()[0]: row[column].split(",")[0] for row in tables["targets"][1:]}
+    times = {row[0].split()[0]: row[column].partition(", ")[2] for row in tables["targets"][1:]}
+    assert (times["bs128-opt"], times["bs1024-warmup-opt"]) == (duration(1867), duration(286))  # results/README.md
     assert reached == {
         "bs128-opt": "epoch 77", "bs1024-warmup-opt": "epoch 64", "bs2048-warmup-opt": "epoch 77",
         "bs512-opt": "-", "bs1024-opt": "-", "bs2048-opt": "-",
@@ -99,6 +101,32 @@ def test_our_run_reads_alike_from_its_folder_and_from_its_event_files(run):
     for tag in ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate"):
         assert [row[tag] for row in events.epochs] == pytest.approx([row[tag] for row in ours.epochs])
     assert events.name == "both"
+
+
+def test_time_counts_from_the_first_event(tmp_path):
+    """The first epoch's own time is part of it."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path / "old/tb_logs")) as writer:
+        (file,) = (tmp_path / "old/tb_logs").iterdir()
+        writer.flush()
+        began = next(iter(read_events(file))).wall_time
+        for epoch in (1, 2):
+            writer.add_scalar("acc1/valid", 0.5, epoch, walltime=began + 20 * epoch + 5)
+    (run,), _, _ = read(tmp_path)
+    assert [row["seconds"] for row in run.epochs] == pytest.approx([25, 45])
+    assert run.clock == "since the first event"
+
+
+def test_published_curves_say_what_their_times_count_from(page, tmp_path):
+    curves = {"epoch": [1, 2], "acc1/valid": [0.1, 0.2]}
+    for clock, said in (("wall_s_since_first_event", "since the first event"), ("", "not recorded")):
+        path = tmp_path / "curves.json"
+        path.write_text(json.dumps({"runs": {"a": curves | ({clock: [5, 9]} if clock else {})}}))
+        (run,), _, _ = read(path)
+        assert run.clock == said
+        assert [row["seconds"] for row in run.epochs] == ([5, 9] if clock else [0, 0])
+    assert "a cut of the learning rate one epoch before ours" in page(path)[0]
 
 
 def test_seeds_and_differences(run, page):

@@ -6,6 +6,7 @@ once.
 
 import fcntl
 import json
+import math
 import struct
 import time
 from collections.abc import Iterator
@@ -23,6 +24,11 @@ from utils.errors import Stopped
 
 State = Literal["running", "finished", "stopped", "failed", "published", "unknown"]
 CURVES = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
+# what the times of published curves count from
+CLOCKS = {
+    "wall_s_since_first_event": "since the first event",
+    "wall_s_since_first_epoch_end": "since the first epoch's end",
+}
 LISTS_OF_NUMBERS = TypeAdapter(dict[str, list[float]])
 JSON_OBJECT = TypeAdapter(dict[str, Any])
 
@@ -213,8 +219,9 @@ def _read_curves(path: Path, curves_by_run: dict[str, Any]) -> Found:
 
 def _published(path: Path, name: str, curves: dict[str, list[float]]) -> Run:
     run = Run(f"{name} (published)", path, "published", changed=path.stat().st_mtime)
-    run.clock = "since the first epoch's end"
-    columns = {"seconds": curves.get("wall_s_since_first_epoch_end", []), **curves}
+    clock = next((key for key in CLOCKS if key in curves), None)
+    run.clock = CLOCKS[clock] if clock else "not recorded"
+    columns = {"seconds": curves[clock] if clock else [], **curves}
     for number in range(len(curves.get("epoch", []))):
         row = {key: float(values[number]) for key, values in columns.items() if number < len(values)}
         run.epochs.append({"seconds": 0.0} | row)
@@ -240,11 +247,13 @@ def _read_event_folder(folder: Path, root: Path) -> Run:
     name = shown.name if shown == root or root not in shown.parents else str(shown.relative_to(root))
     run = Run(name, folder, clock="since the first event")
     points: dict[int, dict[str, tuple[float, float]]] = {}  # epoch -> {curve: (value, when it was written)}
+    first = math.inf  # when the first event was written, before the first epoch
     files = sorted(folder.glob("events.out.tfevents.*"))
     for file in files:
         run.changed = max(run.changed, file.stat().st_mtime)
         try:
             for event in read_events(file):
+                first = min(first, event.wall_time)
                 if event.session_log.status == event.session_log.START and event.step > 0:
                     # what came later is trained again
                     points = {epoch: values for epoch, values in points.items() if epoch < event.step}
@@ -253,7 +262,6 @@ def _read_event_folder(folder: Path, root: Path) -> Run:
                         points.setdefault(event.step, {})[value.tag] = (_scalar(value), event.wall_time)
         except ValueError as error:
             run.problems.append(f"{file.name}: {error}; what came before it is shown")
-    first = min((when for values in points.values() for _, when in values.values()), default=0.0)
     for epoch, values in sorted(points.items()):
         seconds = max(when for _, when in values.values()) - first
         curves = {tag: value for tag, (value, _) in values.items()}
