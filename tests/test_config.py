@@ -167,9 +167,10 @@ def test_named_blocks_are_the_tutorials(name: str) -> None:
         "enable_profiling": profiled,
         "save_checkpoint": not profiled,
     }
-    # Of the keys that the tutorial did not have, only the micro-batch that stands for its GPUs may differ.
+    # Of the keys that the tutorial did not have, two may differ: the micro-batch that stands for its GPUs, and what its
+    # warm-up rises by.
     ours = set(list_blocks(CIFAR100)[name]) - set(TUTORIAL_DEFAULT)
-    assert ours == ({"micro_batch_size"} if batch_size > 256 else set())
+    assert ours == ({"micro_batch_size"} if batch_size > 256 else set()) | ({"lr_warmup_by"} if warmup else set())
     assert config.micro_batch_size == (128 if batch_size > 256 else None)
 
 
@@ -285,6 +286,7 @@ BROKEN_VALUES = [
     ("the_optimizer: {name: sgd}", "unknown key 'the_optimizer'. Did you mean 'optimizer'?"),
     ("lr_warmup_epochs: 200", "lr_warmup_epochs 200 must not exceed max_epochs 100"),
     ("lr_schedule: onecycle", "lr_schedule onecycle rises over lr_warmup_epochs, which is 0; allowed: above 0 and"),
+    ("lr_warmup_by: epochs", 'lr_warmup_by is "epochs"; allowed: step, epoch'),
     ("lr_schedule: step", "lr_schedule step cuts at lr_milestones, which is []; list at least one epoch"),
     ("micro_batch_size: 33", "batch_size 128 must be a multiple of micro_batch_size 33"),
 ]
@@ -319,6 +321,14 @@ BROKEN_FILES = {
     "profiled epoch never comes": (
         "x:\n  <<: *DEFAULT\n  enable_profiling: true\n  max_epochs: 1\n",
         "FILE:5: block 'x': enable_profiling would profile nothing: profiling_epoch_start 2 exceeds max_epochs 1",
+    ),
+    "part of an epoch": (
+        "x:\n  lr_warmup_by: epoch\n  lr_warmup_epochs: 1.5\n",
+        "FILE:4: block 'x': lr_warmup_by epoch needs whole epochs, lr_warmup_epochs is 1.5; use step",
+    ),
+    "onecycle by epochs": (
+        "x:\n  lr_warmup_epochs: 1\n  lr_schedule: onecycle\n  lr_warmup_by: epoch\n",
+        "FILE:5: block 'x': lr_warmup_by is epoch, but lr_schedule onecycle rises with every step; use step",
     ),
     "wrong in the merged block": (
         "y: &Y\n  <<: *DEFAULT\n  lr: -1\nx:\n  <<: *Y\n",

@@ -1,5 +1,6 @@
 """Learning-rate factors against literal lists and PyTorch's schedulers; the optimizer against plain SGD."""
 
+import json
 import math
 import random
 
@@ -7,6 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.conftest import CIFAR100, ROOT
+from train import Trainer
+from utils.config import Config, list_blocks, load_config
 from utils.training.optimizer import build_optimizer, load_optimizer, set_learning_rate
 from utils.training.schedule import Plateau, Schedule, build_schedule
 
@@ -20,10 +24,46 @@ def test_warmup_rises_with_every_step():
     assert factors(schedule, 6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
-def test_warmup_of_the_tutorial_ends_at_its_peak(tiny):
-    # bs2048-warmup-opt: 16 epochs of 24 steps; the tutorial's epochs ended at lr * epoch / 16
-    schedule = build_schedule(tiny(lr_warmup_epochs=16, max_epochs=120, lr=0.4), steps_per_epoch=24)
-    assert [0.4 * schedule.factor(24 * epoch - 1) for epoch in (1, 2, 16, 17)] == pytest.approx([0.025, 0.05, 0.4, 0.4])
+# The tutorial's Trainer.train sets lr * (epoch + 1) / lr_warmup_epochs before each epoch; its logs hold these rates.
+TUTORIAL_WARMUPS = {
+    "bs1024-warmup-opt": [0.035, 0.07, 0.105, 0.14, 0.175, 0.21, 0.245, 0.28, 0.28, 0.28],
+    "bs2048-warmup-opt": [
+        0.025, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175, 0.2, 0.225, 0.25, 0.275, 0.3, 0.325, 0.35, 0.375, 0.4, 0.4, 0.4,
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TUTORIAL_WARMUPS)
+def test_warmup_of_the_tutorial_rises_by_the_epoch(name):
+    rates, steps = TUTORIAL_WARMUPS[name], 24
+    config = load_config(CIFAR100, name)
+    schedule = build_schedule(config, steps)
+    expected = [rate for rate in rates for _ in range(steps)]
+    assert [config.lr * schedule.factor(step) for step in range(len(expected))] == pytest.approx(expected, rel=1e-15)
+    published = json.loads((ROOT / "results/reference/sc20_curves.json").read_text())["runs"][name]["learning_rate"]
+    assert published[: len(rates)] == pytest.approx(rates)
+
+
+def test_other_warmups_rise_by_the_step():
+    epochs = load_config(CIFAR100, "bs2048-warmup-opt")
+    steps = build_schedule(Config(**epochs.model_dump() | {"lr_warmup_by": "step"}), 24)
+    assert 0.4 * steps.factor(0) == pytest.approx(0.00104167, rel=1e-5)
+    assert [steps.factor(24 * epoch - 1) for epoch in (1, 2, 16)] == pytest.approx([1 / 16, 2 / 16, 1])
+    tutorial = set(TUTORIAL_WARMUPS)
+    for path in sorted((ROOT / "config").glob("*.yaml")):
+        risen = {name for name in list_blocks(path) if load_config(path, name).lr_warmup_by == "epoch"}
+        assert risen == (tutorial if path == CIFAR100 else set())
+
+
+def test_training_follows_the_warmup_by_epochs(tiny, alone, tmp_path):
+    """The rates of a whole run of three epochs, of which two are the warm-up."""
+    config = tiny(lr=0.4, lr_warmup_epochs=2, lr_warmup_by="epoch", lr_schedule="constant", max_epochs=3, log_freq=1)
+    Trainer(config, alone, tmp_path, "tiny", "auto").train()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rates = {kind: [row["learning_rate"] for row in records if row["kind"] == kind] for kind in ("step", "epoch")}
+    steps = len(rates["step"]) // 3
+    assert steps > 1
+    assert rates == {"step": [0.2] * steps + [0.4] * 2 * steps, "epoch": [0.2, 0.4, 0.4]}
 
 
 def test_step_schedule_cuts_after_its_milestones(tiny):

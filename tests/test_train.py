@@ -466,7 +466,7 @@ def test_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys):
     assert "memory estimate" in said
     rates = said.partition("learning rate    schedule step\n")[2].splitlines()
     corners = [(int(line.split()[1]), float(line.split()[2])) for line in rates]
-    assert corners == [(0, 0.1), (3, 0.4), (4, 0.4), (7, 0.4), (8, 0.04), (11, 0.04)]
+    assert corners == [(0, 0.4), (3, 0.4), (4, 0.4), (7, 0.4), (8, 0.04), (11, 0.04)]
     assert not (tmp_path / "run").exists()
 
 

@@ -25,6 +25,10 @@ from utils.errors import exit_in_a_line
 
 TARGETS = (0.6, 0.7, 0.75, 0.76, 0.77, 0.78, 0.8, 0.85, 0.9, 0.92, 0.94, 0.96)
 LOSS_OUTLIER = 1.5  # times the 95th percentile of what is drawn: losses above it are cut off
+PUBLISHED_CURVES = (
+    "The published curves show a cut of the learning rate one epoch before ours, and the last training batch of an "
+    "epoch where ours show the mean over its batches."
+)
 PAGE = Path(__file__).with_name("report_page.html")  # a template of Jinja2, which PyTorch needs too
 
 
@@ -237,7 +241,8 @@ def _results(runs: Sequence[Run]) -> Section:
             "-" if run.state == "published" else f"{ago(run.changed)} ago",
         ))  # fmt: skip
     clocks = " or ".join(sorted({run.clock for run in runs}))
-    return Section("Results", "", "results", header, rows, f"Times are {clocks}.")
+    published = PUBLISHED_CURVES if any(run.state == "published" for run in runs) else ""
+    return Section("Results", "", "results", header, rows, f"Times are {clocks}. {published}".strip())
 
 
 def _targets(runs: Sequence[Run]) -> Section:

@@ -55,7 +55,10 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def _corners(schedule: Schedule) -> list[int]:
     """Steps at which the learning rate starts, turns and ends."""
     corners = {0, schedule.warmup_steps - 1, schedule.warmup_steps, schedule.total_steps - 1}
-    corners |= {step - before for step in schedule.milestone_steps for before in (0, 1)}
+    turns = [*schedule.milestone_steps]
+    if 1 < schedule.warmup_stride < schedule.warmup_steps:
+        turns.append(schedule.warmup_stride)
+    corners |= {step - before for step in turns for before in (0, 1)}
     return sorted(step for step in corners if 0 <= step < schedule.total_steps)
 
 

@@ -56,7 +56,10 @@ class ScheduleKeys(SharedKeys):
     """What follows the warm-up. plateau, the tutorial's, cuts where the validation loss stops falling; the others are
     functions of the step."""
     lr_warmup_epochs: Annotated[float, Field(ge=0)] = 0
-    """Linear warm-up, step by step, over this many epochs; for onecycle the length of its rise."""
+    """Linear warm-up over this many epochs; for onecycle the length of its rise."""
+    lr_warmup_by: Literal["step", "epoch"] = "step"
+    """Whether the warm-up rises with every step, or with every epoch as the tutorial's does. With epoch, the whole of
+    epoch e of N is trained at e/N of the peak."""
     lr_decay_factor: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """plateau, step: each cut multiplies the learning rate by this."""
     lr_plateau_patience: NonNegativeInt = 10
@@ -72,6 +75,12 @@ class ScheduleKeys(SharedKeys):
             raise ValueError(
                 f"lr_schedule onecycle rises over lr_warmup_epochs, which is {self.lr_warmup_epochs:g}; "
                 f"allowed: above 0 and below max_epochs {self.max_epochs}"
+            )
+        if self.lr_warmup_by == "epoch" and self.lr_schedule == "onecycle":
+            raise ValueError("lr_warmup_by is epoch, but lr_schedule onecycle rises with every step; use step")
+        if self.lr_warmup_by == "epoch" and not self.lr_warmup_epochs.is_integer():
+            raise ValueError(
+                f"lr_warmup_by epoch needs whole epochs, lr_warmup_epochs is {self.lr_warmup_epochs:g}; use step"
             )
         if self.lr_schedule == "step" and not self.lr_milestones:
             raise ValueError("lr_schedule step cuts at lr_milestones, which is []; list at least one epoch")

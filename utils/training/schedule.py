@@ -21,13 +21,14 @@ class Schedule:
     total_steps: int
     decay_factor: float = 0.2
     milestone_steps: tuple[int, ...] = ()
+    warmup_stride: int = 1  # steps between two rises of the warm-up, of which warmup_steps is a multiple
 
     def factor(self, step: int, plateau_cuts: int = 0) -> float:
         """Factor on the peak learning rate for `step`, counted from 0."""
         if self.kind == "onecycle":
             return self._onecycle(step)
         if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
+            return (step // self.warmup_stride + 1) * self.warmup_stride / self.warmup_steps
         if self.kind == "cosine":
             progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
             return (1 + math.cos(math.pi * progress)) / 2
@@ -55,6 +56,7 @@ def build_schedule(keys: ScheduleKeys, steps_per_epoch: int) -> Schedule:
         total_steps=keys.max_epochs * steps_per_epoch,
         decay_factor=keys.lr_decay_factor,
         milestone_steps=tuple(epoch * steps_per_epoch for epoch in keys.lr_milestones),
+        warmup_stride=steps_per_epoch if keys.lr_warmup_by == "epoch" else 1,
     )
 
 
