@@ -10,7 +10,7 @@ WORKDIR /workspace/resnet50-at-scale
 COPY . .
 # Only what the image lacks: its torch, torchvision, NCCL and DALI are built for its CUDA and must stay. The image's own
 # constraints (PIP_CONSTRAINT) keep pip from replacing them.
-RUN pip install --no-cache-dir "ruamel.yaml>=0.18" "pydantic>=2.7" "rich>=13" "tensorboard>=2.15" "matplotlib>=3.8"
+RUN pip install --no-cache-dir ".[report]"
 # Fails the build where torch is too old or does not fit its torchvision; needs no GPU.
 RUN python -c "from tools.doctor import check_installed_torch as check; import sys; f = check(); print(f.message); \
 sys.exit(f.level == 'fail')" || (echo "build on an image with torch >= 2.11: --build-arg BASE=IMAGE" && exit 1)

@@ -252,11 +252,23 @@ def test_recipes_of_images_demand_the_torch_that_the_project_needs():
     assert len({base for recipe in recipes for base in re.findall(r"BASE=(\S+:\S+)", recipe)}) == 1
     for recipe in recipes:
         assert f"must have torch {minimum} or newer" in recipe and f"torch >= {minimum}: --build-arg BASE=" in recipe
-        (check,) = re.findall(r'python -c "(?:[^"]*)"', recipe)
+        (check,) = re.findall(r'python -c "from tools[^"]*"', recipe)
         code = check.replace("\\\n", "").split('"')[1]
         done = python(code)
         assert done.returncode == 0 and done.stdout.startswith("torch "), done.stderr
         assert python(f"import tools.doctor; tools.doctor.MINIMUM_TORCH = (99, 0); {code}").returncode == 1
+
+
+def test_recipes_install_what_the_project_declares(tmp_path):
+    assert 'pip install --no-cache-dir ".[report]"' in (ROOT / "Dockerfile").read_text()
+    (code,) = re.findall(r"python -c '([^']*)'", (ROOT / "apptainer.def").read_text())
+    if sys.version_info < (3, 11):
+        pytest.skip("tomllib, which the image's Python has, came with 3.11")
+    done = python(code.replace("\\\n", ""))
+    declared = (ROOT / "pyproject.toml").read_text()
+    assert "torch>=2.11" in done.stdout.split() and all(f'"{line}"' in declared for line in done.stdout.splitlines())
+    assert len(done.stdout.splitlines()) >= 9, done.stderr
+    assert not re.findall(r"(?:pydantic|rich|tensorboard)>=", (ROOT / "Dockerfile").read_text())
 
 
 def test_an_image_holds_neither_data_nor_results_nor_history():

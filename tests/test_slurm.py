@@ -21,7 +21,7 @@ from tests.conftest import ROOT, TINY
 PYTHON = Path(sys.executable).parent  # holds torchrun too
 SCRIPTS = ["submit.slr", "submit_multinode.slr"]
 # All that the scripts may need on PATH, beside Slurm's commands and python.
-TOOLS = ["bash", "cat", "env", "grep", "ls", "mkdir", "mktemp", "mv", "rm", "sed", "seq", "sleep", "touch"]
+TOOLS = ["bash", "cat", "env", "grep", "ls", "mkdir", "mktemp", "mv", "realpath", "rm", "sed", "seq", "sleep", "touch"]
 
 # What a stand-in does after it has noted its arguments, in bash.
 STAND_INS = {
@@ -71,7 +71,7 @@ class FakeJob:
         for name, action in stand_ins.items():
             note = f'printf "%s\\0" "$@" >"{self.calls}/{name}.$$"'
             make_command(commands, name, f"{note}\n{action}")
-        for name in ["train.py", *SCRIPTS]:
+        for name in ["train.py", "tools", *SCRIPTS]:
             (folder / name).symlink_to(ROOT / name)
         self.environment = {"PATH": str(commands), "SLURM_SUBMIT_DIR": str(folder), **environment}
 
@@ -164,8 +164,7 @@ def test_one_srun_starts_torchrun_on_all_nodes(tmp_path: Path, script: str, job:
     (srun,) = fake.arguments("srun")
     nodes, processes = job["SLURM_JOB_NUM_NODES"], job["SLURM_GPUS_ON_NODE"]
     assert {f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"} <= set(srun)
-    assert srun[srun.index("bash") + 1] == "-c"
-    torchrun = srun[srun.index("bash") + 4 :]
+    torchrun = srun[srun.index("tools/slurm_node.sh") + 1 :]
     assert {
         f"--nnodes={nodes}", f"--nproc_per_node={processes}", "--max_restarts=0", "--rdzv_backend=c10d", "--rdzv_id=4",
         "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
@@ -218,6 +217,60 @@ def test_site_settings_reach_the_nodes(tmp_path: Path) -> None:
     assert {
         "ACTIVATED=,yes", "NCCL_SOCKET_IFNAME=hsn0", "GLOO_SOCKET_IFNAME=hsn0", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
     } <= set(environment)  # fmt: skip
+
+
+@pytest.mark.parametrize("option", ["--run-dir=far/away/run", "--run-dir far/away/run"])
+def test_notes_are_beside_the_runs_folder(tmp_path: Path, option: str) -> None:
+    job = fake_job(tmp_path, {"srun": 'find "$PWD" -path "*.slurm*" >found; echo 75 >"$TRAIN_EXIT_STATUS_FILE"'})
+    link_commands(tmp_path / "commands", ["find"])
+    assert job.run("submit.slr", "--config=other", *option.split())[0] == 75
+    assert str(tmp_path / "far/away/.slurm-4/nodes") in (tmp_path / "found").read_text().splitlines()
+    assert not (tmp_path / "expts").exists() and not list(tmp_path.glob("far/away/.slurm*"))
+
+
+def test_data_is_staged_on_each_node_before_it_trains(tmp_path: Path) -> None:
+    both = 'until [[ $1 == bash ]]; do shift; done; for node in node1 node2; do SLURMD_NODENAME=$node "$@"; done'
+    (tmp_path / "job").mkdir()
+    job = fake_job(tmp_path / "job", {"srun": both}, **ON_TWO_NODES, STAGE_DATA="/lustre/data:/tmp/data")
+    assert job.run("submit_multinode.slr", "--set", "data_path=/lustre/data")[0] == 0
+    calls = job.arguments("python")[1:]  # the first checks the command line
+    assert [call[:4] for call in calls[::2]] == 2 * [["-m", "tools.stage_data", "/lustre/data", "/tmp/data"]]
+    assert [call[-2:] for call in calls[1::2]] == 2 * [["--set", "data_path=/tmp/data"]]  # the last one counts
+    # a node that cannot have the data does not train
+    (tmp_path / "fails").mkdir()
+    fails = {"srun": both, "python": "[[ $2 != tools.stage_data ]] || exit 3"}
+    job = fake_job(tmp_path / "fails", fails, **ON_TWO_NODES, STAGE_DATA="/lustre/data:/tmp/data")
+    assert job.run("submit_multinode.slr")[0] == 3
+    assert not job.torchrun()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_header_offers_what_sites_ask_for(script: str) -> None:
+    offered = re.findall(r"^##SBATCH --(\w+)=", (ROOT / script).read_text(), re.MULTILINE)
+    assert offered == ["account", "partition", "qos", "constraint", "gres"]
+
+
+PROFILES = re.findall(r"```bash\n(export .*?)```", (ROOT / "docs/slurm_sites.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_profiles_of_sites_reach_the_nodes(tmp_path: Path, profile: str) -> None:
+    listed = subprocess.run(["bash", "-ec", f"{profile}\nenv -0"], cwd=tmp_path, stdout=subprocess.PIPE, check=True)
+    values = dict(pair.split("=", 1) for pair in listed.stdout.decode().split("\0") if pair)
+    settings = {name: values[name] for name in re.findall(r"(\w+)=", profile) if name in values}
+    assert settings
+    known = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/slurm.md").read_text(), re.MULTILINE)
+    assert all(name in known or name.startswith("SBATCH_") for name in settings)
+    for name, value in settings.items():  # what the site's own commands would do
+        if name == "ACTIVATE":
+            settings[name] = "module() { :; }; source() { :; }; " + value
+    node = 'until [[ $1 == bash ]]; do shift; done; export SLURMD_NODENAME=node1; env >environment; exec "$@"'
+    job = fake_job(tmp_path, {"srun": node, "apptainer": 'until [[ $1 == python ]]; do shift; done; "$@"'}, **settings)
+    status, said = job.run("submit.slr")
+    assert status == 0, said
+    assert len(job.torchrun()) == 1
+    assert set(settings.get("SRUN_OPTIONS", "").split()) <= set(job.arguments("srun")[0])
+    assert ("STAGE_DATA" in settings) == (["-m", "tools.stage_data"] in [call[:2] for call in job.arguments("python")])
 
 
 def test_ports_of_neighbouring_jobs_differ_and_are_below_the_ephemeral_ones(tmp_path: Path) -> None:

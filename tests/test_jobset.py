@@ -1,0 +1,116 @@
+"""jobset.yaml: against the published schema, and its script as two pods on this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+from slurm_cluster import wait_until
+
+from tests.conftest import ROOT, TINY
+from tests.processes import free_port, without_launcher
+from tools.command_line import as_settings
+
+MANIFEST: dict[str, Any] = YAML(typ="safe").load(ROOT / "jobset.yaml")
+JOB = MANIFEST["spec"]["replicatedJobs"][0]["template"]["spec"]
+(CONTAINER,) = JOB["template"]["spec"]["containers"]
+ENVIRONMENT = {variable["name"]: variable["value"] for variable in CONTAINER["env"]}
+
+
+class Pods:
+    """The container's command in `count` processes, as Kubernetes would start it in as many pods."""
+
+    def __init__(self, folder: Path, count: int, ranks: int, *arguments: str, cwd: Path = ROOT) -> None:
+        self.processes = []
+        for index in range(count):
+            variables = ENVIRONMENT | {"NODES": str(count), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+            variables |= {"JOB_COMPLETION_INDEX": str(index), "MASTER_PORT": str(PORT), "OMP_NUM_THREADS": "1"}
+            variables["PATH"] = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+            with (folder / f"pod{index}.log").open("a") as log:
+                command = [*CONTAINER["command"], *arguments]
+                environment = without_launcher(os.environ) | variables
+                process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=log, stderr=log)
+            self.processes.append(process)
+
+    def wait(self) -> list[int]:
+        return [process.wait(timeout=120) for process in self.processes]
+
+
+PORT = free_port()
+
+
+def stand_in(folder: Path, action: str) -> None:
+    """A `python` that notes its rank and arguments and then does this, in bash."""
+    (folder / "python").write_text(
+        f'#!/bin/bash\necho "$RANK $LOCAL_RANK $WORLD_SIZE $*" >"{folder}/rank.$RANK"\n{action}\n'
+    )
+    (folder / "python").chmod(0o755)
+
+
+def test_manifest_has_the_published_form() -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models.jobset_v1alpha2_job_set", reason="the package is absent")
+    # what the schema does not know would be lost on the way
+    assert models.JobsetV1alpha2JobSet.from_dict(MANIFEST).to_dict() == MANIFEST
+
+
+def test_numbers_that_belong_together_agree() -> None:
+    assert JOB["parallelism"] == JOB["completions"] == int(ENVIRONMENT["NODES"])
+    assert CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == int(ENVIRONMENT["LOCAL_WORLD_SIZE"])
+    name, job = MANIFEST["metadata"]["name"], MANIFEST["spec"]["replicatedJobs"][0]["name"]
+    assert ENVIRONMENT["MASTER_ADDR"] == f"{name}-{job}-0-0.{name}"
+
+
+def test_each_exit_status_has_its_consequence() -> None:
+    """Kubernetes' message: Container NAME for pod POD failed with exit code N matching FailJob rule at index I"""
+    saved, mistake = MANIFEST["spec"]["failurePolicy"]["rules"]
+    reported = [value for rule in JOB["podFailurePolicy"]["rules"] for value in rule["onExitCodes"]["values"]]
+    assert reported == [75, 2, 3, 4]  # those of utils/errors.py that tell more than "failed"
+    assert saved["onJobFailureMessagePatterns"] == ["exit code 75 "]
+    assert (saved["action"], mistake["action"]) == ("RestartJobSetAndIgnoreMaxRestarts", "FailJobSet")
+    assert saved["onJobFailureReasons"] == mistake["onJobFailureReasons"] == ["PodFailurePolicy"]
+
+
+def test_each_pod_starts_its_ranks(tmp_path: Path) -> None:
+    stand_in(tmp_path, "")
+    assert Pods(tmp_path, 2, 2, "--config=a", "--set", "b=c  d").wait() == [0, 0]
+    started = [(tmp_path / f"rank.{rank}").read_text() for rank in range(4)]
+    assert started == [f"{rank} {rank % 2} 4 train.py --config=a --set b=c  d\n" for rank in range(4)]
+
+
+@pytest.mark.parametrize(("action", "status"), [("exit 2", 2), ("((RANK < 1)) || exit 3", 3), ("kill -9 $$", 137)])
+def test_pod_ends_with_the_trainings_own_status(tmp_path: Path, action: str, status: int) -> None:
+    stand_in(tmp_path, action)
+    assert Pods(tmp_path, 1, 2).wait() == [status]
+
+
+def test_eviction_reaches_every_rank_which_may_take_its_time(tmp_path: Path) -> None:
+    stand_in(
+        tmp_path,
+        f'trap "sleep 1.5; touch {tmp_path}/saved.$RANK; exit 75" TERM\n'
+        f'touch "{tmp_path}/ready.$RANK"\nwhile ((SECONDS < 60)); do sleep 0.05; done',
+    )
+    pods = Pods(tmp_path, 1, 2)
+    wait_until("start of the ranks", 20, lambda: len(list(tmp_path.glob("ready.*"))) == 2, 0.05)
+    pods.processes[0].send_signal(signal.SIGTERM)
+    assert pods.wait() == [75]
+    assert len(list(tmp_path.glob("saved.*"))) == 2
+
+
+@pytest.mark.slow
+def test_evicted_training_goes_on(tmp_path: Path) -> None:
+    settings = TINY | {"max_epochs": 2000}
+    arguments = [f"--run-dir={tmp_path}/run", *(word for pair in as_settings(settings) for word in ("--set", pair))]
+    pods = Pods(tmp_path, 2, 1, *arguments)
+    log = tmp_path / "run/train.log"
+    wait_until("first epoch", 100, lambda: log.exists() and "Starting Training Loop" in log.read_text(), 0.2)
+    pods.processes[1].send_signal(signal.SIGTERM)
+    assert pods.wait() == [75, 75]
+    pods = Pods(tmp_path, 2, 1, *arguments)
+    wait_until("second start", 100, lambda: log.read_text().count("Starting Training Loop") == 2, 0.2)
+    pods.processes[0].send_signal(signal.SIGTERM)
+    assert pods.wait() == [75, 75]
+    assert Pods(tmp_path, 2, 1, "--config=nosuch").wait() == [2, 2]

@@ -1,0 +1,91 @@
+"""tools.stage_data: one whole copy of a data folder on a disk of this machine."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tools import stage_data
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "shared/data"
+    (folder / "train/cat").mkdir(parents=True)
+    (folder / "train/cat/1.jpg").write_bytes(b"a picture")
+    (folder / "labels.txt").write_text("cat\n")
+    return folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_copy_is_whole_and_is_used_again(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "local/data"
+    assert stage_data.main([str(source), str(target)]) == 0
+    assert content(target) == content(source)
+    number = target.stat().st_ino
+    assert stage_data.main([str(source), str(target)]) == 0
+    assert target.stat().st_ino == number
+    assert capsys.readouterr().out.splitlines()[1] == f"{target}: there already, 2 files"
+
+
+@pytest.mark.parametrize("change", ["more", "fewer", "other bytes", "newer"])
+def test_copy_of_data_that_has_changed_is_made_anew(source: Path, tmp_path: Path, change: str) -> None:
+    target = tmp_path / "local"
+    stage_data.stage(source, target)
+    if change == "more":
+        (source / "train/cat/2.jpg").write_bytes(b"another")
+    elif change == "fewer":
+        (source / "labels.txt").unlink()
+    elif change == "other bytes":
+        (target / "labels.txt").write_text("cut")
+    else:
+        (source / "labels.txt").write_text("dog\n")
+        os.utime(source / "labels.txt", ns=(1, 1))
+    stage_data.stage(source, target)
+    assert content(target) == content(source)
+
+
+def test_processes_that_start_at_once_copy_once(source: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tools.stage_data", str(source), str(tmp_path / "local")]
+    started = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    said = sorted(process.communicate(timeout=60)[0].split(":")[1].split()[0] for process in started)
+    assert [process.returncode for process in started] == [0, 0, 0]
+    assert said == ["copied", "there", "there"]
+
+
+def test_what_a_killed_copy_left_is_removed(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "near").mkdir()
+    (tmp_path / "near/.local.0badf00d").mkdir()
+    stage_data.stage(source, tmp_path / "near/local")
+    assert sorted(path.name for path in (tmp_path / "near").iterdir()) == [".local.lock", "local"]
+
+
+def test_failures_are_a_line_and_leave_no_copy(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for origin, target, status, words in [
+        (tmp_path / "nosuch", tmp_path / "local", 3, "nosuch: No such file or directory"),
+        (tmp_path / "file", tmp_path / "local", 3, "file: Not a directory"),
+        (source, tmp_path / "file/local", 3, "file: File exists"),
+        (source, source / "copy", 2, "name a folder on a disk of this machine"),
+        (source, source, 2, "name a folder on a disk of this machine"),
+    ]:
+        assert stage_data.main([str(origin), str(target)]) == status
+        said = capsys.readouterr().err
+        assert words in said and said.count("\n") == 1, said
+    usage = type(stage_data.shutil.disk_usage("/"))
+    monkeypatch.setattr(stage_data.shutil, "disk_usage", lambda _: usage(10, 10, 3))
+    assert stage_data.main([str(source), str(tmp_path / "local")]) == 3
+    assert "0.0 GB do not fit into the 0.0 GB free there" in capsys.readouterr().err
+    os.mkfifo(source / "pipe")
+    monkeypatch.undo()
+    assert stage_data.main([str(source), str(tmp_path / "local")]) == 3
+    assert "is a named pipe" in capsys.readouterr().err
+    assert not (tmp_path / "local").exists()

@@ -1,0 +1,14 @@
+#!/bin/bash
+# What srun runs once on each node of a job: bring the data near, then become torchrun. For submit.slr, which exports
+# what is used here. The arguments are torchrun's.
+set -euo pipefail
+: "${notes:?}" "${head_node:?}" "${store:?}" # from submit.slr
+
+touch "$notes/nodes/$SLURMD_NODENAME"
+if [[ -n $STAGE_DATA ]]; then # FROM:TO
+  $LAUNCHER_PREFIX python -m tools.stage_data "${STAGE_DATA%%:*}" "${STAGE_DATA#*:}"
+  set -- "$@" --set "data_path=${STAGE_DATA#*:}"
+fi
+[[ $SLURMD_NODENAME == "$head_node" ]] && is_host=true || is_host=false
+exec $LAUNCHER_PREFIX python -m torch.distributed.run --local_addr="$SLURMD_NODENAME$HOST_SUFFIX" \
+  --rdzv_conf="store_type=$store,is_host=$is_host,join_timeout=$JOIN_TIMEOUT,read_timeout=$JOIN_TIMEOUT" "$@"
