@@ -307,6 +307,8 @@ def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None) ->
 
     `when_saved` is called when training has ended in order, or stopped on request, and nothing is left to save."""
     config = arguments.config
+    if arguments.dry_run:
+        config = config.model_copy(update={"download": False})  # it fetches nothing, and so leaves no file
 
     def run(world: World) -> None:
         trainer = Trainer(config, world, arguments.run_dir, arguments.config_name, arguments.resume)

@@ -12,6 +12,7 @@ from processes import run_job
 import train
 from utils.config import Config, load_config
 from utils.config.command_line import Arguments
+from utils.data.cifar import VERSIONS
 from utils.training.dry_run import state_bytes
 
 
@@ -62,3 +63,17 @@ def test_a_dry_run_describes_on_every_rank_and_prints_on_one(tmp_path):
     assert [process.status for process in ended] == [0, 0], ended[0].errors
     assert ended[0].output.count("memory estimate") == 1
     assert ended[1].output == ""
+
+
+@pytest.mark.parametrize("download", ["auto", True])
+def test_a_dry_run_without_data_fetches_nothing_and_leaves_no_file(tiny, tmp_path, monkeypatch, capsys, download):
+    """It says what is missing and what brings it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(VERSIONS["cifar100"].dataset_class, "download", lambda _: pytest.fail("a download"))
+    config = tiny(dataset="cifar100", num_classes=100, data_path="deep/data", download=download)
+    assert train.main(Arguments(config, "tiny", Path("expts/tiny"), "auto", dry_run=True)) == 3
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "CIFAR-100 is not in deep/data" in said.err
+    assert "tools.prepare_data --dataset cifar100 --data_path deep/data" in said.err
+    assert list(tmp_path.iterdir()) == []

@@ -1,19 +1,15 @@
-"""tools.bench record, its table, and tools.search: what is measured, averaged, refused and kept."""
+"""tools.bench record and its table: what is measured, averaged, refused and kept."""
 
 import json
-import math
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import ROOT, TINY
 
-from tools import search
 from tools.bench import __main__ as bench
 from tools.bench import record
 from tools.command_line import as_settings
@@ -211,76 +207,3 @@ def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
         assert list(training) == []
         with pytest.raises(ExpectedError, match=r"failed: .*batch_size.*0"):
             training.wait()
-
-
-# ---- search
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("lr=0.1..0.5", search.Dimension("lr", 0.1, 0.5)),
-        ("lr=log:1e-3..2", search.Dimension("lr", 0.001, 2.0, log=True)),
-        ("nesterov=true,false", search.Dimension("nesterov", choices=(True, False))),
-        ("ema_decay=null,0.99", search.Dimension("ema_decay", choices=(None, 0.99))),
-    ],
-)
-def test_space_is_read(text: str, expected: search.Dimension) -> None:
-    assert search.parse_dimension(text) == expected
-
-
-@pytest.mark.parametrize("text", ["lr", "rate=1,2", "lr=2..1", "lr=log:0..1", "lr=a..b", "model=resnet8"])
-def test_a_space_that_means_nothing_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"--space {text}"):
-        search.parse_dimension(text)
-
-
-def test_search_needs_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
-    monkeypatch.setitem(search.sys.modules, "optuna", None)
-    assert search.main([f"--out={tmp_path}", "--space=lr=0.1,0.2"]) == 2
-    assert 'pip install ".[search]"' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("failure", "end"),
-    [(KeyboardInterrupt(), "interrupted"), (ExpectedError("bad"), "failed: bad"), (None, "finished")],
-)
-def test_the_log_tells_how_a_trial_ended(
-    failure: BaseException | None, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Training(FollowedRun):
-        def __init__(self, *_: object) -> None:
-            pass
-
-        def __iter__(self) -> Iterator[dict[str, Any]]:
-            return iter(epochs(0.3))
-
-        def wait(self) -> float:
-            if failure is not None:
-                raise failure
-            return 1.0
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    monkeypatch.setattr(search, "FollowedRun", Training)
-    options = SimpleNamespace(yaml_config=Path("a"), config="b", out=tmp_path)
-    trial = SimpleNamespace(number=0, set_user_attr=print, report=lambda *_, **__: None, should_prune=lambda: False)
-    objective = search._objective(options, [], [], RuntimeError)  # type: ignore[arg-type]
-    with pytest.raises(KeyboardInterrupt) if end == "interrupted" else nullcontext():
-        objective(trial)
-    (line,) = (tmp_path / search.LOG).read_text().splitlines()
-    assert json.loads(line)["end"] == end and json.loads(line)["acc1/valid"] == [0.3]
-
-
-@pytest.mark.slow
-def test_search_keeps_its_log_and_goes_on(tmp_path: Path) -> None:
-    pytest.importorskip("optuna", reason="Optuna is not installed")
-    arguments = ["--config=bs128", f"--out={tmp_path}", "--space=lr=log:0.001..1", *SETTINGS, "--set=max_epochs=3"]
-    for trials in (2, 3):
-        assert search.main([*arguments, f"--trials={trials}"]) == 0
-        lines = [json.loads(line) for line in (tmp_path / search.LOG).read_text().splitlines()]
-        assert [line["trial"] for line in lines] == list(range(trials))
-    assert all(0.001 <= line["settings"]["lr"] <= 1 and math.isfinite(line["seconds"]) for line in lines)
-    assert {line["end"] for line in lines} <= {"finished", "stopped: behind"}
-    assert {path.name for path in tmp_path.iterdir()} == {search.LOG, "study.sqlite"}

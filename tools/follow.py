@@ -16,6 +16,14 @@ TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 POLL_SECONDS = 0.05
 
 
+class FailedRun(ExpectedError):
+    """A run that failed, with its own message and exit status; 1 where a signal ended it."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.exit_status = max(status, 1)
+
+
 class FollowedRun:
     """train.py in a process; iterating yields the record of each epoch as soon as it is written, until the end.
 
@@ -48,13 +56,15 @@ class FollowedRun:
                 time.sleep(POLL_SECONDS)
 
     def wait(self) -> float:
-        """Seconds from the start of the command to its end; `ExpectedError` with its message where it failed."""
+        """Seconds from the start of the command to its end; `FailedRun` where it failed."""
         status = self.process.wait()
         seconds = time.perf_counter() - self.started
         if status != 0:
             self._errors.seek(0)
             lines = self._errors.read().strip().splitlines() or [f"status {status}"]
-            raise ExpectedError(f"train.py in {self.folder} failed: {lines[-1].removeprefix('error: ')}")
+            begin = next((number for number, line in enumerate(lines) if line.startswith("error: ")), -1)
+            message = "\n".join(lines[begin:]).removeprefix("error: ")
+            raise FailedRun(f"train.py in {self.folder} failed: {message}", status)
         return seconds
 
     def __exit__(self, *_: object) -> None:

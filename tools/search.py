@@ -6,7 +6,8 @@
 Each trial is a train.py of its own; after epochs 1, 2, 4, 8 and so on a trial is stopped that is not in the better
 half of those so far (Li et al. 2018, arXiv:1810.05934, asynchronous). DIR/trials.jsonl holds a line for each trial:
 settings, accuracy of every epoch, seconds, and how it ended. The same command continues from there, until there are
---trials in all.
+--trials in all. A trial whose training breaks down, as when the loss is no longer finite, has failed: it has
+no accuracy. A trial that ends with exit status 2 or 3 (configuration, data) ends the search, as others would fail too.
 """
 
 import argparse
@@ -22,10 +23,15 @@ from tools.command_line import add_config_arguments, as_settings, new_parser
 from tools.follow import FollowedRun
 from tools.output import make_folder
 from utils.config import Config, load_config
-from utils.errors import ConfigError, ExpectedError, exit_in_a_line
+from utils.errors import ConfigError, DataError, ExpectedError, exit_in_a_line
 
 LOG = "trials.jsonl"
-FAILED = -1.0  # of a trial whose training broke down: worse than any accuracy
+BROKE_DOWN = "broke down"  # mark of a trial that failed by itself: interrupted ones are tried again, this one is not
+SAME_FOR_ALL = (ConfigError.exit_status, DataError.exit_status)  # statuses that no other settings would change
+
+
+class TrialFailed(Exception):
+    """Tells Optuna that a trial has no result."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ def search(options: argparse.Namespace) -> None:
     settings = [*options.set, "save_checkpoint=false", "log_to_tensorboard=false"]
     load_config(options.yaml_config, options.config, settings)  # a mistake in it is no trial
     make_folder(options.out)
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # a failed trial is told here in a line
     study = optuna.create_study(
         study_name=options.config,
         direction="maximize",
@@ -103,12 +109,24 @@ def search(options: argparse.Namespace) -> None:
         load_if_exists=True,
     )
     states = optuna.trial.TrialState
-    missing = options.trials - len(study.get_trials(states=[states.COMPLETE, states.PRUNED]))
-    study.optimize(_objective(options, settings, space, optuna.TrialPruned), n_trials=max(0, missing))
-    if study.get_trials(states=[states.COMPLETE]):
-        best = study.best_trial
-        shown = " ".join(f"--set {setting}" for setting in as_settings(best.user_attrs["settings"]))
-        print(f"best of {len(study.trials)} trials: number {best.number}, {best.value:.2%}: {shown}")
+    done = sum(
+        trial.state in (states.COMPLETE, states.PRUNED) or BROKE_DOWN in trial.user_attrs for trial in study.trials
+    )
+    objective = _objective(options, settings, space, optuna.TrialPruned)
+    study.optimize(objective, n_trials=max(0, options.trials - done), catch=TrialFailed)
+    _print_best(study, study.get_trials(states=[states.COMPLETE]))
+
+
+def _print_best(study: Any, finished: Sequence[Any]) -> None:
+    """The result; `ExpectedError` where no trial has one."""
+    messages = [trial.user_attrs[BROKE_DOWN] for trial in study.trials if BROKE_DOWN in trial.user_attrs]
+    failed = f" ({len(messages)} failed)" if messages else ""
+    if not finished:
+        reason = f"; the last one that failed: {messages[-1]}" if messages else ""
+        raise ExpectedError(f"none of {len(study.trials)} trials has a result{failed}{reason}")
+    best = study.best_trial
+    shown = " ".join(f"--set {setting}" for setting in as_settings(best.user_attrs["settings"]))
+    print(f"best of {len(study.trials)} trials{failed}: number {best.number}, {best.value:.2%}: {shown}")
 
 
 def _objective(
@@ -132,12 +150,16 @@ def _objective(
                 training.wait()
                 record["end"] = "finished"
         except ExpectedError as error:
-            record["end"] = f"failed: {error}"
-            return FAILED
+            record["end"] = f"failed: {str(error).splitlines()[0]}"
+            if error.exit_status in SAME_FOR_ALL:
+                raise
+            trial.set_user_attr(BROKE_DOWN, str(error))
+            raise TrialFailed from None
         finally:
             with (options.out / LOG).open("a", encoding="utf-8") as log:
                 log.write(json.dumps(record | {"acc1/valid": accuracies}) + "\n")
-            print(f"trial {trial.number}: {record['end']}, {max(accuracies, default=0):.2%}, {tried}", flush=True)
+            reached = f", {max(accuracies):.2%}" if accuracies else ""
+            print(f"trial {trial.number}: {record['end']}{reached}, {tried}", flush=True)
             shutil.rmtree(folder, ignore_errors=True)
         return accuracies[-1]
 

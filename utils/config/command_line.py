@@ -105,7 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--print-config", action="store_true", help="print every key, differences first, and leave")
     parser.add_argument(
         "--dry-run", action="store_true",
-        help="open the data, build the model, print what would happen and what memory it would take, and leave",
+        help="open the data, build the model, print what would happen and what memory it would take, and leave; "
+        "fetches and writes nothing",
     )  # fmt: skip
     # torch.distributed.launch still passes it; the environment variable LOCAL_RANK says the same
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)

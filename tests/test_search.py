@@ -1,0 +1,138 @@
+"""tools.search: what is tried, how trials end, and that a search goes on. Most trials here train nothing."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TINY
+
+from tools import search
+from tools.command_line import as_settings
+from tools.follow import FailedRun, FollowedRun
+from utils.errors import ConfigError
+
+SETTINGS = [f"--set={setting}" for setting in as_settings(TINY)]
+Outcome = float | Exception | KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("lr=0.1..0.5", search.Dimension("lr", 0.1, 0.5)),
+        ("lr=log:1e-3..2", search.Dimension("lr", 0.001, 2.0, log=True)),
+        ("nesterov=true,false", search.Dimension("nesterov", choices=(True, False))),
+        ("ema_decay=null,0.99", search.Dimension("ema_decay", choices=(None, 0.99))),
+    ],
+)
+def test_space_is_read(text: str, expected: search.Dimension) -> None:
+    assert search.parse_dimension(text) == expected
+
+
+@pytest.mark.parametrize("text", ["lr", "rate=1,2", "lr=2..1", "lr=log:0..1", "lr=a..b", "model=resnet8"])
+def test_a_space_that_means_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--space {text}"):
+        search.parse_dimension(text)
+
+
+def test_search_needs_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    monkeypatch.setitem(search.sys.modules, "optuna", None)
+    assert search.main([f"--out={tmp_path}", "--space=lr=0.1,0.2"]) == 2
+    assert 'pip install ".[search]"' in capsys.readouterr().err
+
+
+@pytest.fixture
+def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """searched(outcomes, trials=N): the exit status of a search whose trials reach these accuracies, or fail."""
+    pytest.importorskip("optuna", reason="Optuna is not installed")
+
+    def run(outcomes: list[Outcome], trials: int | None = None) -> int:
+        left = iter(outcomes)
+
+        class Training(FollowedRun):
+            def __init__(self, *_: object) -> None:
+                self.outcome = next(left)
+
+            def __iter__(self) -> Iterator[dict[str, Any]]:
+                if isinstance(self.outcome, float):
+                    yield {"epoch": 1, "seconds": 2.0, "acc1/valid": self.outcome}
+
+            def wait(self) -> float:
+                if not isinstance(self.outcome, float):
+                    raise self.outcome
+                return 1.0
+
+            def __exit__(self, *_: object) -> None:
+                pass
+
+        monkeypatch.setattr(search, "FollowedRun", Training)
+        count = len(outcomes) if trials is None else trials
+        status = search.main([f"--out={tmp_path}", "--space=lr=0.1..0.2", f"--trials={count}"])
+        assert next(left, None) is None, "fewer trials than expected"
+        return status
+
+    return run
+
+
+def ends(folder: Path) -> list[str]:
+    return [json.loads(line)["end"] for line in (folder / search.LOG).read_text().splitlines()]
+
+
+def test_failed_trials_have_no_accuracy(searched: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
+    assert searched([FailedRun("not finite", 1), 0.3, FailedRun("killed", -9)]) == 0
+    out, err = capsys.readouterr()
+    assert "best of 3 trials (2 failed): number 1, 30.00%: --set lr=" in out
+    assert err == ""
+    assert ends(tmp_path) == ["failed: not finite", "finished", "failed: killed"]
+    # they are done all the same: the same command tries no other in their place
+    assert searched([], trials=3) == 0
+
+
+def test_a_search_whose_every_trial_fails_says_so(searched: Callable[..., int], capsys: Any) -> None:
+    assert searched([FailedRun("first", 1), FailedRun("second", 1)]) == 1
+    out, err = capsys.readouterr()
+    assert err == "error: none of 2 trials has a result (2 failed); the last one that failed: second\n"
+    assert "best" not in out and "-100" not in out
+
+
+@pytest.mark.parametrize("status", [2, 3])
+def test_what_would_fail_every_trial_ends_the_search(
+    searched: Callable[..., int], tmp_path: Path, capsys: Any, status: int
+) -> None:
+    assert searched([0.3, FailedRun("what is wrong", status)], trials=4) == status
+    out, err = capsys.readouterr()
+    assert err == "error: what is wrong\n"
+    assert "best" not in out
+    assert ends(tmp_path) == ["finished", "failed: what is wrong"]
+    # mended, the same command goes on; the trial that the mistake ended is not one of the four
+    assert searched([0.4, 0.5, 0.6], trials=4) == 0
+    assert "number 4, 60.00%" in capsys.readouterr().out
+
+
+def test_an_interrupted_trial_is_tried_again(searched: Callable[..., int], tmp_path: Path) -> None:
+    assert searched([0.3, KeyboardInterrupt()]) == 130
+    assert ends(tmp_path) == ["finished", "interrupted"]
+    assert searched([0.4], trials=2) == 0
+
+
+def test_a_failed_run_has_its_message_and_status(tmp_path: Path) -> None:
+    with FollowedRun(Path("config/cifar100.yaml"), "bs128", ["batch_size=0"], tmp_path) as training:
+        assert list(training) == []
+        with pytest.raises(FailedRun, match=r"failed: --set batch_size=0: batch_size is 0; allowed") as failed:
+            training.wait()
+    assert failed.value.exit_status == ConfigError.exit_status
+
+
+@pytest.mark.slow
+def test_search_keeps_its_log_and_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("optuna", reason="Optuna is not installed")
+    arguments = ["--config=bs128", f"--out={tmp_path}", "--space=lr=log:0.001..1", *SETTINGS, "--set=max_epochs=3"]
+    for trials in (2, 3):
+        assert search.main([*arguments, f"--trials={trials}"]) == 0
+        lines = [json.loads(line) for line in (tmp_path / search.LOG).read_text().splitlines()]
+        assert [line["trial"] for line in lines] == list(range(trials))
+    assert all(0.001 <= line["settings"]["lr"] <= 1 and math.isfinite(line["seconds"]) for line in lines)
+    assert {line["end"] for line in lines} <= {"finished", "stopped: behind"}
+    assert {path.name for path in tmp_path.iterdir()} == {search.LOG, "study.sqlite"}
