@@ -23,6 +23,7 @@ from utils.training.dry_run import state_bytes
         {"momentum": 0, "nesterov": False},
         {"optimizer": "lars"},
         {"optimizer": "lamb"},
+        {"optimizer": "adamw"},
         {"ema_decay": 0.9},
         {"opt_level": "O2"},
         {"opt_level": "O2", "optimizer": "lamb"},
@@ -38,7 +39,8 @@ def test_the_memory_estimate_counts_what_a_step_leaves(tiny, alone, changes):
     if trainer.learner.average is not None:
         trainer.learner.average.update()
     weights = {*trainer.learner.model.parameters(), *trainer.learner.weights.parameters()}
-    moments = [value for state in trainer.learner.optimizer.state.values() for value in state.values()]
+    states = trainer.learner.optimizer.state.values()
+    moments = [value for state in states for name, value in state.items() if name != "step"]  # AdamW's has four bytes
     averaged = trainer.learner.average.network
     average = [] if averaged is trainer.learner.model else averaged.state_dict().values()
     assert state_bytes(config, trainer.learner.weights) == 2 * size(weights) + size(moments) + size(average)

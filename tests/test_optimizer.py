@@ -152,6 +152,34 @@ def test_plain_and_fused_sgd_equal_pytorchs_built_by_hand(tiny, nesterov):
         torch.testing.assert_close(train(optimizer, parameter, gradients), expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("decay_all", [True, False])
+def test_plain_and_fused_adamw_equal_pytorchs_built_by_hand(tiny, decay_all):
+    """A matrix and a bias; the fused kernel too, and a bias that is not decayed where the configuration says so."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = [(torch.randn(4, 5, generator=generator), torch.randn(5, generator=generator)) for _ in range(5)]
+
+    def train_both(build):
+        parameters = [nn.Parameter(torch.ones(4, 5)), nn.Parameter(torch.ones(5))]
+        optimizer = build(parameters)
+        for step in gradients:
+            for parameter, gradient in zip(parameters, step, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+        return parameters
+
+    def by_hand(parameters):
+        matrix, bias = parameters
+        groups = [{"params": [matrix]}, {"params": [bias], "weight_decay": 0.3 if decay_all else 0.0}]
+        return torch.optim.AdamW(groups, lr=0.03, betas=(0.8, 0.999), weight_decay=0.3)
+
+    expected = train_both(by_hand)
+    for fused in (False, True):
+        values = {"lr": 0.03, "momentum": 0.8, "weight_decay": 0.3, "weight_decay_bn_bias": decay_all}
+        config = tiny(optimizer="adamw", fused_optimizer=fused, **values)
+        found = train_both(lambda parameters, config=config: build_optimizer(config, parameters))
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
 def test_fused_sgd_survives_a_first_step_that_loss_scaling_skips(tiny):
     """PyTorch's fused kernel leaves a momentum buffer unwritten then; deterministic mode fills such memory with NaN."""
     parameter = nn.Parameter(torch.ones(50))
@@ -183,20 +211,22 @@ def test_restored_optimizer_keeps_its_buffers_but_not_its_options(tiny):
     assert torch.equal(*(next(iter(side.state.values()))["momentum_buffer"] for side in (before, after)))
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_restored_optimizer_updates_in_the_present_memory_format(tiny, momentum):
+@pytest.mark.parametrize(
+    "changes", [{"momentum": 0.0}, {"momentum": 0.9}, {"optimizer": "adamw"}], ids=["no momentum", "momentum", "adamw"]
+)
+def test_a_restored_optimizer_updates_in_the_present_memory_format(tiny, changes):
     """enable_nhwc and momentum may change between two starts; the fused kernel adds raw memory to raw memory."""
     generator = torch.Generator().manual_seed(0)
     first, second = (torch.randn(4, 3, 2, 2, generator=generator) for _ in range(2))
     results = []
     for fused in (False, True):
         old = nn.Parameter(torch.ones(4, 3, 2, 2))
-        before = build_optimizer(tiny(momentum=momentum), nn.ParameterList([old]))
+        before = build_optimizer(tiny(**changes), nn.ParameterList([old]))
         train(before, old, [first])
         new = nn.Parameter(old.detach().to(memory_format=torch.channels_last))
-        after = build_optimizer(tiny(momentum=0.9, fused_optimizer=fused), nn.ParameterList([new]))
+        after = build_optimizer(tiny(**changes | {"momentum": 0.9, "fused_optimizer": fused}), nn.ParameterList([new]))
         load_optimizer(after, before.state_dict())
-        if fused:
-            assert after.state[new]["momentum_buffer"].is_contiguous(memory_format=torch.channels_last)
+        moments = [value for name, value in after.state[new].items() if name != "step" and value is not None]
+        assert not fused or all(value.is_contiguous(memory_format=torch.channels_last) for value in moments)
         results.append(train(after, new, [second.to(memory_format=torch.channels_last)]))
     torch.testing.assert_close(*results)

@@ -148,8 +148,11 @@ def test_lars_and_lamb_equal_timms(name):
     assert_same(*sides)
 
 
-@pytest.mark.parametrize("name", ["lars", "lamb"])
-def test_large_batch_optimizers_go_on_from_their_state(tiny, name):
+RATES_OF = {"lars": {"lr": 1.0}, "lamb": {"lr": 0.01}, "adamw": {"lr": 0.01}}
+
+
+@pytest.mark.parametrize("name", RATES_OF)
+def test_other_optimizers_go_on_from_their_state(tiny, name):
     def build():
         parameter = nn.Parameter(torch.ones(3, 2))
         return build_optimizer(tiny(optimizer=name), [parameter]), parameter
@@ -170,12 +173,9 @@ def test_large_batch_optimizers_go_on_from_their_state(tiny, name):
     assert torch.equal(rest, expected)
 
 
-LARGE_BATCH = {"lars": {"lr": 1.0}, "lamb": {"lr": 0.01}}
-
-
-@pytest.mark.parametrize("name", ["lars", "lamb"])
-def test_large_batch_optimizers_learn_a_batch_by_heart(tiny, alone, name):
-    trainer = Trainer(tiny(optimizer=name, **LARGE_BATCH[name]), alone)
+@pytest.mark.parametrize("name", RATES_OF)
+def test_other_optimizers_learn_a_batch_by_heart(tiny, alone, name):
+    trainer = Trainer(tiny(optimizer=name, **RATES_OF[name]), alone)
     for group in trainer.learner.optimizer.param_groups if name == "lars" else ():
         group["trust_coefficient"] = 0.02  # the paper's would take long
     images, labels = next(iter(trainer.loaders.train))
@@ -185,9 +185,10 @@ def test_large_batch_optimizers_learn_a_batch_by_heart(tiny, alone, name):
     assert average["loss"] < 0.5
 
 
-@pytest.mark.parametrize("name", ["lars", "lamb"])
-def test_large_batch_optimizers_resume_bitwise(tiny, alone, tmp_path, name):
-    changes = {"optimizer": name, **LARGE_BATCH[name], "weight_decay_bn_bias": False}
+@pytest.mark.parametrize("name", [*RATES_OF, "fused adamw"])
+def test_other_optimizers_resume_bitwise(tiny, alone, tmp_path, name):
+    *fused, name = name.split()
+    changes = {"optimizer": name, **RATES_OF[name], "weight_decay_bn_bias": False, "fused_optimizer": bool(fused)}
     whole = run(tiny(max_epochs=2, **changes), alone, tmp_path / "whole")
     run(tiny(max_epochs=1, **changes), alone, tmp_path / "parts")
     parts = run(tiny(max_epochs=2, **changes), alone, tmp_path / "parts")
@@ -391,6 +392,7 @@ def test_run_ends_at_its_target_and_stays_ended(tiny, alone, tmp_path):
     ("changes", "message"),
     [
         ({"optimizer": "lamb", "nesterov": True}, "nesterov is true, which optimizer lamb does not have"),
+        ({"optimizer": "adamw", "nesterov": True}, "nesterov is true, which optimizer adamw does not have"),
         ({"optimizer": "lars", "fused_optimizer": True}, "optimizer lars has no fused kernel"),
         ({"progressive_image_sizes": (16,)}, "as many as progressive_image_sizes"),
         ({"progressive_image_sizes": (16, 24), "progressive_image_shares": (0.5, 0.2)}, "must rise"),
@@ -403,7 +405,8 @@ def test_run_ends_at_its_target_and_stays_ended(tiny, alone, tmp_path):
             },
             "needs images of one size",
         ),
-        ({"optimizer": "lars", "enable_cuda_graphs": "auto"}, "needs optimizer sgd"),
+        ({"optimizer": "lars", "enable_cuda_graphs": "auto"}, "needs optimizer sgd or adamw; lars reads"),
+        ({"optimizer": "adamw", "enable_cuda_graphs": "auto"}, "without it PyTorch's adamw reads the learning rate"),
         ({"model": "vgg16", "zero_init_residual": True}, "model vgg16 has no residual blocks"),
         ({"model": "alexnet"}, "stem must be imagenet"),
         ({"model": "resnet8", "stem": "imagenet"}, "is for small images"),
@@ -418,4 +421,5 @@ def test_combinations_without_meaning_are_refused(tiny, changes, message):
 
 def test_group_switch_leaves_the_fused_kernel_out_where_there_is_none(tiny):
     assert tiny(enable_extra_opts=True).extra_opt("fused_optimizer")
+    assert tiny(enable_extra_opts=True, optimizer="adamw").extra_opt("fused_optimizer")
     assert not tiny(enable_extra_opts=True, optimizer="lamb").extra_opt("fused_optimizer")

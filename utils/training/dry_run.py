@@ -39,8 +39,8 @@ def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: st
 
 def state_bytes(keys: TrainingKeys, weights: MasterWeights) -> int:
     """Bytes of what is kept from step to step: weights, gradients, the optimizer's moments, the average of weights."""
-    # LAMB keeps mean and square of the gradients, LARS a momentum, SGD that only where there is one
-    moments = {"lamb": 2, "lars": 1}.get(keys.optimizer, int(keys.momentum > 0))
+    # AdamW and LAMB keep mean and square of the gradients, LARS a momentum, SGD that only where there is one
+    moments = {"adamw": 2, "lamb": 2, "lars": 1}.get(keys.optimizer, int(keys.momentum > 0))
     updated = weights.parameters()
     average = _bytes(weights.model.state_dict().values()) if keys.ema_decay is not None else 0
     # the half weights' gradients are dropped only when they have become the masters'

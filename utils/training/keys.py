@@ -8,13 +8,15 @@ from utils.distributed.keys import DistributedKeys
 from utils.keys import Fact, Fraction, NonNegativeInt, PositiveFloat, PositiveInt, SharedKeys
 
 Auto = Literal["auto", True, False]
+HAVE_FUSED_KERNEL = ("sgd", "adamw")
 
 
 class OptimizerKeys(SharedKeys):
     """optimizer"""
 
-    optimizer: Annotated[Literal["sgd", "lars", "lamb"], Fact.FIXED] = "sgd"
-    """sgd with momentum; for large batches lars (layer-wise SGD) or lamb (layer-wise Adam)."""
+    optimizer: Annotated[Literal["sgd", "adamw", "lars", "lamb"], Fact.FIXED] = "sgd"
+    """sgd with momentum, adamw; for large batches lars (layer-wise SGD), lamb (layer-wise Adam). A usual lr for adamw
+    is 0.001."""
     lr: Annotated[float, Field(gt=0, le=1000)] = 0.1
     """Peak learning rate, before lr_scale_rule."""
     lr_scale_rule: Literal["none", "sqrt", "linear"] = "none"
@@ -22,11 +24,11 @@ class OptimizerKeys(SharedKeys):
     lr_reference_batch_size: PositiveInt = 128
     """The global batch that lr is meant for, where lr_scale_rule is not none."""
     momentum: Fraction = 0.9
-    """Momentum of sgd and lars, beta1 of lamb."""
+    """Momentum of sgd and lars, beta1 of adamw and lamb."""
     nesterov: bool = False
     """Nesterov momentum, of sgd and lars."""
     weight_decay: Annotated[float, Field(ge=0, le=1000)] = 5e-4
-    """L2 penalty; for lamb decoupled from the gradient."""
+    """L2 penalty; for adamw and lamb decoupled from the gradient."""
     weight_decay_bn_bias: Annotated[bool, Fact.FIXED] = True
     """Decay BatchNorm's weights and biases too, as the tutorial does."""
     clip_grad_norm: PositiveFloat | None = None
@@ -36,8 +38,8 @@ class OptimizerKeys(SharedKeys):
     def _check_optimizer(self) -> "OptimizerKeys":
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov is true, which needs momentum above 0; momentum is 0")
-        if self.nesterov and self.optimizer == "lamb":
-            raise ValueError("nesterov is true, which optimizer lamb does not have; use nesterov=false")
+        if self.nesterov and self.optimizer in ("adamw", "lamb"):
+            raise ValueError(f"nesterov is true, which optimizer {self.optimizer} does not have; use nesterov=false")
         return self
 
     @property
@@ -141,7 +143,7 @@ class SpeedKeys(OptimizerKeys, PrecisionKeys, DistributedKeys):
     enable_extra_opts: bool = False
     """EXTRA: the tutorial's group switch for the three keys below where they are null."""
     fused_optimizer: bool | None = None
-    """EXTRA: one fused kernel for the whole update; optimizer sgd has one."""
+    """EXTRA: one fused kernel for the whole update; optimizers sgd and adamw have one."""
     zero_grad_set_to_none: bool | None = None
     """EXTRA: drop gradients instead of writing zeros into them."""
     cudnn_benchmark: bool | None = None
@@ -163,12 +165,12 @@ class SpeedKeys(OptimizerKeys, PrecisionKeys, DistributedKeys):
     def extra_opt(self, key: Literal["fused_optimizer", "zero_grad_set_to_none", "cudnn_benchmark"]) -> bool:
         """The member's own value, or the group's where the member is null."""
         value = getattr(self, key)
-        group = self.enable_extra_opts and (key != "fused_optimizer" or self.optimizer == "sgd")
+        group = self.enable_extra_opts and (key != "fused_optimizer" or self.optimizer in HAVE_FUSED_KERNEL)
         return group if value is None else value
 
     @model_validator(mode="after")
     def _check_speed(self) -> "SpeedKeys":
-        if self.fused_optimizer and self.optimizer != "sgd":
+        if self.fused_optimizer and self.optimizer not in HAVE_FUSED_KERNEL:
             raise ValueError(f"fused_optimizer is true, but optimizer {self.optimizer} has no fused kernel; use null")
         autocast = self.opt_level == "O1" or (self.enable_amp and self.opt_level is None)
         if self.parallel == "dataparallel" and autocast and self.amp_dtype == "bf16":
@@ -201,12 +203,14 @@ class TrainingKeys(SpeedKeys, RecipeKeys):
         asked = f"enable_cuda_graphs {str(self.enable_cuda_graphs).lower()}"
         if self.progressive_image_sizes:
             raise ValueError(f"{asked} needs images of one size; progressive_image_sizes gives several, use []")
-        if self.optimizer != "sgd":
-            raise ValueError(f"{asked} needs optimizer sgd; {self.optimizer} reads the learning rate on the host")
+        if self.optimizer not in HAVE_FUSED_KERNEL:
+            raise ValueError(
+                f"{asked} needs optimizer sgd or adamw; {self.optimizer} reads the learning rate on the host"
+            )
         if not self.extra_opt("fused_optimizer"):
             raise ValueError(
-                f"{asked} needs fused_optimizer true (or enable_extra_opts): PyTorch's other SGDs read the learning "
-                "rate on the host"
+                f"{asked} needs fused_optimizer true (or enable_extra_opts): without it PyTorch's {self.optimizer} "
+                "reads the learning rate on the host"
             )
         if self.compile_mode in ("reduce-overhead", "max-autotune"):
             raise ValueError(
