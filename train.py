@@ -150,6 +150,7 @@ class Trainer:
         self.learner.average.network.eval()
         self.loaders.valid.set_epoch(self.progress.epoch)
         self.log.start_bar("validation", len(self.loaders.valid))
+        self.requests.start_loop()
         sums, confusion = MetricSums(self.world.device), Confusion(self.config.num_classes, self.world.device)
         for number, (images, labels) in enumerate(self.loaders.valid, start=1):
             outputs = self.learner.predict(images)
@@ -164,6 +165,7 @@ class Trainer:
         self.learner.model.train()
         name = f"epoch {self.progress.epoch + 1}/{self.config.max_epochs}"
         self.log.start_bar(name, len(self.batches), self.progress.batch)
+        self.requests.start_loop()
         self.throughput.start()
 
     def _finish_epoch(self, train: Metrics, valid: Metrics, confusion: Confusion, started: float) -> None:

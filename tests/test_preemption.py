@@ -1,12 +1,20 @@
-"""utils.run.preemption: what a signal asks for, and the second Ctrl-C. tests/test_resume.py stops whole runs."""
+"""utils.run.preemption: what a signal asks for, how soon, the second Ctrl-C. tests/test_resume.py stops whole runs."""
 
+import ctypes
+import itertools
+import json
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes import run_job
 
+from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.run import preemption
 from utils.run.preemption import ONE_KEYSTROKE, Requests, listen
@@ -52,3 +60,99 @@ def test_a_second_ctrl_c_stops_at_once(
         assert interrupts(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
     assert capfd.readouterr().err.count("Ctrl-C again stops without saving") == 1
+
+
+def test_the_answer_comes_within_a_slow_step(alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is one long operation outside Python, which ends only when the answer has come."""
+    answered, written = threading.Event(), []
+
+    def write(descriptor: int, content: bytes) -> int:
+        if descriptor != 2:
+            return os.write(descriptor, content)
+        written.append(content.decode())
+        answered.set()
+        return len(content)
+
+    monkeypatch.setattr(preemption, "os", SimpleNamespace(**vars(os) | {"write": write}))
+    library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    in_time = []
+
+    def ask_and_end_the_step() -> None:
+        time.sleep(0.2)  # until the main thread is in its step; if it is not, the test only shows less
+        os.kill(os.getpid(), signal.SIGTERM)
+        in_time.append(answered.wait(timeout=20))
+        library.pthread_mutex_unlock(mutex)
+
+    requests = Requests(alone, save_every_minutes=None)
+    with listen(requests):
+        thread = threading.Thread(target=ask_and_end_the_step)
+        thread.start()
+        library.pthread_mutex_lock(mutex)
+        thread.join()
+        assert requests.poll() == "stop"
+        signal.raise_signal(signal.SIGTERM)
+    assert in_time == [True] and len(written) == 1 and "saving after this step" in written[0]
+
+
+# Seconds of a batch on each of two ranks, in loops that follow each other; the signal comes in the last loop.
+PACES = {
+    "fast": [(0.01, 0.02)],
+    "a second": [(1.0, 0.9)],
+    "slow": [(10.0, 10.0)],
+    "half a second": [(0.45, 0.4)],
+    "training after validation": [(0.01, 0.01), (4.0, 5.0)],
+}
+
+
+def stop_in_the_middle(folder: Path, pace: list[tuple[float, float]]) -> int:
+    """Signals to either rank after several numbers of batches: when they came, when each rank stopped, by a clock that
+    only batches move, and how many messages there were."""
+
+    def stop_after(world: World, batches: int, asked: int) -> tuple[int, float, int]:
+        clock, sent = [0.0], [0]
+        preemption.time = SimpleNamespace(monotonic=lambda: clock[0])  # type: ignore[assignment]
+        requests = Requests(world, save_every_minutes=None)
+        send = requests._send
+
+        def count_and_send() -> object:
+            sent[0] += 1
+            return send()
+
+        requests._send = count_and_send  # type: ignore[method-assign, assignment]
+        with listen(requests):
+            for before in pace[:-1]:
+                requests.start_loop()
+                for _ in range(300):
+                    clock[0] += before[world.rank]
+                    assert requests.poll() is None
+            requests.start_loop()
+            for number in itertools.count(1):
+                clock[0] += pace[-1][world.rank]
+                if number == batches and world.rank == asked:
+                    signal.raise_signal(signal.SIGTERM)
+                if requests.poll() == "stop":
+                    return number, clock[0], sent[0]
+        raise AssertionError
+
+    def action(world: World) -> None:
+        rows = [(batches, stop_after(world, batches, batches % 2)) for batches in (*range(1, 10), 150, 1000)]
+        (folder / f"rank-{world.rank}.json").write_text(json.dumps(rows))
+
+    return run_ranks(action, "cpu", 60, 60)
+
+
+@pytest.mark.parametrize("pace", PACES)
+def test_ranks_stop_after_the_same_batch_within_two_seconds_or_the_batch(tmp_path: Path, pace: str) -> None:
+    ended = run_job(tmp_path, 2, stop_in_the_middle, tmp_path, PACES[pace])
+    assert [process.status for process in ended] == [0, 0], ended
+    assert "asked to stop" not in ended[1].errors  # one answer on the screen, the main rank's
+    rows, others = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+    seconds = max(PACES[pace][-1])
+    for (batches, (stopped, _, sent)), (_, (other, *_)) in zip(rows, others, strict=True):
+        assert stopped == other
+        if seconds > 0.5:
+            assert stopped == batches
+        else:
+            assert (stopped - batches) * seconds <= 2.0
+            assert sent <= 10 + stopped * seconds * 2  # not one for each batch

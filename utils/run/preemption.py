@@ -2,14 +2,20 @@
 Trainer saves and, where asked to, leaves.
 
 Nothing is saved inside a signal handler: it may interrupt anything, a checkpoint being written included.
+
+How soon: one process stops after the present batch. Several ranks compare their flags by one small message off the
+device's queue, about once a second, and all stop after the same batch: within two seconds, or after the present batch
+where a batch takes longer than half a second. The time is counted in batches, since that is what all ranks have in
+common: as many as fit into a second, at the pace of the batches before.
 """
 
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Literal
 
@@ -18,10 +24,11 @@ import torch.distributed as dist
 
 from utils.distributed.world import World
 
-POLL_BATCHES = 8  # ranks compare their flags this often, by one small message off the device's queue
+POLL_SECONDS = 1.0  # ranks compare their flags this often
 # seconds; a launcher passes Ctrl-C on to processes that the terminal has already sent it to: those two are one
 ONE_KEYSTROKE = 1.0
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+END = b"\0"  # ends the thread that answers: no signal has this number
 
 Asked = Literal["stop", "save"] | None
 
@@ -29,8 +36,8 @@ Asked = Literal["stop", "save"] | None
 class Requests:
     """What is asked of the run, polled by every rank after the same batch.
 
-    With several ranks an answer is that of the poll before, which was sent 8 batches ago and has long arrived: no rank
-    waits, and all get the same answer at the same batch.
+    With several ranks the message of one batch is answered after the next, when it has long arrived, so no rank waits.
+    Where no two batches fit into `POLL_SECONDS` every batch has a message and waits for it, which is little beside it.
     """
 
     def __init__(self, world: World, save_every_minutes: float | None) -> None:
@@ -39,37 +46,49 @@ class Requests:
         self.since_signal = 0.0
         self._interval = math.inf if save_every_minutes is None else 60 * save_every_minutes
         self._saved_at = time.monotonic()
-        self._polls = 0
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
+        self.start_loop()
+
+    def start_loop(self) -> None:
+        """Batches of another kind follow, of training or validation: their pace is not known yet."""
+        self._every = 1  # batches from one message to the next, the same on all ranks
+        self._batches, self._since = 0, time.monotonic()
 
     def poll(self) -> Asked:
         """Collective: "stop" on every rank once any of them got a signal, "save" once the interval has passed."""
+        self._batches += 1
         if self.world.world_size == 1:
-            return self._answer(self._flags())
-        self._polls += 1
-        if self._polls % POLL_BATCHES:
-            return None
-        flags, work = self._pending or self._send()  # the first time there is none under way: ask and wait
+            return self._answer(*self._flags().tolist())
+        if self._pending is None:
+            if self._batches < self._every:
+                return None
+            self._pending = self._send()
+            if self._every > 1:
+                return None
+        flags, work = self._pending
         work.wait()
-        asked = self._answer(flags)
-        self._pending = self._send()
-        return asked
+        self._pending = None
+        number, save, microseconds = flags.tolist()
+        # at most twice as many as before: the host may run ahead of a GPU for some batches, which then seem short
+        self._every = max(1, min(2 * self._every, int(1e6 * POLL_SECONDS / max(1, microseconds))))
+        self._batches, self._since = 0, time.monotonic()
+        return self._answer(number, save)
 
     def name(self) -> str:
         return signal.Signals(self.signal).name if self.signal else "no signal"
 
     def _flags(self) -> torch.Tensor:
-        """[signal or 0, whether a save is due by the main process's clock], on the CPU: goes over gloo, not through
-        the GPU's queue."""
-        due = self.world.is_main and time.monotonic() - self._saved_at >= self._interval
-        return torch.tensor([self.signal or 0, int(due)])
+        """[signal or 0, whether a save is due by the main process's clock, microseconds of a batch], on the CPU: goes
+        over gloo, not through the GPU's queue."""
+        now = time.monotonic()
+        due = self.world.is_main and now - self._saved_at >= self._interval
+        return torch.tensor([self.signal or 0, int(due), int(1e6 * (now - self._since) / self._batches)])
 
     def _send(self) -> tuple[torch.Tensor, dist.Work]:
         flags = self._flags()
         return flags, dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True)  # type: ignore[return-value]
 
-    def _answer(self, flags: torch.Tensor) -> Asked:
-        number, save = flags.tolist()
+    def _answer(self, number: int, save: int, *_: int) -> Asked:
         if number:
             self.signal = number
             return "stop"
@@ -89,15 +108,42 @@ def listen(requests: Requests) -> Iterator[None]:
             raise KeyboardInterrupt
         if requests.signal is None:
             requests.signal, requests.since_signal = number, now
-            with suppress(OSError):  # the terminal may be gone
-                os.write(2, b"\nasked to stop: saving after this step; Ctrl-C again stops without saving\n")
 
-    before = {number: signal.signal(number, remember) for number in SIGNALS}
+    with _answering_at_once() if requests.world.is_main else nullcontext():
+        before = {number: signal.signal(number, remember) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _answering_at_once() -> Iterator[None]:
+    """The first signal is answered on the screen by a thread. Python runs handlers only between two operations of the
+    main thread, and a step on a CPU may be few long ones; the number of the signal arrives in a pipe at once."""
+    receiving, sending = os.pipe()
+    os.set_blocking(sending, False)
+
+    def answer() -> None:
+        while (number := os.read(receiving, 1)) != END:
+            if number[0] in SIGNALS:
+                with suppress(OSError):  # the terminal may be gone
+                    os.write(2, b"\nasked to stop: saving after this step; Ctrl-C again stops without saving\n")
+                return
+
+    thread = threading.Thread(target=answer, name="answer to signals", daemon=True)
+    before = signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
+    thread.start()
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.set_wakeup_fd(before)
+        with suppress(BlockingIOError):  # full of signals: the thread has ended with the first
+            os.write(sending, END)
+        thread.join()
+        os.close(sending)
+        os.close(receiving)
 
 
 def ignore_signals() -> None:
