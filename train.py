@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import IO
 
 import torch
-from torch import nn
 
 from models import build_model
 from utils.config import Config
@@ -50,7 +49,8 @@ from utils.run.state import Progress, RunState
 from utils.training.batches import TrainingBatches
 from utils.training.dry_run import describe
 from utils.training.learner import build_learner, check_keys
-from utils.training.metrics import Confusion, MetricSums, Throughput
+from utils.training.metrics import Confusion, Throughput
+from utils.training.validation import validate
 from utils.training.watch import StepWatch, input_remedy
 
 Metrics = dict[str, float]
@@ -144,21 +144,19 @@ class Trainer:
                 self._log_point(number)
             self._obey(self.requests.poll())
 
-    @torch.no_grad()
     def validate_one_epoch(self) -> tuple[Metrics, Confusion]:
         """Loss and accuracy over every validation image, each counted once over all ranks; this rank's confusions."""
-        self.learner.average.network.eval()
         self.loaders.valid.set_epoch(self.progress.epoch)
         self.log.start_bar("validation", len(self.loaders.valid))
         self.requests.start_loop()
-        sums, confusion = MetricSums(self.world.device), Confusion(self.config.num_classes, self.world.device)
-        for number, (images, labels) in enumerate(self.loaders.valid, start=1):
-            outputs = self.learner.predict(images)
-            sums.add(nn.functional.cross_entropy(outputs, labels), outputs, labels)
-            confusion.add(outputs, labels)
+        confusion = Confusion(self.config.num_classes, self.world.device)
+
+        def after_batch(number: int) -> None:
             self.log.advance_bar(number)
             if number <= self.shared_valid_batches:
                 self._obey(self.requests.poll())
+
+        sums = validate(self.learner, self.loaders.valid, self.world.device, [confusion], after_batch)
         return sums.average(self.world), confusion
 
     def _start_epoch(self) -> None:

@@ -89,34 +89,63 @@ def build_loaders(keys: DataKeys, dataset: Dataset, world: World) -> Loaders:
             f"num_classes is {keys.num_classes}, but {dataset.name} has {len(dataset.class_names)}; "
             f"use --set num_classes={len(dataset.class_names)}"
         )
-    kind, decode_notes = LOADERS[keys.data_loader], list[str]()
+    kind, notes = LOADERS[keys.data_loader], list[str]()
     decodes_anew = not isinstance(dataset.train, ImageArrays) and not kind.in_memory
     if keys.rnd_resized_crop and not decodes_anew and kind.needs_data:
         raise ConfigError(
             f"rnd_resized_crop needs images that are decoded anew in each epoch: dataset imagefolder or imagenet with "
             f"data_loader torchvision or dali, not {keys.dataset} with {keys.data_loader}"
         )
+    train_split, valid_split = dataset.train, dataset.valid
     if kind.in_memory:
-        dataset, decode_notes = _decode(keys, dataset)
-    train, num_valid = _plan_training(keys, len(dataset.train.labels), world), len(dataset.valid.labels)
-    valid = EpochPlan(
-        num_valid, keys.valid_batch_size_per_gpu, world.rank, world.world_size, False, limit=keys.limit_valid_batches
-    )
-    num_workers, worker_notes = _count_workers(keys, world) if kind.has_workers else (0, [])
+        (train_split, valid_split), unreadable = _decode(keys, (train_split, True), (valid_split, False))
+        notes += _note_unreadable(unreadable)
+    train, valid = _plan_training(keys, len(train_split.labels), world), _plan_validation(keys, valid_split, world)
+    largest = batch_bytes(keys, train.batch_size, train_split.image_shape)
+    build, worker_notes = _choose_builder(keys, dataset.mean, dataset.std, largest, world)
+    return Loaders(build(train_split, train), build(valid_split, valid), train, notes + worker_notes)
+
+
+def build_valid_loader(
+    keys: DataKeys, split: Split, mean: tuple[float, ...], std: tuple[float, ...], world: World
+) -> tuple[Loader, list[str]]:
+    """Collective: the loader of this rank that validates on `split`, in the way of `build_loaders`, and notes."""
+    unreadable = dict[str, str]()
+    if LOADERS[keys.data_loader].in_memory:
+        (split,), unreadable = _decode(keys, (split, False))
+    largest = batch_bytes(keys, 0, split.image_shape)
+    build, notes = _choose_builder(keys, mean, std, largest, world)
+    loader = build(split, _plan_validation(keys, split, world))
+    loader.unreadable |= unreadable
+    return loader, notes
+
+
+def _choose_builder(
+    keys: DataKeys, mean: tuple[float, ...], std: tuple[float, ...], largest_batch: int, world: World
+) -> tuple[Callable[[Split, EpochPlan], Loader], list[str]]:
+    """Collective: what builds the loaders of this rank, and notes; `largest_batch` in bytes."""
+    kind = LOADERS[keys.data_loader]
+    num_workers, notes = _count_workers(keys, world) if kind.has_workers else (0, [])
     if kind.shares_memory:
         # The validation loader's workers stay, asleep and with nothing prepared, while training runs, and vice versa.
         ranks_here = world.gather(platform.node()).count(platform.node())
-        check_shared_memory(batch_bytes(keys, train.batch_size, dataset.train.image_shape), num_workers * ranks_here)
+        check_shared_memory(largest_batch, num_workers * ranks_here)
     # NHWC: images come out of the loader in the memory format of the model
     memory_format = torch.channels_last if keys.enable_nhwc else torch.contiguous_format
-    normalise = Normalise(dataset.mean, dataset.std, world.device, memory_format)
+    normalise = Normalise(mean, std, world.device, memory_format)
     module, _, function = kind.builder.partition(":")
     build: LoaderBuilder = getattr(import_module(module), function)
-    return Loaders(
-        build(keys, dataset.train, train, normalise, num_workers),
-        build(keys, dataset.valid, valid, normalise, num_workers),
-        train,
-        decode_notes + worker_notes,
+    return lambda split, plan: build(keys, split, plan, normalise, num_workers), notes
+
+
+def _plan_validation(keys: DataKeys, split: Split, world: World) -> EpochPlan:
+    return EpochPlan(
+        num_samples=len(split.labels),
+        batch_size=keys.valid_batch_size_per_gpu,
+        rank=world.rank,
+        world_size=world.world_size,
+        training=False,
+        limit=keys.limit_valid_batches,
     )
 
 
@@ -149,20 +178,22 @@ def batch_bytes(keys: DataKeys, rank_batch_size: int, image_shape: tuple[int, in
 
 def report_unreadable(world: World, loaders: Loaders) -> list[str]:
     """Collective: a line where files could not be read so far on any rank, else nothing."""
-    merged: dict[str, str] = {}
-    for unreadable in world.gather(loaders.train.unreadable | loaders.valid.unreadable):
-        merged |= unreadable
-    return _note_unreadable(merged)
+    return _note_unreadable(gather_unreadable(world, loaders.train, loaders.valid))
 
 
-def _decode(keys: DataKeys, dataset: Dataset) -> tuple[Dataset, list[str]]:
-    """The dataset with every image in memory, and a note where files could not be read."""
-    train, unreadable = decode_all(dataset.train, replace=True)
-    valid, others = decode_all(dataset.valid, replace=False)
-    unreadable |= others
+def gather_unreadable(world: World, *loaders: Loader) -> dict[str, str]:
+    """Collective: {file: reason} of those that these loaders could not read so far, on any rank."""
+    mine = {path: reason for loader in loaders for path, reason in loader.unreadable.items()}
+    return {path: reason for unreadable in world.gather(mine) for path, reason in unreadable.items()}
+
+
+def _decode(keys: DataKeys, *splits: tuple[Split, bool]) -> tuple[list[ImageArrays], dict[str, str]]:
+    """Each split with every image in memory, and the files that could not be read; True: replace them by others."""
+    decoded = [decode_all(split, replace=replace) for split, replace in splits]
+    unreadable = {path: reason for _, failed in decoded for path, reason in failed.items()}
     if unreadable and keys.fail_on_unreadable:
         raise DataError(f"{describe_unreadable(unreadable)}; mend them, or --set fail_on_unreadable=false")
-    return replace(dataset, train=train, valid=valid), _note_unreadable(unreadable)
+    return [arrays for arrays, _ in decoded], unreadable
 
 
 def _note_unreadable(unreadable: dict[str, str]) -> list[str]:

@@ -11,6 +11,7 @@ from utils import seeds
 from utils.distributed.world import World
 from utils.keys import Keys
 from utils.run import checkpoint
+from utils.training.classifier import Classifier
 from utils.training.learner import Learner
 
 
@@ -95,8 +96,14 @@ class RunState:
     def _merge_ranks(self, ranks: list[dict[str, Any]], logged: list[float]) -> None:
         """Another world size: other random draws, and BatchNorm goes on from the mean of what the ranks had seen."""
         seeds.seed_random_state(seeds.seed_of(self.learner.keys.seed, self.world.rank, self.learner.steps))
-        for name, buffer in self.learner.named_buffers():
-            if name in ranks[0]["buffers"] and buffer.is_floating_point():
-                buffer.copy_(torch.stack([rank["buffers"][name] for rank in ranks]).mean(0))
+        merge_buffers(self.learner, ranks)
         total: Tensor = sum(rank["metric_sums"] for rank in ranks)  # type: ignore[assignment]
         self.learner.sums.load(total if self.world.is_main else torch.zeros_like(total), logged)
+
+
+def merge_buffers(classifier: Classifier, ranks: list[dict[str, Any]]) -> None:
+    """BatchNorm's buffers become the mean over the `ranks` of a checkpoint that several took in mid-epoch; in others
+    they are equal, and stay as they are."""
+    for name, buffer in classifier.named_buffers():
+        if name in ranks[0]["buffers"] and buffer.is_floating_point():
+            buffer.copy_(torch.stack([rank["buffers"][name] for rank in ranks]).mean(0))

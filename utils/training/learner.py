@@ -1,6 +1,6 @@
 """The learner: all that a training step reads and changes, built in one place for the Trainer and for every bench."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -8,17 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from utils import seeds
-from utils.distributed.ddp import distribute, synchronise_batch_norm
+from utils.distributed.ddp import distribute
 from utils.distributed.global_batch import GlobalBatch, divide_batch
 from utils.distributed.keys import DistributedKeys
 from utils.distributed.world import World
 from utils.profiling.profiler import Profiler
-from utils.training.backends import check_deterministic_kernels, prepare_backends
+from utils.training.classifier import Classifier, build_classifier
 from utils.training.keys import TrainingKeys
 from utils.training.metrics import MetricSums
 from utils.training.optimizer import build_optimizer, learning_rate, load_optimizer, set_learning_rate
-from utils.training.precision import LossScaler, MasterWeights, Precision, choose_precision
-from utils.training.recipe import NoAverage, WeightAverage, build_average, predict
+from utils.training.precision import LossScaler, choose_precision
 from utils.training.schedule import Plateau, Schedule, build_schedule
 from utils.training.step import Step, TrainStep, choose_step, on_capture_stream, wants_graphs
 
@@ -26,15 +25,10 @@ SomeKeys = TypeVar("SomeKeys", bound=TrainingKeys)
 
 
 @dataclass
-class Learner:
+class Learner(Classifier):
     """A network with all that trains it. `steps` counts the optimizer steps so far."""
 
-    keys: TrainingKeys
     batch: GlobalBatch
-    model: nn.Module
-    precision: Precision
-    weights: MasterWeights
-    average: WeightAverage | NoAverage
     optimizer: torch.optim.Optimizer
     loss_scaler: LossScaler
     schedule: Schedule
@@ -43,7 +37,6 @@ class Learner:
     step: Step
     sums: MetricSums
     profiler: Profiler
-    notes: list[str]
     steps: int = field(default=0, init=False)
 
     def train(self, images: Tensor, labels: Tensor) -> None:
@@ -52,12 +45,6 @@ class Learner:
         self.step(images, labels, self.sums)
         self.average.update()
         self.steps += 1
-
-    def predict(self, images: Tensor) -> Tensor:
-        """Images [N, 3, H, W] -> float32 logits [N, classes] of the network that is validated.
-
-        AMP: in the precision of training."""
-        return predict(self.precision, self.average.network, images, mirrored=self.keys.test_time_flip)
 
     def average_buffers(self, world: World) -> None:
         """Collective. DDP: each rank's BatchNorm statistics become the mean over all ranks."""
@@ -75,12 +62,6 @@ class Learner:
         """The learning rate of the last step; waits for the device where it is kept there."""
         return learning_rate(self.optimizer)
 
-    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """BatchNorm's buffers of the network and of its average."""
-        yield from self.model.named_buffers()
-        if self.average.network is not self.model:
-            yield from self.average.network.named_buffers(prefix="average")
-
     def state_dict(self) -> dict[str, Any]:
         """These keys of a checkpoint's table: step, model, average, optimizer, grad_scaler, plateau."""
         return {
@@ -94,10 +75,7 @@ class Learner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict` of a learner with keys that fit."""
-        self.weights.load_state_dict(state["model"])
-        self.average = build_average(self.keys, self.model)  # where none was saved, it begins with these weights
-        if state["average"] is not None:
-            self.average.load_state_dict(state["average"])
+        self.load_network(state)
         load_optimizer(self.optimizer, state["optimizer"])
         if state["grad_scaler"]:
             self.loss_scaler.load_state_dict(state["grad_scaler"])
@@ -127,24 +105,16 @@ def build_learner(
     them again by `prepare_backends`. Raises `ConfigError` for what this device or number of ranks cannot do.
     """
     batch = divide_batch(keys.batch_size, world.world_size, keys.micro_batch_size)
-    precision = choose_precision(keys, world.device)
-    notes = prepare_backends(keys, world.device)
-    seeds.seed_random_state(keys.seed)
-    model = synchronise_batch_norm(keys, build_model(keys), world).to(world.device)
-    check_deterministic_kernels(keys, model, world.device)
-    if keys.enable_nhwc:
-        # NHWC: weights in the channels_last memory format; the loaders bring the images in the same one
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    classifier = build_classifier(keys, build_model, world)
+    precision, weights = classifier.precision, classifier.weights
     seeds.seed_random_state(seeds.seed_of(keys.seed, world.rank, step=0))
-    weights = MasterWeights(model, precision)
-    average = build_average(keys, model)
     graphed = wants_graphs(keys, world.device)
     optimizer = build_optimizer(keys, weights.parameters(), graphed=graphed)
     loss_scaler = precision.loss_scaler()
     criterion = nn.CrossEntropyLoss(label_smoothing=keys.label_smoothing)
     profiler = Profiler(world.device)
     with on_capture_stream(world.device, graphed=graphed):
-        spread = wrap(keys, model, world)
+        spread = wrap(keys, classifier.model, world)
     train_step = TrainStep(
         model=spread,
         weights=weights,
@@ -161,11 +131,12 @@ def build_learner(
     step, step_notes = choose_step(keys, train_step, world.device)
     return Learner(
         keys=keys,
-        batch=batch,
-        model=model,
+        model=classifier.model,
         precision=precision,
         weights=weights,
-        average=average,
+        average=classifier.average,
+        notes=classifier.notes + step_notes,
+        batch=batch,
         optimizer=optimizer,
         loss_scaler=loss_scaler,
         schedule=build_schedule(keys, steps_per_epoch),
@@ -174,5 +145,4 @@ def build_learner(
         step=step,
         sums=MetricSums(world.device),
         profiler=profiler,
-        notes=notes + step_notes,
     )

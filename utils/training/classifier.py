@@ -1,0 +1,66 @@
+"""The part of the learner that classifies: what training validates, and what a checkpoint is evaluated with later."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from utils import seeds
+from utils.distributed.ddp import synchronise_batch_norm
+from utils.distributed.world import World
+from utils.training.backends import check_deterministic_kernels, prepare_backends
+from utils.training.keys import TrainingKeys
+from utils.training.precision import MasterWeights, Precision, choose_precision
+from utils.training.recipe import NoAverage, WeightAverage, build_average, predict
+
+SomeKeys = TypeVar("SomeKeys", bound=TrainingKeys)
+
+
+@dataclass
+class Classifier:
+    """A network in the precision and memory format of training, with its moving average."""
+
+    keys: TrainingKeys
+    model: nn.Module
+    precision: Precision
+    weights: MasterWeights
+    average: WeightAverage | NoAverage
+    notes: list[str]
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Images [N, 3, H, W] -> float32 logits [N, classes] of the network that is validated.
+
+        AMP: in the precision of training."""
+        return predict(self.precision, self.average.network, images, mirrored=self.keys.test_time_flip)
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """BatchNorm's buffers of the network and of its average."""
+        yield from self.model.named_buffers()
+        if self.average.network is not self.model:
+            yield from self.average.network.named_buffers(prefix="average")
+
+    def load_network(self, state: dict[str, Any]) -> None:
+        """Weights and average from these keys of a checkpoint's table: model, average."""
+        self.weights.load_state_dict(state["model"])
+        self.average = build_average(self.keys, self.model)  # where none was saved, it begins with these weights
+        if state["average"] is not None:
+            self.average.load_state_dict(state["average"])
+
+
+def build_classifier(keys: SomeKeys, build_model: Callable[[SomeKeys], nn.Module], world: World) -> Classifier:
+    """The network that `build_model` makes, with weights that follow from `seed`.
+
+    Seeds the random generators, and sets PyTorch's process-wide switches. Raises `ConfigError` for what this device
+    cannot do.
+    """
+    precision = choose_precision(keys, world.device)
+    notes = prepare_backends(keys, world.device)
+    seeds.seed_random_state(keys.seed)
+    model = synchronise_batch_norm(keys, build_model(keys), world).to(world.device)
+    check_deterministic_kernels(keys, model, world.device)
+    if keys.enable_nhwc:
+        # NHWC: weights in the channels_last memory format; the loaders bring the images in the same one
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return Classifier(keys, model, precision, MasterWeights(model, precision), build_average(keys, model), notes)
