@@ -46,6 +46,7 @@ from utils.run.folder import open_run, write_description
 from utils.run.logger import RunLogger
 from utils.run.preemption import Asked, Requests, ignore_signals, listen
 from utils.run.state import Progress, RunState
+from utils.run.time_left import TimeLeft
 from utils.training.batches import TrainingBatches
 from utils.training.dry_run import describe
 from utils.training.learner import build_learner, check_keys
@@ -94,6 +95,7 @@ class Trainer:
         self.saved_step = 0
         self.requests = Requests(world, config.checkpoint_every_minutes)
         self.throughput = Throughput(world.world_size)
+        self.time_left = TimeLeft(config.max_epochs, len(self.batches))
         self.since = time.perf_counter()  # up to where `progress.seconds` counts
 
     def describe(self) -> str:
@@ -164,6 +166,7 @@ class Trainer:
         name = f"epoch {self.progress.epoch + 1}/{self.config.max_epochs}"
         self.log.start_bar(name, len(self.batches), self.progress.batch)
         self.requests.start_loop()
+        self.time_left.start_epoch(self.progress.batch)
         self.throughput.start()
 
     def _finish_epoch(self, train: Metrics, valid: Metrics, confusion: Confusion, started: float) -> None:
@@ -187,7 +190,9 @@ class Trainer:
             "seconds": self.progress.seconds,
             **self.learner.loss_scaler.metrics(),
         }
-        self.world.main_only(lambda: self.log.log_epoch(self.progress.epoch, self.learner.steps, values))
+        self.time_left.end_epoch()
+        left = self.time_left.seconds(self.progress.epoch, 0)
+        self.world.main_only(lambda: self.log.log_epoch(self.progress.epoch, self.learner.steps, values, left))
         for line in report_unreadable(self.world, self.loaders):
             self.log.say(line)
         for remark in self.watch.judge(input_remedy(self.config.data_loader, self.config.num_data_workers)):
@@ -214,8 +219,8 @@ class Trainer:
             **self.watch.close_window(),
         }
         epoch, steps, sample = self.progress.epoch + 1, self.learner.steps, self.watch.take_sample()
-        self.world.main_only(lambda: self.log.log_step(epoch, iteration, steps, values, sample))
-        self.log.advance_bar(iteration + 1, f"loss {values['loss']:.3f}  {values['images_per_sec']:.0f} images/s")
+        left = self.time_left.seconds(self.progress.epoch, self.progress.batch)
+        self.world.main_only(lambda: self.log.log_step(epoch, iteration, steps, values, left, sample))
 
     def _check_finite(self, metrics: Metrics) -> Metrics:
         """Passes metrics on; they are over all ranks, so that all of them stop together when the loss is not finite."""

@@ -3,17 +3,19 @@
 import json
 import logging
 import math
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from utils.run import time_left
 from utils.run.logger import RunLogger
 from utils.training.metrics import MetricSums
 
-EPOCH = dict.fromkeys(
-    ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate", "epoch_seconds", "seconds"), 0.5
-)
+TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
+EPOCH = dict.fromkeys((*TAGS, "images_per_sec", "epoch_seconds", "seconds"), 0.5)
 
 
 def batches(*sizes):
@@ -76,6 +78,50 @@ def test_lines_reach_a_pipe_once_and_the_log_file(tmp_path, capsys):
     assert (tmp_path / "train.log").read_text().count("Avg img/sec: 680.5") == 2
     assert logging.getLogger("train").handlers == before  # pytest's own may be among them
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["step"] == 80
+
+
+def test_the_log_has_loss_accuracy_rate_speed_and_time_left(tmp_path):
+    """Beside the tutorial's lines, in their form, and no digit that means nothing."""
+    values = EPOCH | {"loss/train": 1.23456789, "acc1/valid": 0.45678901, "learning_rate": 0.0123456}
+    with make_logger(tmp_path) as log:
+        step = {"loss": 1.23456789, "learning_rate": 0.0123456, "images_per_sec": 98765.4321}
+        log.log_step(3, 20, 80, step, left=3723.4)
+        log.log_epoch(3, 80, values | {"images_per_sec": 98765.4321, "epoch_seconds": 12.3456789}, left=86400.0)
+        log.log_epoch(4, 90, values, left=0.0)
+    lines = [line.partition(" - INFO - ")[2] for line in (tmp_path / "train.log").read_text().splitlines()]
+    assert lines[:3] == [
+        "Epoch: 3, Iteration: 20, Avg img/sec: 98770",
+        "step 80  loss 1.2346  lr 0.01235  1:02:03 left",
+        "Time taken for epoch 3 is 12.35 sec",
+    ]
+    assert re.fullmatch(r"train acc1=0\.\d{4}, valid acc1=0\.4568", lines[3])
+    assert re.fullmatch(
+        r"epoch   3  train loss 1\.2346 acc1 .\d\.\d\d%  valid loss \d\.\d{4} acc1 45\.68%  "
+        r"lr 0\.0123  98800 images/s  12\.3 s  1 day, 0:00:00 left",
+        lines[4],
+    )
+    assert not lines[-1].endswith("left")  # the run is over
+
+
+def test_time_left_is_that_of_the_whole_run(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time_left, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    left = time_left.TimeLeft(epochs=3, batches=10)
+    left.start_epoch(4)  # a resumed one, whose first batch takes long
+    clock[0] = 50.0
+    assert left.seconds(0, 5) is None
+    clock[0] = 54.0
+    assert left.seconds(0, 7) == pytest.approx(3 * 2 + 2 * 10 * 2)
+    left.end_epoch()
+    assert left.seconds(1, 0) is None
+    left.start_epoch(0)
+    clock[0] = 55.0
+    assert left.seconds(1, 1) is None
+    clock[0] = 54.0 + 30.0  # the whole second epoch, with validation
+    left.end_epoch()
+    assert left.seconds(2, 0) == pytest.approx(30.0)
+    left.start_epoch(0)
+    assert left.seconds(2, 5) == pytest.approx(15.0)
 
 
 def test_resumed_run_marks_the_repeated_epochs_of_tensorboard(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,13 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self._handlers.append(handler)
 
     def _start_progress(self) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         # texts as columns, since `_print` switches markup off for plain strings around it, too
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.progress = Progress(*columns, TextColumn("{task.fields[info]}"), transient=True)
-        self._task = self.progress.add_task("", total=None, info="")
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
+        texts = (TextColumn("{task.fields[left]}"), TextColumn("{task.fields[info]}"))
+        self.progress = Progress(*columns, *texts, transient=True, expand=True)
+        self._task = self.progress.add_task("", total=None, left="", info="")
         self.progress.start()
 
     def say(self, message: str) -> None:
@@ -91,23 +93,28 @@ class RunLogger(AbstractContextManager["RunLogger"]):
     def start_bar(self, description: str, total: int, done: int = 0) -> None:
         """Reuse the progress bar for the next loop over batches."""
         if self.progress is not None:
-            self.progress.reset(self._task, description=description, total=total, completed=done, info="")
+            left = self.progress.tasks[self._task].fields["left"]  # of the run: it outlives a loop
+            self.progress.reset(self._task, description=description, total=total, completed=done, info="", left=left)
 
-    def advance_bar(self, done: int, info: str | None = None) -> None:
-        """Batches done so far, and what to show beside them."""
+    def advance_bar(self, done: int) -> None:
+        """Batches done so far."""
+        self._update_bar(completed=done)
+
+    def _update_bar(self, **fields: Any) -> None:
         if self.progress is not None:
-            fields = {} if info is None else {"info": info}
-            self.progress.update(self._task, completed=done, **fields)
+            self.progress.update(self._task, **fields)
 
     def _log(self, message: str) -> None:
         if self.enabled:
             with _naming(self.folder):
                 logger.info(message)
 
-    def _print(self, message: str) -> None:
-        """A line above the progress bar, on a terminal only."""
+    def _print(self, message: str, more: str = "") -> None:
+        """A line above the progress bar, on a terminal only; `more` on a line of its own where it does not fit."""
         if self.progress is not None:
-            self.progress.console.print(message, highlight=False, markup=False, soft_wrap=True)
+            console = self.progress.console
+            gap = "\n" + " " * len("epoch 123") if more and len(message + more) > console.width else ""
+            console.print(message + gap + more, highlight=False, markup=False, soft_wrap=True)
 
     def log_start(self, progress: dict[str, Any], step: int, resumed_from: Path | None, world_size: int) -> None:
         """A start of the run: from the beginning, or from a checkpoint, at this progress ("epoch", "batch")."""
@@ -122,25 +129,35 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self._show(lambda board: board.describe(keys, config_name, environment))
 
     def log_step(
-        self, epoch: int, iteration: int, step: int, values: dict[str, float], images: Tensor | None = None
-    ) -> None:
+        self, epoch: int, iteration: int, step: int, values: dict[str, float], left: float | None = None,
+        images: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """A log point within an epoch, with the tutorial's line. `values`: loss, learning_rate, images_per_sec, ...;
-        `images`: an augmented batch to show, if any."""
-        self._log(f"Epoch: {epoch}, Iteration: {iteration}, Avg img/sec: {values['images_per_sec']}")
+        `left`: seconds to the end of the run, if known; `images`: an augmented batch to show, if any."""
+        rate, loss, remaining = significant(values["images_per_sec"]), values["loss"], time_left(left)
+        self._log(f"Epoch: {epoch}, Iteration: {iteration}, Avg img/sec: {rate}")
+        self._log(f"step {step}  loss {loss:.4f}  lr {significant(values['learning_rate'])}{remaining}")
+        self._update_bar(info=f"loss {loss:.3f}  {rate} images/s", left=remaining.strip())
         self._record("step", epoch=epoch, step=step, **values)
         self._show(lambda board: board.add_step(step, values))
         if images is not None:
             self._show(lambda board: board.add_images(images))
 
-    def log_epoch(self, epoch: int, step: int, values: dict[str, float]) -> None:
-        """The end of an epoch. `values` holds loss/train, loss/valid, acc1/train, acc1/valid, learning_rate, ..."""
-        self._log(f"Time taken for epoch {epoch} is {values['epoch_seconds']} sec")
-        self._log(f"train acc1={values['acc1/train']}, valid acc1={values['acc1/valid']}")
-        self._print(
-            f"epoch {epoch:3}  train loss {values['loss/train']:.4f} acc1 {values['acc1/train']:7.2%}  "
-            f"valid loss {values['loss/valid']:.4f} acc1 {values['acc1/valid']:7.2%}  "
-            f"lr {values['learning_rate']:.2e}  {values['epoch_seconds']:.1f} s"
+    def log_epoch(self, epoch: int, step: int, values: dict[str, float], left: float | None = None) -> None:
+        """The end of an epoch. `values` holds loss/train, loss/valid, acc1/train, acc1/valid, learning_rate, ...;
+        `left`: seconds to the end of the run, if known."""
+        rate, remaining = values["learning_rate"], time_left(left)
+        self._log(f"Time taken for epoch {epoch} is {significant(values['epoch_seconds'])} sec")
+        self._log(f"train acc1={values['acc1/train']:.4f}, valid acc1={values['acc1/valid']:.4f}")
+        result = (
+            f"epoch {epoch:3}  train loss {values['loss/train']:.4f} acc1 {values['acc1/train']:6.2%}  "
+            f"valid loss {values['loss/valid']:.4f} acc1 {values['acc1/valid']:6.2%}"
         )
+        speed, seconds = significant(values["images_per_sec"], 3), significant(values["epoch_seconds"], 3)
+        pace = f"  lr {significant(rate, 3)}  {speed} images/s  {seconds} s{remaining}"
+        self._log(result + pace)
+        self._print(result, pace)
+        self._update_bar(left=remaining.strip())
         self._record("epoch", epoch=epoch, step=step, **values)
         self._show(lambda board: board.add_epoch(epoch, values))
 
@@ -196,3 +213,13 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         record = logger.makeRecord(logger.name, level, __file__, 0, f"ended by {reason}", (), trace)
         with suppress(OSError):
             self._handlers[0].handle(record)
+
+
+def significant(number: float, digits: int = 4) -> str:
+    """A measured number to so many digits that mean something, large ones without an exponent."""
+    return f"{float(f'{number:.{digits}g}'):.10g}"
+
+
+def time_left(seconds: float | None) -> str:
+    """Hours, minutes and seconds left, to stand behind something else; nothing where it is not known or over."""
+    return f"  {timedelta(seconds=round(seconds))} left" if seconds else ""
