@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -49,10 +50,11 @@ from utils.run.state import Progress, RunState
 from utils.run.time_left import TimeLeft
 from utils.training.batches import TrainingBatches
 from utils.training.dry_run import describe
-from utils.training.learner import build_learner, check_keys
+from utils.training.learner import build_learner, check_keys, check_outputs
 from utils.training.metrics import Confusion, Throughput
 from utils.training.validation import validate
 from utils.training.watch import StepWatch, input_remedy
+from utils.user_code import own_files
 
 Metrics = dict[str, float]
 
@@ -77,7 +79,9 @@ class Trainer:
         self.data = dataset.describe() | {"steps_per_epoch": len(self.loaders.train)}
         self.shared_valid_batches = min(world.gather(len(self.loaders.valid)))  # some ranks may have one more
 
-        self.learner = build_learner(config, build_model, world, len(self.loaders.train))
+        build = partial(build_model, image_side=self.data["shape"][-1])
+        self.learner = build_learner(config, build, world, len(self.loaders.train))
+        check_outputs(self.learner, config.model, self.data["shape"])
         self.watch = StepWatch(self.learner.model, world)
         mix = build_mix(config, self.loaders.plan)
         profiler = self.learner.profiler
@@ -287,6 +291,7 @@ class Trainer:
 
     def _introduce(self, resumed_from: Path | None, notes: list[str]) -> None:
         environment = describe_environment(self.world.device, self.world.world_size)
+        environment["own_code"] = own_files(self.config.model, self.config.dataset)
         if not self.finished:  # else they would describe what did not train it
             write_description(self.folder, self.config, self.config_name, environment)
             self.log.describe(self.config, self.config_name, environment)

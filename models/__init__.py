@@ -3,13 +3,17 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from models.keys import NETWORKS, ModelKeys
+from models.keys import ModelKeys, find_network
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def build_model(keys: ModelKeys) -> "nn.Module":
-    """The network that the model keys and `num_classes` ask for, freshly initialised from torch's generator."""
-    module, _, function = NETWORKS[keys.model].builder.partition(":")
-    return getattr(import_module(module), function)(keys)
+def build_model(keys: ModelKeys, image_side: int | None = None) -> "nn.Module":
+    """The network that the model keys and `num_classes` ask for, freshly initialised from torch's generator.
+
+    `image_side`: pixels of an image's side, for timm's networks that are built for images of one size."""
+    network = find_network(keys.model)
+    module, _, function = network.builder.partition(":")
+    build = getattr(import_module(module), function)
+    return build(keys, image_side) if network.from_elsewhere else build(keys)

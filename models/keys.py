@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from utils.keys import Fact, OneOf, SharedKeys
+from utils.user_code import OWN_FORM, OWN_PATTERN, is_own
 
 
 @dataclass(frozen=True)
@@ -13,6 +14,7 @@ class Network:
     """What the configuration must know of a network."""
 
     builder: str  # "module:function", which takes ModelKeys and returns the network
+    from_elsewhere: bool = False  # its builder takes the image's side too, and the keys below are not for it
     own_stem: bool = False  # made for small images, with a stem of its own; such networks have a width, too
     only_imagenet: bool = False  # made for large images
     residual: bool = True
@@ -36,14 +38,26 @@ NETWORKS = {
     "vgg16_bn": _VGG,
     "alexnet": Network("models.torchvision_networks:build", only_imagenet=True, residual=False),
 }
+TIMM = "timm:"
+FORMS = {OWN_FORM: OWN_PATTERN, "timm:NAME": r"^timm:[\w.-]+$"}
+_OWN = Network("models.own:build_own", from_elsewhere=True, residual=False)
+_TIMM = Network("models.own:build_timm", from_elsewhere=True, residual=False)
+
+
+def find_network(model: str) -> Network:
+    """What must be known of the network that the key `model` names."""
+    if is_own(model):
+        return _TIMM if model.startswith(TIMM) else _OWN
+    return NETWORKS[model]
 
 
 class ModelKeys(SharedKeys):
     """model"""
 
-    model: Annotated[str, OneOf(NETWORKS), Fact.FIXED] = "resnet50"
+    model: Annotated[str, OneOf(NETWORKS, FORMS), Fact.FIXED] = "resnet50"
     """torchvision's ResNets, VGG16 and AlexNet, or small: resnet8, 9, 20, 56. vgg16_bn has BatchNorm; resnet8, 20 and
-    56 are He's for CIFAR, resnet9 is Page's, made for few epochs."""
+    56 are He's for CIFAR, resnet9 is Page's, made for few epochs. Or your own, package.module:function, which is
+    called with num_classes, or one of timm's, timm:NAME."""
     stem: Annotated[Literal["7x7", "3x3", "imagenet"], Fact.FIXED] = "7x7"
     """First convolution of large ResNets: 7x7 (the tutorial's) or 3x3, stride 1, no max-pool. imagenet: torchvision's
     own, for 224 pixels; so are VGG16 and AlexNet with it."""
@@ -54,7 +68,7 @@ class ModelKeys(SharedKeys):
 
     @model_validator(mode="after")
     def _check_model(self) -> "ModelKeys":
-        network = NETWORKS[self.model]
+        network = find_network(self.model)
         small = [name for name, other in NETWORKS.items() if other.own_stem]
         if self.width != 1 and not network.own_stem:
             raise ValueError(f"width {self.width} is for {', '.join(small)}; model {self.model} needs 1")
@@ -62,6 +76,8 @@ class ModelKeys(SharedKeys):
             raise ValueError(f"zero_init_residual is true, but model {self.model} has no residual blocks; use false")
         if network.only_imagenet and self.stem != "imagenet":
             raise ValueError(f"model {self.model} is for large images: stem must be imagenet, not {self.stem}")
+        if network.from_elsewhere and self.stem != "7x7":
+            raise ValueError(f"stem {self.stem} is for this program's networks; model {self.model} needs 7x7")
         if self.stem == "imagenet" and network.own_stem:
             raise ValueError(f"model {self.model} is for small images; stem imagenet needs another model")
         return self

@@ -50,8 +50,8 @@ def dry_run_of_ranks_that_wait_for_each_other(folder: Path) -> int:
     """As with enable_sync_bn, which only CUDA has: a collective in the forward pass of training."""
     really = train.build_model
 
-    def build(config: Config) -> torch.nn.Module:
-        model = really(config)
+    def build(config: Config, **options: Any) -> torch.nn.Module:
+        model = really(config, **options)
         model.register_forward_hook(lambda *_: dist.barrier() if model.training else None)
         return model
 

@@ -38,7 +38,10 @@ def allowed(importer: str, imported: str) -> bool:
     """Whether one module of this repository may import another."""
     house, _, rest = importer.partition(".")
     if house == "models":
-        return imported == "utils.keys" or imported.split(".", maxsplit=1)[0] == "models"
+        return (
+            imported in ("utils.errors", "utils.keys", "utils.user_code")
+            or imported.split(".", maxsplit=1)[0] == "models"
+        )
     if house == "utils" and rest:
         package, other = rest.split(".")[0], imported.split(".")
         if package == "config" and imported == "models.keys":

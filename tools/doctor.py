@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from tools.command_line import add_config_arguments, new_parser
 from utils.config import Config, load_config
 from utils.errors import ConfigError, ExpectedError, exit_in_a_line
+from utils.user_code import is_own
 
 if TYPE_CHECKING:
     import torch
@@ -270,6 +271,8 @@ def check_data(config: Config) -> tuple[Finding, tuple[int, int, int]]:
         if config.dataset in VERSIONS:
             path = shlex.quote(config.data_path)
             remedy = f"python -m tools.prepare_data --dataset {config.dataset} --data_path {path}"
+        elif is_own(config.dataset):
+            remedy = str(error).partition("\n")[2] or "docs/own_model.md says what the function returns"
         return Finding("data", "fail", str(error).splitlines()[0], remedy), (3, image_side(config), image_side(config))
     count = f"{len(dataset.train.labels):,} + {len(dataset.valid.labels):,} images"
     return Finding("data", "ok", f"{dataset.name}: {count}"), dataset.train.image_shape

@@ -7,7 +7,7 @@ key's docstring is its comment in config/cifar100.yaml. Nothing here imports tor
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any
 
@@ -35,12 +35,22 @@ class Fact(Enum):
 
 @dataclass(frozen=True)
 class OneOf:
-    """The names of a table as the values that a key allows: `Annotated[str, OneOf(TABLE)]`."""
+    """The names of a table as the values that a key allows: `Annotated[str, OneOf(TABLE)]`; and texts of these forms,
+    each as it is shown with its regular expression."""
 
     names: Iterable[str]
+    forms: Mapping[str, str] = field(default_factory=dict)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        return core_schema.literal_schema(list(self.names))
+        names: CoreSchema = core_schema.literal_schema(list(self.names))
+        forms = [core_schema.str_schema(pattern=pattern) for pattern in self.forms.values()]
+        return core_schema.union_schema([names, *forms]) if forms else names
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        described = handler(schema)
+        for form, part in zip(self.forms, described.get("anyOf", [])[1:], strict=True):
+            part["title"] = form
+        return described
 
 
 class Keys(BaseModel):

@@ -96,6 +96,8 @@ def _in_words(part: Mapping[str, Any]) -> str:
     if "enum" in part or "const" in part:
         options = part.get("enum", [part.get("const")])
         return ", ".join(option if isinstance(option, str) else as_yaml(option) for option in options)
+    if "pattern" in part:
+        return part["title"]
     if part["type"] == "array":
         count = f"{part['minItems']} values" if "minItems" in part else "values"
         return f"a list of {count}, each {_in_words(part['items'])}"

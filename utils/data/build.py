@@ -19,12 +19,14 @@ from utils.data.folders import IMAGENET_MEAN, IMAGENET_SIZE, IMAGENET_STD, open_
 from utils.data.image_files import describe_unreadable
 from utils.data.keys import LOADERS, DataKeys
 from utils.data.loader import Loader
+from utils.data.own import load_own
 from utils.data.sampling import AugmentationRanges, EpochPlan
 from utils.data.workers import check_shared_memory, usable_cores, workers_of_a_rank
 from utils.distributed.global_batch import divide_batch
-from utils.distributed.launch import in_batch_job
+from utils.distributed.launch import in_batch_job, name_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
+from utils.user_code import is_own
 
 LoaderBuilder = Callable[[DataKeys, Split, EpochPlan, Normalise, int], Loader]  # the last one: workers of this rank
 
@@ -42,7 +44,15 @@ class Loaders:
 def open_dataset(keys: DataKeys, world: World) -> Dataset:
     """Collective: the dataset `dataset`; one process fetches what is missing, where `download` allows it."""
     download = not in_batch_job(os.environ) if keys.download == "auto" else keys.download
-    return world.main_first(lambda: find_dataset(keys, download=download))
+    dataset = world.main_first(lambda: find_dataset(keys, download=download))
+    if dataset.fingerprint is not None:
+        fingerprints = world.gather(dataset.fingerprint)
+        if others := [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]:
+            raise DataError(
+                f"dataset {keys.dataset}: returned other data on {name_ranks(others)} than on rank 0; it must return "
+                "the same each time: give what it draws a seed, and sort what it lists"
+            )
+    return dataset
 
 
 def find_dataset(keys: DataKeys, *, download: bool) -> Dataset:
@@ -50,7 +60,9 @@ def find_dataset(keys: DataKeys, *, download: bool) -> Dataset:
 
     For a loader that needs no data, CIFAR and ImageNet are stood in for by their sizes, and no file is needed.
     """
-    if not LOADERS[keys.data_loader].needs_data and keys.dataset in DATASET_SIZES:
+    if is_own(keys.dataset):
+        dataset = load_own(keys)
+    elif not LOADERS[keys.data_loader].needs_data and keys.dataset in DATASET_SIZES:
         dataset = _stand_in(keys)
     elif keys.dataset in ("imagefolder", "imagenet"):
         dataset = open_folders(keys.dataset, Path(keys.data_path), keys.image_size, keys.centre_crop_share)
@@ -66,8 +78,10 @@ DATASET_SIZES = {"cifar100": (50_000, 10_000), "cifar10": (50_000, 10_000), "ima
 
 
 def image_side(keys: DataKeys) -> int:
-    """Pixels of an image's side without a look at the data; for imagefolder without `image_size`, what is usual."""
-    return keys.image_size or IMAGENET_SIZE if keys.dataset in ("imagefolder", "imagenet") else IMAGE_SHAPE[-1]
+    """Pixels of an image's side without a look at the data; without `image_size`, what is usual."""
+    if keys.dataset in ("imagefolder", "imagenet"):
+        return keys.image_size or IMAGENET_SIZE
+    return (keys.image_size if is_own(keys.dataset) else None) or IMAGE_SHAPE[-1]
 
 
 def _stand_in(keys: DataKeys) -> Dataset:

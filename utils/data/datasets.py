@@ -46,6 +46,7 @@ class Dataset:
     class_names: tuple[str, ...]
     mean: tuple[float, ...]  # per channel of the training images in [0, 1]
     std: tuple[float, ...]
+    fingerprint: str | None = None  # of the user's own data, which no name stands for
 
     def describe(self) -> dict[str, Any]:
         """As plain values, what a network learns from it; "shape" is (channels, height, width)."""
@@ -55,6 +56,7 @@ class Dataset:
             "shape": self.train.image_shape,
             "mean": self.mean,
             "std": self.std,
+            **({} if self.fingerprint is None else {"fingerprint": self.fingerprint}),
         }
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from utils.keys import Fact, NonNegativeInt, OneOf, PositiveInt, SharedKeys
+from utils.user_code import OWN_FORM, OWN_PATTERN
 
 PerChannel = Field(strict=False, min_length=3, max_length=3)
 
@@ -28,13 +29,16 @@ LOADERS = {
     "synthetic": LoaderKind("utils.data.synthetic_loader:build", needs_data=False),
 }
 
+DATASETS = ("cifar100", "cifar10", "shapes", "imagefolder", "imagenet")
+
 
 class DatasetKeys(SharedKeys):
     """dataset"""
 
-    dataset: Annotated[Literal["cifar100", "cifar10", "shapes", "imagefolder", "imagenet"], Fact.FIXED] = "cifar100"
+    dataset: Annotated[str, OneOf(DATASETS, {OWN_FORM: OWN_PATTERN}), Fact.FIXED] = "cifar100"
     """cifar100, cifar10, shapes (built in, needs no file), imagefolder, imagenet. The last two are images in class
-    folders: data_path/train/CLASS/ and data_path/val/CLASS/."""
+    folders: data_path/train/CLASS/ and data_path/val/CLASS/. Or your own, package.module:function, which is called with
+    data_path and returns what utils/data/own.py says."""
     data_path: Annotated[str, Field(min_length=1), Fact.NO_HYPERPARAMETER] = "./data"
     """Holds cifar-100-binary/ or torchvision's folder; of class folders train/ and val/."""
     download: Annotated[Literal["auto"] | bool, Fact.NO_HYPERPARAMETER] = "auto"
@@ -48,12 +52,12 @@ class DatasetKeys(SharedKeys):
     ] = (0.2673342858792401, 0.2564384629170883, 0.27615047132568404)  # fmt: skip
     """Per-channel standard deviation of CIFAR-100's training images, in [0, 1]."""
     image_size: PositiveInt | None = None
-    """Class folders: pixels; null: 224 for imagenet, else the first image's shorter side."""
+    """Image files: pixels; null: 224 for imagenet, else the first image's shorter side."""
     centre_crop_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Class folders: the central square's share of the shorter side; 0.875 is usual for ImageNet. The shorter side is
+    """Image files: the central square's share of the shorter side; 0.875 is usual for ImageNet. The shorter side is
     resized to image_size / this, then the square is cut; of training images too, unless rnd_resized_crop."""
     fail_on_unreadable: bool = False
-    """Class folders: end the run at an unreadable image; false: count it and go on. Training takes another image in its
+    """Image files: end the run at an unreadable image; false: count it and go on. Training takes another image in its
     place, validation leaves it out."""
 
 

@@ -5,7 +5,7 @@
 | format | version of this table |
 | config, config_name, config_digest | the resolved configuration, plain values; its block's name; its SHA-256 |
 | data | what it learns from: {"train_images", "steps_per_epoch", "class_names", "shape" (channels, height, width),
-  "mean", "std"}, the last two of pixels in [0, 1] |
+  "mean", "std" (both of pixels in [0, 1]), and of the user's own data a "fingerprint"} |
 | epoch, batch, step | position: finished epochs, batches trained in the next one, optimizer steps in all |
 | model | weights and buffers, keys without `module.` |
 | average | the moving average that is validated: {"module", "updates"}; null where ema_decay is |

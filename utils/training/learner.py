@@ -12,6 +12,7 @@ from utils.distributed.ddp import distribute
 from utils.distributed.global_batch import GlobalBatch, divide_batch
 from utils.distributed.keys import DistributedKeys
 from utils.distributed.world import World
+from utils.errors import ConfigError
 from utils.profiling.profiler import Profiler
 from utils.training.classifier import Classifier, build_classifier
 from utils.training.keys import TrainingKeys
@@ -20,6 +21,7 @@ from utils.training.optimizer import build_optimizer, learning_rate, load_optimi
 from utils.training.precision import LossScaler, choose_precision
 from utils.training.schedule import Plateau, Schedule, build_schedule
 from utils.training.step import Step, TrainStep, choose_step, on_capture_stream, wants_graphs
+from utils.user_code import blamed
 
 SomeKeys = TypeVar("SomeKeys", bound=TrainingKeys)
 
@@ -89,6 +91,27 @@ def check_keys(keys: TrainingKeys, world: World) -> None:
     """`ConfigError` for what this device or number of ranks cannot do, to be known before data is fetched."""
     divide_batch(keys.batch_size, world.world_size, keys.micro_batch_size)
     choose_precision(keys, world.device)
+
+
+def check_outputs(learner: Learner, model_name: str, image_shape: tuple[int, int, int]) -> None:
+    """`ConfigError` where the network does not turn images [2, *image_shape] into logits [2, num_classes]."""
+    model, precision, num_classes = learner.model, learner.precision, learner.keys.num_classes
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        raise ConfigError(f"model {model_name}: has no parameters, so that there is nothing to train")
+    images = torch.zeros(2, *image_shape, device=parameter.device)
+    images = images.to(precision.half) if precision.casts_weights else images
+    was_training = model.training
+    model.eval()
+    cannot = f"model {model_name} cannot take images {list(images.shape)}"
+    with blamed(cannot, ConfigError), torch.no_grad(), precision.autocast():
+        outputs = model(images)
+    model.train(was_training)
+    if not isinstance(outputs, Tensor) or outputs.shape != (2, num_classes):
+        found = list(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+        raise ConfigError(
+            f"model {model_name}: turns images {list(images.shape)} into {found}; expected logits {[2, num_classes]}"
+        )
 
 
 def build_learner(

@@ -1,0 +1,383 @@
+"""A network and a dataset of the user's own: they train as the project's do; errors in them name the user's line."""
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import CIFAR100, TINY
+from processes import complaints, run_job
+
+import train
+from models import build_model
+from tools import doctor
+from train import Trainer
+from utils.config import Config, load_config
+from utils.config.command_line import Arguments
+from utils.data.build import build_loaders, find_dataset, open_dataset
+from utils.data.own import load_own
+from utils.data.torchvision_loader import AugmentedImages
+from utils.errors import CheckpointError, ConfigError, DataError
+from utils.run.checkpoint import list_checkpoints, read_checkpoint
+
+CODE = """
+import numpy as np
+import torch
+from torch import nn
+from PIL import Image
+
+def network(num_classes):
+    layers = [nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(8, num_classes))
+
+def fails(num_classes):
+    return nn.Linear(num_classes, [][0])
+
+def no_network(num_classes):
+    return "resnet8"
+
+def no_head(num_classes):
+    return nn.Conv2d(3, 8, 3)
+
+def takes_nothing():
+    return nn.Linear(2, 2)
+
+class Pair(nn.Linear):
+    def forward(self, images):
+        return super().forward(images.flatten(1)), None
+
+def pair(num_classes):
+    return Pair(3 * 32 * 32, num_classes)
+
+class Flat(nn.Linear):
+    def forward(self, images):
+        return super().forward(images)
+
+def flat(num_classes):
+    return Flat(77, num_classes)
+
+def lazy(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+
+number = 3
+
+def arrays(data_path, seed=0, count=400):
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, 4, count)
+    images = (rng.integers(0, 128, (count, 3, 16, 20)) + 30 * labels[:, None, None, None]).astype(np.uint8)
+    return {
+        "train": (images[:300], labels[:300]),
+        "valid": (torch.from_numpy(images[300:]), labels[300:].tolist()),
+        "class_names": ["a", "b", "c", "d"],
+    }
+
+def other_arrays(data_path):
+    return arrays(data_path, seed=None)
+
+def files(data_path):
+    given = arrays(data_path, count=320)
+    lists = {}
+    for name in ("train", "valid"):
+        images, labels = given[name]
+        for number, image in enumerate(np.asarray(images)):
+            Image.fromarray(image.transpose(1, 2, 0)).save(data_path / f"{name}{number}.png")
+        lists[name] = ([f"{name}{number}.png" for number in range(len(labels))], labels)
+    return given | lists | {"mean": [0.5, 0.5, 0.5], "std": (0.2, 0.2, 0.2)}
+
+def no_data(data_path):
+    return open(data_path / "nowhere.npy").read()
+"""
+OWN = {"dataset": "of_mine:arrays", "num_classes": 4, "rnd_rotation_angle": 0, "limit_valid_batches": None}
+
+
+@pytest.fixture(autouse=True)
+def code(tmp_path, monkeypatch):
+    """The folder with of_mine.py, as the working directory. What is imported from there is forgotten at the end."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(tmp_path)])
+    before = set(sys.modules)
+    (tmp_path / "of_mine.py").write_text(CODE)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+# ---- networks
+
+
+def weights(trainer):
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.learner.model.parameters()])
+
+
+def test_an_own_network_trains_as_one_of_the_table(tiny, alone, tmp_path, code):
+    """The same network, built by the project and by the user's function of the same steps, ends in the same bits."""
+    repository = (
+        "def network(num_classes):\n    from models.resnet import SmallResNet\n    return SmallResNet(1, num_classes)\n"
+    )
+    (code / "same.py").write_text(repository)
+    ended = []
+    for model in ("resnet8", "same:network"):
+        trainer = Trainer(tiny(model=model), alone, tmp_path / model.partition(":")[0])
+        trainer.train()
+        ended.append(weights(trainer))
+    assert torch.equal(*ended)
+    environment = json.loads((tmp_path / "same/environment.json").read_text())
+    assert list(environment["own_code"]) == [str(code / "same.py")]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"enable_nhwc": True, "ema_decay": 0.9}, {"opt_level": "O2", "optimizer": "adamw"}]
+)
+def test_an_own_network_is_stopped_and_resumed_bitwise(tiny, alone, tmp_path, changes):
+    config = {"model": "of_mine:network", "deterministic": True, **OWN, **changes}
+    whole = Trainer(tiny(**config), alone, tmp_path / "whole")
+    whole.train()
+    Trainer(tiny(**config | {"max_epochs": 1}), alone, tmp_path / "parts").train()
+    parts = Trainer(tiny(**config), alone, tmp_path / "parts")
+    parts.train()
+    torch.use_deterministic_algorithms(False)
+    assert torch.equal(weights(whole), weights(parts))
+
+
+REFUSED_NETWORKS = [
+    (
+        "of_mine:fails",
+        r"of_mine:fails: IndexError: list index out of range\n{file}:12: return nn.Linear\(num_classes, \[\]",
+    ),
+    ("of_mine:no_network", "returned a str; expected a torch.nn.Module"),
+    ("of_mine:no_head", r"turns images \[2, 3, 32, 32\] into \[2, 8, 30, 30\]; expected logits \[2, 10\]"),
+    ("of_mine:takes_nothing", r"is called with num_classes=...: got an unexpected .*\n{file}:20: def takes_nothing"),
+    ("of_mine:pair", "into a tuple; expected logits"),
+    (
+        "of_mine:flat",
+        r"cannot take images \[2, 3, 32, 32\]: RuntimeError: mat1 .*\n{file}:32: return super\(\).forward",
+    ),
+    ("of_mine:lazy", "has lazy layers, whose shapes are not known yet"),
+    ("of_mine:number", "{file} has a int of this name, no function"),
+    ("of_mine:netwerk", "{file} has no function of this name. Did you mean 'network'?"),
+    ("nowhere:network", r"there is no module nowhere\nit is looked for where Python looks, and last in .*{folder}"),
+    ("of_mine.deeper:network", r"there is no module of_mine.deeper\n"),
+    ("broken:network", r"broken:network cannot be imported: SyntaxError: .*\n{folder}/broken.py:2: def network\(:"),
+    (
+        "incomplete:network",
+        r"ModuleNotFoundError: No module named 'nothing_like_it'\n{folder}/incomplete.py:1: import noth",
+    ),
+    ("leaves:network", r"cannot be imported: SystemExit: 3\n{folder}/leaves.py:2: sys.exit\(3\)"),
+    ("utils.of_mine:network", "utils is a module of this program; give yours another name than config, models, tools"),
+    (
+        "yaml_of_mine:network",
+        "Python finds another module yaml_of_mine .* before {folder}/yaml_of_mine.py; rename yours",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "message"), REFUSED_NETWORKS, ids=[model for model, _ in REFUSED_NETWORKS])
+def test_errors_in_the_users_code_are_two_lines_with_the_users_line(
+    tiny, alone, code, model, message, monkeypatch, tmp_path_factory
+):
+    (code / "broken.py").write_text("\ndef network(:\n")
+    (code / "incomplete.py").write_text("import nothing_like_it\n")
+    (code / "leaves.py").write_text("import sys\nsys.exit(3)\n")
+    library = tmp_path_factory.mktemp("library")
+    for folder in (code, library):
+        (folder / "yaml_of_mine.py").write_text("def network(num_classes): ...\n")
+    monkeypatch.syspath_prepend(str(library))
+    with pytest.raises(ConfigError, match=message.format(file=code / "of_mine.py", folder=code)) as refused:
+        Trainer(tiny(model=model), alone)
+    assert str(refused.value).startswith(f"model {model}")
+    assert str(refused.value).count("\n") <= 1
+
+
+@pytest.mark.parametrize(
+    "word", ["resnet5", "of_mine.network", "of_mine:", ":network", "a b:c", "1a:b", "timm:", "timm:a/b"]
+)
+def test_a_misspelt_name_shows_every_name_and_form(refused, word):
+    told = refused("--config=default", f"--yaml_config={CIFAR100}", f"--set=model={word!r}")
+    names = "resnet18, resnet34, resnet50, resnet101, resnet152, resnet8, resnet20, resnet56, resnet9, vgg16, vgg16_bn"
+    assert f"allowed: {names}, alexnet or package.module:function or timm:NAME" in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"width": 2}, "width 2 is for"),
+        ({"stem": "3x3"}, "stem 3x3 is for this program's"),
+        ({"zero_init_residual": True}, "no res"),
+    ],
+)
+def test_keys_of_the_projects_networks_are_not_for_others(tiny, changes, message):
+    for model in ("of_mine:network", "timm:resnet18"):
+        with pytest.raises(ValueError, match=message):
+            tiny(model=model, **changes)
+
+
+def test_neither_help_nor_a_printed_configuration_imports_the_users_code(code, refused):
+    (code / "loud.py").write_text("raise SystemExit('imported')\n")
+    program = (
+        "import sys; from utils.config.command_line import parse_arguments; sys.modules['torch'] = None\n"
+        f"parse_arguments(['--yaml_config={CIFAR100}', '--set=model=loud:f', '--set=dataset=loud:f', '--print-config'])"
+    )
+    root = str(Path(train.__file__).parent)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env={"PYTHONPATH": root}, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert 'model: "loud:f"' in ended.stdout and 'dataset: "loud:f"' in ended.stdout
+
+
+def test_timms_networks_are_built_for_the_images_at_hand(tiny, alone):
+    pytest.importorskip("timm", reason="timm is not installed")
+    logits = Trainer(tiny(model="timm:test_vit"), alone).learner.model.eval()(torch.zeros(1, 3, 32, 32))
+    assert logits.shape == (1, 10)
+    with pytest.raises(
+        ConfigError, match=r"model timm:test_vit_: timm has no such network; did you mean|timm.list_models"
+    ):
+        build_model(tiny(model="timm:test_vit_"))
+
+
+def test_without_timm(tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ConfigError, match=r'model timm:resnet18: timm cannot be imported .*pip install "\.\[timm\]"'):
+        build_model(tiny(model="timm:resnet18"))
+
+
+# ---- datasets
+
+
+@pytest.mark.parametrize("loader", ["torchvision", "device", "dali", "synthetic"])
+@pytest.mark.parametrize("function", ["arrays", "files"])
+def test_own_data_comes_through_every_loader(tiny, alone, code, loader, function):
+    if loader == "dali":
+        pytest.importorskip("nvidia.dali", reason="DALI is not installed")
+    changes = {"dataset": f"of_mine:{function}", "data_path": str(code), "data_loader": loader}
+    config = tiny(**OWN | changes, rnd_crop_padding=0, rnd_horizontal_flip=False, limit_train_batches=None)
+    loaders = build_loaders(config, open_dataset(config, alone), alone)
+    assert next(iter(loaders.train))[0].shape[1:] == (3, 16, 20 if function == "arrays" else 16)
+    labels = torch.cat([batch for _, batch in loaders.valid])
+    expected = np.asarray(sys.modules["of_mine"].arrays(code, count=400 if function == "arrays" else 320)["valid"][1])
+    if loader != "synthetic":
+        assert labels.tolist() == expected.tolist()
+
+
+def test_own_data_is_what_a_run_goes_on_with(tiny, alone, tmp_path, code):
+    config = {"model": "of_mine:network", **OWN}
+    Trainer(tiny(**config | {"max_epochs": 1}), alone, tmp_path / "run").train()
+    saved = read_checkpoint(list_checkpoints(tmp_path / "run/checkpoints")[0])["data"]
+    assert saved["class_names"] == ["a", "b", "c", "d"]
+    Trainer(tiny(**config), alone, tmp_path / "run").train()
+    sys.modules["of_mine"].arrays.__defaults__ = (1, 400)  # as another seed gives: so many images, but others
+    with pytest.raises(CheckpointError, match=r"was trained on other data.*fingerprint"):
+        Trainer(tiny(**config | {"max_epochs": 3}), alone, tmp_path / "run").train()
+
+
+def without(key):
+    return lambda data: {name: value for name, value in data.items() if name != key}
+
+
+def change(split, images=None, labels=None):
+    def changed(data):
+        old_images, old_labels = data[split]
+        pair = (
+            images(np.asarray(old_images)) if images else old_images,
+            labels(np.asarray(old_labels)) if labels else old_labels,
+        )
+        return data | {split: pair}
+
+    return changed
+
+
+REFUSED_DATA = [
+    (lambda _: None, "returned a value of type NoneType\nexpected a dict with the keys train, valid, class_names"),
+    (without("valid"), "returned the keys train, class_names\nexpected a dict"),
+    (lambda data: data | {"test": 1}, "returned the keys train, valid, class_names, test\nexpected a dict"),
+    (lambda data: data | {"class_names": "abcd"}, "class_names is of type str; expected at least two texts"),
+    (lambda data: data | {"class_names": 4}, "class_names is of type int; expected at least two texts"),
+    (lambda data: data | {"train": 3}, "train: is of type int; expected the pair"),
+    (change("train", images=iter), "train: images are of type iterator, labels of type ndarray; expected arrays"),
+    (change("train", images=lambda x: x[:-1]), "train: 299 images and 300 labels; expected as many"),
+    (change("valid", images=lambda x: x[:0], labels=lambda y: y[:0]), "valid: 0 images and 0 labels"),
+    (change("train", images=lambda x: x / 255), r"train: images are float64 .*expected uint8.*\(255 \* images"),
+    (change("train", images=lambda x: x.transpose(0, 2, 3, 1)), r"\[300, 16, 20, 3\]; .*transpose\(0, 3"),
+    (change("valid", images=lambda x: x[:, :1]), r"valid: images are uint8 \[100, 1, .*repeat\(3, axis=1\)"),
+    (change("valid", images=lambda x: x[:, 0]), r"valid: images are uint8 \[100, 16, 20\]; expected uint8"),
+    (change("valid", images=lambda x: x[:, :, :8]), r"train has images \(3, 16, 20\), valid \(3, 8, 20\)"),
+    (change("valid", images=lambda x: [image[:, : 8 + row % 2] for row, image in enumerate(x)]), "make no array"),
+    (change("train", labels=lambda y: y + 1), "train: labels reach from 1 to 4; class_names has 4, so that 0 to 3"),
+    (change("train", labels=lambda y: y - 1), "train: labels reach from -1 to 2"),
+    (change("train", labels=lambda y: y / 1), r"labels are float64 \[300\]; expected whole numbers"),
+    (change("train", labels=lambda y: y[:, None]), r"labels are int64 \[300, 1\]; expected whole numbers"),
+    (change("valid", images=lambda x: ["a.png"] * len(x)), "must both be arrays, or both paths"),
+    (lambda data: data | {"mean": 0.5}, "mean: is 0.5; expected three numbers"),
+    (lambda data: data | {"std": (0, 1, 1)}, r"std: is \(0, 1, 1\); expected three numbers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spoil", "message"), REFUSED_DATA, ids=[message[:40] for _, message in REFUSED_DATA])
+def test_data_that_cannot_be_trained_on_is_named(tiny, monkeypatch, code, spoil, message):
+    config = tiny(**OWN)
+    good = find_dataset(config, download=False) and sys.modules["of_mine"].arrays(code)
+    monkeypatch.setattr(sys.modules["of_mine"], "arrays", lambda data_path: spoil(good))
+    with pytest.raises(DataError, match=message) as refused:
+        load_own(config)
+    assert str(refused.value).startswith("dataset of_mine:arrays")
+    assert str(refused.value).count("\n") <= 1
+
+
+def test_what_the_users_function_raises_is_missing_data_with_its_line(tiny, alone, code, capsys):
+    config = tiny(**OWN | {"dataset": "of_mine:no_data", "data_path": str(code)})
+    status = train.main(Arguments(config, "tiny", code / "run", "auto", dry_run=True))
+    told = capsys.readouterr().err
+    assert status == 3
+    assert "dataset of_mine:no_data: FileNotFoundError: " in told
+    line = CODE[: CODE.index("nowhere.npy")].count("\n") + 1
+    assert told.endswith(f'of_mine.py:{line}: return open(data_path / "nowhere.npy").read()\n')
+    finding, _ = doctor.check_data(config)
+    assert finding.level == "fail" and "of_mine.py" in finding.remedy
+
+
+def test_number_of_classes_and_image_size_must_fit(tiny, alone):
+    with pytest.raises(ConfigError, match=r"num_classes is 10, but of_mine:arrays has 4; use --set num_classes=4"):
+        Trainer(tiny(**OWN | {"num_classes": 10}), alone)
+    with pytest.raises(ConfigError, match="image_size is 32, which is for image files"):
+        Trainer(tiny(**OWN | {"image_size": 32}), alone)
+
+
+def test_workers_that_are_spawned_need_nothing_of_the_users_code(tiny, alone, code):
+    for function in ("arrays", "files"):
+        config = tiny(**OWN | {"dataset": f"of_mine:{function}", "data_path": str(code)})
+        dataset = find_dataset(config, download=False)
+        packed = pickle.dumps(AugmentedImages(dataset.train, build_loaders(config, dataset, alone).plan))
+        assert b"of_mine" not in packed
+        images, labels, _ = pickle.loads(packed)[0, np.arange(5)]
+        assert (len(images), labels.tolist()) == (5, dataset.train.labels[:5].tolist())
+
+
+def train_own(folder: Path, dataset: str) -> int:
+    """One of the ranks of a run, started in another folder than the project's."""
+    import os
+
+    os.chdir(folder)
+    values = load_config(CIFAR100, "default").model_dump() | TINY | OWN
+    config = Config(
+        **values | {"model": "of_mine:network", "dataset": dataset, "data_loader": "torchvision", "num_data_workers": 1}
+    )
+    return train.main(Arguments(config, "own", folder / "run", "auto", dry_run=False))
+
+
+def test_two_ranks_train_own_code_with_workers(tmp_path, code):
+    ended = run_job(tmp_path / "job", 2, train_own, code, "of_mine:arrays")
+    assert [process.status for process in ended] == [0, 0], ended[0].errors
+    records = [json.loads(line) for line in (code / "run/metrics.jsonl").read_text().splitlines()]
+    assert [record["images/valid"] for record in records if record["kind"] == "epoch"] == [100, 100]
+
+
+def test_ranks_that_get_different_data_are_refused(tmp_path, code):
+    ended = run_job(tmp_path / "job", 2, train_own, code, "of_mine:other_arrays")
+    assert [process.status for process in ended] == [3, 3]
+    (told,) = complaints(ended)
+    assert "dataset of_mine:other_arrays: returned other data on rank 1 than on rank 0" in told

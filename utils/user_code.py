@@ -1,0 +1,137 @@
+"""Code of the user's own, named in a configuration as `package.module:function`. No torch.
+
+A module is looked for as Python does, and last in the working directory. Its name must not be one that Python finds
+elsewhere. Whatever goes wrong in it is an error of two lines: what, and the user's line.
+"""
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import linecache
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from utils.errors import ConfigError, ExpectedError, explain
+
+OWN_FORM = "package.module:function"
+OWN_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$"
+ROOT = Path(__file__).resolve().parent.parent
+OUR_NAMES = ("config", "models", "tools", "train", "train_simple", "utils")
+LIBRARIES = ("site-packages", "dist-packages")
+
+
+def is_own(name: str) -> bool:
+    """Whether the value of a key is `package.module:function`, or of another form with a colon."""
+    return ":" in name
+
+
+def call(key: str, name: str, error: type[ExpectedError], **arguments: Any) -> Any:
+    """What the user's function `name`, the value of `key`, returns.
+
+    `ConfigError` where there is no such function or it does not take the arguments, `error` where it raises."""
+    function = find_function(key, name)
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as refusal:
+        given = ", ".join(f"{argument}=..." for argument in arguments)
+        raise ConfigError(f"{key} {name}: is called with {given}: {refusal}\n{_definition(function)}") from None
+    except ValueError:  # a function that is not written in Python tells no signature
+        pass
+    with blamed(f"{key} {name}", error):
+        return function(**arguments)
+
+
+def find_function(key: str, name: str) -> Callable[..., Any]:
+    """The function `name`, the value of `key`; imports its module. `ConfigError` where that cannot be done."""
+    what, (module_name, _, function_name) = f"{key} {name}", name.partition(":")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)  # last, so that no file there hides a library
+    _refuse_hidden(what, module_name.partition(".")[0], Path(here))
+    with blamed(f"{what} cannot be imported", ConfigError):
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if f"{module_name}.".startswith(f"{error.name}."):
+                raise ConfigError(
+                    f"{what}: there is no module {error.name}\n"
+                    f"it is looked for where Python looks, and last in the working directory {here}"
+                ) from None
+            raise
+    function = getattr(module, function_name, None)
+    if callable(function):
+        return function
+    others = [other for other, value in vars(module).items() if callable(value)]
+    near = difflib.get_close_matches(function_name, others, n=1, cutoff=0.5)
+    lacks = "no function of this name" if function is None else f"a {type(function).__name__} of this name, no function"
+    raise ConfigError(f"{what}: {module.__file__} has {lacks}" + (f". Did you mean {near[0]!r}?" if near else ""))
+
+
+def _refuse_hidden(what: str, top: str, here: Path) -> None:
+    """`ConfigError` where another module than the one in the working directory would be imported."""
+    if top in OUR_NAMES:
+        raise ConfigError(
+            f"{what}: {top} is a module of this program; give yours another name than {', '.join(OUR_NAMES)}"
+        )
+    candidates = [path for path in (here / top / "__init__.py", here / f"{top}.py") if path.is_file()]
+    try:
+        specification = importlib.util.find_spec(top)
+    except ValueError:  # of what runs as __main__
+        return
+    origin = specification.origin if specification is not None else None
+    if candidates and origin is not None and not any(os.path.realpath(origin) == str(p.resolve()) for p in candidates):
+        raise ConfigError(f"{what}: Python finds another module {top} ({origin}) before {candidates[0]}; rename yours")
+
+
+@contextmanager
+def blamed(what: str, kind: type[ExpectedError]) -> Iterator[None]:
+    """A `with` block in which the user's code runs: what it raises becomes an error of `kind` that names its line."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        known = explain(error) if isinstance(error, Exception) else None
+        if known is not None:
+            raise known from None
+        message = error.msg if isinstance(error, SyntaxError) else str(error)
+        reason = shorten(f"{type(error).__name__}: {message}", 300, placeholder=" ...")
+        raise kind(f"{what}: {reason}\n{_place(error)}".rstrip()) from error
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of the user's in the traceback, as `file:line: text`; empty where there is none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
+    users = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(Path(frame.filename))]
+    return f"{users[-1].filename}:{users[-1].lineno}: {users[-1].line}" if users else ""
+
+
+def _is_users(path: Path) -> bool:
+    ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0].removesuffix(".py") in OUR_NAMES
+    synthetic = str(path).startswith("<")  # code that lies in no file, such as the import machinery's
+    return not (ours or synthetic or {*LIBRARIES} & {*path.parts} or path.is_relative_to(sysconfig.get_path("stdlib")))
+
+
+def _definition(function: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None) or getattr(function.__init__, "__code__", None)  # type: ignore[misc]
+    if code is None:
+        return "it is not written in Python"
+    line = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return f"{code.co_filename}:{code.co_firstlineno}: {line}"
+
+
+def own_files(*names: str) -> dict[str, str]:
+    """Of each of these values that names the user's code: the SHA-256 of its module's file, for the run's record."""
+    digests = {}
+    for module in (sys.modules.get(name.partition(":")[0]) for name in names if is_own(name)):
+        if module is not None and module.__file__:
+            digests[module.__file__] = hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()
+    return digests
