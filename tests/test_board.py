@@ -28,9 +28,11 @@ def texts(events: EventAccumulator, tag: str) -> str:
 @pytest.fixture
 def run(tiny, alone, tmp_path):
     def train(**changes):
-        trainer = Trainer(tiny(log_to_tensorboard=True, **changes), alone, tmp_path / "run", "tiny", "auto")
+        folder = tmp_path / "run"
+        resume = str(folder) if folder.exists() else "auto"
+        trainer = Trainer(tiny(log_to_tensorboard=True, **changes), alone, folder, "tiny", resume)
         trainer.train()
-        return tmp_path / "run"
+        return folder
 
     return train
 

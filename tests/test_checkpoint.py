@@ -158,7 +158,7 @@ def test_another_model_batch_or_order_is_refused_with_what_differs(tiny, alone, 
     Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
     before = _contents(tmp_path)
     with pytest.raises(CheckpointError, match="does not fit this configuration") as raised:
-        Trainer(tiny(**change), alone, tmp_path, "tiny", "auto").train()
+        Trainer(tiny(**change), alone, tmp_path, "tiny", str(tmp_path)).train()
     assert named in str(raised.value)
     assert _contents(tmp_path) == before
 
@@ -166,7 +166,7 @@ def test_another_model_batch_or_order_is_refused_with_what_differs(tiny, alone, 
 def test_another_networks_weights_are_refused_by_name(tiny, alone, tmp_path):
     Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
     before = _contents(tmp_path)
-    trainer = Trainer(tiny(), alone, tmp_path, "tiny", "auto")
+    trainer = Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto")
     trainer.learner.model.fc = torch.nn.Linear(64, 10, bias=False)
     trainer.learner.model.extra = torch.nn.Linear(1, 1, bias=False)
     with pytest.raises(CheckpointError, match=r"fc.bias \(only in the checkpoint\), extra.weight \(not in"):
@@ -176,7 +176,7 @@ def test_another_networks_weights_are_refused_by_name(tiny, alone, tmp_path):
 
 def test_what_may_change_is_told_and_used(tiny, alone, tmp_path):
     Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
-    trainer = Trainer(tiny(lr=0.05), alone, tmp_path, "tiny", "auto")
+    trainer = Trainer(tiny(lr=0.05), alone, tmp_path, "tiny", str(tmp_path))
     trainer.train()
     assert "Resuming with another lr: 0.1 -> 0.05" in (tmp_path / "train.log").read_text()
     assert trainer.learner.optimizer.param_groups[0]["lr"] == 0.05
@@ -420,7 +420,7 @@ def test_what_a_killed_writer_left_is_removed(tiny, alone, tmp_path):
     Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
     leftover = tmp_path / "checkpoints" / ".step-000000008.pt.123.tmp"
     leftover.write_bytes(b"half")
-    Trainer(tiny(), alone, tmp_path, "tiny", "auto").train()
+    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
     assert not leftover.exists()
 
 
@@ -484,19 +484,20 @@ def test_a_checkpoint_under_the_name_of_a_later_step_is_gone_on_from(tiny, alone
     Trainer(tiny(max_epochs=2, keep_checkpoints=2), alone, tmp_path, "tiny", "auto").train()
     shutil.copy(own / source, own / "step-000000099.pt")
     step = read_checkpoint(own / source)["step"]
-    trainer = Trainer(tiny(max_epochs=3, keep_checkpoints=2), alone, tmp_path, "tiny", "auto")
+    trainer = Trainer(tiny(max_epochs=3, keep_checkpoints=2), alone, tmp_path, "tiny", str(tmp_path))
     trainer.train()
     assert f"Resuming from {own / 'step-000000099.pt'}: epoch {step // 4 + 1}, " in (tmp_path / "train.log").read_text()
     assert trainer.progress.epoch == 3 and list_checkpoints(own)[0].name == "step-000000012.pt"
 
 
 def test_another_runs_checkpoint_among_the_own_ones_replaces_none(tiny, alone, tmp_path):
-    for name, lr in (("run", 0.1), ("other", 0.2)):
-        Trainer(tiny(max_epochs=1, lr=lr), alone, tmp_path / name, "tiny", "auto").train()
+    for name, workers in (("run", 0), ("other", 1)):
+        config = tiny(max_epochs=1, num_data_workers=workers)
+        Trainer(config, alone, tmp_path / name, "tiny", "auto").train()
     own = tmp_path / "run/checkpoints"
     before = (own / "step-000000004.pt").read_bytes()
     shutil.copy(tmp_path / "other/checkpoints/step-000000004.pt", own / "step-000000099.pt")
-    Trainer(tiny(max_epochs=2, keep_checkpoints=9), alone, tmp_path / "run", "tiny", "auto").train()
+    Trainer(tiny(max_epochs=1, keep_checkpoints=9), alone, tmp_path / "run", "tiny", "auto").train()
     assert (own / "step-000000004.pt.superseded").read_bytes() == before
 
 
@@ -542,7 +543,7 @@ def test_a_damaged_line_of_the_metrics_does_not_keep_a_run_from_going_on(tiny, a
     Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes() + b'\xff\xfe{"kind')
-    Trainer(tiny(max_epochs=2), alone, tmp_path, "tiny", "auto").train()
+    Trainer(tiny(max_epochs=2), alone, tmp_path, "tiny", str(tmp_path)).train()
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()][-1] == 8
 
 
@@ -559,7 +560,7 @@ def test_a_folder_that_cannot_be_used_is_named(tiny, alone, tmp_path):
     Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
     (tmp_path / "checkpoints/.step.tmp").mkdir()  # of all things that a start has to change, one that it cannot
     with pytest.raises(ExpectedError, match=r"\.step\.tmp: cannot be used: "):
-        Trainer(tiny(max_epochs=2), alone, tmp_path, "tiny", "auto").train()
+        Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
 
 
 def test_the_lock_of_a_folder_that_is_moved_aside_is_not_that_of_the_new_one(tmp_path, monkeypatch):

@@ -171,9 +171,9 @@ def test_every_way_of_ddp_gives_the_same(tmp_path: Path) -> None:
 # ---- whole runs
 
 
-def run_program(folder: Path, changes: dict[str, Any]) -> int:
+def run_program(folder: Path, changes: dict[str, Any], resume: str = "auto") -> int:
     torch.use_deterministic_algorithms(True)
-    return train.main(Arguments(configuration(**changes), "test", folder, "auto", dry_run=False))
+    return train.main(Arguments(configuration(**changes), "test", folder, resume, dry_run=False))
 
 
 def run_program_in_float64(folder: Path, changes: dict[str, Any]) -> int:
@@ -190,9 +190,10 @@ def run_program_in_float64(folder: Path, changes: dict[str, Any]) -> int:
 def epochs_of(
     tmp_path: Path, name: str, world_size: int, program: Callable[..., int] = run_program, **changes: Any
 ) -> list[dict[str, Any]]:
-    """The epoch records of a whole run on `world_size` ranks."""
+    """The epoch records of a whole run on `world_size` ranks; of one that is there already, also with other values."""
     run = tmp_path / name
-    ended = run_job(tmp_path / f"job-{name}", world_size, program, run, changes)
+    goes_on = [str(run.resolve())] if run.resolve().exists() else []
+    ended = run_job(tmp_path / f"job-{name}", world_size, program, run, changes, *goes_on)
     assert [process.status for process in ended] == [0] * world_size, ended[0].errors
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["kind"] == "epoch"]

@@ -219,15 +219,15 @@ def test_a_graph_with_ddp_over_nccl(tiny, gpu, tmp_path):
 
 
 def test_fastest_trains_saves_and_resumes(tiny, gpu, tmp_path):
-    def run(epochs: int) -> Trainer:
+    def run(epochs: int, resume: str) -> Trainer:
         changes = {"device": "cuda", "limit_train_batches": 20, "max_epochs": epochs}
-        trainer = Trainer(tiny("fastest", **changes), gpu, tmp_path, "fastest", "auto")
+        trainer = Trainer(tiny("fastest", **changes), gpu, tmp_path, "fastest", resume)
         trainer.train()
         return trainer
 
-    first = run(2)
+    first = run(2, "auto")
     assert isinstance(first.learner.step, GraphedStep) and first.learner.step.captured
-    assert run(3).learner.steps == 60
+    assert run(3, str(tmp_path)).learner.steps == 60
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     trained = [row["loss/train"] for row in rows if row["kind"] == "epoch"]
     assert len(trained) == 3 and trained[2] < trained[0]

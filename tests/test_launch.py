@@ -540,6 +540,6 @@ def test_torchrun_goes_on_after_a_killed_worker(tmp_path: Path) -> None:
     assert "Finished" in ended.stdout
     assert not (tmp_path / "run.1").exists()
     # at another world size: finished already, and the same checkpoint goes on for one more epoch
-    more = launch(sys.executable, *SHORT, "--set", "max_epochs=4", "--run-dir", str(run))
+    more = launch(sys.executable, *SHORT, "--set", "max_epochs=4", "--run-dir", str(run), "--resume", str(run))
     assert more.returncode == 0, more.stderr
     assert "epoch 4, batch 0, step 12" in more.stdout

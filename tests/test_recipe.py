@@ -191,7 +191,7 @@ def test_other_optimizers_resume_bitwise(tiny, alone, tmp_path, name):
     changes = {"optimizer": name, **RATES_OF[name], "weight_decay_bn_bias": False, "fused_optimizer": bool(fused)}
     whole = run(tiny(max_epochs=2, **changes), alone, tmp_path / "whole")
     run(tiny(max_epochs=1, **changes), alone, tmp_path / "parts")
-    parts = run(tiny(max_epochs=2, **changes), alone, tmp_path / "parts")
+    parts = run(tiny(max_epochs=2, **changes), alone, tmp_path / "parts", resume=str(tmp_path / "parts"))
     for one, other in zip(whole.learner.model.parameters(), parts.learner.model.parameters(), strict=True):
         assert torch.equal(one, other)
 
@@ -199,7 +199,7 @@ def test_other_optimizers_resume_bitwise(tiny, alone, tmp_path, name):
 def test_a_state_of_another_optimizer_is_refused(tiny, alone, tmp_path):
     run(tiny(max_epochs=1), alone, tmp_path)
     with pytest.raises(CheckpointError, match="optimizer 'sgd' -> 'lars'"):
-        run(tiny(max_epochs=2, optimizer="lars"), alone, tmp_path)
+        run(tiny(max_epochs=2, optimizer="lars"), alone, tmp_path, resume=str(tmp_path))
 
 
 # ---- weight decay, clipping
@@ -313,8 +313,8 @@ def test_average_is_saved_and_resumed_in_mid_epoch(tiny, alone, tmp_path):
 
 def test_average_can_be_switched_on_in_a_run_that_goes_on(tiny, alone, tmp_path):
     run(tiny(max_epochs=1), alone, tmp_path)
-    run(tiny(max_epochs=2, ema_decay=0.5), alone, tmp_path)
-    run(tiny(max_epochs=3), alone, tmp_path)
+    run(tiny(max_epochs=2, ema_decay=0.5), alone, tmp_path, resume=str(tmp_path))
+    run(tiny(max_epochs=3), alone, tmp_path, resume=str(tmp_path))
     assert all(math.isfinite(row["loss/valid"]) for row in epochs(tmp_path))
 
 
@@ -381,7 +381,7 @@ def test_run_ends_at_its_target_and_stays_ended(tiny, alone, tmp_path):
     run(tiny(max_epochs=4, stop_at_accuracy=0.01), alone, tmp_path)
     assert len(epochs(tmp_path)) == 1
     assert "Already finished" in (tmp_path / "train.log").read_text()
-    run(tiny(max_epochs=4, stop_at_accuracy=0.999), alone, tmp_path)
+    run(tiny(max_epochs=4, stop_at_accuracy=0.999), alone, tmp_path, resume=str(tmp_path))
     assert len(epochs(tmp_path)) == 4
 
 

@@ -329,6 +329,18 @@ def test_stopped_by_a_signal_that_only_the_steps_got(tmp_path: Path) -> None:
     assert ["requeue", "4"] in job.arguments("scontrol")
 
 
+def test_elements_of_an_array_keep_apart(tmp_path: Path) -> None:
+    """The words go on as they are, for train.py to fill in, and the notes are beside the folder that it will use."""
+    array = {"SLURM_ARRAY_JOB_ID": "3", "SLURM_ARRAY_TASK_ID": "1"}
+    job = fake_job(tmp_path, {"srun": 'find "$PWD" -path "*.slurm*" >found'}, **array)
+    link_commands(tmp_path / "commands", ["find"])
+    words = ["--config=try-%a", "--set", "seed=%a", "--run-dir=runs/%A/%a"]
+    assert job.run("submit.slr", *words)[0] == 0
+    assert job.arguments("python")[0] == ["train.py", "--config=bs128-opt", *words, "--print-config"]
+    assert job.arguments("srun")[0][-len(words) :] == words
+    assert str(tmp_path / "runs/3/.slurm-4/nodes") in (tmp_path / "found").read_text().splitlines()
+
+
 def test_element_of_an_array_is_queued_by_its_own_name(tmp_path: Path) -> None:
     job = fake_job(tmp_path, {"srun": TRAINS}, SLURM_ARRAY_JOB_ID="3", SLURM_ARRAY_TASK_ID="1")
     job.run_and_signal(signal.SIGUSR1)

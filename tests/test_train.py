@@ -69,7 +69,7 @@ def test_train_simple_is_float32_on_the_device_of_its_configuration(tiny, monkey
 def test_two_epochs_equal_one_and_a_resumed_one(tiny, alone, tmp_path):
     whole = run(tiny(max_epochs=2), alone, tmp_path / "whole")
     run(tiny(max_epochs=1), alone, tmp_path / "parts")
-    resumed = run(tiny(max_epochs=2), alone, tmp_path / "parts")
+    resumed = run(tiny(max_epochs=2), alone, tmp_path / "parts", resume=str(tmp_path / "parts"))
     for kind in ("step", "epoch"):
         assert without_times(records(tmp_path / "parts", kind)) == without_times(records(tmp_path / "whole", kind))
     for name, value in whole.learner.model.state_dict().items():
@@ -358,11 +358,11 @@ def test_going_on_from_the_best_keeps_what_is_older(tiny, alone, tmp_path):
 def test_other_data_or_other_epochs_are_refused(tiny, alone, tmp_path, changes, difference):
     run(tiny(max_epochs=1), alone, tmp_path)
     if difference is None:
-        assert run(tiny(max_epochs=2, **changes), alone, tmp_path).progress.epoch == 2
+        assert run(tiny(max_epochs=2, **changes), alone, tmp_path, resume=str(tmp_path)).progress.epoch == 2
     else:
         with pytest.raises(CheckpointError, match=f"was trained on other data, or with other epochs: {difference}\\n"):
-            run(tiny(max_epochs=2, **changes), alone, tmp_path)
-    trainer = Trainer(tiny(max_epochs=2), alone, tmp_path, "tiny", "auto")
+            run(tiny(max_epochs=2, **changes), alone, tmp_path, resume=str(tmp_path))
+    trainer = Trainer(tiny(max_epochs=2), alone, tmp_path, "tiny", str(tmp_path))
     trainer.data["class_names"] = ["other", *trainer.data["class_names"][1:]]
     with pytest.raises(CheckpointError, match=r"class_names \['.* -> \['other'"):
         trainer.train()
@@ -378,7 +378,7 @@ def test_a_finished_run_without_its_best_weights_says_so(tiny, alone, tmp_path):
 def test_a_finished_run_keeps_its_description(tiny, alone, tmp_path):
     run(tiny(max_epochs=1), alone, tmp_path)
     before = {name: (tmp_path / name).read_bytes() for name in ("config.yaml", "environment.json")}
-    run(tiny(max_epochs=1, lr=0.5), alone, tmp_path)
+    run(tiny(max_epochs=1, lr=0.5, log_freq=1), alone, tmp_path, resume=str(tmp_path))
     assert before == {name: (tmp_path / name).read_bytes() for name in before}
 
 
@@ -421,7 +421,7 @@ def test_resume_path_starts_from_another_runs_checkpoint(tiny, alone, tmp_path):
 def test_non_finite_loss_stops_and_leaves_the_last_checkpoint(tiny, alone, tmp_path):
     run(tiny(max_epochs=1), alone, tmp_path)
     good = {path: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
-    trainer = Trainer(tiny(max_epochs=3), alone, tmp_path, "tiny", "auto")
+    trainer = Trainer(tiny(max_epochs=3), alone, tmp_path, "tiny", str(tmp_path))
     step, count = trainer.learner.step.__call__, iter(range(100))
 
     def break_the_second_batch(images, labels, sums):

@@ -30,7 +30,7 @@ class Fact(Enum):
     """What is true of a key beyond its type, written as `Annotated[TYPE, FACT]`."""
 
     FIXED = "saved tensors and positions in the data depend on it: a run cannot be resumed with another value"
-    NO_HYPERPARAMETER = "changes no result: not in TensorBoard's HParams"
+    NO_HYPERPARAMETER = "changes no result: not in TensorBoard's HParams, and a run goes on with another value"
 
 
 @dataclass(frozen=True)

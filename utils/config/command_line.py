@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from utils.config import Config, list_blocks, load_config
-from utils.distributed.launch import find_launch
+from utils.distributed.launch import SLURM_FIELDS, fill_in_job, find_launch
 from utils.errors import ConfigError
 from utils.keys import as_yaml, render
 
@@ -42,6 +42,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         options = _parser().parse_args(argv)
         if options.list_configs:
             _leave_with(_describe_blocks(options.yaml_config))
+        _fill_in_job(options)
         config = load_config(options.yaml_config, options.config, options.set)
         if options.print_config:
             has_default = "default" in list_blocks(options.yaml_config)
@@ -49,8 +50,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
             _leave_with(f"# {options.config} in {options.yaml_config}\n{render(config, default)}")
     except ConfigError as error:
         raise SystemExit(_report(error)) from None
-    run_dir = options.run_dir or Path("expts") / options.config
+    run_dir = _folder(options.run_dir) if options.run_dir else Path("expts") / options.config
     return Arguments(config, options.config, run_dir, options.resume, options.dry_run)
+
+
+def _fill_in_job(options: argparse.Namespace) -> None:
+    """%a, %A and %j of Slurm, in --set only in values that have one of them: others may have any percent signs."""
+    for name in ("config", "run_dir", "resume"):
+        if text := getattr(options, name):
+            setattr(options, name, fill_in_job(f"--{name.replace('_', '-')}", text, os.environ))
+    options.set = [
+        fill_in_job("--set", text, os.environ) if any(field in text for field in SLURM_FIELDS) else text
+        for text in options.set
+    ]
 
 
 def _report(error: ConfigError) -> int:
@@ -95,11 +107,16 @@ def _parser() -> argparse.ArgumentParser:
         help="file of configuration blocks (default: config/cifar100.yaml)",
     )  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
-    parser.add_argument("--run-dir", type=_folder, metavar="DIR", help="where the run writes (default: expts/NAME)")
+    parser.add_argument(
+        "--run-dir", type=not_empty, metavar="DIR",
+        help="where the run writes (default: expts/NAME); in a job of Slurm, %%a here, in NAME and in --set is its "
+        "index in an array, %%A the number of the array, %%j that of the job",
+    )  # fmt: skip
     parser.add_argument(
         "--resume", type=not_empty, default="auto", metavar="auto|never|PATH",
-        help="auto: go on from the newest good checkpoint of the run folder, if any; never: start a new run, moving "
-        "an earlier run aside; PATH: go on from this checkpoint file or run folder (default: auto)",
+        help="auto: go on from the newest good checkpoint of the run folder, if any; a run with other values of keys "
+        "that change the training is refused; never: start a new run, moving an earlier run aside; PATH: go on from "
+        "this checkpoint file or run folder, also with other values (default: auto)",
     )  # fmt: skip
     parser.add_argument("--list-configs", action="store_true", help="list the blocks and what each changes, and leave")
     parser.add_argument("--print-config", action="store_true", help="print every key, differences first, and leave")
@@ -121,7 +138,7 @@ def not_empty(text: str) -> str:
 
 
 def _folder(text: str) -> Path:
-    path = Path(not_empty(text))
+    path = Path(text)
     return path if path.name not in ("", "..") else path.resolve()  # a folder without a name cannot be moved aside
 
 

@@ -90,9 +90,9 @@ class LoaderKeys(SharedKeys):
     data_loader: Annotated[str, OneOf(LOADERS)] = "torchvision"
     """torchvision (worker processes), dali, device (whole dataset there), synthetic (no input). synthetic gives the
     same random batch again and again, to time computing alone."""
-    num_data_workers: NonNegativeInt = 6
+    num_data_workers: Annotated[NonNegativeInt, Fact.NO_HYPERPARAMETER] = 6
     """Workers (torchvision) or threads (dali) of each rank, at most its cores; 0: none."""
-    valid_batch_size_per_gpu: PositiveInt = 128
+    valid_batch_size_per_gpu: Annotated[PositiveInt, Fact.NO_HYPERPARAMETER] = 128
     """Validation images in one forward pass of one rank, on a GPU or not."""
     limit_train_batches: Annotated[PositiveInt | None, Fact.FIXED] = None
     """Train on this many batches of each epoch only; null: all."""

@@ -19,7 +19,7 @@ class DistributedKeys(SharedKeys):
     """DDP: BatchNorm over the whole global batch; CUDA only. Without it each rank sees its own micro-batch."""
     gradient_compression: Literal["none", "fp16", "bf16"] = "none"
     """DDP: send gradients in half the bytes, rounded."""
-    enable_cpu_affinity: bool = True
+    enable_cpu_affinity: Annotated[bool, Fact.NO_HYPERPARAMETER] = True
     """Pin each process to the processor cores nearest its GPU. Without a GPU, or with one process, it does nothing."""
     start_timeout_seconds: Annotated[PositiveFloat, Fact.NO_HYPERPARAMETER] = 600
     """Seconds to wait at the start for all ranks; then the run ends and names the missing ones."""

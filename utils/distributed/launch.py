@@ -19,6 +19,11 @@ from utils.errors import ConfigError
 # What distinguishes one job from another, the same for all its ranks; the first that is set counts. srun: job and step.
 SCHEDULER_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 JOB_VARIABLES = ("PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID", *SCHEDULER_VARIABLES)
+SLURM_FIELDS = {
+    "%a": ("SLURM_ARRAY_TASK_ID", "the index in an array of jobs of Slurm (sbatch --array)"),
+    "%A": ("SLURM_ARRAY_JOB_ID", "the number of an array of jobs of Slurm (sbatch --array)"),
+    "%j": ("SLURM_JOB_ID", "the number of a job of Slurm"),
+}
 # For torchrun's ranks of one machine, to meet in a file and on the loopback (docs/reliability.md). Each sign of life
 # would be appended to the file; with one agent nothing waits for them.
 LOOPBACK_OPTIONS = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file,keep_alive_interval=100000")
@@ -92,6 +97,23 @@ def torchrun_here(processes: int, rendezvous: Path) -> tuple[list[str], dict[str
 def in_batch_job(environment: Mapping[str, str]) -> bool:
     """Whether a scheduler started this process: Slurm, PBS or LSF."""
     return any(environment.get(name) for name in SCHEDULER_VARIABLES)
+
+
+def fill_in_job(option: str, text: str, environment: Mapping[str, str]) -> str:
+    """`text` with what Slurm says of this job in the place of %a, %A and %j, as in the names of sbatch --output; %% is
+    a percent sign. `ConfigError`, which names the `option`, outside of such a job."""
+
+    def fill_in(match: re.Match[str]) -> str:
+        if match[0] == "%%":
+            return "%"
+        if match[0] not in SLURM_FIELDS:
+            raise ConfigError(f"{option} {text}: {match[0]} is not known; allowed: {', '.join(SLURM_FIELDS)}, %% for %")
+        variable, meaning = SLURM_FIELDS[match[0]]
+        if not environment.get(variable):
+            raise ConfigError(f"{option} {text}: {match[0]} is {meaning}, but {variable} is not set here; %% means %")
+        return environment[variable]
+
+    return re.sub("%.?", fill_in, text)
 
 
 def was_restarted(environment: Mapping[str, str]) -> bool:

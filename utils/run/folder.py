@@ -1,6 +1,6 @@
 """A run's folder: expts/<config>/ with one run in it, never two, and never an old one overwritten.
 
-config.yaml  environment.json  train.log  metrics.jsonl  tb_logs/  checkpoints/{step-*.pt,best.pt}
+config.yaml[.N]  environment.json  train.log  metrics.jsonl  tb_logs/  checkpoints/{step-*.pt,best.pt}
 """
 
 import itertools
@@ -20,6 +20,7 @@ from utils.errors import CheckpointError, ExpectedError
 from utils.files import lock_folder, remove_leftovers, write_atomically
 from utils.keys import Fact, Keys, render
 from utils.run import checkpoint
+from utils.run.identity import check_same_run
 
 STARTS_AND_STOPS = ("start", "resume", "stop")  # kinds of records in metrics.jsonl
 
@@ -38,8 +39,9 @@ def open_run(folder: Path, resume: str, keys: Keys, weights: dict[str, Tensor], 
     """Take `folder` for a run: resume what is there, or move it aside; `resume` is auto, never, or a path.
 
     A job that Slurm or torchrun starts again goes on with what its earlier start wrote here, whatever `resume` says.
-    Raises `ExpectedError`, with the folder as it was, where another run holds it or the checkpoint does not fit the
-    configuration, the names and shapes of the network's `weights`, or the `data` (see utils/run/checkpoint.py).
+    Raises `ExpectedError`, with the folder as it was, where another run holds it, where auto finds a run of another
+    configuration (utils/run/identity.py), or where the checkpoint does not fit the configuration, the names and shapes
+    of the network's `weights`, or the `data` (see utils/run/checkpoint.py).
     """
     try:
         return _open_run(folder, resume, keys, weights, data)
@@ -52,13 +54,16 @@ def _open_run(folder: Path, resume: str, keys: Keys, weights: dict[str, Tensor],
     lock = lock_folder(folder)
     lock.seek(0)
     job = job_name(os.environ)
-    if job and was_restarted(os.environ) and lock.read() == job:  # the lock's file names the job that was here last
-        resume = "auto"
-    source = _find_source(own, resume)
+    # the lock's file names the job that was here last
+    again = bool(job) and was_restarted(os.environ) and lock.read() == job
+    source = _find_source(own, "auto" if again else resume)
     notes = []
     if source is not None:
         notes += source.notes
-        saved = source.state["config"]
+        # a key that is younger than the checkpoint had its default
+        saved = type(keys)().model_dump(mode="json") | source.state["config"]
+        if resume == "auto" and not again:
+            check_same_run(folder, saved, keys)
         changed = checkpoint.check_fit(source.path, saved, keys.model_dump(mode="json"), keys.with_fact(Fact.FIXED))
         checkpoint.check_weights_fit(source.path, source.state["model"], weights)
         checkpoint.check_data_fits(source.path, source.state["data"], data)
@@ -183,9 +188,12 @@ def _free_name(path: Path) -> Path:
 
 
 def write_description(folder: Path, keys: Keys, config_name: str, environment: dict[str, Any]) -> None:
-    """config.yaml, a block that can be run again, and environment.json."""
-    body = textwrap.indent(render(keys), "  ")
-    write_atomically(folder / "config.yaml", f"{config_name}:\n{body}".encode())
+    """config.yaml, a block that can be run again, and environment.json. The configuration of an earlier start stays,
+    where it was another one, as config.yaml.1, config.yaml.2 ..."""
+    path, content = folder / "config.yaml", f"{config_name}:\n{textwrap.indent(render(keys), '  ')}".encode()
+    if path.exists() and (earlier := path.read_bytes()) != content:
+        write_atomically(_free_name(path), earlier)
+    write_atomically(path, content)
     write_atomically(folder / "environment.json", (json.dumps(environment, indent=1) + "\n").encode())
 
 

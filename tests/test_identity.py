@@ -1,0 +1,182 @@
+"""A run is its configuration: what goes on by itself, what is refused and with which ways on, and what is kept."""
+
+import gc
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import train
+from tests.test_resume import stop
+from tests.test_train import records, run
+from utils.config import load_config
+from utils.config.command_line import Arguments, parse_arguments
+from utils.errors import ConfigError, Stopped
+from utils.run.identity import name_beside
+
+CHANGES = {"lr": 0.3, "weight_decay": 0.1}
+SHOWN = "lr=0.1 -> 0.3, weight_decay=0.0005 -> 0.1"
+
+
+def refusal(config, world, folder):
+    """The message alone: the error's traceback holds the folder's lock."""
+    with pytest.raises(ConfigError) as refused:
+        run(config, world, folder)
+    message = str(refused.value)
+    del refused
+    gc.collect()
+    return message
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("epochs", [1, 2], ids=["stopped", "finished"])
+def test_a_run_with_other_values_is_not_gone_on_with(tiny, alone, tmp_path, capsys, epochs):
+    """Whether it has an epoch left or none: nothing of it changes, and the message names keys and ways on."""
+    folder = tmp_path / "run"
+    run(tiny(max_epochs=2), alone, folder)
+    for path in sorted((folder / "checkpoints").glob("step-*.pt"))[epochs:]:
+        path.unlink()
+    before = contents(folder)
+    capsys.readouterr()
+    assert train.main(Arguments(tiny(max_epochs=2, **CHANGES), "tiny", folder, "auto", dry_run=False)) == 2
+    said = capsys.readouterr().err
+    assert said.splitlines() == [
+        f"error: {folder}: holds a run with other values, which goes on with them only: {SHOWN}",
+        f"add to the command: --run-dir {folder}-lr0.3-weight_decay0.1 for a run of its own; or --resume {folder} to "
+        "go on from its last checkpoint with the new values; or --resume never to move it aside and begin anew",
+    ]
+    assert contents(folder) == before
+
+
+def test_each_way_on_that_is_named_leads_on(tiny, alone, tmp_path):
+    folder = tmp_path / "run"
+    run(tiny(max_epochs=1), alone, folder)
+    config = tiny(max_epochs=2, lr=0.3)
+    ways = re.findall(r"(--run-dir|--resume) (\S+)", refusal(config, alone, folder))
+    assert [option for option, _ in ways] == ["--run-dir", "--resume", "--resume"]
+    beside, source, never = (value for _, value in ways)
+    assert len(records(Path(run(config, alone, Path(beside)).folder), "epoch")) == 2
+    run(config, alone, folder, resume=source)
+    assert [row["kind"] for row in (*records(folder, "start"), *records(folder, "resume"))] == ["start", "resume"]
+    assert run(config, alone, folder).progress.epoch == 2  # from here on it is a run with these values
+    run(config, alone, folder, resume=never)
+    assert (tmp_path / "run.1").exists() and len(records(folder, "epoch")) == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"fused_optimizer": True}, {"max_epochs": 3}, {"ema_decay": 0.9}, {"micro_batch_size": 16}, {"seed": 1}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_keys_that_change_the_training(tiny, alone, tmp_path, changes):
+    run(tiny(max_epochs=1, limit_train_batches=1), alone, tmp_path)
+    (key,) = changes
+    with pytest.raises(ConfigError, match=f"which goes on with them only: {key}=") as refused:
+        run(tiny(**{"max_epochs": 1, "limit_train_batches": 1} | changes), alone, tmp_path)
+    # another seed would be another order of the images that the checkpoint is in the middle of
+    assert (f"--resume {tmp_path} " in str(refused.value)) == (key != "seed")
+
+
+def test_keys_that_change_nothing_go_on_and_every_configuration_is_kept(tiny, alone, tmp_path):
+    """Compared with `diff config.yaml.1 config.yaml`."""
+    starts = [
+        tiny(max_epochs=3, log_freq=1),
+        tiny(max_epochs=3, log_freq=3, num_data_workers=1, checkpoint_every_steps=2, log_to_screen=False),
+        tiny(max_epochs=3, log_freq=3, collective_timeout_seconds=60, start_timeout_seconds=9, keep_checkpoints=5),
+    ]
+    for config in starts:
+        trainer = train.Trainer(config, alone, tmp_path, "tiny", "auto")
+        stop(trainer, poll=2)
+        with pytest.raises(Stopped):
+            trainer.train()
+    assert (trainer.progress.epoch, trainer.progress.batch) == (0, 4)
+    kept = [load_config(tmp_path / name, "tiny") for name in ("config.yaml.1", "config.yaml.2", "config.yaml")]
+    assert [config.log_freq for config in kept] == [1, 3, 3]
+    assert [config.num_data_workers for config in kept] == [0, 1, 0]
+    assert not (tmp_path / "config.yaml.3").exists()
+
+
+def test_a_start_with_the_same_values_adds_no_file(tiny, alone, tmp_path):
+    for _ in range(2):
+        trainer = train.Trainer(tiny(), alone, tmp_path, "tiny", "auto")
+        trainer.train_one_epoch = lambda: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            trainer.train()
+    assert [path.name for path in tmp_path.glob("config*")] == ["config.yaml"]
+
+
+def test_a_key_that_is_younger_than_the_checkpoint_had_its_default(tiny, alone, tmp_path, monkeypatch):
+    older = type(tiny()).model_dump
+
+    def without_label_smoothing(self, **options):
+        return {key: value for key, value in older(self, **options).items() if key != "label_smoothing"}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tiny()), "model_dump", without_label_smoothing)
+        config = tiny(max_epochs=1)
+        trainer = train.Trainer(config, alone, tmp_path, "tiny", "auto")
+        trainer.log.log_end = lambda *_: None
+        trainer.train()
+    run(tiny(max_epochs=1), alone, tmp_path)
+    with pytest.raises(ConfigError, match=r"label_smoothing=0\.0 -> 0\.1"):
+        run(tiny(max_epochs=1, label_smoothing=0.1), alone, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"lr": 0.3}, "bs256-lr0.3"),
+        ({"lr": 1e-5}, "bs256-lr1e-05"),
+        ({"fused_optimizer": False}, "bs256-fused_optimizer-false"),
+        ({"ema_decay": None, "model": "a.b:c"}, "bs256-ema_decay-null-model-a.b-c"),
+        ({"lr_milestones": [3, 5]}, "bs256-lr_milestones-3-5"),
+    ],
+)
+def test_the_folder_beside_tells_the_difference(changes, name):
+    assert name_beside(Path("expts/bs256"), changes) == Path("expts", name)
+
+
+def test_many_differences_get_a_short_name():
+    names = {name_beside(Path("x"), {f"key_number_{n}": n for n in range(last)}).name for last in (8, 9)}
+    assert len(names) == 2 and all(re.fullmatch(r"x-[0-9a-f]{8}", name) for name in names)
+
+
+# ---- names from a job of Slurm
+
+ARRAY = {"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
+
+
+def test_an_array_of_jobs_has_a_folder_and_values_for_each(monkeypatch, tmp_path):
+    for name, value in ARRAY.items():
+        monkeypatch.setenv(name, value)
+    own = tmp_path / "own.yaml"
+    own.write_text("try-3:\n  lr: 0.2\n", encoding="utf-8")
+    words = f"--yaml_config={own} --config=try-%a --run-dir=expts/x-%a-%A-%j-100%% --set seed=%a --set data_path=/a%b"
+    arguments = parse_arguments(shlex.split(words))
+    assert arguments.run_dir == Path("expts/x-3-70-77-100%")
+    assert (arguments.config.lr, arguments.config.seed, arguments.config.data_path) == (0.2, 3, "/a%b")
+    assert parse_arguments([f"--yaml_config={own}", "--config=try-%a"]).run_dir == Path("expts/try-3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--run-dir=expts/x-%a"],
+            "--run-dir expts/x-%a: %a is the index in an array of jobs of Slurm (sbatch --array",
+        ),
+        (["--run-dir=expts/x-%j"], "--run-dir expts/x-%j: %j is the number of a job of Slurm, but SLURM_JOB_ID is not"),
+        (["--set=seed=%a"], "--set seed=%a: %a is the index in an array of jobs"),
+        (["--run-dir=x-%x"], "--run-dir x-%x: %x is not known; allowed: %a, %A, %j, %% for %"),
+        (["--run-dir=50%"], "--run-dir 50%: % is not known"),
+    ],
+    ids=lambda part: part[0] if isinstance(part, list) else "",
+)
+def test_outside_of_an_array_it_is_refused(refused, monkeypatch, arguments, message):
+    for name in ARRAY:
+        monkeypatch.delenv(name, raising=False)
+    assert message in refused(*arguments)
