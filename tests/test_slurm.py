@@ -613,7 +613,7 @@ def cluster(shared_cluster: SlurmCluster) -> Iterator[SlurmCluster]:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project's folder as jobs see it; what they write stays out of the real one."""
     folder = tmp_path_factory.mktemp("project")
-    for name in ["train.py", "config", "models", "utils", *SCRIPTS]:
+    for name in ["train.py", "config", "models", "tools", "utils", *SCRIPTS]:
         (folder / name).symlink_to(ROOT / name)
     return folder
 
