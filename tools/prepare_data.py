@@ -1,18 +1,23 @@
-"""Download CIFAR to a machine before the job, or take it from a local copy where there is no network.
+"""Download CIFAR to a machine before the job, or take it from a local copy where there is no network; pack images in
+class folders into tar shards, or index shards that are there.
 
     python -m tools.prepare_data --dataset cifar100 --data_path data
     python -m tools.prepare_data --dataset cifar100 --data_path data --from cifar-100-python.tar.gz
     python -m tools.prepare_data --dataset cifar100 --data_path /shared/data --stage /local/data
+    python -m tools.prepare_data --shards /shared/imagenet-shards --from /shared/imagenet
+    python -m tools.prepare_data --shards /shared/imagenet-shards
 
-It writes the files of the official binary version, verified, in one rename: an interrupted or failed run leaves
-nothing that could be taken for data, and two runs at once do the work once.
+It writes the files of CIFAR's official binary version, verified, or the shards with their index, in one rename: an
+interrupted or failed run leaves nothing that could be taken for data, and two runs at once do the work once. Without
+--from, --shards writes the index of DIR/train/*.tar and DIR/val/*.tar, which hold KEY.jpg (or .png, ...) and KEY.cls
+for each image, as the webdataset package has them.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from tools.command_line import new_parser
+from tools.command_line import at_least_one, new_parser
 from utils.errors import exit_in_a_line
 
 DATASETS = ("cifar10", "cifar100")
@@ -23,6 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     """Prepare the data; returns the exit status."""
     arguments = _parse_arguments(argv)
     try:
+        if arguments.shards is not None:
+            return _make_shards(arguments)
         from tools.fetch_cifar import prepare
         from utils.data.cifar import VERSIONS  # here, since --help needs no numpy
 
@@ -36,17 +43,45 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _make_shards(arguments: argparse.Namespace) -> int:
+    from tools.make_shards import index_shards, make_shards
+
+    folder, source = arguments.shards, arguments.source
+    if source is None:
+        print(f"{folder}: {index_shards(folder)}")
+    else:
+        print(f"{folder}: {make_shards(folder, source, arguments.images_per_shard, arguments.num_shards)}")
+    return 0
+
+
 def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     statuses = "0 done or already there; 2 usage; 3 bad input, no network or no room; 130 interrupted."
     parser = new_parser("prepare_data", __doc__, statuses)
-    parser.add_argument("--dataset", required=True, choices=DATASETS)
-    parser.add_argument("--data_path", required=True, type=Path, metavar="DIR", help="where the data will be")
+    parser.add_argument("--dataset", choices=DATASETS, help="CIFAR: which one")
+    parser.add_argument("--data_path", type=Path, metavar="DIR", help="CIFAR: where the data will be")
     parser.add_argument(
         "--from", dest="source", type=Path, metavar="ARCHIVE_OR_FOLDER",
-        help="a local tar.gz, tar or folder of the binary or the python version, instead of a download",
+        help="CIFAR: a local tar.gz, tar or folder of the binary or the python version, instead of a download; "
+        "shards: the folder with train/CLASS/ and val/CLASS/",
     )  # fmt: skip
-    parser.add_argument("--stage", type=Path, metavar="NODE_LOCAL_DIR", help="copy to this folder too, for fast reads")
-    return parser.parse_args(argv)
+    parser.add_argument(
+        "--stage", type=Path, metavar="NODE_LOCAL_DIR", help="CIFAR: copy to this folder too, for fast reads"
+    )
+    parser.add_argument("--shards", type=Path, metavar="DIR", help="where the shards will be, or are")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--images_per_shard", type=at_least_one, metavar="N", help="shards: images in each (default: 4096)"
+    )
+    size.add_argument("--num_shards", type=at_least_one, metavar="N", help="shards: as many of training and validation")
+    arguments = parser.parse_args(argv)
+    sized = arguments.images_per_shard is not None or arguments.num_shards is not None
+    if arguments.shards is None and (arguments.dataset is None or arguments.data_path is None or sized):
+        parser.error("expected --dataset and --data_path, or --shards")
+    if arguments.shards is not None and (arguments.dataset or arguments.data_path or arguments.stage):
+        parser.error("--shards takes --from, --images_per_shard or --num_shards, none of CIFAR's options")
+    if sized and arguments.source is None:
+        parser.error("--images_per_shard and --num_shards need --from: without it, shards are only indexed")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from utils.data.keys import LOADERS, DataKeys
 from utils.data.loader import Loader
 from utils.data.own import load_own
 from utils.data.sampling import AugmentationRanges, EpochPlan
+from utils.data.shard_index import has_index
+from utils.data.shards import check_shard_groups, group_shards, open_shards
 from utils.data.workers import check_shared_memory, usable_cores, workers_of_a_rank
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import in_batch_job, name_ranks
@@ -65,7 +67,9 @@ def find_dataset(keys: DataKeys, *, download: bool) -> Dataset:
     elif not LOADERS[keys.data_loader].needs_data and keys.dataset in DATASET_SIZES:
         dataset = _stand_in(keys)
     elif keys.dataset in ("imagefolder", "imagenet"):
-        dataset = open_folders(keys.dataset, Path(keys.data_path), keys.image_size, keys.centre_crop_share)
+        folder = Path(keys.data_path)
+        opened = open_shards if has_index(folder) else open_folders
+        dataset = opened(keys.dataset, folder, keys.image_size, keys.centre_crop_share)
     else:
         dataset = load_dataset(keys.dataset, Path(keys.data_path), download=download)
     if keys.dataset == "cifar100":  # its mean and deviation are keys, as in the tutorial; others bring their own
@@ -110,11 +114,13 @@ def build_loaders(keys: DataKeys, dataset: Dataset, world: World) -> Loaders:
             f"rnd_resized_crop needs images that are decoded anew in each epoch: dataset imagefolder or imagenet with "
             f"data_loader torchvision or dali, not {keys.dataset} with {keys.data_loader}"
         )
+    if kind.needs_data:
+        check_shard_groups(keys, dataset.train, world.world_size)
     train_split, valid_split = dataset.train, dataset.valid
     if kind.in_memory:
         (train_split, valid_split), unreadable = _decode(keys, (train_split, True), (valid_split, False))
         notes += _note_unreadable(unreadable)
-    train, valid = _plan_training(keys, len(train_split.labels), world), _plan_validation(keys, valid_split, world)
+    train, valid = _plan_training(keys, train_split, world), _plan_validation(keys, valid_split, world)
     largest = batch_bytes(keys, train.batch_size, train_split.image_shape)
     build, worker_notes = _choose_builder(keys, dataset.mean, dataset.std, largest, world)
     return Loaders(build(train_split, train), build(valid_split, valid), train, notes + worker_notes)
@@ -160,10 +166,12 @@ def _plan_validation(keys: DataKeys, split: Split, world: World) -> EpochPlan:
         world_size=world.world_size,
         training=False,
         limit=keys.limit_valid_batches,
+        groups=group_shards(keys, split),
     )
 
 
-def _plan_training(keys: DataKeys, num_samples: int, world: World) -> EpochPlan:
+def _plan_training(keys: DataKeys, split: Split, world: World) -> EpochPlan:
+    num_samples = len(split.labels)
     if keys.batch_size > num_samples:
         raise ConfigError(f"batch_size {keys.batch_size} exceeds the {num_samples} training images; use fewer")
     ranges = AugmentationRanges(
@@ -182,6 +190,7 @@ def _plan_training(keys: DataKeys, num_samples: int, world: World) -> EpochPlan:
         seed=keys.seed,
         ranges=ranges if ranges != AugmentationRanges(0, False, 0.0) else None,
         limit=keys.train_limit,
+        groups=group_shards(keys, split),
     )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from utils.data.sampling import IntArray, resized_crop_box
+from utils.errors import ExpectedError
 from utils.files import open_regular
 
 if TYPE_CHECKING:
@@ -74,12 +75,15 @@ class EncodedImages(ABC):
         self, indices: IntArray, decode: Callable[[bytes, int], Decoded], *, replace: bool
     ) -> ReadSamples[Decoded]:
         """`decode` of the samples' bytes, which is also given each one's place in `indices`; whatever it raises makes
-        the sample unreadable. Such a sample is replaced by the next readable one with `replace`, else left out."""
+        the sample unreadable. Such a sample is replaced by the next readable one with `replace`, else left out.
+        `ExpectedError` where the split as a whole cannot be relied on."""
         samples, shown, unreadable = [], [], dict[str, str]()
         for row, index in enumerate(indices.tolist()):
             for candidate in self._candidates(index, replace):
                 try:
                     samples.append(decode(self.content(candidate), row))
+                except ExpectedError:
+                    raise
                 except Exception as error:  # decoders raise whatever a damaged file leads them to
                     unreadable[self.path(candidate)] = f"{type(error).__name__}: {error}"
                 else:

@@ -37,10 +37,10 @@ class DatasetKeys(SharedKeys):
 
     dataset: Annotated[str, OneOf(DATASETS, {OWN_FORM: OWN_PATTERN}), Fact.FIXED] = "cifar100"
     """cifar100, cifar10, shapes (built in, needs no file), imagefolder, imagenet. The last two are images in class
-    folders: data_path/train/CLASS/ and data_path/val/CLASS/. Or your own, package.module:function, which is called with
-    data_path and returns what utils/data/own.py says."""
+    folders, data_path/train/CLASS/ and data_path/val/CLASS/, or the shards that tools.prepare_data makes of them. Or
+    your own, package.module:function, which is called with data_path and returns what utils/data/own.py says."""
     data_path: Annotated[str, Field(min_length=1), Fact.NO_HYPERPARAMETER] = "./data"
-    """Holds cifar-100-binary/ or torchvision's folder; of class folders train/ and val/."""
+    """Holds cifar-100-binary/ or torchvision's folder; of class folders train/ and val/, of shards shards.index."""
     download: Annotated[Literal["auto"] | bool, Fact.NO_HYPERPARAMETER] = "auto"
     """Fetch a missing dataset; auto: yes, except inside a job of Slurm, PBS or LSF. Nodes often have no network."""
     cifar100_mean: Annotated[
@@ -59,6 +59,9 @@ class DatasetKeys(SharedKeys):
     fail_on_unreadable: bool = False
     """Image files: end the run at an unreadable image; false: count it and go on. Training takes another image in its
     place, validation leaves it out."""
+    shard_groups: Annotated[PositiveInt, Fact.FIXED] = 1
+    """Shards: deal them out to this many groups in each epoch, so that a rank reads the shards of its groups only. A
+    multiple of the ranks that divides batch_size; 1: one order over all images, the same as of class folders."""
 
 
 class AugmentationKeys(SharedKeys):

@@ -88,6 +88,28 @@ def epoch_order(seed: int, epoch: int, num_samples: int) -> IntArray:
 
 
 @dataclass(frozen=True)
+class ShardGroups:
+    """A shuffle on two levels: each epoch deals the shards out to groups anew, and mixes the images of each group.
+
+    Every global batch takes equally many images from each group, group after group, so that a rank reads the shards of
+    its groups only. The order follows from (seed, epoch) and the division into shards and groups, not from the ranks.
+    """
+
+    shard: np.ndarray  # int [N], the number of each sample's shard
+    num_groups: int
+
+    def epoch_order(self, seed: int, epoch: int, batch_size: int) -> IntArray:
+        """The samples of one whole global batch of `batch_size`, a multiple of the groups, after the other."""
+        rng = np.random.Generator(np.random.Philox(key=[seed, epoch]))
+        place, samples = rng.permutation(self.shard.max() + 1), rng.permutation(len(self.shard))
+        by_shard = samples[np.argsort(place[self.shard[samples]], kind="stable")]
+        share, num_batches = batch_size // self.num_groups, len(samples) // batch_size
+        # Equal groups: at each border two groups share a shard, unless the shards' sizes make the cut fall between two.
+        groups = [rng.permutation(group)[: num_batches * share] for group in np.array_split(by_shard, self.num_groups)]
+        return np.stack(groups).reshape(self.num_groups, num_batches, share).transpose(1, 0, 2).reshape(-1)
+
+
+@dataclass(frozen=True)
 class EpochPlan:
     """Which images this rank sees in each batch of an epoch, and how they are augmented."""
 
@@ -99,6 +121,7 @@ class EpochPlan:
     seed: int = 0
     ranges: AugmentationRanges | None = None
     limit: int | None = None  # at most this many batches
+    groups: ShardGroups | None = None  # None: one shuffle of all samples
 
     def __len__(self) -> int:
         if self.training:
@@ -112,17 +135,29 @@ class EpochPlan:
 
         Training: global batch b is a slice of the epoch's shuffle and this rank's share a contiguous slice of that, so
         that one rank which accumulates over micro-batches sees the very micro-batches that several ranks would see.
-        Validation: every world_size-th image, so that each is on exactly one rank; the last batch may be short.
+        Validation: every world_size-th image, or with groups a contiguous part of the shards, so that each image is on
+        exactly one rank; the last batch may be short.
         """
         if self.training:
-            order = epoch_order(self.seed, epoch, self.num_samples)
+            order = self._training_order(epoch)
             starts = [
                 (batch * self.world_size + self.rank) * self.batch_size for batch in range(first_batch, len(self))
             ]
         else:
-            order = np.arange(self.rank, self.num_samples, self.world_size)
+            order = self._validation_order()
             starts = [batch * self.batch_size for batch in range(first_batch, len(self))]
         return [order[start : start + self.batch_size] for start in starts]
+
+    def _training_order(self, epoch: int) -> IntArray:
+        if self.groups is None:
+            return epoch_order(self.seed, epoch, self.num_samples)
+        return self.groups.epoch_order(self.seed, epoch, self.batch_size * self.world_size)
+
+    def _validation_order(self) -> IntArray:
+        """Of this rank; as many images with groups as without."""
+        if self.groups is None:
+            return np.arange(self.rank, self.num_samples, self.world_size)
+        return np.array_split(np.argsort(self.groups.shard, kind="stable"), self.world_size)[self.rank]
 
     def draw(self, epoch: int, indices: IntArray) -> Augmentation | None:
         """The augmentation of the images `indices` [N] in `epoch`; None where there is nothing to do."""

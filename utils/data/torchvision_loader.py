@@ -16,15 +16,16 @@ from utils.data.keys import DataKeys
 from utils.data.loader import Loader
 from utils.data.sampling import EpochPlan, IntArray
 from utils.data.workers import PREFETCHED, SHARED_MEMORY, SHARED_MEMORY_REMEDY, find_lost_worker, obey_only_the_trainer
-from utils.errors import ConfigError, DataError
+from utils.errors import ConfigError, DataError, ExpectedError
 
 REST_SECONDS = 0.1  # before workers are started
 Batch = tuple[Tensor, Tensor, dict[str, str]]  # images, labels, files that cannot be read
 
 
-class AugmentedImages(Dataset[Batch]):
+class AugmentedImages(Dataset[Batch | ExpectedError]):
     """What a DataLoader worker runs: the batch with these indices in this epoch, cut, flipped and rotated, with its
-    labels and the files that could not be read.
+    labels and the files that could not be read. An `ExpectedError` is returned: raised in a worker, it would arrive as
+    the text of a traceback.
 
     The images stay uint8 until they are on the device: a quarter of the bytes to hand over and copy.
     """
@@ -32,8 +33,13 @@ class AugmentedImages(Dataset[Batch]):
     def __init__(self, split: Split, plan: EpochPlan) -> None:
         self.split, self.plan = split, plan
 
-    def __getitem__(self, epoch_and_indices: tuple[int, IntArray]) -> Batch:
-        epoch, indices = epoch_and_indices
+    def __getitem__(self, epoch_and_indices: tuple[int, IntArray]) -> Batch | ExpectedError:
+        try:
+            return self._read(*epoch_and_indices)
+        except ExpectedError as error:
+            return error
+
+    def _read(self, epoch: int, indices: IntArray) -> Batch:
         augmentation = self.plan.draw(epoch, indices)
         crops = None if augmentation is None else augmentation.crop
         read = self.split.read(indices, crops, replace=self.plan.training)  # type: ignore[arg-type]
@@ -97,9 +103,12 @@ class TorchvisionLoader(Loader):
             yield self.normalise(on_device), labels.to(self.device, non_blocking=True)
 
     @staticmethod
-    def _next(batches: Iterator[Batch]) -> Batch | None:
+    def _next(batches: Iterator[Batch | ExpectedError]) -> Batch | None:
         try:
-            return next(batches, None)
+            batch = next(batches, None)
+            if isinstance(batch, ExpectedError):
+                raise batch
+            return batch
         except (RuntimeError, EOFError, OSError) as error:
             try:
                 lost = find_lost_worker(batches, str(error))

@@ -1,0 +1,434 @@
+"""Images in tar shards: the same batches as from class folders, what a rank reads, and what can be wrong."""
+
+import dataclasses
+import itertools
+import json
+import os
+import resource
+import shutil
+import tarfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_folders import everything, pretend
+from tiny_shards import CLASSES, make_folders, rewrite
+
+from tools import prepare_data, verify_resume
+from train import main
+from utils.config import Config
+from utils.config.command_line import Arguments
+from utils.data import shards
+from utils.data.build import Loaders, build_loaders, open_dataset
+from utils.data.sampling import EpochPlan, ShardGroups
+from utils.data.shard_index import INDEX_FILE, encode_index, read_index
+from utils.errors import ConfigError, DataError
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folders(tmp_path_factory.mktemp("made") / "folders")
+
+
+@pytest.fixture(scope="module")
+def packed(folders: Path) -> Path:
+    """The same in shards: 5 for training, of 4 or 5 images, and 3 for validation."""
+    assert prepare_data.main(["--shards", f"{folders.parent}/shards", f"--from={folders}", "--images_per_shard=5"]) == 0
+    return folders.parent / "shards"
+
+
+@pytest.fixture
+def copied(packed: Path, tmp_path: Path) -> Path:
+    """Shards to be damaged."""
+    return Path(shutil.copytree(packed, tmp_path / "copied"))
+
+
+@pytest.fixture
+def config(tiny: Callable[..., Config]) -> Callable[..., Config]:
+    def make(data_path: Path, **changes: Any) -> Config:
+        base = {
+            "dataset": "imagenet",
+            "data_path": str(data_path),
+            "data_loader": "torchvision",
+            "num_classes": len(CLASSES),
+            "image_size": 48,
+            "centre_crop_share": 0.875,
+            "rnd_resized_crop": True,
+            "rnd_crop_padding": 0,
+            "rnd_rotation_angle": 0.0,
+            "batch_size": 4,
+            "valid_batch_size_per_gpu": 4,
+            "limit_train_batches": None,
+            "limit_valid_batches": None,
+            "model": "resnet8",
+        }
+        return tiny(**base | changes)
+
+    return make
+
+
+def build(config: Config, rank: int = 0, world_size: int = 1) -> Loaders:
+    world = pretend(rank, world_size)
+    return build_loaders(config, open_dataset(config, world), world)
+
+
+# ---- the same as class folders
+
+
+def test_shards_of_others_are_indexed_where_they_are(
+    folders: Path, config: Callable[..., Config], tmp_path: Path
+) -> None:
+    """Written by another program: other names, folders in them, more members for each image. Keys order the images."""
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+        label = tmp_path / "label"
+        for shard in range(2):
+            with tarfile.open(tmp_path / split / f"some.{shard}.tar", "w") as tar:
+                for path in sorted((folders / split).glob("*/*"), reverse=True)[shard::2]:
+                    label.write_text(f"{CLASSES.index(path.parent.name)}\n")
+                    key = f"some/folder/{path.parent.name}_{path.stem}"
+                    for member, extension in ((label, ".json"), (path, path.suffix), (label, ".cls")):
+                        tar.add(member, key + extension)
+    assert prepare_data.main([f"--shards={tmp_path}"]) == 0
+    assert read_index(tmp_path).class_names == ("0", "1", "2")
+    for part in ("train", "valid"):
+        ours, theirs = (everything(getattr(build(config(path)), part), 1) for path in (folders, tmp_path))
+        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("backend", ["torchvision", "device"])
+@pytest.mark.parametrize("dataset", ["imagenet", "imagefolder"])
+def test_folders_and_shards_give_equal_batches(
+    backend: str, dataset: str, folders: Path, packed: Path, config: Callable[..., Config]
+) -> None:
+    """Bit by bit, for every rank of two; imagefolder takes its size and statistics from the images."""
+    changes: dict[str, Any] = {"data_loader": backend, "dataset": dataset, "rnd_resized_crop": backend != "device"}
+    if dataset == "imagefolder":
+        changes["image_size"] = None
+    for rank in range(2):
+        ours, theirs = (build(config(path, **changes), rank, 2) for path in (folders, packed))
+        for part in ("train", "valid"):
+            for epoch in (0, 3):
+                expected, found = (everything(getattr(built, part), epoch) for built in (theirs, ours))
+                assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+                assert len(expected[1]) > 3
+
+
+@pytest.mark.parametrize("backend", ["torchvision", "device"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_going_on_in_mid_epoch_gives_the_rest_of_it(
+    backend: str, groups: int, packed: Path, config: Callable[..., Config]
+) -> None:
+    if backend == "device" and groups > 1:
+        pytest.skip("has all images in memory")
+    loader = build(config(packed, data_loader=backend, rnd_resized_crop=False, shard_groups=groups)).train
+    loader.set_epoch(2)
+    whole = list(loader)
+    for first in (1, len(whole) - 1):
+        loader.set_epoch(2, first)
+        rest = list(loader)
+        assert len(rest) == len(whole) - first
+        for (images, labels), (expected, expected_labels) in zip(rest, whole[first:], strict=True):
+            assert torch.equal(images, expected) and torch.equal(labels, expected_labels)
+
+
+# ---- what a rank reads
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, int]]]:
+    """By the path of a file that was opened for its content: (offset, length) of everything read from it."""
+    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    pread, opened = os.pread, shards.open_regular
+
+    def watch_open(path: Path) -> Any:
+        found[str(path)] = found[str(path)]
+        return opened(path)
+
+    def watch_read(descriptor: int, length: int, offset: int) -> bytes:
+        found[os.readlink(f"/proc/self/fd/{descriptor}")].append((offset, length))
+        return pread(descriptor, length, offset)
+
+    monkeypatch.setattr(shards, "open_regular", watch_open)
+    monkeypatch.setattr(os, "pread", watch_read)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["torchvision"])
+@pytest.mark.parametrize("part", ["train", "valid"])
+def test_a_rank_reads_the_bytes_of_its_own_samples(
+    backend: str, part: str, packed: Path, config: Callable[..., Config], reads: dict[str, list[tuple[int, int]]]
+) -> None:
+    index = getattr(read_index(packed), part)
+    for rank in range(2):
+        reads.clear()
+        loader = getattr(build(config(packed, data_loader=backend), rank, 2), part)
+        assert not reads, "nothing is opened before it is needed"
+        everything(loader, epoch=1)
+        expected = defaultdict(list)
+        for sample in np.concatenate(loader.plan.batches(1)).tolist():
+            path = str(packed / index.shards[index.shard[sample]])
+            expected[path].append((int(index.offset[sample]), int(index.length[sample])))
+        assert {path: sorted(found) for path, found in reads.items()} == {p: sorted(r) for p, r in expected.items()}
+
+
+def test_with_groups_a_rank_opens_its_own_shards_only(
+    folders: Path, config: Callable[..., Config], reads: dict[str, list[tuple[int, int]]], tmp_path: Path
+) -> None:
+    """Six equal shards of four and three of five for validation, three ranks: nobody opens what another does."""
+    assert prepare_data.main([f"--shards={tmp_path / 'x'}", f"--from={folders}", "--num_shards=3"]) == 0
+    reads.clear()
+    for part in ("train", "valid"):
+        dealt = []
+        for epoch in range(4) if part == "train" else range(1):
+            opened = []
+            for rank in range(3):
+                reads.clear()
+                built = build(config(tmp_path / "x", batch_size=6, shard_groups=3), rank, 3)
+                everything(getattr(built, part), epoch)
+                opened.append(sorted(Path(path).name for path in reads))
+            assert sorted(itertools.chain(*opened)) == [f"shard-{number:06d}.tar" for number in range(3)], opened
+            dealt.append(opened)
+        assert part == "valid" or any(opened != dealt[0] for opened in dealt), "dealt anew in each epoch"
+
+
+# ---- groups
+
+
+@pytest.mark.parametrize(("num_samples", "num_shards", "num_groups", "batch_size"), [
+    (96, 8, 4, 8), (100, 7, 4, 8), (1003, 31, 8, 16), (50, 3, 2, 6), (64, 64, 4, 4), (33, 4, 4, 32),
+])  # fmt: skip
+def test_groups_keep_the_contract_of_sampling(
+    num_samples: int, num_shards: int, num_groups: int, batch_size: int
+) -> None:
+    """Every image at most once an epoch, as many batches as without groups, the same global batches at every number
+    of ranks; validation has every image once."""
+    draw = np.random.default_rng(num_samples)
+    shard = (
+        draw.permutation(np.arange(num_samples) % num_shards)
+        if num_shards > 4
+        else draw.integers(0, num_shards, num_samples)
+    )
+    groups = ShardGroups(shard, num_groups)
+
+    def plans(world_size: int, training: bool, groups: ShardGroups | None = groups) -> list[EpochPlan]:
+        rank_batch = batch_size // world_size if training else 5
+        ranks = range(world_size)
+        return [EpochPlan(num_samples, rank_batch, rank, world_size, training, groups=groups) for rank in ranks]
+
+    worlds = [number for number in (1, 2, 4, 8) if num_groups % number == 0]
+    for epoch in (0, 1):
+        epochs = []
+        for world_size in worlds:
+            ranks = [plan.batches(epoch) for plan in plans(world_size, True)]
+            assert {len(batches) for batches in ranks} == {num_samples // batch_size}
+            epochs.append(np.stack([np.concatenate(batch) for batch in zip(*ranks, strict=True)]))
+        assert all((drawn == epochs[0]).all() for drawn in epochs[1:])
+        assert len(set(epochs[0].ravel().tolist())) == num_samples // batch_size * batch_size
+    assert (plans(1, True)[0].batches(0)[0] != plans(1, True)[0].batches(1)[0]).any()
+    for world_size in (1, 2, 3, 8):
+        dealt, before = ([np.concatenate([np.arange(0), *plan.batches(0)]) for plan in plans(world_size, False, given)]
+                         for given in (groups, None))  # fmt: skip
+        assert sorted(np.concatenate(dealt).tolist()) == list(range(num_samples))
+        assert [len(part) for part in dealt] == [len(part) for part in before]
+
+
+def test_groups_share_a_shard_at_their_borders_only() -> None:
+    shard = np.repeat(np.arange(40), 25)
+    plans = [EpochPlan(1000, 8, rank, 4, True, groups=ShardGroups(shard, 8)) for rank in range(4)]
+    for epoch in range(5):
+        opened = [set(shard[np.concatenate(plan.batches(epoch))].tolist()) for plan in plans]
+        assert all(len(found) <= 12 for found in opened), "of 40 shards a quarter, and a piece of one at each border"
+
+
+def test_every_image_comes_in_time_and_beside_any_other() -> None:
+    """Over the epochs each image is drawn as often as others, and shares batches with those of all shards."""
+    shard = np.repeat(np.arange(8), 6)
+    plan = EpochPlan(48, 8, 0, 1, True, groups=ShardGroups(shard, 4))
+    together = np.zeros((8, 8), int)
+    for epoch in range(200):
+        for batch in plan.batches(epoch):
+            assert len(batch) == 8
+            present = np.bincount(shard[batch], minlength=8)
+            together += np.outer(present, present)
+    others = together[~np.eye(8, dtype=bool)]
+    assert others.min() > 0.8 * others.mean() and others.max() < 1.2 * others.mean()
+
+
+def test_groups_that_do_not_fit(packed: Path, folders: Path, config: Callable[..., Config]) -> None:
+    for changes, world_size in (
+        ({"shard_groups": 2}, 4), ({"shard_groups": 3}, 1), ({"shard_groups": 8, "batch_size": 8}, 1),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"shard_groups {changes['shard_groups']}: expected a multiple of the"):
+            build(config(packed, **changes), 0, world_size)
+    with pytest.raises(ConfigError, match="shard_groups 2 needs shards"):
+        build(config(folders, shard_groups=2))
+    with pytest.raises(ConfigError, match="shard_groups 2 needs shards"):
+        build(config(packed, shard_groups=2, data_loader="device", rnd_resized_crop=False))
+    build(config(packed, shard_groups=2, data_loader="synthetic"))
+
+
+# ---- what is wrong with shards
+
+
+def change_byte(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def change_index(folder: Path, **changes: Any) -> None:
+    """An index with the right checksum that says something else of the training split."""
+    index = read_index(folder)
+    train = dataclasses.replace(index.train, **changes)
+    (folder / INDEX_FILE).write_bytes(encode_index(dataclasses.replace(index, train=train)))
+
+
+def replace_version(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"version 1,", b"version 2,", 1))
+
+
+def swap(folder: Path) -> None:
+    """Another packing of the same images: sizes fit, places do not."""
+    shards = [folder / f"train/shard-00000{number}.tar" for number in range(5)]
+    index = read_index(folder)
+    sizes = index.train.shard_bytes.tolist()
+    first, second = next((a, b) for a in range(5) for b in range(a) if sizes[a] == sizes[b])
+    contents = shards[first].read_bytes(), shards[second].read_bytes()
+    shards[first].write_bytes(contents[1])
+    shards[second].write_bytes(contents[0])
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+SHARD = "train/shard-000001.tar"
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "index cut off": (lambda folder: os.truncate(folder / INDEX_FILE, 3000), "shards.index: damaged or cut off"),
+    "index altered": (lambda folder: change_byte(folder / INDEX_FILE, 2000), "shards.index: damaged or cut off"),
+    "another version": (lambda folder: replace_version(folder / INDEX_FILE), "is of version 2, but"),
+    "index empty": (lambda folder: (folder / INDEX_FILE).write_bytes(b""), "shards.index: is no index of shards"),
+    "index a folder": (
+        lambda folder: ((folder / INDEX_FILE).unlink(), (folder / INDEX_FILE).mkdir()), "shards.index: cannot be read"),
+    "index a FIFO": (lambda folder: fifo(folder / INDEX_FILE), "shards.index: cannot be read: not a regular file"),
+    "a label too large": (lambda folder: change_index(folder, labels=np.full(24, 3)), "a label lies outside of 0 to 2"),
+    "beyond the end": (lambda folder: change_index(folder, length=np.full(24, 9000)), "outside of its shard"),
+    "too few": (lambda folder: change_index(folder, offset=np.arange(23)), "offset has 23 entries"),
+    "another type": (lambda folder: change_index(folder, offset=np.full(24, 1.5)), "offset is an array of float64"),
+    "shard missing": (lambda folder: (folder / SHARD).unlink(), f"{SHARD}: cannot be read: No such file"),
+    "shard cut off": (lambda folder: os.truncate(folder / SHARD, 9000), f"{SHARD}: 9000 bytes, the index says"),
+    "shard altered": (lambda folder: change_byte(folder / SHARD, 1000), "these bytes are not the indexed ones"),
+    "shards swapped": (swap, "these bytes are not the indexed ones"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_ends_the_run_in_one_line(
+    damage: str, copied: Path, config: Callable[..., Config], tmp_path: Path, capsys: Capture
+) -> None:
+    break_it, message = DAMAGES[damage]
+    break_it(copied)
+    workers = int("shard" in damage)
+    chosen = config(copied, num_data_workers=workers, batch_size=24, rnd_resized_crop=False, max_epochs=1)
+    assert main(Arguments(chosen, "default", tmp_path / "run", "auto", dry_run=False)) == 3
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+    assert "python -m tools.prepare_data --shards" in error
+
+
+@pytest.mark.parametrize("backend", ["device"])
+def test_other_loaders_name_an_altered_shard(backend: str, copied: Path, config: Callable[..., Config]) -> None:
+    change_byte(copied / SHARD, 1000)
+    with pytest.raises(DataError, match=r"shard-000001\.tar:\d+\.\w+: these bytes are not the indexed ones"):
+        everything(build(config(copied, data_loader=backend, rnd_resized_crop=False, batch_size=24)).train)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, fifo, lambda path: os.truncate(path, 9000)])
+def test_a_shard_that_goes_while_the_run_goes(
+    damage: Callable[[Path], Any], copied: Path, config: Callable[..., Config]
+) -> None:
+    loader = build(config(copied)).train
+    damage(copied / SHARD)
+    with pytest.raises(DataError, match=r"train/shard-000001\.tar: "):
+        everything(loader)
+
+
+def test_shards_may_be_copied_and_indexed_anew(copied: Path, config: Callable[..., Config], tmp_path: Path) -> None:
+    """No time or place is in the index; after a change of the shards the command of the message mends it."""
+    everything(build(config(copied)).train)
+    rewrite(copied / SHARD, lambda rows: (rows.pop(), rows.pop()))
+    with pytest.raises(DataError, match="cut off or replaced"):
+        build(config(copied))
+    assert prepare_data.main([f"--shards={copied}"]) == 0
+    built = build(config(copied))
+    assert len(built.train.plan.batches(0)) == 5 and built.train.plan.num_samples == 23
+
+
+def test_an_image_that_cannot_be_read_is_named_by_shard_and_member(
+    folders: Path, config: Callable[..., Config], tmp_path: Path
+) -> None:
+    """As an unreadable file in class folders: passed over, and the same images remain."""
+    source = Path(shutil.copytree(folders, tmp_path / "source"))
+    (source / "train/ant/1.JPEG").write_bytes(b"no image")
+    (source / "val/cat/0.JPEG").write_bytes(b"")
+    assert prepare_data.main([f"--shards={tmp_path / 'x'}", f"--from={source}"]) == 0
+    results = [build(config(path)) for path in (source, tmp_path / "x")]
+    for part in ("train", "valid"):
+        ours, theirs = (everything(getattr(built, part)) for built in results)
+        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    assert list(results[1].train.unreadable) == [f"{tmp_path}/x/train/shard-000000.tar:01.jpg"]
+    assert list(results[1].valid.unreadable) == [f"{tmp_path}/x/val/shard-000000.tar:10.jpg"]
+
+
+def test_as_many_files_may_be_open_as_there_are_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: changed.append(limits))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    shards.allow_open_files(500)
+    assert changed == []
+    shards.allow_open_files(2000)
+    assert changed == [(2000 + shards.OTHER_FILES, 4096)]
+    with pytest.raises(ConfigError, match=r"4000 shards need 4512 open files, the hard limit is 4096; raise it"):
+        shards.allow_open_files(4000)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    shards.allow_open_files(10**6)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, resource.RLIM_INFINITY))
+    shards.allow_open_files(4000)
+    assert changed[1:] == [(4000 + shards.OTHER_FILES, resource.RLIM_INFINITY)]
+
+
+def test_open_shards_are_closed_with_the_loader(packed: Path, config: Callable[..., Config]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    built = build(config(packed))
+    everything(built.train)
+    assert len(os.listdir("/proc/self/fd")) == before + 5
+    del built
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nproc", "groups"), [(1, 1), (2, 2)])
+def test_killed_runs_on_shards_equal_the_uninterrupted_one(
+    nproc: int, groups: int, folders: Path, packed: Path, config: Callable[..., Config], tmp_path: Path, capfd: Any
+) -> None:
+    changes = config(packed, shard_groups=groups, num_data_workers=1, max_epochs=2, checkpoint_every_steps=1)
+    default = Config().model_dump(mode="json")
+    settings = [
+        f"--set={key}={json.dumps(value)}"
+        for key, value in changes.model_dump(mode="json").items()
+        if value != default[key]
+    ]
+    status = verify_resume.main([
+        "--config=default", *settings, "--set=deterministic=true", "--kills=3", f"--nproc={nproc}", "--seed=1",
+        f"--work-dir={tmp_path}", "--timeout=600",
+    ])  # fmt: skip
+    out = capfd.readouterr().out
+    assert status == 0 and "verdict: EQUAL" in out and "went on from a checkpoint" in out, out

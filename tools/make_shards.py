@@ -1,0 +1,226 @@
+"""Tar shards: written from class folders, and the index of those that are there."""
+
+import io
+import json
+import os
+import re
+import sys
+import tarfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from utils.data.folders import EXTENSIONS, open_folders
+from utils.data.image_files import ImageFiles
+from utils.data.sampling import IntArray
+from utils.data.shard_index import FIELDS, INDEX_FILE, ShardIndex, ShardSplit, encode_index
+from utils.errors import DataError
+from utils.files import open_regular, partial_folder, sync_folder, write_atomically, write_new
+
+IMAGES_PER_SHARD = 4096  # of ImageNet 0.45 GB, 313 shards
+CLASSES_FILE = "classes.json"
+SPLITS = ("train", "val")
+THREADS = 8  # many small files are opened: waiting, not computing
+END_OF_TAR = bytes(1024)
+# As the webdataset package splits a name: the key goes up to the first dot of the last part.
+KEY_AND_EXTENSION = re.compile(r"((?:.*/|)[^./][^.]*)\.([^/]*)", re.DOTALL)
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One image of a shard."""
+
+    key: str
+    member: str
+    label: int
+    offset: int
+    length: int
+    checksum: int  # CRC-32
+
+
+def make_shards(folder: Path, source: Path, images_per_shard: int | None, num_shards: int | None) -> str:
+    """Write shards of the class folders in `source` to `folder`, which appears at once, whole and with its index;
+    return how much it is. `images_per_shard` in each, or `num_shards` for training and as many for validation.
+
+    An image's bytes are copied as they are. Which images share a shard is drawn, so that each shard has images of many
+    classes; the draw depends on their number alone, and equal folders give equal shards, byte by byte.
+    """
+    if os.path.lexists(folder):
+        raise DataError(f"{folder}: is there already; move it away, or index the shards in it by leaving out --from")
+    images = open_folders("imagenet", source, image_size=1, centre_share=1.0)  # its fixed statistics: no image is read
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with partial_folder(folder, folder.with_name(f".{folder.name}-shards.lock")) as partial:
+            if folder.exists():
+                return "another process wrote them"
+            for name, split in zip(SPLITS, (images.train, images.valid), strict=True):
+                assert isinstance(split, ImageFiles)
+                number = num_shards or -(-len(split.labels) // (images_per_shard or IMAGES_PER_SHARD))
+                _write_split(partial / name, split, number)
+            write_new(partial / CLASSES_FILE, (json.dumps(images.class_names) + "\n").encode())
+            counts = index_shards(partial)
+            partial.rename(folder)
+            sync_folder(folder.parent)
+    except OSError as error:  # those of reading are DataError by now
+        raise DataError(f"cannot write below {folder.parent}: {error.strerror or error}") from None
+    return counts
+
+
+def _write_split(folder: Path, images: ImageFiles, num_shards: int) -> None:
+    """`num_shards` shards, each flushed to the disk."""
+    num_images = len(images.labels)
+    if num_shards > num_images:
+        raise DataError(f"{images.root}: {num_images} images cannot fill {num_shards} shards; make fewer")
+    folder.mkdir()
+    drawn = np.random.Generator(np.random.Philox(key=[0, num_images])).permutation(num_images)
+    parts = list(enumerate(np.array_split(drawn, num_shards)))
+    _in_threads(lambda part: _write_shard(folder / f"shard-{part[0]:06d}.tar", images, part[1]), parts, folder.name)
+    sync_folder(folder)
+
+
+def _write_shard(path: Path, images: ImageFiles, indices: IntArray) -> None:
+    digits = len(str(len(images.labels) - 1))
+    with path.open("xb") as file:
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            for index in indices.tolist():
+                name = images.path(index)
+                try:
+                    content = images.content(index)
+                except OSError as error:
+                    raise DataError(f"{name}: cannot be read: {error.strerror}; mend or remove it") from None
+                extension = os.path.splitext(name)[1].lower().replace(".jpeg", ".jpg")
+                for member, data in ((extension, content), (".cls", b"%d" % images.labels[index])):
+                    info = tarfile.TarInfo(f"{index:0{digits}d}{member}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def index_shards(folder: Path) -> str:
+    """Write the index of the tar files in `folder`/train and `folder`/val, in one rename; return how many there are.
+
+    Every byte is read once. The names of the classes are those of classes.json, else the numbers of the labels.
+    """
+    train, valid = (_index_split(folder, name) for name in SPLITS)
+    num_classes = 1 + int(max(train.labels.max(), valid.labels.max()))
+    class_names = _read_class_names(folder / CLASSES_FILE, num_classes)
+    write_atomically(folder / INDEX_FILE, encode_index(ShardIndex(class_names, train, valid)))
+    shards, images = (
+        f"{len(a):,} and {len(b):,}" for a, b in ((train.shards, valid.shards), (train.labels, valid.labels))
+    )
+    return f"{shards} shards for training and validation, with {images} images, indexed in {INDEX_FILE}"
+
+
+def _index_split(folder: Path, split: str) -> ShardSplit:
+    try:
+        paths = sorted(path for path in (folder / split).iterdir() if path.suffix == ".tar" and path.name[0] != ".")
+    except OSError as error:
+        raise DataError(f"{folder / split}: cannot be read: {error.strerror}; expected shards, *.tar") from None
+    scanned = _in_threads(_scan, paths, f"index of {split}")
+    samples = [(number, sample) for number, (_, found) in enumerate(scanned) for sample in found]
+    if not samples:
+        raise DataError(f"{folder / split}: holds no shards, *.tar, with images")
+    samples.sort(key=lambda numbered: numbered[1].key)  # stable: equal keys stay in the order of their shards
+    columns = {
+        "shards": [os.path.join(split, path.name) for path in paths],
+        "shard_bytes": [size for size, _ in scanned],
+        "members": [os.fsencode(sample.member) for _, sample in samples],
+        "labels": [sample.label for _, sample in samples],
+        "shard": [number for number, _ in samples],
+        "offset": [sample.offset for _, sample in samples],
+        "length": [sample.length for _, sample in samples],
+        "checksum": [sample.checksum for _, sample in samples],
+    }
+    return ShardSplit(**{field: np.array(columns[field], kind) for field, kind in FIELDS.items()})
+
+
+def _scan(path: Path) -> tuple[int, list[Sample]]:
+    """Size of a shard in bytes, and its samples; `DataError` where it is not as the webdataset package writes one."""
+    images: dict[str, tuple[str, int, int]] = {}
+    labels: dict[str, int] = {}
+    try:
+        with open_regular(path) as file:
+            descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
+            if size < len(END_OF_TAR) or os.pread(descriptor, len(END_OF_TAR), size - len(END_OF_TAR)) != END_OF_TAR:
+                raise DataError(
+                    f"{path}: does not end as a tar file does: cut off, compressed, or none; bring a whole one"
+                )
+            for key, extension, info in _members(path, file):
+                is_image = f".{extension}" in EXTENSIONS
+                if not is_image and extension != "cls":
+                    continue
+                if key in (images if is_image else labels):
+                    raise DataError(f"{path}: {key} has two members of the kind of {info.name}; give each image a key")
+                if is_image:
+                    images[key] = info.name, info.offset_data, info.size
+                    continue
+                text = os.pread(descriptor, info.size, info.offset_data)
+                if not text.strip().isdigit():
+                    raise DataError(f"{path}: {info.name} holds {text[:20]!r}; expected the number of a class")
+                labels[key] = int(text)
+            if unpaired := sorted(images.keys() ^ labels.keys()):
+                lacking = "cls" if unpaired[0] in images else "image"
+                raise DataError(f"{path}: {unpaired[0]} has no {lacking}; expected KEY.jpg and KEY.cls for each image")
+            return size, [
+                Sample(key, name, labels[key], offset, length, _checksum(descriptor, offset, length))
+                for key, (name, offset, length) in images.items()
+            ]
+    except (tarfile.TarError, ValueError, OSError) as error:  # ValueError: what tarfile lets out of a broken header
+        raise DataError(f"{path}: cannot be read as a tar file: {error}; bring a whole one") from None
+
+
+def _members(path: Path, file: BinaryIO) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+    """Key, extension in small letters and header of every file of a shard that has both."""
+    with tarfile.open(fileobj=file, mode="r:") as tar:
+        for info in tar:
+            named = KEY_AND_EXTENSION.fullmatch(info.name)
+            if info.isdir() or named is None:
+                continue
+            if not info.isreg() or info.issparse():
+                raise DataError(f"{path}: {info.name} is a link, a device or a sparse file; expected files")
+            yield named[1], named[2].lower(), info
+
+
+def _checksum(descriptor: int, offset: int, length: int) -> int:
+    return zlib.crc32(os.pread(descriptor, length, offset))
+
+
+def _read_class_names(path: Path, num_classes: int) -> tuple[str, ...]:
+    """From a JSON list, where there is one."""
+    if not os.path.lexists(path):
+        return tuple(str(number) for number in range(num_classes))
+    try:
+        with open_regular(path) as file:
+            names = json.load(file)
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read as a list of names: {error}; mend or remove it") from None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) < num_classes:
+        raise DataError(f"{path}: expected a list of {num_classes} names of classes; mend or remove it")
+    return tuple(names)
+
+
+def _in_threads(work: Callable[[Task], Result], tasks: Iterable[Task], title: str) -> list[Result]:
+    """The results in the order of the tasks, progress shown; after a failure or Ctrl-C no other task begins."""
+    tasks = list(tasks)
+    with _progress() as progress, ThreadPoolExecutor(THREADS) as pool:
+        futures = [pool.submit(work, task) for task in tasks]
+        try:
+            return [future.result() for future in progress.track(futures, description=title)]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _progress() -> Progress:
+    return Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
