@@ -1,5 +1,6 @@
 """tools.bench: the protocol, and each command from the command line to its JSON report."""
 
+import argparse
 import importlib.util
 import json
 import subprocess
@@ -11,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from tools.bench import ladder, loaders, peers, training
+from tools.bench import common, ladder, loaders, peers, training
 from tools.bench.__main__ import main
 from tools.bench.common import Sample, measure
 from tools.bench.ladder import COMPARABLE, compare_with_baseline, evaluate, read_baseline
 from tools.bench.training import training_flops_per_image
 from tools.output import check_writable
 from utils.config import Config
+from utils.data.build import build_loaders, open_dataset
 from utils.errors import ConfigError
 from utils.training.batches import prefetch
 from utils.training.step import GRAPH_WARMUP_STEPS
@@ -59,6 +61,46 @@ def test_loaders_measures_every_loader_and_writes_the_report(tmp_path: Path) -> 
         assert len(values["images_per_sec"]["values"]) == 2
         assert values["images_per_sec"]["min"] > 0
         assert 0 <= values["waiting"]["median"] < 1
+
+
+def test_loaders_reads_each_epoch_cold_and_then_from_memory(tiny, alone, monkeypatch) -> None:
+    config = tiny(batch_size=8, limit_train_batches=5)
+    loader = build_loaders(config, open_dataset(config, alone), alone).train
+    events: list[object] = []
+    set_epoch = loader.set_epoch
+    monkeypatch.setattr(loader, "set_epoch", lambda epoch: (events.append(epoch), set_epoch(epoch)))
+    monkeypatch.setattr(loaders, "drop_page_cache", lambda: events.append("dropped"))
+    case = loaders.Case(config, loader, None, alone, num_batches=4, num_steps=0, cold=True)
+    assert case().keys() == case().keys() == {"cold_images_per_sec", "images_per_sec"}
+    assert events == ["dropped", 0, 0, "dropped", 1, 1]
+    with pytest.raises(ConfigError, match=r"a trial's 1 \+ 5 batches are more than an epoch's 5"):
+        loaders.Case(config, loader, None, alone, num_batches=5, num_steps=0, cold=True)
+
+
+def test_loaders_compares_places_of_the_data(tiny, alone, monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(loaders, "drop_page_cache", lambda: None)
+    monkeypatch.setattr(common, "on_all_ranks", lambda config, action: action(alone) or 0)
+    parser = argparse.ArgumentParser()
+    loaders.add_arguments(parser)
+    options = ["--config=quickstart", "--set=batch_size=32", "--loaders=device,synthetic", f"--json={tmp_path}/report"]
+    few = ["--steps=0", "--batches=4", "--trials=1", "--cold", "--data_paths=here,there"]
+    assert loaders.run(parser.parse_args(options + few)) == 0
+    names = ["device, here", "synthetic, here", "device, there", "synthetic, there"]
+    results = json.loads((tmp_path / "report").read_text())["results"]
+    assert list(results) == names
+    assert all(values["cold_images_per_sec"]["median"] > 0 for values in results.values())
+    table = capsys.readouterr().out
+    assert "cold cache" in table and all(name in table for name in names)
+
+
+def test_a_page_cache_that_may_not_be_dropped(monkeypatch) -> None:
+    def refuse(path: Path, text: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.sync", lambda: None)
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(ConfigError, match="--cold: the page cache cannot be dropped: Permission denied; run as root"):
+        loaders.drop_page_cache()
 
 
 SMALL = ["--set", "dataset=shapes", "--set", "num_classes=10", "--set", "model=resnet8", "--set", "device=cpu",

@@ -2,10 +2,12 @@
 
 import argparse
 import itertools
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +19,8 @@ from tools.output import print_table
 from utils.config import Config, load_config
 from utils.data.build import Dataset, Loader, build_loaders, open_dataset
 from utils.distributed.world import World
+from utils.errors import ConfigError
+from utils.keys import as_yaml
 from utils.run.environment import dali_version
 from utils.training.backends import prepare_backends
 from utils.training.batches import prefetch
@@ -30,6 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loaders", default=BACKENDS, metavar="A,B", help=f"which ones (default, what is installed: {BACKENDS})"
     )
+    parser.add_argument(
+        "--data_paths", metavar="A,B", help="each loader on the data in each of these folders (default: data_path)"
+    )
+    parser.add_argument(
+        "--cold", action="store_true",
+        help="also with a cold page cache: drop this machine's before each trial, which takes root, then the same "
+        "images again",
+    )  # fmt: skip
     add_count(parser, "--batches", 100, "batches of a trial of a loader alone")
     parser.add_argument(
         "--steps", type=int, default=20, metavar="N", help="training steps of a trial; 0: loaders alone (default: 20)"
@@ -39,24 +51,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, print a table, write the report."""
     config = common.read_config(options)
-    configs = {
-        name: load_config(options.yaml_config, options.config, [*options.set, f"data_loader={name}"])
-        for name in without_absent(options.loaders.split(","), dali_version())
-    }
+    if options.cold:
+        drop_page_cache()
+    names = without_absent(options.loaders.split(","), dali_version())
+    configs: dict[str, Config] = {}
+    for path in options.data_paths.split(",") if options.data_paths else [None]:
+        changes = [] if path is None else [f"data_path={as_yaml(path)}"]
+        for name in names:
+            settings = [*options.set, *changes, f"data_loader={name}"]
+            case = name if path is None else f"{name}, {path}"
+            configs[case] = load_config(options.yaml_config, options.config, settings)
 
     def measure(world: World) -> None:
         prepare_backends(config, world.device)
-        dataset = open_dataset(config, world)
+        datasets: dict[str, Dataset] = {}
         step = build_measured(config, world).train if options.steps else None
         cases: dict[str, Callable[[], Mapping[str, float]]] = {}
         for name, chosen in configs.items():
-            built = build_loaders(chosen, dataset, world)
-            cases[name] = Case(chosen, built.train, step, world, options.batches, options.steps)
+            if chosen.data_path not in datasets:
+                datasets[chosen.data_path] = open_dataset(chosen, world)
+            built = build_loaders(chosen, datasets[chosen.data_path], world)
+            cases[name] = Case(chosen, built.train, step, world, options.batches, options.steps, options.cold)
             if world.is_main:
                 print(*(f"{name}: {note}" for note in built.notes), sep="\n", end="\n" if built.notes else "")
         results = common.measure(cases, options.trials)
         if world.is_main:
-            show(config, dataset, world, results)
+            show(config, next(iter(datasets.values())), world, results)
         common.write_report(options.json, "loaders", config, world, results)
 
     return common.on_all_ranks(config, measure)
@@ -70,6 +90,15 @@ def without_absent(names: list[str], dali: str | None) -> list[str]:
     return names
 
 
+def drop_page_cache() -> None:
+    """Make this machine forget the files that it has in memory, and the folders; `ConfigError` where it may not."""
+    try:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("3\n")
+    except OSError as error:
+        raise ConfigError(f"--cold: the page cache cannot be dropped: {error.strerror}; run as root") from None
+
+
 @dataclass
 class Case:
     """One trial of one loader: it runs through the epochs, and each trial continues where the last one stopped."""
@@ -80,26 +109,40 @@ class Case:
     world: World
     num_batches: int
     num_steps: int
+    cold: bool = False
 
     def __post_init__(self) -> None:
         self.epochs = itertools.count()
+        self.num_dropped = max(1, self.num_batches // 4)
+        if self.cold and len(self.loader) < self.num_dropped + self.num_batches:
+            raise ConfigError(
+                f"--cold: a trial's {self.num_dropped} + {self.num_batches} batches are more than an epoch's "
+                f"{len(self.loader)}, so that some would be read twice; use fewer --batches or a smaller batch_size"
+            )
 
     def __call__(self) -> Mapping[str, float]:
-        values = {"images_per_sec": self._alone()}
+        values = {}
+        if self.cold:
+            epoch = next(self.epochs)
+            drop_page_cache()
+            values["cold_images_per_sec"] = self._alone([epoch])
+            values["images_per_sec"] = self._alone([epoch])  # the same files, which are in memory now
+        else:
+            values["images_per_sec"] = self._alone(self.epochs)
         if self.step is not None:
             values |= self._feeding(self.step)
         return values
 
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for epoch in self.epochs:
+    def _batches(self, epochs: Iterable[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        for epoch in epochs:
             self.loader.set_epoch(epoch)
             yield from self.loader
 
-    def _alone(self) -> float:
+    def _alone(self, epochs: Iterable[int]) -> float:
         """Images per second over all ranks with nothing else to do; the first batches, which start workers or were
         prepared ahead, do not count."""
-        batches = self._batches()
-        for _ in range(max(1, self.num_batches // 4)):
+        batches = self._batches(epochs)
+        for _ in range(self.num_dropped):
             next(batches)
         counts: list[int] = []
         timed = itertools.islice(batches, self.num_batches)
@@ -108,7 +151,7 @@ class Case:
 
     def _feeding(self, step: Callable[[Tensor, Tensor], None]) -> dict[str, float]:
         """Images per second of training, and the share of that time in which the host waited for the next batch."""
-        batches = prefetch(self.config, self._batches(), self.world.device)
+        batches = prefetch(self.config, self._batches(self.epochs), self.world.device)
         for images, labels in itertools.islice(batches, max(1, capture_steps(self.config, self.world.device))):
             step(images, labels)
         common.synchronize(self.world.device)
@@ -127,12 +170,15 @@ class Case:
 def show(config: Config, dataset: Dataset, world: World, results: Mapping[str, Mapping[str, Any]]) -> None:
     """The table: median and spread of the trials. `without input` compares with the synthetic loader's training."""
     feeding = any("waiting" in values for values in results.values())
-    columns = ["loader", "images/s alone"]
+    cold = any("cold_images_per_sec" in values for values in results.values())
+    columns = ["loader", "images/s alone", *(["cold cache"] if cold else [])]
     if feeding:
         columns += ["images/s training", "waiting, % of a step", "slower than without input, %"]
     rows = []
     for name, values in results.items():
         row = [name, f"{values['images_per_sec']:,.0f}"]
+        if cold:
+            row.append(f"{values['cold_images_per_sec']:,.0f}")
         if feeding:
             training = values["training_images_per_sec"]
             percent = common.Sample(tuple(100 * share for share in values["waiting"].values))
