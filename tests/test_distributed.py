@@ -1,5 +1,6 @@
 """The same numbers from 1, 2, 3 and 4 processes, from accumulation, and whichever way DDP is told to work."""
 
+import copy
 import itertools
 import json
 import os
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import train
 import utils.distributed.ranks
 import utils.training.batches
+from models import build_model
 from utils.config import Config, load_config
 from utils.config.command_line import Arguments
 from utils.data.augment import Normalise
@@ -166,6 +168,41 @@ def test_every_way_of_ddp_gives_the_same(tmp_path: Path) -> None:
     assert first["small buckets"]["storages"] > 3
     for name, result in first.items():
         assert result["broadcasts"] is (name == "buffers broadcast"), name
+
+
+def repeat_a_step(folder: Path) -> int:
+    """The gradients of one and the same step, taken three times, and what building DDP left behind."""
+
+    def action(world: World) -> None:
+        torch.manual_seed(0)
+        model = build_model(configuration())
+        weights, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+        spread = distribute(configuration(), model, world)
+        untouched = all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+        untouched &= torch.equal(drawn, torch.get_rng_state())
+        untouched &= all(parameter.grad is None for parameter in model.parameters())
+        torch.manual_seed(world.rank)
+        images = torch.randn(8, 3, 32, 32)
+        gradients = []
+        for _ in range(3):
+            spread(images).square().sum().backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+            model.zero_grad(set_to_none=True)
+        torch.save({"gradients": gradients, "untouched": untouched}, folder / f"{world.rank}.pt")
+
+    return utils.distributed.ranks.run_ranks(action, "cpu", 60, 60)
+
+
+def test_the_first_step_sums_gradients_in_the_order_of_all_others(tmp_path: Path) -> None:
+    """Else a resumed run of three ranks would differ in the last bit. And DDP warns of nothing."""
+    ended = run_job(tmp_path / "job", 3, repeat_a_step, tmp_path)
+    assert [(process.status, process.errors) for process in ended] == [(0, "")] * 3
+    for rank in range(3):
+        result = torch.load(tmp_path / f"{rank}.pt")
+        first, *others = result["gradients"]
+        assert result["untouched"]
+        assert first.norm() > 0
+        assert all(torch.equal(first, other) for other in others)
 
 
 # ---- whole runs

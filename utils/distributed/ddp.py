@@ -60,11 +60,32 @@ def wrap_in_ddp(keys: DistributedKeys, model: nn.Module, world: World) -> Distri
         device_ids=[world.device.index] if on_gpu else None,
         bucket_cap_mb=keys.bucket_cap_mb,
         gradient_as_bucket_view=True,  # gradients live inside the buckets: no copy, and less memory
-        # After its first step DDP regroups the gradients, which with three or more ranks changes the order of their
-        # sums: a resumed run would differ in the last bit from one that never stopped. This keeps the first groups.
-        find_unused_parameters=keys.deterministic or not on_gpu,
         **{renamed if renamed in options else "broadcast_buffers": keys.broadcast_buffers},  # type: ignore[arg-type]
     )
     if keys.gradient_compression != "none":
         distributed.register_comm_hook(None, HOOKS[keys.gradient_compression])
+    if keys.deterministic or not on_gpu:
+        _settle_buckets(distributed)
     return distributed
+
+
+def _settle_buckets(distributed: DistributedDataParallel) -> None:
+    """Collective: let DDP group the gradients as it will for all further steps.
+
+    DDP regroups them after its first backward pass, in the order in which they came. With three or more ranks that
+    changes the order of their sums, so the first step after a resume would differ in the last bit from the same step of
+    a run that never stopped. Here a backward pass through nothing but the parameters comes first: the last layers'
+    gradients first, as in training. Weights, buffers and random generators stay as they are.
+    """
+    model: nn.Module = distributed.module
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    own = vars(model).get("forward")  # usually None: forward is the class's
+    model.forward = lambda: sum(parameter.sum() for parameter in trained)
+    try:
+        distributed().backward()
+    finally:
+        del model.forward
+        if own is not None:
+            model.forward = own
+    for parameter in trained:
+        parameter.grad = None
