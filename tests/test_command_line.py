@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from utils.config import list_blocks, load_config
+from utils.config import Config, list_blocks, load_config
 from utils.config.command_line import parse_arguments
+from utils.config.other_names import OTHER_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 CIFAR100 = ROOT / "config/cifar100.yaml"
@@ -56,7 +57,7 @@ def test_set_is_read_generously(overrides: list[str], lr: float) -> None:
     assert parse_arguments([part for override in overrides for part in ("--set", override)]).config.lr == lr
 
 
-@pytest.mark.parametrize("option", ["--help", "--list-configs", "--print-config"])
+@pytest.mark.parametrize("option", ["--help", "--list-configs", "--print-config", "--explain"])
 def test_questions_are_answered_without_torch(option: str) -> None:
     answer = run_train(option, python=("-X", "importtime"))
     imported = re.findall(r"\| +([\w.]+)$", answer.stderr, re.MULTILINE)
@@ -110,6 +111,47 @@ def test_a_printed_configuration_is_a_block(tmp_path: Path, capsys: pytest.Captu
     assert load_config(copy, "again") == parse_arguments(arguments).config
 
 
+def test_keys_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    text = answered(capsys, "--config=bs256", "--explain", "lr", "enable_amp", "seed")
+    assert text == (
+        "lr (optimizer)\n"
+        "  Peak learning rate, before lr_scale_rule.\n"
+        f"  {RATE}\n"
+        "  default: 0.1; in bs256: 0.14\n"
+        "  acts in: utils/training/: grep -rnwI lr train.py utils/training\n\n"
+        "enable_amp (precision)\n"
+        "  AMP: forward and loss under autocast.\n"
+        "  allowed: true or false\n"
+        "  default: false\n"
+        '  acts in: lines with the tag AMP: grep -rnI "\\bAMP:" train.py utils\n\n'
+        "seed (shared by model, data and training)\n"
+        "  Weights, order and augmentation follow from it.\n"
+        "  allowed: a whole number from 0 to 2147483647\n"
+        "  default: 0\n"
+        "  acts in: utils/: grep -rnwI seed train.py utils models\n"
+    )
+
+
+def test_every_key_is_listed_and_acts_where_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = answered(capsys, "--explain")
+    assert all(re.search(rf"\b{key}\b", listed) for key in Config.model_fields)
+    entries = answered(capsys, "--explain", *Config.model_fields).split("\n\n")
+    assert len(entries) == len(Config.model_fields)
+    commands = {key: entry[entry.index("grep ") :] for key, entry in zip(Config.model_fields, entries, strict=True)}
+    only_declared = []
+    for key, command in commands.items():
+        found = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
+        if not [line for line in found.stdout.splitlines() if "/keys.py:" not in line]:
+            only_declared.append(key)
+    # the first is read as limit_{train,valid}_batches, the others by peak_lr beside their declaration
+    assert only_declared == ["limit_train_batches", "lr_scale_rule", "lr_reference_batch_size"]
+
+
+def test_names_of_other_programs_are_no_keys_and_mean_keys() -> None:
+    assert not set(OTHER_NAMES) & set(Config.model_fields)
+    assert set(OTHER_NAMES.values()) <= set(Config.model_fields)
+
+
 def test_printing_begins_with_the_differences(capsys: pytest.CaptureFixture[str]) -> None:
     lines = answered(capsys, "--config=bs256", "--print-config").splitlines()
     assert lines[:4] == [
@@ -118,6 +160,52 @@ def test_printing_begins_with_the_differences(capsys: pytest.CaptureFixture[str]
         "lr: 0.14  # default: 0.1",
         "# as in default:",
     ]
+
+
+# The shape of the SC20 tutorial's file: a `default` without this project's own keys, YAML 1.1's tags and words.
+LIKE_THE_TUTORIALS = """\
+default: &DEFAULT
+
+  lr: !!float 0.1
+  momentum: !!float 0.9
+  lr_warmup_epochs: 0
+
+  #mean and std of cifar100 dataset
+  cifar100_mean: [0.5, 0.4, 0.3]
+  data_path: './elsewhere' # will be automatically downloaded if not available
+  num_data_workers: 3
+  max_epochs: 90
+  batch_size: 128
+  log_to_screen: !!bool True
+  enable_amp: !!bool False
+
+bs128:
+  <<: *DEFAULT
+
+#  --- Scaling experiments --- #
+bs1024-warmup-opt:
+  <<: *DEFAULT
+  lr: !!float 0.28
+  batch_size: 1024
+  lr_warmup_epochs: 8
+  enable_amp: True
+"""
+
+
+def test_a_file_of_the_tutorials_shape_is_read_unchanged(tmp_path: Path, refused: Callable[..., str]) -> None:
+    """Keys that it lacks have the defaults; a key that is unknown is named, and the file's own `<<` is not doubted."""
+    path = tmp_path / "cifar100.yaml"
+    path.write_text(LIKE_THE_TUTORIALS)
+    own = {"cifar100_mean": (0.5, 0.4, 0.3), "data_path": "./elsewhere", "num_data_workers": 3, "max_epochs": 90}
+    large = {"lr": 0.28, "batch_size": 1024, "lr_warmup_epochs": 8, "enable_amp": True}
+    for name, changes in (("default", {}), ("bs128", {}), ("bs1024-warmup-opt", large)):
+        config = parse_arguments([f"--yaml_config={path}", f"--config={name}"]).config
+        assert config == Config(**own | changes)
+    path.write_text(LIKE_THE_TUTORIALS.replace("momentum:", "momentun:"))
+    message = refused(f"--yaml_config={path}", "--config=bs1024-warmup-opt")
+    assert message == f"error: {path}:4: block 'default': unknown key 'momentun'. Did you mean 'momentum'?\n"
+    path.write_text(LIKE_THE_TUTORIALS + "empty:\n")
+    assert "<<" not in refused(f"--yaml_config={path}", "--config=empty")
 
 
 # ---- refusals
@@ -130,8 +218,8 @@ REFUSALS = [
     (["--set", "lr=[1"], "--set lr=[1: the value is not valid YAML 1.2: "),
     (["--set", "lr=*X"], "--set lr=*X: the value is not valid YAML 1.2: found undefined alias 'X'"),
     (["--set", "lrr=1"], "--set lrr=1: unknown key 'lrr'. Did you mean 'lr'?"),
-    (["--set", "xyzzy=1"], "--set xyzzy=1: unknown key 'xyzzy'; --print-config shows every key"),
-    (["--set", "<<=3"], "--set <<=3: unknown key '<<'; --print-config shows every key"),
+    (["--set", "xyzzy=1"], "--set xyzzy=1: unknown key 'xyzzy'; --explain lists every key"),
+    (["--set", "<<=3"], "--set <<=3: unknown key '<<'; --explain lists every key"),
     (["--set", "lr=0.2", "--set", "lr=-1"], f"--set lr=-1: lr is -1; {RATE}"),
     (["--set", "lr=0.1=2"], f'--set lr=0.1=2: lr is "0.1=2"; {RATE}'),
     (["--set", "enable_amp=on"], '--set enable_amp=on: enable_amp is "on"; allowed: true or false; write true'),
@@ -148,7 +236,28 @@ REFUSALS = [
     ([""], "an argument is empty; is a variable of the command line not set?"),
     (["", " "], "an argument is empty; is a variable of the command line not set?"),
     (["=3"], "unrecognized arguments: =3; --help lists the options"),
-    (["bs256"], "unrecognized arguments: bs256; --help lists the options"),
+    (["bs256"], "unrecognized arguments: bs256; write --config=bs256"),
+    (["bs257"], "unrecognized arguments: bs257; --help lists the options"),
+    (["bs256", "--yaml_config=/nosuch"], "unrecognized arguments: bs256; --help lists the options"),
+    (["lr=0.1"], "unrecognized arguments: lr=0.1; write --set lr=0.1"),
+    (["epochs=3"], "unrecognized arguments: epochs=3; write --set max_epochs=3"),
+    (["--lr=0.1"], "unrecognized arguments: --lr=0.1; write --set lr=0.1"),
+    (["--learning-rate", "0.1"], "unrecognized arguments: --learning-rate 0.1; write --set lr=0.1"),
+    (["-b", "64"], "unrecognized arguments: -b 64; write --set batch_size=64"),
+    (["--amp"], "unrecognized arguments: --amp; write --set enable_amp=true"),
+    (["--epochs", "--lr", "3"], "unrecognized arguments: --epochs --lr 3; write --set max_epochs=VALUE"),
+    (["--momentun=0.8"], "unrecognized arguments: --momentun=0.8; write --set momentum=0.8"),
+    (["--explain", "learning_rate"], "--explain: unknown key 'learning_rate'. Did you mean 'lr'?"),
+    (["--explain", "lr", "xyzzy"], "--explain: unknown key 'xyzzy'; --explain lists every key"),
+    (["--explain", "static_graph"], "--explain: static_graph is gone, every run has false; remove it"),
+    *(
+        ([f"--set={name}=1"], f"--set {name}=1: unknown key {name!r}. Did you mean {key!r}?")
+        for name, key in (
+            ("learning_rate", "lr"), ("epochs", "max_epochs"), ("bs", "batch_size"), ("optim", "optimizer"),
+            ("workers", "num_data_workers"), ("amp", "enable_amp"), ("learnig_rate", "lr"),
+            ("Num-Epochs", "max_epochs"),
+        )
+    ),
     (["--set"], "argument --set: expected one argument"),
     (["--run-dir="], "argument --run-dir: is empty; is a variable of the command line not set?"),
     (["--resume="], "argument --resume: is empty; is a variable of the command line not set?"),

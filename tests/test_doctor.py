@@ -63,6 +63,12 @@ def test_a_machine_that_is_well_passes(capsys, tmp_path):
     assert time.perf_counter() - started < 60, "what it promises; it takes seconds"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_configuration_for_a_gpu_fails_without_one(capsys, tmp_path):
+    status, findings = look(capsys, "--config=quickstart", "--set=device=cuda", f"--run-dir={tmp_path}")
+    assert (status, findings["gpu software"].level) == (1, "fail")
+
+
 def test_missing_data_fails_with_the_command_that_brings_it(capsys, tmp_path):
     status, findings = look(capsys, "--config", "bs128", "--set", f"data_path={tmp_path}", "--run-dir", str(tmp_path))
     assert status == 1
@@ -147,6 +153,10 @@ def test_gpu_software_that_does_not_fit():
     assert check("13.0", True, None, {}).message == "CUDA 13.0", "nvidia-smi may be missing beside a usable GPU"
     assert "runs use the CPU" in check("13.0", False, None, {}).message
     assert check(None, False, "580.65.06", {}).level == "fail"
+    absent = check("13.0", False, None, {}, wanted=True)
+    assert (absent.level, absent.message) == ("fail", "CUDA 13.0; no NVIDIA driver, but device is cuda")
+    assert "--set device=cpu" in absent.remedy
+    assert check("13.0", True, None, {}, wanted=True).level == "ok"
     assert check("13.0", True, "580.65.06", {"nvidia-dali-cuda110": "1.34"}).level == "warn"
 
 

@@ -76,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if world.is_main:
             print(render_json(findings, worst) if options.json else "\n".join(render(findings, worst)))
 
-    status = run_ranks(look, config.device, config.start_timeout_seconds, config.collective_timeout_seconds)
+    # auto where cuda is asked for: what keeps it from use is a finding
+    device = "auto" if config.device == "cuda" else config.device
+    status = run_ranks(look, device, config.start_timeout_seconds, config.collective_timeout_seconds)
     return status or int(worst == "fail")
 
 
@@ -134,7 +136,9 @@ def machine_checks(config: Config, run_dir: Path, world: "World") -> list[Findin
     installed = {name.lower(): version for name, version in packages if name}
     return [
         check_installed_torch(),
-        check_gpu_stack(torch.version.cuda, torch.cuda.is_available(), driver_version(), installed),
+        check_gpu_stack(
+            torch.version.cuda, torch.cuda.is_available(), driver_version(), installed, wanted=config.device == "cuda"
+        ),
         check_memory(Path("/proc/meminfo"), local_ranks),
         check_shared_memory(batch_bytes(config, rank_batch_size, image_shape), started),
         check_disk(run_dir),
@@ -184,8 +188,11 @@ def _read_text(file: Path) -> str:
         return ""
 
 
-def check_gpu_stack(built_for: str | None, usable: bool, driver: str | None, installed: Mapping[str, str]) -> Finding:
-    """Whether PyTorch, driver, NCCL and DALI fit. `built_for`: torch's CUDA; `driver`: its version, None without."""
+def check_gpu_stack(
+    built_for: str | None, usable: bool, driver: str | None, installed: Mapping[str, str], *, wanted: bool = False
+) -> Finding:
+    """Whether PyTorch, driver, NCCL and DALI fit. `built_for`: torch's CUDA; `driver`: its version, None without;
+    `wanted`: the configuration needs a GPU."""
     dali = {name: version for name, version in installed.items() if name.startswith("nvidia-dali-cuda")}
     seen = f"driver {driver}, " if driver else ""
     seen += f"CUDA {built_for}" if built_for else "torch without CUDA"
@@ -196,9 +203,13 @@ def check_gpu_stack(built_for: str | None, usable: bool, driver: str | None, ins
     if driver and not usable:
         remedy = "a newer driver, or a torch built for an older CUDA; in a container: docker run --gpus all"
         return Finding("gpu software", "fail", f"{seen}: torch cannot use the GPU of this machine", remedy)
-    wanted = f"nvidia-dali-cuda{(built_for or '').partition('.')[0]}"
-    if built_for and dali and not any(name.startswith(wanted) for name in dali):
-        return Finding("gpu software", "warn", f"{seen}: DALI is for another CUDA than torch", f"pip install {wanted}0")
+    if wanted and not usable:
+        remedy = "install NVIDIA's driver, until nvidia-smi lists the GPU; or train on the CPU: --set device=cpu"
+        return Finding("gpu software", "fail", f"{seen}; no NVIDIA driver, but device is cuda", remedy)
+    fitting = f"nvidia-dali-cuda{(built_for or '').partition('.')[0]}"
+    if built_for and dali and not any(name.startswith(fitting) for name in dali):
+        remedy = f"pip install {fitting}0"
+        return Finding("gpu software", "warn", f"{seen}: DALI is for another CUDA than torch", remedy)
     return Finding("gpu software", "ok", seen if driver or usable else f"{seen}; no NVIDIA driver: runs use the CPU")
 
 

@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         ("--intra", default.intra / 1e9, "GB/s", "that an all-reduce reaches in a node"),
         ("--inter", default.inter / 1e9, "GB/s", "of one node to the others, all cards"),
         ("--latency", default.inter_latency * 1e6, "us", "a network hop"),
-        ("--noise", 100 * default.noise, "%%", "of a rank's step time"),
+        ("--noise", 100 * default.noise, "PERCENT", "of a rank's step time"),
         ("--input", math.inf, "IMG/s", "that a node's loaders deliver"),
         ("--bucket-mb", 25.0, "MB", "DistributedDataParallel's buckets"),
     ):

@@ -78,7 +78,7 @@ def _read_blocks(path: Path) -> dict[str, _Block]:
                 "allowed: up to 100 letters, digits and . _ + -, beginning with a letter or digit"
             )
         if not isinstance(node, MappingNode):
-            raise ConfigError(f"{origin} is {_kind(node)}; expected keys below it, for example <<: *DEFAULT")
+            raise ConfigError(f"{origin} is {_kind(node)}; expected keys below it, for example lr: 0.1")
         blocks[name] = _Block(line, _flatten(path, name, node, names, parents=()))
     return blocks
 
@@ -139,7 +139,8 @@ def _flatten(
         sources = value_node.value if isinstance(value_node, SequenceNode) else [value_node]
         for source in reversed(sources):
             if not isinstance(source, MappingNode):
-                raise ConfigError(f"{origin}: << merges {_kind(source)}; expected a block by its anchor: <<: *DEFAULT")
+                remedy = "expected a block by its anchor, <<: *NAME where that block begins with &NAME"
+                raise ConfigError(f"{origin}: << merges {_kind(source)}; {remedy}")
             merged |= _flatten(path, names.get(id(source), name), source, names, (*parents, id(node)))
     return merged | own
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from utils.config import Config, list_blocks, load_config
+from utils.config.messages import key_named, nearest_key, shortened
+from utils.config.reference import explain_keys
 from utils.distributed.launch import SLURM_FIELDS, fill_in_job, find_launch
 from utils.errors import ConfigError
 from utils.keys import as_yaml, render
@@ -39,11 +41,16 @@ class Arguments:
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     """The checked command line; leaves through SystemExit for --help, --list-configs, --print-config and errors."""
     try:
-        options = _parser().parse_args(argv)
+        parser = _parser()
+        options, rest = parser.parse_known_args(argv)
+        if rest:
+            parser.refuse(rest, options.yaml_config)
         if options.list_configs:
             _leave_with(_describe_blocks(options.yaml_config))
         _fill_in_job(options)
         config = load_config(options.yaml_config, options.config, options.set)
+        if options.explain is not None:
+            _leave_with(explain_keys(options.explain, config, options.config))
         if options.print_config:
             has_default = "default" in list_blocks(options.yaml_config)
             default = load_config(options.yaml_config, "default") if has_default else None
@@ -84,17 +91,37 @@ class _Parser(argparse.ArgumentParser):
     """argparse with one line for bad usage, which names the nearest option."""
 
     def error(self, message: str) -> NoReturn:
-        unknown, colon, words = message.partition("unrecognized arguments: ")
-        if colon and not unknown:
-            if not words.strip():
-                raise ConfigError("an argument is empty; is a variable of the command line not set?")
-            word = words.split("=")[0].strip().partition(" ")[0]
-            near = difflib.get_close_matches(word, self._option_string_actions, n=1)
-            message += f"; did you mean {near[0]}?" if near else "; --help lists the options"
         raise ConfigError(message)
 
+    def refuse(self, words: Sequence[str], yaml_config: Path) -> NoReturn:
+        """`ConfigError` for arguments that are no options, with what to write instead."""
+        if not "".join(words).strip():
+            raise ConfigError("an argument is empty; is a variable of the command line not set?")
+        message = f"unrecognized arguments: {shortened(' '.join(words))}"
+        raise ConfigError(f"{message}; {self._instead(words, yaml_config) or '--help lists the options'}")
 
-def _parser() -> argparse.ArgumentParser:
+    def _instead(self, words: Sequence[str], yaml_config: Path) -> str:
+        first, equals, value = words[0].strip().partition("=")
+        name = first.lstrip("-")
+        if not first.startswith("-"):
+            if equals:
+                key = key_named(name)
+                return f"write --set {key}={shortened(value)}" if key else ""
+            with suppress(ConfigError):  # of a file that cannot be read: then none of its blocks was meant
+                if name in list_blocks(yaml_config):
+                    return f"write --config={name}"
+            return ""
+        if not equals and len(words) > 1 and not words[1].startswith("--"):
+            value = words[1]
+        options = difflib.get_close_matches(first, self._option_string_actions, n=1)
+        key = key_named(name) or (None if options else nearest_key(name))
+        if key:
+            example = "true" if Config.model_fields[key].default is False else "VALUE"
+            return f"write --set {key}={shortened(value) or example}"
+        return f"did you mean {options[0]}?" if options else ""
+
+
+def _parser() -> _Parser:
     parser = _Parser(
         description=DESCRIPTION,
         epilog=EXIT_STATUS,
@@ -120,6 +147,10 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--list-configs", action="store_true", help="list the blocks and what each changes, and leave")
     parser.add_argument("--print-config", action="store_true", help="print every key, differences first, and leave")
+    parser.add_argument(
+        "--explain", nargs="*", metavar="KEY",
+        help="print what keys mean, their values and where they act, and leave; without a KEY list all",
+    )  # fmt: skip
     parser.add_argument(
         "--dry-run", action="store_true",
         help="open the data, build the model, print what would happen and what memory it would take, and leave; "

@@ -47,11 +47,11 @@ def schema() -> dict[str, Any]:
 def default_block() -> str:
     """The block `default` of config/cifar100.yaml: every key with its default and the first sentence on it."""
     defaults = Config().model_dump(mode="json")
-    lines, section = ["default: &DEFAULT"], ""
+    lines, above = ["default: &DEFAULT"], ""
     for key, field in Config.model_fields.items():
-        if (title := _section(key)) != section:
-            lines += [""] * bool(section) + [f"  # {title}"]
-            section = title
+        if (title := section(key)) != above:
+            lines += [""] * bool(above) + [f"  # {title}"]
+            above = title
         entry = f"  {key}: {_plain(defaults[key])}"
         first_sentence = " ".join((field.description or "").split()).partition(". ")[0].rstrip(".")
         comment = f"# {first_sentence}"
@@ -69,7 +69,11 @@ def _plain(value: Any) -> str:
     return as_yaml(int(value) if whole else value).strip('"')
 
 
-def _section(key: str) -> str:
+def declaring_group(key: str) -> type[Keys]:
+    """The group that declares a key."""
+    return next(group for group in Config.__mro__ if issubclass(group, Keys) and key in inspect.get_annotations(group))
+
+
+def section(key: str) -> str:
     """The title of the group that declares a key: its class's docstring."""
-    owner = next(group for group in Config.__mro__ if issubclass(group, Keys) and key in inspect.get_annotations(group))
-    return inspect.cleandoc(owner.__doc__ or "")
+    return inspect.cleandoc(declaring_group(key).__doc__ or "")

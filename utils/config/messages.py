@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from utils.config.config import Config
+from utils.config.other_names import OTHER_NAMES
 from utils.keys import REMOVED_KEYS, as_yaml
 
 
@@ -43,10 +44,15 @@ def wrong_value(key: str, what: str, origin: str) -> str:
     if key in REMOVED_KEYS:
         return f"{origin}: {key} is gone, every run has {as_yaml(REMOVED_KEYS[key])}; remove it"
     if key not in Config.model_fields:
-        near = did_you_mean(key, Config.model_fields)
-        return f"{origin}: unknown key {shortened(key)!r}{near or '; --print-config shows every key'}"
-    properties = Config.model_json_schema()["properties"]
-    return f"{origin}: {key} {what}; allowed: {_in_words(properties[key])}"
+        near = nearest_key(key)
+        hint = f". Did you mean {near!r}?" if near else "; --explain lists every key"
+        return f"{origin}: unknown key {shortened(key)!r}{hint}"
+    return f"{origin}: {key} {what}; allowed: {allowed(key)}"
+
+
+def allowed(key: str) -> str:
+    """The values that a key may have, in words."""
+    return _in_words(Config.model_json_schema()["properties"][key])
 
 
 def _hint(key: str, value: Any) -> str:
@@ -72,6 +78,20 @@ def _hint(key: str, value: Any) -> str:
         if any(problem["loc"][0] == key for problem in error.errors(include_url=False)):
             return ""
     return f"; write {as_yaml(meant)}" + (" without quotes" if as_yaml(meant) == value else "")
+
+
+def nearest_key(word: str) -> str | None:
+    """The key that was probably meant: by another program's name for it, or by the spelling."""
+    if known := key_named(word):
+        return known
+    near = difflib.get_close_matches(word, [*Config.model_fields, *OTHER_NAMES], n=1, cutoff=0.5)
+    return key_named(near[0]) if near else None
+
+
+def key_named(word: str) -> str | None:
+    """The key that has this name here or in another program, however it is hyphenated."""
+    name = word.lower().replace("-", "_")
+    return name if name in Config.model_fields else OTHER_NAMES.get(name)
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
