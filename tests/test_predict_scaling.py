@@ -98,11 +98,34 @@ def test_costs_of_the_network_are_those_of_the_literature():
     assert sum(size for size, _ in layer_costs("resnet50-cifar")) == 4 * 23_712_932
 
 
-def test_published_measurements_within_five_points_but_one():
+def test_published_measurements_within_five_points_but_three():
     errors = {case["name"]: 100 * (forecast.efficiency - case["published"]) for case, forecast in published_cases()}
-    assert len(errors) == 8
-    far = [name for name, error in errors.items() if abs(error) > 5]
-    assert far == ["SC20 tutorial, 16 GPUs, training only"], "docs/scaling.md gives the reason for this one alone"
+    assert len(errors) == 12
+    far = {name: round(error) for name, error in errors.items() if abs(error) > 5}
+    assert far == {
+        "SC20 tutorial, 16 GPUs, training only": 7,
+        "NVIDIA ResNet50 AMP, DGX-1, 8 GPUs": 11,
+        "NVIDIA ResNet50 AMP, DGX A100, 8 GPUs": 14,
+    }, "docs/scaling.md gives the reasons for these three alone"
+    page = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
+    assert "Three errors are above 5 points: 7, 11 and 14." in page
+    assert "All errors but two are positive" in page
+    assert sum(error < 0 for error in errors.values()) == 2
+
+
+def test_docs_tell_the_loss_of_a_step_as_it_was_published():
+    """In milliseconds; and that the all-reduce is a small part of it."""
+    cases = {case["name"]: case for case, _ in published_cases()}
+    lost, reduced = [], []
+    for precision, machine in (("AMP", "DGX-1"), ("AMP", "DGX A100"), ("FP32", "DGX-1"), ("TF32", "DGX A100")):
+        case = cases[f"NVIDIA ResNet50 {precision}, {machine}, 8 GPUs"]
+        lost.append(f"{case['step_ms'] / case['published'] - case['step_ms']:.1f}")
+        size = sum(size for size, _ in layer_costs(case["model"]))
+        reduced.append(f"{1e3 * all_reduce(size, 8, replace(Machine(), **case['machine'])):.1f}")
+    page = " ".join((ROOT / "docs/scaling.md").read_text(encoding="utf-8").split())
+    assert f"loses {lost[0]} ms on the DGX-1 and {lost[1]} ms on the DGX A100" in page
+    assert f"with FP32 and TF32 it loses {lost[2]} and {lost[3]} ms" in page
+    assert f"an all-reduce of all of them takes {reduced[0]} and {reduced[1]} ms" in page
 
 
 def test_docs_hold_the_table_that_the_command_prints():
