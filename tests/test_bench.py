@@ -193,7 +193,7 @@ def test_a_rung_of_the_baseline_that_is_left_out_now_is_a_regression() -> None:
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
 def test_a_file_that_cannot_be_written_is_told_before_measuring(option, tmp_path, monkeypatch, capsys) -> None:
-    pytest.importorskip("matplotlib", reason='matplotlib is missing: pip install ".[report]"')
+    pytest.importorskip("matplotlib", reason='matplotlib is missing: pip install ".[plot]"')
     monkeypatch.setattr(ladder, "measure_limits", lambda *_, **__: pytest.fail("began to measure"))
     assert main(["ladder", f"{option}={tmp_path}/none/file"]) == 2
     assert f"error: {option} {tmp_path}/none/file: cannot be written: No such file" in capsys.readouterr().err

@@ -200,14 +200,111 @@ def test_custom_layout_has_its_charts(browser, tensorboard):
     picture(browser, "tensorboard-custom-scalars")
 
 
-def test_report_page_shows_the_published_figures_and_ours(browser, expts, tmp_path):
-    pytest.importorskip("matplotlib", reason='matplotlib is missing: pip install ".[report]"')
+# ---- the report
+
+
+@pytest.fixture(scope="module")
+def report_page(expts: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of a report about our two runs, one with a name made of markup, and the tutorial's six."""
+    pytest.importorskip("plotly", reason='plotly is missing: pip install ".[report]"')
+    folder = tmp_path_factory.mktemp("report")
+    shutil.copytree(expts / "first", folder / MARKUP)
     published = ROOT / "results/reference/sc20_curves.json"
-    assert report([str(expts), str(published), "--out", str(tmp_path)]) == 0
-    browser.set_window_size(1300, 2600)
-    browser.get((tmp_path / "report.html").as_uri())
+    assert report([str(expts), str(folder / MARKUP), str(published), "--out", str(folder)]) == 0
+    return (folder / "report.html").as_uri()
+
+
+MARKUP = "<b>bold<img src=x onerror=document.title='hurt'>"
+
+
+def hover(browser: Any, plot: str, run: str, epoch: int) -> str:
+    """The text beside the pointer when it is at this epoch of the run's validation curve."""
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    browser.execute_script("document.getElementById(arguments[0]).scrollIntoView({block: 'center'})", plot)
+    where = browser.execute_script(POINT, plot, run, epoch)
+    action = ActionChains(browser)
+    action.w3c_actions.pointer_action.move_to_location(int(where["x"]), int(where["y"]))
+    action.perform()
+    selector = f"#{plot} .hovertext"
+    script = f"return [...document.querySelectorAll('{selector}')].map(label => label.textContent).join()"
+    return str(wait_for(browser, lambda: browser.execute_script(script), "values beside the pointer"))
+
+
+def show_alone(browser: Any, number: int) -> None:
+    """Switch every run of the legend off but this one."""
+    browser.execute_script("document.querySelectorAll('.legend button')[1].click()")
+    browser.execute_script("document.querySelectorAll('.legend input')[arguments[0]].click()", number)
+
+
+# Where on the screen a run's validation curve has this epoch.
+POINT = """
+const [plot, run, epoch] = [document.getElementById(arguments[0]), arguments[1], arguments[2]];
+const trace = plot.data.filter(trace => trace.name.startsWith(run)).at(-1);
+const index = trace.customdata.indexOf(epoch);
+const box = plot.getBoundingClientRect(), {xaxis, yaxis} = plot._fullLayout;
+return {x: Math.round(box.x + xaxis._offset + xaxis.d2p(trace.x[index])),
+        y: Math.round(box.y + yaxis._offset + yaxis.d2p(trace.y[index]))};
+"""
+# How many curves of each plot a person sees.
+DRAWN = """
+const count = plot => plot.querySelectorAll('.scatterlayer .trace path.js-line').length;
+return Object.fromEntries([...document.querySelectorAll('.plot')].map(plot => [plot.id, count(plot)]));
+"""
+
+
+@pytest.mark.parametrize("width", [1280, 800])
+def test_report_page_shows_the_published_figures_and_ours(browser, report_page, expts, width):
+    browser.set_window_size(width, 2600)
+    browser.get(report_page)
     for name, best in (("bs128-opt", "75.87%"), ("bs1024-warmup-opt", "76.53%"), ("bs2048-warmup-opt", "75.48%")):
         see(browser, rf"{name} \(published\)\s+published\s+\d+\s+{best}")
     see(browser, rf"first\s+finished\s+3 of 3\s+{100 * results(expts / 'first')['best_acc1']:.2f}%")
-    assert browser.execute_script(LOADED_IMAGES) == 3
-    picture(browser, "report")
+    assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0, "it needs no network"
+    assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth"), "it fits the window"
+    picture(browser, f"report-{width}")
+
+
+def test_report_curves_tell_their_values_at_the_pointer(browser, report_page, expts):
+    browser.set_window_size(1280, 1000)
+    browser.get(report_page)
+    curves = json.loads((ROOT / "results/reference/sc20_curves.json").read_text())["runs"]["bs128-opt"]
+    accuracy = 100 * curves["acc1/valid"][curves["epoch"].index(40)]
+    shown = hover(browser, "acc1-seconds", "bs128-opt", 40)
+    assert f"bs128-opt (published)validation accuracy {accuracy:.2f} %epoch 40" in shown
+    picture(browser, "report-hover")
+    show_alone(browser, 0)
+    record = next(row for row in map(json.loads, (expts / "first/metrics.jsonl").open()) if row["kind"] == "epoch")
+    assert f"validation loss {record['loss/valid']:.5g}"[:-1] in hover(browser, "loss-epoch", "first", 1)
+
+
+def test_report_legend_switches_a_run_off_in_every_plot(browser, report_page):
+    browser.set_window_size(1280, 1000)
+    browser.get(report_page)
+    before = browser.execute_script(DRAWN)
+    assert before["acc1-epoch"] == 2 * 9 and before["images_per_sec"] == 3
+    box = browser.find_element("css selector", ".legend input")
+    box.click()
+    wait_for(browser, lambda: browser.execute_script(DRAWN)["learning_rate"] < before["learning_rate"], "fewer curves")
+    lines = {name: 2 if name.startswith(("acc1", "loss")) else 1 for name in before}
+    assert browser.execute_script(DRAWN) == {name: count - lines[name] for name, count in before.items()}
+    box.click()
+    wait_for(browser, lambda: browser.execute_script(DRAWN) == before, "all curves again")
+
+
+def test_report_shows_names_as_text(browser, report_page):
+    browser.get(report_page)
+    see(browser, re.escape(MARKUP) + r"\s+finished")
+    show_alone(browser, 2)
+    assert MARKUP in hover(browser, "acc1-epoch", "&lt;b", 2)
+    assert browser.title.startswith("Training report") and not browser.find_elements("css selector", "img")
+
+
+def test_report_tables_need_no_script(browser, report_page):
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        browser.get(report_page)
+        body = browser.find_element("css selector", "body").text
+        assert "76.53%" in body and "The curves need JavaScript" in body
+    finally:
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})

@@ -168,7 +168,7 @@ def test_command_prints_both_curves_and_its_assumptions(report, capsys, tmp_path
 
 
 def test_plot(report, tmp_path):
-    pytest.importorskip("matplotlib", reason='matplotlib is missing: pip install ".[report]"')
+    pytest.importorskip("matplotlib", reason='matplotlib is missing: pip install ".[plot]"')
     assert main(["--from", str(report(fast=2560.0)), "--plot", str(tmp_path / "curve.png")]) == 0
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,20 +1,26 @@
 """tools.report, tools.runs, tools.history: published curves, whole runs, and all that can be wrong with a run."""
 
 import fcntl
+import html
 import html.parser
 import json
+import os
 import re
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
 from tools import runs as runs_tool
-from tools.history import differences, read, read_events, same_but_seed
-from tools.report import duration, main
+from tools.figures import COLOURS
+from tools.history import Run, differences, read, read_events, same_but_seed
+from tools.report import duration, goals, main
+from tools.report_plots import style
 from train import Trainer
 
-pytest.importorskip("matplotlib", reason='matplotlib is missing: pip install ".[report]"')
+plotly = pytest.importorskip("plotly.graph_objects", reason='plotly is missing: pip install ".[report]"')
 PUBLISHED = ROOT / "results/reference/sc20_curves.json"
 
 
@@ -44,6 +50,18 @@ class Tables(html.parser.HTMLParser):
             self.rows[-1][-1] += data
 
 
+def without_scripts(page: str) -> str:
+    return re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+
+
+def plots(page: str) -> dict[str, dict]:
+    """{name: what plotly is given} of the page; plotly's own schema says whether it could draw it."""
+    descriptions = json.loads(re.search(r"const descriptions = (.*);\n", page)[1])
+    for plot in descriptions:
+        plotly.Figure({"data": plot["traces"], "layout": plot["layout"]})  # ValueError for what plotly does not know
+    return {plot["name"]: plot for plot in descriptions}
+
+
 @pytest.fixture
 def page(tmp_path, capsys):
     """page(RUN, ...) -> (HTML, its tables)."""
@@ -51,7 +69,7 @@ def page(tmp_path, capsys):
     def write(*paths):
         assert main([*map(str, paths), "--out", str(tmp_path / "out")]) == 0
         text = (tmp_path / "out/report.html").read_text()
-        return text, Tables(text).tables
+        return text, Tables(without_scripts(text)).tables
 
     return write
 
@@ -75,9 +93,9 @@ def test_published_curves_give_the_published_figures(page):
     assert best["bs1024-warmup-opt (published)"] == ("76.53%", "103")
     assert best["bs2048-warmup-opt (published)"] == ("75.48%", "92")
     assert best["bs2048-opt (published)"][0] == "71.17%"
-    column = tables["targets"][0].index("75%")
-    reached = {row[0].split()[0]: row[column].split(",")[0] for row in tables["targets"][1:]}
-    times = {row[0].split()[0]: row[column].partition(", ")[2] for row in tables["targets"][1:]}
+    assert tables["targets"][0] == ["run", "70 %", "75 %"]
+    reached = {row[0].split()[0]: row[2].split(",")[0] for row in tables["targets"][1:]}
+    times = {row[0].split()[0]: row[2].partition(", ")[2] for row in tables["targets"][1:]}
     assert (times["bs128-opt"], times["bs1024-warmup-opt"]) == (duration(1867), duration(286))  # results/README.md
     assert reached == {
         "bs128-opt": "epoch 77", "bs1024-warmup-opt": "epoch 64", "bs2048-warmup-opt": "epoch 77",
@@ -85,12 +103,60 @@ def test_published_curves_give_the_published_figures(page):
     }  # fmt: skip
 
 
-def test_page_is_self_contained_and_its_figures_lie_beside_it(page, tmp_path):
+def test_page_is_one_file_with_the_library_once(page, tmp_path):
     text, _ = page(PUBLISHED)
-    assert not re.search(r"(src|href)=['\"](?!data:)", text) and "<script" not in text
-    for name in ("accuracy", "loss", "speed"):
-        assert (tmp_path / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert f"id='figure-{name}'" in text
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["report.html"]
+    assert not re.search(r"\b(src|href)=", without_scripts(text)) and text.count("* plotly.js v") == 1
+    assert set(plots(text)) == {"acc1-epoch", "acc1-seconds", "loss-epoch", "loss-seconds", "learning_rate"}
+    for name in plots(text):
+        assert f"id='{name}'" in text
+
+
+def test_plots_hold_the_curves(page):
+    text, _ = page(PUBLISHED)
+    curves = json.loads(PUBLISHED.read_text())["runs"]["bs128-opt"]
+    ours = [trace for trace in plots(text)["acc1-seconds"]["traces"] if trace["name"].startswith("bs128-opt")]
+    traces = {trace["hovertemplate"].split("<br>")[1].split()[0]: trace for trace in ours}
+    assert set(traces) == {"training", "validation"} and traces["validation"]["customdata"] == curves["epoch"]
+    for tag, words in (("acc1/valid", "validation"), ("acc1/train", "training")):
+        assert traces[words]["y"] == pytest.approx([100 * share for share in curves[tag]], rel=1e-5)
+    minutes = [seconds / 60 for seconds in curves["wall_s_since_first_event"]]
+    assert traces["validation"]["x"] == pytest.approx(minutes, rel=1e-5)
+
+
+def test_a_line_never_repeats_and_a_run_keeps_its_own(page):
+    assert len({style(number) for number in range(200)}) == 200
+    assert [style(number).colour for number in range(8)] == list(COLOURS) and style(7).dash == "" != style(8).dash
+    text, _ = page(PUBLISHED)
+    lines = {}
+    for plot in plots(text).values():
+        for trace in plot["traces"]:
+            look = (trace["line"]["color"], trace["line"]["dash"], trace["legendgroup"])
+            assert lines.setdefault(trace["name"], look) == look
+    assert len(set(lines.values())) == 6
+    for name, (colour, _, number) in lines.items():
+        assert re.search(rf"value='{number}' [^\n]*stroke='{colour}'[^\n]*{re.escape(name)}", text)
+
+
+def test_times_of_a_kept_page_are_absolute(run, page):
+    text, tables = page(run("kept"))
+    moment = r"20\d\d-\d\d-\d\d \d\d:\d\d[+-]\d\d:\d\d"
+    assert re.fullmatch(moment, tables["results"][1][-1]) and re.search(f"Written {moment}", text)
+    assert not re.search(r"\bago\b", without_scripts(text))
+
+
+def test_the_accuracies_whose_times_are_listed():
+    def reaching(*accuracies, **config):
+        epochs = [{"epoch": n, "seconds": n, "acc1/valid": share} for n, share in enumerate(accuracies, 1)]
+        return Run("name", Path(), config=config, epochs=epochs)
+
+    plain, better = reaching(0.2, 0.55), reaching(0.4, 0.7)
+    assert goals([plain]) == [0.55] and goals([plain, better]) == [0.55, 0.7]
+    assert goals([better, reaching(0.76)]) == [0.7, 0.75]
+    assert goals([reaching(0.93, dataset="cifar10")]) == [0.93]
+    assert goals([reaching(0.93, dataset="cifar100")]) == [0.75, 0.93]
+    assert goals([reaching(0.948, dataset="cifar10", stop_at_accuracy=0.945)]) == [0.94, 0.945]
+    assert goals([reaching(0.01)]) == goals([]) == []
 
 
 def test_our_run_reads_alike_from_its_folder_and_from_its_event_files(run):
@@ -132,12 +198,32 @@ def test_published_curves_say_what_their_times_count_from(page, tmp_path):
 def test_seeds_and_differences(run, page):
     folders = [run("a", seed=1), run("b", seed=2), run("c", seed=1, lr=0.01)]
     _, tables = page(*folders)
-    assert [row[:3] for row in tables["seeds"][1:]] == [["a", "1, 2", "2"], ["c", "1", "1"]]
-    assert " ± " in tables["seeds"][1][3] and " ± " not in tables["seeds"][2][3]
-    assert tables["differences"] == [["key", "a", "b", "c"], ["seed", "1", "2", "1"], ["lr", "0.1", "0.1", "0.01"]]
+    assert [row[:3] for row in tables["seeds"][1:]] == [["a", "1, 2", "2"]]
+    assert " ± " in tables["seeds"][1][3]
+    assert "seeds" not in page(folders[0], folders[2])[1], "one run of each configuration has no spread"
+    assert tables["differences"] == [["run", "seed", "lr"], ["a", "1", "0.1"], ["b", "2", "0.1"], ["c", "1", "0.01"]]
+    assert page(*folders[1:])[1]["differences"] == [["key", "b", "c"], ["seed", "2", "1"], ["lr", "0.1", "0.01"]]
     runs = [read(folder)[0][0] for folder in folders]
     assert set(differences(runs)) == {"lr", "seed"} and [len(group) for group in same_but_seed(runs)] == [2, 1]
-    assert tables["worst"][0][1] == "class" and len(tables["worst"]) == 1 + 3 * 5
+    assert len(tables["worst"]) == 1 + 3 and re.fullmatch(r".+ \d+% \(.+ \d+%\)", tables["worst"][1][1])
+
+
+def test_a_run_that_is_named_twice_is_shown_once(run, page, tmp_path):
+    run("once")
+    _, tables = page(tmp_path / "expts", tmp_path / "expts/once")
+    assert [row[0] for row in tables["results"][1:]] == ["once"]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(run, page, tmp_path):
+    shutil.copytree(run("twin"), tmp_path / "other/twin")
+    shutil.copy(PUBLISHED, tmp_path / "curves.json")
+    _, tables = page(tmp_path / "expts", tmp_path / "other", PUBLISHED, tmp_path / "curves.json")
+    names = [row[0] for row in tables["results"][1:]]
+    assert len(set(names)) == 2 + 2 * 6 and names[0].endswith("expts/twin") and names[1].endswith("other/twin")
+    assert names[-1].endswith("curves.json: bs512-opt (published)")
+    assert [row[0] for row in page(tmp_path / "expts", tmp_path / "other")[1]["results"][1:]] == [
+        "expts/twin", "other/twin",
+    ]  # fmt: skip
 
 
 def test_measurements_become_bars_and_scaling(page, tmp_path):
@@ -152,9 +238,11 @@ def test_measurements_become_bars_and_scaling(page, tmp_path):
     }
     scaling.write_text(json.dumps({"bench": "scaling", "config": {}, "results": rows, "trials": []}))
     text, tables = page(ladder, scaling)
-    assert "figure-ladder" in text and "figure-scaling" in text
+    assert set(plots(text)) == {"scaling-throughput", "scaling-efficiency", "bars-0"}
+    assert plots(text)["bars-0"]["traces"][0]["x"] == [680, 1795]
+    assert tables["speeds"][2] == ["ladder: ladder on GPU", "amp", "1,795", "2.64"]
     assert [row[1:] for row in tables["scaling"][1:]] == [
-        ["1", "100", "100.0%"], ["4", "380", "95.0%"], ["1", "90", "100.0%"], ["4", "270", "75.0%"],
+        ["1", "100", "100.0%"], ["4", "380", "95.0%"], ["1", "90.0", "100.0%"], ["4", "270", "75.0%"],
     ]  # fmt: skip
 
 
@@ -195,15 +283,52 @@ def test_a_run_without_metrics_and_one_that_was_cut_short(run, page, tmp_path):
     assert len(tables["results"]) == 1 + 2 + 6
 
 
-def test_an_empty_folder_and_a_missing_one_are_told(page, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("gone", "there is no such file or folder"),
+        ("void", "holds neither a run nor TensorBoard event files"),
+        ("strange.json", "is neither a file of curves nor a report of tools.bench"),
+        ("peers.json", "a report of tools.bench peers, of which this page has no figure"),
+    ],
+)
+def test_where_there_is_nothing_to_show_there_is_a_line_and_no_page(tmp_path, capsys, page, name, problem):
     (tmp_path / "void").mkdir()
-    text, tables = page(tmp_path / "void", tmp_path / "gone")
-    assert "holds neither a run nor TensorBoard event files" in text and "there is no such file or folder" in text
-    assert "Nothing to show" in text and "figure-" not in text
-    assert "results" not in tables
-    strange = tmp_path / "strange.json"
-    strange.write_text("[1, 2]")
-    assert "is neither a file of curves nor" in page(strange)[0]
+    (tmp_path / "strange.json").write_text("[1, 2]")
+    (tmp_path / "peers.json").write_text('{"bench": "peers", "results": {}}')
+    assert main([str(tmp_path / name), "--out", str(tmp_path / "out")]) == 3
+    assert capsys.readouterr().err == f"error: {tmp_path / name}: {problem}\n" and not (tmp_path / "out").exists()
+    text, tables = page(tmp_path / name, PUBLISHED)
+    assert problem in text and len(tables["results"]) == 1 + 6
+
+
+def test_a_missing_library_is_told(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert main([str(PUBLISHED), "--out", str(tmp_path / "out")]) == 2
+    assert 'plotly.offline is missing; install it with: pip install ".[report]"' in capsys.readouterr().err
+
+
+def test_names_are_text_and_never_markup(run, page, tmp_path):
+    hostile = "<img src=x onerror=hurt()>'\"&amp;"
+    shutil.move(run("plain"), tmp_path / "expts" / hostile)
+    shutil.copytree(tmp_path / "expts" / hostile, tmp_path / "expts" / os.fsdecode(b"caf\xe9"))
+    curves = tmp_path / "curves.json"
+    curves.write_text(json.dumps({"runs": {"</script><b>bold\ud800": {"epoch": [1, 2], "acc1/valid": [0.5, 0.6]}}}))
+    text, tables = page(tmp_path / "expts", curves)
+    names = ["caf\\udce9", hostile, "</script><b>bold\\ud800 (published)"]
+    assert sorted(row[0] for row in tables["results"][1:]) == sorted(names)
+    assert not re.search("<img|<b>", without_scripts(text))
+    assert "<" not in re.search(r"const descriptions = (.*);\n", text)[1]
+    drawn = {html.unescape(trace["name"]) for trace in plots(text)["acc1-epoch"]["traces"]}
+    assert drawn == set(names) and not any("<" in trace["name"] for trace in plots(text)["acc1-epoch"]["traces"])
+
+
+def test_what_is_no_number_is_a_gap(page, tmp_path):
+    curves = {"epoch": [1, 2, 3], "loss/valid": [4.0, float("nan"), float("inf")], "acc1/valid": [0.1, 0.2, 0.1]}
+    (tmp_path / "diverged.json").write_text(json.dumps({"runs": {"diverged": curves}}))
+    text, _ = page(tmp_path / "diverged.json")
+    (trace,) = plots(text)["loss-epoch"]["traces"]
+    assert trace["y"] == [4.0, None, None] and plots(text)["loss-epoch"]["layout"]["yaxis"]["range"] == [0, 4.2]
 
 
 def test_states(run, page, tmp_path, capsys):
@@ -231,7 +356,6 @@ def test_a_run_that_ended_at_its_accuracy_is_finished(run, page):
     folder = run("enough", stop_at_accuracy=0.01)
     text, tables = page(folder)
     assert tables["results"][1][1:3] == ["finished", "1 of 2"] and "What could not be read" not in text
-    assert tables["seeds"][1][0] == "enough"
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join(line for line in lines if '"kind": "end"' not in line) + "\n")
     assert page(folder)[1]["results"][1][1] == "failed", "the epoch ended, the run did not"

@@ -1,4 +1,4 @@
-"""Figures in one style, with matplotlib, which is an optional extra: pip install ".[report]"."""
+"""Pictures of tools.bench and tools.predict_scaling (--plot), with matplotlib, an optional extra: ".[plot]"."""
 
 import io
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (5.6
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError('matplotlib is missing; install it with: pip install ".[report]"') from None
+        raise ConfigError('matplotlib is missing; install it with: pip install ".[plot]"') from None
     style: Any = {
         "axes.prop_cycle": cycler(color=COLOURS),
         "axes.grid": True,
@@ -38,41 +38,17 @@ def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (5.6
 
 def save(figure: Any, path: Path) -> None:
     """Write the figure as a PNG file."""
-    write_file(path, as_png(figure))
-
-
-def as_png(figure: Any) -> bytes:
-    """The figure as a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
-    return buffer.getvalue()
-
-
-def colour(number: int) -> str:
-    """The colour of the run with this number."""
-    return COLOURS[number % len(COLOURS)]
+    write_file(path, buffer.getvalue())
 
 
 def draw_bars(axes: Any, rates: Mapping[str, float], title: str, spread: Any = None) -> None:
     """A bar for each name, the first on top, with its images/s and how many times those of the first they are."""
     first = next(iter(rates.values()))
-    bars = axes.barh(list(rates), list(rates.values()), xerr=spread, color=colour(0), height=0.65, capsize=3)
+    bars = axes.barh(list(rates), list(rates.values()), xerr=spread, color=COLOURS[0], height=0.65, capsize=3)
     labels = [f"{rate:,.0f}  ({rate / first:.2f}x)" for rate in rates.values()]
     axes.bar_label(bars, labels, padding=4, fontsize=9)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set(xlabel="images/s", title=title, xlim=(0, 1.25 * max(rates.values())))
-
-
-def legend_below(figure: Any, axes: Any) -> None:
-    """One legend for all axes of the figure, of the curves in `axes`, where it hides none of them."""
-    handles, labels = axes.get_legend_handles_labels()
-    if labels:
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False, fontsize=8)
-
-
-def whole_numbers(axes: Any) -> None:
-    """Only whole numbers along the horizontal axis."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -26,6 +26,11 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(table)
 
 
+def printable(text: str) -> str:
+    """The text, with backslash sequences for what cannot be encoded, such as a folder's name that is no UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def make_folder(path: Path) -> None:
     """Create a folder for results; `ConfigError` where that is impossible."""
     try:
