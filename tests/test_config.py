@@ -454,3 +454,62 @@ def _merge(source: dict[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
         return merged
     own = {key: value for key, value in source.items() if key != "merged"}
     return _merge(source.get("merged", [])) | own
+
+
+# ---- blocks of other files
+
+
+def test_a_block_begins_with_one_of_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the user's file first, then beside the code, from any folder; its own keys and merges win."""
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "deep/own.yaml"
+    own.parent.mkdir()
+    own.write_text(
+        "mine:\n  extends: cifar100.yaml#bs512-opt\n  lr: 0.3\n"
+        "base: &BASE\n  lr: 0.4\n  momentum: 0.8\n"
+        "both:\n  <<: *BASE\n  extends: config/cifar100.yaml#bs512-opt\n  momentum: 0.7\n"
+        "again:\n  extends: own.yaml#mine\n  seed: 3\n",
+        encoding="utf-8",
+    )
+    start = load_config(Path("cifar100.yaml"), "bs512-opt")
+    assert load_config(own, "mine") == start.model_copy(update={"lr": 0.3})
+    assert load_config(own, "both") == start.model_copy(update={"lr": 0.4, "momentum": 0.7})
+    assert load_config(own, "again") == start.model_copy(update={"lr": 0.3, "seed": 3})
+    differences = {key: value for key, value in start.model_dump().items() if getattr(Config(), key) != value}
+    assert list_blocks(own)["mine"] == differences | {"lr": 0.3}
+    (own.parent / "cifar100.yaml").write_text("bs512-opt:\n  lr: 0.9\n", encoding="utf-8")
+    assert load_config(own, "again").model_dump() == Config(lr=0.3, seed=3).model_dump()
+
+
+@pytest.mark.parametrize("name", ["cifar10.yaml", "config/cifar10.yaml"])
+def test_files_of_blocks_are_found_beside_the_code(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = list_blocks(CIFAR100.with_name("cifar10.yaml"))
+    monkeypatch.chdir(tmp_path)
+    assert list_blocks(Path(name)) == expected
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("own:\n  lr: 0.3\n", encoding="utf-8")
+    assert list(list_blocks(Path(name))) == ["own"]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("bs128", "expected FILE#BLOCK without a space, such as cifar100.yaml#bs128-opt"),
+        ("cifar100.yaml #bs128", "expected FILE#BLOCK without a space"),
+        ("[a#b]", "extends is a list; expected FILE#BLOCK"),
+        ("nosuch.yaml#bs128", 'extends "nosuch.yaml#bs128": no such file in '),
+        ("cifar100.yaml#bs129", "cifar100.yaml has no such block. Did you mean 'bs128'?"),
+        ("own.yaml#mine", "merges itself; remove the cyclic << or extends"),
+        ("other.yaml#theirs", "merges itself; remove the cyclic << or extends"),
+        ("wrong.yaml#it", "wrong.yaml:2: block 'it': lr is \"fast\""),
+    ],
+)
+def test_an_extended_block_that_is_not_there_is_named(tmp_path: Path, value: str, message: str) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(f"mine:\n  extends: {value}\n", encoding="utf-8")
+    (tmp_path / "other.yaml").write_text("theirs:\n  extends: own.yaml#mine\n", encoding="utf-8")
+    (tmp_path / "wrong.yaml").write_text("it:\n  lr: fast\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        load_config(own, "mine")
+    assert message in str(refused.value) and str(refused.value).count("\n") == 0

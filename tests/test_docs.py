@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from utils.config import list_blocks
+from utils.config import list_blocks, load_config
 from utils.config.command_line import parse_arguments
 
 NAMED_PAGES = ("README.md", "CONTRIBUTING.md", "results/README.md")
@@ -127,3 +127,11 @@ def test_the_readme_shows_commands_at_all():
     where = [place for place, _ in commands()]
     assert sum(place.startswith("README.md") for place in where) > 10
     assert sum(place.startswith("docs/tutorial.md") for place in where) > 30
+
+
+def test_the_blocks_of_ones_own_are_blocks(tmp_path: Path):
+    text = (ROOT / "docs/from_anywhere.md").read_text(encoding="utf-8").partition("<!-- own.yaml -->\n```yaml\n")[2]
+    own = tmp_path / "own.yaml"
+    own.write_text(text.partition("```")[0], encoding="utf-8")
+    config = load_config(own, "gentle-wide")
+    assert (config.dataset, config.lr, config.max_epochs, config.width) == ("shapes", 0.05, 2, 2)

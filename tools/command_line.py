@@ -8,12 +8,13 @@ from typing import Any
 
 from utils.errors import ConfigError
 from utils.keys import as_yaml
+from utils.program import command
 
 
 def new_parser(name: str, documentation: str | None, exit_status: str = "") -> argparse.ArgumentParser:
     """The parser of `python -m tools.NAME`. Its --help shows the module's docstring, and what the statuses mean."""
     return argparse.ArgumentParser(
-        prog=f"python -m tools.{name}", description=documentation, epilog=exit_status and f"Exit status: {exit_status}",
+        prog=" ".join(command(name)), description=documentation, epilog=exit_status and f"Exit status: {exit_status}",
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
 

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from tools.command_line import add_config_arguments, new_parser
 from utils.config import Config, load_config
 from utils.errors import ConfigError, ExpectedError, exit_in_a_line
+from utils.program import command, module_command
 from utils.user_code import is_own
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _on_every_node(arguments: list[str]) -> list[str]:
     if "SLURM_JOB_ID" not in os.environ or shutil.which("srun") is None:
         raise ConfigError("--nodes: this is no Slurm allocation; get one with salloc, or start the doctor by torchrun")
     rest = [word for word in arguments if word != "--nodes"]
-    return ["srun", "--ntasks-per-node=1", sys.executable, "-m", "tools.doctor", *rest]
+    return ["srun", "--ntasks-per-node=1", *module_command("doctor"), *rest]
 
 
 def examine(config: Config, run_dir: Path, world: "World", seconds_to_meet: float) -> list[Finding]:
@@ -281,7 +282,7 @@ def check_data(config: Config) -> tuple[Finding, tuple[int, int, int]]:
         remedy = "bring the class folders there, or name theirs: --set data_path=DIR"
         if config.dataset in VERSIONS:
             path = shlex.quote(config.data_path)
-            remedy = f"python -m tools.prepare_data --dataset {config.dataset} --data_path {path}"
+            remedy = f"{' '.join(command('prepare_data'))} --dataset {config.dataset} --data_path {path}"
         elif is_own(config.dataset):
             remedy = str(error).partition("\n")[2] or "docs/own_model.md says what the function returns"
         return Finding("data", "fail", str(error).splitlines()[0], remedy), (3, image_side(config), image_side(config))

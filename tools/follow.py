@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tools.history import read_records
+from utils.config import find_file
 from utils.errors import ExpectedError
+from utils.program import CODE
 
-TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+TRAIN = CODE / "train.py"
 POLL_SECONDS = 0.05
 
 
@@ -34,7 +36,7 @@ class FollowedRun:
         """Starts `name` of `yaml_config` with `settings` (KEY=VALUE) from the beginning in `folder`."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, str(TRAIN), f"--yaml_config={yaml_config.resolve()}", f"--config={name}"]
+        command = [sys.executable, str(TRAIN), f"--yaml_config={find_file(yaml_config).resolve()}", f"--config={name}"]
         command += [f"--run-dir={folder.resolve()}", "--resume=never", *(f"--set={setting}" for setting in settings)]
         # an environment variable of another launcher must not make this a rank of its run
         environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from utils.errors import exit_in_a_line
+from utils.program import command
 
 COMMANDS = {
     "ddp_overhead": "what a process group and DDP cost a single process",
@@ -24,12 +25,12 @@ COMMANDS = {
 @exit_in_a_line
 def main(argv: Sequence[str]) -> int:
     """Run one command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tools.bench", description="Measure one part of the trainer.")
+    parser = argparse.ArgumentParser(prog=" ".join(command("bench")), description="Measure one part of the trainer.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        subparser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         if name in argv:  # the others are not imported: torch takes its seconds
-            importlib.import_module(f"tools.bench.{name}").add_arguments(command)
+            importlib.import_module(f"tools.bench.{name}").add_arguments(subparser)
     options = parser.parse_args(argv)
     return importlib.import_module(f"tools.bench.{options.command}").run(options)
 

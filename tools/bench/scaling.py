@@ -26,8 +26,9 @@ from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import torchrun_here
 from utils.errors import ConfigError, DataError, ExpectedError
 from utils.keys import REMOVED_KEYS
+from utils.program import CODE
 
-ROOT = Path(__file__).resolve().parents[2]
+WORKER = CODE / "tools/bench/scaling_worker.py"
 MODES = ("strong", "weak")
 QUANTITIES = ("train_images_per_sec", "epoch_images_per_sec")
 COMPARED = ("commit", "python", "torch", "torchvision", "cuda", "cudnn", "device", "threads")
@@ -92,10 +93,12 @@ def run_once(config: Config, processes: int, most: int, steps: int, dropped: int
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
         command, rendezvous = torchrun_here(processes, Path(folder) / "rendezvous")
-        command += ["-m", "tools.bench.scaling_worker", config.model_dump_json(), str(steps), str(dropped), str(path)]
+        command += [str(WORKER), config.model_dump_json(), str(steps), str(dropped), str(path)]
         threads = str(max(1, (os.cpu_count() or 1) // most))
         environment = {"OMP_NUM_THREADS": threads} | os.environ | rendezvous
-        ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        # by its path, and the code before the working directory, whose files may have the names of our modules
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CODE), os.environ.get("PYTHONPATH")]))
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if ended.returncode or not path.exists():
             errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
             reason = errors[0] if errors else ended.stderr[-2000:]

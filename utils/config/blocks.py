@@ -1,7 +1,8 @@
 """Reading configuration files: named YAML blocks in, one checked `Config` out.
 
-A file maps block names to flat mappings. A block may merge others (`<<: *NAME`), and keys that it leaves out have the
-defaults of `Config`. Precedence: defaults < merged blocks < the block itself < `--set KEY=VALUE`.
+A file maps block names to flat mappings. A block may merge others of its file (`<<: *NAME`) and begin with one of
+another file (`extends: FILE#BLOCK`); keys that it leaves out have the defaults of `Config`. Precedence: defaults <
+extended block < merged blocks < the block itself < `--set KEY=VALUE`.
 """
 
 import re
@@ -20,9 +21,13 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from utils.config.config import Config
 from utils.config.messages import Entry, did_you_mean, explain, shortened, shown, wrong_value
 from utils.errors import ConfigError
+from utils.program import CODE
 
 # A block's name becomes the folder expts/<name>/, so it can hold neither a separator nor a leading dot.
 BLOCK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
+
+
+_Place = tuple[Path, int]  # where a block stands: its file, and the position in it
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,15 @@ class _Block:
     entries: dict[str, Entry]
 
 
+def find_file(path: Path, folder: Path = Path()) -> Path:
+    """A file of blocks: `path` from `folder` on, or where there is none, the one of this name beside the code."""
+    candidates = [folder / path, CODE / path, CODE / "config" / path]
+    return next((candidate for candidate in candidates if candidate.exists()), path)
+
+
 def load_config(path: Path, name: str, overrides: Iterable[str] = ()) -> Config:
     """Block `name` of the YAML file `path` with `KEY=VALUE` overrides on top; `ConfigError` for anything wrong."""
+    path = find_file(path)
     blocks = _read_blocks(path)
     if name not in blocks:
         raise ConfigError(
@@ -52,7 +64,7 @@ def list_blocks(path: Path) -> dict[str, dict[str, Any]]:
     defaults = Config().model_dump(mode="json")
     full = {
         name: defaults | {key: entry.value for key, entry in block.entries.items()}
-        for name, block in _read_blocks(path).items()
+        for name, block in _read_blocks(find_file(path)).items()
     }
     base = full.get("default", defaults)
     return {
@@ -62,16 +74,22 @@ def list_blocks(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _read_blocks(path: Path) -> dict[str, _Block]:
+    nodes = _read_nodes(path)
+    names = {id(node): name for name, (_, node) in reversed(nodes.items())}
+    return {name: _Block(line, _flatten(path, name, node, names, parents=())) for name, (line, node) in nodes.items()}
+
+
+def _read_nodes(path: Path) -> dict[str, tuple[int, MappingNode]]:
+    """{block's name: (line, mapping)} of a file, in its order."""
     root = _compose(path)
     if not isinstance(root, MappingNode):
         raise ConfigError(f"{path}: holds no configuration blocks; expected block names with keys below them")
-    names = {id(node): key_node.value for key_node, node in reversed(root.value)}
-    blocks: dict[str, _Block] = {}
+    blocks: dict[str, tuple[int, MappingNode]] = {}
     for key_node, node in root.value:
         name, line = _scalar_key(path, key_node), key_node.start_mark.line + 1
         origin = f"{path}:{line}: block {name!r}"
         if name in blocks:
-            raise ConfigError(f"{origin} is defined twice, first on line {blocks[name].line}; rename one")
+            raise ConfigError(f"{origin} is defined twice, first on line {blocks[name][0]}; rename one")
         if not BLOCK_NAME.fullmatch(name):
             raise ConfigError(
                 f"{path}:{line}: block name {shown(name)} cannot name a folder; "
@@ -79,7 +97,7 @@ def _read_blocks(path: Path) -> dict[str, _Block]:
             )
         if not isinstance(node, MappingNode):
             raise ConfigError(f"{origin} is {_kind(node)}; expected keys below it, for example lr: 0.1")
-        blocks[name] = _Block(line, _flatten(path, name, node, names, parents=()))
+        blocks[name] = (line, node)
     return blocks
 
 
@@ -118,11 +136,15 @@ def _scalar_key(path: Path, node: Node) -> str:
 
 
 def _flatten(
-    path: Path, name: str, node: MappingNode, names: Mapping[int, str], parents: tuple[int, ...]
+    path: Path, name: str, node: MappingNode, names: Mapping[int, str], parents: tuple[_Place, ...]
 ) -> dict[str, Entry]:
-    """The keys of a block with its merges (`<<`) resolved; own keys win over merged, earlier merges over later."""
-    if id(node) in parents:
-        raise ConfigError(f"{path}:{node.start_mark.line + 1}: block {name!r} merges itself; remove the cyclic <<")
+    """The keys of a block with its merges (`<<`) and `extends` resolved; own keys win over merged, earlier merges over
+    later, merged ones over extended ones."""
+    place = (path.resolve(), node.start_mark.index)
+    if place in parents:
+        origin = f"{path}:{node.start_mark.line + 1}: block {name!r}"
+        raise ConfigError(f"{origin} merges itself; remove the cyclic << or extends")
+    extended: dict[str, Entry] = {}
     merged: dict[str, Entry] = {}
     own: dict[str, Entry] = {}
     lines: dict[str, int] = {}
@@ -133,6 +155,9 @@ def _flatten(
             remedy = "merge a list, <<: [*ONE, *OTHER]" if key == "<<" else "keep one"
             raise ConfigError(f"{origin}: key {key!r} is defined twice, first on line {lines[key]}; {remedy}")
         lines[key] = line
+        if key == "extends":
+            extended = _extend(path, origin, value_node, (*parents, place))
+            continue
         if key != "<<":
             own[key] = Entry(_construct(value_node, key, origin), line, origin)
             continue
@@ -141,8 +166,31 @@ def _flatten(
             if not isinstance(source, MappingNode):
                 remedy = "expected a block by its anchor, <<: *NAME where that block begins with &NAME"
                 raise ConfigError(f"{origin}: << merges {_kind(source)}; {remedy}")
-            merged |= _flatten(path, names.get(id(source), name), source, names, (*parents, id(node)))
-    return merged | own
+            merged |= _flatten(path, names.get(id(source), name), source, names, (*parents, place))
+    return extended | merged | own
+
+
+def _extend(path: Path, origin: str, node: Node, parents: tuple[_Place, ...]) -> dict[str, Entry]:
+    """The keys of the block that `extends: FILE#BLOCK` names; FILE is found beside `path`, else beside the code."""
+    text = str(node.value) if isinstance(node, ScalarNode) else ""
+    file, sign, name = text.rpartition("#")
+    if not file or not sign or not name:
+        raise ConfigError(
+            f"{origin}: extends is {_kind(node)}; expected FILE#BLOCK without a space, such as cifar100.yaml#bs128-opt"
+        )
+    other = find_file(Path(file), path.parent)
+    if not other.is_file():
+        raise ConfigError(
+            f"{origin}: extends {shown(text)}: no such file in {path.parent.resolve()} or beside the code"
+        )
+    nodes = _read_nodes(other)
+    if name not in nodes:
+        raise ConfigError(
+            f"{origin}: extends {shown(text)}: {other} has no such block{did_you_mean(name, nodes) or '.'}"
+            f" It has: {', '.join(nodes) or 'none'}"
+        )
+    names = {id(block): other_name for other_name, (_, block) in reversed(nodes.items())}
+    return _flatten(other, name, nodes[name][1], names, parents)
 
 
 def _construct(node: Node, key: str, origin: str) -> Any:

@@ -16,6 +16,7 @@ from utils.config.reference import explain_keys
 from utils.distributed.launch import SLURM_FIELDS, fill_in_job, find_launch
 from utils.errors import ConfigError
 from utils.keys import as_yaml, render
+from utils.program import command
 
 DESCRIPTION = """\
 Train a ResNet from a named configuration block.
@@ -123,6 +124,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> _Parser:
     parser = _Parser(
+        prog=" ".join(command("train")),
         description=DESCRIPTION,
         epilog=EXIT_STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,

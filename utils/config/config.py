@@ -35,6 +35,11 @@ def schema() -> dict[str, Any]:
     """JSON schema of a configuration file: a mapping of block names to blocks, in which no key is required."""
     block = Config.model_json_schema()
     block["properties"]["<<"] = {"description": "merge of one block or of a list of blocks"}
+    block["properties"]["extends"] = {
+        "description": "FILE#BLOCK: begin with the keys of a block of another file, found beside this one or the code",
+        "type": "string",
+        "pattern": "^.+#[^#]+$",
+    }
     block["title"] = "block"
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -20,6 +20,7 @@ import numpy as np
 
 from utils.errors import DataError, ExpectedError
 from utils.files import open_regular, write_atomically
+from utils.program import command
 
 IMAGE_SHAPE = (3, 32, 32)
 VERIFIED_FILE = ".verified.json"
@@ -122,8 +123,9 @@ VERSIONS = {
 
 def remedy(version: CifarVersion, data_path: Path) -> str:
     """The two commands that bring sound files, with and without a network."""
-    command = f"python -m tools.prepare_data --dataset {version.name} --data_path {shlex.quote(str(data_path))}"
-    return f"With a network: {command}\nWithout one:    {command} --from ARCHIVE_OR_FOLDER"
+    prepare = " ".join(command("prepare_data"))
+    fetch = f"{prepare} --dataset {version.name} --data_path {shlex.quote(str(data_path))}"
+    return f"With a network: {fetch}\nWithout one:    {fetch} --from ARCHIVE_OR_FOLDER"
 
 
 def read_split(folder: Path, version: CifarVersion, split: CifarSplit) -> tuple[np.ndarray, np.ndarray]:

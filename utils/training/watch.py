@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.distributed.world import World
+from utils.program import command
 
 SLOW_RANK = 1.15  # times the median of the other ranks
 WAITING_SHARE = 0.10  # of the time of an epoch
@@ -91,7 +92,7 @@ class StepWatch:
                 self._said.add(f"rank {rank}")
                 remarks.append(
                     f"Rank {rank} on {ranks[rank][0]} is slow: {factor:.2f} times the median of the others before they "
-                    "wait for each other; look at its node with: python -m tools.doctor --nodes"
+                    f"wait for each other; look at its node with: {' '.join(command('doctor'))} --nodes"
                 )
         return remarks
 
@@ -138,7 +139,7 @@ def input_remedy(data_loader: str, num_workers: int) -> str:
     """What to do when the loader is what a run waits for."""
     if data_loader == "torchvision":
         return f"more num_data_workers (now {num_workers} a rank) or data_loader=device shorten it"
-    return "python -m tools.bench loaders tells which data_loader is fastest here"
+    return f"{' '.join(command('bench'))} loaders tells which data_loader is fastest here"
 
 
 def peak_memory(device: torch.device) -> int:

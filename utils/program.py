@@ -1,0 +1,19 @@
+"""Where the code is, and the words that start its programs: in a checkout, or installed as one command."""
+
+import sys
+from pathlib import Path
+
+CODE = Path(__file__).resolve().parent.parent  # holds train.py, config/, tools/ ...
+INSTALLED = not (CODE / "pyproject.toml").exists()
+
+
+def command(name: str) -> list[str]:
+    """What a user types for `train`, or for the tool `name`."""
+    if INSTALLED:
+        return ["resnet50-at-scale", name]
+    return ["python", "train.py"] if name == "train" else ["python", "-m", f"tools.{name}"]
+
+
+def module_command(name: str) -> list[str]:
+    """What starts the tool `name` in another process with the same Python."""
+    return [sys.executable, "-m", *(["resnet50_at_scale", name] if INSTALLED else [f"tools.{name}"])]
