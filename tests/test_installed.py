@@ -1,8 +1,6 @@
 """The installed command: everything below one name, and what a checkout does, from any folder."""
 
-import ast
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -13,18 +11,10 @@ import pytest
 
 from tests.conftest import ROOT, TINY
 from tests.processes import without_launcher
+from tests.test_layout import commands
 from tools.command_line import as_settings
 
 SETTINGS = [f"--set={setting}" for setting in as_settings(TINY | {"data_loader": "torchvision", "num_data_workers": 1})]
-
-
-def commands() -> dict[str, tuple[str, str]]:
-    """The table of __main__.py."""
-    tree = ast.parse((ROOT / "__main__.py").read_text(encoding="utf-8"))
-    [table] = [
-        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COMMANDS"
-    ]
-    return ast.literal_eval(table)
 
 
 def tracked(*patterns: str) -> set[Path]:
@@ -34,23 +24,6 @@ def tracked(*patterns: str) -> set[Path]:
         pytest.skip("no git checkout, so that its files are not known")
     listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     return {Path(name) for name in listed if (ROOT / name).exists()}
-
-
-def test_every_tool_is_a_command() -> None:
-    """Those that one starts by themselves; of a package, its __main__."""
-    started = {
-        path for path in (ROOT / "tools").glob("*.py") if 'if __name__ == "__main__":' in path.read_text("utf-8")
-    }
-    names = {path.stem for path in started} | {path.parent.name for path in (ROOT / "tools").glob("*/__main__.py")}
-    assert {module for module, _ in commands().values()} == {"train"} | {f"tools.{name}" for name in names}
-
-
-def test_every_package_is_installed() -> None:
-    listed = set(
-        re.findall(r'^    "(resnet50_at_scale[\w.]*)",$', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
-    )
-    folders = {path.parent for path in tracked("models/*.py", "tools/*.py", "utils/*.py", "config")}
-    assert listed == {"resnet50_at_scale"} | {"resnet50_at_scale." + ".".join(folder.parts) for folder in folders}
 
 
 def test_the_command_answers_without_torch_and_refuses_what_it_has_not() -> None:

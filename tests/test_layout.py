@@ -201,3 +201,29 @@ def test_the_check_of_paths_sees() -> None:
     assert MACHINE_PATH.search(f"cd {folder}/main")
     assert MACHINE_PATH.search(f"'{folder}'")
     assert not MACHINE_PATH.search(f"data{folder}/main {folder}shop $HOME{folder}")
+
+
+def commands() -> dict[str, tuple[str, str]]:
+    """The table of __main__.py."""
+    tree = ast.parse((ROOT / "__main__.py").read_text(encoding="utf-8"))
+    [table] = [
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COMMANDS"
+    ]
+    return ast.literal_eval(table)
+
+
+def test_every_tool_is_a_command() -> None:
+    """Those that one starts by themselves; of a package, its __main__."""
+    started = {
+        path for path in (ROOT / "tools").glob("*.py") if 'if __name__ == "__main__":' in path.read_text("utf-8")
+    }
+    names = {path.stem for path in started} | {path.parent.name for path in (ROOT / "tools").glob("*/__main__.py")}
+    assert {module for module, _ in commands().values()} == {"train"} | {f"tools.{name}" for name in names}
+
+
+def test_every_package_is_installed() -> None:
+    listed = set(
+        re.findall(r'^    "(resnet50_at_scale[\w.]*)",$', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+    )
+    folders = {path.relative_to(ROOT).parent for path in (*FILES, ROOT / "config/schema.json")} - {Path(".")}
+    assert listed == {"resnet50_at_scale"} | {"resnet50_at_scale." + ".".join(folder.parts) for folder in folders}
