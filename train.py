@@ -46,6 +46,7 @@ from utils.run.environment import describe_environment
 from utils.run.folder import open_run, write_description
 from utils.run.logger import RunLogger
 from utils.run.preemption import Asked, Requests, ignore_signals, listen
+from utils.run.pretrained import Pretrained, read_pretrained
 from utils.run.state import Progress, RunState
 from utils.run.time_left import TimeLeft
 from utils.training.batches import TrainingBatches
@@ -104,7 +105,9 @@ class Trainer:
 
     def describe(self) -> str:
         """What this run would do and need."""
-        return describe(self.learner, self.data["shape"], network=self.config.model, dataset=self.config.dataset)
+        told = describe(self.learner, self.data["shape"], network=self.config.model, dataset=self.config.dataset)
+        pretrained = self.world.main_only(self._read_pretrained)
+        return f"{told}\npretrained       {pretrained.note}" if pretrained else told
 
     @property
     def finished(self) -> bool:
@@ -279,12 +282,19 @@ class Trainer:
         """Collective: take the run's folder and restore what is to be resumed; returns its lock, the checkpoint, and
         notes for the log, on the main process."""
         weights = self.learner.model.state_dict()
-        opened = self.world.main_only(lambda: open_run(self.folder, self.resume, self.config, weights, self.data))
-        state = self.world.broadcast(opened.state if opened else None)
+        opened = self.world.main_only(
+            lambda: open_run(self.folder, self.resume, self.config, weights, self.data, self._read_pretrained)
+        )
+        state, pretrained = self.world.broadcast((opened.state, opened.pretrained) if opened else (None, None))
+        if pretrained is not None:
+            self.learner.load_network({"model": pretrained.weights, "average": None})
         if state is not None:
             self.state.restore(state)
             self.saved_step = self.learner.steps
         return (opened.lock, opened.resumed_from, opened.notes) if opened else (None, None, [])
+
+    def _read_pretrained(self) -> Pretrained | None:
+        return read_pretrained(self.config.pretrained, self.learner.weights.state_dict(), self.config.num_classes)
 
     def _open_log(self) -> RunLogger:
         return self.log.open(epoch=self.progress.epoch, step=self.learner.steps, seconds=self.progress.seconds)

@@ -66,6 +66,10 @@ class ModelKeys(SharedKeys):
     zero_init_residual: bool = False
     """ResNets: each residual block starts as the identity, its last BatchNorm at 0."""
 
+    pretrained: Annotated[str, Field(min_length=1)] | None = None
+    """A file of weights that a new run begins with; null: random ones. safetensors, a checkpoint of this program, or a
+    state dict such as torchvision's .pth files; a head for another number of classes is replaced."""
+
     @model_validator(mode="after")
     def _check_model(self) -> "ModelKeys":
         network = find_network(self.model)

@@ -138,7 +138,7 @@ def test_an_own_network_is_stopped_and_resumed_bitwise(tiny, alone, tmp_path, ch
     whole = Trainer(tiny(**config), alone, tmp_path / "whole")
     whole.train()
     Trainer(tiny(**config | {"max_epochs": 1}), alone, tmp_path / "parts").train()
-    parts = Trainer(tiny(**config), alone, tmp_path / "parts")
+    parts = Trainer(tiny(**config), alone, tmp_path / "parts", "tiny", resume=str(tmp_path / "parts"))
     parts.train()
     torch.use_deterministic_algorithms(False)
     assert torch.equal(weights(whole), weights(parts))
@@ -269,10 +269,10 @@ def test_own_data_is_what_a_run_goes_on_with(tiny, alone, tmp_path, code):
     Trainer(tiny(**config | {"max_epochs": 1}), alone, tmp_path / "run").train()
     saved = read_checkpoint(list_checkpoints(tmp_path / "run/checkpoints")[0])["data"]
     assert saved["class_names"] == ["a", "b", "c", "d"]
-    Trainer(tiny(**config), alone, tmp_path / "run").train()
+    Trainer(tiny(**config), alone, tmp_path / "run", "tiny", resume=str(tmp_path / "run")).train()
     sys.modules["of_mine"].arrays.__defaults__ = (1, 400)  # as another seed gives: so many images, but others
     with pytest.raises(CheckpointError, match=r"was trained on other data.*fingerprint"):
-        Trainer(tiny(**config | {"max_epochs": 3}), alone, tmp_path / "run").train()
+        Trainer(tiny(**config), alone, tmp_path / "run").train()
 
 
 def without(key):

@@ -88,7 +88,7 @@ class Small(nn.Module):
 
 
 def test_a_compiled_step_equals_the_eager_one_and_keeps_the_models_names(tiny, alone, monkeypatch):
-    monkeypatch.setattr("tools.bench.training.build_model", lambda config: Small())
+    monkeypatch.setattr("tools.bench.training.build_model", lambda config, **_: Small())
     trainings = [build_measured(tiny(enable_compile=compiled), alone) for compiled in (False, True)]
     generator = torch.Generator().manual_seed(0)
     for _ in range(4):

@@ -132,7 +132,7 @@ def layer_costs(config: Config | str) -> list[tuple[int, float]]:
             model, side = build_model(load_config(PUBLISHED.parents[2] / "config/cifar100.yaml", "bs128")), 32
         else:
             assert isinstance(config, Config)
-            model, side = build_model(config), image_side(config)
+            model, side = build_model(config, image_side(config)), image_side(config)
     costs: dict[nn.Module, float] = {}
 
     def count(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:

@@ -136,9 +136,9 @@ def evaluate(
     number_format = NAMES[precision.half]
     if precision.level == "O0":
         number_format = "tf32" if config.enable_tf32 and world.device.type == "cuda" else "float32"
-    model = build_model(config).to(world.device)
-    precision.cast_weights(model)
     shape = open_dataset(config, world).train.image_shape
+    model = build_model(config, shape[-1]).to(world.device)
+    precision.cast_weights(model)
     moved = TRAFFIC_PER_ACTIVATION * activation_bytes_per_image(model, nn.CrossEntropyLoss(), precision, shape)
     teraflops = samples["full"].median * training_flops_per_image(config, shape) / 1e12
     # whichever the libraries do faster: on AMD's CPUs MKL's float32 products are slower than oneDNN's convolutions

@@ -22,7 +22,7 @@ from tools.bench.workers import Worker
 from tools.command_line import add_count
 from tools.output import print_table
 from utils.config import Config
-from utils.data.build import build_loaders, open_dataset
+from utils.data.build import build_loaders, image_side, open_dataset
 from utils.errors import ConfigError
 from utils.keys import as_yaml
 from utils.training.backends import prepare_backends
@@ -185,7 +185,7 @@ def lightning_trial(config: Config) -> Trial:
 
 
 def _model(config: Config, device: torch.device) -> nn.Module:
-    model = build_model(config).to(device)
+    model = build_model(config, image_side(config)).to(device)
     return model.to(memory_format=torch.channels_last) if config.enable_nhwc else model  # type: ignore[call-overload]
 
 

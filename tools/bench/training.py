@@ -4,6 +4,7 @@ import itertools
 import resource
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from models import build_model
 from tools.bench.common import time_action
 from utils.config import Config
-from utils.data.build import Loader, build_loaders, open_dataset
+from utils.data.build import Loader, build_loaders, image_side, open_dataset
 from utils.distributed.ddp import distribute
 from utils.distributed.keys import DistributedKeys
 from utils.distributed.world import World, choose_device
@@ -27,7 +28,8 @@ def build_measured(
     config: Config, world: World, wrap: Callable[[DistributedKeys, nn.Module, World], nn.Module] = distribute
 ) -> Learner:
     """Collective: the learner that trains under train.py, spread over the ranks by `wrap`, ready to train steps."""
-    learner = build_learner(config, build_model, world, STEPS_PER_EPOCH, wrap=wrap)
+    build = partial(build_model, image_side=image_side(config))
+    learner = build_learner(config, build, world, STEPS_PER_EPOCH, wrap=wrap)
     learner.model.train()
     return learner
 
@@ -105,7 +107,7 @@ def training_flops_per_image(config: Config, image_shape: tuple[int, int, int]) 
     """Floating-point operations of forward and backward pass for one image, a multiply-add counted as two."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = build_model(config)
+    model = build_model(config, image_shape[-1])
     images = torch.zeros(2, *image_shape)
     with FlopCounterMode(display=False) as counter:
         model(images).sum().backward()

@@ -269,7 +269,7 @@ def check_weights_fit(path: Path, saved: dict[str, Tensor], current: dict[str, T
         shown = ", ".join(different[:3]) + (f" and {len(different) - 3} more" if len(different) > 3 else "")
         raise CheckpointError(
             f"{path}: its weights do not fit this network: {shown}\n"
-            "it was written by another version of models/; use that, or start a new run with --resume never"
+            "the network's code has changed since; use that of then, or start a new run with --resume never"
         )
 
 

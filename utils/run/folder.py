@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import textwrap
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from utils.files import lock_folder, remove_leftovers, write_atomically
 from utils.keys import Fact, Keys, render
 from utils.run import checkpoint
 from utils.run.identity import check_same_run
+from utils.run.pretrained import Pretrained
 
 STARTS_AND_STOPS = ("start", "resume", "stop")  # kinds of records in metrics.jsonl
 
@@ -32,24 +34,40 @@ class OpenedRun:
     lock: IO[str]  # held as long as it is open
     state: dict[str, Any] | None  # the checkpoint to go on from
     resumed_from: Path | None
+    pretrained: Pretrained | None  # what a new run begins with
     notes: list[str]  # what the reader should know
 
 
-def open_run(folder: Path, resume: str, keys: Keys, weights: dict[str, Tensor], data: dict[str, Any]) -> OpenedRun:
+def open_run(
+    folder: Path,
+    resume: str,
+    keys: Keys,
+    weights: dict[str, Tensor],
+    data: dict[str, Any],
+    begin: Callable[[], Pretrained | None] = lambda: None,
+) -> OpenedRun:
     """Take `folder` for a run: resume what is there, or move it aside; `resume` is auto, never, or a path.
 
     A job that Slurm or torchrun starts again goes on with what its earlier start wrote here, whatever `resume` says.
     Raises `ExpectedError`, with the folder as it was, where another run holds it, where auto finds a run of another
     configuration (utils/run/identity.py), or where the checkpoint does not fit the configuration, the names and shapes
     of the network's `weights`, or the `data` (see utils/run/checkpoint.py).
+    `begin` is called where there is nothing to resume, and reads what a new run begins with.
     """
     try:
-        return _open_run(folder, resume, keys, weights, data)
+        return _open_run(folder, resume, keys, weights, data, begin)
     except OSError as error:
         raise ExpectedError(f"{error.filename or folder}: cannot be used: {error.strerror or error}") from None
 
 
-def _open_run(folder: Path, resume: str, keys: Keys, weights: dict[str, Tensor], data: dict[str, Any]) -> OpenedRun:
+def _open_run(
+    folder: Path,
+    resume: str,
+    keys: Keys,
+    weights: dict[str, Tensor],
+    data: dict[str, Any],
+    begin: Callable[[], Pretrained | None],
+) -> OpenedRun:
     own = folder / "checkpoints"
     lock = lock_folder(folder)
     lock.seek(0)
@@ -57,7 +75,8 @@ def _open_run(folder: Path, resume: str, keys: Keys, weights: dict[str, Tensor],
     # the lock's file names the job that was here last
     again = bool(job) and was_restarted(os.environ) and lock.read() == job
     source = _find_source(own, "auto" if again else resume)
-    notes = []
+    pretrained = begin() if source is None else None
+    notes = [pretrained.note] if pretrained else []
     if source is not None:
         notes += source.notes
         # a key that is younger than the checkpoint had its default
@@ -81,7 +100,7 @@ def _open_run(folder: Path, resume: str, keys: Keys, weights: dict[str, Tensor],
         _adopt(folder, source)
     lock.truncate(0)
     print(job, end="", file=lock, flush=True)
-    return OpenedRun(lock, source.state if source else None, source.path if source else None, notes)
+    return OpenedRun(lock, source.state if source else None, source.path if source else None, pretrained, notes)
 
 
 @dataclass(frozen=True)

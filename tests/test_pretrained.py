@@ -1,0 +1,243 @@
+"""`pretrained`: the weights that a new run begins with, from every kind of file, and what is said of one that does not
+fit."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from conftest import CIFAR100, TINY
+from processes import run_job
+from safetensors.torch import save_file
+
+import train
+from models import build_model
+from tools import export
+from train import Trainer
+from utils.config import Config, load_config
+from utils.config.command_line import Arguments
+from utils.errors import CheckpointError, ConfigError
+from utils.run.pretrained import read_pretrained
+
+STILL = {"lr": 1e-30, "weight_decay": 0.0, "max_epochs": 1}  # a run that leaves its weights as they began
+
+
+def begin(config, alone, folder):
+    """The network's state, and the log, of a run that has begun, with BatchNorm's statistics as they began."""
+    trainer = Trainer(config, alone, folder)
+    lock, _, notes = trainer._open_folder()
+    lock.close()
+    return trainer.learner.model.state_dict(), notes
+
+
+@pytest.fixture
+def other(tiny):
+    """A state of resnet8 with 10 classes that no seed gives."""
+    torch.manual_seed(99)
+    state = build_model(tiny()).state_dict()
+    return {name: torch.randn_like(value) if value.is_floating_point() else value + 7 for name, value in state.items()}
+
+
+def assert_equal(state, expected):
+    assert state.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(state[name], value)] == []
+
+
+@pytest.mark.parametrize("changes", [{}, {"enable_nhwc": True, "ema_decay": 0.9}, {"fused_optimizer": True}])
+@pytest.mark.parametrize("kind", ["safetensors", "pth"])
+def test_a_run_begins_with_the_weights_of_a_file(tiny, alone, tmp_path, other, kind, changes):
+    path = tmp_path / f"weights.{kind}"
+    save_file(other, path) if kind == "safetensors" else torch.save(other, path)
+    state, (note,) = begin(tiny(pretrained=str(path), **changes), alone, tmp_path / "run")
+    assert_equal(state, other)
+    assert note.startswith(f"Beginning with {len(other)} tensors of {path} (SHA-256 ")
+    assert "anew" not in note
+
+
+def test_half_weights_and_the_average_begin_with_them_too(tiny, alone, tmp_path, other):
+    torch.save(other, tmp_path / "weights.pth")
+    trainer = Trainer(tiny(pretrained=str(tmp_path / "weights.pth"), opt_level="O2"), alone, tmp_path / "O2")
+    trainer._open_folder()
+    assert_equal(trainer.learner.weights.state_dict(), other)  # the float32 masters
+    assert torch.equal(trainer.learner.model.state_dict()["conv1.weight"], other["conv1.weight"].bfloat16())
+    trainer = Trainer(tiny(pretrained=str(tmp_path / "weights.pth"), ema_decay=0.9), alone, tmp_path / "average")
+    trainer._open_folder()
+    assert_equal(trainer.learner.average.network.state_dict(), other)
+
+
+def test_training_begins_where_the_file_is_and_a_resumed_run_needs_none(tiny, alone, tmp_path, other):
+    path = tmp_path / "weights.pth"
+    torch.save(other, path)
+    Trainer(tiny(pretrained=str(path), **STILL), alone, tmp_path / "still").train()
+    ended = torch.load(max((tmp_path / "still/checkpoints").glob("step-*")), weights_only=True)["model"]
+    assert torch.equal(ended["conv1.weight"], other["conv1.weight"])
+    assert "Beginning with" in (tmp_path / "still/train.log").read_text()
+
+    config = tiny(pretrained=str(path), lr=1e-3, deterministic=True)
+    whole = Trainer(config, alone, tmp_path / "whole")
+    whole.train()
+    Trainer(tiny(pretrained=str(path), lr=1e-3, deterministic=True, max_epochs=1), alone, tmp_path / "parts").train()
+    path.unlink()
+    parts = Trainer(config, alone, tmp_path / "parts", "tiny", resume=str(tmp_path / "parts"))
+    parts.train()
+    torch.use_deterministic_algorithms(False)
+    assert_equal(parts.learner.model.state_dict(), whole.learner.model.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("changes", [{}, {"ema_decay": 0.5}], ids=["the model", "its average"])
+def test_a_checkpoint_and_its_export_give_the_same_validated_weights(tiny, alone, tmp_path, changes, capsys):
+    trainer = Trainer(tiny(max_epochs=1, **changes), alone, tmp_path / "earlier")
+    trainer.train()
+    assert export.main([str(tmp_path / "earlier")]) == 0
+    expected = trainer.learner.average.network.state_dict()
+    for file in ("checkpoints/best.pt", "export/model.safetensors"):
+        state, _ = begin(tiny(pretrained=str(tmp_path / "earlier" / file)), alone, tmp_path / file)
+        assert_equal(state, expected)
+
+
+def test_torchvisions_file_gives_all_but_the_head(tiny, alone, tmp_path):
+    """In the format of its older files too, which lack BatchNorm's counters."""
+    torch.manual_seed(5)
+    published = torchvision.models.resnet18(num_classes=1000).state_dict()
+    older = {name: value for name, value in published.items() if not name.endswith("num_batches_tracked")}
+    torch.save(older, tmp_path / "resnet18.pth", _use_new_zipfile_serialization=False)
+    config = tiny(model="resnet18", pretrained=str(tmp_path / "resnet18.pth"))
+    fresh = Trainer(tiny(model="resnet18"), alone).learner.model.state_dict()
+    state, (note,) = begin(config, alone, tmp_path / "run")
+    head = {name: fresh[name] for name in ("fc.weight", "fc.bias")}
+    assert_equal(state, published | head)
+    assert note.endswith("; fc.weight, fc.bias begin anew, for 10 classes instead of 1000")
+
+
+def write(kind, path, good):
+    contents = {
+        "missing": {name: value for name, value in good.items() if not name.startswith("layer3")},
+        "too many": good | {f"more.{number}": torch.ones(1) for number in range(5)},
+        "another shape": good | {"conv1.weight": torch.ones(16, 3, 5, 5)},
+        "head and more": good | {"fc.weight": torch.ones(7, 64), "fc.bias": torch.ones(7), "bn1.bias": torch.ones(7)},
+        "everything": {"conv1.weight": torch.ones(2), "x": torch.ones(1)},
+        "nested": {"state_dict": good},
+        "empty": {},
+        "code": Path("/"),
+    }
+    if kind in contents:
+        torch.save(contents[kind], path)
+    elif kind != "nowhere":
+        path.write_bytes({"no weights": b"weights", "nothing": b""}[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            "missing",
+            r"does not fit this network: not in the file: layer3.0.conv1.weight, .* and \d+ more\nchoose the net",
+        ),
+        ("too many", "only in the file: more.0, more.1, more.2 and 2 more"),
+        ("another shape", r"of another shape: conv1.weight \(16, 3, 5, 5\) -> \(16, 3, 3, 3\)"),
+        ("head and more", r"bn1.bias \(7,\) -> \(16,\), fc.weight \(7, 64\) -> \(10, 64\), fc.bias"),
+        ("everything", r"not in the file: bn1.weight.*; only in the file: x; of another shape: conv1.weight \(2,\)"),
+        ("nested", "does not hold tensors by name and nothing else"),
+        ("empty", "does not hold tensors by name and nothing else"),
+        ("code", "cannot be read: Weights only load failed"),
+        ("no weights", "cannot be read: .*\nexpected safetensors"),
+        ("nothing", "cannot be read: .*\nexpected safetensors"),
+        ("nowhere", "cannot be read: No such file or directory"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_named_with_all_that_differs(tiny, alone, tmp_path, other, kind, message):
+    """One error of two lines, with the earlier run where it was."""
+    path = tmp_path / "weights.pth"
+    write(kind, path, other)
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    trainer = Trainer(tiny(pretrained=str(path)), alone, tmp_path / "run", "tiny", "never")
+    with pytest.raises(CheckpointError, match=message) as refused:
+        trainer.train()
+    assert str(refused.value).startswith(f"pretrained {path}: ")
+    assert str(refused.value).count("\n") <= 1
+    assert not (tmp_path / "run.1").exists()
+
+
+def test_damaged_files_are_refused(tiny, alone, tmp_path, other):
+    save_file(other, tmp_path / "weights.safetensors")
+    content = (tmp_path / "weights.safetensors").read_bytes()
+    (tmp_path / "weights.safetensors").write_bytes(content[:-100])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_pretrained(str(tmp_path / "weights.safetensors"), other, 10)
+    Trainer(tiny(max_epochs=1), alone, tmp_path / "earlier").train()
+    path = tmp_path / "earlier/checkpoints/best.pt"
+    path.write_bytes(path.read_bytes()[:-1] + b"0")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_pretrained(str(path), other, 10)
+
+
+def test_without_safetensors(tmp_path, other, monkeypatch):
+    save_file(other, tmp_path / "weights.safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ConfigError, match=r'pip install "\.\[export\]"'):
+        read_pretrained(str(tmp_path / "weights.safetensors"), other, 10)
+
+
+def train_pretrained(folder: Path, *, dry_run: bool) -> int:
+    values = load_config(CIFAR100, "default").model_dump() | TINY | STILL
+    config = Config(**values | {"pretrained": str(folder / "weights.pth")})
+    return train.main(Arguments(config, "tiny", folder / "run", "auto", dry_run=dry_run))
+
+
+def test_two_ranks_begin_with_the_file_that_one_of_them_reads(tmp_path, other):
+    torch.save(other, tmp_path / "weights.pth")
+    ended = run_job(tmp_path / "job", 2, train_pretrained_keeping_ranks_apart, tmp_path)
+    assert [process.status for process in ended] == [0, 0], ended[0].errors
+    for rank in (0, 1):
+        assert torch.equal(torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True), other["conv1.weight"])
+
+
+def train_pretrained_keeping_ranks_apart(folder: Path) -> int:
+    """Each rank writes down what it began with."""
+    really = Trainer._open_folder
+
+    def open_and_keep(trainer):
+        opened = really(trainer)
+        torch.save(trainer.learner.model.state_dict()["conv1.weight"], folder / f"rank-{trainer.world.rank}.pt")
+        return opened
+
+    Trainer._open_folder = open_and_keep  # type: ignore[method-assign]
+    return train_pretrained(folder, dry_run=False)
+
+
+def test_a_dry_run_says_what_it_would_begin_with(tmp_path, other, capsys):
+    torch.save(other | {"fc.weight": torch.ones(4, 64), "fc.bias": torch.ones(4)}, tmp_path / "weights.pth")
+    assert train_pretrained(tmp_path, dry_run=True) == 0
+    assert "pretrained       Beginning with" in capsys.readouterr().out
+    (tmp_path / "weights.pth").unlink()
+    assert train_pretrained(tmp_path, dry_run=True) == 4
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_own_network_is_exported_without_its_code(tiny, alone, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "exported_net.py").write_text(
+        "from torch import nn\n\n"
+        "class Branches(nn.Linear):\n"
+        "    def forward(self, images):\n"
+        "        return super().forward((images if images.sum() > 1e9 else -images).flatten(1))\n\n"
+        "def plain(num_classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(3072, num_classes))\n\n"
+        "def branches(num_classes):\n    return Branches(3072, num_classes)\n"
+    )
+    config = {"model": "exported_net:plain", "max_epochs": 1}
+    Trainer(tiny(**config), alone, tmp_path / "run").train()
+    assert export.main([str(tmp_path / "run")]) == 0
+    logits = torch.export.load(tmp_path / "run/export/model.pt2").module()(torch.zeros(2, 3, 32, 32, dtype=torch.uint8))
+    assert logits.shape == (2, 10)
+    capsys.readouterr()
+    Trainer(tiny(**config | {"model": "exported_net:branches"}), alone, tmp_path / "other").train()
+    assert export.main([str(tmp_path / "other")]) == 1
+    told = capsys.readouterr().err
+    assert "torch.export cannot follow the network; nothing was written: " in told
+    assert f"{tmp_path}/exported_net.py:5: return super().forward" in told
+    assert json.loads((tmp_path / "run/environment.json").read_text())["own_code"]
