@@ -34,8 +34,9 @@ import torch
 
 from models import build_model
 from utils.config import Config
-from utils.data.build import build_loaders, open_dataset, report_unreadable
+from utils.data.build import build_loaders, open_dataset
 from utils.data.mix import build_mix
+from utils.data.unreadable import report_unreadable
 from utils.distributed.affinity import pin_near_gpu
 from utils.distributed.ddp import describe_parallel
 from utils.distributed.ranks import run_ranks
@@ -123,6 +124,7 @@ class Trainer:
         lock, resumed_from, notes = self._open_folder()
         with listen(self.requests), lock or nullcontext(), self._open_log() as log, self.writer:
             self.world.main_only(lambda: self._introduce(resumed_from, notes))
+            self._report_unreadable()  # by a loader that has decoded all
             self.since = time.perf_counter()
             finished_before = self.finished
             while not self.finished:
@@ -200,8 +202,7 @@ class Trainer:
         self.time_left.end_epoch()
         left = self.time_left.seconds(self.progress.epoch, 0)
         self.world.main_only(lambda: self.log.log_epoch(self.progress.epoch, self.learner.steps, values, left))
-        for line in report_unreadable(self.world, self.loaders):
-            self.log.say(line)
+        self._report_unreadable()
         for remark in self.watch.judge(input_remedy(self.config.data_loader, self.config.num_data_workers)):
             self.log.say(remark)
         if self.finished:  # before the last checkpoint: a run that is killed behind it has nothing left to do
@@ -313,6 +314,10 @@ class Trainer:
         self.log.say(f"batch {self.learner.batch}; writes to {self.folder}")
         if not self.finished:
             self.log.say("Starting Training Loop...")
+
+    def _report_unreadable(self) -> None:
+        for line in report_unreadable(self.world, self.loaders, self.folder):
+            self.log.say(line)
 
     def _profile(self) -> AbstractContextManager[None]:
         """PROF: every rank marks its ranges, the main process records and reports."""

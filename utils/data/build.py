@@ -107,7 +107,7 @@ def build_loaders(keys: DataKeys, dataset: Dataset, world: World) -> Loaders:
             f"num_classes is {keys.num_classes}, but {dataset.name} has {len(dataset.class_names)}; "
             f"use --set num_classes={len(dataset.class_names)}"
         )
-    kind, notes = LOADERS[keys.data_loader], list[str]()
+    kind, unreadable = LOADERS[keys.data_loader], dict[str, str]()
     decodes_anew = not isinstance(dataset.train, ImageArrays) and not kind.in_memory
     if keys.rnd_resized_crop and not decodes_anew and kind.needs_data:
         raise ConfigError(
@@ -119,11 +119,12 @@ def build_loaders(keys: DataKeys, dataset: Dataset, world: World) -> Loaders:
     train_split, valid_split = dataset.train, dataset.valid
     if kind.in_memory:
         (train_split, valid_split), unreadable = _decode(keys, (train_split, True), (valid_split, False))
-        notes += _note_unreadable(unreadable)
     train, valid = _plan_training(keys, train_split, world), _plan_validation(keys, valid_split, world)
     largest = batch_bytes(keys, train.batch_size, train_split.image_shape)
-    build, worker_notes = _choose_builder(keys, dataset.mean, dataset.std, largest, world)
-    return Loaders(build(train_split, train), build(valid_split, valid), train, notes + worker_notes)
+    build, notes = _choose_builder(keys, dataset.mean, dataset.std, largest, world)
+    loaders = Loaders(build(train_split, train), build(valid_split, valid), train, [*dataset.notes, *notes])
+    loaders.train.unreadable |= unreadable
+    return loaders
 
 
 def build_valid_loader(
@@ -199,11 +200,6 @@ def batch_bytes(keys: DataKeys, rank_batch_size: int, image_shape: tuple[int, in
     return max(rank_batch_size, keys.valid_batch_size_per_gpu) * math.prod(image_shape)
 
 
-def report_unreadable(world: World, loaders: Loaders) -> list[str]:
-    """Collective: a line where files could not be read so far on any rank, else nothing."""
-    return _note_unreadable(gather_unreadable(world, loaders.train, loaders.valid))
-
-
 def gather_unreadable(world: World, *loaders: Loader) -> dict[str, str]:
     """Collective: {file: reason} of those that these loaders could not read so far, on any rank."""
     mine = {path: reason for loader in loaders for path, reason in loader.unreadable.items()}
@@ -217,11 +213,6 @@ def _decode(keys: DataKeys, *splits: tuple[Split, bool]) -> tuple[list[ImageArra
     if unreadable and keys.fail_on_unreadable:
         raise DataError(f"{describe_unreadable(unreadable)}; mend them, or --set fail_on_unreadable=false")
     return [arrays for arrays, _ in decoded], unreadable
-
-
-def _note_unreadable(unreadable: dict[str, str]) -> list[str]:
-    """A line, where there are such files."""
-    return [f"{describe_unreadable(unreadable)}; replaced in training, left out in validation"] if unreadable else []
 
 
 def _count_workers(keys: DataKeys, world: World) -> tuple[int, list[str]]:

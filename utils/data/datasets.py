@@ -47,6 +47,7 @@ class Dataset:
     mean: tuple[float, ...]  # per channel of the training images in [0, 1]
     std: tuple[float, ...]
     fingerprint: str | None = None  # of the user's own data, which no name stands for
+    notes: tuple[str, ...] = ()  # what the reader of the log should know
 
     def describe(self) -> dict[str, Any]:
         """As plain values, what a network learns from it; "shape" is (channels, height, width)."""

@@ -3,7 +3,6 @@
 DATA_PATH/train/CLASS/*.jpg    DATA_PATH/val/CLASS/*.jpg
 """
 
-import io
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,11 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from utils.data.datasets import Dataset, channel_statistics
-from utils.data.image_files import EncodedImages, ImageFiles
+from utils.data.image_files import EncodedImages, ImageFiles, describe_unreadable, image_sides, readable_name
+from utils.data.sampling import IntArray
 from utils.errors import DataError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-STATISTICS_IMAGES = 512  # training images, evenly spread, whose mean and deviation stand for all
+STATISTICS_IMAGES = 512  # training images, evenly spread, whose size, mean and deviation stand for all
+SMALLEST_SIZE = 8  # pixels, of images that nobody chose the size of
 IMAGENET_SIZE = 224
 # of ImageNet's training images, the values that torchvision's published weights were trained with
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -26,7 +27,7 @@ LAYOUT = "expected DATA_PATH/train/CLASS/IMAGE and DATA_PATH/val/CLASS/IMAGE"
 def open_folders(name: str, data_path: Path, image_size: int | None, centre_share: float) -> Dataset:
     """The dataset `name`, "imagefolder" or "imagenet", in `data_path`; DataError where the folders are not as expected.
 
-    `image_size` None: 224 for imagenet, else the shorter side of the first training image.
+    `image_size` None: 224 for imagenet, else the median of the training images' shorter sides, of a sample of them.
     """
     folders = data_path / "train", data_path / "val"
     class_names, others = (_entries(folder, _is_class, f"holds no class folders; {LAYOUT}") for folder in folders)
@@ -41,10 +42,16 @@ def complete(
     name: str, class_names: tuple[str, ...], train: EncodedImages, valid: EncodedImages, image_size: int | None
 ) -> Dataset:
     """The dataset of two splits whose `size` is not set yet, wherever their images lie; see `open_folders`."""
-    size = image_size or (IMAGENET_SIZE if name == "imagenet" else _shorter_side(train))
+    notes = list[str]()
+    size = image_size or (IMAGENET_SIZE if name == "imagenet" else None)
+    if size is None:
+        size, note = _median_side(train)
+        notes.append(note)
     train, valid = replace(train, size=size), replace(valid, size=size)
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if name == "imagenet" else _statistics(train)
-    return Dataset(name, train, valid, class_names, mean, std)
+    # names that are not UTF-8 would end whatever prints or draws them
+    printable = tuple(map(readable_name, class_names))
+    return Dataset(name, train, valid, printable, mean, std, notes=tuple(notes))
 
 
 def _is_class(entry: os.DirEntry[str]) -> bool:
@@ -75,20 +82,29 @@ def _list_files(folder: Path, class_names: list[str]) -> tuple[np.ndarray, np.nd
     return np.array(names), np.repeat(np.arange(len(class_names)), [len(listed) for listed in files])
 
 
-def _shorter_side(images: EncodedImages) -> int:
-    from PIL import Image
+def _sample(images: EncodedImages) -> IntArray:
+    """Training images, evenly spread, the same on every rank."""
+    return np.linspace(0, len(images.labels) - 1, min(STATISTICS_IMAGES, len(images.labels))).astype(np.int64)
 
-    try:
-        with Image.open(io.BytesIO(images.content(0))) as image:
-            return min(image.size)
-    except OSError as error:
-        reason = f"no size can be taken from it ({error})"
-        raise DataError(f"{images.path(0)}: {reason}; set image_size or remove it") from None
+
+def _median_side(images: EncodedImages) -> tuple[int, str]:
+    """The median of the shorter sides of a sample, and a note for the log."""
+    chosen = _sample(images)
+    read = images.read_each(chosen, lambda content, _: min(image_sides(content)), replace=False)
+    if not read.samples:
+        raise DataError(
+            f"no size can be taken: of {len(chosen)} training images {describe_unreadable(read.unreadable)}"
+        )
+    low, median, high = (int(np.quantile(read.samples, share, method="lower")) for share in (0, 0.5, 1))
+    sides = f"the median of {len(read.samples)} training images' shorter sides, which are {low} to {high} pixels"
+    if median < SMALLEST_SIZE:
+        raise DataError(f"images of {median} pixels ({sides}) are too small to be meant; else set image_size")
+    return median, f"image_size: {median}, {sides}"
 
 
 def _statistics(images: EncodedImages) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and deviation of the training images, from a sample of them that is the same on every rank."""
-    chosen = np.linspace(0, len(images.labels) - 1, min(STATISTICS_IMAGES, len(images.labels))).astype(np.int64)
+    chosen = _sample(images)
     pixels = images.read(chosen, None, replace=False).images
     if not len(pixels):
         raise DataError(f"not one of {len(chosen)} images can be read, {images.path(0)} among them")

@@ -85,7 +85,7 @@ class EncodedImages(ABC):
                 except ExpectedError:
                     raise
                 except Exception as error:  # decoders raise whatever a damaged file leads them to
-                    unreadable[self.path(candidate)] = f"{type(error).__name__}: {error}"
+                    unreadable[self.path(candidate)] = _reason(error)
                 else:
                     shown.append(candidate)
                     break
@@ -105,7 +105,8 @@ class EncodedImages(ABC):
             box = resized_crop_box(crop, image.height, image.width)
             image = functional.resized_crop(image, *box, [self.size, self.size])
         else:
-            image = functional.center_crop(functional.resize(image, round(self.size / self.centre_share)), self.size)
+            resized, corner = central_square(image.height, image.width, self.size, self.centre_share)
+            image = functional.crop(functional.resize(image, resized), *corner, self.size, self.size)
         return np.asarray(image).transpose(2, 0, 1)
 
     def read_all(self, *, replace: bool, num_threads: int) -> DecodedImages:
@@ -136,15 +137,53 @@ class ImageFiles(EncodedImages):
 
 
 def decode_image(content: bytes) -> "Image.Image":
-    """The image in these bytes, as RGB. Whatever PIL raises where they are none."""
+    """The image in these bytes as RGB, for every loader. Whatever PIL raises where they are none.
+
+    As torchvision.datasets.ImageFolder has it, which is PIL's own: not turned by its EXIF orientation, alpha dropped,
+    of a moving image the first. But of 16 bits the upper eight are taken, where PIL's conversion makes nearly all of a
+    grey image white.
+    """
     from PIL import Image
 
     with Image.open(io.BytesIO(content)) as encoded:
+        if encoded.mode.startswith("I;16") or (encoded.mode == "I" and encoded.format in ("PNG", "PPM")):
+            return Image.fromarray((np.asarray(encoded) >> 8).astype(np.uint8)).convert("RGB")
         return encoded.convert("RGB")
+
+
+def central_square(height: int, width: int, size: int, share: float) -> tuple[list[int], list[int]]:
+    """(rows, columns) that an image is resized to, and (top, left) of the central square of `size`, whose side is
+    `share` of the shorter side. Rounded as torchvision's `resize` and `center_crop` do."""
+    shorter = round(size / share)
+    resized = [int(shorter * side / min(height, width)) for side in (height, width)]
+    return resized, [round((side - size) / 2) for side in resized]
+
+
+def _reason(error: Exception) -> str:
+    """In words that are the same wherever the file lies in memory."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror  # without the name, which stands beside it
+    if type(error).__name__ == "UnidentifiedImageError":
+        return "not an image, or of an unknown format"
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def image_sides(content: bytes) -> tuple[int, int]:
+    """(width, height) of the image in these bytes, from its header. Whatever PIL raises where they are none."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(content)) as encoded:
+        return encoded.size
 
 
 def describe_unreadable(unreadable: dict[str, str]) -> str:
     """How many files could not be read, and the first of them."""
     path, reason = min(unreadable.items())
     others = f" and {len(unreadable) - 1} more" if len(unreadable) > 1 else ""
-    return f"cannot be read as an image: {path}{others} ({reason})"
+    return f"cannot be read as an image: {readable_name(path)}{others} ({reason})"
+
+
+def readable_name(name: str) -> str:
+    """A file's name with what cannot be printed, such as bytes that are not UTF-8, escaped: \\xff."""
+    known = os.fsencode(name).decode(errors="backslashreplace")
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in known)

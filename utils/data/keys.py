@@ -52,7 +52,7 @@ class DatasetKeys(SharedKeys):
     ] = (0.2673342858792401, 0.2564384629170883, 0.27615047132568404)  # fmt: skip
     """Per-channel standard deviation of CIFAR-100's training images, in [0, 1]."""
     image_size: PositiveInt | None = None
-    """Image files: pixels; null: 224 for imagenet, else the first image's shorter side."""
+    """Image files: pixels; null: 224 for imagenet, else the median shorter side."""
     centre_crop_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Image files: the central square's share of the shorter side; 0.875 is usual for ImageNet. The shorter side is
     resized to image_size / this, then the square is cut; of training images too, unless rnd_resized_crop."""

@@ -11,12 +11,11 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from utils.data.augment import Normalise, augment_each
 from utils.data.datasets import Split
-from utils.data.image_files import describe_unreadable
 from utils.data.keys import DataKeys
 from utils.data.loader import Loader
 from utils.data.sampling import EpochPlan, IntArray
 from utils.data.workers import PREFETCHED, SHARED_MEMORY, SHARED_MEMORY_REMEDY, find_lost_worker, obey_only_the_trainer
-from utils.errors import ConfigError, DataError, ExpectedError
+from utils.errors import ConfigError, ExpectedError
 
 REST_SECONDS = 0.1  # before workers are started
 Batch = tuple[Tensor, Tensor, dict[str, str]]  # images, labels, files that cannot be read
@@ -69,8 +68,8 @@ class TorchvisionLoader(Loader):
     def __init__(
         self, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int, fail_on_unreadable: bool
     ) -> None:
-        super().__init__(plan, normalise)
-        self.fail_on_unreadable, self.has_workers, self.sampler = fail_on_unreadable, False, BatchSampler(plan)
+        super().__init__(plan, normalise, fail_on_unreadable)
+        self.has_workers, self.sampler = False, BatchSampler(plan)
         self.loader = DataLoader(
             AugmentedImages(split, plan),
             batch_size=None,
@@ -94,11 +93,7 @@ class TorchvisionLoader(Loader):
         self.sampler.epoch, self.sampler.first_batch = self.epoch, self.first_batch
         batches = iter(self.loader)
         for images, labels, unreadable in iter(lambda: self._next(batches), None):
-            self.unreadable |= unreadable
-            if unreadable and self.fail_on_unreadable:
-                raise DataError(describe_unreadable(unreadable) + "; mend them, or --set fail_on_unreadable=false")
-            if self.plan.training and len(labels) < self.plan.batch_size:
-                raise DataError(f"not one training image can be read: {describe_unreadable(self.unreadable)}")
+            self.count_unreadable(unreadable, len(labels))
             on_device = images.to(self.device, non_blocking=True)
             yield self.normalise(on_device), labels.to(self.device, non_blocking=True)
 
