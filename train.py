@@ -215,7 +215,7 @@ class Trainer:
         results |= {"seconds": self.progress.seconds, "images_per_sec": self.throughput.overall()}
         counts, names = confusion.collect(self.world), self.data["class_names"]
         epoch, steps = self.progress.epoch, self.learner.steps
-        self.world.main_only(lambda: self.log.log_end(self.config, epoch, steps, results, counts, names))
+        self.world.main_only(lambda: self.log.log_end(epoch, steps, results, counts, names))
 
     def _log_point(self, iteration: int) -> None:
         window = self._check_finite(self.learner.sums.average_since_last(self.world))
@@ -298,7 +298,7 @@ class Trainer:
         return read_pretrained(self.config.pretrained, self.learner.weights.state_dict(), self.config.num_classes)
 
     def _open_log(self) -> RunLogger:
-        return self.log.open(epoch=self.progress.epoch, step=self.learner.steps, seconds=self.progress.seconds)
+        return self.log.open(epoch=self.progress.epoch, step=self.learner.steps)
 
     def _introduce(self, resumed_from: Path | None, notes: list[str]) -> None:
         environment = describe_environment(self.world.device, self.world.world_size)

@@ -12,7 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from train import Trainer
 from utils.config import Config
 from utils.keys import Fact
-from utils.run.board import draw_matrix
+from utils.run.board import EPOCH_TAGS, Board, compared, draw_matrix
+from utils.run.event_files import read_events
 
 
 def read(folder: Path) -> EventAccumulator:
@@ -44,19 +45,20 @@ def records(folder: Path, kind: str) -> list[dict]:
 
 def test_every_axis_has_its_tags_and_the_values_of_metrics_jsonl(run):
     folder = run()
-    by_epoch, by_step, by_second = (read(folder / "tb_logs" / axis) for axis in ("", "by_step", "by_second"))
+    events = read(folder / "tb_logs")
+    assert not [path for path in (folder / "tb_logs").iterdir() if path.is_dir()]  # TensorBoard's rows are folders
     tutorial = {"loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate"}
-    assert tutorial <= set(by_epoch.Tags()["scalars"])
+    assert tutorial <= set(events.Tags()["scalars"])
     for tag in tutorial:
-        assert [(event.step, event.value) for event in by_epoch.Scalars(tag)] == [
+        assert [(event.step, event.value) for event in events.Scalars(tag)] == [
             (row["epoch"], pytest.approx(row[tag])) for row in records(folder, "epoch")
         ]
     steps = records(folder, "step")
     for name in ("loss", "learning_rate", "images_per_sec", "data_wait", "memory_gb"):
-        assert [(event.step, event.value) for event in by_step.Scalars(f"step/{name}")] == [
+        assert [(event.step, event.value) for event in events.Scalars(f"step/{name}")] == [
             (row["step"], pytest.approx(row[name])) for row in steps
         ]
-    assert [(event.step, event.value) for event in by_second.Scalars("by_second/acc1_valid")] == [
+    assert [(event.step, event.value) for event in events.Scalars("by_second/acc1_valid")] == [
         (round(row["seconds"]), pytest.approx(row["acc1/valid"])) for row in records(folder, "epoch")
     ]
 
@@ -74,16 +76,39 @@ def test_texts_pictures_layout_and_hparams(run):
     assert {"result/best_acc1", "result/seconds"} <= set(events.Tags()["scalars"])
 
 
-def test_a_resumed_run_marks_what_it_trains_again_as_outdated(run):
-    """A run that goes on after a lost epoch: TensorBoard shows the second attempt, once."""
+def test_hparams_hold_what_differs_from_default_and_four_keys_always(tiny):
+    changes = Config().model_dump() | {"enable_nhwc": True, "log_freq": 7, "device": "cpu", "max_epochs": 3}
+    columns = compared(Config(**changes))
+    defaults = {"batch_size": 128, "lr": Config().lr, "model": "resnet50", "max_epochs": 3}
+    assert columns == defaults | {"enable_nhwc": "true", "device": "cpu"}
+
+
+def test_a_running_run_stands_in_hparams(tiny, alone, tmp_path):
+    board = Board(tmp_path, epoch=0, step=0)
+    board.describe(tiny(), "tiny", {})
+    board.close()
+    assert "_hparams_/session_start_info" in read(tmp_path).summary_metadata
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_resumed_run_cuts_what_it_trains_again(run, damaged):
+    """A run that goes on after a lost epoch: every reader finds the second attempt, once."""
     folder = run(max_epochs=2)
     newest = max((folder / "checkpoints").glob("step-*.pt"))
     newest.unlink()  # the second epoch is lost
+    (file,) = (folder / "tb_logs").iterdir()
+    if damaged:  # as a kill leaves it
+        with file.open("ab") as events:
+            events.write(b"half an event")
     time.sleep(1)  # TensorBoard reads files in the order of their names, which tell whole seconds apart
     run(max_epochs=3)
-    for axis, tag in (("", "acc1/valid"), ("by_step", "step/loss")):
-        steps = [event.step for event in read(folder / "tb_logs" / axis).Scalars(tag)]
-        assert steps == sorted(set(steps)) and len(steps) == 3 * (2 if axis else 1)
+    events = read(folder / "tb_logs")
+    for tag, times in (("acc1/valid", 1), ("step/loss", 2), ("by_second/acc1_valid", 1)):
+        steps = [event.step for event in events.Scalars(tag)]
+        assert len(steps) == 3 * times and steps == sorted(steps)
+        assert tag.startswith("by") or len(set(steps)) == len(steps)
+    with_epoch = [event for event in read_events(file) if any(value.tag in EPOCH_TAGS for value in event.summary.value)]
+    assert {event.step for event in with_epoch} == {1}
 
 
 def test_without_tensorboard_no_folder_and_the_same_log(tiny, alone, tmp_path):

@@ -56,9 +56,9 @@ def test_first_loss_that_is_not_finite_is_found(alone):
 
 
 def make_logger(folder, done=0, **changes):
-    """Opened after `done` epochs of one step and one second each."""
+    """Opened after `done` epochs of one step each."""
     logger = RunLogger(folder, **{"enabled": True, "to_screen": False, "to_tensorboard": False} | changes)
-    return logger.open(epoch=done, step=done, seconds=done)
+    return logger.open(epoch=done, step=done)
 
 
 def test_other_ranks_write_nothing(tmp_path):
@@ -124,7 +124,7 @@ def test_time_left_is_that_of_the_whole_run(monkeypatch):
     assert left.seconds(2, 5) == pytest.approx(15.0)
 
 
-def test_resumed_run_marks_the_repeated_epochs_of_tensorboard(tmp_path, monkeypatch):
+def test_resumed_run_cuts_the_repeated_epochs_from_tensorboard(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.summary.writer import event_file_writer
 

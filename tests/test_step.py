@@ -238,7 +238,7 @@ def count_reads(config: Config, alone: World, monkeypatch: pytest.MonkeyPatch, f
     """How often an epoch, as a run trains it, asks for a value outside its log points, and in them."""
     trainer = Trainer(config, alone)
     logger = RunLogger(folder, enabled=True, to_screen=False, to_tensorboard=False)
-    with logger.open(epoch=0, step=0, seconds=0.0) as trainer.log, HostReads(monkeypatch) as reads:
+    with logger.open(epoch=0, step=0) as trainer.log, HostReads(monkeypatch) as reads:
         monkeypatch.setattr(trainer, "_log_point", reads.setting_aside(trainer._log_point))
         # it reads the flags of signals, which are on the CPU wherever training is
         monkeypatch.setattr(trainer.requests, "poll", reads.setting_aside(trainer.requests.poll, into="polls"))

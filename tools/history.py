@@ -7,9 +7,7 @@ once.
 import fcntl
 import json
 import math
-import struct
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +19,7 @@ from ruamel.yaml.error import YAMLError
 
 from tools.bench.reports import Report
 from utils.errors import Stopped
+from utils.run.event_files import read_events
 
 State = Literal["running", "finished", "stopped", "failed", "published", "unknown"]
 CURVES = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
@@ -279,33 +278,6 @@ def _scalar(value: Any) -> float:
     from tensorboard.util.tensor_util import make_ndarray
 
     return float(make_ndarray(value.tensor))
-
-
-def read_events(path: Path) -> Iterator[Any]:
-    """The events of a file of TFRecords: length, its checksum, the event, its checksum. `ValueError` where it breaks.
-
-    TensorBoard's own reader stops at damage without a message.
-    """
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    content = path.read_bytes()
-    position = 0
-    while position < len(content):
-        (length,) = struct.unpack("<Q", _checked(content, position, 8))
-        yield Event.FromString(_checked(content, position + 12, length))
-        position += 16 + length
-
-
-def _checked(content: bytes, start: int, length: int) -> bytes:
-    """`length` bytes from `start` on, which must be followed by their checksum."""
-    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
-
-    part, checksum = content[start : start + length], content[start + length : start + length + 4]
-    if len(checksum) < 4:
-        raise ValueError(f"damaged at byte {start} of {len(content)}: cut short")
-    if struct.pack("<I", masked_crc32c(part)) != checksum:
-        raise ValueError(f"damaged at byte {start} of {len(content)}: a checksum is wrong")
-    return part
 
 
 # ---- comparing

@@ -54,11 +54,11 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self._metrics: Any = None
         self._handlers: list[logging.Handler] = []
 
-    def open(self, *, epoch: int, step: int, seconds: float) -> "RunLogger":
+    def open(self, *, epoch: int, step: int) -> "RunLogger":
         if not self.enabled:
             return self
         if self.to_tensorboard:
-            self.board = Board(self.folder / "tb_logs", epoch=epoch, step=step, seconds=seconds)
+            self.board = Board(self.folder / "tb_logs", epoch=epoch, step=step)
         logger.setLevel(logging.INFO)
         logger.propagate = False
         with _naming(self.folder):
@@ -162,14 +162,14 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self._show(lambda board: board.add_epoch(epoch, values))
 
     def log_end(
-        self, keys: Keys, epoch: int, step: int, results: dict[str, float], counts: Tensor, class_names: Sequence[str]
+        self, epoch: int, step: int, results: dict[str, float], counts: Tensor, class_names: Sequence[str]
     ) -> None:
         """The end of the training: its results, and which classes it takes for which ([true, predicted] counts)."""
         columns = ("class", "accuracy", "taken_for", "share")
         worst = [dict(zip(columns, row, strict=True)) for row in worst_classes(counts, class_names)]
         self._record("end", epoch=epoch, step=step, **results, worst_classes=worst)
         self._show(lambda board: board.add_classes(counts, class_names, epoch))
-        self._show(lambda board: board.add_result(keys, results))
+        self._show(lambda board: board.add_results(results, epoch))
 
     def sync(self) -> None:
         """Flush metrics.jsonl to the disk: before a checkpoint is written that the lines so far belong to."""
