@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_folders import everything, pretend
+from test_folders import DALI, everything, pretend
 from tiny_shards import CLASSES, make_folders, rewrite
 
 from tools import prepare_data, verify_resume
@@ -102,7 +102,7 @@ def test_shards_of_others_are_indexed_where_they_are(
         assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
 
 
-@pytest.mark.parametrize("backend", ["torchvision", "device"])
+@pytest.mark.parametrize("backend", ["torchvision", "device", DALI])
 @pytest.mark.parametrize("dataset", ["imagenet", "imagefolder"])
 def test_folders_and_shards_give_equal_batches(
     backend: str, dataset: str, folders: Path, packed: Path, config: Callable[..., Config]
@@ -120,7 +120,7 @@ def test_folders_and_shards_give_equal_batches(
                 assert len(expected[1]) > 3
 
 
-@pytest.mark.parametrize("backend", ["torchvision", "device"])
+@pytest.mark.parametrize("backend", ["torchvision", "device", DALI])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_going_on_in_mid_epoch_gives_the_rest_of_it(
     backend: str, groups: int, packed: Path, config: Callable[..., Config]
@@ -160,7 +160,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
-@pytest.mark.parametrize("backend", ["torchvision"])
+@pytest.mark.parametrize("backend", ["torchvision", DALI])
 @pytest.mark.parametrize("part", ["train", "valid"])
 def test_a_rank_reads_the_bytes_of_its_own_samples(
     backend: str, part: str, packed: Path, config: Callable[..., Config], reads: dict[str, list[tuple[int, int]]]
@@ -344,7 +344,7 @@ def test_damage_ends_the_run_in_one_line(
     assert "python -m tools.prepare_data --shards" in error
 
 
-@pytest.mark.parametrize("backend", ["device"])
+@pytest.mark.parametrize("backend", ["device", DALI])
 def test_other_loaders_name_an_altered_shard(backend: str, copied: Path, config: Callable[..., Config]) -> None:
     change_byte(copied / SHARD, 1000)
     with pytest.raises(DataError, match=r"shard-000001\.tar:\d+\.\w+: these bytes are not the indexed ones"):
@@ -415,9 +415,16 @@ def test_open_shards_are_closed_with_the_loader(packed: Path, config: Callable[.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("nproc", "groups"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("nproc", "groups", "kills"), [(1, 1, 3), (2, 2, 2)])
 def test_killed_runs_on_shards_equal_the_uninterrupted_one(
-    nproc: int, groups: int, folders: Path, packed: Path, config: Callable[..., Config], tmp_path: Path, capfd: Any
+    nproc: int,
+    groups: int,
+    kills: int,
+    folders: Path,
+    packed: Path,
+    config: Callable[..., Config],
+    tmp_path: Path,
+    capfd: Any,
 ) -> None:
     changes = config(packed, shard_groups=groups, num_data_workers=1, max_epochs=2, checkpoint_every_steps=1)
     default = Config().model_dump(mode="json")
@@ -427,7 +434,7 @@ def test_killed_runs_on_shards_equal_the_uninterrupted_one(
         if value != default[key]
     ]
     status = verify_resume.main([
-        "--config=default", *settings, "--set=deterministic=true", "--kills=3", f"--nproc={nproc}", "--seed=1",
+        "--config=default", *settings, "--set=deterministic=true", f"--kills={kills}", f"--nproc={nproc}", "--seed=1",
         f"--work-dir={tmp_path}", "--timeout=600",
     ])  # fmt: skip
     out = capfd.readouterr().out
