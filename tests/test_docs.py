@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import runpy
 import shlex
 import subprocess
 from pathlib import Path
@@ -110,6 +111,13 @@ def test_links_and_figures_lead_somewhere(page: Path):
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     local = [target for target in targets if not target.startswith(("http://", "https://"))]
     assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+def test_the_picture_of_the_packages_is_that_of_the_table():
+    """Else: python docs/figures/architecture.py. A new package gets its place there."""
+    figures = ROOT / "docs/figures"
+    draw = runpy.run_path(str(figures / "architecture.py"))["draw"]
+    assert draw((ROOT / "docs/architecture.md").read_text("utf-8")) == (figures / "architecture.svg").read_text("utf-8")
 
 
 def test_searches_for_tags_find_each_of_them():
