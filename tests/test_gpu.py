@@ -64,7 +64,10 @@ def losses(trainer: Trainer, gpu: World, steps: int = STEPS) -> torch.Tensor:
     return torch.tensor(history)
 
 
-@pytest.mark.parametrize("mode", MODES)
+COMPILED = pytest.param("compiled", marks=pytest.mark.real_gpu("compiled kernels compute nothing on the stand-in"))
+
+
+@pytest.mark.parametrize("mode", [COMPILED if mode == "compiled" else mode for mode in MODES])
 def test_a_graph_trains_like_the_eager_step(tiny, gpu, mode):
     eager = Trainer(on_gpu(tiny, **MODES[mode]), gpu)
     graphed = Trainer(on_gpu(tiny, enable_cuda_graphs=True, **MODES[mode]), gpu)
@@ -75,7 +78,8 @@ def test_a_graph_trains_like_the_eager_step(tiny, gpu, mode):
     assert graphed.learner.loss_scaler.metrics() == eager.learner.loss_scaler.metrics()
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "compiled"])
+# adamw is another rule of update: only its graph has something to be equal to
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("compiled", "adamw")])
 def test_every_mode_trains_like_float32(tiny, gpu, mode):
     reference = losses(Trainer(on_gpu(tiny, enable_extra_opts=False, enable_nhwc=False), gpu), gpu)
     tolerance = 0.2 if mode == "O3" else 0.1
@@ -96,6 +100,7 @@ def references() -> dict[str, torch.Tensor]:
     return {}
 
 
+@pytest.mark.real_gpu("200 steps of each switch take minutes on a CPU")
 @pytest.mark.parametrize("name", ALONE_AND_TOGETHER)
 def test_a_switch_trains_like_float32_for_200_steps(tiny, gpu, references, name):
     small = {"device": "cuda", "lr": 0.02, "limit_train_batches": 50, "fused_optimizer": False}
@@ -214,6 +219,7 @@ def test_a_graph_with_ddp_over_nccl(tiny, gpu, tmp_path):
             training.step(images, labels, sums)
             reference.learner.step(images, labels, reference.learner.sums)
         torch.testing.assert_close(sums.sums, reference.learner.sums.sums, rtol=0.05, atol=1)
+        del training  # its graph holds NCCL's work, for which NCCL would wait at its end
     finally:
         dist.destroy_process_group()
 
@@ -242,6 +248,7 @@ def test_the_gpus_random_state_comes_back(gpu):
     assert torch.equal(torch.rand(4, device="cuda"), drawn)
 
 
+@pytest.mark.real_gpu("the stand-in computes in float32")
 @pytest.mark.parametrize("enabled", [False, True])
 def test_tf32_shortens_the_mantissa(tiny, gpu, enabled):
     build_measured(on_gpu(tiny, enable_tf32=enabled), gpu)
@@ -255,6 +262,7 @@ def test_tf32_shortens_the_mantissa(tiny, gpu, enabled):
     assert bool(error > 2e-3) is enabled
 
 
+@pytest.mark.real_gpu("there is no CUPTI")
 def test_the_profile_holds_kernels_and_memory(tiny, gpu, tmp_path):
     config = tiny("bs256-amp-prof", device="cuda", profiling_iters_per_epoch=3, limit_train_batches=None)
     Trainer(config, gpu, tmp_path, "prof", "auto").train()

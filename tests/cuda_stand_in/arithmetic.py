@@ -1,0 +1,164 @@
+"""Numbers for the stand-in for CUDA, whose kernels do nothing: PyTorch's CPU kernels do their work instead.
+
+What a graph captures is kept, and repeated at the same addresses whenever the graph is replayed: a stale address shows
+as a wrong number. Convolutions, products and batch normalisations of half precision are computed in float32 and
+rounded, as a GPU does.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+aten = torch.ops.aten
+HALVES = (torch.float16, torch.bfloat16)
+NAMESPACES_LEFT = ("c10d", "profiler", "prim")
+# They make or describe memory, and compute nothing.
+NO_ARITHMETIC = {
+    "record_stream", "_local_scalar_dense", "is_pinned", "pin_memory", "_pin_memory", "empty", "empty_like", "detach",
+    "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_", "is_same_size",
+}  # fmt: skip
+
+
+def on_cpu(value: Any) -> Any:
+    """A CPU tensor over the memory of a CUDA tensor; anything else as it is."""
+    if not isinstance(value, Tensor) or value.device.type != "cuda":
+        return value
+    storage = value.untyped_storage()
+    if not storage.nbytes():
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    whole = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=value.dtype).set_(whole, value.storage_offset(), value.shape, value.stride())
+
+
+def _batch_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, *options: Any
+) -> tuple[Tensor, ...]:
+    """cuDNN's, which also returns memory that its backward pass uses."""
+    return *aten.native_batch_norm(x, weight, bias, mean, var, *options), torch.empty(0, dtype=torch.uint8)
+
+
+def _batch_norm_backward(
+    x: Tensor, gradient: Tensor, weight: Tensor, mean: Tensor, var: Tensor, saved_mean: Tensor, saved_var: Tensor,
+    epsilon: float, _: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    wanted = [True, True, True]
+    return aten.native_batch_norm_backward(gradient, x, weight, mean, var, saved_mean, saved_var, True, epsilon, wanted)
+
+
+def _in_float32(kernel: Callable[..., Any], changes_buffers: bool = False) -> Callable[..., Any]:
+    """`kernel` with half precision widened; buffers that it changes in place are rounded back."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        wide = [value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value for value in arguments]
+        result = kernel(*wide, **options)
+        if changes_buffers:
+            for narrow, widened in zip(arguments, wide, strict=True):
+                if widened is not narrow:
+                    narrow.copy_(widened)
+        return result
+
+    return run
+
+
+REPLACED: dict[Any, Callable[..., Any]] = {
+    aten.convolution.default: _in_float32(aten.convolution.default),
+    aten.convolution_backward.default: _in_float32(aten.convolution_backward.default),
+    aten.addmm.default: _in_float32(aten.addmm.default),
+    aten.mm.default: _in_float32(aten.mm.default),
+    aten.native_batch_norm.default: _in_float32(aten.native_batch_norm.default, changes_buffers=True),
+    aten.native_batch_norm_backward.default: _in_float32(aten.native_batch_norm_backward.default),
+    aten.cudnn_batch_norm.default: _in_float32(_batch_norm, changes_buffers=True),
+    aten.cudnn_batch_norm_backward.default: _in_float32(_batch_norm_backward),
+}
+
+
+def _only_views(operation: Any) -> bool:
+    """Whether all that it returns are views of what it got."""
+    returns = operation._schema.returns
+    return bool(returns) and all(value.alias_info is not None and not value.alias_info.is_write for value in returns)
+
+
+class Arithmetic(TorchDispatchMode):
+    """While it is entered, CUDA tensors hold what the CPU computes."""
+
+    enabled = True
+    captured: list[Callable[[], None]] | None = None  # by the capture under way
+    graphs: ClassVar[dict[int, list[Callable[[], None]]]] = {}
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if operation is aten.equal.default:  # its answer is of the host
+            return operation(*tree_map(on_cpu, args))
+        out = operation(*args, **kwargs)
+        name = operation._schema.name.split("::")[1]
+        tensors = [value for value in tree_flatten((args, kwargs, out))[0] if isinstance(value, Tensor)]
+        if (
+            not self.enabled
+            or operation.namespace in NAMESPACES_LEFT
+            or name in NO_ARITHMETIC
+            or _only_views(operation)
+            or not any(tensor.device.type == "cuda" for tensor in tensors)
+        ):
+            return out
+        compute = self._repeat(operation, name, args, kwargs, out)
+        if self.captured is not None and torch.cuda.is_current_stream_capturing():
+            self.captured.append(compute)
+        else:
+            with torch.no_grad():
+                compute()
+        return out
+
+    def _repeat(self, operation: Any, name: str, args: Any, kwargs: Any, out: Any) -> Callable[[], None]:
+        """The operation on the same memory, by the CPU."""
+        if self.captured is not None:
+            args, kwargs = tree_map(_as_captured, (args, kwargs))
+        args, kwargs, out = tree_map(on_cpu, (args, kwargs, out))
+        if kwargs.get("device") is not None and name != "copy_":
+            kwargs["device"] = torch.device("cpu")
+        kwargs.pop("pin_memory", None)
+        in_place = operation._schema.is_mutable and name not in ("native_batch_norm", "cudnn_batch_norm")
+        kernel = REPLACED.get(operation, operation)
+
+        def compute() -> None:
+            result = kernel(*args, **kwargs)
+            if not in_place:
+                for target, source in zip(tree_flatten(out)[0], tree_flatten(result)[0], strict=False):
+                    if isinstance(target, Tensor) and isinstance(source, Tensor) and target.numel():
+                        target.copy_(source)
+
+        return compute
+
+
+def _as_captured(value: Any) -> Any:
+    """A number of the host goes into a graph as it is now; device memory is read when the graph is replayed."""
+    return value.clone() if isinstance(value, Tensor) and value.device.type == "cpu" and value.dim() == 0 else value
+
+
+def start() -> None:
+    """Compute from here on, in this process."""
+    graph = torch.cuda.CUDAGraph
+    begin, end, replay = graph.capture_begin, graph.capture_end, graph.replay
+
+    def capture_begin(self: Any, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **options)
+        Arithmetic.captured = []
+
+    def capture_end(self: Any) -> None:
+        Arithmetic.graphs[id(self)] = Arithmetic.captured or []
+        Arithmetic.captured = None
+        end(self)
+
+    def replay_and_compute(self: Any) -> None:
+        replay(self)
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            for compute in Arithmetic.graphs[id(self)] if Arithmetic.enabled else ():
+                compute()
+
+    graph.capture_begin, graph.capture_end, graph.replay = capture_begin, capture_end, replay_and_compute
+    Arithmetic().__enter__()

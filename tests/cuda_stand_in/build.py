@@ -1,0 +1,119 @@
+"""Builds the stand-in for CUDA with the machine's C++ compiler and the headers in PyTorch's own packages (README.md).
+
+python tests/cuda_stand_in/build.py DIR     # writes DIR/libcuda_stand_in.so and DIR/libcuda.so.1
+"""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+RUNTIME = ("ledger", "memory", "streams", "blas", "dnn", "nccl")
+# What PyTorch asks of CUDA's libraries: all that is not written here becomes a function that only returns success.
+ASKED = re.compile(r"^(cuda[A-Z]|__cuda|cublas|cudnn|nccl)")
+# Headers that the packages' own ones include and that PyTorch's wheels do not bring.
+EMPTY_MARKS = """
+__host__ __device__ __global__ __shared__ __constant__ __device_builtin__ __cudart_builtin__ __specialization_static
+__device_builtin_texture_type__ __device_builtin_surface_type__ CUDARTAPI
+"""
+HOST_DEFINES = r"""#pragma once
+#define __align__(n) __attribute__((aligned(n)))
+#define __builtin_align__(n) __align__(n)
+#define __forceinline__ inline
+#define __cluster_dims__(...)
+"""
+SMALL_HEADERS = {
+    "cuda_runtime.h": "#pragma once\n#include <cuda_runtime_api.h>\n",
+    "crt/host_defines.h": HOST_DEFINES + "".join(f"#define {mark}\n" for mark in EMPTY_MARKS.split()),
+    **{f"cuda_{name}.h": "#pragma once\n" for name in ("fp16", "bf16", "fp8")},
+}
+
+
+class Unavailable(Exception):
+    """This machine cannot build the stand-in; the message says what it lacks."""
+
+
+def build(folder: Path) -> None:
+    """Build both libraries into `folder`. `Unavailable` without a compiler, headers, or a CUDA build of PyTorch."""
+    torch, nvidia = _package("torch"), _package("nvidia")
+    libraries = [*torch.glob("lib/libc10_cuda.so"), *torch.glob("lib/libtorch*.so")]
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise Unavailable("no g++")
+    if shutil.which("nm") is None:
+        raise Unavailable("no nm (binutils)")
+    if len(libraries) < 2 or not any(torch.glob("lib/libc10_cuda.so")):
+        raise Unavailable("torch is not a CUDA build")
+    (include,) = list(nvidia.glob("cu[0-9]*/include"))[:1] or [nvidia / "cuda_runtime/include"]
+    needed = [include / "cuda_runtime_api.h", nvidia / "cudnn/include/cudnn.h", nvidia / "nccl/include/nccl.h"]
+    for header in needed:
+        if not header.exists():
+            raise Unavailable(f"no {header.name} in torch's packages")
+    for name, text in SMALL_HEADERS.items():
+        (folder / "include" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "include" / name).write_text(text, encoding="utf-8")
+    options = [f"-I{folder}/include", *(f"-I{header.parent}" for header in needed), "-std=c++17", "-O1", "-w", "-fPIC"]
+
+    def compile_to(target: Path, *more: str) -> None:
+        done = subprocess.run(
+            [compiler, *options, "-o", str(target), *more], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            reasons = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
+            raise Unavailable(f"{target.name} cannot be made: {reasons[0].strip()}")
+
+    for name in (*RUNTIME, "driver"):
+        compile_to(folder / f"{name}.o", "-c", str(HERE / f"{name}.cpp"))
+    runtime = [folder / f"{name}.o" for name in RUNTIME]
+    asked = {name for name in _symbols("--undefined-only", *libraries) if ASKED.match(name)}
+    _write_rest(folder / "runtime_rest.c", asked - _symbols("--defined-only", *runtime))
+    offered = re.findall(r"\bCUDAAPI (cu[A-Z]\w+)|\b(cu[A-Z][A-Za-z0-9]+_v\d)\b", (include / "cuda.h").read_text())
+    driver = {name for pair in offered for name in pair if name}
+    _write_rest(folder / "driver_rest.c", driver - _symbols("--defined-only", folder / "driver.o"))
+    compile_to(folder / "libcuda_stand_in.so", "-shared", *map(str, runtime), "-xc", str(folder / "runtime_rest.c"))
+    compile_to(
+        folder / "libcuda.so.1", "-shared", "-Wl,-soname,libcuda.so.1", str(folder / "driver.o"),
+        "-xc", str(folder / "driver_rest.c"), "-ldl",
+    )  # fmt: skip
+    (folder / "libcuda.so").unlink(missing_ok=True)
+    (folder / "libcuda.so").symlink_to("libcuda.so.1")
+
+
+def variables(folder: Path) -> dict[str, str]:
+    """The environment in which a process finds the stand-in where CUDA would be."""
+    return {
+        "LD_PRELOAD": str(folder / "libcuda_stand_in.so"),
+        "LD_LIBRARY_PATH": str(folder),
+        "TRITON_LIBCUDA_PATH": str(folder),
+    }
+
+
+def _package(name: str) -> Path:
+    found = importlib.util.find_spec(name)
+    if found is None or not found.submodule_search_locations:
+        raise Unavailable(f"no package {name}")
+    return Path(next(iter(found.submodule_search_locations)))
+
+
+def _symbols(which: str, *files: Path) -> set[str]:
+    dynamic = ["-D"] if which == "--undefined-only" else []
+    command = ["nm", *dynamic, which, *map(str, files)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return {line.split()[-1].split("@")[0] for line in lines if line and not line.endswith(":")}
+
+
+def _write_rest(path: Path, names: set[str]) -> None:
+    path.write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(names)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1]).resolve()
+    target.mkdir(parents=True, exist_ok=True)
+    try:
+        build(target)
+    except Unavailable as reason:
+        sys.exit(f"error: the CUDA stand-in cannot be built: {reason}")
+    print("".join(f"export {name}={value}\n" for name, value in variables(target).items()), end="")

@@ -1,0 +1,122 @@
+"""The stand-in for CUDA itself: what it computes, what it counts, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.cuda_stand_in.build import Unavailable, build, variables
+
+PROGRAM = """
+import json, sys, time
+import torch
+from torch import nn
+from tests.cuda_stand_in import arithmetic, stand_in
+
+arithmetic.start()
+seen = {}
+
+def attempt(name, action):
+    stand_in.take_troubles()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            action()
+        outcome = "captured"
+    except Exception as error:
+        outcome = str(error).splitlines()[0]
+    seen[name] = [outcome, stand_in.take_troubles()]
+    return graph
+
+device, other = torch.device("cuda"), torch.cuda.Stream()
+total, one = torch.zeros(4, device=device), torch.ones(4, device=device)
+
+def escape():
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        total.add_(one)
+
+graph = attempt("legal", lambda: total.add_(one))
+after_capture = total.tolist()
+for _ in range(3):
+    graph.replay()
+seen["sums"] = [after_capture, total.tolist()]
+attempt("wait", lambda: total.sum().item())
+attempt("unjoined", escape)
+attempt("allocation", lambda: torch.cuda.memory._snapshot() and torch.cuda.synchronize())
+
+def train(where):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                          nn.Linear(8, 4)).to(where, memory_format=torch.channels_last)
+    images = torch.randn(4, 3, 8, 8).to(where).contiguous(memory_format=torch.channels_last)
+    nn.functional.cross_entropy(model(images), torch.arange(4, device=where)).backward()
+    return [parameter.grad.cpu() for parameter in model.parameters()]
+
+with stand_in.record() as ledger:
+    gradients = train("cuda")
+seen["equal"] = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients, train("cpu")))
+seen["convolutions"] = [work.name for work in ledger.kernels if "convolution" in work.name]
+seen["waits"] = len(ledger.waits)
+seen["to device"] = ledger.bytes_copied("to device")
+print(json.dumps(seen))
+sys.stdout.flush()
+time.sleep(0.5)  # autograd's threads come to rest, else they may abort while Python ends
+"""
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("cuda_stand_in")
+    try:
+        build(folder)
+    except Unavailable as reason:
+        pytest.skip(f"the stand-in for CUDA cannot be built: {reason}")
+    environment = os.environ | variables(folder) | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_capture_computes_nothing_and_each_replay_does(seen: dict[str, Any]) -> None:
+    assert seen["legal"] == ["captured", []]
+    assert seen["sums"] == [[0.0] * 4, [3.0] * 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "trouble"), [("wait", "cudaStreamQuery during a capture"), ("unjoined", "work that was not joined")]
+)
+def test_what_a_gpu_refuses_in_a_capture_is_refused_and_noted(seen: dict[str, Any], name: str, trouble: str) -> None:
+    outcome, troubles = seen[name]
+    assert outcome != "captured"
+    assert any(trouble in line for line in troubles), troubles
+
+
+def test_numbers_are_those_of_the_cpu(seen: dict[str, Any]) -> None:
+    assert seen["equal"]
+
+
+def test_work_is_counted_with_types_and_layouts(seen: dict[str, Any]) -> None:
+    forward, *backward = seen["convolutions"]
+    assert forward.startswith("cudnn convolution float32 4x3x8x8 NHWC and float32 8x3x3x3 NHWC to float32 4x8x6x6 NHWC")
+    assert [name.split(" float32")[0] for name in backward] == ["cudnn convolution backward by weight"]
+    weights = 8 * 3 * 9 + 3 * 8 + 8 + 4 * 8 + 4  # convolution, BatchNorm and its bias, the layers' biases
+    assert seen["to device"] >= 4 * (weights + 4 * 3 * 64)
+    assert seen["waits"] >= 1  # the gradients are read by the host
+
+
+def test_a_machine_that_cannot_build_it_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(name: str) -> Callable[[str], str | None]:
+        return lambda command: None if command == name else f"/usr/bin/{command}"
+
+    for name, reason in (("g++", "no g\\+\\+"), ("nm", "no nm")):
+        monkeypatch.setattr("tests.cuda_stand_in.build.shutil.which", without(name))
+        with pytest.raises(Unavailable, match=reason):
+            build(tmp_path)
