@@ -17,6 +17,7 @@ NAMED_PAGES = ("README.md", "CONTRIBUTING.md", "results/README.md")
 PAGES = sorted([*(ROOT / name for name in NAMED_PAGES), *(ROOT / "docs").glob("*.md")])
 SCRIPTS = sorted(ROOT.glob("*.slr"))
 STANDS_FOR = re.compile(r"`([A-Z][A-Z0-9]+)`\s+(?:stands )?for\s+`(--[^`]+)`")  # a page's own abbreviations
+SHELL_VARIABLE = re.compile(r'^([A-Z]+)="(--[^"]+|\$[^"]+)"$', re.MULTILINE)
 OWN_FILE = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
 OPTION = re.compile(r"--[a-z][\w-]*")
 
@@ -30,6 +31,8 @@ def commands() -> list[tuple[str, str]]:
     for page in PAGES:
         text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
         short = dict(STANDS_FOR.findall(text))
+        for name, value in SHELL_VARIABLE.findall(text):  # one may use those before it
+            short[f"${name}"] = " ".join(short.get(word, word) for word in value.split())
         for number, line in enumerate(text.splitlines(), start=1):
             for code in re.findall(r"`([^`]+)`", line) or [line]:
                 for part in code.split("&&"):
