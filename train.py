@@ -92,9 +92,8 @@ class Trainer:
 
         self.progress = Progress()
         self.state = RunState(config, config_name, self.data, self.learner, self.progress, world)
-        self.log = RunLogger(
-            folder, enabled=world.is_main, to_screen=config.log_to_screen, to_tensorboard=config.log_to_tensorboard
-        )
+        screen, board = config.log_to_screen, config.log_to_tensorboard
+        self.log = RunLogger(folder, enabled=world.is_main, to_screen=screen, to_tensorboard=board, to=config.log_to)
         self.writer = Writer(
             folder / "checkpoints", config.keep_checkpoints, config.checkpoint_async, before=self.log.sync
         )

@@ -2,7 +2,10 @@
 
 from typing import Annotated
 
-from utils.keys import Fact, PositiveFloat, PositiveInt, SharedKeys
+from pydantic import Field
+
+from utils.keys import Fact, OneOf, PositiveFloat, PositiveInt, SharedKeys
+from utils.run.trackers import TRACKERS
 
 
 class OutputKeys(SharedKeys):
@@ -12,6 +15,8 @@ class OutputKeys(SharedKeys):
     """Progress and log lines on the terminal."""
     log_to_tensorboard: Annotated[bool, Fact.NO_HYPERPARAMETER] = True
     """Write TensorBoard event files."""
+    log_to: Annotated[tuple[Annotated[str, OneOf(TRACKERS)], ...], Field(strict=False), Fact.NO_HYPERPARAMETER] = ()
+    """Give the metrics to these, too: csv, wandb, mlflow. What goes wrong there never ends a run."""
     log_freq: Annotated[PositiveInt, Fact.NO_HYPERPARAMETER] = 20
     """Steps between two log points. Only there the host waits for the device, unless fp16's loss is scaled without
     fused_optimizer: then PyTorch's scaler waits in every step."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from utils.errors import ExpectedError, Stopped
 from utils.keys import Keys
 from utils.run.board import Board
+from utils.run.trackers import Start, Trackers
 from utils.training.metrics import worst_classes
 
 logger = logging.getLogger("train")
@@ -45,8 +46,11 @@ class RunLogger(AbstractContextManager["RunLogger"]):
     all lines in either case. A `with` block closes what `open` opened.
     """
 
-    def __init__(self, folder: Path, *, enabled: bool, to_screen: bool, to_tensorboard: bool) -> None:
-        self.folder, self.enabled = folder, enabled
+    def __init__(
+        self, folder: Path, *, enabled: bool, to_screen: bool, to_tensorboard: bool, to: Sequence[str] = ()
+    ) -> None:
+        self.folder, self.enabled, self.to = folder, enabled, to
+        self.trackers: Trackers | None = None
         self.to_screen, self.to_tensorboard = to_screen, to_tensorboard
         self.board: Board | None = None
         self.progress: Any = None
@@ -126,7 +130,14 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         )  # fmt: skip
 
     def describe(self, keys: Keys, config_name: str, environment: dict[str, Any]) -> None:
+        """What this start of the run is, before its first record."""
         self._show(lambda board: board.describe(keys, config_name, environment))
+        if self.enabled and self.to:
+            with _naming(self.folder):
+                lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            values = keys.model_dump(mode="json")
+            history = [json.loads(line) for line in lines]
+            self.trackers = Trackers(self.to, Start(self.folder, self.folder.name, values, history))
 
     def log_step(
         self, epoch: int, iteration: int, step: int, values: dict[str, float], left: float | None = None,
@@ -183,6 +194,14 @@ class RunLogger(AbstractContextManager["RunLogger"]):
             with _naming(self.folder):
                 self._metrics.write(json.dumps({"kind": kind, **values}) + "\n")
                 self._metrics.flush()
+        if self.trackers is not None:
+            self.trackers.record({"kind": kind, **values})
+            self._tell_faults()
+
+    def _tell_faults(self) -> None:
+        """What went wrong in the trackers."""
+        for fault in self.trackers.faults() if self.trackers is not None else ():
+            self.say(fault)
 
     def _show(self, add: Callable[[Board], None]) -> None:
         if self.board is not None:
@@ -194,6 +213,10 @@ class RunLogger(AbstractContextManager["RunLogger"]):
             self.progress.stop()
         if self.enabled and error is not None:
             self._log_error(error)
+        if self.trackers is not None:
+            self.trackers.close(finished=error is None)
+            with suppress(ExpectedError):
+                self._tell_faults()
         for file in (self._metrics, self.board, *self._handlers):
             if file is not None:
                 with suppress(OSError):  # what a full disk did not take was raised when it was written

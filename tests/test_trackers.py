@@ -1,0 +1,139 @@
+"""utils.run.trackers: CSV, Weights & Biases and MLflow get the records of metrics.jsonl, and can never hurt a run."""
+
+import csv
+import json
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.test_train import records, run
+from train import Trainer
+from utils.errors import Stopped
+from utils.run import trackers
+from utils.run.trackers import Start, Trackers
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "WANDB_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def rows(path: Path) -> list[dict[str, float | str]]:
+    return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(path.read_text().splitlines())]
+
+
+def test_csv_holds_the_records_also_after_a_resume_from_before_its_end(tiny, alone, tmp_path):
+    config = tiny(log_to=["csv"])
+    run(config, alone, tmp_path)
+    (tmp_path / "checkpoints/step-000000008.pt").unlink()  # the second epoch is lost
+    run(tiny(log_to=["csv"], max_epochs=3), alone, tmp_path, resume=str(tmp_path))
+    for kind, name in (("step", "steps.csv"), ("epoch", "epochs.csv")):
+        expected = [{key: value for key, value in row.items() if key != "kind"} for row in records(tmp_path, kind)]
+        assert rows(tmp_path / name) == expected
+
+
+def test_a_new_column_keeps_the_old_rows(tmp_path):
+    tracker = trackers.CsvTracker(Start(tmp_path, "run", {}, [{"kind": "step", "step": 1, "loss": 2.0}]))
+    tracker.open()
+    tracker.record({"kind": "step", "step": 2, "loss": 1.0, "loss_scale": 8.0})
+    tracker.record({"kind": "step", "step": 3, "loss": 1.5, "loss_scale": 8.0})
+    assert (tmp_path / "steps.csv").read_text() == "step,loss,loss_scale\n1,2.0,\n2,1.0,8.0\n3,1.5,8.0\n"
+
+
+def test_mlflow_has_one_run_over_all_starts(tiny, alone, tmp_path):
+    mlflow = pytest.importorskip("mlflow", reason='mlflow is missing: pip install ".[mlflow]"')
+    for epochs in (1, 2):
+        folder = tmp_path / "expts/run"
+        config = tiny(log_to=["mlflow"], max_epochs=epochs, lr=0.05)
+        run(config, alone, folder, resume=str(folder) if folder.exists() else "auto")
+    assert "log_to" not in (tmp_path / "expts/run/train.log").read_text()
+    client = mlflow.MlflowClient((tmp_path / "expts/mlruns").as_uri())
+    (experiment,) = [found for found in client.search_experiments() if found.name == "expts"]
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert found.info.status == "FINISHED" and found.info.run_name == "run" and found.data.params["lr"] == "0.05"
+    for tag in ("acc1/valid", "loss/train"):
+        history = client.get_metric_history(found.info.run_id, tag)
+        expected = [(row["epoch"], row[tag]) for row in records(tmp_path / "expts/run", "epoch")]
+        assert [(point.step, point.value) for point in history] == expected
+    history = client.get_metric_history(found.info.run_id, "step/loss")
+    assert [point.step for point in history] == [row["step"] for row in records(tmp_path / "expts/run", "step")]
+
+
+def test_wandb_has_one_run_over_all_starts(tiny, alone, tmp_path):
+    pytest.importorskip("wandb", reason='wandb is missing: pip install ".[wandb]"')
+    for epochs in (1, 2):
+        folder = tmp_path / "run"
+        run(tiny(log_to=["wandb"], max_epochs=epochs), alone, folder, resume=str(folder) if folder.exists() else "auto")
+    assert "log_to" not in (tmp_path / "run/train.log").read_text()
+    identity = json.loads((tmp_path / "run/trackers.json").read_text())["wandb"]
+    files = list((tmp_path / "run/wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
+    assert files and all(b"acc1/valid" in file.read_bytes() for file in files)
+
+
+class Broken:
+    """A tracker that fails, or never answers, at one place."""
+
+    def __init__(self, start: Start, place: str, hang: bool) -> None:
+        self.place, self.hang = place, hang
+        self.reach("import")
+
+    def reach(self, place: str) -> None:
+        if place == self.place:
+            if self.hang:
+                threading.Event().wait()
+            raise OSError("No space left on device")
+
+    def open(self) -> None:
+        self.reach("open")
+
+    def record(self, record: trackers.Record) -> None:
+        self.reach("record")
+
+    def close(self, finished: bool) -> None:
+        self.reach("close")
+
+
+@pytest.mark.parametrize(
+    ("place", "hang"),
+    [("import", False)] + [(place, hang) for place in ("open", "record", "close") for hang in (False, True)],
+)
+def test_a_fault_is_a_line_in_the_log_and_the_run_goes_on(tiny, alone, tmp_path, monkeypatch, place, hang):
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda start: Broken(start, place, hang))
+    monkeypatch.setattr(trackers, "CLOSING_SECONDS", 0.2)
+    run(tiny(max_epochs=1, log_to=["wandb", "csv"]), alone, tmp_path)
+    told = [line for line in (tmp_path / "train.log").read_text().splitlines() if "log_to wandb: " in line]
+    assert len(told) == 1
+    assert ("did not answer within" if hang else "No space left on device; the run goes on without it") in told[0]
+    assert len(rows(tmp_path / "epochs.csv")) == 1
+
+
+def test_a_missing_package_is_told_with_its_remedy(tiny, alone, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run(tiny(max_epochs=1, log_to=["wandb"]), alone, tmp_path)
+    assert (
+        'log_to wandb: it is not installed: pip install ".[wandb]"; the run goes'
+        in (tmp_path / "train.log").read_text()
+    )
+
+
+def test_a_stopped_run_waits_for_no_tracker(tiny, alone, tmp_path, monkeypatch):
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda start: Broken(start, "record", True))
+    monkeypatch.setattr(trackers, "CLOSING_SECONDS", 0.2)
+    trainer = Trainer(tiny(log_to=["wandb"]), alone, tmp_path, "tiny", "auto")
+    trainer.requests.signal = signal.SIGTERM
+    with pytest.raises(Stopped):
+        trainer.train()
+
+
+def test_records_do_not_pile_up_for_a_tracker_that_has_ended(tmp_path, monkeypatch):
+    monkeypatch.setitem(trackers.TRACKERS, "csv", lambda start: Broken(start, "open", False))
+    all_trackers = Trackers(["csv"], Start(tmp_path, "run", {}, []))
+    (thread,) = all_trackers._threads
+    thread.join()
+    all_trackers.record({"kind": "step"})
+    assert thread.waiting.empty() and len(all_trackers.faults()) == 1
