@@ -129,7 +129,8 @@ class Arithmetic(TorchDispatchMode):
             result = kernel(*args, **kwargs)
             if not in_place:
                 for target, source in zip(tree_flatten(out)[0], tree_flatten(result)[0], strict=False):
-                    if isinstance(target, Tensor) and isinstance(source, Tensor) and target.numel():
+                    # empty: what a GPU also returns and nobody reads, such as BatchNorm's statistics in evaluation
+                    if isinstance(target, Tensor) and isinstance(source, Tensor) and target.numel() and source.numel():
                         target.copy_(source)
 
         return compute
