@@ -21,7 +21,8 @@ def source(tmp_path: Path) -> Path:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != stage_data.MARK)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_copy_is_whole_and_is_used_again(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,6 +50,20 @@ def test_copy_of_data_that_has_changed_is_made_anew(source: Path, tmp_path: Path
         os.utime(source / "labels.txt", ns=(1, 1))
     stage_data.stage(source, target)
     assert content(target) == content(source)
+
+
+def test_what_is_no_copy_is_never_replaced(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home, file, empty = tmp_path / "home", tmp_path / "file", tmp_path / "empty"
+    home.mkdir()
+    (home / "thesis.txt").write_text("the only copy")
+    file.touch()
+    for target in (home, file):
+        assert stage_data.main([str(source), str(target)]) == 2
+        assert f"{target}: is there and no copy by this program" in capsys.readouterr().err
+    assert content(home) == {"thesis.txt": b"the only copy"} and file.is_file()
+    empty.mkdir()
+    assert stage_data.main([str(source), str(empty)]) == 0
+    assert content(empty) == content(source)
 
 
 def test_processes_that_start_at_once_copy_once(source: Path, tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
     python -m tools.stage_data /lustre/data /tmp/data
 
 Processes that start at once copy it once, and the others wait. A copy that is there is used again if its files have the
-names, sizes and times of the original's; else it is made anew. It appears under its name only when it is whole.
+names, sizes and times of the original's; else it is made anew. It appears under its name only when it is whole. A
+folder that is not such a copy is never replaced.
 """
 
 import argparse
@@ -15,6 +16,8 @@ from pathlib import Path
 from tools.command_line import new_parser
 from utils.errors import ConfigError, DataError, exit_in_a_line
 from utils.files import partial_folder
+
+MARK = ".staged_from"  # in each copy, with the path of the original
 
 
 @exit_in_a_line
@@ -28,7 +31,8 @@ def main(argv: list[str] | None = None) -> int:
 def stage(source: Path, target: Path) -> str:
     """Make the folder `target` a copy of the folder `source`; returns what was done.
 
-    `DataError` where it cannot be read or has no room, `ConfigError` where one folder is inside the other."""
+    `DataError` where it cannot be read or has no room, `ConfigError` where one folder is inside the other, or where
+    `target` holds something else than a copy."""
     if source == target or source in target.parents or target in source.parents:
         raise ConfigError(f"{target}: cannot be a copy of {source}; name a folder on a disk of this machine")
     try:
@@ -37,11 +41,16 @@ def stage(source: Path, target: Path) -> str:
             files = list_files(source)
             if target.is_dir() and list_files(target) == files:
                 return f"{target}: there already, {len(files):,} files"
+            if _holds_something_else(target):
+                raise ConfigError(
+                    f"{target}: is there and no copy by this program; move it away or name another folder"
+                )
             needed = sum(size for size, _ in files.values())
             free = shutil.disk_usage(target.parent).free
             if needed > free:
                 raise DataError(f"{target}: {needed / 1e9:.1f} GB do not fit into the {free / 1e9:.1f} GB free there")
             shutil.copytree(source, partial, dirs_exist_ok=True)
+            (partial / MARK).write_bytes(os.fsencode(source))
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
     except (OSError, shutil.Error) as error:
@@ -49,13 +58,22 @@ def stage(source: Path, target: Path) -> str:
     return f"{target}: copied {len(files):,} files, {needed / 1e9:.2f} GB, from {source}"
 
 
+def _holds_something_else(target: Path) -> bool:
+    """Whether something is lost when `target` is replaced: all but a copy, an empty folder, or nothing at all."""
+    if not target.is_dir():
+        return os.path.lexists(target)
+    return any(target.iterdir()) and not (target / MARK).is_file()
+
+
 def list_files(folder: Path) -> dict[str, tuple[int, int]]:
-    """(bytes, time of change in ns) of each file below `folder`, by its path from there. `OSError` as from reading."""
+    """(bytes, time of change in ns) of each file below `folder`, by its path from there, without a copy's mark.
+    `OSError` as from reading."""
     files = {}
     for root, _, names in os.walk(folder, onerror=_raise, followlinks=True):
         for name in names:
             status = os.stat(os.path.join(root, name))
             files[os.path.relpath(os.path.join(root, name), folder)] = (status.st_size, status.st_mtime_ns)
+    files.pop(MARK, None)
     return files
 
 
