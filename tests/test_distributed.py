@@ -333,6 +333,25 @@ def test_a_loss_that_is_no_number_on_one_rank_ends_both_and_is_told_once(tmp_pat
     assert path is not None and state is not None and state["batch"] == 2
 
 
+def run_with_an_unused_layer(folder: Path) -> int:
+    """The whole program with a network that has parameters which nothing depends on."""
+    really = train.build_model
+
+    def build(*arguments: Any, **options: Any) -> nn.Module:
+        model = really(*arguments, **options)
+        model.spare = nn.Linear(3, 3)
+        return model
+
+    train.build_model = build
+    return run_program(folder, {})
+
+
+def test_an_unused_layer_is_told_with_a_remedy(tmp_path: Path) -> None:
+    ended = run_job(tmp_path / "job", 2, run_with_an_unused_layer, tmp_path / "run")
+    assert [process.status for process in ended] == [2, 2]
+    assert "requires_grad_(False)" in complaints(ended)[1]
+
+
 def run_with_a_faulty_worker_of(rank: int, killed: bool, folder: Path) -> int:
     """The whole program; the loader worker of one rank fails at its sixth batch, the second of the second epoch."""
     really, batches = AugmentedImages.__getitem__, itertools.count(1)

@@ -20,6 +20,9 @@ LOST_RANK = re.compile(
 OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory", re.IGNORECASE)
 WANTED = re.compile(r"(?:tried|unable) to allocate ([\d.]+ \w+)", re.IGNORECASE)
 
+# What DDP says at the second step of a network with parameters that got no gradient in the first.
+UNUSED_PARAMETERS = "parameters that were not used in producing loss"
+
 
 class ExpectedError(Exception):
     """Something foreseeable went wrong; the message names the thing, the value, what is allowed and the remedy."""
@@ -69,6 +72,11 @@ def explain(error: Exception) -> ExpectedError | None:
         return ExpectedError(_explain_loader_worker(text))
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(text)):
         return ExpectedError(_explain_memory(text))
+    if isinstance(error, RuntimeError) and UNUSED_PARAMETERS in text:
+        return ConfigError(
+            "the network has parameters that its outputs do not depend on, which several ranks cannot train\n"
+            "remove them, or leave them out of the training with requires_grad_(False)"
+        )
     if isinstance(error, RuntimeError) and LOST_RANK.search(text):
         return ExpectedError("another process of this run has ended, so this one ends too; see its message")
     return None
