@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import pickle
 import resource
 import shutil
 import tarfile
@@ -412,6 +413,16 @@ def test_open_shards_are_closed_with_the_loader(packed: Path, config: Callable[.
     assert len(os.listdir("/proc/self/fd")) == before + 5
     del built
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_process_that_is_not_forked_opens_shards_itself(
+    packed: Path, config: Callable[..., Config], alone: Any
+) -> None:
+    images = open_dataset(config(packed), alone).train
+    content = images.content(0)
+    copied = pickle.loads(pickle.dumps(images))  # as a DataLoader hands it to a worker that it spawns
+    assert images.opened.descriptors and not copied.opened.descriptors
+    assert copied.content(0) == content
 
 
 @pytest.mark.slow

@@ -31,6 +31,10 @@ class OpenShards:
     def __init__(self) -> None:
         self.descriptors: dict[int, int] = {}
 
+    def __reduce__(self) -> tuple[type["OpenShards"], tuple[()]]:
+        """None is open in a process that gets a copy, such as a worker that is not forked."""
+        return OpenShards, ()
+
     def __del__(self) -> None:
         for descriptor in self.descriptors.values():
             os.close(descriptor)
