@@ -162,6 +162,10 @@ TAR_DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no image": (lambda path: rewrite(path, lambda rows: rows.pop(0)), "has no image"),
     "twice": (lambda path: rewrite(path, lambda rows: rows.append(rows[0])), "two members of the kind of"),
     "no number": (lambda path: rewrite(path, lambda rows: rows.insert(1, (rows.pop(1)[0], b"-1"))), "holds b'-1'"),
+    "huge number": (
+        lambda path: rewrite(path, lambda rows: rows.insert(1, (rows.pop(1)[0], b"9" * 20))),
+        "holds b'9999",
+    ),
     "a link": (lambda path: rewrite(path, as_link), "is a link"),
 }
 

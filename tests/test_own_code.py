@@ -311,6 +311,8 @@ REFUSED_DATA = [
     (change("train", labels=lambda y: y - 1), "train: labels reach from -1 to 2"),
     (change("train", labels=lambda y: y / 1), r"labels are float64 \[300\]; expected whole numbers"),
     (change("train", labels=lambda y: y[:, None]), r"labels are int64 \[300, 1\]; expected whole numbers"),
+    (change("train", images=lambda x: dict(enumerate(x))), "images are of type dict; expected an array"),
+    (change("train", images=lambda x: ["a.png", *range(1, len(x))]), "images is a value of type int"),
     (change("valid", images=lambda x: ["a.png"] * len(x)), "must both be arrays, or both paths"),
     (lambda data: data | {"mean": 0.5}, "mean: is 0.5; expected three numbers"),
     (lambda data: data | {"std": (0, 1, 1)}, r"std: is \(0, 1, 1\); expected three numbers"),
@@ -326,6 +328,14 @@ def test_data_that_cannot_be_trained_on_is_named(tiny, monkeypatch, code, spoil,
         load_own(config)
     assert str(refused.value).startswith("dataset of_mine:arrays")
     assert str(refused.value).count("\n") <= 1
+
+
+def test_a_mean_of_zero_is_one_whatever_the_module_is_called(tiny, monkeypatch, code):
+    find_dataset(tiny(**OWN), download=False)
+    monkeypatch.setitem(sys.modules, "my_std", sys.modules["of_mine"])
+    black = sys.modules["of_mine"].arrays(code) | {"mean": (0, 0.5, 0.5)}
+    monkeypatch.setattr(sys.modules["of_mine"], "arrays", lambda data_path: black)
+    assert load_own(tiny(**OWN | {"dataset": "my_std:arrays"})).mean == (0, 0.5, 0.5)
 
 
 def test_what_the_users_function_raises_is_missing_data_with_its_line(tiny, alone, code, capsys):

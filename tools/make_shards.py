@@ -31,6 +31,7 @@ THREADS = 8  # many small files are opened: waiting, not computing
 END_OF_TAR = bytes(1024)
 # As the webdataset package splits a name: the key goes up to the first dot of the last part.
 KEY_AND_EXTENSION = re.compile(r"((?:.*/|)[^./][^.]*)\.([^/]*)", re.DOTALL)
+LABEL = re.compile(rb"\d{1,6}")
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -166,7 +167,7 @@ def _scan(path: Path) -> tuple[int, list[Sample]]:
                     images[key] = info.name, info.offset_data, info.size
                     continue
                 text = os.pread(descriptor, info.size, info.offset_data)
-                if not text.strip().isdigit():
+                if LABEL.fullmatch(text.strip()) is None:
                     raise DataError(f"{path}: {info.name} holds {text[:20]!r}; expected the number of a class")
                 labels[key] = int(text)
             if unpaired := sorted(images.keys() ^ labels.keys()):

@@ -14,7 +14,7 @@ Every rank and every start calls it, so that it must return the same each time; 
 import hashlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def load_own(keys: DatasetKeys) -> Dataset:
     )
     dataset = _put_together(what, keys, class_names, train, valid)
     mean, std = (
-        _read_per_channel(f"{what}, {name}", returned[name]) if name in returned else getattr(dataset, name)
+        _read_per_channel(what, name, returned[name]) if name in returned else getattr(dataset, name)
         for name in OPTIONAL
     )
     return replace(dataset, mean=mean, std=std, fingerprint=_fingerprint(train, valid))
@@ -91,7 +91,11 @@ def _read_split(what: str, pair: Any, num_classes: int, data_path: Path, centre_
     if not len(images) or len(images) != len(labels):
         raise DataError(f"{what}: {len(images)} images and {len(labels)} labels; expected as many, and at least one")
     checked = _read_labels(what, labels, num_classes)
+    if isinstance(images, Mapping | Set):
+        raise DataError(f"{what}: images are {_kind(images)}; expected an array or a list")
     if isinstance(images[0], str | os.PathLike):
+        if wrong := [path for path in images if not isinstance(path, str | os.PathLike)]:
+            raise DataError(f"{what}: among the paths of the images is a value {_kind(wrong[0])}; expected paths only")
         names = np.array([os.fsencode(path) for path in images])
         return ImageFiles(checked, 0, centre_share, data_path, names)
     return ImageArrays(_read_images(what, images), checked)
@@ -129,17 +133,18 @@ def _read_images(what: str, images: Any) -> np.ndarray:
 def _as_array(what: str, values: Any) -> np.ndarray:
     try:
         return np.asarray(values)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:  # RuntimeError: a tensor that needs a gradient
         raise DataError(f"{what} make no array: {' '.join(str(error).split())}") from None
 
 
-def _read_per_channel(what: str, values: Any) -> tuple[float, ...]:
-    array = _as_array(what, values)
+def _read_per_channel(what: str, name: str, values: Any) -> tuple[float, ...]:
+    """`name` is "mean" or "std"."""
+    array = _as_array(f"{what}, {name}", values)
     if array.shape == (3,) and array.dtype.kind in "fiu":
         numbers = tuple(float(value) for value in array)
-        if all(math.isfinite(value) and 0 <= value <= 1 for value in numbers) and (min(numbers) or "std" not in what):
+        if all(math.isfinite(value) and 0 <= value <= 1 for value in numbers) and (min(numbers) or name == "mean"):
             return numbers
-    raise DataError(f"{what}: is {values!r:.60}; expected three numbers from 0 to 1, of std above 0")
+    raise DataError(f"{what}, {name}: is {values!r:.60}; expected three numbers from 0 to 1, of std above 0")
 
 
 def _kind(value: Any) -> str:
