@@ -17,6 +17,8 @@ CODE = Path(__file__).resolve().parent
 # name: (module, what it does)
 COMMANDS = {
     "train": ("train", "train a network from a named block of keys"),
+    "evaluate": ("tools.evaluate", "figures of a trained network on its own or other images"),
+    "predict": ("tools.predict", "classify images, and show the worst mistakes"),
     "export": ("tools.export", "write the best weights for use elsewhere"),
     "report": ("tools.report", "draw runs and measurements as one page"),
     "runs": ("tools.runs", "list runs, or show how two differ"),

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tools.command_line import new_parser
 from tools.output import make_folder
+from tools.trained import read_config
 from utils.config.command_line import not_empty
 from utils.errors import CheckpointError, ConfigError, ExpectedError, exit_in_a_line
 from utils.user_code import blamed
@@ -83,15 +84,10 @@ def best_network(path: Path, state: dict[str, Any]) -> tuple["nn.Module", dict[s
     import torch
 
     from models import build_model
-    from utils.config import Config
     from utils.data.augment import Normalise
     from utils.run.checkpoint import check_weights_fit
 
-    try:
-        config = Config(**state["config"])
-    except ValueError as error:
-        first = str(error).splitlines()[1:3]
-        raise CheckpointError(f"{path}: its configuration is of another version: {' '.join(first)}") from None
+    config = read_config(path, state)
     model = build_model(config, state["data"]["shape"][-1]).eval()
     saved = state["average"]["module"] if state["average"] else state["model"]
     check_weights_fit(path, saved, model.state_dict())

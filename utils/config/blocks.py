@@ -58,6 +58,15 @@ def load_config(path: Path, name: str, overrides: Iterable[str] = ()) -> Config:
         raise ConfigError(explain(error, f"{path}:{blocks[name].line}: block {name!r}", entries)) from None
 
 
+def override(config: Config, overrides: Iterable[str]) -> Config:
+    """`config` with `KEY=VALUE` overrides on top; `ConfigError` for anything wrong."""
+    entries = dict(_parse_override(text) for text in overrides)
+    try:
+        return Config(**config.model_dump() | {key: entry.value for key, entry in entries.items()})
+    except ValidationError as error:
+        raise ConfigError(explain(error, "the run's configuration", entries)) from None
+
+
 def list_blocks(path: Path) -> dict[str, dict[str, Any]]:
     """Every block of the file with the values in which it differs from `default`, in the file's order; unknown keys
     too, since loading the block names them."""

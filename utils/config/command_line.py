@@ -14,7 +14,7 @@ from utils.config import Config, list_blocks, load_config
 from utils.config.messages import key_named, nearest_key, shortened
 from utils.config.reference import explain_keys
 from utils.distributed.launch import SLURM_FIELDS, fill_in_job, find_launch
-from utils.errors import ConfigError
+from utils.errors import ConfigError, ExpectedError
 from utils.keys import as_yaml, render
 from utils.program import command
 
@@ -57,7 +57,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
             default = load_config(options.yaml_config, "default") if has_default else None
             _leave_with(f"# {options.config} in {options.yaml_config}\n{render(config, default)}")
     except ConfigError as error:
-        raise SystemExit(_report(error)) from None
+        raise SystemExit(report_error(error)) from None
     run_dir = _folder(options.run_dir) if options.run_dir else Path("expts") / options.config
     return Arguments(config, options.config, run_dir, options.resume, options.dry_run)
 
@@ -73,7 +73,7 @@ def _fill_in_job(options: argparse.Namespace) -> None:
     ]
 
 
-def _report(error: ConfigError) -> int:
+def report_error(error: ExpectedError) -> int:
     """Print the error, with several ranks on one of them only, and return its exit status."""
 
     def fail(world: object) -> None:

@@ -1,12 +1,13 @@
-"""Images in class folders: `imagefolder` for a dataset of one's own, and `imagenet`.
+"""Images in class folders: `imagefolder` for a dataset of one's own, and `imagenet`; and any images that a user names.
 
 DATA_PATH/train/CLASS/*.jpg    DATA_PATH/val/CLASS/*.jpg
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 
 import numpy as np
 
@@ -52,6 +53,45 @@ def complete(
     # names that are not UTF-8 would end whatever prints or draws them
     printable = tuple(map(readable_name, class_names))
     return Dataset(name, train, valid, printable, mean, std, notes=tuple(notes))
+
+
+def find_images(paths: Sequence[Path], class_names: Sequence[str], size: int, centre_share: float) -> ImageFiles:
+    """The images that a user names, as one split: files, folders of images, and folders of class folders.
+
+    Labels are those of `class_names`, -1 for an image that is not in a class folder. `DataError` where a path is not
+    there or holds no images, or a folder is not one of the classes.
+    """
+    found = [pair for path in paths for pair in _find_images(path, {name: i for i, name in enumerate(class_names)})]
+    names = np.array([os.fsencode(name) for name, _ in found])
+    return ImageFiles(np.array([label for _, label in found], np.int64), size, centre_share, Path(), names)
+
+
+def _find_images(path: Path, labels: Mapping[str, int]) -> list[tuple[str, int]]:
+    """(name, label) of each image of one path."""
+    if path.is_file():
+        return [(str(path), -1)]
+    try:
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+        images = [(entry.path, -1) for entry in entries if _is_image(entry)]
+        folders = [entry.name for entry in entries if _is_class(entry)]
+        if images and folders:
+            raise DataError(f"{path}: holds both images and folders, such as {folders[0]}; name one kind, as {path}/*/")
+        if unknown := [name for name in folders if name not in labels]:
+            raise DataError(
+                f"{path}: {len(unknown)} of its {len(folders)} folders are no classes of this run: "
+                f"{shorten(', '.join(unknown), 80)}\nits {len(labels)} classes are: {shorten(', '.join(labels), 160)}"
+            )
+        images += [
+            (entry.path, labels[name])
+            for name in folders
+            for entry in sorted(os.scandir(path / name), key=lambda entry: entry.name)
+            if _is_image(entry)
+        ]
+    except OSError as error:
+        raise DataError(f"{error.filename or path}: cannot be read: {error.strerror}") from None
+    if not images:
+        raise DataError(f"{path}: holds no images ({', '.join(EXTENSIONS)}), nor folders of classes with images")
+    return images
 
 
 def _is_class(entry: os.DirEntry[str]) -> bool:

@@ -127,20 +127,27 @@ class Confusion:
         return world.sum(self.counts.clone()).view(self.num_classes, self.num_classes).cpu()
 
 
-def worst_classes(counts: Tensor, names: Sequence[str]) -> list[tuple[str, float, str, float]]:
-    """(class, its accuracy, what it is most often taken for, how often) for the worst classes, worst first.
+def rank_classes(counts: Tensor) -> list[tuple[int, float, int | None, float]]:
+    """(class, its accuracy, what it is most often taken for, how often) for each class with images, the worst first.
 
-    `counts`: [true class, predicted class]; shares in [0, 1]. Classes without an image are left out.
+    `counts`: [true class, predicted class]; shares in [0, 1]. None where it is never taken for another.
     """
     totals = counts.sum(1)
-    present = [label for label in range(len(names)) if totals[label] > 0]
     accuracy = counts.diagonal() / totals.clamp(min=1)
-    worst = sorted(present, key=lambda label: (float(accuracy[label]), label))[:WORST_CLASSES]
+    present = [label for label in range(len(counts)) if totals[label] > 0]
     rows = []
-    for label in worst:
+    for label in sorted(present, key=lambda label: (float(accuracy[label]), label)):
         others = counts[label].clone()
         others[label] = -1
         taken_for = int(others.argmax())
         share = float(others[taken_for] / totals[label])
-        rows.append((names[label], float(accuracy[label]), names[taken_for] if share > 0 else "-", share))
+        rows.append((label, float(accuracy[label]), taken_for if share > 0 else None, share))
     return rows
+
+
+def worst_classes(counts: Tensor, names: Sequence[str]) -> list[tuple[str, float, str, float]]:
+    """`rank_classes` with names, for the worst classes."""
+    return [
+        (names[label], accuracy, "-" if taken_for is None else names[taken_for], share)
+        for label, accuracy, taken_for, share in rank_classes(counts)[:WORST_CLASSES]
+    ]

@@ -1,0 +1,281 @@
+"""tools.evaluate: the figures of a run again, to the last digit, and those of any folder of images."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import CIFAR100, TINY
+from PIL import Image
+from processes import run_job
+
+import train
+from tools import evaluate
+from train import Trainer
+from utils.config import Config, load_config
+from utils.config.command_line import Arguments
+from utils.data.datasets import load_dataset
+from utils.distributed.world import World
+from utils.run.checkpoint import encode, read_checkpoint, step_path
+from utils.training.calibration import Calibration, TopCounts, expected_calibration_error
+
+# slow on many processors
+BF16 = {"amp_dtype": "bf16", "batch_size": 8, "valid_batch_size_per_gpu": 12, "limit_train_batches": 2}
+
+
+def configuration(**changes: Any) -> Config:
+    return Config(**load_config(CIFAR100, "default").model_dump() | TINY | {"limit_train_batches": 10} | changes)
+
+
+def alone() -> World:
+    return World(0, 0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run that saw every checkpoint kept, and validates on all 2,000 images."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    kept = {"checkpoint_every_steps": 4, "keep_checkpoints": 100}
+    Trainer(configuration(limit_valid_batches=None, **kept), alone(), folder, "tiny", "auto").train()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The first 150 validation images in class folders, and one file that is no image."""
+    root = tmp_path_factory.mktemp("images")
+    dataset = load_dataset("shapes", root, download=False)
+    for number in range(150):
+        path = root / dataset.class_names[dataset.valid.labels[number]] / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(dataset.valid.images[number].transpose(1, 2, 0)).save(path)
+    (root / dataset.class_names[0] / "no image.png").write_text("nothing")
+    return root
+
+
+def results(*arguments: Any, status: int = 0) -> dict[str, Any]:
+    path = Path(str(arguments[0]))
+    file = (path.parent if path.is_file() else path) / "results.json"
+    assert evaluate.main([*map(str, arguments), "--json", str(file)]) == status
+    return json.loads(file.read_text())
+
+
+def last_record(folder: Path, kind: str) -> dict[str, Any]:
+    return [row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if row["kind"] == kind][
+        -1
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"enable_amp": True, **BF16},
+        {"opt_level": "O2", **BF16},
+        {"enable_nhwc": True, "data_loader": "torchvision"},
+        {"ema_decay": 0.7, "test_time_flip": True},
+        {"data_loader": "synthetic", "micro_batch_size": 8},
+    ],
+    ids=["float32", "bf16 autocast", "bf16 weights", "NHWC", "average of weights", "synthetic"],
+)
+def test_it_gives_the_figures_of_the_run_to_the_last_digit(tmp_path, changes, capsys):
+    Trainer(configuration(**changes), alone(), tmp_path, "tiny", "auto").train()
+    end = last_record(tmp_path, "end")
+    capsys.readouterr()
+    found = results(tmp_path)
+    assert (found["acc1"], found["loss"]) == (end["last_acc1"], end["last_loss"])
+    assert found["recorded"] == {"acc1": end["last_acc1"], "loss": end["last_loss"]}
+    told = capsys.readouterr().out
+    assert "as recorded in training: equal to the last digit" in told
+    assert f"{end['last_loss']!r}\n" in told
+    best = results(tmp_path / "checkpoints/best.pt")
+    assert (best["acc1"], best["epoch"]) == (end["best_acc1"], end["best_epoch"])
+
+
+def test_two_ranks_equal_two_ranks_and_one_rank_but_for_the_order_of_a_sum(tmp_path):
+    config = configuration(limit_valid_batches=None, ema_decay=0.9, max_epochs=1, limit_train_batches=6)
+    arguments = Arguments(config, "tiny", tmp_path / "run", "auto", dry_run=False)
+    assert [rank.status for rank in run_job(tmp_path / "training", 2, train.main, arguments)] == [0, 0]
+    end = last_record(tmp_path / "run", "end")
+    command = [str(tmp_path / "run"), "--json", str(tmp_path / "two.json")]
+    ended = run_job(tmp_path / "evaluation", 2, evaluate.main, command)
+    assert [(rank.status, rank.errors) for rank in ended] == [(0, "")] * 2
+    assert "equal to the last digit" in ended[0].output
+    assert ended[1].output == ""
+    two, one = json.loads((tmp_path / "two.json").read_text()), results(tmp_path / "run")
+    assert (two["acc1"], two["loss"], two["images"]) == (end["last_acc1"], end["last_loss"], 2000)
+    assert one["acc1"] == end["last_acc1"]
+    assert one["loss"] == pytest.approx(end["last_loss"], rel=1e-6)
+    assert one["confusion"] == two["confusion"]
+    assert one["calibration_error"] == pytest.approx(two["calibration_error"], abs=1e-6)
+
+
+def test_an_error_with_two_ranks_is_told_once(tmp_path):
+    ended = run_job(tmp_path / "ranks", 2, evaluate.main, [str(tmp_path / "none")])
+    assert [rank.status for rank in ended] == [4, 4]
+    assert sum(rank.errors.count("there is no such file or folder") for rank in ended) == 1
+
+
+def test_a_checkpoint_from_within_an_epoch(run, capsys):
+    found = results(run / "checkpoints/step-000000004.pt")
+    assert (found["epoch"], found["step"], found["recorded"]) == (0, 4, None)
+    assert "after epoch 0, batch 4, step 4" in capsys.readouterr().out
+
+
+def test_within_an_epoch_of_several_ranks_their_statistics_are_averaged(run, tmp_path):
+    path = run / "checkpoints/step-000000004.pt"
+    state, expected = read_checkpoint(path), results(path)
+    buffers = {name: value for name, value in state["model"].items() if name.endswith(("running_mean", "running_var"))}
+    ranks = [
+        state["ranks"][0] | {"buffers": {name: value * factor for name, value in buffers.items()}}
+        for factor in (0.5, 1.5)
+    ]
+    (tmp_path / "two.pt").write_bytes(encode(state | {"model": state["model"] | ranks[0]["buffers"], "ranks": ranks}))
+    assert results(tmp_path / "two.pt")["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def test_figures_of_the_counts(run):
+    found = results(run)
+    counts = np.array(found["confusion"])
+    assert counts.sum() == found["images"] == 2000
+    assert counts.trace() / 2000 == found["acc1"] <= found["acc5"] <= 1
+    for row in found["classes"]:
+        label = found["class_names"].index(row["class"])
+        assert row["images"] == counts[label].sum()
+        assert row["accuracy"] == counts[label, label] / counts[label].sum()
+        assert row["precision"] == (counts[label, label] / counts[:, label].sum() if counts[:, label].any() else None)
+    assert len(found["classes"]) == 10
+    assert sum(part["images"] for part in found["bins"]) == 2000
+    assert found["classes"][0]["class"] == last_record(run, "end")["worst_classes"][0]["class"]
+
+
+@pytest.mark.parametrize("loader", ["device", "torchvision"])
+def test_a_folder_gives_the_figures_of_the_same_images_in_the_validation_set(run, folders, loader, capsys):
+    in_folders = results(run, "--data", folders, "--set", f"data_loader={loader}")
+    own = results(run, "--set", "limit_valid_batches=1", "--set", "valid_batch_size_per_gpu=150")
+    assert in_folders["images"] == own["images"] == 150
+    assert in_folders["acc1"] == own["acc1"]
+    assert in_folders["loss"] == pytest.approx(own["loss"], rel=1e-5)
+    assert in_folders["confusion"] == own["confusion"]
+    assert list(in_folders["unreadable"]) == [str(folders / "disc/no image.png")]
+    assert in_folders["recorded"] is None
+    assert "1 files cannot be read and are left out" in capsys.readouterr().out
+
+
+def test_top_counts_and_calibration_equal_their_definitions(alone):
+    outputs, labels = torch.randn(500, 7, generator=torch.Generator().manual_seed(0)) * 3, torch.arange(500) % 7
+    top, calibration = TopCounts(3, alone.device), Calibration(alone.device, num_bins=10)
+    for part in torch.arange(500).split([200, 0, 299, 1]):
+        top.add(outputs[part], labels[part])
+        calibration.add(outputs[part], labels[part])
+    ranks = (outputs >= outputs.gather(1, labels[:, None])).sum(1)
+    assert top.share(alone) == (ranks <= 3).double().mean().item()
+    confidence, predicted = outputs.double().softmax(1).max(1)
+    expected = 0.0
+    bins = calibration.collect(alone)
+    for number, part in enumerate(bins):
+        chosen = (confidence > number / 10) & (confidence <= (number + 1) / 10)
+        assert part.images == chosen.sum()
+        if part.images:
+            accuracy = (predicted == labels)[chosen].double().mean()
+            assert part.accuracy == pytest.approx(accuracy.item())
+            expected += chosen.sum().item() / 500 * abs(accuracy - confidence[chosen].mean()).item()
+    assert expected_calibration_error(bins) == pytest.approx(expected)
+
+
+def test_calibration_of_the_certain_and_of_the_wrong(alone):
+    right, wrong = Calibration(alone.device), Calibration(alone.device)
+    certain = torch.eye(4) * 1000
+    right.add(certain, torch.arange(4))
+    wrong.add(certain, torch.tensor([1, 2, 3, 0]))
+    assert expected_calibration_error(right.collect(alone)) == 0
+    assert expected_calibration_error(wrong.collect(alone)) == 1
+    assert [part.images for part in right.collect(alone)] == [0] * 14 + [4]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:
+    status = evaluate.main([str(argument) for argument in arguments])
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") <= 2, told
+    return status, told
+
+
+def test_what_is_no_run_or_checkpoint(tmp_path, run, capsys):
+    assert refused(capsys, tmp_path / "none") == (
+        4, f"error: {tmp_path}/none: there is no such file or folder; give a run's folder, such as expts/NAME, or a "
+        "checkpoint of it\n",
+    )  # fmt: skip
+    status, told = refused(capsys, tmp_path)
+    assert status == 4 and "holds no checkpoints" in told
+    status, told = refused(capsys, run / "metrics.jsonl")
+    assert status == 4 and "is damaged or no checkpoint of this program" in told
+    (tmp_path / "checkpoints").mkdir()
+    status, told = refused(capsys, tmp_path)
+    assert status == 4 and "holds no checkpoint of a step" in told
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, run, capsys):
+    (tmp_path / "checkpoints").mkdir()
+    good = (run / "checkpoints/step-000000008.pt").read_bytes()
+    step_path(tmp_path / "checkpoints", 8).write_bytes(good)
+    step_path(tmp_path / "checkpoints", 12).write_bytes(good[:-100])
+    assert results(tmp_path, "--set", "limit_valid_batches=1")["step"] == 8
+    assert "passed over: " in capsys.readouterr().err
+    step_path(tmp_path / "checkpoints", 8).write_bytes(good[:5000])
+    (tmp_path / "checkpoints/best.pt").write_bytes(good)
+    status, told = refused(capsys, tmp_path)
+    assert status == 4 and "is damaged" in told and "best.pt holds the weights of the best validation" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        (["--set", "model=resnet20"], 2, "--set model: cannot be changed after training; it was 'resnet8'"),
+        (["--set", "modle=resnet20"], 2, "unknown key 'modle'. Did you mean 'model'?"),
+        (["--set", "enable_amp=true", "--set", "amp_dtype=fp16"], 2, "amp_dtype fp16 needs a CUDA device"),
+        (["--device", "cuda"], 2, "PyTorch finds no usable GPU"),
+        (["--json", "/proc/none/file"], 2, "--json /proc/none/file: cannot be written"),
+    ],
+)
+def test_bad_usage(run, capsys, arguments, status, told):
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    found = refused(capsys, run, *arguments)
+    assert found[0] == status and told in found[1]
+
+
+def test_folders_that_do_not_fit(run, folders, tmp_path, capsys):
+    assert refused(capsys, run, "--data", tmp_path / "none")[0] == 3
+    status, told = refused(capsys, run, "--data", tmp_path)
+    assert status == 3 and f"{tmp_path}: holds no images" in told
+    status, told = refused(capsys, run, "--data", folders / "disc")
+    assert status == 3 and "holds images without class folders; expected" in told
+    (tmp_path / "zebra").mkdir()
+    (tmp_path / "disc").mkdir()
+    status, told = refused(capsys, run, "--data", tmp_path)
+    assert (
+        status == 3 and "1 of its 2 folders are no classes of this run: zebra\nits 10 classes are: disc, ring" in told
+    )
+    (tmp_path / "zebra").rename(tmp_path / "ring")
+    (tmp_path / "ring/no image.png").write_text("nothing")
+    status, told = refused(capsys, run, "--data", tmp_path)
+    assert status == 3 and "not one of 1 images can be read" in told
+    (tmp_path / "a.png").write_text("nothing")
+    status, told = refused(capsys, run, "--data", tmp_path)
+    assert status == 3 and "holds both images and folders" in told
+
+
+def test_data_or_configuration_of_another_kind(run, tmp_path, capsys):
+    state = read_checkpoint(run / "checkpoints/best.pt")
+    names, path = state["data"]["class_names"], tmp_path / "other.pt"
+    for changes, status, told in (
+        ({"data": state["data"] | {"class_names": names[:-1]}}, 3, "its 10 classes are not the 9 of the run"),
+        ({"data": state["data"] | {"shape": (3, 64, 64)}}, 3, "its images are (3, 32, 32), the run's (3, 64, 64)"),
+        ({"config": state["config"] | {"colour": 1}}, 4, "its configuration is of another version: colour"),
+        ({"config": state["config"] | {"num_classes": 9}}, 4, "its weights do not fit this network"),
+    ):
+        path.write_bytes(encode(state | changes))
+        found = refused(capsys, path)
+        assert found[0] == status and told in found[1]

@@ -1,0 +1,182 @@
+"""tools.predict: the same network as in validation, a table of all images, and a page of the worst."""
+
+import base64
+import csv
+import io
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import CIFAR100, TINY
+from PIL import Image
+from processes import run_job
+
+from tools import evaluate, predict
+from train import Trainer
+from utils.config import Config, load_config
+from utils.data.datasets import load_dataset
+from utils.distributed.world import World
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run."""
+    folder = tmp_path_factory.mktemp("runs") / "<tiny> & run"
+    config = Config(**load_config(CIFAR100, "default").model_dump() | TINY | {"limit_train_batches": 10})
+    Trainer(config, World(0, 0, 1, torch.device("cpu")), folder, "tiny", "auto").train()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    return load_dataset("shapes", tmp_path_factory.mktemp("no files"), download=False)
+
+
+@pytest.fixture(scope="module")
+def own(run, tmp_path_factory):
+    """Predictions on the run's own validation set."""
+    folder = tmp_path_factory.mktemp("own")
+    assert predict.main([str(run), "--out", str(folder), "--pictures", "7"]) == 0
+    return folder
+
+
+def rows(folder: Path, name: str = "predictions.csv") -> list[dict[str, str]]:
+    text = (folder / name).read_bytes().decode("utf-8", "surrogateescape")
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def figures(folder: Path) -> list[dict[str, str]]:
+    """Of each picture on the page: name, true and predicted class, and the picture's content as base64."""
+    page = (folder / "worst.html").read_text()
+    found = re.findall(
+        r"<img alt='(?P<name>[^']*)' src='data:image/png;base64,(?P<png>[^']*)'>(?P<text>.*?)</figure>", page, re.S
+    )
+    return [
+        {"name": name, "png": png, "text": " ".join(re.sub("<[^>]*>", " ", text).split())} for name, png, text in found
+    ]
+
+
+def probabilities(row: dict[str, str]) -> list[float]:
+    return [float(value) for name, value in row.items() if name.startswith("p(")]
+
+
+def test_the_own_validation_set_has_a_line_for_each_image(run, own, shapes, tmp_path):
+    found = rows(own)
+    assert [row["image"] for row in found] == [str(number) for number in range(2000)]
+    assert list(found[0])[:4] == ["image", "predicted", "probability", "true"]
+    assert list(found[0])[4:] == [f"p({name})" for name in shapes.class_names]
+    for row in found:
+        assert sum(probabilities(row)) == pytest.approx(1, abs=1e-4)
+        assert float(row["probability"]) == max(probabilities(row)) == float(row[f"p({row['predicted']})"])
+    assert [row["true"] for row in found] == [shapes.class_names[label] for label in shapes.valid.labels]
+    assert evaluate.main([str(run), "--set", "limit_valid_batches=null", "--json", str(tmp_path / "all.json")]) == 0
+    expected = json.loads((tmp_path / "all.json").read_text())
+    assert np.mean([row["true"] == row["predicted"] for row in found]) == expected["acc1"]
+    loss = -np.mean(np.log([float(row[f"p({row['true']})"]) for row in found]))
+    assert loss == pytest.approx(expected["loss"], rel=1e-4)
+
+
+def test_the_page_shows_the_worst_mistakes_with_their_pictures(own, shapes):
+    found, shown = rows(own), figures(own)
+    mistakes = [row for row in found if row["true"] != row["predicted"]]
+    worst = sorted(mistakes, key=lambda row: float(row[f"p({row['true']})"]))[:7]
+    assert [figure["name"] for figure in shown] == [row["image"] for row in worst]
+    for figure, row in zip(shown, worst, strict=True):
+        of_truth, of_seen = float(row[f"p({row['true']})"]), float(row["probability"])
+        classes = f"true {row['true']} {of_truth:.2%} seen as {row['predicted']} {of_seen:.2%}"
+        assert figure["text"] == f"{classes} image {row['image']}"
+        pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(figure["png"]))))
+        np.testing.assert_array_equal(pixels, shapes.valid.images[int(row["image"])].transpose(1, 2, 0))
+    page = (own / "worst.html").read_text()
+    assert f"the worst of {len(mistakes):,} mistakes" in page
+    assert "&lt;tiny&gt; &amp; run" in page and "<tiny>" not in page
+    assert "http" not in page and "<script" not in page
+
+
+def test_class_folders_give_what_the_same_images_give_in_the_validation_set(run, own, shapes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in range(60):
+        path = Path("images", shapes.class_names[shapes.valid.labels[number]], f"{number}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(shapes.valid.images[number].transpose(1, 2, 0)).save(path)
+    assert predict.main([str(run), "images"]) == 0
+    found, expected = rows(Path("predictions")), rows(own)
+    assert len(found) == 60
+    for row in found:
+        same = expected[int(Path(row["image"]).stem)]
+        assert row["image"] == f"images/{same['true']}/{same['image']}.png"
+        assert row["true"] == same["true"]
+        assert probabilities(row) == pytest.approx(probabilities(same), rel=1e-3, abs=1e-6)
+
+
+def test_images_of_any_size_and_format_and_what_cannot_be_read(run, tmp_path, capsys):
+    folder, noise = tmp_path / "images", np.random.default_rng(0)
+    folder.mkdir()
+    for name, mode, size in (
+        ("a.png", "RGB", (80, 40)), ("b.jpg", "L", (32, 32)), ("c.webp", "RGBA", (33, 90)),
+        ("d.tiff", "CMYK", (64, 64)), ("<i>&.bmp", "RGB", (20, 20)),
+    ):  # fmt: skip
+        pixels = noise.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+        Image.fromarray(pixels).convert(mode).save(folder / name)
+    alien = os.fsencode(folder) + b"/\xff.png"
+    Path(os.fsdecode(alien)).write_bytes((folder / "a.png").read_bytes())
+    (folder / "broken <b>.png").write_text("no image")
+    Image.fromarray(noise.integers(0, 256, (10, 10, 3), dtype=np.uint8)).save(tmp_path / "single.gif")
+    out = tmp_path / "out"
+    assert predict.main([str(run), str(tmp_path / "single.gif"), "--out", str(out), str(folder)]) == 0
+    names = [row["image"] for row in rows(out)]
+    assert names == [
+        str(tmp_path / "single.gif"),
+        *(str(folder / name) for name in ("<i>&.bmp", "a.png", "b.jpg", "c.webp", "d.tiff")),
+        os.fsdecode(alien),
+    ]
+    assert {row["true"] for row in rows(out)} == {""}
+    (unreadable,) = rows(out, "unreadable.csv")
+    assert unreadable["image"] == str(folder / "broken <b>.png") and "UnidentifiedImageError" in unreadable["reason"]
+    told = capsys.readouterr().out
+    assert "7 images" in told and "unreadable.csv: 1 files cannot be read, the first" in told
+    page = (out / "worst.html").read_text()
+    assert "the least certain predictions" in page and "&lt;i&gt;&amp;.bmp" in page and "<i>" not in page
+    certainty = {row["image"]: float(row["probability"]) for row in rows(out)}
+    shown = [figure["name"].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&") for figure in figures(out)]
+    assert len(shown) == 7
+    order = [certainty.get(name, certainty[os.fsdecode(alien)]) for name in shown]
+    assert order == sorted(order)
+
+
+def test_two_ranks_write_what_one_writes(run, own, tmp_path):
+    ended = run_job(tmp_path / "ranks", 2, predict.main, [str(run), "--out", str(tmp_path / "out"), "--pictures", "7"])
+    assert [(rank.status, rank.errors) for rank in ended] == [(0, "")] * 2
+    found, expected = rows(tmp_path / "out"), rows(own)
+    assert [row["image"] for row in found] == [row["image"] for row in expected]
+    assert [row["predicted"] for row in found] == [row["predicted"] for row in expected]
+    assert figures(tmp_path / "out") == figures(own)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        (["none.png"], 3, "none.png: cannot be read: No such file or directory"),
+        (["empty"], 3, "empty: holds no images"),
+        (["broken.png", "broken.jpg"], 3, "not one of 2 images can be read, ./broken.png among them"),
+        (["broken.png", "--set", "data_loader=torchvision"], 3, "can be read: cannot be read as an image: broken.png"),
+        (["other"], 3, "1 of its 1 folders are no classes of this run: zebra"),
+        (["broken.png", "--set", "data_loader=synthetic"], 2, "data_loader synthetic reads no images"),
+        (["--out", "broken.png"], 2, "broken.png: cannot hold results"),
+    ],
+)
+def test_what_cannot_be_predicted(run, tmp_path, monkeypatch, capsys, arguments: list[str], status, told: str):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("other/zebra").mkdir(parents=True)
+    for name in ("broken.png", "broken.jpg"):
+        Path(name).write_text("no image")
+    out: list[Any] = [] if "--out" in arguments else ["--out", "out"]
+    assert predict.main([str(run), *arguments, *out]) == status
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and told in err and err.count("\n") <= 2

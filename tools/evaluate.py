@@ -1,0 +1,184 @@
+"""Evaluate a trained network: accuracy, loss, classes, confusions and calibration.
+
+    python -m tools.evaluate expts/cifar100-cpu
+    python -m tools.evaluate expts/cifar100-cpu/checkpoints/best.pt --json best.json
+    python -m tools.evaluate expts/flowers --data /data/flowers/test
+    torchrun --nproc_per_node=8 -m tools.evaluate expts/resnet50
+
+Without --data it validates as training did: the same images, batches, precision and weights, so that a run's last
+checkpoint gives the run's last figures. FOLDER holds a folder for each class (FOLDER/CLASS/IMAGE); its images are
+resized, cut and normalised as in validation.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tools.command_line import new_parser
+from tools.history import read_records
+from tools.output import check_writable, print_table, write_json
+from tools.trained import Trained, add_arguments, build_loader, find_split, load_classifier, run_trained
+from utils.errors import DataError, exit_in_a_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from utils.distributed.world import World
+
+SHOWN_CLASSES = 20  # on the terminal; --json has all
+SHOWN_CONFUSIONS = 10
+TOP = 5  # top-5 accuracy, where there are more classes
+Row = dict[str, Any]
+
+
+@exit_in_a_line
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluate, print, write; returns the exit status."""
+    options = parser().parse_args(argv)
+    check_writable("--json", options.json)
+
+    def action(trained: Trained, world: "World") -> None:
+        results = evaluate(trained, options.data, world)
+        if world.is_main:
+            show(results)
+            if options.json is not None:
+                write_json(options.json, results)
+
+    return run_trained(options, action)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    statuses = "0 evaluated; 2 usage; 3 data missing or of other classes; 4 no usable checkpoint; 1 anything else."
+    parser = new_parser("evaluate", __doc__, statuses)
+    add_arguments(parser)
+    parser.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="images in class folders (default: the run's own validation set)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, with the confusion matrix")
+    return parser
+
+
+def evaluate(trained: Trained, folder: Path | None, world: "World") -> Row:
+    """Collective: all figures as plain values. Accuracies, shares and confidences are in [0, 1]."""
+    from utils.data.build import gather_unreadable
+    from utils.training.calibration import Calibration, TopCounts, expected_calibration_error
+    from utils.training.metrics import Confusion
+    from utils.training.validation import validate
+
+    split = find_split(trained, [folder] if folder else [], world)
+    if (split.labels < 0).any():
+        raise DataError(f"{folder}: holds images without class folders; expected {folder}/CLASS/IMAGE")
+    loader, notes = build_loader(trained, split, world)
+    classifier, classes = load_classifier(trained, world), len(trained.class_names)
+    confusion, calibration = Confusion(classes, world.device), Calibration(world.device)
+    top = TopCounts(min(TOP, classes), world.device)
+    sums = validate(classifier, loader, world.device, [confusion, calibration, top])
+    unreadable = gather_unreadable(world, loader)
+    if not sum(world.gather(int(sums.sums[2]))):
+        raise DataError(f"{folder or trained.config.data_path}: not one of {len(split.labels)} images can be read")
+    figures, counts, bins = sums.average(world), confusion.collect(world), calibration.collect(world)
+    top_share = top.share(world)
+    return {
+        "network": trained.describe(classifier, world),
+        "checkpoint": str(trained.path),
+        "config_name": trained.state["config_name"],
+        "epoch": trained.state["epoch"],
+        "step": trained.state["step"],
+        "data": str(folder) if folder else f"validation images of {trained.config.dataset}",
+        "images": int(figures["images"]),
+        "acc1": figures["acc1"],
+        **({f"acc{TOP}": top_share} if classes > TOP else {}),
+        "loss": figures["loss"],
+        "calibration_error": expected_calibration_error(bins),
+        "recorded": recorded(trained) if folder is None else None,
+        "unreadable": unreadable,
+        "notes": [*trained.notes, *notes, *classifier.notes],
+        "bins": [asdict(part) for part in bins],
+        "classes": class_rows(counts, trained.class_names),
+        "class_names": trained.class_names,
+        "confusion": counts.tolist(),
+    }
+
+
+def recorded(trained: Trained) -> dict[str, float] | None:
+    """{"acc1", "loss"} that training recorded when it had just validated these weights; None where it did not."""
+    if trained.state["batch"] or trained.path.parent.name != "checkpoints":
+        return None
+    for record in reversed(read_records(trained.path.parent.parent / "metrics.jsonl", "epoch")):
+        if record.get("epoch") == trained.state["epoch"]:
+            return {"acc1": record["acc1/valid"], "loss": record["loss/valid"]}
+    return None
+
+
+def class_rows(counts: "Tensor", names: Sequence[str]) -> list[Row]:
+    """A row for each class that has images, the worst first. counts: [true class, predicted class]."""
+    from utils.training.metrics import rank_classes
+
+    rows = []
+    for label, _, taken_for, _ in rank_classes(counts):
+        images, predicted = int(counts[label].sum()), int(counts[:, label].sum())
+        right = int(counts[label, label])
+        rows.append({
+            "class": names[label], "images": images, "accuracy": right / images,
+            "precision": right / predicted if predicted else None,
+            "taken_for": None if taken_for is None else names[taken_for],
+            "share": 0.0 if taken_for is None else int(counts[label, taken_for]) / images,
+        })  # fmt: skip
+    return rows
+
+
+def show(results: Row) -> None:
+    """The figures for the terminal."""
+    for note in results["notes"]:
+        print(note, file=sys.stderr)
+    print(results["network"])
+    print(f"{results['images']:,} images: {results['data']}")
+    if unreadable := results["unreadable"]:
+        print(f"{len(unreadable)} files cannot be read and are left out, the first {min(unreadable)}")
+    names = [name for name in ("acc1", f"acc{TOP}", "loss", "calibration_error") if name in results]
+    print("\n".join(f"{name:17}  {results[name]!r}" for name in names))
+    if record := results["recorded"]:
+        equal = all(results[name] == value for name, value in record.items())
+        words = "equal to the last digit" if equal else ", ".join(f"{name} {value!r}" for name, value in record.items())
+        print(f"as recorded in training: {words}" if equal else f"training recorded {words}")
+    classes = results["classes"]
+    title = f"Classes, worst first{f': {SHOWN_CLASSES} of {len(classes)}' if len(classes) > SHOWN_CLASSES else ''}"
+    shown = ("class", "images", "accuracy", "precision", "taken for", "share")
+    print_table(title, shown, [_class_cells(row) for row in classes[:SHOWN_CLASSES]])
+    print_table("Most frequent mistakes", ("class, taken for", "images"), _confusions(results))
+    filled = [part for part in results["bins"] if part["images"]]
+    print_table(
+        f"Calibration: error {results['calibration_error']:.2%} over {len(results['bins'])} bins",
+        ("confidence above", "images", "mean confidence", "accuracy"),
+        [
+            (f"{part['low']:.3f}", f"{part['images']:,}", f"{part['confidence']:.2%}", f"{part['accuracy']:.2%}")
+            for part in filled
+        ],
+    )
+
+
+def _class_cells(row: Row) -> tuple[str, ...]:
+    shares = ("-" if value is None else f"{value:.2%}" for value in (row["accuracy"], row["precision"], row["share"]))
+    accuracy, precision, share = shares
+    return (row["class"], f"{row['images']:,}", accuracy, precision, row["taken_for"] or "-", share)
+
+
+def _confusions(results: Row) -> list[tuple[str, str]]:
+    """The pairs of classes that were confused most often, and how often."""
+    names = results["class_names"]
+    pairs = [
+        (count, true, predicted)
+        for true, row in enumerate(results["confusion"])
+        for predicted, count in enumerate(row)
+        if count and true != predicted
+    ]
+    pairs.sort(key=lambda pair: -pair[0])
+    return [(f"{names[true]}, {names[predicted]}", f"{count:,}") for count, true, predicted in pairs[:SHOWN_CONFUSIONS]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""A trained network out of a run or a checkpoint, as it was validated: for tools.evaluate and tools.predict."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tools.command_line import as_settings
+from utils.config import Config, override
+from utils.config.command_line import not_empty, report_error
+from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError
+from utils.keys import Fact
+
+if TYPE_CHECKING:
+    from utils.data.datasets import Dataset, Split
+    from utils.data.loader import Loader
+    from utils.distributed.world import World
+    from utils.training.classifier import Classifier
+
+WHAT_TO_GIVE = "give a run's folder, such as expts/NAME, or a checkpoint of it"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint, the configuration to compute with, and what the user should know."""
+
+    path: Path
+    state: dict[str, Any]
+    config: Config
+    notes: list[str]
+
+    @property
+    def class_names(self) -> list[str]:
+        """One for each label."""
+        return self.state["data"]["class_names"]
+
+    def describe(self, classifier: "Classifier", world: "World") -> str:
+        """A line: which weights these are, and how they are computed with."""
+        state, of_batch = self.state, f", batch {self.state['batch']}" if self.state["batch"] else ""
+        whose = ", moving average of the weights" if state["average"] else ""
+        ranks = f", {world.world_size} ranks" if world.world_size > 1 else ""
+        return (
+            f"{self.path}: {self.config.model} after epoch {state['epoch']}{of_batch}, step {state['step']}{whose}; "
+            f"on {world.device.type}{ranks}, {classifier.precision}"
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that name the network and change how it is computed with."""
+    parser.add_argument(
+        "run", type=not_empty, metavar="RUN",
+        help="a run's folder, of which the last checkpoint counts, or a checkpoint, such as RUN/checkpoints/best.pt",
+    )  # fmt: skip
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: as the run has it")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE",
+        help="another value of the run's configuration, such as data_path=/data or num_data_workers=2; repeatable",
+    )  # fmt: skip
+
+
+def run_trained(
+    options: argparse.Namespace, action: Callable[[Trained, "World"], None], changes: Mapping[str, Any] | None = None
+) -> int:
+    """Open what `options` name, with `changes` to its configuration, and run `action` on every rank; returns the exit
+    status."""
+    device = [] if options.device is None else [f"device={options.device}"]
+    try:
+        trained = open_trained(Path(options.run), [*as_settings(changes or {}), *options.set, *device])
+    except ExpectedError as error:
+        return report_error(error)
+    from utils.distributed.ranks import run_ranks
+
+    config = trained.config
+    seconds = config.start_timeout_seconds, config.collective_timeout_seconds
+    return run_ranks(lambda world: action(trained, world), config.device, *seconds)
+
+
+def open_trained(path: Path, settings: list[str]) -> Trained:
+    """The checkpoint that `path` names, with KEY=VALUE `settings` on top of its configuration."""
+    found, state, notes = find_checkpoint(path)
+    config = read_config(found, state)
+    changed = override(config, settings)
+    for key in Config.with_fact(Fact.FIXED):
+        if getattr(changed, key) != getattr(config, key):
+            raise ConfigError(f"--set {key}: cannot be changed after training; it was {getattr(config, key)!r}")
+    return Trained(found, state, changed, notes)
+
+
+def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any], list[str]]:
+    """(file, content, notes): the newest good checkpoint of a run's folder, or a checkpoint file itself."""
+    from utils.run.checkpoint import newest_good, read_checkpoint
+
+    if path.is_file():
+        return path, read_checkpoint(path), []
+    folder = path / "checkpoints"
+    if not folder.is_dir():
+        lack = "holds no checkpoints" if path.is_dir() else "there is no such file or folder"
+        raise CheckpointError(f"{path}: {lack}; {WHAT_TO_GIVE}")
+    found, state, complaints = newest_good(folder)
+    if found is None or state is None:
+        reason = complaints[0] if complaints else f"{folder}: holds no checkpoint of a step"
+        best = folder / "best.pt"
+        raise CheckpointError(reason + (f"\n{best} holds the weights of the best validation" if best.exists() else ""))
+    return found, state, [f"passed over: {complaint}" for complaint in complaints]
+
+
+def read_config(path: Path, state: dict[str, Any]) -> Config:
+    """The configuration in a checkpoint; `CheckpointError` where this version does not know it."""
+    try:
+        return Config(**state["config"])
+    except ValueError as error:
+        first = str(error).splitlines()[1:3]
+        raise CheckpointError(f"{path}: its configuration is of another version: {' '.join(first)}") from None
+
+
+def load_classifier(trained: Trained, world: "World") -> "Classifier":
+    """The network as it was validated: weights or their average, precision, memory format."""
+    from models import build_model
+    from utils.run.checkpoint import check_weights_fit
+    from utils.run.state import merge_buffers
+    from utils.training.classifier import build_classifier
+
+    build = partial(build_model, image_side=trained.state["data"]["shape"][-1])
+    classifier = build_classifier(trained.config, build, world)
+    check_weights_fit(trained.path, trained.state["model"], classifier.model.state_dict())
+    classifier.load_network(trained.state)
+    merge_buffers(classifier, trained.state["ranks"])
+    return classifier
+
+
+def find_split(trained: Trained, paths: list[Path], world: "World") -> "Split":
+    """Collective: the images of `paths`, or without any the run's own validation set. `DataError` where they have
+    other classes."""
+    from utils.data.build import open_dataset
+    from utils.data.folders import find_images
+    from utils.data.keys import LOADERS
+
+    config, (_, height, width) = trained.config, trained.state["data"]["shape"]
+    if not paths:
+        dataset = open_dataset(config, world)
+        _check_dataset(trained, dataset)
+        return dataset.valid
+    if not LOADERS[config.data_loader].needs_data:
+        raise ConfigError(f"data_loader {config.data_loader} reads no images; use --set data_loader=torchvision")
+    if height != width:
+        raise ConfigError(f"the run's images are {height} x {width} pixels; files are cut to squares only")
+    return find_images(paths, trained.class_names, height, config.centre_crop_share)
+
+
+def _check_dataset(trained: Trained, dataset: "Dataset") -> None:
+    known, found = trained.class_names, list(dataset.class_names)
+    if differing := sorted({*known} ^ {*found}):
+        raise DataError(
+            f"{trained.config.data_path}: its {len(found)} classes are not the {len(known)} of the run, for example "
+            f"{differing[0]!r}; --set data_path=PATH names the run's data"
+        )
+    shape = tuple(trained.state["data"]["shape"])
+    if dataset.valid.image_shape != shape:
+        raise DataError(f"{trained.config.data_path}: its images are {dataset.valid.image_shape}, the run's {shape}")
+
+
+def build_loader(trained: Trained, split: "Split", world: "World") -> tuple["Loader", list[str]]:
+    """Collective: this rank's batches of `split`, normalised as in training, and notes."""
+    from utils.data.build import build_valid_loader
+
+    data = trained.state["data"]
+    return build_valid_loader(trained.config, split, data["mean"], data["std"], world)
