@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import glob
 import multiprocessing.util
 import os
 import secrets
@@ -85,7 +86,7 @@ def partial_folder(target: Path, lock_file: Path) -> Iterator[Path]:
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         if lock.is_locked:
-            for leftover in target.parent.glob(f".{target.name}.*"):
+            for leftover in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 8}"):
                 shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir()
         yield partial
