@@ -313,6 +313,7 @@ def fifo(path: Path) -> None:
 
 SHARD = "train/shard-000001.tar"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "index gone": (lambda folder: (folder / INDEX_FILE).unlink(), "python -m tools.prepare_data --shards"),
     "index cut off": (lambda folder: os.truncate(folder / INDEX_FILE, 3000), "shards.index: damaged or cut off"),
     "index altered": (lambda folder: change_byte(folder / INDEX_FILE, 2000), "shards.index: damaged or cut off"),
     "another version": (lambda folder: replace_version(folder / INDEX_FILE), "is of version 2, but"),

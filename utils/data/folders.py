@@ -23,6 +23,7 @@ IMAGENET_SIZE = 224
 # of ImageNet's training images, the values that torchvision's published weights were trained with
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 LAYOUT = "expected DATA_PATH/train/CLASS/IMAGE and DATA_PATH/val/CLASS/IMAGE"
+INDEX_COMMAND = "python -m tools.prepare_data --shards DATA_PATH"  # where shards are, their index is missing
 
 
 def open_folders(name: str, data_path: Path, image_size: int | None, centre_share: float) -> Dataset:
@@ -31,7 +32,8 @@ def open_folders(name: str, data_path: Path, image_size: int | None, centre_shar
     `image_size` None: 224 for imagenet, else the median of the training images' shorter sides, of a sample of them.
     """
     folders = data_path / "train", data_path / "val"
-    class_names, others = (_entries(folder, _is_class, f"holds no class folders; {LAYOUT}") for folder in folders)
+    lacking = f"holds no class folders; {LAYOUT}, or shards and their index: {INDEX_COMMAND}"
+    class_names, others = (_entries(folder, _is_class, lacking) for folder in folders)
     if differing := sorted({*class_names} ^ {*others}):
         raise DataError(f"{data_path}: train/ and val/ hold different classes, for example {differing[0]!r}; {LAYOUT}")
     lists = ((folder, *_list_files(folder, class_names)) for folder in folders)
