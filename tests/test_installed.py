@@ -1,6 +1,9 @@
 """The installed command: everything below one name, and what a checkout does, from any folder."""
 
+import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -38,29 +41,59 @@ def test_the_command_answers_without_torch_and_refuses_what_it_has_not() -> None
     assert wrong.stderr.startswith("error: trian is no command; expected one of: train, ")
 
 
-@pytest.mark.slow
-def test_installed_it_runs_from_another_folder(tmp_path: Path) -> None:
-    """In an environment of its own, which has this one's libraries: one process, two ranks with loader workers, tools
-    that start train.py, blocks beside the code, and modules of this program's names in the user's folder."""
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of its own, which has this one's libraries, and the project as pip installs it; the source is gone."""
     pytest.importorskip("setuptools", reason="setuptools is not installed, which builds the package")
-    source, environment, folder = (tmp_path / name for name in ("source", "environment", "elsewhere"))
+    folder = tmp_path_factory.mktemp("installed")
+    source, environment = folder / "source", folder / "environment"
     for path in tracked():
         (source / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, source / path)
     python = environment / "bin/python"
-    run([sys.executable, "-m", "venv", "--without-pip", str(environment)], tmp_path)
-    inside = Path(
-        run([str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], tmp_path).strip()
-    )
+    run([sys.executable, "-m", "venv", "--without-pip", str(environment)], folder)
+    inside = packages(environment)
     (inside / "libraries.pth").write_text(sysconfig.get_paths()["purelib"])
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-build-isolation"]
-    run([*pip, str(source)], tmp_path)
+    run([*pip, str(source)], folder)
     shutil.rmtree(source)
+    return environment
+
+
+def packages(environment: Path) -> Path:
+    """Where an environment has its packages."""
+    code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    return Path(run([str(environment / "bin/python"), "-c", code], environment.parent).strip())
+
+
+@pytest.mark.slow
+def test_everything_is_installed_below_one_name(environment: Path) -> None:
+    inside = packages(environment)
     assert {path.name.partition("-")[0] for path in inside.iterdir()} == {"libraries.pth", "resnet50_at_scale"}
     files = {path.relative_to(inside / "resnet50_at_scale") for path in (inside / "resnet50_at_scale").rglob("*")}
     wanted = {path for path in tracked("models", "tools", "utils", "config") if path.suffix != ".md"}
     assert {*wanted, Path("train.py"), Path("__main__.py")} <= files
 
+
+@pytest.mark.slow
+def test_the_documented_experiment_runs_as_it_stands(environment: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs/from_anywhere.md").read_text()
+    parts = dict(re.findall(r"<!-- experiment: (\S+) -->\n```\w+\n(.*?)```", page, re.DOTALL))
+    script = f"PATH={shlex.quote(str(environment / 'bin'))}:$PATH\n{parts.pop('commands')}"
+    for name, text in parts.items():
+        (tmp_path / name).write_text(text)
+    said = run(["bash", "-euc", script], tmp_path)
+    assert "as recorded in training: equal to the last digit" in said
+    assert len((tmp_path / "predictions/predictions.csv").read_text().splitlines()) == 2001
+    assert {path.name for path in (tmp_path / "weights").iterdir()} == {"model.pt2", "model.safetensors"}
+    assert json.loads((tmp_path / "figures.json").read_text())["acc1"] > 0.2
+
+
+@pytest.mark.slow
+def test_installed_it_runs_from_another_folder(environment: Path, tmp_path: Path) -> None:
+    """One process, two ranks with loader workers, tools that start train.py, blocks beside the code, and modules of the
+    program's names in the user's folder."""
+    python, folder = environment / "bin/python", tmp_path / "elsewhere"
     folder.mkdir()
     for name in ("utils", "models", "train"):
         (folder / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")

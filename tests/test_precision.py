@@ -174,16 +174,15 @@ def test_master_weights_collect_updates_that_half_weights_lose(tiny):
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_level_resumes_to_the_bit_and_saves_its_full_precision(tiny, alone, tmp_path, level):
-    def run(folder, epochs):
-        trainer = Trainer(
-            tiny(opt_level=level, max_epochs=epochs, fused_optimizer=True), alone, tmp_path / folder, "tiny", "auto"
-        )
+    def run(folder, epochs, resume="auto"):
+        config = tiny(opt_level=level, max_epochs=epochs, fused_optimizer=True)
+        trainer = Trainer(config, alone, tmp_path / folder, "tiny", resume)
         trainer.train()
         return trainer
 
     whole = run("whole", 2)
     run("parts", 1)
-    parts = run("parts", 2)
+    parts = run("parts", 2, resume=str(tmp_path / "parts"))
     assert all(
         torch.equal(*pair)
         for pair in zip(whole.learner.weights.parameters(), parts.learner.weights.parameters(), strict=True)
