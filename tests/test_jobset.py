@@ -81,7 +81,10 @@ def test_each_pod_starts_its_ranks(tmp_path: Path) -> None:
     assert started == [f"{rank} {rank % 2} 4 train.py --config=a --set b=c  d\n" for rank in range(4)]
 
 
-@pytest.mark.parametrize(("action", "status"), [("exit 2", 2), ("((RANK < 1)) || exit 3", 3), ("kill -9 $$", 137)])
+@pytest.mark.parametrize(
+    ("action", "status"),
+    [("exit 2", 2), ("((RANK < 1)) || exit 3", 3), ("kill -9 $$", 137), ("exit $((1 + 2 * RANK))", 3)],
+)
 def test_pod_ends_with_the_trainings_own_status(tmp_path: Path, action: str, status: int) -> None:
     stand_in(tmp_path, action)
     assert Pods(tmp_path, 1, 2).wait() == [status]

@@ -517,6 +517,13 @@ def test_setting_that_is_no_number_is_told_in_one_line(tmp_path: Path, name: str
     assert not job.arguments("srun") and not (tmp_path / "spoilt").exists()
 
 
+@pytest.mark.parametrize("value", ["/lustre/data", ":/tmp/data", "/lustre/data:"])
+def test_staging_needs_two_folders(tmp_path: Path, value: str) -> None:
+    status, said = (job := fake_job(tmp_path, STAGE_DATA=value)).run("submit.slr")
+    assert (status, said) == (2, f"submit.slr: STAGE_DATA is '{value}'; expected FROM:TO, two folders\n")
+    assert not job.arguments("srun")
+
+
 def test_activation_is_not_held_to_the_scripts_own_strictness(tmp_path: Path) -> None:
     (tmp_path / "activate").write_text("false\nfalse | true\necho $UNSET_VARIABLE >/dev/null\nexport ACTIVATED=yes\n")
     job = fake_job(tmp_path, {"srun": "env >environment"}, ACTIVATE="source ./activate")
