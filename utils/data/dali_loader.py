@@ -42,6 +42,13 @@ def import_dali() -> tuple[Any, Any, Any]:
     return fn, types, Pipeline
 
 
+def dali_version() -> int:
+    """The first number of DALI's version."""
+    import nvidia.dali
+
+    return int(nvidia.dali.__version__.partition(".")[0])
+
+
 class DaliLoader(Loader):
     """One pipeline an epoch, with `num_threads` threads, which prepares `AHEAD` batches."""
 
@@ -138,11 +145,13 @@ class DaliLoader(Loader):
         fn, decoder = self.fn, {"device": "mixed" if gpu else "cpu", "output_type": self.types.RGB}
         # as PIL does it: not turned by EXIF; on a GPU, colours interpolated between their samples
         decoder |= {"adjust_orientation": False, "jpeg_fancy_upsampling": True}
+        # DALI 1 has two kinds of decoders, and only these take both
+        decoders = fn.decoders if dali_version() >= 2 else fn.experimental.decoders
         if "window_start" in inputs:
             window = {"start": inputs["window_start"], "shape": inputs["window_shape"], "axes": (0, 1)}
-            images = fn.decoders.image_slice(inputs["encoded"], **window, **decoder)
+            images = decoders.image_slice(inputs["encoded"], **window, **decoder)
         else:
-            images = fn.decoders.image(inputs["encoded"], **decoder)
+            images = decoders.image(inputs["encoded"], **decoder)
         images = fn.resize(images, size=inputs["resized"], interp_type=self.types.INTERP_TRIANGULAR)
         if "square" in inputs:
             images = fn.slice(images, start=inputs["square"], shape=list(self.split.image_shape[1:]), axes=(0, 1))
