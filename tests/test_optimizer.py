@@ -55,6 +55,10 @@ def test_other_warmups_rise_by_the_step():
         assert risen == (tutorial if path == CIFAR100 else set())
 
 
+def test_warmup_by_epochs_of_no_epoch_is_none():
+    assert build_schedule(Config(lr_warmup_by="epoch"), 24).factor(0) == 1
+
+
 def test_training_follows_the_warmup_by_epochs(tiny, alone, tmp_path):
     """The rates of a whole run of three epochs, of which two are the warm-up."""
     config = tiny(lr=0.4, lr_warmup_epochs=2, lr_warmup_by="epoch", lr_schedule="constant", max_epochs=3, log_freq=1)

@@ -80,7 +80,7 @@ class ScheduleKeys(SharedKeys):
             )
         if self.lr_warmup_by == "epoch" and self.lr_schedule == "onecycle":
             raise ValueError("lr_warmup_by is epoch, but lr_schedule onecycle rises with every step; use step")
-        if self.lr_warmup_by == "epoch" and not self.lr_warmup_epochs.is_integer():
+        if self.lr_warmup_by == "epoch" and self.lr_warmup_epochs % 1:
             raise ValueError(
                 f"lr_warmup_by epoch needs whole epochs, lr_warmup_epochs is {self.lr_warmup_epochs:g}; use step"
             )
