@@ -8,8 +8,8 @@ import json
 import os
 import shlex
 import textwrap
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -54,53 +54,49 @@ def open_run(
     of the network's `weights`, or the `data` (see utils/run/checkpoint.py).
     `begin` is called where there is nothing to resume, and reads what a new run begins with.
     """
+    with _naming_what_cannot_be_used(folder):
+        own = folder / "checkpoints"
+        lock = lock_folder(folder)
+        lock.seek(0)
+        job = job_name(os.environ)
+        # the lock's file names the job that was here last
+        again = bool(job) and was_restarted(os.environ) and lock.read() == job
+        source = _find_source(own, "auto" if again else resume)
+        pretrained = begin() if source is None else None
+        notes = [pretrained.note] if pretrained else []
+        if source is not None:
+            notes += source.notes
+            # a key that is younger than the checkpoint had its default
+            saved = type(keys)().model_dump(mode="json") | source.state["config"]
+            if resume == "auto" and not again:
+                check_same_run(folder, saved, keys)
+            changed = checkpoint.check_fit(source.path, saved, keys.model_dump(mode="json"), keys.with_fact(Fact.FIXED))
+            checkpoint.check_weights_fit(source.path, source.state["model"], weights)
+            checkpoint.check_data_fits(source.path, source.state["data"], data)
+            notes += [f"Resuming with another {key}: {saved.get(key)} -> {getattr(keys, key)}" for key in changed]
+        if source is not None and source.path.parent.resolve() == own.resolve():
+            remove_leftovers(own)
+        else:
+            if own.exists() or (folder / "metrics.jsonl").exists():
+                really = folder.resolve() if folder.is_symlink() else folder  # the link stays, as the new run's too
+                notes.append(f"The earlier run in {folder} is now in {_move_aside(really)}")
+                lock.close()
+                lock = lock_folder(really)
+            own.mkdir(exist_ok=True)
+        if source is not None:
+            _adopt(folder, source)
+        lock.truncate(0)
+        print(job, end="", file=lock, flush=True)
+        return OpenedRun(lock, source.state if source else None, source.path if source else None, pretrained, notes)
+
+
+@contextmanager
+def _naming_what_cannot_be_used(folder: Path) -> Iterator[None]:
+    """An `OSError` of the block becomes an `ExpectedError` with the file's name."""
     try:
-        return _open_run(folder, resume, keys, weights, data, begin)
+        yield
     except OSError as error:
         raise ExpectedError(f"{error.filename or folder}: cannot be used: {error.strerror or error}") from None
-
-
-def _open_run(
-    folder: Path,
-    resume: str,
-    keys: Keys,
-    weights: dict[str, Tensor],
-    data: dict[str, Any],
-    begin: Callable[[], Pretrained | None],
-) -> OpenedRun:
-    own = folder / "checkpoints"
-    lock = lock_folder(folder)
-    lock.seek(0)
-    job = job_name(os.environ)
-    # the lock's file names the job that was here last
-    again = bool(job) and was_restarted(os.environ) and lock.read() == job
-    source = _find_source(own, "auto" if again else resume)
-    pretrained = begin() if source is None else None
-    notes = [pretrained.note] if pretrained else []
-    if source is not None:
-        notes += source.notes
-        # a key that is younger than the checkpoint had its default
-        saved = type(keys)().model_dump(mode="json") | source.state["config"]
-        if resume == "auto" and not again:
-            check_same_run(folder, saved, keys)
-        changed = checkpoint.check_fit(source.path, saved, keys.model_dump(mode="json"), keys.with_fact(Fact.FIXED))
-        checkpoint.check_weights_fit(source.path, source.state["model"], weights)
-        checkpoint.check_data_fits(source.path, source.state["data"], data)
-        notes += [f"Resuming with another {key}: {saved.get(key)} -> {getattr(keys, key)}" for key in changed]
-    if source is not None and source.path.parent.resolve() == own.resolve():
-        remove_leftovers(own)
-    else:
-        if own.exists() or (folder / "metrics.jsonl").exists():
-            really = folder.resolve() if folder.is_symlink() else folder  # the link stays, as the new run's too
-            notes.append(f"The earlier run in {folder} is now in {_move_aside(really)}")
-            lock.close()
-            lock = lock_folder(really)
-        own.mkdir(exist_ok=True)
-    if source is not None:
-        _adopt(folder, source)
-    lock.truncate(0)
-    print(job, end="", file=lock, flush=True)
-    return OpenedRun(lock, source.state if source else None, source.path if source else None, pretrained, notes)
 
 
 @dataclass(frozen=True)
