@@ -19,6 +19,7 @@ from utils.config import Config
 from utils.config.command_line import Arguments
 from utils.data import device_loader
 from utils.data.build import Loaders, build_loaders, open_dataset
+from utils.data.dali_loader import DaliFailure, DaliLoader
 from utils.data.sampling import AugmentationRanges, resized_crop_box
 from utils.data.unreadable import report_unreadable
 from utils.distributed.world import World
@@ -253,6 +254,44 @@ def damaged(made: Path, tmp_path: Path) -> Path:
         path.write_bytes(path.read_bytes()[:300])
     (folder / "train/cat/7.JPEG").write_text("no image")
     return folder
+
+
+@needs_dali
+@pytest.mark.dali
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_failure_that_dali_tells_one_batch_early_changes_nothing(
+    failing: int, config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DALI works ahead: the damage it names may be of the batch after the one that is asked for."""
+    chosen = config("imagenet", data_loader="dali", rnd_resized_crop=False)
+    expected = everything(build(chosen).train)
+    receive, calls = DaliLoader._receive, 0
+
+    def fail_once(self: DaliLoader, pipeline: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise DaliFailure("told early")
+        return receive(self, pipeline)
+
+    monkeypatch.setattr(DaliLoader, "_receive", fail_once)
+    images, labels = everything(build(chosen).train)
+    assert calls > failing and torch.equal(labels, expected[1])
+    levels = (images - expected[0]).abs() * 255 * 0.225
+    assert levels.max() < RESAMPLING_LEVELS
+
+
+@needs_dali
+@pytest.mark.dali
+def test_dali_that_fails_without_damaged_data_is_told_in_one_line(
+    config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: DaliLoader, pipeline: Any) -> torch.Tensor:
+        raise DaliFailure("out of memory")
+
+    monkeypatch.setattr(DaliLoader, "_receive", fail)
+    with pytest.raises(DataError, match=r"DALI cannot go on: out of memory\n--set data_loader=torchvision does"):
+        everything(build(config("imagenet", data_loader="dali")).train)
 
 
 @pytest.mark.parametrize("backend", ["torchvision", "device", DALI])

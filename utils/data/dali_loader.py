@@ -70,13 +70,11 @@ class DaliLoader(Loader):
                     yield batch
                     done += 1
             except DaliFailure as failure:
-                # Compressed data that are damaged, if anything: PIL, which decodes all, names the files.
-                earlier, self.unreadable = self.unreadable, {}
-                (batch,) = self._run(batches[done : done + 1], pass_jpeg=False)
-                if not self.unreadable:
+                # Damaged data, of this batch or of one after it, which DALI has begun: PIL decodes all and names files.
+                try:
+                    yield from self._run(batches[done : done + 1], pass_jpeg=False)
+                except DaliFailure:
                     raise DataError(f"DALI cannot go on: {failure}\n--set data_loader=torchvision does") from None
-                self.unreadable = earlier | self.unreadable
-                yield batch
                 done += 1
 
     def _run(self, batches: list[IntArray], *, pass_jpeg: bool) -> Iterator[tuple[Tensor, Tensor]]:
