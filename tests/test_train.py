@@ -496,7 +496,7 @@ def test_memory_estimate_counts_half_weights_once_for_a_batch_of_any_size(tiny, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("block", ["bs128", "bs256-amp-nhwc-extra-opts-prof", "bs512-opt"])
+@pytest.mark.parametrize("block", ["bs128", "bs256-amp-nhwc-extra-opts-prof"])
 def test_blocks_on_real_data(block, cifar_path, tmp_path):
     """Blocks of the tutorial by name on real CIFAR-100 with the real ResNet50: two epochs of one batch each.
 
