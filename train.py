@@ -35,6 +35,7 @@ import torch
 from models import build_model
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
+from utils.data.loader import Loader
 from utils.data.mix import build_mix
 from utils.data.unreadable import report_unreadable
 from utils.distributed.affinity import pin_near_gpu
@@ -54,7 +55,7 @@ from utils.training.batches import TrainingBatches
 from utils.training.dry_run import describe
 from utils.training.learner import build_learner, check_keys, check_outputs
 from utils.training.metrics import Confusion, Throughput
-from utils.training.validation import validate
+from utils.training.validation import Collector, validate
 from utils.training.watch import StepWatch, input_remedy
 from utils.user_code import own_files
 
@@ -79,7 +80,6 @@ class Trainer:
         dataset = open_dataset(config, world)
         self.loaders = build_loaders(config, dataset, world)
         self.data = dataset.describe() | {"steps_per_epoch": len(self.loaders.train)}
-        self.shared_valid_batches = min(world.gather(len(self.loaders.valid)))  # some ranks may have one more
 
         build = partial(build_model, image_side=self.data["shape"][-1])
         self.learner = build_learner(config, build, world, len(self.loaders.train))
@@ -112,9 +112,11 @@ class Trainer:
     @property
     def finished(self) -> bool:
         """Whether nothing is left to train."""
+        return self._is_enough(self.progress.epoch, self.progress.best["acc1"])
+
+    def _is_enough(self, epochs: int, accuracy: float) -> bool:
         enough = self.config.stop_at_accuracy
-        reached = enough is not None and self.progress.best["acc1"] >= enough
-        return reached or self.progress.epoch >= self.config.max_epochs
+        return epochs >= self.config.max_epochs or (enough is not None and accuracy >= enough)
 
     # ---- the order of events
 
@@ -156,18 +158,20 @@ class Trainer:
 
     def validate_one_epoch(self) -> tuple[Metrics, Confusion]:
         """Loss and accuracy over every validation image, each counted once over all ranks; this rank's confusions."""
-        self.loaders.valid.set_epoch(self.progress.epoch)
-        self.log.start_bar("validation", len(self.loaders.valid))
-        self.requests.start_loop()
         confusion = Confusion(self.config.num_classes, self.world.device)
+        return self._evaluate("validation", self.loaders.valid, confusion), confusion
+
+    def _evaluate(self, name: str, loader: Loader, *collectors: Collector) -> Metrics:
+        loader.set_epoch(self.progress.epoch)
+        self.log.start_bar(name, len(loader))
+        self.requests.start_loop()
 
         def after_batch(number: int) -> None:
             self.log.advance_bar(number)
-            if number <= self.shared_valid_batches:
+            if number <= loader.plan.shared_batches:
                 self._obey(self.requests.poll())
 
-        sums = validate(self.learner, self.loaders.valid, self.world.device, [confusion], after_batch)
-        return sums.average(self.world), confusion
+        return validate(self.learner, loader, self.world.device, collectors, after_batch).average(self.world)
 
     def _start_epoch(self) -> None:
         self.learner.model.train()
@@ -178,8 +182,12 @@ class Trainer:
         self.throughput.start()
 
     def _finish_epoch(self, train: Metrics, valid: Metrics, confusion: Confusion, started: float) -> None:
-        """Schedule, record, save."""
+        """Schedule, record, save; with held out images and nothing left to train, the test before."""
         self._count_seconds()
+        epoch_seconds, test = time.perf_counter() - started, dict[str, float]()
+        if self.loaders.test is not None and self._is_enough(self.progress.epoch + 1, valid["acc1"]):
+            test = self._evaluate("test", self.loaders.test)
+            self.since = time.perf_counter()  # no part of the training's time
         self.learner.observe_validation(valid["loss"])
         self.progress.epoch, self.progress.batch = self.progress.epoch + 1, 0
         self.learner.sums.reset()
@@ -194,7 +202,7 @@ class Trainer:
             "learning_rate": self.learner.learning_rate,
             "images/valid": valid["images"],
             "images_per_sec": self.throughput.overall(),
-            "epoch_seconds": time.perf_counter() - started,
+            "epoch_seconds": epoch_seconds,
             "seconds": self.progress.seconds,
             **self.learner.loss_scaler.metrics(),
         }
@@ -205,13 +213,14 @@ class Trainer:
         for remark in self.watch.judge(input_remedy(self.config.data_loader, self.config.num_data_workers)):
             self.log.say(remark)
         if self.finished:  # before the last checkpoint: a run that is killed behind it has nothing left to do
-            self._log_end(valid, confusion)
+            self._log_end(valid, test, confusion)
         self._save(is_best)
 
-    def _log_end(self, valid: Metrics, confusion: Confusion) -> None:
+    def _log_end(self, valid: Metrics, test: Metrics, confusion: Confusion) -> None:
         results = {f"best_{name}": value for name, value in self.progress.best.items()}
         results |= {"last_acc1": valid["acc1"], "last_loss": valid["loss"]}
         results |= {"seconds": self.progress.seconds, "images_per_sec": self.throughput.overall()}
+        results |= {f"test_{name}": value for name, value in test.items()}
         counts, names = confusion.collect(self.world), self.data["class_names"]
         epoch, steps = self.progress.epoch, self.learner.steps
         self.world.main_only(lambda: self.log.log_end(epoch, steps, results, counts, names))

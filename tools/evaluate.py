@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_writable("--json", options.json)
 
     def action(trained: Trained, world: "World") -> None:
-        results = evaluate(trained, options.data, world)
+        results = evaluate(trained, options.data, world, test=options.test)
         if world.is_main:
             show(results)
             if options.json is not None:
@@ -55,21 +55,24 @@ def parser() -> argparse.ArgumentParser:
     statuses = "0 evaluated; 2 usage; 3 data missing or of other classes; 4 no usable checkpoint; 1 anything else."
     parser = new_parser("evaluate", __doc__, statuses)
     add_arguments(parser)
-    parser.add_argument(
+    images = parser.add_mutually_exclusive_group()
+    images.add_argument(
         "--data", type=Path, metavar="FOLDER", help="images in class folders (default: the run's own validation set)"
     )
+    images.add_argument("--test", action="store_true", help="the test images of a run with holdout_images")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, with the confusion matrix")
     return parser
 
 
-def evaluate(trained: Trained, folder: Path | None, world: "World") -> Row:
-    """Collective: all figures as plain values. Accuracies, shares and confidences are in [0, 1]."""
+def evaluate(trained: Trained, folder: Path | None, world: "World", *, test: bool = False) -> Row:
+    """Collective: all figures as plain values, of the validation images, of the test images, or of `folder`.
+    Accuracies, shares and confidences are in [0, 1]."""
     from utils.data.build import gather_unreadable
     from utils.training.calibration import Calibration, TopCounts, expected_calibration_error
     from utils.training.metrics import Confusion
     from utils.training.validation import validate
 
-    split = find_split(trained, [folder] if folder else [], world)
+    split = find_split(trained, [folder] if folder else [], world, test=test)
     if (split.labels < 0).any():
         raise DataError(f"{folder}: holds images without class folders; expected {folder}/CLASS/IMAGE")
     loader, notes = build_loader(trained, split, world)
@@ -88,13 +91,13 @@ def evaluate(trained: Trained, folder: Path | None, world: "World") -> Row:
         "config_name": trained.state["config_name"],
         "epoch": trained.state["epoch"],
         "step": trained.state["step"],
-        "data": str(folder) if folder else f"validation images of {trained.config.dataset}",
+        "data": str(folder) if folder else f"{'test' if test else 'validation'} images of {trained.config.dataset}",
         "images": int(figures["images"]),
         "acc1": figures["acc1"],
         **({f"acc{TOP}": top_share} if classes > TOP else {}),
         "loss": figures["loss"],
         "calibration_error": expected_calibration_error(bins),
-        "recorded": recorded(trained) if folder is None else None,
+        "recorded": recorded(trained, test=test) if folder is None else None,
         "unreadable": unreadable,
         "notes": [*trained.notes, *notes, *classifier.notes],
         "bins": [asdict(part) for part in bins],
@@ -104,13 +107,15 @@ def evaluate(trained: Trained, folder: Path | None, world: "World") -> Row:
     }
 
 
-def recorded(trained: Trained) -> dict[str, float] | None:
-    """{"acc1", "loss"} that training recorded when it had just validated these weights; None where it did not."""
+def recorded(trained: Trained, *, test: bool = False) -> dict[str, float] | None:
+    """{"acc1", "loss"} that training recorded when it had just validated, or tested, these weights; None where it did
+    not."""
     if trained.state["batch"] or trained.path.parent.name != "checkpoints":
         return None
-    for record in reversed(read_records(trained.path.parent.parent / "metrics.jsonl", "epoch")):
-        if record.get("epoch") == trained.state["epoch"]:
-            return {"acc1": record["acc1/valid"], "loss": record["loss/valid"]}
+    kind, names = ("end", ("test_acc1", "test_loss")) if test else ("epoch", ("acc1/valid", "loss/valid"))
+    for record in reversed(read_records(trained.path.parent.parent / "metrics.jsonl", kind)):
+        if record.get("epoch") == trained.state["epoch"] and names[0] in record:
+            return dict(zip(("acc1", "loss"), map(record.get, names), strict=True))
     return None
 
 

@@ -130,9 +130,9 @@ def load_classifier(trained: Trained, world: "World") -> "Classifier":
     return classifier
 
 
-def find_split(trained: Trained, paths: list[Path], world: "World") -> "Split":
-    """Collective: the images of `paths`, or without any the run's own validation set. `DataError` where they have
-    other classes."""
+def find_split(trained: Trained, paths: list[Path], world: "World", *, test: bool = False) -> "Split":
+    """Collective: the images of `paths`, or without any the run's own validation set, or with `test` its test set.
+    `DataError` where they have other classes."""
     from utils.data.build import open_dataset
     from utils.data.folders import find_images
     from utils.data.keys import LOADERS
@@ -141,7 +141,11 @@ def find_split(trained: Trained, paths: list[Path], world: "World") -> "Split":
     if not paths:
         dataset = open_dataset(config, world)
         _check_dataset(trained, dataset)
-        return dataset.valid
+        if not test:
+            return dataset.valid
+        if dataset.test is None:
+            raise ConfigError("--test: the run held out no images (holdout_images 0): it validated on its test images")
+        return dataset.test
     if not LOADERS[config.data_loader].needs_data:
         raise ConfigError(f"data_loader {config.data_loader} reads no images; use --set data_loader=torchvision")
     if height != width:

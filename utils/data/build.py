@@ -3,7 +3,7 @@
 import math
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +16,7 @@ from utils.data.cifar import IMAGE_SHAPE, VERSIONS
 from utils.data.datasets import Dataset, ImageArrays, Split, load_dataset
 from utils.data.device_loader import decode_all
 from utils.data.folders import IMAGENET_MEAN, IMAGENET_SIZE, IMAGENET_STD, open_folders
+from utils.data.holdout import hold_out
 from utils.data.image_files import describe_unreadable
 from utils.data.keys import LOADERS, DataKeys
 from utils.data.loader import Loader
@@ -35,12 +36,17 @@ LoaderBuilder = Callable[[DataKeys, Split, EpochPlan, Normalise, int], Loader]  
 
 @dataclass(frozen=True)
 class Loaders:
-    """Both loaders of this rank, the plan of the training one, and what the reader of the log should know."""
+    """The loaders of this rank, the plan of the training one, and what the reader of the log should know."""
 
     train: Loader
     valid: Loader
+    test: Loader | None  # with holdout_images
     plan: EpochPlan
     notes: list[str]
+
+    def every(self) -> list[Loader]:
+        """All that there are."""
+        return [loader for loader in (self.train, self.valid, self.test) if loader is not None]
 
 
 def open_dataset(keys: DataKeys, world: World) -> Dataset:
@@ -73,8 +79,8 @@ def find_dataset(keys: DataKeys, *, download: bool) -> Dataset:
     else:
         dataset = load_dataset(keys.dataset, Path(keys.data_path), download=download)
     if keys.dataset == "cifar100":  # its mean and deviation are keys, as in the tutorial; others bring their own
-        return replace(dataset, mean=keys.cifar100_mean, std=keys.cifar100_std)
-    return dataset
+        dataset = replace(dataset, mean=keys.cifar100_mean, std=keys.cifar100_std)
+    return hold_out(dataset, keys.holdout_images)
 
 
 # training and validation images of the datasets that can be stood in for
@@ -116,15 +122,18 @@ def build_loaders(keys: DataKeys, dataset: Dataset, world: World) -> Loaders:
         )
     if kind.needs_data:
         check_shard_groups(keys, dataset.train, world.world_size)
-    train_split, valid_split = dataset.train, dataset.valid
+    train_split: Split = dataset.train
+    others: Sequence[Split] = [dataset.valid] if dataset.test is None else [dataset.valid, dataset.test]
     if kind.in_memory:
-        (train_split, valid_split), unreadable = _decode(keys, (train_split, True), (valid_split, False))
-    train, valid = _plan_training(keys, train_split, world), _plan_validation(keys, valid_split, world)
-    largest = batch_bytes(keys, train.batch_size, train_split.image_shape)
+        decoded, unreadable = _decode(keys, (train_split, True), *((split, False) for split in others))
+        train_split, others = decoded[0], decoded[1:]
+    plan = _plan_training(keys, train_split, world)
+    largest = batch_bytes(keys, plan.batch_size, train_split.image_shape)
     build, notes = _choose_builder(keys, dataset.mean, dataset.std, largest, world)
-    loaders = Loaders(build(train_split, train), build(valid_split, valid), train, [*dataset.notes, *notes])
-    loaders.train.unreadable |= unreadable
-    return loaders
+    train = build(train_split, plan)
+    train.unreadable |= unreadable
+    valid, *test = (build(split, _plan_validation(keys, split, world)) for split in others)
+    return Loaders(train, valid, test[0] if test else None, plan, [*dataset.notes, *notes])
 
 
 def build_valid_loader(

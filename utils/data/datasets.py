@@ -30,6 +30,10 @@ class ImageArrays:
         """Channels, height, width."""
         return self.images.shape[1], self.images.shape[2], self.images.shape[3]
 
+    def take(self, indices: IntArray) -> "ImageArrays":
+        """The split of these samples alone, a copy."""
+        return ImageArrays(self.images[indices], self.labels[indices])
+
     def read(self, indices: IntArray, crops: None, *, replace: bool) -> DecodedImages:
         """The samples `indices`; the rest is for `EncodedImages`, which share this interface."""
         return DecodedImages(self.images[indices], indices, {})
@@ -46,6 +50,7 @@ class Dataset:
     class_names: tuple[str, ...]
     mean: tuple[float, ...]  # per channel of the training images in [0, 1]
     std: tuple[float, ...]
+    test: Split | None = None  # only where training images are held out for validation
     fingerprint: str | None = None  # of the user's own data, which no name stands for
     notes: tuple[str, ...] = ()  # what the reader of the log should know
 

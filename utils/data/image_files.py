@@ -8,9 +8,9 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import numpy as np
 
@@ -57,6 +57,10 @@ class EncodedImages(ABC):
     @abstractmethod
     def content(self, index: int) -> bytes:
         """The sample as it lies on disk, encoded. `OSError` where it cannot be read."""
+
+    @abstractmethod
+    def take(self, indices: IntArray) -> Self:
+        """The split of these samples alone."""
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -134,6 +138,9 @@ class ImageFiles(EncodedImages):
     def content(self, index: int) -> bytes:
         with open_regular(self.path(index)) as file:
             return file.read()
+
+    def take(self, indices: IntArray) -> Self:
+        return replace(self, labels=self.labels[indices], names=self.names[indices])
 
 
 def decode_image(content: bytes) -> "Image.Image":

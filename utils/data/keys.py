@@ -51,6 +51,10 @@ class DatasetKeys(SharedKeys):
         tuple[Annotated[float, Field(gt=0, le=1)], ...], PerChannel, Fact.NO_HYPERPARAMETER
     ] = (0.2673342858792401, 0.2564384629170883, 0.27615047132568404)  # fmt: skip
     """Per-channel standard deviation of CIFAR-100's training images, in [0, 1]."""
+    holdout_images: Annotated[NonNegativeInt, Fact.FIXED] = 0
+    """Hold out training images to validate on; the test images are then read once, at the end. The same share of each
+    class. 0: validate on the test images, as the tutorial does, so that what is chosen by them (the best epoch,
+    stop_at_accuracy, a search) looks better than it is on images that nobody has seen."""
     image_size: PositiveInt | None = None
     """Image files: pixels; null: 224 for imagenet, else the median shorter side."""
     centre_crop_share: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -124,4 +128,6 @@ class DataKeys(LoaderKeys, AugmentationKeys, DatasetKeys):
             raise ValueError(
                 f"batch_size {self.batch_size} must be a multiple of micro_batch_size {self.micro_batch_size}"
             )
+        if self.holdout_images and not LOADERS[self.data_loader].needs_data:
+            raise ValueError(f"data_loader {self.data_loader} reads no images, so that none are held out; use 0")
         return self

@@ -5,7 +5,7 @@ starts at the right image without running through those before it.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -129,6 +129,11 @@ class EpochPlan:
         else:
             num_batches = -(-len(range(self.rank, self.num_samples, self.world_size)) // self.batch_size)
         return num_batches if self.limit is None else min(num_batches, self.limit)
+
+    @property
+    def shared_batches(self) -> int:
+        """Batches that every rank has; in validation some may have one more, the last rank never."""
+        return len(replace(self, rank=self.world_size - 1))
 
     def batches(self, epoch: int, first_batch: int = 0) -> list[IntArray]:
         """The image indices of this rank's batches from `first_batch` on.

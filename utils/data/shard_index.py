@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,11 @@ class ShardSplit:
     offset: IntArray  # int64 [N], of its first byte in the shard
     length: IntArray  # int64 [N], bytes
     checksum: np.ndarray  # uint32 [N], CRC-32 of these bytes
+
+    def take(self, indices: IntArray) -> "ShardSplit":
+        """These samples alone, of the same shards."""
+        names = ("members", "labels", "shard", "offset", "length", "checksum")
+        return replace(self, **{name: getattr(self, name)[indices] for name in names})
 
 
 FIELDS = {

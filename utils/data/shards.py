@@ -10,14 +10,15 @@ it open: opening is what the metadata server of a cluster's file system is asked
 import os
 import resource
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 from utils.data.datasets import Dataset, Split
 from utils.data.folders import complete
 from utils.data.image_files import EncodedImages
 from utils.data.keys import LOADERS, DataKeys
-from utils.data.sampling import ShardGroups
+from utils.data.sampling import IntArray, ShardGroups
 from utils.data.shard_index import INDEX_FILE, ShardSplit, read_index, remedy
 from utils.errors import ConfigError, DataError
 from utils.files import open_regular
@@ -88,6 +89,10 @@ class ShardedImages(EncodedImages):
         if zlib.crc32(content) != self.index.checksum[index]:
             raise DataError(f"{self.path(index)}: these bytes are not the indexed ones; {remedy(self.folder)}")
         return content
+
+    def take(self, indices: IntArray) -> Self:
+        index = self.index.take(indices)
+        return replace(self, labels=index.labels, index=index)
 
 
 def open_shards(name: str, data_path: Path, image_size: int | None, centre_share: float) -> Dataset:

@@ -15,7 +15,7 @@ FILE_NAME = "unreadable.txt"
 def report_unreadable(world: World, loaders: Loaders, folder: Path) -> list[str]:
     """Collective: lists in `folder`/unreadable.txt what could not be read so far on any rank, beside what an earlier
     start of the run has found; a line for the log of the main process where something is new."""
-    merged = gather_unreadable(world, loaders.train, loaders.valid)
+    merged = gather_unreadable(world, *loaders.every())
     if not merged or not world.main_only(lambda: _list(merged, folder / FILE_NAME)):
         return []
     return [f"{describe_unreadable(merged)}; replaced in training, left out in validation; all: {folder / FILE_NAME}"]

@@ -176,6 +176,9 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self, epoch: int, step: int, results: dict[str, float], counts: Tensor, class_names: Sequence[str]
     ) -> None:
         """The end of the training: its results, and which classes it takes for which ([true, predicted] counts)."""
+        if "test_acc1" in results:
+            accuracy, loss, images = (results[f"test_{name}"] for name in ("acc1", "loss", "images"))
+            self.say(f"test acc1 {accuracy:.2%}, loss {loss:.4f}: {images:.0f} images that nothing was chosen by")
         columns = ("class", "accuracy", "taken_for", "share")
         worst = [dict(zip(columns, row, strict=True)) for row in worst_classes(counts, class_names)]
         self._record("end", epoch=epoch, step=step, **results, worst_classes=worst)

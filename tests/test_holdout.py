@@ -1,0 +1,182 @@
+"""`holdout_images`: which images are held out, in every form of data; the test that is read once."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import CIFAR100, TINY
+from processes import run_job
+
+from tools import evaluate, prepare_data
+from train import Trainer, main
+from utils.config import Config, load_config
+from utils.config.command_line import Arguments
+from utils.data.build import build_loaders, find_dataset
+from utils.data.datasets import ImageArrays
+from utils.data.holdout import divide
+from utils.data.image_files import EncodedImages, ImageFiles
+from utils.data.sampling import EpochPlan
+from utils.data.shards import ShardedImages
+from utils.distributed.world import World
+from utils.errors import ConfigError, Stopped
+
+
+@pytest.mark.parametrize("sizes", [(50, 50, 50), (100, 10, 40), (97, 1, 0, 3)])
+def test_each_class_gives_its_share(sizes: tuple[int, ...]) -> None:
+    labels = np.random.default_rng(1).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    for number in (1, 10, 30, 50):
+        kept, held = divide(labels, number)
+        assert len(held) == number
+        assert np.array_equal(np.sort(np.concatenate([kept, held])), np.arange(len(labels)))
+        counts = np.bincount(labels[held], minlength=len(sizes))
+        assert np.abs(counts - number * np.array(sizes) / len(labels)).max() <= 1
+    smaller, larger = divide(labels, 10)[1], divide(labels, 30)[1]
+    assert set(smaller) < set(larger)
+
+
+def test_images_are_divided_between_training_and_validation_and_none_is_lost(tiny: Callable[..., Config]) -> None:
+    whole, divided = find_dataset(tiny(), download=False), find_dataset(tiny(holdout_images=500), download=False)
+    kept, held = divide(whole.train.labels, 500)
+    for part, indices in ((divided.train, kept), (divided.valid, held)):
+        assert isinstance(part, ImageArrays) and isinstance(whole.train, ImageArrays)
+        assert np.array_equal(part.images, whole.train.images[indices])
+        assert np.array_equal(part.labels, whole.train.labels[indices])
+    assert divided.test is whole.valid and whole.test is None
+    assert (divided.mean, divided.std) == (whole.mean, whole.std)
+    again = find_dataset(tiny(holdout_images=500, seed=3), download=False)
+    assert np.array_equal(again.train.labels, divided.train.labels)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_files_and_shards_give_up_the_same_images(sharded: bool, tmp_path: Path, tiny: Callable[..., Config]) -> None:
+    from PIL import Image
+
+    for split, number in (("train", 12), ("val", 4)):
+        for name in "ab":
+            (tmp_path / split / name).mkdir(parents=True)
+            for image in range(number):
+                Image.new("RGB", (16, 16), (image, 2, 3)).save(tmp_path / split / name / f"{image:02}.png")
+    folder = tmp_path
+    if sharded:
+        folder = tmp_path / "shards"
+        assert prepare_data.main(["--shards", str(folder), "--from", str(tmp_path), "--num_shards", "3"]) == 0
+    config = tiny(dataset="imagefolder", data_path=str(folder), image_size=16, num_classes=2, batch_size=4)
+    whole = find_dataset(config, download=False).train
+    divided = find_dataset(config.model_copy(update={"holdout_images": 6}), download=False)
+    kept, held = divide(whole.labels, 6)
+    assert isinstance(whole, ShardedImages if sharded else ImageFiles)
+    for part, indices in ((divided.train, kept), (divided.valid, held)):
+        assert isinstance(part, EncodedImages) and part.labels.tolist() == whole.labels[indices].tolist()
+        for row, index in enumerate(indices.tolist()):
+            assert part.path(row) == whole.path(index) and part.content(row) == whole.content(index)
+
+
+@pytest.mark.parametrize(("number", "message"), [(10_000, "10000 training images; expected fewer"), (9_990, "exceeds")])
+def test_too_many_are_refused(number: int, message: str, tiny: Callable[..., Config], alone: World) -> None:
+    config = tiny(holdout_images=number)
+    with pytest.raises(ConfigError, match=message):
+        build_loaders(config, find_dataset(config, download=False), alone)
+
+
+def test_a_loader_without_images_holds_none_out(tiny: Callable[..., Config]) -> None:
+    with pytest.raises(ValueError, match="synthetic reads no images"):
+        tiny(dataset="cifar100", data_loader="synthetic", num_classes=100, holdout_images=10)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_shared_batches_are_those_of_the_rank_with_the_fewest(training: bool) -> None:
+    for num_samples in range(1, 40):
+        for limit in (None, 2):
+            plans = [EpochPlan(num_samples, 3, rank, 4, training, limit=limit) for rank in range(4)]
+            assert {plan.shared_batches for plan in plans} == {min(map(len, plans))}
+
+
+def train(config: Config, world: World, folder: Path) -> dict[str, Any]:
+    """The last record of each kind of a whole run."""
+    Trainer(config, world, folder, "held").train()
+    return last_records(folder)
+
+
+def last_records(folder: Path) -> dict[str, Any]:
+    return {record["kind"]: record for record in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+
+
+HELD = {"holdout_images": 500, "limit_valid_batches": None, "ema_decay": 0.7}
+
+
+def test_the_test_images_are_read_once_at_the_end_and_evaluate_reads_them_again(
+    tiny: Callable[..., Config], alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    evaluate_one = Trainer._evaluate
+
+    def note(self: Trainer, name: str, *others: Any) -> dict[str, float]:
+        asked.append(name)
+        return evaluate_one(self, name, *others)
+
+    monkeypatch.setattr(Trainer, "_evaluate", note)
+    last = train(tiny(**HELD), alone, tmp_path / "run")
+    assert asked == ["validation", "validation", "test"]
+    assert (last["epoch"]["images/valid"], last["end"]["test_images"]) == (500, 2_000)
+    assert f"test acc1 {last['end']['test_acc1']:.2%}" in (tmp_path / "run/train.log").read_text()
+
+    for arguments, record, names in (
+        ([], "epoch", ("acc1/valid", "loss/valid")),
+        (["--test"], "end", ("test_acc1", "test_loss")),
+    ):
+        figures = tmp_path / "figures.json"
+        assert evaluate.main([str(tmp_path / "run"), "--json", str(figures), *arguments]) == 0
+        found = json.loads(figures.read_text())
+        assert (found["acc1"], found["loss"]) == tuple(last[record][name] for name in names)
+        assert found["recorded"] == {"acc1": found["acc1"], "loss": found["loss"]}
+
+
+def test_without_held_out_images_nothing_is_tested(
+    tiny: Callable[..., Config], alone: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "test_acc1" not in train(tiny(max_epochs=1), alone, tmp_path)["end"]
+    assert evaluate.main([str(tmp_path), "--test"]) == 2
+    assert "the run held out no images" in capsys.readouterr().err
+
+
+def test_a_target_that_is_reached_early_is_tested_too(
+    tiny: Callable[..., Config], alone: World, tmp_path: Path
+) -> None:
+    last = train(tiny(stop_at_accuracy=0.01, max_epochs=5, **HELD), alone, tmp_path)
+    assert last["end"]["epoch"] == 1 and last["end"]["test_images"] == 2_000
+
+
+def test_a_stop_in_the_test_is_gone_on_from_to_the_same_figures(
+    tiny: Callable[..., Config], alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train(tiny(**HELD), alone, tmp_path / "whole")
+    trainer = Trainer(tiny(**HELD), alone, tmp_path / "parts", "held")
+    evaluate_one = Trainer._evaluate
+
+    def stop_in_the_test(self: Trainer, name: str, *others: Any) -> dict[str, float]:
+        if name == "test":
+            self.requests.signal = signal.SIGUSR1
+        return evaluate_one(self, name, *others)
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match="in validation"):
+        patch.setattr(Trainer, "_evaluate", stop_in_the_test)
+        trainer.train()
+    assert "end" not in last_records(tmp_path / "parts")
+    parts = train(tiny(**HELD), alone, tmp_path / "parts")
+    times = {"seconds", "images_per_sec", "epoch_seconds"}
+    for kind in ("epoch", "end"):
+        assert {name: value for name, value in parts[kind].items() if name not in times} == {
+            name: value for name, value in whole[kind].items() if name not in times
+        }
+
+
+def test_two_ranks_test_every_image_once(tmp_path: Path) -> None:
+    config = Config(**load_config(CIFAR100, "default").model_dump() | TINY | HELD | {"max_epochs": 1})
+    arguments = Arguments(config, "held", tmp_path / "run", "auto", dry_run=False)
+    assert [rank.status for rank in run_job(tmp_path / "ranks", 2, main, arguments)] == [0, 0]
+    last = last_records(tmp_path / "run")
+    assert (last["epoch"]["images/valid"], last["end"]["test_images"]) == (500, 2_000)
