@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class EncodedImages(ABC):
         """The sample as it lies on disk, encoded. `OSError` where it cannot be read."""
 
     @abstractmethod
-    def take(self, indices: IntArray) -> Self:
+    def take(self, indices: IntArray) -> "EncodedImages":
         """The split of these samples alone."""
 
     @property
@@ -139,7 +139,7 @@ class ImageFiles(EncodedImages):
         with open_regular(self.path(index)) as file:
             return file.read()
 
-    def take(self, indices: IntArray) -> Self:
+    def take(self, indices: IntArray) -> "ImageFiles":
         return replace(self, labels=self.labels[indices], names=self.names[indices])
 
 

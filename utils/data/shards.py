@@ -12,7 +12,6 @@ import resource
 import zlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
 
 from utils.data.datasets import Dataset, Split
 from utils.data.folders import complete
@@ -90,7 +89,7 @@ class ShardedImages(EncodedImages):
             raise DataError(f"{self.path(index)}: these bytes are not the indexed ones; {remedy(self.folder)}")
         return content
 
-    def take(self, indices: IntArray) -> Self:
+    def take(self, indices: IntArray) -> "ShardedImages":
         index = self.index.take(indices)
         return replace(self, labels=index.labels, index=index)
 
