@@ -43,7 +43,7 @@ from utils.distributed.ddp import describe_parallel
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import ExpectedError, Stopped
-from utils.run.checkpoint import Writer
+from utils.run.checkpoint import REMEDIES, Writer
 from utils.run.environment import describe_environment
 from utils.run.folder import open_run, write_description
 from utils.run.logger import RunLogger
@@ -245,8 +245,7 @@ class Trainer:
         first_bad = min(self.world.gather(self.learner.sums.finite_batches())) // self.learner.batch.accumulation
         raise ExpectedError(
             f"the loss stopped being a finite number in epoch {self.progress.epoch + 1}, iteration {first_bad}, "
-            f"learning rate {self.learner.learning_rate:.4g}; nothing was saved since the last checkpoint\n"
-            "a lower lr, a warm-up (lr_warmup_epochs) or amp_dtype=bf16 are the usual remedies"
+            f"learning rate {self.learner.learning_rate:.4g}; nothing was saved since the last checkpoint\n{REMEDIES}"
         )
 
     # ---- stop, save, go on

@@ -35,12 +35,27 @@ from utils.run.logger import RunLogger
 @pytest.fixture(scope="module")
 def state():
     """The smallest state that counts as a checkpoint."""
-    values = dict.fromkeys(checkpoint.KEYS)
     generator = torch.Generator().manual_seed(0)
-    return values | {
+    data = {"train_images": 64, "steps_per_epoch": 8, "class_names": ["a", "b"]}
+    return {
         "format": checkpoint.FORMAT,
+        "config": {},
+        "config_name": "tiny",
+        "config_digest": "",
+        "data": data | {"shape": (3, 8, 8), "mean": (0.5, 0.5, 0.5), "std": (0.2, 0.2, 0.2)},
+        "epoch": 1,
+        "batch": 0,
         "step": 8,
         "model": {"weight": torch.randn(64, 8, generator=generator)},
+        "average": None,
+        "optimizer": {"state": {}, "param_groups": [{"params": [0], "lr": 0.1}]},
+        "grad_scaler": {},
+        "plateau": {"patience": 10, "best": 1.5, "bad_epochs": 0, "cuts": 0},
+        "logged_sums": [0.0] * 4,
+        "best": {"acc1": 0.5, "epoch": 1},
+        "seconds": 1.5,
+        "ranks": [{"random": seeds.random_state(), "metric_sums": torch.zeros(4), "buffers": {}}],
+        "versions": {},
     }
 
 
@@ -64,13 +79,15 @@ def test_the_table_names_every_key_and_no_other(tiny, alone, tmp_path):
 
 
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path, state):
-    nested = state | {"best": {"acc1": -1.0}, "ranks": [{"random": (1, "a", None, torch.arange(3))}]}
-    path = save_last(tmp_path, encode(nested), 8, keep=1)
+    path = save_last(tmp_path, encode(state), 8, keep=1)
     read = read_checkpoint(path)
     assert torch.equal(read["model"]["weight"], state["model"]["weight"])
-    assert torch.equal(read["ranks"][0]["random"][3], torch.arange(3))
-    assert read["best"] == {"acc1": -1.0}
-    assert torch.load(path, weights_only=True).keys() == nested.keys()  # any PyTorch reads it
+    random_before, random_after = state["ranks"][0]["random"], read["ranks"][0]["random"]
+    assert random_after["python"] == random_before["python"]
+    assert torch.equal(random_after["numpy"][1], random_before["numpy"][1])
+    assert torch.equal(random_after["torch"], random_before["torch"])
+    assert read["data"] == state["data"] and read["best"] == state["best"]
+    assert torch.load(path, weights_only=True).keys() == state.keys()  # any PyTorch reads it
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -144,6 +161,80 @@ def test_missing_keys_are_named(tmp_path, state):
     path.write_bytes(encode({key: value for key, value in state.items() if key not in ("ranks", "best")}))
     with pytest.raises(CheckpointError, match="lacks best, ranks"):
         read_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("format", True),
+        ("format", 1.0),
+        ("config", [1]),
+        ("config_name", None),
+        ("data", None),
+        ("data.shape", (3, 8)),
+        ("data.mean", "half"),
+        ("epoch", "1"),
+        ("epoch", -1),
+        ("batch", None),
+        ("batch", True),
+        ("batch", 9),
+        ("step", 1.5),
+        ("step", 10**9),
+        ("model", torch.zeros(3)),
+        ("model.weight", [0.5]),
+        ("average", {"module": {}, "updates": 3}),
+        ("average", 5),
+        ("optimizer", []),
+        ("optimizer.param_groups", {}),
+        ("optimizer.state", {0: {"momentum_buffer": "much"}}),
+        ("grad_scaler", {"scale": 2.0}),
+        ("plateau.patience", None),
+        ("plateau.unheard_of", 1),
+        ("logged_sums", [0.0] * 3),
+        ("best", 0.5),
+        ("best.acc1", float("nan")),
+        ("seconds", "long"),
+        ("ranks", []),
+        ("ranks.0.metric_sums", torch.zeros(3)),
+        ("ranks.0.random", {}),
+        ("ranks.0.random.python", (3, (1, 2), None)),
+        ("ranks.0.random.torch", torch.zeros(3, dtype=torch.uint8)),
+        ("ranks.0.random.cuda", 5),
+        ("ranks.0.buffers", {"weight": torch.zeros(3)}),
+        ("versions", {"torch": 2.14}),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_kind_is_refused_in_a_line_that_names_it(tmp_path, state, place, value):
+    path = tmp_path / "step-000000008.pt"
+    path.write_bytes(encode(_with_value(state, place.split("."), value)))
+    with pytest.raises(CheckpointError, match=f"is no checkpoint .*{place.split('.')[0]}") as raised:
+        newest_good(tmp_path)
+    assert "\n" not in str(raised.value) and raised.value.exit_status == 4
+
+
+def test_one_that_somebody_made_moves_nothing(tiny, alone, tmp_path):
+    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
+    newest = list_checkpoints(tmp_path / "checkpoints")[0]
+    newest.write_bytes(encode(read_checkpoint(newest) | {"best": "the best"}))
+    before = _contents(tmp_path)
+    for resume in ("auto", str(newest)):
+        with pytest.raises(CheckpointError, match=r"no checkpoint of this program: best: "):
+            Trainer(tiny(), alone, tmp_path, "tiny", resume).train()
+    assert _contents(tmp_path) == before
+
+
+def test_a_pipe_under_a_checkpoints_name_is_passed_over(tiny, alone, tmp_path):
+    """Opening one to read it would wait for a writer, for ever."""
+    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
+    own = tmp_path / "checkpoints"
+    (own / "best.pt").unlink()
+    os.mkfifo(own / "best.pt")
+    os.mkfifo(own / "step-000000999.pt")
+    Trainer(tiny(max_epochs=2), alone, tmp_path, "tiny", str(tmp_path)).train()
+    told = (tmp_path / "train.log").read_text(encoding="utf-8")
+    assert f"Passed over: {own / 'step-000000999.pt'}: cannot be read: not a regular file" in told
+    assert f"Passed over: {own / 'best.pt'}: cannot be read: not a regular file" in told
+    assert read_checkpoint(own / "best.pt")["epoch"] == 2
 
 
 @pytest.mark.parametrize(
@@ -315,10 +406,17 @@ print(newest_good(folder)[0].name, sorted(path.name for path in folder.iterdir()
     ], result.stderr
 
 
-def test_weights_that_are_not_finite_are_never_saved(tmp_path, state):
+@pytest.mark.parametrize(
+    ("bad", "cause"),
+    [("weight", "its update did it, at"), ("bn.running_var", "all are BatchNorm's statistics, .* too large, at")],
+)
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, state, bad, cause):
     writer = Writer(tmp_path, keep=2, background=False)
-    broken = {"fine": torch.ones(2), "broken": torch.tensor([1.0, float("inf")])}
-    with pytest.raises(ExpectedError, match=r"after step 8, 1 of the network's 2 tensors .* first broken"):
+    broken = {"fine": torch.ones(2), bad: torch.tensor([1.0, float("inf")])}
+    message = (
+        f"after step 8, 1 of the network's 2 tensors .* first {bad};.*\n.* finite: {cause} learning rate 0.1; a lower"
+    )
+    with pytest.raises(ExpectedError, match=message):
         writer.save(state | {"model": broken}, is_best=False)
     assert not list(tmp_path.iterdir())
 
@@ -539,10 +637,20 @@ def _until_none_is(left, function):
     return lost_after_that
 
 
-def test_a_damaged_line_of_the_metrics_does_not_keep_a_run_from_going_on(tiny, alone, tmp_path):
+def _with_value(state, place, value):
+    """A copy of nested tables and lists with `value` at `place`."""
+    if not place:
+        return value
+    if isinstance(state, list):
+        return [_with_value(item, place[1:], value) if str(n) == place[0] else item for n, item in enumerate(state)]
+    return state | {place[0]: _with_value(state.get(place[0]), place[1:], value)}
+
+
+@pytest.mark.parametrize("line", [b'\xff\xfe{"kind', b"[" * 100_000 + b"\n"])
+def test_a_damaged_line_of_the_metrics_does_not_keep_a_run_from_going_on(tiny, alone, tmp_path, line):
     Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
     metrics = tmp_path / "metrics.jsonl"
-    metrics.write_bytes(metrics.read_bytes() + b'\xff\xfe{"kind')
+    metrics.write_bytes(metrics.read_bytes() + line)
     Trainer(tiny(max_epochs=2), alone, tmp_path, "tiny", str(tmp_path)).train()
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()][-1] == 8
 

@@ -92,7 +92,7 @@ def test_a_real_checkpoint_that_was_changed_and_signed_again(folder, written, ex
 
 @pytest.mark.parametrize("examples", BOTH)
 def test_checkpoints_with_keys_and_values_of_any_kind(folder, written, examples):
-    state = {key: value if key == "format" else None for key, value in written[1].items()}
+    state = written[1]
     plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
     values = st.recursive(
         plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(plain, inner, max_size=3), max_leaves=6

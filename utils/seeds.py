@@ -31,11 +31,29 @@ def random_state() -> dict[str, Any]:
     }
 
 
+def explain_misfit(state: dict[str, Any]) -> str | None:
+    """What keeps `restore_random_state` from taking `state`, found out on generators of its own; None where nothing
+    does. That of CUDA is looked at where it is used."""
+    try:
+        random.Random().setstate(state["python"])
+        np.random.RandomState().set_state(_numpy_state(state))
+        torch.Generator().set_state(state["torch"])
+        if not isinstance(state["cuda"], torch.Tensor | None):
+            raise TypeError("cuda is neither a tensor nor nothing")
+    except Exception as error:  # three libraries, each with errors of its own
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
 def restore_random_state(state: dict[str, Any]) -> None:
     """Undo of `random_state`; the CUDA generator only where both sides use one."""
     random.setstate(state["python"])
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    np.random.set_state(_numpy_state(state))
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def _numpy_state(state: dict[str, Any]) -> tuple[Any, ...]:
+    name, keys, position, has_gauss, cached = state["numpy"]
+    return name, keys.numpy().astype(np.uint32), position, has_gauss, cached

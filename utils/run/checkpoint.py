@@ -41,15 +41,15 @@ import torch
 from torch import Tensor
 
 from utils.errors import CheckpointError, ExpectedError
-from utils.files import write_atomically
+from utils.files import open_regular, write_atomically
 from utils.keys import REMOVED_KEYS
+from utils.run.table import Table, explain_misfit
 
 FORMAT = 1
+STATISTICS = ("running_mean", "running_var")  # what no loss in training depends on
+REMEDIES = "a lower lr, a warm-up (lr_warmup_epochs), clip_grad_norm or amp_dtype=bf16 are the usual remedies"
 NO_BEST = {"acc1": -1.0, "epoch": 0}  # before the first validation
-KEYS = frozenset({
-    "format", "config", "config_name", "config_digest", "data", "epoch", "batch", "step", "model", "average",
-    "optimizer", "grad_scaler", "plateau", "logged_sums", "best", "seconds", "ranks", "versions",
-})  # fmt: skip
+KEYS = frozenset(Table.model_fields)
 
 _DIGEST = b"sha256:"
 _COMMENT_BYTES = len(_DIGEST) + 64
@@ -75,7 +75,8 @@ def encode(state: dict[str, Any]) -> bytes:
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """The state in a checkpoint file, on the CPU; `CheckpointError` where it cannot be used."""
     try:
-        content = path.read_bytes()
+        with open_regular(path) as file:
+            content = file.read()
     except OSError as error:
         raise DamagedError(f"{path}: cannot be read: {error.strerror}") from None
     head, comment = memoryview(content)[:-_COMMENT_BYTES], content[-_COMMENT_BYTES:]
@@ -86,7 +87,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except Exception as error:  # somebody wrote it on purpose, as the digest is right; torch may raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path}: is no checkpoint of this program: {reason}") from None
-    if not isinstance(state, dict) or not isinstance(state.get("format"), int):
+    if not isinstance(state, dict) or type(state.get("format")) is not int:  # not True
         raise CheckpointError(f"{path}: is no checkpoint of this program: it names no format")
     if state["format"] != FORMAT:
         raise CheckpointError(
@@ -95,6 +96,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         )
     if missing := KEYS - state.keys():
         raise CheckpointError(f"{path}: is no checkpoint of this program: it lacks {', '.join(sorted(missing))}")
+    if (problem := explain_misfit(state)) is not None:
+        raise CheckpointError(f"{path}: is no checkpoint of this program: {problem}")
     return state
 
 
@@ -131,7 +134,7 @@ class Writer(AbstractContextManager["Writer"]):
 
     def save(self, state: dict[str, Any], is_best: bool) -> None:
         """Write `state` as the last checkpoint, and as the best one too where it is."""
-        check_finite(state["model"], state["step"])
+        check_finite(state)
         if not self.background:
             self._write(state if is_best else None, state)
             return
@@ -185,14 +188,23 @@ class Writer(AbstractContextManager["Writer"]):
             self._join()
 
 
-def check_finite(weights: dict[str, Tensor], step: int) -> None:
-    """`ExpectedError` where a weight is not a finite number, so that no such state replaces a good one."""
+def check_finite(state: dict[str, Any]) -> None:
+    """`ExpectedError` where a weight is not a finite number, so that no such state replaces a good one.
+
+    A save comes after a check of the loss, which was finite up to this step: it is this step that spoilt the weights.
+    """
+    weights: dict[str, Tensor] = state["model"]
     bad = [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]
-    if bad:
-        raise ExpectedError(
-            f"after step {step}, {len(bad)} of the network's {len(weights)} tensors hold numbers that are not finite, "
-            f"first {bad[0]}; nothing was saved since the last checkpoint"
-        )
+    if not bad:
+        return
+    only_statistics = all(name.endswith(STATISTICS) for name in bad)
+    cause = "all are BatchNorm's statistics, so its inputs grew too large" if only_statistics else "its update did it"
+    raise ExpectedError(
+        f"after step {state['step']}, {len(bad)} of the network's {len(weights)} tensors hold numbers that are not "
+        f"finite, first {bad[0]}; nothing was saved since the last checkpoint\n"
+        f"the loss of that step was finite: {cause}, at learning rate "
+        f"{float(state['optimizer']['param_groups'][0]['lr']):.4g}; {REMEDIES}"
+    )
 
 
 def _copy_to_host(value: Any) -> Any:

@@ -226,6 +226,6 @@ def _drop_after(path: Path, step: int, epoch: int) -> None:
                 record["step"] <= step and (record["kind"] == "step" or record["epoch"] <= epoch)
             ):
                 kept.append(line + b"\n")
-        except (ValueError, KeyError, TypeError):  # a line that a kill cut short, or that is damaged
+        except (ValueError, KeyError, TypeError, RecursionError):  # a line that a kill cut short, or that is damaged
             continue
     write_atomically(path, b"".join(kept))
