@@ -12,7 +12,7 @@ COPY . .
 # constraints (PIP_CONSTRAINT) keep pip from replacing them.
 RUN pip install --no-cache-dir ".[report]"
 # Fails the build where torch is too old or does not fit its torchvision; needs no GPU.
-RUN python -c "from tools.doctor import check_installed_torch as check; import sys; f = check(); print(f.message); \
+RUN python -c "from tools.doctor.machine import check_installed_torch as check; import sys; f = check(); print(f.message); \
 sys.exit(f.level == 'fail')" || (echo "build on an image with torch >= 2.11: --build-arg BASE=IMAGE" && exit 1)
 
 ENTRYPOINT []

@@ -59,7 +59,8 @@ def test_command_parses(
         assert left.value.code == 0, capsys.readouterr().err
         return
     name = program.removeprefix("tools.")
-    module = importlib.import_module("tools.bench.__main__" if name == "bench" else f"tools.{name}")
+    is_package = (ROOT / "tools" / name).is_dir()
+    module = importlib.import_module(f"tools.{name}.__main__" if is_package else f"tools.{name}")
     with pytest.raises(SystemExit) as left:
         module.main([*arguments[: name == "bench"], "--help"])
     assert left.value.code == 0

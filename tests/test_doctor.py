@@ -16,9 +16,10 @@ import torch
 from PIL import Image
 
 from tests.conftest import CIFAR100, ROOT
-from tools import doctor
 from tools.bench import limits
-from tools.doctor import Finding
+from tools.doctor import __main__ as doctor
+from tools.doctor import devices, finding, gpus, hardware, machine, ranks
+from tools.doctor.finding import Finding
 from utils.config import load_config
 from utils.data import workers
 from utils.distributed.launch import torchrun_here
@@ -53,7 +54,9 @@ def look(capsys, *arguments: str) -> tuple[int, dict[str, Finding]]:
     return status, {entry["check"]: Finding(**entry) for entry in document["findings"]}
 
 
-def test_a_machine_that_is_well_passes(capsys, tmp_path):
+def test_a_machine_that_is_well_passes(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(hardware, "hardware_checks", list)  # it may be of any age: see test_hardware.py
+    monkeypatch.setattr(gpus, "gpu_checks", list)
     started = time.perf_counter()
     status, findings = look(capsys, "--config", "quickstart", "--run-dir", str(tmp_path / "expts/not/yet/there"))
     assert status == 0 and all(finding.level != "fail" for finding in findings.values()), findings
@@ -79,48 +82,48 @@ def test_missing_data_fails_with_the_command_that_brings_it(capsys, tmp_path):
 @pytest.mark.parametrize("dataset", ["imagefolder", "imagenet"])
 def test_class_folders_are_judged_as_training_opens_them(dataset, tmp_path):
     settings = [f"dataset={dataset}", f"data_path={tmp_path}"]
-    finding, shape = doctor.check_data(load_config(CIFAR100, "default", settings))
+    finding, shape = machine.check_data(load_config(CIFAR100, "default", settings))
     assert finding.level == "fail" and f"{tmp_path}/train: cannot be read" in finding.message
     assert "data_path=DIR" in finding.remedy and "prepare_data" not in finding.remedy and shape == (3, 224, 224)
     for split in ("train", "val"):
         (tmp_path / split / "ant").mkdir(parents=True)
         Image.new("RGB", (40, 50)).save(tmp_path / split / "ant/0.png")
-    finding, shape = doctor.check_data(load_config(CIFAR100, "default", settings))
+    finding, shape = machine.check_data(load_config(CIFAR100, "default", settings))
     assert (finding.level, finding.message) == ("ok", f"{dataset}: 1 + 1 images")
     assert shape == ((3, 40, 40) if dataset == "imagefolder" else (3, 224, 224))
 
 
 def test_a_synthetic_loader_needs_no_data(tmp_path):
     config = load_config(CIFAR100, "default", ["data_loader=synthetic", f"data_path={tmp_path}"])
-    assert doctor.check_data(config) == (Finding("data", "ok", "cifar100: 50,000 + 10,000 images"), (3, 32, 32))
+    assert machine.check_data(config) == (Finding("data", "ok", "cifar100: 50,000 + 10,000 images"), (3, 32, 32))
 
 
 def test_shared_memory_is_judged_as_training_judges_it(small_disk, monkeypatch):
     folder = small_disk(64)
     monkeypatch.setattr(workers, "SHARED_MEMORY", folder)
-    finding = doctor.check_shared_memory(10_000_000, workers=6)
+    finding = machine.check_shared_memory(10_000_000, workers=6)
     assert finding.level == "fail" and "--ipc=host" in finding.remedy and "has 67 MB free" in finding.message
-    assert doctor.check_shared_memory(10_000_000, workers=0).level == "ok", "nobody uses it"
-    assert doctor.check_shared_memory(1_000_000, workers=6).level == "ok"
+    assert machine.check_shared_memory(10_000_000, workers=0).level == "ok", "nobody uses it"
+    assert machine.check_shared_memory(1_000_000, workers=6).level == "ok"
     (folder / "taken").write_bytes(bytes(60_000_000))
-    assert doctor.check_shared_memory(1_000_000, workers=6).level == "fail", "what counts is what is free"
+    assert machine.check_shared_memory(1_000_000, workers=6).level == "fail", "what counts is what is free"
 
 
 def test_shared_memory_is_counted_in_the_datasets_own_images(alone, monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(workers, "check_shared_memory", lambda *arguments: asked.append(arguments))
     settings = ["dataset=imagenet", "data_loader=torchvision", "num_data_workers=1", "batch_size=512"]
-    doctor.machine_checks(load_config(CIFAR100, "default", [*settings, f"data_path={tmp_path}"]), tmp_path, alone)
+    machine.machine_checks(load_config(CIFAR100, "default", [*settings, f"data_path={tmp_path}"]), tmp_path, alone)
     assert asked == [(512 * 3 * 224 * 224, 1)]
 
 
 def test_full_disk(small_disk):
     folder = small_disk(4)
-    assert doctor.check_disk(folder, needed=2**30).level == "fail"
-    finding = doctor.check_disk(folder / "expts", needed=2**20)  # room by the figures, but not for the file
+    assert machine.check_disk(folder, needed=2**30).level == "fail"
+    finding = machine.check_disk(folder / "expts", needed=2**20)  # room by the figures, but not for the file
     assert finding.level == "fail" and "No space left" in finding.message and "--run-dir" in finding.remedy
     assert not list(folder.iterdir())
-    assert doctor.check_disk(small_disk(100), needed=2**20).level == "ok"
+    assert machine.check_disk(small_disk(100), needed=2**20).level == "ok"
 
 
 def test_host_name_that_does_not_resolve():
@@ -129,23 +132,23 @@ def test_host_name_that_does_not_resolve():
             raise socket.gaierror(-2, "Name or service not known")
         return "10.0.0.1"
 
-    assert doctor.check_names(["login1"], resolve).level == "ok"
-    finding = doctor.check_names(["login1", "node7"], resolve)
+    assert machine.check_names(["login1"], resolve).level == "ok"
+    finding = machine.check_names(["login1", "node7"], resolve)
     assert finding.level == "fail" and finding.message.startswith("node7 does not resolve")
     assert "MASTER_ADDR" in finding.remedy
-    names = doctor.names_to_resolve({"MASTER_ADDR": "head", "SLURM_JOB_NODELIST": "gpu[03-05]"})
+    names = machine.names_to_resolve({"MASTER_ADDR": "head", "SLURM_JOB_NODELIST": "gpu[03-05]"})
     assert names == [socket.gethostname(), "head", "gpu03"]
 
 
 def test_torch_and_torchvision_that_do_not_fit():
-    assert doctor.check_torch("2.14.1+cu130", "0.29.1", ["numpy", "torch==2.14.1"]).level == "ok"
-    finding = doctor.check_torch("2.13.0", "0.29.1", ["numpy", "torch==2.14.1"])
+    assert machine.check_torch("2.14.1+cu130", "0.29.1", ["numpy", "torch==2.14.1"]).level == "ok"
+    finding = machine.check_torch("2.13.0", "0.29.1", ["numpy", "torch==2.14.1"])
     assert finding.level == "fail" and "torch==2.14.1" in finding.remedy
-    assert doctor.check_torch("2.10.0", "0.25.0", []).level == "fail"
+    assert machine.check_torch("2.10.0", "0.25.0", []).level == "fail"
 
 
 def test_gpu_software_that_does_not_fit():
-    check = doctor.check_gpu_stack
+    check = machine.check_gpu_stack
     assert check("13.0", False, None, {}).level == "ok", "a CPU machine"
     seen = check("13.0", True, "580.65.06", {"nvidia-nccl-cu13": "2.30"}).message
     assert seen == "driver 580.65.06, CUDA 13.0, NCCL 2.30"
@@ -163,41 +166,59 @@ def test_gpu_software_that_does_not_fit():
 def test_version_of_the_driver_and_affinity(tmp_path, monkeypatch):
     file = tmp_path / "version"
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert doctor.driver_version(file) is None
+    assert machine.driver_version(file) is None
     monkeypatch.setattr(shutil, "which", lambda name: "/bin/nvidia-smi")
-    assert doctor.driver_version(file) == "of unknown version"
+    assert machine.driver_version(file) == "of unknown version"
     for kind in ("Kernel Module ", "Open Kernel Module for x86_64 "):
         file.write_text(f"NVRM version: NVIDIA UNIX x86_64 {kind} 580.65.06  Tue Aug 5\nGCC version: gcc 12.3.0\n")
-        assert doctor.driver_version(file) == "580.65.06"
+        assert machine.driver_version(file) == "580.65.06"
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 7, 9, 10})
     monkeypatch.setenv("OMP_PROC_BIND", "close")
-    assert doctor.describe_affinity() == "cores 0-2,7,9-10, OMP_PROC_BIND=close"
+    assert machine.describe_affinity() == "cores 0-2,7,9-10, OMP_PROC_BIND=close"
 
 
 def test_memory_threads_clocks_and_slow_devices(tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   16000000 kB\n")
-    assert doctor.check_memory(tmp_path / "meminfo", 1).level == "ok"
-    assert doctor.check_memory(tmp_path / "meminfo", 16).level == "warn"
-    assert doctor.check_memory(tmp_path / "gone", 1).level == "warn"
-    assert doctor.check_threads(cores=40, local_ranks=8, threads=5, workers=6, affinity="").level == "ok"
+    assert machine.check_memory(tmp_path / "meminfo", 1).level == "ok"
+    assert machine.check_memory(tmp_path / "meminfo", 16).level == "warn"
+    assert machine.check_memory(tmp_path / "gone", 1).level == "warn"
+    assert machine.check_threads(cores=40, local_ranks=8, threads=5, workers=6, affinity="").level == "ok"
     assert (
-        "OMP_NUM_THREADS=5" in doctor.check_threads(cores=40, local_ranks=8, threads=40, workers=6, affinity="").remedy
+        "OMP_NUM_THREADS=5" in machine.check_threads(cores=40, local_ranks=8, threads=40, workers=6, affinity="").remedy
     )
-    assert "num_data_workers" in doctor.check_threads(cores=8, local_ranks=8, threads=1, workers=6, affinity="").remedy
-    assert doctor.check_clocks([0.0, 0.1, -0.2]).level == "ok"
-    assert "rank 2" in doctor.check_clocks([0.0, 0.1, -90.0]).message
-    (finding,) = doctor.check_rates([("gpu 0", 600.0), ("gpu 1", 610.0), ("gpu 2", 450.0)], "slow device")
+    assert "num_data_workers" in machine.check_threads(cores=8, local_ranks=8, threads=1, workers=6, affinity="").remedy
+    assert ranks.check_clocks([0.0, 0.1, -0.2]).level == "ok"
+    assert "rank 2" in ranks.check_clocks([0.0, 0.1, -90.0]).message
+    (finding,) = devices.check_rates([("gpu 0", 600.0), ("gpu 1", 610.0), ("gpu 2", 450.0)], "slow device")
     assert finding.level == "fail" and finding.message == "gpu 2 takes 1.34 times the median of the others"
-    (finding,) = doctor.check_rates([("gpu 0", 600.0), ("gpu 1", 500.0)], "slow device")
+    (finding,) = devices.check_rates([("gpu 0", 600.0), ("gpu 1", 500.0)], "slow device")
     assert finding.message == "gpu 1 takes 1.20 times the median of the others"
-    assert [finding.level for finding in doctor.check_rates([("gpu 0", 600.0)], "slow device")] == ["ok"]
+    assert [finding.level for finding in devices.check_rates([("gpu 0", 600.0)], "slow device")] == ["ok"]
+
+
+def test_a_rank_with_other_software_is_named():
+    same = {"torch": "2.14.1", "driver": "580"}
+    assert ranks.check_versions([("rank 0 on a", same), ("rank 1 on b", same)]).level == "ok"
+    other = [("rank 0 on a", same), ("rank 1 on b", same), ("rank 2 on c", same | {"driver": "570"})]
+    finding = ranks.check_versions(other)
+    assert (finding.level, finding.message) == ("fail", "driver 580, but 570 on rank 2 on c")
+
+
+def test_strict_fails_for_a_warning(capsys, tmp_path, monkeypatch):
+    warning = [Finding("numa", "warn", "node1: cores without memory", "look")]
+    monkeypatch.setattr(hardware, "hardware_checks", lambda: warning)
+    monkeypatch.setattr(gpus, "gpu_checks", list)
+    arguments = ["--config", "quickstart", "--run-dir", str(tmp_path)]
+    assert look(capsys, *arguments)[0] == 0
+    assert look(capsys, *arguments, "--strict")[0] == 1
 
 
 SLOWED = """
 import os, sys
-from tools import doctor
+from tools.doctor import __main__ as doctor
+from tools.doctor import devices
 
-doctor.arithmetic = lambda device: 0.4 if os.environ["RANK"] == "1" else 1.0
+devices.arithmetic = lambda device: 0.4 if os.environ["RANK"] == "1" else 1.0
 sys.exit(doctor.main(["--config", "quickstart", "--set", "device=cpu", "--run-dir", sys.argv[1]]))
 """
 
@@ -240,14 +261,14 @@ def test_one_process_of_a_node_measures_all_its_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8e10, 8e10))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
-    monkeypatch.setattr(doctor, "arithmetic", lambda device: 100.0 if device.index == 2 else 600.0)
+    monkeypatch.setattr(devices, "arithmetic", lambda device: 100.0 if device.index == 2 else 600.0)
     for name in ("memory", "host_to_device"):
         monkeypatch.setattr(limits, name, lambda device, trials: SimpleNamespace(median=1.0))
     first = torch.device("cuda", 0)
-    seen = doctor.device_checks(first, alone=True)
+    seen = devices.device_checks(first, alone=True)
     assert [finding.check for finding in seen] == ["ceilings"] * 3 + ["slow device"]
     assert seen[-1].message == "GPU 2 takes 6.00 times the median of the others"
-    assert len(doctor.device_checks(first, alone=False)) == 1
+    assert len(devices.device_checks(first, alone=False)) == 1
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -256,7 +277,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_recipes_of_images_demand_the_torch_that_the_project_needs():
-    minimum = ".".join(map(str, doctor.MINIMUM_TORCH))
+    minimum = ".".join(map(str, machine.MINIMUM_TORCH))
     assert f'"torch>={minimum}"' in (ROOT / "pyproject.toml").read_text()
     recipes = [(ROOT / name).read_text() for name in ("Dockerfile", "apptainer.def")]
     assert len({base for recipe in recipes for base in re.findall(r"BASE=(\S+:\S+)", recipe)}) == 1
@@ -266,7 +287,7 @@ def test_recipes_of_images_demand_the_torch_that_the_project_needs():
         code = check.replace("\\\n", "").split('"')[1]
         done = python(code)
         assert done.returncode == 0 and done.stdout.startswith("torch "), done.stderr
-        assert python(f"import tools.doctor; tools.doctor.MINIMUM_TORCH = (99, 0); {code}").returncode == 1
+        assert python(f"from tools.doctor import machine; machine.MINIMUM_TORCH = (99, 0); {code}").returncode == 1
 
 
 def test_recipes_install_what_the_project_declares(tmp_path):
@@ -292,7 +313,7 @@ def test_lines_tell_level_remedy_and_what_is_alike():
         Finding("disk", "ok", "fine", where="b"),
         Finding("data", "fail", "missing", "fetch it", where="b"),
     ]
-    assert doctor.render(findings, "fail") == [
+    assert finding.render(findings, "fail") == [
         "ok    disk           fine  [2 alike]",
         "fail  data           missing  [b]",
         "                     -> fetch it",
@@ -301,6 +322,6 @@ def test_lines_tell_level_remedy_and_what_is_alike():
 
 
 def test_help_does_not_wait_for_torch_and_bad_usage_ends_with_2(capsys):
-    code = "import sys; from tools.doctor import parser; parser().format_help(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from tools.doctor.__main__ import parser; parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
     assert doctor.main(["--config", "nothing"]) == 2

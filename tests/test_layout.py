@@ -21,7 +21,7 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in sorted(FILES)
 }
 # Packages that a machine may lack: the module that needs one is itself imported late.
-OPTIONAL = {"matplotlib", "nvidia", "plotly"}
+OPTIONAL = {"matplotlib", "nvidia", "plotly", "pynvml"}
 
 
 @cache

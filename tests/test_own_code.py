@@ -14,7 +14,7 @@ from processes import complaints, run_job
 
 import train
 from models import build_model
-from tools import doctor
+from tools.doctor import machine
 from train import Trainer
 from utils.config import Config, load_config
 from utils.config.command_line import Arguments
@@ -346,7 +346,7 @@ def test_what_the_users_function_raises_is_missing_data_with_its_line(tiny, alon
     assert "dataset of_mine:no_data: FileNotFoundError: " in told
     line = CODE[: CODE.index("nowhere.npy")].count("\n") + 1
     assert told.endswith(f'of_mine.py:{line}: return open(data_path / "nowhere.npy").read()\n')
-    finding, _ = doctor.check_data(config)
+    finding, _ = machine.check_data(config)
     assert finding.level == "fail" and "of_mine.py" in finding.remedy
 
 

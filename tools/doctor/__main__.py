@@ -1,0 +1,103 @@
+"""Check before a job whether this machine, or every node of this allocation, is fit for it.
+
+    python -m tools.doctor                                          # this machine
+    torchrun --nproc_per_node=8 -m tools.doctor                     # its ranks too: all-reduce, clocks, the slow one
+    srun --ntasks-per-node=8 python -m tools.doctor                 # the same over nodes
+    python -m tools.doctor --nodes                                  # in a Slurm allocation: one process on every node
+
+Each line is ok, warn or fail, with the remedy. Exit status: 0 nothing failed, 1 something failed, 2 bad usage,
+130 interrupted.
+"""
+
+import argparse
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tools.command_line import add_config_arguments, new_parser
+from tools.doctor.finding import LEVELS, Finding, render, render_json
+from utils.config import Config, load_config
+from utils.errors import ConfigError, exit_in_a_line
+from utils.program import module_command
+
+if TYPE_CHECKING:
+    from utils.distributed.world import World
+
+
+@exit_in_a_line
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check, print, return the exit status."""
+    options = parser().parse_args(argv)
+    if options.nodes:  # also in an interactive step of salloc; the processes of this srun are not given --nodes
+        return subprocess.run(_on_every_node(sys.argv[1:] if argv is None else list(argv)), check=False).returncode
+    config = load_config(options.yaml_config, options.config, options.set)
+    from utils.distributed.ranks import run_ranks
+
+    worst = "ok"
+    started = time.perf_counter()
+
+    def look(world: "World") -> None:
+        nonlocal worst
+        findings = examine(config, options.run_dir, world, time.perf_counter() - started)
+        worst = max((finding.level for finding in findings), key=LEVELS.index)
+        if world.is_main:
+            print(render_json(findings, worst) if options.json else "\n".join(render(findings, worst)))
+
+    # auto where cuda is asked for: what keeps it from use is a finding
+    device = "auto" if config.device == "cuda" else config.device
+    status = run_ranks(look, device, config.start_timeout_seconds, config.collective_timeout_seconds)
+    return status or int(worst in (("warn", "fail") if options.strict else ("fail",)))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = new_parser("doctor", __doc__)
+    add_config_arguments(parser, config="default")
+    parser.add_argument("--run-dir", type=Path, default=Path("expts"), metavar="DIR", help="where runs will write")
+    parser.add_argument("--nodes", action="store_true", help="look at every node of this Slurm allocation, by srun")
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
+    parser.add_argument("--strict", action="store_true", help="a warning counts as a failure: exit status 1")
+    return parser
+
+
+def _on_every_node(arguments: list[str]) -> list[str]:
+    if "SLURM_JOB_ID" not in os.environ or shutil.which("srun") is None:
+        raise ConfigError("--nodes: this is no Slurm allocation; get one with salloc, or start the doctor by torchrun")
+    rest = [word for word in arguments if word != "--nodes"]
+    return ["srun", "--ntasks-per-node=1", *module_command("doctor"), *rest]
+
+
+def examine(config: Config, run_dir: Path, world: "World", seconds_to_meet: float) -> list[Finding]:
+    """Collective: all checks of all ranks."""
+    from tools.bench.limits import all_reduce
+    from tools.doctor.devices import TRIALS, arithmetic, check_rates, device_checks
+    from tools.doctor.gpus import gpu_checks
+    from tools.doctor.hardware import hardware_checks
+    from tools.doctor.machine import machine_checks, software_versions
+    from tools.doctor.ranks import check_all_reduce, check_clocks, check_meeting, check_versions, clock_offsets
+
+    host, first = socket.gethostname(), world.local_rank == 0
+    findings = machine_checks(config, run_dir, world) + hardware_checks() if first else []
+    findings += device_checks(world.device, alone=world.gather(host).count(host) == 1)
+    findings += gpu_checks() if first else []  # while the measurements' heat shows
+    where = f"{host}, rank {world.rank}" if world.world_size > 1 else host
+    mine = [Finding(**asdict(finding) | {"where": where}) for finding in findings]
+    everything = [finding for part in world.gather(mine) for finding in part]
+    if world.world_size > 1:
+        rates = world.gather((f"rank {world.rank} on {host}", arithmetic(world.device)))
+        everything += check_rates(rates, "slow rank")
+        everything += [check_versions(world.gather((f"rank {world.rank} on {host}", software_versions())))]
+        everything += [check_meeting(seconds_to_meet, world.world_size), check_clocks(clock_offsets(world))]
+        everything += [check_all_reduce(all_reduce(world.device, TRIALS).median, world)]
+    return everything
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""Faults that the hardware has counted: processors, memory, PCIe, InfiniBand, and GPUs in the kernel's log.
+
+What cannot be read, for want of the device, a driver or a permission, is said and is no fault. Counters are since the
+last start of the machine or of the driver. Every check takes the folder or text that it reads.
+"""
+
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from tools.doctor.finding import Finding
+
+CPUS, NODES = Path("/sys/devices/system/cpu"), Path("/sys/devices/system/node")
+MEMORY_CONTROLLERS = Path("/sys/devices/system/edac/mc")
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+INFINIBAND = Path("/sys/class/infiniband")
+KERNEL_LOG = Path("/dev/kmsg")
+NOT_READABLE = "not readable here"
+NVIDIA, DISPLAY_CONTROLLER = "0x10de", "0x03"  # vendor, the first byte of its class
+# Of a port that works these grow slowly or not at all (InfiniBand Architecture Specification 1.4, 16.1.3.5)
+PORT_ERRORS = ("link_downed", "link_error_recovery", "symbol_error", "port_rcv_errors")
+# NVIDIA's "Xid Errors": these are faults of memory, bus or NVLink, where others may be of the program
+HARDWARE_XIDS = {48, 63, 64, 74, 79, 92, 94, 95, 110, 119, 120, 140, 143}
+XID = re.compile(r"NVRM: Xid \(PCI:([\da-fA-F:.]+)\): (\d+)")
+
+
+def hardware_checks() -> list[Finding]:
+    """All checks of this machine; those that found nothing to read in one line."""
+    findings = [
+        check_governor(CPUS),
+        check_processor_heat(CPUS),
+        check_memory_errors(MEMORY_CONTROLLERS),
+        check_numa(NODES),
+        check_pcie(PCI_DEVICES),
+        check_infiniband(INFINIBAND),
+        check_kernel_log(read_kernel_log(KERNEL_LOG)),
+    ]
+    unread = [finding.check for finding in findings if finding.message.startswith(NOT_READABLE)]
+    told = [finding for finding in findings if finding.check not in unread]
+    return [*told, Finding("hardware", "ok", f"{NOT_READABLE}: {', '.join(unread)}")] if unread else told
+
+
+def _read(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _count(file: Path) -> int:
+    """The counter in a file; 0 where it is not there or says nothing."""
+    found = re.match(r"\d+", _read(file) or "")
+    return int(found[0]) if found else 0
+
+
+def _numbered(folder: Path, name: str) -> list[Path]:
+    """NAME0, NAME1, ... in this order."""
+    found = ((re.fullmatch(rf"{name}(\d+)", path.name), path) for path in folder.glob(f"{name}*"))
+    return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
+
+
+def _unreadable(check: str, where: Path) -> Finding:
+    return Finding(check, "ok", f"{NOT_READABLE} ({where})")
+
+
+def check_governor(cpus: Path) -> Finding:
+    """Whether the cores may run at their full clock."""
+    governors: dict[str, int] = {}
+    for cpu in _numbered(cpus, "cpu"):
+        governor = _read(cpu / "cpufreq/scaling_governor")
+        # the drivers intel_pstate and amd-pstate-epp choose the clock themselves, under either governor
+        if governor == "powersave" and (_read(cpu / "cpufreq/scaling_driver") or "").endswith(("pstate", "pstate-epp")):
+            governor = "powersave of the processor's own"
+        if governor:
+            governors[governor] = governors.get(governor, 0) + 1
+    if not governors:
+        return _unreadable("governor", cpus / "cpu0/cpufreq")
+    seen = ", ".join(f"{count} cores {name}" for name, count in sorted(governors.items()))
+    if "powersave" in governors:
+        return Finding("governor", "warn", seen, "cpupower frequency-set -g performance")
+    return Finding("governor", "ok", seen)
+
+
+def check_processor_heat(cpus: Path) -> Finding:
+    """Whether cores were slowed down for heat or power."""
+    counters = [cpu / "thermal_throttle" for cpu in _numbered(cpus, "cpu")]
+    counters = [folder for folder in counters if folder.is_dir()]
+    if not counters:
+        return _unreadable("processor heat", cpus / "cpu0/thermal_throttle")
+    most = max(counters, key=lambda folder: _count(folder / "core_throttle_count"))
+    times, packages = (_count(most / f"{name}_throttle_count") for name in ("core", "package"))
+    if times or packages:
+        seen = f"{most.parent.name} was slowed down {times} times for heat, its package {packages} times"
+        return Finding("processor heat", "warn", seen, "look at cooling and power of the node")
+    return Finding("processor heat", "ok", f"none of {len(counters)} cores was slowed down")
+
+
+def check_memory_errors(controllers: Path) -> Finding:
+    """Errors of the host's memory that ECC has corrected (ce) or could not (ue)."""
+    folders = _numbered(controllers, "mc")
+    if not folders:
+        return _unreadable("memory errors", controllers)
+    for name, level, remedy in (
+        ("ue", "fail", "take the node out: its memory returns wrong data"),
+        ("ce", "warn", "have the memory module replaced before its errors can no longer be corrected"),
+    ):
+        if counts := [f"{mc.name} {_count(mc / f'{name}_count')}" for mc in folders if _count(mc / f"{name}_count")]:
+            kind = "uncorrected" if name == "ue" else "corrected"
+            return Finding("memory errors", level, f"{kind}: {', '.join(counts)}", remedy)
+    return Finding("memory errors", "ok", f"none in {len(folders)} memory controllers")
+
+
+def check_numa(nodes: Path) -> Finding:
+    """Whether every NUMA node with cores has memory."""
+    folders = _numbered(nodes, "node")
+    if not folders:
+        return _unreadable("numa", nodes)
+    empty = []
+    for folder in folders:
+        found = re.search(r"MemTotal:\s+(\d+) kB", _read(folder / "meminfo") or "")
+        if found and not int(found[1]) and _read(folder / "cpulist"):
+            empty.append(folder.name)
+    if empty:
+        remedy = "its cores reach memory through another node: look at the memory modules of that socket"
+        return Finding("numa", "warn", f"{', '.join(empty)}: cores without memory", remedy)
+    return Finding("numa", "ok", f"{len(folders)} node(s)")
+
+
+def check_pcie(devices: Path) -> Finding:
+    """Whether each NVIDIA GPU has the PCIe lanes that it can have. An idle GPU lowers the speed, never the width."""
+    gpus = [
+        device
+        for device in sorted(devices.glob("*"))
+        if _read(device / "vendor") == NVIDIA and (_read(device / "class") or "").startswith(DISPLAY_CONTROLLER)
+    ]
+    if not gpus:
+        return Finding("pcie", "ok", "no NVIDIA GPU on it")
+    narrow, slow = [], []
+    for gpu in gpus:
+        width, most = (_count(gpu / f"{which}_link_width") for which in ("current", "max"))
+        speed, fastest = (_read(gpu / f"{which}_link_speed") for which in ("current", "max"))
+        if width < most:
+            narrow.append(f"{gpu.name}: {width} of {most} lanes")
+        elif speed != fastest:
+            slow.append(f"{gpu.name}: {speed} of {fastest}")
+    if narrow:
+        return Finding("pcie", "warn", "; ".join(narrow), "seat the card anew; look at riser and slot")
+    if slow:
+        return Finding("pcie", "ok", f"{'; '.join(slow)} while idle; the ceilings show the rate under load")
+    return Finding("pcie", "ok", f"{len(gpus)} GPU(s) at full width and speed")
+
+
+def check_infiniband(infiniband: Path) -> Finding:
+    """Whether ports are up, and how often their links failed."""
+    ports = sorted(infiniband.glob("*/ports/*"))
+    if not ports:
+        return Finding("infiniband", "ok", "no port")
+    down, errors, rates = [], [], set()
+    for port in ports:
+        name = f"{port.parent.parent.name}/{port.name}"
+        state = (_read(port / "state") or "unknown").partition(": ")[2] or "unknown"
+        if state != "ACTIVE":
+            down.append(f"{name} is {state}")
+            continue
+        rates.add(_read(port / "rate") or "unknown rate")
+        counts = ((error, _count(port / "counters" / error)) for error in PORT_ERRORS)
+        if counted := [f"{error} {count}" for error, count in counts if count]:
+            errors.append(f"{name}: {', '.join(counted)}")
+    up = f"{len(ports) - len(down)} of {len(ports)} ports up at {', '.join(sorted(rates)) or 'no rate'}"
+    if down and len(down) == len(ports):
+        return Finding("infiniband", "fail", f"{up}: {'; '.join(down)}", "look at cable, switch and subnet manager")
+    if errors or down or len(rates) > 1:
+        remedy = "look at cable and switch of this port; counters begin at 0 after perfquery -R"
+        return Finding("infiniband", "warn", "; ".join([up, *down, *errors]), remedy)
+    return Finding("infiniband", "ok", up)
+
+
+def read_kernel_log(log: Path) -> str | None:
+    """All messages that the kernel still has; None where they may not be read."""
+    try:
+        descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    records = []
+    try:
+        with suppress(BlockingIOError):  # the end
+            while record := _next_record(descriptor):
+                records.append(record)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return b"".join(records).decode(errors="replace")
+
+
+def _next_record(descriptor: int) -> bytes:
+    while True:
+        with suppress(BrokenPipeError):  # a message that was overwritten before it was read
+            return os.read(descriptor, 8192)
+
+
+def check_kernel_log(text: str | None) -> Finding:
+    """NVIDIA's Xid errors, by device."""
+    if text is None:
+        return _unreadable("gpu faults", KERNEL_LOG)
+    found: dict[tuple[str, int], int] = {}
+    for device, number in XID.findall(text):
+        found[device, int(number)] = found.get((device, int(number)), 0) + 1
+    if not found:
+        return Finding("gpu faults", "ok", "no Xid in the kernel's log")
+    seen = "; ".join(f"Xid {number} of {device}, {count} times" for (device, number), count in sorted(found.items()))
+    if _any_of_hardware(number for _, number in found):
+        remedy = "take the node out and run NVIDIA's field diagnostics; NVIDIA's list of Xid errors names the fault"
+        return Finding("gpu faults", "fail", seen, remedy)
+    return Finding("gpu faults", "warn", seen, "mostly faults of a program; NVIDIA's list of Xid errors names them")
+
+
+def _any_of_hardware(numbers: Iterable[int]) -> bool:
+    return not HARDWARE_XIDS.isdisjoint(numbers)
