@@ -4,6 +4,7 @@
     torchrun --nproc_per_node=8 -m tools.doctor                     # its ranks too: all-reduce, clocks, the slow one
     srun --ntasks-per-node=8 python -m tools.doctor                 # the same over nodes
     python -m tools.doctor --nodes                                  # in a Slurm allocation: one process on every node
+    python -m tools.doctor --compare node1.json node2.json          # what --json printed there: the slow node
 
 Each line is ok, warn or fail, with the remedy. Exit status: 0 nothing failed, 1 something failed, 2 bad usage,
 130 interrupted.
@@ -22,9 +23,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.command_line import add_config_arguments, new_parser
-from tools.doctor.finding import LEVELS, Finding, render, render_json
+from tools.doctor.compare import (
+    Document,
+    check_comparable,
+    compare_documents,
+    compare_with_baseline,
+    read_document,
+)
+from tools.doctor.finding import Finding, render, render_json, worst_level
+from tools.output import check_writable
 from utils.config import Config, load_config
 from utils.errors import ConfigError, exit_in_a_line
+from utils.files import write_atomically
 from utils.program import module_command
 
 if TYPE_CHECKING:
@@ -37,6 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     if options.nodes:  # also in an interactive step of salloc; the processes of this srun are not given --nodes
         return subprocess.run(_on_every_node(sys.argv[1:] if argv is None else list(argv)), check=False).returncode
+    if options.compare:
+        findings = compare_documents(options.compare)
+        print("\n".join(render(findings, worst_level(findings))))
+        return int(worst_level(findings) in failing(options))
+    check_writable("--save-baseline", options.save_baseline)
+    baseline = None if options.baseline is None else read_document(options.baseline)
     config = load_config(options.yaml_config, options.config, options.set)
     from utils.distributed.ranks import run_ranks
 
@@ -45,15 +61,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def look(world: "World") -> None:
         nonlocal worst
+        from tools.doctor.machine import software_versions
+        from utils.run.environment import describe_environment
+
+        device, software = describe_environment(world.device, world.world_size)["device"], software_versions()
+        if baseline is not None:  # refused before anything is measured
+            now = Document(worst="ok", device=device, software=software, findings=[])
+            check_comparable(f"this machine and {options.baseline}", now, baseline)
         findings = examine(config, options.run_dir, world, time.perf_counter() - started)
-        worst = max((finding.level for finding in findings), key=LEVELS.index)
+        if baseline is not None:
+            now.findings = findings
+            findings = [*findings, *compare_with_baseline(now, baseline)]
+        worst = worst_level(findings)
         if world.is_main:
-            print(render_json(findings, worst) if options.json else "\n".join(render(findings, worst)))
+            document = render_json(findings, worst, device, software)
+            print(document if options.json else "\n".join(render(findings, worst)))
+            if options.save_baseline is not None:
+                write_atomically(options.save_baseline, document.encode())
 
     # auto where cuda is asked for: what keeps it from use is a finding
     device = "auto" if config.device == "cuda" else config.device
     status = run_ranks(look, device, config.start_timeout_seconds, config.collective_timeout_seconds)
-    return status or int(worst in (("warn", "fail") if options.strict else ("fail",)))
+    return status or int(worst in failing(options))
+
+
+def failing(options: argparse.Namespace) -> tuple[str, ...]:
+    """The levels that make the exit status 1."""
+    return ("warn", "fail") if options.strict else ("fail",)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,6 +97,15 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-dir", type=Path, default=Path("expts"), metavar="DIR", help="where runs will write")
     parser.add_argument("--nodes", action="store_true", help="look at every node of this Slurm allocation, by srun")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
+    parser.add_argument(
+        "--compare",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="examine nothing, but compare the figures in what --json printed on several nodes",
+    )
+    parser.add_argument("--save-baseline", type=Path, metavar="FILE", help="keep this examination's figures")
+    parser.add_argument("--baseline", type=Path, metavar="FILE", help="fail for what is 15 %% slower than it was then")
     parser.add_argument("--strict", action="store_true", help="a warning counts as a failure: exit status 1")
     return parser
 

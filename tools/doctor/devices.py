@@ -19,24 +19,26 @@ def device_checks(own: "torch.device", *, alone: bool) -> list[Finding]:
     from tools.bench.limits import host_to_device, memory
 
     if own.type != "cuda":
-        seen = f"CPU: {1e3 * arithmetic(own):,.0f} GFLOP/s in float32, memory {memory(own, TRIALS).median:.1f} GB/s"
-        return [Finding("ceilings", "ok", seen)]
+        rate, copied = arithmetic(own), memory(own, TRIALS).median
+        seen = f"CPU: {1e3 * rate:,.0f} GFLOP/s in float32, memory {copied:.1f} GB/s"
+        return [Finding("ceilings", "ok", seen, figures={"float32 TFLOP/s": rate, "memory GB/s": copied})]
     count = torch.cuda.device_count()
     devices = [torch.device("cuda", number) for number in range(count)] if alone else [own]
     findings, rates = [], []
     for device in devices:
         free, total = torch.cuda.mem_get_info(device)
-        rate = arithmetic(device)
+        rate, copied = arithmetic(device), memory(device, TRIALS).median
+        from_host = host_to_device(device, TRIALS).median
         name = f"{torch.cuda.get_device_name(device)} {device.index}"
         rates.append((name, rate))
         seen = (
-            f"{name}: {rate:,.0f} TFLOP/s in bf16, memory {memory(device, TRIALS).median:,.0f} GB/s, "
-            f"from the host {host_to_device(device, TRIALS).median:.1f} GB/s, {free / GIGABYTE:.0f} of "
-            f"{total / GIGABYTE:.0f} GB free"
+            f"{name}: {rate:,.0f} TFLOP/s in bf16, memory {copied:,.0f} GB/s, from the host {from_host:.1f} GB/s, "
+            f"{free / GIGABYTE:.0f} of {total / GIGABYTE:.0f} GB free"
         )
         busy = free < 0.8 * total
         remedy = "another process holds its memory: nvidia-smi shows which" if busy else ""
-        findings.append(Finding("ceilings", "warn" if busy else "ok", seen, remedy))
+        figures = {"bf16 TFLOP/s": rate, "memory GB/s": copied, "from the host GB/s": from_host}
+        findings.append(Finding("ceilings", "warn" if busy else "ok", seen, remedy, figures=figures))
     return findings + [finding for finding in check_rates(rates, "slow device") if finding.level != "ok"]
 
 

@@ -1,8 +1,8 @@
 """What a check found, and how it is shown."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 LEVELS = ("ok", "warn", "fail")
 GIGABYTE = 1e9
@@ -17,6 +17,7 @@ class Finding:
     message: str
     remedy: str = ""
     where: str = ""  # host, and rank where it matters
+    figures: dict[str, float] = field(default_factory=dict)  # {what, with its unit: rate}; more is better
 
 
 def render(findings: Sequence[Finding], worst: str) -> list[str]:
@@ -37,6 +38,12 @@ def render(findings: Sequence[Finding], worst: str) -> list[str]:
     return lines
 
 
-def render_json(findings: Sequence[Finding], worst: str) -> str:
-    """The same for a program."""
-    return json.dumps({"worst": worst, "findings": [asdict(finding) for finding in findings]}, indent=1)
+def render_json(findings: Sequence[Finding], worst: str, device: str, software: Mapping[str, str]) -> str:
+    """The same for a program; see `compare.Document`."""
+    rows = [asdict(finding) for finding in findings]
+    return json.dumps({"worst": worst, "device": device, "software": dict(software), "findings": rows}, indent=1)
+
+
+def worst_level(findings: Sequence[Finding]) -> str:
+    """Of all findings."""
+    return max((finding.level for finding in findings), key=LEVELS.index, default="ok")

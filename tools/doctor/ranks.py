@@ -59,8 +59,8 @@ def check_clocks(offsets: Sequence[float], allowed: float = 1.0) -> Finding:
 
 def check_all_reduce(rate: float, world: "World") -> Finding:
     """The bandwidth that gradients get, GB/s."""
-    seen = f"100 MB over {world.world_size} ranks: {rate:.2f} GB/s"
+    seen, figures = f"100 MB over {world.world_size} ranks: {rate:.2f} GB/s", {"GB/s": rate}
     if world.device.type == "cuda" and rate < SLOW_ALL_REDUCE:
         remedy = "NCCL_DEBUG=INFO prints which network it took; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose another"
-        return Finding("all-reduce", "warn", seen, remedy)
-    return Finding("all-reduce", "ok", seen)
+        return Finding("all-reduce", "warn", seen, remedy, figures=figures)
+    return Finding("all-reduce", "ok", seen, figures=figures)

@@ -1,0 +1,89 @@
+"""The doctor's figures beside those of other nodes and of an earlier time."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.doctor import __main__ as doctor
+from tools.doctor import devices, gpus, hardware
+from tools.doctor.compare import Document, compare_documents
+from tools.doctor.finding import Finding, render_json, worst_level
+from utils.errors import ConfigError
+
+SOFTWARE = {"torch": "2.14.1", "driver": "580"}
+
+
+def document(path: Path, *rates: tuple[str, float], device: str = "H200", torch: str = "2.14.1") -> Path:
+    findings = [Finding("ceilings", "ok", "", where=where, figures={"bf16 TFLOP/s": rate}) for where, rate in rates]
+    path.write_text(render_json(findings, "ok", device, SOFTWARE | {"torch": torch}))
+    return path
+
+
+def test_the_slow_node_is_named_by_value(tmp_path: Path) -> None:
+    paths = [document(tmp_path / f"{name}.json", (name, rate)) for name, rate in (("a", 700.0), ("b", 710.0))]
+    findings = compare_documents(paths)
+    assert [(finding.level, finding.message) for finding in findings] == [
+        ("ok", "ceilings, bf16 TFLOP/s: median 705 (700 to 710) over 2")
+    ]
+    paths.append(document(tmp_path / "c.json", ("c", 705.0), ("c", 500.0)))
+    (finding,) = compare_documents(paths)
+    assert finding.level == "fail" and finding.remedy
+    assert finding.message.endswith("over 4; c #2 500, 1.41 times slower than the median of the others")
+
+
+def test_what_failed_on_a_node_fails_here_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(render_json([Finding("pcie", "fail", "4 of 16 lanes", "look", "a")], "fail", "H200", SOFTWARE))
+    assert worst_level(compare_documents([path])) == "fail"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"device": "A100"}, "device A100 and H200"), ({"torch": "2.11.0"}, "torch 2.11.0 and 2.14.1")],
+)
+def test_other_devices_and_versions_are_refused_by_name(changes: dict[str, str], message: str, tmp_path: Path) -> None:
+    one, other = document(tmp_path / "a.json", ("a", 1.0)), document(tmp_path / "b.json", ("b", 1.0), **changes)
+    with pytest.raises(ConfigError, match=f"cannot be compared: {message}"):
+        compare_documents([one, other])
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", '{"worst": "ok", "findings": 3}', "\0"])
+@pytest.mark.parametrize("option", ["--compare", "--baseline"])
+def test_a_damaged_document_is_a_line(
+    content: str | None, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.json"
+    if content is not None:
+        path.write_text(content)
+    assert doctor.main([option, str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(path) in line
+
+
+def test_a_baseline_tells_what_has_become_slower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hardware, "hardware_checks", list)
+    monkeypatch.setattr(gpus, "gpu_checks", list)
+    rates = {"now": 1.0}
+
+    def measure(device: Any, *, alone: bool) -> list[Finding]:
+        return [Finding("ceilings", "ok", "", figures={"float32 TFLOP/s": rates["now"]})]
+
+    monkeypatch.setattr(devices, "device_checks", measure)
+    path, same = tmp_path / "baseline.json", ["--config", "quickstart", "--run-dir", str(tmp_path)]
+    assert doctor.main([*same, "--save-baseline", str(path)]) == 0
+    assert Document.model_validate_json(path.read_bytes()).findings
+    rates["now"] = 0.9
+    assert doctor.main([*same, "--baseline", str(path)]) == 0
+    rates["now"] = 0.8
+    capsys.readouterr()
+    assert doctor.main([*same, "--baseline", str(path)]) == 1
+    assert "0.8, 1.25 times slower than the baseline" in capsys.readouterr().out
+
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps(saved | {"device": "another"}))
+    assert doctor.main([*same, "--baseline", str(path)]) == 2
+    assert "cannot be compared: device" in capsys.readouterr().err

@@ -1,0 +1,112 @@
+"""Figures of several nodes, or of now and an earlier time, beside each other: which node is slower than the others.
+
+A document is what `python -m tools.doctor --json` prints. No torch.
+"""
+
+import statistics
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import BaseModel, ValidationError
+
+from tools.doctor.finding import Finding
+from utils.errors import ConfigError
+
+SLOW = 1.15  # times the median of the others, or the baseline: what `check_rates` allows too
+
+
+class Document(BaseModel):
+    """All findings of one examination, with what its figures depend on."""
+
+    worst: str
+    device: str
+    software: dict[str, str]  # {name: version}
+    findings: list[Finding]
+
+    def figures(self) -> dict[str, list[tuple[str, float]]]:
+        """{"CHECK, FIGURE": [(where, value)]}, a value for each node, rank or device."""
+        found: dict[str, list[tuple[str, float]]] = {}
+        for finding in self.findings:
+            for name, value in finding.figures.items():
+                values = found.setdefault(f"{finding.check}, {name}", [])
+                again = sum(where.partition(" #")[0] == finding.where for where, _ in values)
+                values.append((f"{finding.where} #{again + 1}" if again else finding.where, value))
+        return found
+
+
+class Compared(NamedTuple):
+    """One value beside what is expected of it."""
+
+    where: str
+    value: float
+    expected: float
+
+
+def read_document(path: Path) -> Document:
+    """`ConfigError` where the file cannot be read or is none."""
+    try:
+        return Document.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValidationError:
+        raise ConfigError(f"{path}: is no document of the doctor; python -m tools.doctor --json writes one") from None
+
+
+def compare_documents(paths: Sequence[Path]) -> list[Finding]:
+    """Each figure over all nodes of these documents; `ConfigError` where they are of other devices or software."""
+    documents = [read_document(path) for path in paths]
+    for path, document in zip(paths[1:], documents[1:], strict=True):
+        check_comparable(f"{path} and {paths[0]}", document, documents[0])
+    names = dict.fromkeys(chain.from_iterable(document.figures() for document in documents))
+    findings = [
+        _over_nodes(name, list(chain.from_iterable(document.figures().get(name, ()) for document in documents)))
+        for name in names
+    ]
+    failed = [finding for document in documents for finding in document.findings if finding.level == "fail"]
+    return [*failed, *findings]
+
+
+def check_comparable(what: str, one: Document, other: Document) -> None:
+    """`ConfigError` that names the first difference of device and software."""
+    mine, others = ({"device": document.device, **document.software} for document in (one, other))
+    for name in mine | others:
+        if mine.get(name) != others.get(name):
+            raise ConfigError(f"{what}: cannot be compared: {name} {mine.get(name)} and {others.get(name)}")
+
+
+def _over_nodes(name: str, values: Sequence[tuple[str, float]]) -> Finding:
+    rates = [value for _, value in values]
+    seen = f"{name}: median {statistics.median(rates):,.4g} ({min(rates):,.4g} to {max(rates):,.4g}) over {len(rates)}"
+    compared = []
+    for row, (where, value) in enumerate(values):
+        others = rates[:row] + rates[row + 1 :]
+        compared.append(Compared(where, value, statistics.median(others or rates)))
+    return _judge(seen, compared, "the median of the others")
+
+
+def compare_with_baseline(now: Document, baseline: Document) -> list[Finding]:
+    """Each figure of this examination beside the baseline's median of it."""
+    earlier = {name: statistics.median(value for _, value in values) for name, values in baseline.figures().items()}
+    return [
+        _judge(
+            f"{name}: the baseline has {earlier[name]:,.4g}",
+            [Compared(where, value, earlier[name]) for where, value in values],
+            "the baseline",
+        )
+        for name, values in now.figures().items()
+        if name in earlier
+    ]
+
+
+def _judge(seen: str, values: Sequence[Compared], beside: str) -> Finding:
+    slow = [
+        f"{where} {value:,.4g}, {expected / value:.2f} times slower than {beside}"
+        for where, value, expected in values
+        if value * SLOW < expected
+    ]
+    if slow:
+        remedy = "leave the node out, and look there for another process, heat, a power limit, a link that is down"
+        return Finding("comparison", "fail", f"{seen}; {'; '.join(slow)}", remedy)
+    return Finding("comparison", "ok", seen)
