@@ -24,6 +24,8 @@ COMMANDS = {
     "runs": ("tools.runs", "list runs, or show how two differ"),
     "search": ("tools.search", "search hyper-parameters"),
     "bench": ("tools.bench", "measure one part of the trainer"),
+    "bring_up": ("tools.bring_up", "measure all that waits for a new GPU"),
+    "pack": ("tools.pack", "pack the project for a machine without network"),
     "doctor": ("tools.doctor", "check a machine before a job"),
     "prepare_data": ("tools.prepare_data", "fetch or check a dataset"),
     "stage_data": ("tools.stage_data", "copy data to a disk of the node"),

@@ -128,16 +128,16 @@ def _tell_apart(runs: Sequence[Run]) -> None:
 
 
 def render(found: Found) -> str:
-    """The page, which needs no other file; `ConfigError` where what draws it is missing."""
-    try:
-        from jinja2 import Environment, StrictUndefined
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ConfigError(f'{error.name} is missing; install it with: pip install ".[report]"') from None
+    """The page about what was found; `ConfigError` where what draws it is missing."""
+    styles, sections = sections_of(found)
+    return render_page(_count(found), found.problems, sections, styles)
 
+
+def sections_of(found: Found) -> tuple[dict[str, Style], list[Section]]:
+    """How each run looks, and all sections, also those with nothing to show."""
     shown = [run for run in found.runs if run.epochs]
     styles = {run.name: style(number) for number, run in enumerate(shown)}
-    sections = [
+    return styles, [
         _results(found.runs),
         _curves(shown, styles),
         _time_to_accuracy(shown),
@@ -147,12 +147,28 @@ def render(found: Found) -> str:
         _differences(found.runs),
         _hardest_classes(shown),
     ]
+
+
+def render_page(
+    title: str, problems: Sequence[str], sections: Sequence[Section], styles: Mapping[str, Style]
+) -> str:  # fmt: skip
+    """The page, which needs no other file; `ConfigError` where what draws it is missing."""
     plots = [vars(plot) for section in sections for plot in section.plots]
+    try:
+        from jinja2 import Environment, StrictUndefined
+
+        library = ""
+        if plots:
+            from plotly.offline import get_plotlyjs
+
+            library = get_plotlyjs()
+    except ImportError as error:
+        raise ConfigError(f'{error.name} is missing; install it with: pip install ".[report]"') from None
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return environment.from_string(PAGE.read_text(encoding="utf-8")).render(
-        title=_count(found), written=clock_time(time.time()), problems=found.problems, sections=sections,
-        styles=styles, descriptions=plots, library=get_plotlyjs() if plots else "",
+        title=title, written=clock_time(time.time()), problems=problems, sections=sections, styles=styles,
+        descriptions=plots, library=library,
     )  # fmt: skip
 
 

@@ -1,0 +1,193 @@
+"""Pack the project for a machine without network: its tree, wheels of what that machine lacks, and data, in pieces.
+
+    python -m tools.pack --out pieces --data data/cifar-100-binary
+    python -m tools.pack --out pieces --data data/cifar-100-binary --without dali
+
+The wheels are of the versions installed here (pip download), for the Python and platform of the target, which has
+PyTorch, torchvision, numpy, matplotlib, rich and tensorboard. The command prints one line for the target's shell that
+checks the pieces' sums, joins and unpacks them, and one that installs the wheels.
+"""
+
+import argparse
+import hashlib
+import importlib.metadata
+import io
+import shlex
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from tools.command_line import at_least_one, new_parser
+from tools.output import make_folder, write_file
+from utils.errors import ConfigError, DataError, ExpectedError, exit_in_a_line
+from utils.program import CODE
+
+THERE = ("torch", "torchvision", "triton", "numpy", "matplotlib", "rich", "tensorboard", "pip", "setuptools")
+# What is brought: {group: packages}; what they need comes too, but for what the target has.
+GROUPS = {
+    "required": ("ruamel.yaml", "pydantic", "filelock"),
+    "page": ("plotly", "Jinja2"),
+    "tests": ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
+    "peers": ("timm", "lightning"),
+    "dali": ("nvidia-dali-cuda130",),
+}
+NAME = "bring_up.tar.gz"
+MEBIBYTE = 2**20
+
+
+@exit_in_a_line
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the pieces; returns the exit status."""
+    options = parser().parse_args(argv)
+    for path in options.data:
+        if not path.exists():
+            raise DataError(f"--data {path}: there is no such file or folder")
+    make_folder(options.out)
+    if any(options.out.iterdir()):
+        raise ConfigError(f"--out {options.out}: is not empty; give a new folder")
+    groups = [name for name in GROUPS if name not in options.without]
+    with tempfile.TemporaryDirectory() as folder:
+        wheels = download(wanted(groups), Path(folder), options.python, options.platform) if groups else []
+        pieces = Pieces(options.out, options.size * MEBIBYTE)
+        with tarfile.open(fileobj=pieces, mode="w|gz") as archive:  # type: ignore[call-overload]
+            add_tree(archive)
+            for wheel in wheels:
+                archive.add(wheel, f"wheels/{wheel.name}")
+            for path in options.data:
+                archive.add(path, f"project/data/{path.resolve().name}")
+        pieces.close()
+    write_file(options.out / "SHA256SUMS", "".join(f"{sum_}  {name}\n" for name, sum_ in pieces.sums.items()).encode())
+    total = sum(path.stat().st_size for path in options.out.iterdir())
+    print(f"{options.out}: {len(pieces.sums)} piece(s), {total / MEBIBYTE:.1f} MiB; wheels: {len(wheels)}")
+    print("\n".join(advice(bool(wheels))))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = new_parser("pack", __doc__, "0 done, 1 pip or git failed, 2 bad usage, 3 data missing")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder, for the pieces")
+    data = "brought as data/NAME of the project, such as data/cifar-100-binary; repeatable"
+    parser.add_argument("--data", type=Path, action="append", default=[], metavar="PATH", help=data)
+    parser.add_argument("--without", action="append", default=[], choices=tuple(GROUPS), help="wheels to leave out")
+    parser.add_argument("--python", default="3.12", metavar="X.Y", help="of the target (default: 3.12)")
+    tags = "of the target's wheels; repeatable (default: manylinux_2_28_x86_64 and older)"
+    parser.add_argument("--platform", action="append", metavar="TAG", help=tags)
+    parser.add_argument("--size", type=at_least_one, default=64, metavar="MIB", help="of a piece at most (default: 64)")
+    return parser
+
+
+class Pieces(io.RawIOBase):
+    """A stream that is written into files of at most `size` bytes, NAME.000 and so on, with their sums."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.folder, self.size = folder, size
+        self.sums: dict[str, str] = {}
+        self.waiting = bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        self.waiting += content
+        while len(self.waiting) >= self.size:
+            self._write_piece()
+        return len(content)
+
+    def close(self) -> None:
+        if self.waiting:
+            self._write_piece()
+        super().close()
+
+    def _write_piece(self) -> None:
+        content = bytes(self.waiting[: self.size])
+        del self.waiting[: self.size]
+        name = f"{NAME}.{len(self.sums):03}"
+        (self.folder / name).write_bytes(content)
+        self.sums[name] = hashlib.sha256(content).hexdigest()
+
+
+def wanted(groups: Iterable[str]) -> dict[str, str]:
+    """{package: version here} of the groups and all that they need, without what the target has."""
+    has = closure(THERE, {}, optional=True)
+    return closure([package for group in groups for package in GROUPS[group]], has)
+
+
+def closure(names: Iterable[str], without: Any, *, optional: bool = False) -> dict[str, str]:
+    """{package: version} of these and all that they need, as installed here. `optional`: some may not be."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    found: dict[str, str] = {}
+    waiting = list(names)
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name in found or name in without:
+            continue
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            if optional:
+                continue
+            raise ConfigError(
+                f"{name} is not installed here, which would tell its version\n"
+                f'pip install -c constraints.txt "{name}", or leave its group out (--without)'
+            ) from None
+        found[name] = distribution.version
+        needs = [Requirement(text) for text in distribution.requires or ()]
+        waiting += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+    return found
+
+
+def download(packages: dict[str, str], folder: Path, python: str, platforms: Sequence[str] | None) -> list[Path]:
+    """The wheels of these packages for the target; `ExpectedError` with pip's words where one cannot be had."""
+    tags = platforms or [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17)] + ["manylinux2014_x86_64"]
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
+    command += [f"--python-version={python}", "--implementation=cp", *(f"--platform={tag}" for tag in tags)]
+    command += [f"{name}=={version}" for name, version in sorted(packages.items())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "ERROR" in line] or [f"pip: status {done.returncode}"]
+        raise ExpectedError(f"{lines[-1]}\nleave its group out with --without, or name another --python or --platform")
+    return sorted(folder.iterdir())
+
+
+def add_tree(archive: tarfile.TarFile) -> None:
+    """The committed files as project/, with the commit's name, which git tells in a checkout."""
+    state = _git("status", "--porcelain", "--untracked-files=no").decode().strip()
+    if state:
+        print("note: changes that are not committed stay here", file=sys.stderr)
+    with tarfile.open(fileobj=io.BytesIO(_git("archive", "HEAD"))) as tree:
+        for member in tree:
+            content: IO[bytes] | None = tree.extractfile(member) if member.isfile() else None
+            member.name = f"project/{member.name}"
+            archive.addfile(member, content)
+    commit = _git("log", "-1", "--format=%H", "--", ".", ":(exclude)results")
+    member = tarfile.TarInfo("project/commit.txt")
+    member.size = len(commit)
+    archive.addfile(member, io.BytesIO(commit))
+
+
+def _git(*arguments: str) -> bytes:
+    try:
+        return subprocess.run(["git", *arguments], cwd=CODE, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", b"").decode(errors="replace").strip() or str(error)
+        raise ExpectedError(f"git {arguments[0]}: {reason}; pack from a checkout") from None
+
+
+def advice(wheels: bool) -> list[str]:
+    """What to type on the target, in the folder with the pieces."""
+    unpack = f'sha256sum -c SHA256SUMS && mkdir -p "$TO" && cat {shlex.quote(NAME)}.* | tar -xzf - -C "$TO"'
+    install = 'python -m pip install --no-index --no-deps "$TO"/wheels/*.whl'
+    start = 'cd "$TO/project" && python -m tools.bring_up --out ../bring-up --minutes 9'
+    return ["on the target, in the folder with the pieces:", f"    TO=~/bring-up; {unpack}",
+            *([f"    {install}"] if wheels else []), f"    {start}"]  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
