@@ -29,6 +29,7 @@ COMMANDS = {
     "doctor": ("tools.doctor", "check a machine before a job"),
     "prepare_data": ("tools.prepare_data", "fetch or check a dataset"),
     "stage_data": ("tools.stage_data", "copy data to a disk of the node"),
+    "torchrun": ("tools.torchrun", "start ranks, with torchrun's own words in a file"),
     "predict_scaling": ("tools.predict_scaling", "estimate the speed on more GPUs"),
     "verify_resume": ("tools.verify_resume", "kill runs and check that nothing is lost"),
 }

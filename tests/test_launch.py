@@ -4,9 +4,12 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -363,6 +366,34 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     ended = Job(tmp_path, wait_two_seconds, (), [torchrun_variables(0, 2, store.port)]).wait()
     assert ended[0].status == 2
     assert re.fullmatch(rf"error: rank 0: port {store.port} on \S+ is in use, .*MASTER_PORT.*\n", ended[0].errors)
+
+
+def wait_with_little_patience() -> int:
+    utils.distributed.rendezvous.STORE_SECONDS = 1.0
+    return wait_two_seconds()
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n"])
+def test_a_stranger_at_the_port_is_not_waited_for_without_end(tmp_path: Path, answer: bytes) -> None:
+    """rank 1, where something else than rank 0 listens, silent or not; alone PyTorch would wait for it for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        kept = []
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    kept.append(server.accept()[0])
+                    kept[-1].sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        port = server.getsockname()[1]
+        rank = torchrun_variables(1, 2, port) | {"LOCAL_RANK": "0"}
+        (ended,) = Job(tmp_path, wait_with_little_patience, (), [rank]).wait()
+        server.shutdown(socket.SHUT_RDWR)
+    assert ended.status == 1
+    first, second = complaints([ended])
+    assert f"error: rank 1: 127.0.0.1:{port} is open, but it is not rank 0 of this run that answers there" in first
+    assert second == "set MASTER_PORT to a free one in every process"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")

@@ -3,7 +3,9 @@
 import json
 import logging
 import math
+import random
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -137,3 +139,21 @@ def test_resumed_run_cuts_the_repeated_epochs_from_tensorboard(tmp_path, monkeyp
                 log.log_epoch(epoch, epoch, EPOCH | {"loss/train": loss})
     scalars = EventAccumulator(str(tmp_path / "tb_logs")).Reload().Scalars("loss/train")
     assert [(scalar.step, scalar.value) for scalar in scalars] == [(1, 9.0), (2, 2.0), (3, 2.0)]
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_bar_draws_nothing_from_pythons_generator_and_is_no_terminals_of_open_mpi(tmp_path, monkeypatch, launched):
+    """The generator's state is in checkpoints, and a bar redraws at moments of its own."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
+    if launched:
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    before = random.getstate()
+    with RunLogger(tmp_path, enabled=True, to_screen=True, to_tensorboard=False).open(epoch=0, step=0) as log:
+        assert (log.progress is None) == launched
+        log.start_bar("epoch 1", 5)
+        log.advance_bar(2)
+        log.say("a line")
+        if log.progress is not None:
+            log.progress.refresh()
+    assert random.getstate() == before

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -113,7 +114,7 @@ class FakeJob:
     def torchrun(self) -> list[list[str]]:
         """The arguments of torchrun on each node."""
         calls = self.arguments("python")
-        return [arguments[2:] for arguments in calls if arguments[:2] == ["-m", "torch.distributed.run"]]
+        return [arguments[3:] for arguments in calls if arguments[:2] == ["-m", "tools.torchrun"]]
 
 
 def link_commands(folder: Path, names: list[str]) -> None:
@@ -320,6 +321,15 @@ def test_stopped_while_running_is_queued_again(tmp_path: Path, number: signal.Si
     assert not job.arguments("sbatch")
     assert "stopped with everything saved" in said and "queued again as job 4" in said
     assert job.signals() == "USR1"  # srun would kill its tasks on SIGTERM
+
+
+def test_job_of_several_parts_is_queued_again(tmp_path: Path) -> None:
+    """Of a heterogeneous job, Slurm shows a line for each part."""
+    parts = '[[ $1 != --oneliner ]] || printf "JobId=%s HetJobId=4 JobState=RUNNING Reason=None\\n" 4 5'
+    job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": parts})
+    status, said = job.run_and_signal(signal.SIGUSR1)
+    assert status == 75 and "queued again as job 4" in said
+    assert ["requeue", "4"] in job.arguments("scontrol")
 
 
 def test_stopped_by_a_signal_that_only_the_steps_got(tmp_path: Path) -> None:
@@ -551,6 +561,27 @@ def test_port_can_be_chosen(tmp_path: Path) -> None:
     assert "--rdzv_endpoint=node1:23456" in job.arguments("srun")[0]
 
 
+def test_port_that_is_taken_is_named_before_any_node_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        job = fake_job(tmp_path, **ON_TWO_NODES, MASTER_PORT=str(port))
+        status, said = job.run("submit_multinode.slr")
+    assert status == 2 and not job.arguments("srun")
+    assert said == (
+        f"submit_multinode.slr: port {port} of node1 is in use, by another job there perhaps; choose another: "
+        "MASTER_PORT=...\n"
+    )
+    assert not list(tmp_path.glob("expts/.slurm*"))
+
+
+def test_torchruns_own_words_are_beside_the_runs_folder(tmp_path: Path) -> None:
+    node = 'until [[ $1 == bash ]]; do shift; done; SLURMD_NODENAME=node1 exec "$@"'
+    job = fake_job(tmp_path, {"srun": node})
+    assert job.run("submit.slr")[0] == 0
+    (file,) = (call[2] for call in job.arguments("python") if call[:2] == ["-m", "tools.torchrun"])
+    assert file == str(tmp_path / "expts/torchrun-4-node1.log")
+
+
 def test_step_gets_all_gpus_of_the_job(tmp_path: Path) -> None:
     """sbatch --gres=gpu:2: what srun inherits is the number in the #SBATCH line."""
     job = fake_job(tmp_path, {"srun": "env >environment"}, SLURM_GPUS_PER_NODE="1", SLURM_GPUS_ON_NODE="2")
@@ -575,7 +606,7 @@ def test_containers_by_a_prefix_or_by_srun(tmp_path: Path) -> None:
     assert job.run("submit.slr")[0] == 0
     check, torchrun = job.arguments("box")
     assert check[:4] == ["exec", "x.sif", "python", "train.py"] and check[-1] == "--print-config"
-    assert torchrun[:5] == ["exec", "x.sif", "python", "-m", "torch.distributed.run"]
+    assert torchrun[:5] == ["exec", "x.sif", "python", "-m", "tools.torchrun"]
 
     (tmp_path / "srun").mkdir()
     job = fake_job(tmp_path / "srun", SRUN_OPTIONS="--container-image=x --mpi=none")
@@ -824,7 +855,7 @@ def test_step_sees_all_gpus_of_the_job(
     all_options = (*options, "--cpus-per-task=2", f"--output={log}")
     job = cluster.submit(project / "submit.slr", options=all_options, cwd=project, PATH=path)
     assert cluster.wait(job, 60)["JobState"] == "COMPLETED", log.read_text()
-    nodes = re.findall(r"^node\d has GPUs 0,1: -m torch.distributed.run .*--nproc_per_node=2 ", log.read_text(), re.M)
+    nodes = re.findall(r"^node\d has GPUs 0,1: -m tools.torchrun .*--nproc_per_node=2 ", log.read_text(), re.M)
     assert len(nodes) == (2 if "--nodes=2" in options else 1), log.read_text()
 
 

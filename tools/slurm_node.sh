@@ -10,5 +10,6 @@ if [[ -n $STAGE_DATA ]]; then # FROM:TO
   set -- "$@" --set "data_path=${STAGE_DATA#*:}"
 fi
 [[ $SLURMD_NODENAME == "$head_node" ]] && is_host=true || is_host=false
-exec $LAUNCHER_PREFIX python -m torch.distributed.run --local_addr="$SLURMD_NODENAME$HOST_SUFFIX" \
+said=${notes%/*}/torchrun-$SLURM_JOB_ID-$SLURMD_NODENAME.log
+exec $LAUNCHER_PREFIX python -m tools.torchrun "$said" --local_addr="$SLURMD_NODENAME$HOST_SUFFIX" \
   --rdzv_conf="store_type=$store,is_host=$is_host,join_timeout=$JOIN_TIMEOUT,read_timeout=$JOIN_TIMEOUT" "$@"

@@ -68,14 +68,15 @@ class Meeting:
             ) from None
         if not self._is_host:
             self._wait_for_listener()
+            return self._connect()
         try:
             return dist.TCPStore(
-                "localhost" if self._is_host else self._address,
+                "localhost",
                 port,
-                is_master=self._is_host,
+                is_master=True,
                 timeout=timedelta(seconds=STORE_SECONDS),
                 wait_for_workers=False,
-                master_listen_fd=_listen_on_loopback(port) if self._is_host and self._address == LOOPBACK else None,
+                master_listen_fd=_listen_on_loopback(port) if self._address == LOOPBACK else None,
             )
         except (dist.DistNetworkError, OSError) as error:
             if "EADDRINUSE" not in str(error) and getattr(error, "errno", None) != errno.EADDRINUSE:
@@ -84,6 +85,32 @@ class Meeting:
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 remedy = "torchrun chose it when it was free: start again"
             raise ConfigError(f"port {port} on {here} is in use, by another job perhaps; {remedy}") from None
+
+    def _connect(self) -> dist.TCPStore:
+        """The store as its client. In a thread, since PyTorch waits without end for one who listens and never answers,
+        as another program at this port may do."""
+        found: list[dist.TCPStore | Exception] = []
+
+        def connect() -> None:
+            try:
+                seconds = timedelta(seconds=STORE_SECONDS)
+                found.append(dist.TCPStore(self._address, self.launch.port, timeout=seconds, wait_for_workers=False))
+            except Exception as error:
+                found.append(error)
+
+        thread = threading.Thread(target=connect, name="connect to the store", daemon=True)
+        thread.start()
+        thread.join(2 * STORE_SECONDS)
+        result = found[0] if found else None
+        if isinstance(result, dist.TCPStore):
+            return result
+        if result is not None and not isinstance(result, dist.DistError):
+            raise result
+        raise ExpectedError(
+            f"{self._where} is open, but it is not {self._owner} of this run that answers there; another job or "
+            f"program holds the port perhaps ({self._owner} then says so)\n"
+            "set MASTER_PORT to a free one in every process"
+        )
 
     def _wait_for_listener(self) -> None:
         """PyTorch's own attempts to connect print a stack trace for each that fails."""
@@ -143,7 +170,10 @@ class Meeting:
             pause = min(2 * pause, POLL_SECONDS)
         if seen not in ("", token):
             raise ConfigError(f"another process is already rank {self.launch.rank} at {self._where}")
-        raise ExpectedError(f"rank 0 did not arrive at {self._where} within {self.start_timeout:g} s")
+        raise ExpectedError(
+            f"rank 0 did not arrive at {self._where} within {self.start_timeout:g} s; see its own message: if "
+            "another job holds that port, set MASTER_PORT to a free one in every process"
+        )
 
     def _without(self, ranks: Iterable[int], sign: str) -> list[int]:
         """The ranks that have not put this sign into the store."""

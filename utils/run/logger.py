@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import random
 import socket
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from utils.distributed.launch import OPEN_MPI
 from utils.errors import ExpectedError, Stopped
 from utils.keys import Keys
 from utils.run.board import Board
@@ -68,7 +70,8 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         with _naming(self.folder):
             self._add_handler(_LogFile(self.folder / "train.log", encoding="utf-8"))
             self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
-        if self.to_screen and sys.stdout.isatty():
+        # Open MPI gives each rank a terminal of its own, out of which a bar would flood a pipe or a file
+        if self.to_screen and sys.stdout.isatty() and OPEN_MPI.world_size not in os.environ:
             self._start_progress()
         elif self.to_screen:
             self._add_handler(logging.StreamHandler(sys.stdout))
@@ -80,8 +83,15 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self._handlers.append(handler)
 
     def _start_progress(self) -> None:
+        # rich draws numbers for links from Python's shared generator, whose state is in checkpoints: version 14 when it
+        # is imported, earlier ones at moments of their own
+        state = random.getstate()
+        import rich.style
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+        random.setstate(state)
+        if hasattr(rich.style, "randint"):
+            rich.style.randint = random.Random().randint
         # texts as columns, since `_print` switches markup off for plain strings around it, too
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
         texts = (TextColumn("{task.fields[left]}"), TextColumn("{task.fields[info]}"))
