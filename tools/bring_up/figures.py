@@ -35,7 +35,8 @@ class Figure:
 
     def text(self) -> str:
         """Median and spread, in the digits that mean something."""
-        digits = 0 if abs(self.median) >= 1000 else 1 if abs(self.median) >= 100 else 2
+        size = abs(self.median)
+        digits = 0 if size >= 1000 else 1 if size >= 100 else 2 if size >= 1 or size == 0 else 4
         if self.low == self.high:
             return f"{self.median:,.{digits}f}"
         return f"{self.median:,.{digits}f} ({self.low:,.{digits}f}-{self.high:,.{digits}f})"

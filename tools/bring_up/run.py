@@ -19,6 +19,7 @@ GRACE = 20.0  # seconds that a part has to save and end after SIGTERM, before it
 LEAST = 40.0  # seconds: what goes on by itself is not begun with less, for its start alone takes some
 PATIENCE = 4.0  # times the estimate, at least FLOOR: a part that has the time is given up then, since it may hang
 FLOOR = 300.0
+MARGIN = 1.3  # a training writes checkpoints, which cost some of its time, unless it fits with this margin
 TRIES = 2  # a part that begins again each time is given up when it was cut off so often
 NO_TESTS = 5  # pytest's status where all tests have passed in earlier calls
 STOPPED = 75  # train.py's, with everything saved
@@ -65,7 +66,7 @@ def run_parts(
             say(f"{part.name}: waits: {entry.note}")
             continue
         # the records are trained without writing checkpoints, unless this is their only way to the end
-        now = replace(now, checkpoints=estimate > left or entry.cut_offs > 0)
+        now = replace(now, checkpoints=MARGIN * estimate > left or entry.cut_offs > 0)
         say(f"{part.name}: about {estimate:.0f} s ({part.what})")
         limit = min(left, max(FLOOR, PATIENCE * estimate))
         _run(part, now, ledger, limit, clock, had_time=whole_call or limit < left)
