@@ -393,6 +393,32 @@ def test_a_run_folder_with_json_of_the_wrong_make(run, page):
     assert "environment.json is missing or damaged" in text and tables["results"][1][1] == "finished"
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("config.yaml", "a:\n  max_epochs: many\n", "config.yaml is missing or damaged"),
+        ("config.yaml", "a:\n  stop_at_accuracy: high\n", "config.yaml is missing or damaged"),
+        ("config.yaml", "- 1\n", "config.yaml is missing or damaged"),
+        ("environment.json", '{"world_size": "two"}', "environment.json is missing or damaged"),
+        ("metrics.jsonl", '{"kind": "end", "worst_classes": [1]}\n', "1 line(s) cannot be read"),
+        ("metrics.jsonl", '{"kind": "epoch", "epoch": "1"}\n', "1 line(s) cannot be read"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_a_problem_of_their_run(page, tmp_path, capsys, file, content, problem):
+    folder = tmp_path / "expts" / os.fsdecode(b"100 %d \xff")
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("a:\n  max_epochs: 1\n")
+    (folder / "environment.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text('{"kind": "epoch", "epoch": 1, "acc1/valid": 0.5, "loss/train": NaN}\n')
+    with (folder / file).open("a" if file == "metrics.jsonl" else "w") as damaged:
+        damaged.write(content)
+    text, _ = page(tmp_path / "expts")
+    assert problem in text and "50.00%" in text
+    assert runs_tool.main([str(tmp_path / "expts")]) == 0
+    printed = capsys.readouterr().out
+    assert problem in printed and "100 %d \\udcff" in printed
+
+
 def test_runs_diff(run, capsys):
     first, second = run("one"), run("two", lr=0.02, stem="3x3")
     assert runs_tool.main(["--diff", str(first), str(second)]) == 0

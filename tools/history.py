@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
+from typing_extensions import Required, TypedDict  # of pydantic; Python's own lack a part before 3.12
 
 from tools.bench.reports import Report
 from utils.errors import Stopped
@@ -29,7 +30,39 @@ CLOCKS = {
     "wall_s_since_first_epoch_end": "since the first epoch's end",
 }
 LISTS_OF_NUMBERS = TypeAdapter(dict[str, list[float]])
-JSON_OBJECT = TypeAdapter(dict[str, Any])
+_WorstClass = TypedDict("_WorstClass", {"class": str, "accuracy": float, "taken_for": str, "share": float})
+
+
+class _Settings(TypedDict, total=False):
+    """What is used of a run's configuration."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+    max_epochs: int
+    stop_at_accuracy: float | None
+    seed: int
+    dataset: str
+
+
+class _Environment(TypedDict, total=False):
+    """What is used of environment.json."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+    device: str
+    world_size: int
+
+
+class _Record(TypedDict, total=False):
+    """What is used of a line of metrics.jsonl that is no measured value."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+    kind: Required[str]
+    epoch: int
+    status: int
+    reason: str
+    worst_classes: list[_WorstClass]
+
+
+SETTINGS, ENVIRONMENT, RECORD = TypeAdapter(_Settings), TypeAdapter(_Environment), TypeAdapter(_Record)
 
 
 @dataclass
@@ -119,7 +152,7 @@ def read_run_folder(folder: Path) -> Run:
     if not run.config:
         run.problems.append("config.yaml is missing or damaged: the configuration is not known")
     try:
-        run.environment = JSON_OBJECT.validate_json((folder / "environment.json").read_bytes())
+        run.environment = dict(ENVIRONMENT.validate_json((folder / "environment.json").read_bytes()))
     except (OSError, ValidationError):
         run.problems.append("environment.json is missing or damaged: device and versions are not known")
     records, damaged = read_lines(folder / "metrics.jsonl")
@@ -128,7 +161,11 @@ def read_run_folder(folder: Path) -> Run:
     by_epoch: dict[int, dict[str, float]] = {}
     for record in records:
         if record.get("kind") == "epoch" and isinstance(record.get("epoch"), int):
-            numbers = {key: float(value) for key, value in record.items() if isinstance(value, int | float)}
+            numbers = {
+                key: float(value)
+                for key, value in record.items()
+                if isinstance(value, int | float) and math.isfinite(value)
+            }
             by_epoch[record["epoch"]] = {"seconds": 0.0} | numbers
     run.epochs = [by_epoch[epoch] for epoch in sorted(by_epoch)]
     if not run.epochs:
@@ -173,7 +210,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     records = []
     for line in lines:
         with suppress(ValidationError):
-            records.append(JSON_OBJECT.validate_json(line))
+            records.append(dict(RECORD.validate_json(line)))
     return records, len(lines) - len(records)
 
 
@@ -186,10 +223,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     """The values of the file's one block; empty where it is missing or damaged."""
     try:
         blocks = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
-    except (OSError, YAMLError, UnicodeDecodeError):
+        block = next(iter(blocks.values()), None) if isinstance(blocks, dict) else None
+        return dict(SETTINGS.validate_python(block))
+    except (OSError, YAMLError, UnicodeDecodeError, ValidationError):
         return {}
-    block = next(iter(blocks.values()), None) if isinstance(blocks, dict) else None
-    return block if isinstance(block, dict) else {}
 
 
 def _is_locked(path: Path) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tools.command_line import new_parser
 from tools.history import Run, ago, differences, read, read_run_folder
+from tools.output import printable
 from utils.errors import DataError, exit_in_a_line
 
 
@@ -18,7 +19,8 @@ from utils.errors import DataError, exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the list or the differences; returns the exit status."""
     options = parser().parse_args(argv)
-    print("\n".join(show_differences(*options.diff) if options.diff else show_runs(options.folder)))
+    lines = show_differences(*options.diff) if options.diff else show_runs(options.folder)
+    print("\n".join(map(printable, lines)))
     return 0
 
 
