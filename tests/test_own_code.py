@@ -1,5 +1,6 @@
 """A network and a dataset of the user's own: they train as the project's do; errors in them name the user's line."""
 
+import hashlib
 import json
 import pickle
 import subprocess
@@ -16,6 +17,7 @@ import train
 from models import build_model
 from tools.doctor import machine
 from train import Trainer
+from utils import user_code
 from utils.config import Config, load_config
 from utils.config.command_line import Arguments
 from utils.data.build import build_loaders, find_dataset, open_dataset
@@ -128,6 +130,23 @@ def test_an_own_network_trains_as_one_of_the_table(tiny, alone, tmp_path, code):
     assert torch.equal(*ended)
     environment = json.loads((tmp_path / "same/environment.json").read_text())
     assert list(environment["own_code"]) == [str(code / "same.py")]
+
+
+def test_a_package_is_recorded_by_all_its_python_files(code, monkeypatch):
+    package = code / "recorded_package"
+    for name in ("__init__.py", "blocks.py", "parts/deep.py", ".hidden/no.py", "site-packages/no.py", "notes.txt"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text("def network(num_classes): ...\n")
+    (package / "broken.py").symlink_to("nowhere")
+    user_code.find_function("model", "recorded_package.blocks:network")
+    found = user_code.own_files("recorded_package.blocks:network", "resnet50", "cifar100")
+    assert list(found) == [str(package / name) for name in ("__init__.py", "blocks.py", "broken.py", "parts/deep.py")]
+    content = hashlib.sha256((package / "blocks.py").read_bytes()).hexdigest()
+    assert found[str(package / "blocks.py")] == content
+    assert found[str(package / "broken.py")] == "not recorded: No such file or directory"
+    monkeypatch.setattr(user_code, "RECORDED_FILES", 3)
+    found = user_code.own_files("recorded_package.blocks:network")
+    assert len(found) == 4 and found[str(package)] == "not recorded: 1 more of its 4 Python files"
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ OWN_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$"
 ROOT = Path(__file__).resolve().parent.parent
 OUR_NAMES = ("config", "models", "tools", "train", "train_simple", "utils")
 LIBRARIES = ("site-packages", "dist-packages")
+RECORDED_FILES = 1000  # of a package
 
 
 def is_own(name: str) -> bool:
@@ -129,9 +130,30 @@ def _definition(function: Callable[..., Any]) -> str:
 
 
 def own_files(*names: str) -> dict[str, str]:
-    """Of each of these values that names the user's code: the SHA-256 of its module's file, for the run's record."""
-    digests = {}
-    for module in (sys.modules.get(name.partition(":")[0]) for name in names if is_own(name)):
-        if module is not None and module.__file__:
-            digests[module.__file__] = hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()
+    """Of each of these values that names the user's code: the SHA-256 of its module's file, or of all Python files of
+    its package, for the run's record."""
+    digests: dict[str, str] = {}
+    for name in filter(is_own, names):
+        module, package = (sys.modules.get(name.partition(end)[0].partition(":")[0]) for end in ":.")
+        folders = [folder for folder in getattr(package, "__path__", []) if _is_users(Path(folder))]
+        files = [file for folder in folders for file in _python_files(folder)]
+        if not files and module is not None and module.__file__:
+            files = [module.__file__]
+        digests |= {file: _digest(file) for file in files[:RECORDED_FILES]}
+        if len(files) > RECORDED_FILES:
+            digests[folders[0]] = f"not recorded: {len(files) - RECORDED_FILES} more of its {len(files)} Python files"
     return digests
+
+
+def _python_files(folder: str) -> Iterator[str]:
+    """Those of a package, without hidden folders and the libraries of an environment that lies in it."""
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in LIBRARIES)
+        yield from (os.path.join(parent, name) for name in sorted(files) if name.endswith(".py"))
+
+
+def _digest(file: str) -> str:
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError as error:  # a file that is imported nowhere may be a broken link
+        return f"not recorded: {error.strerror}"
