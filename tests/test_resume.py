@@ -225,6 +225,17 @@ def test_a_clock_that_is_set_back_changes_nothing(alone, tmp_path, whole, monkey
     assert_same_run(tmp_path, expected)
 
 
+@pytest.mark.parametrize("resume", ["nosuch", "auto"])
+def test_a_start_that_fails_leaves_no_new_folder(tiny, alone, tmp_path, resume):
+    config, new = tiny(pretrained=None if resume == "nosuch" else str(tmp_path / "nosuch.pt")), tmp_path / "new"
+    for was_there in (False, True):
+        if was_there:
+            new.mkdir()
+        with pytest.raises(ExpectedError, match="nosuch"):
+            Trainer(config, alone, new, "tiny", resume).train()
+        assert new.exists() == was_there
+
+
 def test_run_folder_that_is_removed_in_mid_run_is_named(tiny, alone, tmp_path):
     folder = tmp_path / "run"
     trainer = Trainer(tiny(), alone, folder, "tiny", "auto")

@@ -54,9 +54,9 @@ def open_run(
     of the network's `weights`, or the `data` (see utils/run/checkpoint.py).
     `begin` is called where there is nothing to resume, and reads what a new run begins with.
     """
-    with _naming_what_cannot_be_used(folder):
-        own = folder / "checkpoints"
-        lock = lock_folder(folder)
+    own = folder / "checkpoints"
+    with _naming_what_cannot_be_used(folder), _held(folder) as taken:
+        lock = taken
         lock.seek(0)
         job = job_name(os.environ)
         # the lock's file names the job that was here last
@@ -97,6 +97,22 @@ def _naming_what_cannot_be_used(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ExpectedError(f"{error.filename or folder}: cannot be used: {error.strerror or error}") from None
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[IO[str]]:
+    """Take a run's folder. Where the block fails, a folder that was not there goes again, unless something is in it."""
+    was_there = os.path.exists(folder)
+    lock = lock_folder(folder)
+    try:
+        yield lock
+    except BaseException:
+        if not was_there:
+            with suppress(OSError):
+                (folder / ".lock").unlink()
+                folder.rmdir()
+        lock.close()
+        raise
 
 
 @dataclass(frozen=True)
