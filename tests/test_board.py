@@ -12,8 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from train import Trainer
 from utils.config import Config
 from utils.keys import Fact
-from utils.run.board import EPOCH_TAGS, Board, compared, draw_matrix
+from utils.run.board import EPOCH_TAGS, Board, draw_matrix
 from utils.run.event_files import read_events
+from utils.run.hparams import ALWAYS_SHOWN, CHANGES, METRICS, compared
 
 
 def read(folder: Path) -> EventAccumulator:
@@ -76,11 +77,44 @@ def test_texts_pictures_layout_and_hparams(run):
     assert {"result/best_acc1", "result/seconds"} <= set(events.Tags()["scalars"])
 
 
-def test_hparams_hold_what_differs_from_default_and_four_keys_always(tiny):
-    changes = Config().model_dump() | {"enable_nhwc": True, "log_freq": 7, "device": "cpu", "max_epochs": 3}
-    columns = compared(Config(**changes))
-    defaults = {"batch_size": 128, "lr": Config().lr, "model": "resnet50", "max_epochs": 3}
-    assert columns == defaults | {"enable_nhwc": "true", "device": "cpu"}
+def test_hparams_hold_what_differs_from_default_as_one_text_and_every_key_that_changes_a_result():
+    changes = {"enable_nhwc": True, "log_freq": 7, "device": "cpu", "max_epochs": 3, "micro_batch_size": None}
+    row = compared(Config(**Config().model_dump() | changes))
+    assert row[CHANGES] == "device=cpu, enable_nhwc=true" and next(iter(row)) == CHANGES
+    assert {key: row[key] for key in ALWAYS_SHOWN} == {
+        "batch_size": 128, "lr": 0.1, "max_epochs": 3, "model": "resnet50",
+    }  # fmt: skip
+    assert row["enable_nhwc"] == "true" and row["lr_schedule"] == "plateau" and row["weight_decay"] == 0.0005
+    assert not {"log_freq", "num_data_workers", "micro_batch_size"} & row.keys()
+
+
+def test_hparams_open_with_what_differs_and_four_keys_always(run):
+    """As TensorBoard's own server gives the columns to its page, which shows the first five of each list."""
+    from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+    from tensorboard.context import RequestContext
+    from tensorboard.plugins.base_plugin import TBContext
+    from tensorboard.plugins.hparams import api_pb2, backend_context, get_experiment
+
+    folder = run(max_epochs=1, weight_decay=0.1)
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(folder))
+    multiplexer.Reload()
+    context = backend_context.Context(TBContext(data_provider=MultiplexerDataProvider(multiplexer, str(folder))))
+    request = api_pb2.GetExperimentRequest()
+    experiment = get_experiment.Handler(RequestContext(), context, "", request).run()
+    columns = [info.name for info in experiment.hparam_infos]
+    assert columns[:5] == [CHANGES, *ALWAYS_SHOWN] and "weight_decay" in columns[5:]
+    assert [info.differs for info in experiment.hparam_infos] == [True] * 5 + [False] * (len(columns) - 5)
+    values = {
+        info.name: list(info.domain_discrete) if info.HasField("domain_discrete") else None
+        for info in experiment.hparam_infos
+    }
+    assert values["enable_nhwc"] == ["true", "false"] and "cosine" in values["lr_schedule"]
+    assert "resnet50" in values["model"] and len(values["model"]) >= 10  # so that an own network can be found
+    assert values["dataset"] is None and values["lr"] is None  # an empty list would hide every run
+    metrics = [info.name.tag for info in experiment.metric_infos]
+    assert metrics[0] == "result/best_acc1" and len(metrics) == len(METRICS)
+    assert set(metrics) == {tag for tag in read(folder / "tb_logs").Tags()["scalars"] if tag.startswith("result/")}
 
 
 def test_a_running_run_stands_in_hparams(tiny, alone, tmp_path):

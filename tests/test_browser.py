@@ -55,6 +55,22 @@ function walk(node) {
 walk(document.body);
 return count;
 """
+# The columns of HParams that are drawn, from the left, and the rows.
+HPARAMS_TABLE = """
+function find(node, name) {
+  if (node.id === name) return node;
+  for (const child of [...(node.shadowRoot ? node.shadowRoot.children : []), ...node.children]) {
+    const found = find(child, name);
+    if (found) return found;
+  }
+}
+const grid = find(document.body, 'sessionGroupsTable');
+if (!grid || !grid.items || !grid.items.length) return null;
+const text = row => [...row.children].map(cell => cell.firstElementChild.assignedNodes()[0]?.innerText.trim());
+const rows = part => [...grid.shadowRoot.querySelectorAll(part + ' tr')].filter(row => !row.hidden);
+const [header] = rows('thead').map(text).filter(row => row.includes('Trial ID'));
+return header && [header, rows('#items').map(text)];
+"""
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +128,9 @@ def expts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("expts")
     world = World(0, 0, 1, torch.device("cpu"))
-    for name, rate in (("first", 0.1), ("second", 0.05)):
+    for name, changes in (("first", {}), ("second", {"lr": 0.05, "nesterov": True})):
         values = load_config(CIFAR100, "default").model_dump() | TINY
-        config = Config(**values | {"log_to_tensorboard": True, "lr": rate, "max_epochs": 3})
+        config = Config(**values | {"log_to_tensorboard": True, "max_epochs": 3} | changes)
         Trainer(config, world, folder / name, name, "auto").train()
     return folder
 
@@ -163,14 +179,18 @@ def test_scalars_show_every_tag_and_its_last_value(browser, tensorboard, expts):
     picture(browser, "tensorboard-time-series")
 
 
-def test_hparams_show_the_results_of_both_runs(browser, tensorboard, expts):
+def test_hparams_open_with_what_differs_and_four_keys_and_hold_the_results_of_both_runs(browser, tensorboard, expts):
     browser.get(tensorboard + "?darkMode=false#hparams")
-    see(browser, r"result/best_acc1")
-    for name in ("first", "second"):
-        shown = see(
-            browser, rf"{name}/tb_logs[^$]*?result/best_acc1|result/best_acc1[^$]*?{name}/tb_logs([^$]*)"
-        ).group(1)
-        assert f"{results(expts / name)['best_acc1']:.5f}"[:6] in shown
+    see(browser, r"second/tb_logs\s[^$]*?nesterov=true")
+    columns, rows = wait_for(browser, lambda: browser.execute_script(HPARAMS_TABLE), "a table")
+    shown = ["also changed", "batch_size", "lr", "max_epochs", "model", "result/best_acc1", "result/best_epoch"]
+    assert columns[2:9] == shown and columns[0] == "Trial ID"
+    first, second = (dict(zip(columns, row, strict=False)) for row in rows)  # behind its cells a row has a hidden one
+    assert first["Trial ID"] == "first/tb_logs" and second["Trial ID"] == "second/tb_logs"
+    assert second["also changed"] == first["also changed"] + ", nesterov=true"
+    assert (first["lr"], second["lr"], first["model"]) == ("0.10000", "0.050000", "resnet8")
+    for name, row in (("first", first), ("second", second)):
+        assert row["result/best_acc1"] == f"{results(expts / name)['best_acc1']:#.5g}"
     picture(browser, "tensorboard-hparams")
 
 

@@ -2,13 +2,18 @@
 
 import csv
 import json
+import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.test_train import records, run
 from train import Trainer
 from utils.errors import Stopped
@@ -38,41 +43,75 @@ def test_csv_holds_the_records_also_after_a_resume_from_before_its_end(tiny, alo
 
 
 def test_a_new_column_keeps_the_old_rows(tmp_path):
-    tracker = trackers.CsvTracker(Start(tmp_path, "run", {}, [{"kind": "step", "step": 1, "loss": 2.0}]))
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "loss": 2.0}\n')
+    tracker = trackers.CsvTracker(Start(tmp_path, "run", {}))
+    (tmp_path / "metrics.jsonl").unlink()  # what comes now is given to `record`
     tracker.open()
+    assert not (tmp_path / "epochs.csv").exists()
     tracker.record({"kind": "step", "step": 2, "loss": 1.0, "loss_scale": 8.0})
     tracker.record({"kind": "step", "step": 3, "loss": 1.5, "loss_scale": 8.0})
+    tracker.record({"kind": "epoch", "epoch": 1, "acc1/valid": 0.5})
     assert (tmp_path / "steps.csv").read_text() == "step,loss,loss_scale\n1,2.0,\n2,1.0,8.0\n3,1.5,8.0\n"
+    assert (tmp_path / "epochs.csv").read_text() == "epoch,acc1/valid\n1,0.5\n"
 
 
 def test_mlflow_has_one_run_over_all_starts(tiny, alone, tmp_path):
     mlflow = pytest.importorskip("mlflow", reason='mlflow is missing: pip install ".[mlflow]"')
+    folder = tmp_path / "100 % of 'ü' #1/run"
     for epochs in (1, 2):
-        folder = tmp_path / "expts/run"
         config = tiny(log_to=["mlflow"], max_epochs=epochs, lr=0.05)
         run(config, alone, folder, resume=str(folder) if folder.exists() else "auto")
-    assert "log_to" not in (tmp_path / "expts/run/train.log").read_text()
-    client = mlflow.MlflowClient((tmp_path / "expts/mlruns").as_uri())
-    (experiment,) = [found for found in client.search_experiments() if found.name == "expts"]
+    assert "log_to" not in (folder / "train.log").read_text()
+    client = mlflow.MlflowClient((folder.parent / "mlruns").as_uri())
+    (experiment,) = [found for found in client.search_experiments() if found.name == folder.parent.name]
     (found,) = client.search_runs([experiment.experiment_id])
     assert found.info.status == "FINISHED" and found.info.run_name == "run" and found.data.params["lr"] == "0.05"
     for tag in ("acc1/valid", "loss/train"):
         history = client.get_metric_history(found.info.run_id, tag)
-        expected = [(row["epoch"], row[tag]) for row in records(tmp_path / "expts/run", "epoch")]
+        expected = [(row["epoch"], row[tag]) for row in records(folder, "epoch")]
         assert [(point.step, point.value) for point in history] == expected
     history = client.get_metric_history(found.info.run_id, "step/loss")
-    assert [point.step for point in history] == [row["step"] for row in records(tmp_path / "expts/run", "step")]
+    assert [point.step for point in history] == [row["step"] for row in records(folder, "step")]
 
 
 def test_wandb_has_one_run_over_all_starts(tiny, alone, tmp_path):
     pytest.importorskip("wandb", reason='wandb is missing: pip install ".[wandb]"')
+    folder = tmp_path / "100 % of #1: ü?/run 1"
     for epochs in (1, 2):
-        folder = tmp_path / "run"
         run(tiny(log_to=["wandb"], max_epochs=epochs), alone, folder, resume=str(folder) if folder.exists() else "auto")
-    assert "log_to" not in (tmp_path / "run/train.log").read_text()
-    identity = json.loads((tmp_path / "run/trackers.json").read_text())["wandb"]
-    files = list((tmp_path / "run/wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
+    assert "log_to" not in (folder / "train.log").read_text()
+    identity = json.loads((folder / "trackers.json").read_text())["wandb"]
+    files = list((folder / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
     assert files and all(b"acc1/valid" in file.read_bytes() for file in files)
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """The address of a server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_server_that_never_answers_costs_a_line_and_a_bounded_time(tmp_path, silent_server, name):
+    """A whole process, since what such a package does at a process's exit counts too."""
+    pytest.importorskip(name, reason=f'{name} is missing: pip install ".[{name}]"')
+    online = {"WANDB_MODE": "online", "WANDB_BASE_URL": silent_server, "WANDB_API_KEY": 40 * "0"}
+    environment = os.environ | online | {"MLFLOW_TRACKING_URI": silent_server}
+    program = (
+        "import sys, pathlib\n"
+        "from utils.run import trackers\n"
+        "trackers.CLOSING_SECONDS = 1.0\n"
+        "start = trackers.Start(pathlib.Path(sys.argv[2]), 'run', {'lr': 0.1})\n"
+        "all_trackers = trackers.Trackers([sys.argv[1]], start)\n"
+        "for step in range(1000): all_trackers.record({'kind': 'step', 'step': step, 'loss': 1.0})\n"
+        "all_trackers.close(True)\n"
+        "print(*all_trackers.faults(), sep='\\n')\n"
+    )
+    command = [sys.executable, "-c", program, name, str(tmp_path)]
+    ended = subprocess.run(command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == f"log_to {name}: it did not answer within 1 s; left alone\n"
 
 
 class Broken:
@@ -132,7 +171,7 @@ def test_a_stopped_run_waits_for_no_tracker(tiny, alone, tmp_path, monkeypatch):
 
 def test_records_do_not_pile_up_for_a_tracker_that_has_ended(tmp_path, monkeypatch):
     monkeypatch.setitem(trackers.TRACKERS, "csv", lambda start: Broken(start, "open", False))
-    all_trackers = Trackers(["csv"], Start(tmp_path, "run", {}, []))
+    all_trackers = Trackers(["csv"], Start(tmp_path, "run", {}))
     (thread,) = all_trackers._threads
     thread.join()
     all_trackers.record({"kind": "step"})

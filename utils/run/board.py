@@ -19,14 +19,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from utils.keys import Fact, Keys, render
+from utils.keys import Keys, render
 from utils.run.event_files import cut_back
+from utils.run.hparams import end_summary, start_summary
+from utils.run.trackers import POSITIONS, Record, numbers
 from utils.training.metrics import worst_classes
 
 EPOCH_TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
 SCALING_TAGS = ("loss_scale", "skipped_steps")  # only where the loss is scaled
 STEP_TAGS = "step/"
-ALWAYS_SHOWN = ("lr", "batch_size", "model", "max_epochs")  # in HParams
 SECOND_TAGS = {"acc1/valid": "by_second/acc1_valid", "loss/valid": "by_second/loss_valid"}
 LAYOUT = {
     "Training": {
@@ -69,24 +70,32 @@ class Board:
             return step > self._step
         return tag in (*EPOCH_TAGS, *SCALING_TAGS) and step > self._epoch
 
-    def add_step(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(f"{STEP_TAGS}{name}", value, step)
+    def record(self, record: Record) -> None:
+        """The numbers of a log point by step; of an epoch by epoch, the tutorial's tags, and by the second of training
+        at which it ended; of the end as the metrics of the run's row in the HParams tab."""
+        values = numbers(record)
+        if record["kind"] == "step":
+            self._add_scalars(values, record["step"])
+        elif record["kind"] == "epoch":
+            by_epoch = {tag: values[tag] for tag in (*EPOCH_TAGS, *SCALING_TAGS) if tag in values}
+            self._add_scalars(by_epoch, record["epoch"])
+            by_second = {tag: values[name] for name, tag in SECOND_TAGS.items()}
+            self._add_scalars(by_second, round(record["seconds"]))
+            self._writer.flush()
+        elif record["kind"] == "end":
+            self._add_scalars(values, record["epoch"])
+            self._writer.file_writer.add_summary(end_summary())
 
-    def add_epoch(self, epoch: int, values: Mapping[str, float]) -> None:
-        """The tutorial's tags by epoch, and accuracy and loss by the second of training at which the epoch ended."""
-        for tag in (*EPOCH_TAGS, *SCALING_TAGS):
-            if tag in values:
-                self._writer.add_scalar(tag, values[tag], epoch)
-        for name, tag in SECOND_TAGS.items():
-            self._writer.add_scalar(tag, values[name], round(values["seconds"]))
-        self._writer.flush()
+    def _add_scalars(self, values: Mapping[str, float], position: int) -> None:
+        for tag, value in values.items():
+            if tag not in POSITIONS:
+                self._writer.add_scalar(tag, value, position)
 
     def describe(self, keys: Keys, config_name: str, environment: Mapping[str, Any]) -> None:
         writer, step = self._writer, self._epoch + 1
         writer.add_text("run/config", f"`{config_name}`\n\n{indent(render(keys), CODE)}", step)
         writer.add_text("run/environment", indent(json.dumps(environment, indent=1), CODE), step)
-        self._add_to_hparams(compared(keys))
+        writer.file_writer.add_summary(start_summary(keys))
 
     def add_images(self, images: Tensor) -> None:
         """A grid of an augmented batch, normalised [N, 3, H, W].
@@ -110,33 +119,9 @@ class Board:
             rows.append(f"| {name} | {accuracy:.1%} | {other} | {share:.1%} |")
         self._writer.add_text("run/worst classes", "\n".join(rows), epoch)
 
-    def add_results(self, results: Mapping[str, float], epoch: int) -> None:
-        """The metrics of the run's row in the HParams tab."""
-        for name, value in results.items():
-            self._writer.add_scalar(f"result/{name}", value, epoch)
-        self._add_to_hparams(None)
-
-    def _add_to_hparams(self, values: Mapping[str, Any] | None) -> None:
-        """The start of the run's row with its values, or, with None, its end. PyTorch's own function also writes a list
-        of columns, which TensorBoard would take from one run for all."""
-        from torch.utils.tensorboard.summary import hparams
-
-        _, start, end = hparams(dict(values or {}), {})
-        self._writer.file_writer.add_summary(end if values is None else start)
-
     def close(self) -> None:
         if self._opened is not None:
             self._opened.close()
-
-
-def compared(keys: Keys) -> dict[str, Any]:
-    """The columns of the HParams tab: the keys of every comparison, and those with another value than in `default`."""
-    values, defaults = keys.model_dump(mode="json"), type(keys)().model_dump(mode="json")
-    silent = keys.with_fact(Fact.NO_HYPERPARAMETER)
-    columns = [key for key in values if key in ALWAYS_SHOWN or (values[key] != defaults[key] and key not in silent)]
-    # booleans as words, which the tab filters by; it would show them as 0.0000 and 1.0000
-    plain = {key for key in columns if isinstance(values[key], int | float | str) and not isinstance(values[key], bool)}
-    return {key: values[key] if key in plain else json.dumps(values[key]) for key in columns}
 
 
 def _leave_full_disks_to_the_log(raised: threading.ExceptHookArgs) -> None:

@@ -143,11 +143,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         """What this start of the run is, before its first record."""
         self._show(lambda board: board.describe(keys, config_name, environment))
         if self.enabled and self.to:
-            with _naming(self.folder):
-                lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            values = keys.model_dump(mode="json")
-            history = [json.loads(line) for line in lines]
-            self.trackers = Trackers(self.to, Start(self.folder, self.folder.name, values, history))
+            self.trackers = Trackers(self.to, Start(self.folder, self.folder.name, keys.model_dump(mode="json")))
 
     def log_step(
         self, epoch: int, iteration: int, step: int, values: dict[str, float], left: float | None = None,
@@ -160,7 +156,6 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self._log(f"step {step}  loss {loss:.4f}  lr {significant(values['learning_rate'])}{remaining}")
         self._update_bar(info=f"loss {loss:.3f}  {rate} images/s", left=remaining.strip())
         self._record("step", epoch=epoch, step=step, **values)
-        self._show(lambda board: board.add_step(step, values))
         if images is not None:
             self._show(lambda board: board.add_images(images))
 
@@ -180,7 +175,6 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self._print(result, pace)
         self._update_bar(left=remaining.strip())
         self._record("epoch", epoch=epoch, step=step, **values)
-        self._show(lambda board: board.add_epoch(epoch, values))
 
     def log_end(
         self, epoch: int, step: int, results: dict[str, float], counts: Tensor, class_names: Sequence[str]
@@ -193,7 +187,6 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         worst = [dict(zip(columns, row, strict=True)) for row in worst_classes(counts, class_names)]
         self._record("end", epoch=epoch, step=step, **results, worst_classes=worst)
         self._show(lambda board: board.add_classes(counts, class_names, epoch))
-        self._show(lambda board: board.add_results(results, epoch))
 
     def sync(self) -> None:
         """Flush metrics.jsonl to the disk: before a checkpoint is written that the lines so far belong to."""
@@ -202,13 +195,15 @@ class RunLogger(AbstractContextManager["RunLogger"]):
                 os.fsync(self._metrics.fileno())
 
     def _record(self, kind: str, **values: Any) -> None:
-        """A line of metrics.jsonl."""
+        """A line of metrics.jsonl, for all who follow the run."""
+        record = {"kind": kind, **values}
         if self._metrics is not None:
             with _naming(self.folder):
-                self._metrics.write(json.dumps({"kind": kind, **values}) + "\n")
+                self._metrics.write(json.dumps(record) + "\n")
                 self._metrics.flush()
+        self._show(lambda board: board.record(record))
         if self.trackers is not None:
-            self.trackers.record({"kind": kind, **values})
+            self.trackers.record(record)
             self._tell_faults()
 
     def _tell_faults(self) -> None:

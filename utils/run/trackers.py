@@ -6,9 +6,11 @@ is told in the log and ends the tracker, never the run. A resumed run goes on in
 
 import csv
 import importlib
+import io
 import json
 import os
 import queue
+import re
 import secrets
 import threading
 import time
@@ -24,7 +26,9 @@ from utils.files import write_atomically
 Record = Mapping[str, Any]
 CLOSING_SECONDS = 10.0  # that a run waits at its end, or before it stops on a signal, for all that is on the way
 TABLES = {"step": "steps.csv", "epoch": "epochs.csv"}  # kinds of records with a CSV file
+METRICS = "metrics.jsonl"  # the records of the run so far
 POSITIONS = ("step", "epoch")  # where in the training a record stands
+WANDB_REFUSES = re.compile(r"[/\\#?%:]")  # in a project's name
 MLFLOW_BATCH = 100  # parameters that it takes at once
 IDS = "trackers.json"  # in the run's folder: the names that external runs have got
 
@@ -36,7 +40,6 @@ class Start:
     folder: Path
     name: str  # of the run
     keys: Mapping[str, Any]
-    history: Sequence[Record]  # what metrics.jsonl holds so far, without what is trained again
 
 
 class Tracker(Protocol):
@@ -53,42 +56,40 @@ class CsvTracker:
     """steps.csv and epochs.csv in the run's folder, for a spreadsheet."""
 
     def __init__(self, start: Start) -> None:
-        self.folder = start.folder
-        self.rows: dict[str, list[Record]] = {kind: [] for kind in TABLES}
-        for record in start.history:
-            self._keep(record)
+        self.folder, self.columns = start.folder, {name: list[str]() for name in TABLES.values()}
+        with (start.folder / METRICS).open(encoding="utf-8") as lines:  # now: the next record is `record`'s
+            self.earlier = [json.loads(line) for line in lines]
 
     def open(self) -> None:
-        for kind in TABLES:
-            self._write(kind)
-
-    def _keep(self, record: Record) -> None:
-        if record["kind"] in TABLES:
-            self.rows[record["kind"]].append({key: value for key, value in record.items() if key != "kind"})
+        """Without what metrics.jsonl has lost since, because it is trained again."""
+        for kind, name in TABLES.items():
+            rows = [_row(record) for record in self.earlier if record["kind"] == kind]
+            (self.folder / name).unlink(missing_ok=True)
+            if rows:
+                self._write(name, rows, list(dict.fromkeys(key for row in rows for key in row)))
+        self.earlier = []
 
     def record(self, record: Record) -> None:
-        kind = record["kind"]
-        if kind not in TABLES:
+        name = TABLES.get(record["kind"])
+        if name is None:
             return
-        self._keep(record)
-        rows = self.rows[kind]
-        if len(rows) == 1 or rows[-1].keys() - rows[0].keys():
-            self._write(kind)  # with the new columns
+        row, columns = _row(record), self.columns[name]
+        if added := [key for key in row if key not in columns]:
+            self._write(name, [*self._read(name), row], columns + added)
         else:
-            self._append(kind, rows[-1:], list(rows[0]))
+            with (self.folder / name).open("a", encoding="utf-8", newline="") as file:
+                file.write(_as_csv([row], columns))
 
-    def _write(self, kind: str) -> None:
-        rows, path = self.rows[kind], self.folder / TABLES[kind]
-        path.unlink(missing_ok=True)
-        if rows:
-            columns = list(dict.fromkeys(key for row in rows for key in row))
-            rows[0] = {key: rows[0].get(key) for key in columns}
-            path.write_text(",".join(columns) + "\n", encoding="utf-8")
-            self._append(kind, rows, columns)
+    def _read(self, name: str) -> list[dict[str, str]]:
+        if not self.columns[name]:
+            return []
+        with (self.folder / name).open(encoding="utf-8", newline="") as file:
+            return list(csv.DictReader(file))
 
-    def _append(self, kind: str, rows: Sequence[Record], columns: Sequence[str]) -> None:
-        with (self.folder / TABLES[kind]).open("a", encoding="utf-8", newline="") as file:
-            csv.DictWriter(file, columns, lineterminator="\n").writerows(rows)
+    def _write(self, name: str, rows: Sequence[Record], columns: list[str]) -> None:
+        self.columns[name] = columns
+        header = dict(zip(columns, columns, strict=True))
+        write_atomically(self.folder / name, _as_csv([header, *rows], columns).encode())
 
     def close(self, finished: bool) -> None:
         """Every row is on its way to the disk already."""
@@ -106,7 +107,7 @@ class WandbTracker:
         identity = known or secrets.token_hex(8)
         keep_id(start.folder, "wandb", identity)
         self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", start.folder.resolve().parent.name),
+            project=os.environ.get("WANDB_PROJECT", WANDB_REFUSES.sub("-", start.folder.resolve().parent.name)[:128]),
             name=start.name,
             id=identity,
             resume="allow",
@@ -171,6 +172,16 @@ class MlflowTracker:
 TRACKERS: dict[str, Callable[[Start], Tracker]] = {"csv": CsvTracker, "wandb": WandbTracker, "mlflow": MlflowTracker}
 
 
+def _row(record: Record) -> Record:
+    return {key: value for key, value in record.items() if key != "kind"}
+
+
+def _as_csv(rows: Sequence[Record], columns: Sequence[str]) -> str:
+    text = io.StringIO()
+    csv.DictWriter(text, columns, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
 def import_package(name: str) -> ModuleType:
     """An optional package; `ImportError` with the remedy where it is missing."""
     try:
@@ -193,7 +204,7 @@ def numbers(record: Record) -> dict[str, float]:
 
 def read_id(folder: Path, name: str) -> str | None:
     """The external run that an earlier start of this run has opened."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, AttributeError):
         identity = json.loads((folder / IDS).read_text(encoding="utf-8")).get(name)
         return str(identity) if identity else None
     return None
