@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from models.keys import TIMM, ModelKeys
@@ -20,6 +20,14 @@ def build_own(keys: ModelKeys, image_side: int | None) -> nn.Module:
             f"model {keys.model}: has lazy layers, whose shapes are not known yet; give their shapes, or call the "
             "network once in the function"
         )
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"model {keys.model}: has a {type(value).__name__} in its state, {name}; checkpoints hold tensors "
+                "only: register what it needs as a buffer"
+            )
+        if value.is_meta:
+            raise ConfigError(f"model {keys.model}: {name} is on the device meta, without values; build it on the CPU")
     return model
 
 

@@ -65,6 +65,47 @@ def flat(num_classes):
 def lazy(num_classes):
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
 
+def frozen(num_classes):
+    model = network(num_classes)
+    for layer in model[:2]:
+        layer.requires_grad_(False)
+    return model
+
+def all_frozen(num_classes):
+    return network(num_classes).requires_grad_(False)
+
+def nowhere_yet(num_classes):
+    with torch.device("meta"):
+        return network(num_classes)
+
+class Remembers(nn.Sequential):
+    def get_extra_state(self):
+        return {"a": 1}
+
+def remembers(num_classes):
+    return Remembers(network(num_classes))
+
+class Auxiliary(nn.Sequential):
+    def forward(self, images):
+        logits = super().forward(images)
+        return (logits, logits) if self.training else logits
+
+def auxiliary(num_classes):
+    return Auxiliary(network(num_classes))
+
+class Counts(nn.Sequential):
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, images):
+        if self.training:
+            self.count += 1
+        return super().forward(images)
+
+def counts(num_classes):
+    return Counts(*network(num_classes)[:-1], nn.Dropout(), nn.Linear(8, num_classes))
+
 number = 3
 
 def arrays(data_path, seed=0, count=400):
@@ -163,6 +204,34 @@ def test_an_own_network_is_stopped_and_resumed_bitwise(tiny, alone, tmp_path, ch
     assert torch.equal(weights(whole), weights(parts))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fused_optimizer": True, "clip_grad_norm": 1.0, "micro_batch_size": 16},
+        {"opt_level": "O2", "optimizer": "adamw"},
+        {"optimizer": "lars", "ema_decay": 0.5},
+    ],
+)
+def test_frozen_layers_stay_as_they_are(tiny, alone, tmp_path, changes):
+    """The first layers, as of a pretrained network: also where checkpoint and master weights hold them."""
+    trainer = Trainer(tiny(model="of_mine:frozen", max_epochs=1, **changes), alone, tmp_path)
+    before = {name: weight.clone() for name, weight in trainer.learner.weights.state_dict().items()}
+    trainer.train()
+    after = read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])["model"]
+    same = {name for name in before if name.endswith(("weight", "bias")) and torch.equal(before[name], after[name])}
+    assert same == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def test_the_check_of_a_network_changes_nothing_of_it(tiny, alone, monkeypatch):
+    config = tiny(model="of_mine:counts")
+    states = []
+    for _ in range(2):
+        trainer = Trainer(config, alone)
+        states.append([*trainer.learner.model.state_dict().values(), torch.get_rng_state()])
+        monkeypatch.setattr(train, "check_outputs", lambda *_: None)
+    assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
+
+
 REFUSED_NETWORKS = [
     (
         "of_mine:fails",
@@ -177,6 +246,10 @@ REFUSED_NETWORKS = [
         r"cannot take images \[2, 3, 32, 32\]: RuntimeError: mat1 .*\n{file}:32: return super\(\).forward",
     ),
     ("of_mine:lazy", "has lazy layers, whose shapes are not known yet"),
+    ("of_mine:nowhere_yet", "0.weight is on the device meta, without values; build it on the CPU"),
+    ("of_mine:remembers", "has a dict in its state, _extra_state; checkpoints hold tensors only"),
+    ("of_mine:all_frozen", r"its outputs depend on no parameter that is trained \(requires_grad\)"),
+    ("of_mine:auxiliary", r"turns images \[2, 3, 32, 32\] in training into a tuple; expected logits \[2, 10\]"),
     ("of_mine:number", "{file} has a int of this name, no function"),
     ("of_mine:netwerk", "{file} has no function of this name. Did you mean 'network'?"),
     ("nowhere:network", r"there is no module nowhere\nit is looked for where Python looks, and last in .*{folder}"),

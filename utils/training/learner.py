@@ -94,24 +94,33 @@ def check_keys(keys: TrainingKeys, world: World) -> None:
 
 
 def check_outputs(learner: Learner, model_name: str, image_shape: tuple[int, int, int]) -> None:
-    """`ConfigError` where the network does not turn images [2, *image_shape] into logits [2, num_classes]."""
+    """Collective: `ConfigError` where the network does not turn images [2, *image_shape] into logits [2, num_classes],
+    in validation or in training, or trains nothing by them. Leaves the network and the random generators as they are.
+    """
     model, precision, num_classes = learner.model, learner.precision, learner.keys.num_classes
     parameter = next(model.parameters(), None)
     if parameter is None:
         raise ConfigError(f"model {model_name}: has no parameters, so that there is nothing to train")
     images = torch.zeros(2, *image_shape, device=parameter.device)
     images = images.to(precision.half) if precision.casts_weights else images
-    was_training = model.training
-    model.eval()
-    cannot = f"model {model_name} cannot take images {list(images.shape)}"
-    with blamed(cannot, ConfigError), torch.no_grad(), precision.autocast():
-        outputs = model(images)
+    random, was_training = seeds.random_state(), model.training
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    for training in (False, True):
+        what = f"images {list(images.shape)}{' in training' if training else ''}"
+        model.train(training)
+        cannot = f"model {model_name} cannot take {what}"
+        with blamed(cannot, ConfigError), torch.set_grad_enabled(training), precision.autocast():
+            outputs = model(images.clone())
+        if not isinstance(outputs, Tensor) or outputs.shape != (2, num_classes):
+            found = list(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+            raise ConfigError(f"model {model_name}: turns {what} into {found}; expected logits {[2, num_classes]}")
+    if not outputs.requires_grad:
+        raise ConfigError(f"model {model_name}: its outputs depend on no parameter that is trained (requires_grad)")
     model.train(was_training)
-    if not isinstance(outputs, Tensor) or outputs.shape != (2, num_classes):
-        found = list(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
-        raise ConfigError(
-            f"model {model_name}: turns images {list(images.shape)} into {found}; expected logits {[2, num_classes]}"
-        )
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    seeds.restore_random_state(random)
 
 
 def build_learner(

@@ -125,7 +125,7 @@ class MasterWeights:
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         precision.cast_weights(model)
         self.masters = {
-            name: nn.Parameter(before[name])
+            name: nn.Parameter(before[name], requires_grad=parameter.requires_grad)
             for name, parameter in model.named_parameters()
             if precision.level == "O2" and parameter.dtype != torch.float32
         }
@@ -137,13 +137,14 @@ class MasterWeights:
 
     def take_gradients(self) -> None:
         """After backward: the half weights' gradients become the masters'."""
-        if not self.masters:
+        pairs = zip(self._halves, self.masters.values(), strict=True)
+        trained = [(half, master) for half, master in pairs if half.grad is not None]
+        if not trained:
             return
-        masters = list(self.masters.values())
         # in the same memory as long as it is there: a CUDA graph captured `zero_grad` with it
-        gradients = [torch.empty_like(master) if master.grad is None else master.grad for master in masters]
-        torch._foreach_copy_(gradients, [cast(Tensor, half.grad) for half in self._halves])
-        for half, master, gradient in zip(self._halves, masters, gradients, strict=True):
+        gradients = [torch.empty_like(master) if master.grad is None else master.grad for _, master in trained]
+        torch._foreach_copy_(gradients, [cast(Tensor, half.grad) for half, _ in trained])
+        for (half, master), gradient in zip(trained, gradients, strict=True):
             half.grad, master.grad = None, gradient
 
     @torch.no_grad()

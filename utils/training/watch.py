@@ -46,7 +46,8 @@ class StepWatch:
         self._said: set[str] = set()
         self._waiting, self._since, self._first = 0.0, time.perf_counter(), True
         # The gradient of the first layer is the last to come; its hook runs before DDP waits for the other ranks.
-        next(model.parameters()).register_post_accumulate_grad_hook(lambda parameter: self.clock.last_gradient())
+        first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        first.register_post_accumulate_grad_hook(lambda parameter: self.clock.last_gradient())
 
     def batches(self, loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         """`loader`'s batches, the wait for each of them timed."""
