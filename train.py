@@ -341,6 +341,7 @@ def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None) ->
     config = arguments.config
     if arguments.dry_run:
         config = config.model_copy(update={"download": False})  # it fetches nothing, and so leaves no file
+        sys.dont_write_bytecode = True  # nor __pycache__ beside a network or dataset of the user's own
 
     def run(world: World) -> None:
         trainer = Trainer(config, world, arguments.run_dir, arguments.config_name, arguments.resume)

@@ -23,7 +23,7 @@ from tiny_cifar import MemberList, TinyCifar, make_archive, make_tiny_cifar, md5
 
 from tools import fetch_cifar as prepare
 from tools import prepare_data
-from utils.data.cifar import VERIFIED_FILE, VERSIONS, remedy
+from utils.data.cifar import VERSIONS, remedy
 from utils.data.datasets import load_dataset
 
 Capture = pytest.CaptureFixture[str]
@@ -54,7 +54,7 @@ def assert_prepared(tiny: TinyCifar, data_path: Path) -> None:
     for name, records in tiny.records.items():
         assert (folder / name).read_bytes() == records.tobytes()
     assert (folder / tiny.version.names_file).read_text().split() == list(tiny.version.class_names)
-    assert {path.name for path in folder.iterdir()} == {*tiny.records, tiny.version.names_file, VERIFIED_FILE}
+    assert {path.name for path in folder.iterdir()} == {*tiny.records, tiny.version.names_file}
     left = sorted(path.name for path in data_path.iterdir() if not path.name.startswith("cifar-"))
     assert left == [f".{tiny.version.name}.lock"]
     dataset = load_dataset(tiny.version.name, data_path, download=False)

@@ -5,9 +5,7 @@ A record is one label byte (CIFAR-10) or a coarse and a fine one (CIFAR-100, of 
 Nothing here is unpickled and nothing is downloaded.
 """
 
-import contextlib
 import hashlib
-import json
 import math
 import shlex
 import stat
@@ -18,12 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from utils.errors import DataError, ExpectedError
-from utils.files import open_regular, write_atomically
+from utils.errors import DataError
+from utils.files import open_regular
 from utils.program import command
 
 IMAGE_SHAPE = (3, 32, 32)
-VERIFIED_FILE = ".verified.json"
 
 
 @dataclass(frozen=True)
@@ -180,10 +177,9 @@ def fingerprint(records: Iterable[np.ndarray]) -> str:
 def verify_split(folder: Path, version: CifarVersion, split: CifarSplit) -> None:
     """Raise DataError or OSError where a file is missing, of another size, or the records are not the published ones.
 
-    A fingerprint found right is remembered beside the files, with their sizes and times, and not computed again.
+    It writes nothing: a start of a run leaves the folder of the data as it is.
     """
     paths, expected_bytes = [folder / name for name in split.files], version.file_bytes(split)
-    found: dict[str, list[int]] = {}
     for path in paths:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size != expected_bytes:
@@ -191,25 +187,9 @@ def verify_split(folder: Path, version: CifarVersion, split: CifarSplit) -> None
                 f"{path}: {status.st_size} bytes, expected exactly {expected_bytes}: truncated, or not the binary "
                 f"version of {version.title}."
             )
-        found[path.name] = [status.st_size, status.st_mtime_ns]
-    remembered = _read_proofs(folder)
-    if remembered.get(split.fingerprint) == found:
-        return
     actual = fingerprint(map_records(path, version) for path in paths)
     if actual != split.fingerprint:
         raise DataError(
             f"{' + '.join(map(str, paths))}: altered. The records have fingerprint {actual[:16]}..., "
             f"those of {version.title} have {split.fingerprint[:16]}...."
         )
-    proofs = json.dumps({**remembered, split.fingerprint: found}, indent=1) + "\n"
-    with contextlib.suppress(ExpectedError):  # a folder that is not ours to write: hash again next time
-        write_atomically(folder / VERIFIED_FILE, proofs.encode())
-
-
-def _read_proofs(folder: Path) -> dict[str, object]:
-    try:
-        with open_regular(folder / VERIFIED_FILE) as file:
-            proofs = json.load(file)
-    except (OSError, ValueError, RecursionError):  # none yet, or unreadable: it only saves time
-        return {}
-    return proofs if isinstance(proofs, dict) else {}
