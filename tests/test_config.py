@@ -513,3 +513,11 @@ def test_an_extended_block_that_is_not_there_is_named(tmp_path: Path, value: str
     with pytest.raises(ConfigError) as refused:
         load_config(own, "mine")
     assert message in str(refused.value) and str(refused.value).count("\n") == 0
+
+
+def test_keys_that_do_not_go_together_are_shown_where_the_block_sets_one(tmp_path: Path) -> None:
+    """Not at a later line of the file that it extends: that block is good by itself."""
+    own = tmp_path / "own.yaml"
+    own.write_text("mine:\n  extends: cifar100.yaml#quickstart\n  max_epochs: 2\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"own.yaml:3: block 'mine': lr_schedule onecycle rises over"):
+        load_config(own, "mine")

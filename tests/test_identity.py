@@ -30,7 +30,8 @@ def contents(folder):
 
 @pytest.mark.parametrize("epochs", [1, 2], ids=["stopped", "finished"])
 def test_a_run_with_other_values_is_not_gone_on_with(tiny, alone, tmp_path, capsys, epochs):
-    """Whether it has an epoch left or none: nothing of it changes, and the message names keys and ways on."""
+    """Whether it has an epoch left or none: nothing of it changes, and the message names keys and ways on; of a
+    finished one no way that would train nothing."""
     folder = tmp_path / "run"
     run(tiny(max_epochs=2), alone, folder)
     for path in sorted((folder / "checkpoints").glob("step-*.pt"))[epochs:]:
@@ -39,10 +40,11 @@ def test_a_run_with_other_values_is_not_gone_on_with(tiny, alone, tmp_path, caps
     capsys.readouterr()
     assert train.main(Arguments(tiny(max_epochs=2, **CHANGES), "tiny", folder, "auto", dry_run=False)) == 2
     said = capsys.readouterr().err
+    going_on = f"or --resume {folder} to go on from its last checkpoint with the new values; " if epochs == 1 else ""
     assert said.splitlines() == [
         f"error: {folder}: holds a run with other values, which goes on with them only: {SHOWN}",
-        f"add to the command: --run-dir {folder}-lr0.3-weight_decay0.1 for a run of its own; or --resume {folder} to "
-        "go on from its last checkpoint with the new values; or --resume never to move it aside and begin anew",
+        f"add to the command: --run-dir {folder}-lr0.3-weight_decay0.1 for a run of its own; {going_on}"
+        "or --resume never to move it aside and begin anew",
     ]
     assert contents(folder) == before
 
@@ -68,10 +70,12 @@ def test_each_way_on_that_is_named_leads_on(tiny, alone, tmp_path):
     ids=lambda changes: next(iter(changes)),
 )
 def test_keys_that_change_the_training(tiny, alone, tmp_path, changes):
-    run(tiny(max_epochs=1, limit_train_batches=1), alone, tmp_path)
+    epochs = {"max_epochs": 2, "limit_train_batches": 1}
+    run(tiny(**epochs), alone, tmp_path)
+    max((tmp_path / "checkpoints").glob("step-*.pt")).unlink()  # an epoch is left
     (key,) = changes
     with pytest.raises(ConfigError, match=f"which goes on with them only: {key}=") as refused:
-        run(tiny(**{"max_epochs": 1, "limit_train_batches": 1} | changes), alone, tmp_path)
+        run(tiny(**epochs | changes), alone, tmp_path)
     # another seed would be another order of the images that the checkpoint is in the middle of
     assert (f"--resume {tmp_path} " in str(refused.value)) == (key != "seed")
 

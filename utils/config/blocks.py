@@ -8,7 +8,7 @@ extended block < merged blocks < the block itself < `--set KEY=VALUE`.
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -199,7 +199,9 @@ def _extend(path: Path, origin: str, node: Node, parents: tuple[_Place, ...]) ->
             f" It has: {', '.join(nodes) or 'none'}"
         )
     names = {id(block): other_name for other_name, (_, block) in reversed(nodes.items())}
-    return _flatten(other, name, nodes[name][1], names, parents)
+    entries = _flatten(other, name, nodes[name][1], names, parents)
+    # line 0: each of them was set before any line of this file
+    return {key: replace(entry, line=0) for key, entry in entries.items()}
 
 
 def _construct(node: Node, key: str, origin: str) -> Any:

@@ -69,7 +69,8 @@ def open_run(
             # a key that is younger than the checkpoint had its default
             saved = type(keys)().model_dump(mode="json") | source.state["config"]
             if resume == "auto" and not again:
-                check_same_run(folder, saved, keys)
+                nothing_left = source.state["epoch"] >= keys.model_dump()["max_epochs"]
+                check_same_run(folder, saved, keys, nothing_left=nothing_left)
             changed = checkpoint.check_fit(source.path, saved, keys.model_dump(mode="json"), keys.with_fact(Fact.FIXED))
             checkpoint.check_weights_fit(source.path, source.state["model"], weights)
             checkpoint.check_data_fits(source.path, source.state["data"], data)

@@ -63,6 +63,12 @@ def read_pretrained(name: str | None, network: Mapping[str, Tensor], num_classes
             "number of classes is replaced"
         )
     weights = {name: saved[name] for name in network if name in saved and name not in head}
+    bad = [name for name, weight in weights.items() if not weight.float().isfinite().all()]
+    if bad:
+        raise CheckpointError(
+            f"pretrained {path}: holds numbers that are not finite: {_list(bad)}\n"
+            "it is damaged, or of a training that broke down; name another file of weights"
+        )
     replaced = f"; {', '.join(head)} begin anew, for {num_classes} classes instead of {classes}" if head else ""
     note = f"Beginning with {len(weights)} tensors of {path} (SHA-256 {sha256}){replaced}"
     return Pretrained({name: weight.cpu() for name, weight in {**network, **weights}.items()}, note)
