@@ -81,6 +81,23 @@ def test_what_a_killed_copy_left_is_removed(source: Path, tmp_path: Path) -> Non
     assert sorted(path.name for path in (tmp_path / "near").iterdir()) == [".local.lock", "local"]
 
 
+def test_links_are_followed_but_not_in_a_circle(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere, target = tmp_path / "elsewhere", tmp_path / "local"
+    elsewhere.mkdir()
+    (elsewhere / "2.jpg").write_bytes(b"another")
+    for name in ("dog", "wolf"):
+        (source / "train" / name).symlink_to(elsewhere)
+    assert stage_data.main([str(source), str(target)]) == 0
+    assert (target / "train/wolf/2.jpg").read_bytes() == (target / "train/dog/2.jpg").read_bytes() == b"another"
+    for name in ("back", "again"):  # two of them: without a check, 2 to the power of 40 folders
+        (elsewhere / name).symlink_to(source)
+    assert stage_data.main([str(source), str(target)]) == 3
+    said = capsys.readouterr().err
+    assert "a link to a folder that it is in" in said and said.count("\n") == 1, said
+
+
 def test_failures_are_a_line_and_leave_no_copy(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,9 +8,11 @@ folder that is not such a copy is never replaced.
 """
 
 import argparse
+import errno
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from tools.command_line import new_parser
@@ -69,16 +71,25 @@ def list_files(folder: Path) -> dict[str, tuple[int, int]]:
     """(bytes, time of change in ns) of each file below `folder`, by its path from there, without a copy's mark.
     `OSError` as from reading."""
     files = {}
-    for root, _, names in os.walk(folder, onerror=_raise, followlinks=True):
-        for name in names:
-            status = os.stat(os.path.join(root, name))
-            files[os.path.relpath(os.path.join(root, name), folder)] = (status.st_size, status.st_mtime_ns)
+    for path in _walk(os.fspath(folder), frozenset()):
+        status = os.stat(path)
+        files[os.path.relpath(path, folder)] = (status.st_size, status.st_mtime_ns)
     files.pop(MARK, None)
     return files
 
 
-def _raise(error: OSError) -> None:
-    raise error
+def _walk(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
+    """The path of each file; links are followed. `above` has device and inode of the folders that led here."""
+    status = os.stat(folder)
+    here = (status.st_dev, status.st_ino)
+    if here in above:
+        raise OSError(errno.ELOOP, "a link to a folder that it is in, so the copy would have no end", folder)
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                yield from _walk(entry.path, above | {here})
+            else:
+                yield entry.path
 
 
 def _reason(error: OSError) -> str:
