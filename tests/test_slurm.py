@@ -351,6 +351,13 @@ def test_elements_of_an_array_keep_apart(tmp_path: Path) -> None:
     assert str(tmp_path / "runs/3/.slurm-4/nodes") in (tmp_path / "found").read_text().splitlines()
 
 
+def test_two_percent_signs_are_one_in_the_notes_folder(tmp_path: Path) -> None:
+    job = fake_job(tmp_path, {"srun": 'find "$PWD" -path "*.slurm*" >found'}, SLURM_ARRAY_TASK_ID="1")
+    link_commands(tmp_path / "commands", ["find"])
+    assert job.run("submit.slr", "--run-dir=50%%/%%a%a/run")[0] == 0
+    assert str(tmp_path / "50%/%a1/.slurm-4/nodes") in (tmp_path / "found").read_text().splitlines()
+
+
 def test_element_of_an_array_is_queued_by_its_own_name(tmp_path: Path) -> None:
     job = fake_job(tmp_path, {"srun": TRAINS}, SLURM_ARRAY_JOB_ID="3", SLURM_ARRAY_TASK_ID="1")
     job.run_and_signal(signal.SIGUSR1)
