@@ -148,6 +148,16 @@ def test_a_file_that_cannot_be_read_ends_the_packing(
     assert not (tmp_path / "x").exists()
 
 
+def test_a_read_that_ends_early_is_no_checksum(copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    def read_less(descriptor: int, length: int, offset: int) -> bytes:
+        return read(descriptor, length - (length > len(make_shards.END_OF_TAR)), offset)  # of images only
+
+    read = os.pread
+    monkeypatch.setattr(make_shards.os, "pread", read_less)
+    assert prepare_data.main([f"--shards={copied}"]) == 3
+    assert "a read ended early" in capsys.readouterr().err
+
+
 def as_link(rows: list[tuple[tarfile.TarInfo, bytes]]) -> None:
     rows[0][0].type, rows[0][0].linkname = tarfile.SYMTYPE, "/etc/passwd"
 

@@ -1,5 +1,6 @@
 """Tar shards: written from class folders, and the index of those that are there."""
 
+import errno
 import io
 import json
 import os
@@ -194,7 +195,10 @@ def _members(path: Path, file: BinaryIO) -> Iterator[tuple[str, str, tarfile.Tar
 
 
 def _checksum(descriptor: int, offset: int, length: int) -> int:
-    return zlib.crc32(os.pread(descriptor, length, offset))
+    content = os.pread(descriptor, length, offset)
+    if len(content) < length:
+        raise OSError(errno.EIO, "a read ended early; is another program writing it?")
+    return zlib.crc32(content)
 
 
 def _read_class_names(path: Path, num_classes: int) -> tuple[str, ...]:
