@@ -1,7 +1,6 @@
 """tools.export: what it writes is what was validated, and can be used without this project's code."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -107,10 +106,3 @@ def test_an_empty_folder_name_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         export.main([str(tmp_path), "--out", ""])
     assert "--out: is empty" in capsys.readouterr().err
-
-
-def test_without_safetensors(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    (tmp_path / "checkpoints").mkdir()
-    assert export.main([str(tmp_path)]) == 2
-    assert 'pip install ".[export]"' in capsys.readouterr().err

@@ -21,7 +21,7 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in sorted(FILES)
 }
 # Packages that a machine may lack: the module that needs one is itself imported late.
-OPTIONAL = {"matplotlib", "nvidia", "plotly", "pynvml"}
+OPTIONAL = {"cycler", "lightning", "matplotlib", "mlflow", "nvidia", "optuna", "plotly", "pynvml", "timm", "wandb"}
 
 
 @cache
@@ -171,6 +171,19 @@ assert algorithms == torch.are_deterministic_algorithms_enabled()
     )
     assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_package_that_pip_does_not_bring_along_is_known_as_optional() -> None:
+    """So that what the pages do after `pip install .` works, such as an export."""
+    listed = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text("utf-8"), re.M | re.S)
+    assert listed is not None
+    brought = set(re.findall(r'"(\w+)', listed[1])) | {"PIL", "jinja2", "packaging", "pydantic_core"}  # these by others
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in FILES]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    packages = {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names, *ENTRIES, *HOUSES}
+    assert packages <= brought | OPTIONAL
 
 
 # Folders of one person's machine; those of the same name below another folder are not meant.

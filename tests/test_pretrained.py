@@ -18,7 +18,7 @@ from tools import export
 from train import Trainer
 from utils.config import Config, load_config
 from utils.config.command_line import Arguments
-from utils.errors import CheckpointError, ConfigError
+from utils.errors import CheckpointError
 from utils.run.pretrained import read_pretrained
 
 STILL = {"lr": 1e-30, "weight_decay": 0.0, "max_epochs": 1}  # a run that leaves its weights as they began
@@ -174,13 +174,6 @@ def test_damaged_files_are_refused(tiny, alone, tmp_path, other):
     path.write_bytes(path.read_bytes()[:-1] + b"0")
     with pytest.raises(CheckpointError, match="is damaged"):
         read_pretrained(str(path), other, 10)
-
-
-def test_without_safetensors(tmp_path, other, monkeypatch):
-    save_file(other, tmp_path / "weights.safetensors")
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ConfigError, match=r'pip install "\.\[export\]"'):
-        read_pretrained(str(tmp_path / "weights.safetensors"), other, 10)
 
 
 def train_pretrained(folder: Path, *, dry_run: bool) -> int:

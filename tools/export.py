@@ -22,7 +22,7 @@ from tools.command_line import new_parser
 from tools.output import make_folder
 from tools.trained import read_config
 from utils.config.command_line import not_empty
-from utils.errors import CheckpointError, ConfigError, ExpectedError, exit_in_a_line
+from utils.errors import CheckpointError, ExpectedError, exit_in_a_line
 from utils.user_code import blamed
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    statuses = "0 written; 2 usage, or safetensors is missing; 4 no usable checkpoint; 1 anything else."
+    statuses = "0 written; 2 usage; 4 no usable checkpoint; 1 anything else."
     parser = new_parser("export", __doc__, statuses)
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run's folder, such as expts/cifar100-cpu")
     parser.add_argument("--out", type=not_empty, metavar="DIR", help="where to write (default: RUN_DIR/export)")
@@ -55,10 +55,8 @@ def parser() -> argparse.ArgumentParser:
 
 def export(path: Path, folder: Path) -> list[str]:
     """Write both files of the checkpoint `path` into `folder`; returns lines that describe them."""
-    try:
-        from safetensors.torch import save
-    except ModuleNotFoundError:
-        raise ConfigError('safetensors is not installed; install it with: pip install ".[export]"') from None
+    from safetensors.torch import save
+
     from utils.files import write_atomically
     from utils.run.checkpoint import read_checkpoint
 

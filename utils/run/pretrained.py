@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from utils.errors import CheckpointError, ConfigError
+from utils.errors import CheckpointError
 from utils.files import open_regular
 from utils.run import checkpoint
 
@@ -78,10 +78,10 @@ def _decode(path: Path, content: bytes) -> dict[str, Tensor]:
     kinds = "expected safetensors (NAME.safetensors), a checkpoint of this program, or a state dict by torch.save"
     try:
         if path.suffix == ".safetensors":
-            return _load_safetensors(content)
+            from safetensors.torch import load
+
+            return load(content)
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except ConfigError:
-        raise
     except Exception as error:  # whatever a file of another kind leads the two readers to
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"pretrained {path}: cannot be read: {reason[:100]}\n{kinds}") from None
@@ -91,14 +91,6 @@ def _decode(path: Path, content: bytes) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise CheckpointError(f"pretrained {path}: does not hold tensors by name and nothing else\n{kinds}")
     return state
-
-
-def _load_safetensors(content: bytes) -> dict[str, Tensor]:
-    try:
-        from safetensors.torch import load
-    except ModuleNotFoundError:
-        raise ConfigError('safetensors is not installed; install it with: pip install ".[export]"') from None
-    return load(content)
 
 
 def _find_head(
