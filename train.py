@@ -138,7 +138,8 @@ class Trainer:
                 valid_metrics, confusion = self.validate_one_epoch()
                 self._finish_epoch(train_metrics, valid_metrics, confusion, started)
             self.world.main_only(self.writer.wait)
-            log.say(f"Look at the curves with: tensorboard --logdir {shlex.quote(str(self.folder.parent))}")
+            if self.config.log_to_tensorboard:
+                log.say(f"Look at the curves with: tensorboard --logdir {shlex.quote(str(self.folder.parent))}")
             log.say(self.progress.summarise(finished_before, self.throughput.overall()))
 
     def train_one_epoch(self) -> None:
