@@ -20,6 +20,7 @@ from utils.config.command_line import Arguments
 from utils.data import device_loader
 from utils.data.build import Loaders, build_loaders, open_dataset
 from utils.data.dali_loader import DaliFailure, DaliLoader
+from utils.data.folders import find_images
 from utils.data.sampling import AugmentationRanges, resized_crop_box
 from utils.data.unreadable import report_unreadable
 from utils.distributed.world import World
@@ -111,6 +112,17 @@ def test_classes_sizes_and_statistics_come_from_the_data(config: Callable[..., C
     np.testing.assert_allclose(dataset.mean, images.mean((0, 2, 3)) / 255, rtol=1e-9)
     np.testing.assert_allclose(dataset.std, images.std((0, 2, 3)) / 255, rtol=1e-9)
     assert open_dataset(config("imagenet", image_size=None), alone).train.image_shape == (3, 224, 224)
+
+
+def test_folders_of_classes_are_found_by_the_names_that_the_run_gives_them(tmp_path: Path) -> None:
+    """Names that cannot be printed are escaped there."""
+    for name in (b"\xff", b"new\nline", b"cat"):
+        (Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), name)))).mkdir()
+        Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), name, b"1.png"))).touch()
+    found = find_images([tmp_path], ["cat", r"\xff", r"new\nline"], 32, 1.0)
+    assert found.labels.tolist() == [0, 2, 1]
+    with pytest.raises(DataError, match=r"2 of its 3 folders are no classes of this run: new\\nline, \\xff\n"):
+        find_images([tmp_path], ["cat"], 32, 1.0)
 
 
 def test_small_images_are_read_as_they_are(config: Callable[..., Config], made: Path, alone: World) -> None:

@@ -147,6 +147,21 @@ def test_images_of_any_size_and_format_and_what_cannot_be_read(run, tmp_path, ca
     assert len(shown) == 7
     order = [certainty.get(name, certainty[os.fsdecode(alien)]) for name in shown]
     assert order == sorted(order)
+    assert predict.main([str(run), str(folder / "a.png"), "--out", str(out)]) == 0
+    assert not (out / "unreadable.csv").exists()  # of the call before
+
+
+def test_the_table_is_valid_csv_whatever_the_names():
+    names = ["a,b", 'q"q', "new\nline", "carriage\rreturn", " space", os.fsdecode(b"\xff"), ""]
+    text = predict.as_csv(("image", "p"), [(name, 0.25) for name in names]).decode("utf-8", "surrogateescape")
+    assert list(csv.reader(io.StringIO(text, newline=""))) == [["image", "p"], *([name, "0.25"] for name in names)]
+
+
+def test_a_run_in_a_folder_whose_name_is_not_utf8(run, tmp_path):
+    link = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    link.symlink_to(run)
+    assert predict.main([str(link), "--out", str(tmp_path / "out")]) == 0
+    assert f"Predictions of {tmp_path}/\\udcff/checkpoints/" in (tmp_path / "out/worst.html").read_text()
 
 
 def test_two_ranks_write_what_one_writes(run, own, tmp_path):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tools.command_line import new_parser
 from tools.history import read_records
-from tools.output import check_writable, print_table, write_json
+from tools.output import check_writable, print_table, say, write_json
 from tools.trained import Trained, add_arguments, build_loader, find_split, load_classifier, run_trained
 from utils.errors import DataError, exit_in_a_line
 
@@ -140,16 +140,16 @@ def show(results: Row) -> None:
     """The figures for the terminal."""
     for note in results["notes"]:
         print(note, file=sys.stderr)
-    print(results["network"])
-    print(f"{results['images']:,} images: {results['data']}")
+    say(results["network"])
+    say(f"{results['images']:,} images: {results['data']}")
     if unreadable := results["unreadable"]:
-        print(f"{len(unreadable)} files cannot be read and are left out, the first {min(unreadable)}")
+        say(f"{len(unreadable)} files cannot be read and are left out, the first {min(unreadable)}")
     names = [name for name in ("acc1", f"acc{TOP}", "loss", "calibration_error") if name in results]
-    print("\n".join(f"{name:17}  {results[name]!r}" for name in names))
+    say("\n".join(f"{name:17}  {results[name]!r}" for name in names))
     if record := results["recorded"]:
         equal = all(results[name] == value for name, value in record.items())
         words = "equal to the last digit" if equal else ", ".join(f"{name} {value!r}" for name, value in record.items())
-        print(f"as recorded in training: {words}" if equal else f"training recorded {words}")
+        say(f"as recorded in training: {words}" if equal else f"training recorded {words}")
     classes = results["classes"]
     title = f"Classes, worst first{f': {SHOWN_CLASSES} of {len(classes)}' if len(classes) > SHOWN_CLASSES else ''}"
     shown = ("class", "images", "accuracy", "precision", "taken for", "share")

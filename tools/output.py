@@ -1,6 +1,7 @@
 """What the commands write: tables for the terminal, and files that are written whole or not at all."""
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -19,16 +20,30 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
+    # a name such as [red] or :smile: is shown as it is
+    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH, markup=False, emoji=False)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
     for row in rows:
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(table)
+    with console.capture() as capture:
+        console.print(table)
+    say(capture.get().removesuffix("\n"))
 
 
-def printable(text: str) -> str:
+def say(text: str) -> None:
+    """Print, whatever the names in it and the terminal's encoding. That a pipe's reader, such as `head`, wants no more
+    of it is no fault."""
+    try:
+        print(printable(text, sys.stdout.encoding or "utf-8"), flush=True)
+    except BrokenPipeError:
+        with open(os.devnull, "wb") as nowhere:  # takes what Python still has to write, now and at its end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def printable(text: str, encoding: str = "utf-8") -> str:
     """The text, with backslash sequences for what cannot be encoded, such as a folder's name that is no UTF-8."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def make_folder(path: Path) -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.command_line import add_count, new_parser
-from tools.output import make_folder, write_file
+from tools.output import make_folder, printable, say, write_file
 from tools.trained import Trained, add_arguments, build_loader, find_split, load_classifier, run_trained
 from utils.errors import DataError, exit_in_a_line
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         predictions, lines = predict(trained, options.images, world)
         if world.is_main:
             lines += write(options.out, trained, predictions, options.pictures)
-            print("\n".join(lines))
+            say("\n".join(lines))
 
     return run_trained(options, action, CHANGES)
 
@@ -130,8 +130,9 @@ def write(folder: Path, trained: Trained, predictions: Predictions, pictures: in
     write_file(folder / "predictions.csv", as_csv(*prediction_rows(predictions, trained.class_names)))
     write_file(folder / "worst.html", page)
     lines = [f"{folder / 'predictions.csv'}: {images}", f"{folder / 'worst.html'}: {len(shown)} pictures, {heading}"]
+    path = folder / "unreadable.csv"
+    path.unlink(missing_ok=True)  # of an earlier call
     if predictions.unreadable:
-        path = folder / "unreadable.csv"
         write_file(path, as_csv(("image", "reason"), sorted(predictions.unreadable.items())))
         lines.append(
             f"{path}: {len(predictions.unreadable)} files cannot be read, the first {min(predictions.unreadable)}"
@@ -144,14 +145,19 @@ def prediction_rows(predictions: Predictions, names: Sequence[str]) -> tuple[Seq
     header = ("image", "predicted", "probability", "true", *(f"p({name})" for name in names))
     rows = (
         (
-            image_name(predictions.split, index), names[predicted], f"{row[predicted]:.6g}",
-            names[label] if label >= 0 else "", *(f"{value:.6g}" for value in row.tolist()),
+            image_name(predictions.split, index), names[predicted], digits(row[predicted]),
+            names[label] if label >= 0 else "", *map(digits, row.tolist()),
         )
         for index, label, predicted, row in zip(
             predictions.indices, predictions.labels, predictions.predicted, predictions.probabilities, strict=True
         )
     )  # fmt: skip
     return header, rows
+
+
+def digits(probability: float) -> float:
+    """As many as mean something."""
+    return float(f"{probability:.6g}")
 
 
 def image_name(split: "Split", index: int) -> str:
@@ -162,9 +168,10 @@ def image_name(split: "Split", index: int) -> str:
 
 
 def as_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
-    """File names that are no UTF-8 keep their bytes."""
+    """File names that are no UTF-8 keep their bytes. All text is in quotes: before Python 3.13, csv leaves a name
+    without them whose only fault is a carriage return, which then ends the line."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    writer = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
     writer.writerow(header)
     writer.writerows(rows)
     return text.getvalue().encode("utf-8", "surrogateescape")
@@ -199,12 +206,7 @@ def render(trained: Trained, predictions: Predictions, rows: "np.ndarray", lines
             "of_truth": f"{probabilities[label]:.2%}" if label >= 0 else None,
         })  # fmt: skip
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE.read_text(encoding="utf-8"))
-    return template.render(run=trained.path, lines=lines, items=items).encode()
-
-
-def printable(name: str) -> str:
-    """A file name with what is no UTF-8 in it replaced."""
-    return os.fsencode(name).decode("utf-8", "replace")
+    return template.render(run=printable(str(trained.path)), lines=lines, items=items).encode()
 
 
 def picture(split: "Split", index: int) -> str:

@@ -78,13 +78,13 @@ def _find_images(path: Path, labels: Mapping[str, int]) -> list[tuple[str, int]]
         folders = [entry.name for entry in entries if _is_class(entry)]
         if images and folders:
             raise DataError(f"{path}: holds both images and folders, such as {folders[0]}; name one kind, as {path}/*/")
-        if unknown := [name for name in folders if name not in labels]:
+        if unknown := [readable_name(name) for name in folders if readable_name(name) not in labels]:
             raise DataError(
                 f"{path}: {len(unknown)} of its {len(folders)} folders are no classes of this run: "
                 f"{shorten(', '.join(unknown), 80)}\nits {len(labels)} classes are: {shorten(', '.join(labels), 160)}"
             )
         images += [
-            (entry.path, labels[name])
+            (entry.path, labels[readable_name(name)])
             for name in folders
             for entry in sorted(os.scandir(path / name), key=lambda entry: entry.name)
             if _is_image(entry)
