@@ -24,4 +24,5 @@ class DistributedKeys(SharedKeys):
     start_timeout_seconds: Annotated[PositiveFloat, Fact.NO_HYPERPARAMETER] = 600
     """Seconds to wait at the start for all ranks; then the run ends and names the missing ones."""
     collective_timeout_seconds: Annotated[PositiveFloat, Fact.NO_HYPERPARAMETER] = 600
-    """Seconds that a rank waits in a collective for the others. Rank 0's download of a dataset is such a wait."""
+    """Seconds that a rank waits in a collective for the others. Rank 0's download of a dataset is such a wait. A rank
+    that gives no sign of life for so long, for it was killed or stopped or is cut off, ends the others."""

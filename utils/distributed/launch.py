@@ -55,6 +55,11 @@ class Launch:
     job: str = ""  # keeps jobs apart that meet at one port by mistake
     hosts_store: bool = True  # rank 0 serves the store; False: torchrun does
 
+    @property
+    def tells_for_its_node(self) -> bool:
+        """One rank of each node, where all of them find out the same of rank 0."""
+        return self.local_rank == 0 or self.rank == 1
+
 
 def find_launch(environment: Mapping[str, str]) -> Launch:
     """The launcher's variables, checked; one process when there are none. `ConfigError` where they make no sense."""

@@ -19,15 +19,19 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
+from utils.distributed.heartbeat import Heartbeat
 from utils.distributed.launch import Launch, find_launch, name_ranks
-from utils.distributed.rendezvous import Failure, Meeting
+from utils.distributed.rendezvous import GRACE_SECONDS, ROLL_CALL_SECONDS, Failure, Meeting, claim
 from utils.distributed.world import World, choose_device
 from utils.errors import LOST_RANK, ConfigError, ExpectedError, Stopped, explain
 from utils.files import write_atomically
+
+LEAVE_SECONDS = 2 * (GRACE_SECONDS + ROLL_CALL_SECONDS)  # at most, from a failure's message to the end of the process
 
 
 def run_ranks(action: Callable[[World], None], device: str, start_timeout: float, collective_timeout: float) -> int:
@@ -65,6 +69,8 @@ def _run_among_others(
         meeting = Meeting(launch, start_timeout)
         meeting.assemble()
         meeting.watch(partial(_end, meeting=meeting, launch=launch))
+        lose = partial(_end_for_lost_ranks, meeting=meeting, launch=launch)
+        heartbeat = Heartbeat(meeting.store, launch, timeout.total_seconds(), lose)
         world = _join_world(device, launch)
         backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
         store = dist.PrefixStore("group", meeting.store)
@@ -75,6 +81,7 @@ def _run_among_others(
         except Stopped as stopped:  # all ranks have agreed on it, so that it is no failure to report to them
             outcome = Failure(stopped.exit_status, str(stopped) if world.is_main else "")
         world.barrier()  # rank 0 may still be writing what the others need not wait for
+        heartbeat.stop()
         meeting.stop_watching()
         gc.collect()  # DistributedDataParallel keeps threads that must not outlive the group
         dist.destroy_process_group()
@@ -147,7 +154,7 @@ def _settle(error: BaseException, meeting: Meeting | None, launch: Launch) -> Fa
             if first is not None:
                 return first
             failure = Failure(1, f"error: rank {launch.rank}: {_explain_loss(error, absent)}")
-        return meeting.claim(failure)
+        return claim(meeting.store, failure)
     except dist.DistError:
         return Failure(1, meeting.lost_store()) if lost_rank else failure
 
@@ -161,8 +168,23 @@ def _explain_loss(error: BaseException, absent: list[int]) -> str:
     return f"lost contact: {reason}" if LOST_RANK.search(reason) else reason
 
 
-def _end(failure: Failure, meeting: Meeting | None, launch: Launch) -> None:
+def _end_for_lost_ranks(message: str, store: dist.Store | None, meeting: Meeting, launch: Launch) -> NoReturn:
+    """In a thread of the heartbeat: the main thread may wait for what never comes."""
+    failure = Failure(1, f"error: rank {launch.rank}: {message}")
+    if store is None:
+        _end(failure if launch.tells_for_its_node else Failure(1, ""), None, launch)
+    with suppress(dist.DistError):
+        failure = claim(store, failure)
+        store.set("alarm", "")
+    _end(failure, meeting, launch)
+
+
+def _end(failure: Failure, meeting: Meeting | None, launch: Launch) -> NoReturn:
     """Print, report to the others and the launcher, and leave at once."""
+    # whatever may keep it: the store, or the connection to it, which the main thread may hold
+    leave = threading.Timer(LEAVE_SECONDS, os._exit, [failure.status])
+    leave.daemon = True
+    leave.start()
     if failure.message:
         print(failure.message, file=sys.stderr, flush=True)
         _report_to_torchrun(failure.message[max(0, failure.message.rfind("error: rank")) :])

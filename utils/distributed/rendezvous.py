@@ -206,19 +206,13 @@ class Meeting:
 
     def lost_store(self) -> str:
         """The message for a store that does not answer, on one rank of each node; empty on the others."""
-        if self.launch.local_rank != 0 and self.launch.rank != 1:
+        if not self.launch.tells_for_its_node:
             return ""
         return f"error: rank {self.launch.rank}: lost contact with {self._owner} at {self._where}"
 
     def raise_alarm(self) -> None:
         """Ask every other rank to show that it is there, and to leave."""
         self.store.set("alarm", "")
-
-    def claim(self, failure: Failure) -> Failure:
-        """Make this the failure of the run, or return the one that was first, without its message."""
-        mine = json.dumps(asdict(failure))
-        first = self.store.compare_set("failure", "", mine).decode()
-        return failure if first == mine else Failure(json.loads(first)["status"], "")
 
     def call_the_roll(self) -> tuple[Failure | None, list[int]]:
         """What failed first, where a rank has said so; else the ranks that no longer answer."""
@@ -246,6 +240,13 @@ def _listen_on_loopback(port: int) -> int:
     """A socket for the store to serve and to close, where PyTorch's own would listen on every interface."""
     with socket.create_server((LOOPBACK, port)) as server:
         return server.detach()
+
+
+def claim(store: dist.Store, failure: Failure) -> Failure:
+    """Make this the failure of the run, or return the one that was first, without its message."""
+    mine = json.dumps(asdict(failure))
+    first = store.compare_set("failure", "", mine).decode()
+    return failure if first == mine else Failure(json.loads(first)["status"], "")
 
 
 def wait_for_failure(store: dist.Store, seconds: float) -> Failure | None:

@@ -1,0 +1,136 @@
+"""A rank that is killed, stopped or cut off ends the others, also those that wait in a call that never returns; a slow
+one does not."""
+
+import ctypes
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from processes import Ended, Job, complaints, free_port, torchrun_variables
+
+import utils.distributed.heartbeat
+import utils.distributed.ranks
+import utils.distributed.rendezvous
+from utils.distributed.heartbeat import LOOKS, Heartbeat, Silence
+from utils.distributed.launch import Launch
+from utils.distributed.ranks import run_ranks
+from utils.distributed.world import World
+
+LIMIT = 4.0  # seconds of silence, instead of `collective_timeout_seconds`, which stays long
+RUN_SECONDS = 200  # that the main threads would wait
+
+
+def shorten() -> None:
+    """In a rank's process."""
+    utils.distributed.rendezvous.GRACE_SECONDS = 0.5
+    utils.distributed.heartbeat.SHORTEST_SECONDS = LIMIT
+    utils.distributed.ranks.Heartbeat = lambda store, launch, limit, leave: Heartbeat(store, launch, LIMIT, leave)  # type: ignore[assignment, misc]
+
+
+def lose_a_rank(rank: int, number: int) -> int:
+    """One rank gets a signal that it cannot answer; the main threads of all others are where no signal reaches them."""
+    shorten()
+
+    def action(world: World) -> None:
+        world.barrier()
+        if world.rank == rank:
+            print(os.getpid(), flush=True)
+            os.kill(os.getpid(), number)
+        # as a read from a GPU, but for the signals, which would cut a sleep short
+        library, until = ctypes.CDLL(None), time.monotonic() + RUN_SECONDS
+        while time.monotonic() < until:
+            library.usleep(100_000_000)
+
+    return run_ranks(action, "cpu", 60, 600)
+
+
+def stop_and_go_on() -> int:
+    """Rank 1 is stopped for half of the limit, then both are slow for twice the limit: busy, and in one long call."""
+    shorten()
+
+    def action(world: World) -> None:
+        world.barrier()
+        if world.rank == 1:
+            if os.fork() == 0:
+                time.sleep(LIMIT / 2)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        until = time.monotonic() + LIMIT
+        while time.monotonic() < until:
+            sum(range(10_000))
+        ctypes.CDLL(None).usleep(int(1e6 * LIMIT))
+        world.barrier()
+
+    return run_ranks(action, "cpu", 60, 600)
+
+
+def wait_for_the_others(job: Job, lost: int) -> list[Ended]:
+    """How the others ended; the lost rank may be stopped, and is killed after them."""
+    for number, process in enumerate(job.processes):
+        if number != lost:
+            process.join(RUN_SECONDS / 2)
+    job.processes[lost].kill()
+    ended = job.wait(RUN_SECONDS)
+    return [process for number, process in enumerate(ended) if number != lost]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("agent_store", [False, True])
+def test_a_lost_rank_ends_all_others(tmp_path: Path, lost: int, number: int, agent_store: bool) -> None:
+    """With rank 0, the store may be lost too, or be torchrun's and go on."""
+    store = dist.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    port = store.port if agent_store else free_port()
+    others = {"TORCHELASTIC_USE_AGENT_STORE": "True"} if agent_store else {}
+    ranks = [torchrun_variables(rank, 3, port, **others) for rank in range(3)]
+    job = Job(tmp_path, lose_a_rank, (lost, number), ranks)
+    ended = wait_for_the_others(job, lost)
+    assert [process.status for process in ended] == [1, 1], ended
+    (line,) = complaints(ended)
+    process = (tmp_path / f"process-{lost}" / "stdout").read_text().strip()
+    since = r"since \d{4}-\d\d-\d\d [\d:]{8}, for 4 s \(collective_timeout_seconds\): killed or stopped, or its node"
+    silent = rf"no sign of life from rank {lost} \(process {process} on \S+\) {since}"
+    if lost == 0 and not agent_store:
+        answer = rf"no answer from rank 0, which serves the ranks' store, at 127.0.0.1:{port} {since}"
+        silent = "lost contact with rank 0 at" if number == signal.SIGKILL else answer
+    assert re.search(silent, line), line
+
+
+def test_a_slow_rank_is_not_lost_nor_one_that_goes_on(tmp_path: Path) -> None:
+    port = free_port()
+    job = Job(tmp_path, stop_and_go_on, (), [torchrun_variables(rank, 2, port) for rank in range(2)])
+    assert [(process.status, process.errors) for process in job.wait(120)] == [(0, "")] * 2
+
+
+def test_silence_is_counted_in_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the clock, which goes on while a process is stopped."""
+    clock = iter(range(0, 10**9, 10**6))
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    silence = Silence()
+    assert not any(silence.lasts(number) for number in range(100))
+    since = silence.since
+    assert [silence.lasts(99) for _ in range(LOOKS)] == [False] * (LOOKS - 1) + [True]
+    assert silence.since == since
+    assert not silence.lasts(100)
+
+
+def test_several_lost_ranks_are_told_in_one_message() -> None:
+    """Also one that never said where it is."""
+    store, told = dist.HashStore(), []
+    store.set("beat/place/1", '["gpu07", 11]')
+    store.set("beat/place/2", '["gpu07", 12]')
+    heartbeat = Heartbeat.__new__(Heartbeat)
+    heartbeat._store, heartbeat._limit, heartbeat._launch = store, 600, Launch(0, 4)
+    for ranks in ([1], [1, 2], [1, 2, 3]):
+        told.append(heartbeat._describe(ranks))
+    assert told == [
+        "rank 1 (process 11 on gpu07)",
+        "ranks 1, 2 (on gpu07)",
+        "ranks 1-3 (on an unknown host, gpu07)",
+    ]
