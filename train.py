@@ -291,8 +291,10 @@ class Trainer:
         """Collective: take the run's folder and restore what is to be resumed; returns its lock, the checkpoint, and
         notes for the log, on the main process."""
         weights = self.learner.model.state_dict()
+        # less than the other ranks wait, and longer than an earlier start that is cut off from them still lives
+        patience = 0.9 * self.config.collective_timeout_seconds
         opened = self.world.main_only(
-            lambda: open_run(self.folder, self.resume, self.config, weights, self.data, self._read_pretrained)
+            lambda: open_run(self.folder, self.resume, self.config, weights, self.data, self._read_pretrained, patience)
         )
         state, pretrained = self.world.broadcast((opened.state, opened.pretrained) if opened else (None, None))
         if pretrained is not None:

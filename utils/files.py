@@ -7,6 +7,7 @@ import multiprocessing.util
 import os
 import secrets
 import shutil
+import socket
 import stat
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,14 @@ from typing import IO, BinaryIO
 from filelock import FileLock, Timeout
 
 from utils.errors import ConfigError, ExpectedError
+
+
+class FolderHeldError(ConfigError):
+    """Another process holds a run's folder, for the job of that name."""
+
+    def __init__(self, message: str, job: str) -> None:
+        super().__init__(message)
+        self.job = job
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -96,7 +105,9 @@ def partial_folder(target: Path, lock_file: Path) -> Iterator[Path]:
 
 
 def lock_folder(folder: Path) -> IO[str]:
-    """Create `folder` and hold it for this process; `ConfigError` where another run holds it."""
+    """Create `folder` and hold it for this process; `FolderHeldError` where another run holds it.
+
+    The lock's file names the job that was here last, and the process that holds it: see `sign_lock`."""
     path = folder / ".lock"
     while True:
         try:
@@ -107,8 +118,12 @@ def lock_folder(folder: Path) -> IO[str]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
-                f"{folder}: another run is writing here; wait for it or choose another --run-dir"
+            with lock:
+                lock.seek(0)
+                job, _, process = lock.read().partition("\n")
+            holder = f"\nit is {process}{f', of the job {job}' if job else ''}" if process else ""
+            raise FolderHeldError(
+                f"{folder}: another run is writing here; wait for it or choose another --run-dir{holder}", job
             ) from None
         except OSError as error:
             raise ConfigError(
@@ -122,3 +137,9 @@ def lock_folder(folder: Path) -> IO[str]:
                 multiprocessing.util.register_after_fork(lock, lambda file: file.close())
                 return lock
         lock.close()
+
+
+def sign_lock(lock: IO[str], job: str) -> None:
+    """Write the name of the job into the lock's file, and this process, which holds it."""
+    lock.truncate(0)
+    print(f"{job}\nprocess {os.getpid()} on {socket.gethostname()}", end="", file=lock, flush=True)

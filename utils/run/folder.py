@@ -7,7 +7,9 @@ import itertools
 import json
 import os
 import shlex
+import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,12 +20,13 @@ from torch import Tensor
 
 from utils.distributed.launch import job_name, was_restarted
 from utils.errors import CheckpointError, ExpectedError
-from utils.files import lock_folder, remove_leftovers, write_atomically
+from utils.files import FolderHeldError, lock_folder, remove_leftovers, sign_lock, write_atomically
 from utils.keys import Fact, Keys, render
 from utils.run import checkpoint
 from utils.run.identity import check_same_run
 from utils.run.pretrained import Pretrained
 
+POLL_SECONDS = 1.0  # how often a folder's lock is tried that an earlier start holds
 STARTS_AND_STOPS = ("start", "resume", "stop")  # kinds of records in metrics.jsonl
 
 
@@ -45,6 +48,7 @@ def open_run(
     weights: dict[str, Tensor],
     data: dict[str, Any],
     begin: Callable[[], Pretrained | None] = lambda: None,
+    patience: float = 0.0,
 ) -> OpenedRun:
     """Take `folder` for a run: resume what is there, or move it aside; `resume` is auto, never, or a path.
 
@@ -52,18 +56,24 @@ def open_run(
     Raises `ExpectedError`, with the folder as it was, where another run holds it, where auto finds a run of another
     configuration (utils/run/identity.py), or where the checkpoint does not fit the configuration, the names and shapes
     of the network's `weights`, or the `data` (see utils/run/checkpoint.py).
-    `begin` is called where there is nothing to resume, and reads what a new run begins with.
+    `begin` is called where there is nothing to resume, and reads what a new run begins with. A job that is started
+    again waits up to `patience` seconds for an earlier start of its own that still holds the folder.
     """
     own = folder / "checkpoints"
-    with _naming_what_cannot_be_used(folder), _held(folder) as taken:
+    job = job_name(os.environ)
+    restarted = bool(job) and was_restarted(os.environ)
+    with (
+        _naming_what_cannot_be_used(folder),
+        _held(folder, job, patience if restarted else 0.0) as (taken, waited),
+    ):
         lock = taken
         lock.seek(0)
-        job = job_name(os.environ)
-        # the lock's file names the job that was here last
-        again = bool(job) and was_restarted(os.environ) and lock.read() == job
+        earlier = lock.read().partition("\n")[0]
+        again = restarted and earlier == job
+        sign_lock(lock, earlier)
         source = _find_source(own, "auto" if again else resume)
         pretrained = begin() if source is None else None
-        notes = [pretrained.note] if pretrained else []
+        notes = [*waited, pretrained.note] if pretrained else waited
         if source is not None:
             notes += source.notes
             # a key that is younger than the checkpoint had its default
@@ -86,9 +96,31 @@ def open_run(
             own.mkdir(exist_ok=True)
         if source is not None:
             _adopt(folder, source)
-        lock.truncate(0)
-        print(job, end="", file=lock, flush=True)
+        sign_lock(lock, job)
         return OpenedRun(lock, source.state if source else None, source.path if source else None, pretrained, notes)
+
+
+def _lock_in_time(folder: Path, job: str, patience: float) -> tuple[IO[str], list[str]]:
+    """The folder's lock, and a note where it was waited for: an earlier start of this job may be cut off from the other
+    ranks and from the scheduler, which has started the job again; it then ends by itself some time later."""
+    began, holder = time.monotonic(), ""
+    while True:
+        try:
+            lock = lock_folder(folder)
+        except FolderHeldError as held:
+            if held.job != job or time.monotonic() - began >= patience:
+                raise
+            if not holder:
+                holder = str(held).rpartition("\nit is ")[2]
+                print(
+                    f"{folder}: held by an earlier start of this job, {holder}; waiting up to {patience:g} s for it",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            time.sleep(POLL_SECONDS)
+        else:
+            waited = f"Waited {time.monotonic() - began:.0f} s for an earlier start of this job, {holder}"
+            return lock, [waited] if holder else []
 
 
 @contextmanager
@@ -101,12 +133,13 @@ def _naming_what_cannot_be_used(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[IO[str]]:
-    """Take a run's folder. Where the block fails, a folder that was not there goes again, unless something is in it."""
+def _held(folder: Path, job: str, patience: float) -> Iterator[tuple[IO[str], list[str]]]:
+    """Take a run's folder; see `_lock_in_time`. Where the block fails, a folder that was not there goes again, unless
+    something is in it."""
     was_there = os.path.exists(folder)
-    lock = lock_folder(folder)
+    lock, waited = _lock_in_time(folder, job, patience)
     try:
-        yield lock
+        yield lock, waited
     except BaseException:
         if not was_there:
             with suppress(OSError):

@@ -1,0 +1,69 @@
+"""A job that is started again waits for its own earlier start; whoever is refused is told who holds the folder."""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from utils.config import Config
+from utils.files import FolderHeldError, lock_folder, sign_lock
+from utils.run import folder as run_folder
+from utils.run.folder import OpenedRun, open_run
+
+HOLDER = f"process {os.getpid()} on {socket.gethostname()}, of the job 7"
+
+
+@pytest.fixture
+def start(tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., OpenedRun]:
+    """start(job, restarts, patience): a start of that job of Slurm in the folder `run`."""
+    monkeypatch.setattr(run_folder, "POLL_SECONDS", 0.05)
+
+    def open_as(job: str, restarts: int, patience: float) -> OpenedRun:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        return open_run(tmp_path / "run", "auto", tiny(), {}, {}, patience=patience)
+
+    return open_as
+
+
+def test_a_job_that_is_started_again_waits_for_its_earlier_start(
+    start: Callable[..., OpenedRun],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    earlier = start("7", 0, 60)
+    monkeypatch.setattr(time, "sleep", lambda seconds: earlier.lock.close())
+    again = start("7", 1, 60)
+    waited = again.notes[0]  # then where the earlier start's folder is now, since it has no checkpoint
+    assert waited.startswith("Waited ") and waited.endswith(f" s for an earlier start of this job, {HOLDER}")
+    told = f"{tmp_path}/run: held by an earlier start of this job, {HOLDER}; waiting up to 60 s for it\n"
+    assert capsys.readouterr().err == told
+    again.lock.close()
+
+
+@pytest.mark.parametrize(
+    ("job", "restarts", "patience"), [("7", 1, 0.3), ("7", 0, 60), ("8", 1, 60)], ids=["too long", "first", "another"]
+)
+def test_others_are_refused_with_the_holders_name(
+    start: Callable[..., OpenedRun], job: str, restarts: int, patience: float
+) -> None:
+    """Another job, a first start of this one, and one that has waited for long enough."""
+    earlier, began = start("7", 0, 60), time.monotonic()
+    with pytest.raises(FolderHeldError, match=f"another run is writing here; .*\nit is {HOLDER}"):
+        start(job, restarts, patience)
+    assert time.monotonic() - began < 30
+    earlier.lock.close()
+
+
+def test_a_lock_that_nobody_has_signed_yet_names_nobody(tmp_path: Path) -> None:
+    with lock_folder(tmp_path / "run") as lock:
+        with pytest.raises(FolderHeldError) as refused:
+            lock_folder(tmp_path / "run")
+        assert "\n" not in str(refused.value)
+        sign_lock(lock, "")
+        with pytest.raises(FolderHeldError, match=r"--run-dir\nit is process \d+ on \S+$"):
+            lock_folder(tmp_path / "run")
