@@ -7,12 +7,15 @@ rounded, as a GPU does.
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
+
+from tests.cuda_stand_in import stand_in, sync_batch_norm
 
 aten = torch.ops.aten
 HALVES = (torch.float16, torch.bfloat16)
@@ -75,6 +78,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.native_batch_norm_backward.default: _in_float32(aten.native_batch_norm_backward.default),
     aten.cudnn_batch_norm.default: _in_float32(_batch_norm, changes_buffers=True),
     aten.cudnn_batch_norm_backward.default: _in_float32(_batch_norm_backward),
+    **{operation: _in_float32(kernel) for operation, kernel in sync_batch_norm.KERNELS.items()},
 }
 
 
@@ -90,6 +94,7 @@ class Arithmetic(TorchDispatchMode):
     enabled = True
     captured: list[Callable[[], None]] | None = None  # by the capture under way
     graphs: ClassVar[dict[int, list[Callable[[], None]]]] = {}
+    listener: Any = None  # kept alive, since C++ calls it
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -161,5 +166,13 @@ def start() -> None:
             for compute in Arithmetic.graphs[id(self)] if Arithmetic.enabled else ():
                 compute()
 
+    def repeat_collective(number: int) -> None:
+        """NCCL's calls of a capture, from whichever thread makes them."""
+        if Arithmetic.captured is not None:
+            Arithmetic.captured.append(partial(library.stand_in_repeat_collective, number))
+
+    library = stand_in.load_library()
+    Arithmetic.listener = ctypes.CFUNCTYPE(None, ctypes.c_size_t)(repeat_collective)
+    library.stand_in_on_captured_collective(Arithmetic.listener)
     graph.capture_begin, graph.capture_end, graph.replay = capture_begin, capture_end, replay_and_compute
     Arithmetic().__enter__()

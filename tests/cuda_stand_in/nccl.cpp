@@ -1,16 +1,56 @@
-// NCCL whose ranks never speak: each gets back what it sent. Shows order, streams, captures and the end of communicators.
+// NCCL between processes of one machine, over shared memory, and between the devices of one process. Shows order,
+// streams, captures and the end of communicators, and computes what the collectives compute. A call waits for the
+// other ranks at once, and not on its stream; a captured one is handed to Python (arithmetic.py), which repeats it when
+// the graph is replayed.
+#include <fcntl.h>
 #include <nccl.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cmath>
 #include <cstring>
+#include <random>
+#include <vector>
 
 #include "stand_in.h"
 
 extern "C" int stand_in_live_graphs_with_nccl();
 
 namespace {
+const size_t PIECE = 1 << 20;  // bytes that each rank gives at a time
+
+struct Meeting {  // in shared memory; all zero at first
+  std::atomic<int> arrived, round;
+  char pieces[];  // PIECE bytes of each rank
+};
 struct Communicator {
   int rank, size;
+  Meeting* meeting = nullptr;  // none: all ranks are this process's devices
+
+  void wait_for_all() {
+    int round = meeting->round;
+    if (++meeting->arrived == size) {
+      meeting->arrived = 0;
+      meeting->round++;
+    }
+    while (meeting->round == round) usleep(20);
+  }
+  char* piece(int of) { return meeting->pieces + of * PIECE; }
 };
+struct Call {
+  Communicator* communicator;
+  const char* from;
+  char* to;
+  size_t count;
+  ncclDataType_t type;
+  ncclRedOp_t operation;
+  int root;  // whose data all get; -1: everybody's, reduced
+};
+auto& captured = *new std::vector<Call>;
+void (*on_capture)(size_t) = nullptr;  // told the number of a captured call
+
 size_t bytes_of(ncclDataType_t type) {
   switch (type) {
     case ncclFloat16:
@@ -24,16 +64,127 @@ size_t bytes_of(ncclDataType_t type) {
     default: return 1;
   }
 }
-ncclResult_t collective(const char* name, const void* from, void* to, size_t count, ncclDataType_t type,
-                        cudaStream_t stream, int copies = 1) {
+
+struct Bfloat16 {
+  uint16_t bits;
+  operator float() const {
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, 4);
+    return value;
+  }
+  Bfloat16& operator=(float value) {  // to the nearest, ties to even
+    uint32_t wide;
+    memcpy(&wide, &value, 4);
+    bits = std::isnan(value) ? 0x7fc0 : (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
+    return *this;
+  }
+};
+// Reduced in the order of ranks and in the type Wide, rounded at the end.
+template <class Number, class Wide = Number>
+void reduce_as(const std::vector<const char*>& all, char* to, size_t count, ncclRedOp_t operation) {
+  for (size_t i = 0; i < count; i++) {
+    Wide total = ((const Number*)all[0])[i];
+    for (size_t rank = 1; rank < all.size(); rank++) {
+      Wide value = ((const Number*)all[rank])[i];
+      if (operation == ncclProd) total *= value;
+      else if (operation == ncclMax) total = std::max(total, value);
+      else if (operation == ncclMin) total = std::min(total, value);
+      else total += value;
+    }
+    if (operation == ncclAvg) total /= (Wide)all.size();
+    ((Number*)to)[i] = total;
+  }
+}
+void combine(const Call& call, const std::vector<const char*>& all, char* to, size_t count) {
+  if (call.root >= 0) memmove(to, all[call.root], count * bytes_of(call.type));
+  else if (call.operation > ncclAvg) trouble("a reduction that the stand-in for NCCL does not know");
+  else switch (call.type) {
+    case ncclFloat16: return reduce_as<_Float16, float>(all, to, count, call.operation);
+    case ncclBfloat16: return reduce_as<Bfloat16, float>(all, to, count, call.operation);
+    case ncclFloat32: return reduce_as<float>(all, to, count, call.operation);
+    case ncclFloat64: return reduce_as<double>(all, to, count, call.operation);
+    case ncclInt32: return reduce_as<int32_t>(all, to, count, call.operation);
+    case ncclUint32: return reduce_as<uint32_t>(all, to, count, call.operation);
+    case ncclInt64: return reduce_as<int64_t>(all, to, count, call.operation);
+    case ncclUint64: return reduce_as<uint64_t>(all, to, count, call.operation);
+    case ncclInt8: return reduce_as<int8_t>(all, to, count, call.operation);
+    default: return reduce_as<uint8_t>(all, to, count, call.operation);
+  }
+}
+
+void meet(const Call& call) {  // with the other processes
+  Communicator& here = *call.communicator;
+  if (here.size == 1) {
+    if (call.from && call.to) memmove(call.to, call.from, call.count * bytes_of(call.type));
+    return;
+  }
+  std::vector<const char*> all;
+  for (int rank = 0; rank < here.size; rank++) all.push_back(here.piece(rank));
+  size_t width = bytes_of(call.type), at_once = PIECE / width;
+  for (size_t done = 0; done < call.count; done += at_once) {
+    size_t count = std::min(at_once, call.count - done);
+    if (call.from) memcpy(here.piece(here.rank), call.from + done * width, count * width);
+    here.wait_for_all();
+    if (call.to) combine(call, all, call.to + done * width, count);
+    here.wait_for_all();
+  }
+}
+void meet_on_devices(const Call& call) {  // the last of a group does it for all
+  static thread_local std::vector<Call> group;
+  group.push_back(call);
+  if ((int)group.size() < call.communicator->size) return;
+  std::vector<const char*> all;
+  for (Call& each : group) all.push_back(each.from);
+  std::vector<char> result(call.count * bytes_of(call.type));
+  combine(call, all, result.data(), call.count);
+  for (Call& each : group)
+    if (each.to) memcpy(each.to, result.data(), result.size());
+  group.clear();
+}
+
+void perform(const Call& call, cudaStream_t stream) {
+  if (is_capturing(stream)) {
+    if (!on_capture) return;
+    captured.push_back(call);
+    on_capture(captured.size() - 1);
+  } else if (call.communicator->size == 1 || call.communicator->meeting) {
+    meet(call);
+  } else {
+    meet_on_devices(call);
+  }
+}
+// ROOT's data for all, everybody's reduced for ROOT or for all (ROOT: -1), or one of the two for each rank's part.
+enum Kind { BROADCAST, REDUCE, GATHER, SCATTER };
+ncclResult_t collective(const char* name, Kind kind, const void* from, void* to, size_t count, ncclDataType_t type,
+                        ncclRedOp_t operation, int root, ncclComm_t communicator, cudaStream_t stream) {
   if (from && !on_device(from)) trouble(std::string(name) + " of host memory");
-  size_t bytes = count * bytes_of(type);
-  if (work(stream, name, bytes)) return ncclUnhandledCudaError;
-  for (int i = 0; from && to && !is_capturing(stream) && i < copies; i++) memmove((char*)to + i * bytes, from, bytes);
+  if (work(stream, name, count * bytes_of(type))) return ncclUnhandledCudaError;
+  auto* here = (Communicator*)communicator;
+  Call call{here, (const char*)from, (char*)to, count, type, operation, kind == BROADCAST ? root : -1};
+  if (kind == REDUCE && root >= 0 && root != here->rank) call.to = nullptr;
+  if (kind == BROADCAST || kind == REDUCE) perform(call, stream);
+  else for (int rank = 0; rank < here->size; rank++) {
+    size_t offset = rank * count * bytes_of(type);
+    if (kind == GATHER) call.to = (char*)to + offset, call.root = rank;
+    if (kind == SCATTER) call.from = (const char*)from + offset, call.to = rank == here->rank ? (char*)to : nullptr;
+    perform(call, stream);
+  }
   return ncclSuccess;
 }
-ncclResult_t create(ncclComm_t* communicator, int size, int rank) {
-  *communicator = (ncclComm_t) new Communicator{rank, size};
+ncclResult_t create(ncclComm_t* communicator, int size, int rank, const ncclUniqueId& id) {
+  auto* here = new Communicator{rank, size};
+  *communicator = (ncclComm_t)here;
+  if (size == 1) return ncclSuccess;
+  size_t bytes = sizeof(Meeting) + size * PIECE;
+  int file = open(id.internal, O_RDWR | O_CREAT, 0600);
+  if (file < 0 || ftruncate(file, bytes)) return ncclSystemError;
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  if (memory == MAP_FAILED) return ncclSystemError;
+  here->meeting = (Meeting*)memory;
+  here->wait_for_all();
+  if (rank == 0) unlink(id.internal);  // it lives as long as a rank has it
   return ncclSuccess;
 }
 ncclResult_t end(const char* call) {
@@ -44,29 +195,37 @@ ncclResult_t end(const char* call) {
 }  // namespace
 
 extern "C" {
+// Python is told of each captured call, and does it again at each replay.
+void stand_in_on_captured_collective(void (*function)(size_t)) { on_capture = function; }
+void stand_in_repeat_collective(size_t number) { meet(captured[number]); }
+
 ncclResult_t ncclGetVersion(int* version) {
   *version = NCCL_VERSION_CODE;
   return ncclSuccess;
 }
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
-  memset(id, 7, sizeof *id);
+  std::random_device random;
+  *id = {};
+  snprintf(id->internal, sizeof id->internal, "/dev/shm/nccl-stand-in-%08x%08x", random(), random());
   return ncclSuccess;
 }
-ncclResult_t ncclCommInitRank(ncclComm_t* communicator, int size, ncclUniqueId, int rank) {
-  return create(communicator, size, rank);
+ncclResult_t ncclCommInitRank(ncclComm_t* communicator, int size, ncclUniqueId id, int rank) {
+  return create(communicator, size, rank, id);
 }
-ncclResult_t ncclCommInitRankConfig(ncclComm_t* communicator, int size, ncclUniqueId, int rank, ncclConfig_t*) {
-  return create(communicator, size, rank);
+ncclResult_t ncclCommInitRankConfig(ncclComm_t* communicator, int size, ncclUniqueId id, int rank, ncclConfig_t*) {
+  return create(communicator, size, rank, id);
 }
-ncclResult_t ncclCommInitRankScalable(ncclComm_t* communicator, int size, int rank, int, ncclUniqueId*, ncclConfig_t*) {
-  return create(communicator, size, rank);
+ncclResult_t ncclCommInitRankScalable(ncclComm_t* communicator, int size, int rank, int, ncclUniqueId* ids,
+                                      ncclConfig_t*) {
+  return create(communicator, size, rank, ids[0]);
 }
 ncclResult_t ncclCommInitAll(ncclComm_t* communicators, int size, const int*) {
-  for (int rank = 0; rank < size; rank++) create(&communicators[rank], size, rank);
+  for (int rank = 0; rank < size; rank++) communicators[rank] = (ncclComm_t) new Communicator{rank, size};
   return ncclSuccess;
 }
-ncclResult_t ncclCommSplit(ncclComm_t whole, int, int, ncclComm_t* part, ncclConfig_t*) {
-  return create(part, ((Communicator*)whole)->size, ((Communicator*)whole)->rank);
+ncclResult_t ncclCommSplit(ncclComm_t, int, int, ncclComm_t*, ncclConfig_t*) {
+  trouble("the stand-in for NCCL splits no communicator");
+  return ncclInvalidUsage;
 }
 ncclResult_t ncclCommCount(const ncclComm_t communicator, int* count) {
   *count = ((Communicator*)communicator)->size;
@@ -89,33 +248,36 @@ ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* operation, void*, ncclDataTyp
   *operation = (ncclRedOp_t)10;
   return ncclSuccess;
 }
-ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t, ncclComm_t,
-                           cudaStream_t stream) {
-  return collective("ncclAllReduce", from, to, count, type, stream);
+ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t operation,
+                           ncclComm_t communicator, cudaStream_t stream) {
+  return collective("ncclAllReduce", REDUCE, from, to, count, type, operation, -1, communicator, stream);
 }
-ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, ncclDataType_t type, int, ncclComm_t,
-                           cudaStream_t stream) {
-  return collective("ncclBroadcast", from, to, count, type, stream);
+ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, ncclDataType_t type, int root,
+                           ncclComm_t communicator, cudaStream_t stream) {
+  return collective("ncclBroadcast", BROADCAST, from, to, count, type, ncclSum, root, communicator, stream);
 }
-ncclResult_t ncclBcast(void* data, size_t count, ncclDataType_t type, int, ncclComm_t, cudaStream_t stream) {
-  return collective("ncclBroadcast", data, data, count, type, stream);
+ncclResult_t ncclBcast(void* data, size_t count, ncclDataType_t type, int root, ncclComm_t communicator,
+                       cudaStream_t stream) {
+  return collective("ncclBroadcast", BROADCAST, data, data, count, type, ncclSum, root, communicator, stream);
 }
-ncclResult_t ncclReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t, int, ncclComm_t,
-                        cudaStream_t stream) {
-  return collective("ncclReduce", from, to, count, type, stream);
+ncclResult_t ncclReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t operation, int root,
+                        ncclComm_t communicator, cudaStream_t stream) {
+  return collective("ncclReduce", REDUCE, from, to, count, type, operation, root, communicator, stream);
 }
-ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t, ncclComm_t,
-                               cudaStream_t stream) {
-  return collective("ncclReduceScatter", from, to, count, type, stream);
+ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t operation,
+                               ncclComm_t communicator, cudaStream_t stream) {
+  return collective("ncclReduceScatter", SCATTER, from, to, count, type, operation, -1, communicator, stream);
 }
 ncclResult_t ncclAllGather(const void* from, void* to, size_t count, ncclDataType_t type, ncclComm_t communicator,
                            cudaStream_t stream) {
-  return collective("ncclAllGather", from, to, count, type, stream, ((Communicator*)communicator)->size);
+  return collective("ncclAllGather", GATHER, from, to, count, type, ncclSum, -1, communicator, stream);
 }
-ncclResult_t ncclSend(const void* from, size_t count, ncclDataType_t type, int, ncclComm_t, cudaStream_t stream) {
-  return collective("ncclSend", from, nullptr, count, type, stream);
+ncclResult_t ncclSend(const void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) {
+  trouble("the stand-in for NCCL knows no messages from one rank to another");
+  return ncclInvalidUsage;
 }
-ncclResult_t ncclRecv(void* to, size_t count, ncclDataType_t type, int, ncclComm_t, cudaStream_t stream) {
-  return collective("ncclRecv", nullptr, to, count, type, stream);
+ncclResult_t ncclRecv(void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) {
+  trouble("the stand-in for NCCL knows no messages from one rank to another");
+  return ncclInvalidUsage;
 }
 }

@@ -43,7 +43,7 @@ def is_active() -> bool:
     return "libcuda_stand_in" in os.environ.get("LD_PRELOAD", "")
 
 
-def _library() -> ctypes.CDLL:
+def load_library() -> ctypes.CDLL:
     library = ctypes.CDLL(None)  # it is preloaded
     library.stand_in_name.restype = library.stand_in_trouble.restype = ctypes.c_char_p
     for name in ("entries", "amount", "troubles"):
@@ -56,7 +56,7 @@ def _library() -> ctypes.CDLL:
 @contextmanager
 def record() -> Iterator[Ledger]:
     """The work of the block, of all threads of this process."""
-    library, ledger = _library(), Ledger()
+    library, ledger = load_library(), Ledger()
     library.stand_in_record(1)
     try:
         yield ledger
@@ -70,7 +70,7 @@ def record() -> Iterator[Ledger]:
 
 def take_troubles() -> list[str]:
     """What a GPU would have refused, or what would have gone wrong on one, since the last call."""
-    library = _library()
+    library = load_library()
     troubles = [library.stand_in_trouble(i).decode() for i in range(library.stand_in_troubles())]
     library.stand_in_forget_troubles()
     return troubles

@@ -1,0 +1,66 @@
+"""The parts of SyncBatchNorm, which PyTorch has for GPUs only, in plain operations. Images are [N, C, ...]."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(1, -1, *[1] * (like.dim() - 2))
+
+
+def _sum(x: Tensor) -> Tensor:
+    return x.sum([dim for dim in range(x.dim()) if dim != 1])
+
+
+def _stats(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Mean and 1 / standard deviation of this rank's images."""
+    count = x.numel() // x.shape[1]
+    mean = _sum(x) / count
+    return mean, torch.rsqrt(_sum((x - _per_channel(mean, x)) ** 2) / count + epsilon)
+
+
+def _gather_stats(
+    x: Tensor, means: Tensor, invstds: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float,
+    epsilon: float, counts: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Those of all ranks [R, C], of which each has seen `counts` [R] numbers, as one; changes the running ones."""
+    total, weights = counts.sum(), counts.view(-1, 1)
+    mean = (means * weights).sum(0) / total
+    var = ((invstds**-2 - epsilon + (means - mean) ** 2) * weights).sum(0) / total
+    running_mean.lerp_(mean, momentum)
+    running_var.lerp_(var * total / (total - 1), momentum)
+    return mean, torch.rsqrt(var + epsilon)
+
+
+def _normalise(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor, epsilon: float) -> Tensor:
+    return (x - _per_channel(mean, x)) * _per_channel(invstd * weight, x) + _per_channel(bias, x)
+
+
+def _reduce_gradient(
+    gradient: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, *wanted: bool
+) -> tuple[Tensor, ...]:
+    total = _sum(gradient)
+    products = _sum(gradient * (x - _per_channel(mean, x)))
+    return total, products, products * invstd, total.clone()
+
+
+def _gradient(
+    gradient: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, total: Tensor, products: Tensor,
+    counts: Tensor,
+) -> Tensor:  # fmt: skip
+    count = counts.sum()
+    along = (x - _per_channel(mean, x)) * _per_channel(invstd**2 * products / count, x)
+    return (gradient - _per_channel(total / count, x) - along) * _per_channel(invstd * weight, x)
+
+
+KERNELS: dict[Any, Any] = {
+    aten.batch_norm_stats.default: _stats,
+    aten.batch_norm_gather_stats_with_counts.default: _gather_stats,
+    aten.batch_norm_elemt.default: _normalise,
+    aten.batch_norm_backward_reduce.default: _reduce_gradient,
+    aten.batch_norm_backward_elemt.default: _gradient,
+}

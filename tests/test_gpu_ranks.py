@@ -1,0 +1,179 @@
+"""Two ranks on two GPUs of the stand-in for CUDA (tests/cuda_stand_in), which really speak: what DDP over NCCL trains
+equals what it trains over gloo on the CPU.
+
+Both compute with PyTorch's CPU kernels, and the sum of two numbers does not depend on their order: the bits were equal.
+At other addresses a vectorised loop may begin elsewhere and round differently. float32 amplifies rounding to 2e-4
+within 20 steps (tests/test_distributed.py); here are six.
+"""
+
+import itertools
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import CIFAR100, TINY
+from processes import Ended, Job, complaints, free_port, torchrun_variables
+from torch import Tensor
+
+import utils.distributed.heartbeat
+import utils.distributed.ranks
+import utils.training.step
+from tests.cuda_stand_in import arithmetic, stand_in
+from train import Trainer
+from utils.config import Config, load_config
+from utils.distributed.heartbeat import Heartbeat
+from utils.distributed.ranks import run_ranks
+from utils.distributed.world import World
+from utils.training.step import GraphedStep
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not stand_in.is_active(), reason="compares numbers of the stand-in for CUDA with the CPU's"),
+]
+
+BATCH, TOLERANCE = 16, 1e-5
+GRAPHS: dict[str, Any] = {"enable_cuda_graphs": True}
+ACCUMULATION: dict[str, Any] = {"micro_batch_size": 4, "zero_grad_set_to_none": False}
+SWITCHES: dict[str, Any] = {"bucket_cap_mb": 0.02, "broadcast_buffers": True, "enable_prefetch": True, "ema_decay": 0.8}
+BF16: dict[str, Any] = {"gradient_compression": "bf16"}
+ON_GPUS = {
+    "plain": {},
+    "graphs": GRAPHS,
+    "accumulation": ACCUMULATION,
+    "accumulation, graphs": ACCUMULATION | GRAPHS,
+    "switches, graphs": SWITCHES | GRAPHS,
+    "bf16": BF16,
+    "bf16, graphs": BF16 | GRAPHS,
+}
+ON_CPU = {"plain": {}, "accumulation": ACCUMULATION, "switches": SWITCHES, "bf16": BF16}
+NOT_ON_A_CPU = dict.fromkeys(("enable_cuda_graphs", "enable_prefetch", "enable_sync_bn"), False)
+
+
+def configuration(device: str, **changes: Any) -> Config:
+    few = {"batch_size": BATCH, "limit_train_batches": 6, "max_epochs": 1, "lr": 0.01, "fused_optimizer": True}
+    values = load_config(CIFAR100, "default").model_dump() | TINY | few | {"device": device} | changes
+    return Config(**values | (NOT_ON_A_CPU if device == "cpu" else {}))
+
+
+def train_runs(
+    folder: Path, device: str, runs: dict[str, dict[str, Any]], who: int = -1, number: int = signal.SIGTERM
+) -> int:
+    """Whole runs; each rank's weights and buffers are left in `folder`. The rank `who` sends itself a signal before its
+    fifth step, which a graph replays where there is one."""
+    utils.training.step.GRAPH_WARMUP_STEPS = 3
+    if device == "cuda":
+        arithmetic.start()
+
+    def action(world: World) -> None:
+        for name, changes in runs.items():
+            config = configuration(device, **changes)
+            trainer = Trainer(config, world, folder / name, name)
+            if world.rank == who:
+                _interrupt(trainer, number)
+            trainer.train()
+            step = trainer.learner.step
+            assert (isinstance(step, GraphedStep) and step.captured) is bool(config.enable_cuda_graphs)
+            state = {key: value.cpu() for key, value in trainer.learner.model.state_dict().items()}
+            torch.save(state, folder / f"{name}-{world.rank}.pt")
+        if device == "cuda":
+            print(json.dumps(stand_in.take_troubles()), flush=True)
+
+    return run_ranks(action, device, 60, 300)
+
+
+def _interrupt(trainer: Trainer, number: int) -> None:
+    really, steps = trainer.learner.train, itertools.count(1)
+
+    def train(images: Tensor, labels: Tensor) -> None:
+        if next(steps) == 5:
+            os.kill(os.getpid(), number)
+        really(images, labels)
+
+    trainer.learner.train = train  # type: ignore[method-assign]
+
+
+def lose_a_rank(folder: Path) -> int:
+    """Rank 1 is killed; rank 0 waits for it in the replay of a graph."""
+
+    def short(store: Any, launch: Any, limit: float, leave: Callable[..., None]) -> Heartbeat:
+        utils.distributed.heartbeat.SHORTEST_SECONDS = 6
+        return Heartbeat(store, launch, 6, leave)
+
+    utils.distributed.ranks.Heartbeat = short  # type: ignore[assignment, misc]
+    return train_runs(folder, "cuda", {"lost": GRAPHS}, 1, signal.SIGKILL)
+
+
+def start(folder: Path, program: Callable[..., int], *arguments: Any, ranks: int = 2) -> list[Ended]:
+    port, folder = free_port(), folder / program.__name__
+    variables = [torchrun_variables(rank, ranks, port, CUDA_STAND_IN_DEVICES="2") for rank in range(ranks)]
+    while folder.exists():
+        folder = folder.with_name(f"{folder.name}-again")
+    return Job(folder, program, arguments, variables).wait(300)
+
+
+def train_on(folder: Path, device: str, runs: dict[str, dict[str, Any]], ranks: int = 2) -> dict[str, Any]:
+    """Of each run: its epoch's record, and the state of each rank."""
+    folder.mkdir(exist_ok=True)
+    ended = start(folder, train_runs, folder, device, runs, ranks=ranks)
+    assert [process.status for process in ended] == [0] * ranks, [process.errors for process in ended]
+    if device == "cuda":
+        assert [json.loads(process.output.splitlines()[-1]) for process in ended] == [[]] * ranks
+    found = {}
+    for name in runs:
+        rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        (epoch,) = (row for row in rows if row["kind"] == "epoch")
+        found[name] = epoch, [torch.load(folder / f"{name}-{rank}.pt") for rank in range(ranks)]
+    return found
+
+
+def assert_equal(here: Any, there: Any) -> None:
+    """The ranks among each other to the bit; two runs within `TOLERANCE`, relative, in the Euclidean norm."""
+    (epoch, states), (other_epoch, (other, *_)) = here, there
+    for state in states[1:]:
+        assert all(torch.equal(value, states[0][key]) for key, value in state.items())
+    for key in ("loss/train", "loss/valid"):
+        assert epoch[key] == pytest.approx(other_epoch[key], rel=TOLERANCE), key
+    for key in ("acc1/train", "acc1/valid", "images/valid"):
+        assert epoch[key] == other_epoch[key], key
+    flat = [torch.cat([state[key].double().flatten() for key in other]) for state in (states[0], other)]
+    assert (flat[0] - flat[1]).norm() < TOLERANCE * flat[1].norm()
+
+
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return train_on(tmp_path_factory.mktemp("gpus"), "cuda", ON_GPUS)
+
+
+def test_two_ranks_over_nccl_equal_two_over_gloo(tmp_path: Path, on_gpus: dict[str, Any]) -> None:
+    on_cpu = train_on(tmp_path, "cpu", ON_CPU)
+    for name in ON_GPUS:
+        assert_equal(on_gpus[name], on_cpu[name.removesuffix("graphs").removesuffix(", ") or "plain"])
+
+
+def test_batch_norm_over_two_ranks_equals_one_rank_with_the_whole_batch(tmp_path: Path) -> None:
+    sync = {"eager": {"enable_sync_bn": True}, "graphs": {"enable_sync_bn": True} | GRAPHS}
+    ranks = train_on(tmp_path / "two", "cuda", sync)
+    (alone,) = train_on(tmp_path / "one", "cpu", {"plain": {}}, ranks=1).values()
+    for run in ranks.values():
+        assert_equal(run, alone)
+
+
+def test_two_ranks_stop_and_go_on_in_mid_epoch(tmp_path: Path, on_gpus: dict[str, Any]) -> None:
+    """On a signal to one of them, with a graph and prefetched batches."""
+    name = "switches, graphs"
+    runs = {name: ON_GPUS[name]}
+    stopped = start(tmp_path, train_runs, tmp_path, "cuda", runs, 1)
+    assert [process.status for process in stopped] == [75, 75], [process.errors for process in stopped]
+    assert_equal(train_on(tmp_path, "cuda", runs)[name], on_gpus[name])
+
+
+def test_a_rank_that_waits_in_a_replay_ends_when_another_is_killed(tmp_path: Path) -> None:
+    first, second = start(tmp_path, lose_a_rank, tmp_path)
+    assert (first.status, second.status) == (1, -signal.SIGKILL)
+    (line,) = complaints([first])
+    assert line.startswith("error: rank 0: no sign of life from rank 1 (process "), line
