@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -309,6 +310,23 @@ def test_peers_train_the_same_or_say_what_to_install(tmp_path: Path) -> None:
         assert set(json.loads(report.read_text())["results"]) == {"this project"} | peers
     else:
         assert finished.returncode == 2 and 'pip install ".[peers]"' in finished.stderr
+
+
+@pytest.mark.slow
+def test_lightnings_clock_stops_before_it_takes_the_network_off_the_device(tiny, monkeypatch) -> None:
+    lightning = pytest.importorskip("lightning", reason='lightning is missing: pip install ".[peers]"')
+    events: list[str] = []
+
+    def noting(event: str, result: Any) -> Callable[..., Any]:
+        return lambda *_: (events.append(event), result)[1]
+
+    ticks = iter([10.0, 12.0])
+    clock = SimpleNamespace(perf_counter=lambda: (events.append("clock"), next(ticks))[1])
+    monkeypatch.setattr(peers, "time", clock)
+    monkeypatch.setattr(common, "synchronize", noting("wait", None))
+    monkeypatch.setattr(lightning.LightningModule, "cpu", noting("to the CPU", None))
+    assert peers.lightning_trial(tiny(batch_size=8))(1, 3) == {"full": 3 * 8 / 2.0}
+    assert events == ["wait", "clock", "wait", "clock", "to the CPU"]
 
 
 def test_bad_usage_ends_with_status_2() -> None:

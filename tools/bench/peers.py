@@ -145,11 +145,12 @@ def lightning_trial(config: Config) -> Trial:
     loader = build_loaders(config, open_dataset(config, world), world).train
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
-        """Remembers when its timed steps began."""
+        """Remembers when its timed steps began and ended."""
 
-        def __init__(self) -> None:
+        def __init__(self, warmup: int, iters: int) -> None:
             super().__init__()
-            self.model, self.steps, self.warmup, self.started = model, 0, 0, 0.0
+            self.model, self.steps, self.warmup, self.iters = model, 0, warmup, iters
+            self.started = self.ended = 0.0
 
         def training_step(self, batch: tuple[Tensor, Tensor], _number: int) -> Tensor:
             if self.steps == self.warmup:
@@ -158,6 +159,12 @@ def lightning_trial(config: Config) -> Trial:
             self.steps += 1
             images, labels = batch
             return nn.functional.cross_entropy(forward(images), labels)
+
+        def on_train_batch_end(self, *_: object) -> None:
+            """Stops the clock after the last update: `fit` moves model and optimizer to the CPU before it returns."""
+            if self.steps == self.warmup + self.iters:
+                common.synchronize(world.device)
+                self.ended = time.perf_counter()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return build_optimizer(config, self.model.parameters())
@@ -171,15 +178,13 @@ def lightning_trial(config: Config) -> Trial:
     names = {"O0": "32-true", "O1": "16-mixed" if precision.loss_scale is not None else "bf16-mixed"}
 
     def trial(warmup: int, iters: int) -> dict[str, float]:
-        module = Module()
-        module.warmup = warmup
+        module = Module(warmup, iters)
         trainer = lightning.Trainer(
             barebones=True, max_steps=warmup + iters, max_epochs=-1, devices=1, precision=names[precision.level],
             accelerator="gpu" if world.device.type == "cuda" else "cpu",
         )  # fmt: skip
         trainer.fit(module, torch.utils.data.DataLoader(Batches(), batch_size=None))
-        common.synchronize(world.device)
-        return {"full": iters * config.batch_size / (time.perf_counter() - module.started)}
+        return {"full": iters * config.batch_size / (module.ended - module.started)}
 
     return trial
 
