@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.conftest import RECIPE
+from tests.test_optimizer import halves_after_three_updates
 from tests.test_step import SWITCHES, train_losses
 from tools.bench.training import build_measured
 from train import Trainer
@@ -85,6 +86,18 @@ def test_every_mode_trains_like_float32(tiny, gpu, mode):
     tolerance = 0.2 if mode == "O3" else 0.1
     measured = losses(Trainer(on_gpu(tiny, **MODES[mode]), gpu), gpu)
     torch.testing.assert_close(measured[-10:].mean(), reference[-10:].mean(), rtol=tolerance, atol=0.05)
+
+
+@pytest.mark.real_gpu("the stand-in computes the update by the CPU's kernel")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_fused_update_of_half_weights_is_right(tiny, gpu, nesterov, dtype):
+    """O3's, which PyTorch's kernel for CPUs got wrong up to 2.13."""
+    values = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
+    plain, fused = (
+        halves_after_three_updates(tiny(fused_optimizer=on, **values), "cuda", dtype) for on in (False, True)
+    )
+    torch.testing.assert_close(fused, plain, rtol=6 * 2**-8, atol=6 * 2**-8)
 
 
 ALONE_AND_TOGETHER = SWITCHES | {

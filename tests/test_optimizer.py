@@ -6,11 +6,13 @@ import random
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.conftest import CIFAR100, ROOT
 from train import Trainer
 from utils.config import Config, list_blocks, load_config
+from utils.errors import ConfigError
+from utils.training import optimizer as optimizer_module
 from utils.training.optimizer import build_optimizer, load_optimizer, set_learning_rate
 from utils.training.schedule import Plateau, Schedule, build_schedule
 
@@ -182,6 +184,43 @@ def test_plain_and_fused_adamw_equal_pytorchs_built_by_hand(tiny, decay_all):
         config = tiny(optimizer="adamw", fused_optimizer=fused, **values)
         found = train_both(lambda parameters, config=config: build_optimizer(config, parameters))
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def halves_after_three_updates(config: Config, device: str, dtype: torch.dtype) -> Tensor:
+    """67 weights in half precision; the kernels of CPUs take eight and more of them at once."""
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(4, 67, generator=generator).to(device, dtype)
+    parameter = nn.Parameter(start)
+    return train(build_optimizer(config, [parameter]), parameter, gradients).cpu()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_update_of_half_weights_is_right_on_a_cpu(tiny, nesterov):
+    """In PyTorch before 2.14 the fused kernel's is not, by more than 1."""
+    values = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
+    plain, chosen = (
+        halves_after_three_updates(tiny(enable_extra_opts=on, **values), "cpu", torch.bfloat16) for on in (False, True)
+    )
+    # each of the three updates rounds weight and momentum to 8 bits, in other places
+    torch.testing.assert_close(chosen, plain, rtol=6 * 2**-8, atol=6 * 2**-8)
+
+
+def test_half_weights_are_not_fused_where_pytorch_is_wrong(tiny, alone, monkeypatch):
+    def fused(**changes):
+        learner = Trainer(tiny(enable_extra_opts=True, amp_dtype="bf16", **changes), alone).learner
+        return learner.optimizer.param_groups[0]["fused"], [note for note in learner.notes if "fused" in note]
+
+    monkeypatch.setattr(optimizer_module, "RIGHT_FUSED_HALVES", "99")
+    assert fused(opt_level="O3") == (
+        None, [f"fused_optimizer left out: torch {torch.__version__} is wrong for half weights on a CPU"],
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="fused_optimizer true with half weights on a CPU: PyTorch's kernel is wrong"):
+        fused(opt_level="O3", fused_optimizer=True)
+    for others in ({"opt_level": "O2"}, {"opt_level": "O1"}, {"opt_level": "O3", "optimizer": "adamw"}):
+        assert fused(**others) == (True, []), others
+    monkeypatch.undo()
+    monkeypatch.setattr(optimizer_module, "RIGHT_FUSED_HALVES", "2.0")
+    assert fused(opt_level="O3") == (True, [])
 
 
 def test_fused_sgd_survives_a_first_step_that_loss_scaling_skips(tiny):

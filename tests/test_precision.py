@@ -72,7 +72,7 @@ LEVELS = [
 @pytest.mark.parametrize("precision", LEVELS, ids=str)
 @pytest.mark.parametrize("fused", [False, True])
 def test_every_level_trains_like_float32(tiny, precision, fused):
-    config = tiny(lr=0.05, fused_optimizer=fused)
+    config = tiny(lr=0.05, enable_extra_opts=fused)
     steps = 12 if precision.half is torch.float16 else 60  # PyTorch only emulates fp16 on a CPU
     reference, *_ = losses(config, Precision("cpu"), steps)
     history, *_ = losses(config, precision, steps)
@@ -175,7 +175,7 @@ def test_master_weights_collect_updates_that_half_weights_lose(tiny):
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_level_resumes_to_the_bit_and_saves_its_full_precision(tiny, alone, tmp_path, level):
     def run(folder, epochs, resume="auto"):
-        config = tiny(opt_level=level, max_epochs=epochs, fused_optimizer=True)
+        config = tiny(opt_level=level, max_epochs=epochs, enable_extra_opts=True)
         trainer = Trainer(config, alone, tmp_path / folder, "tiny", resume)
         trainer.train()
         return trainer

@@ -143,7 +143,8 @@ class SpeedKeys(OptimizerKeys, PrecisionKeys, DistributedKeys):
     enable_extra_opts: bool = False
     """EXTRA: the tutorial's group switch for the three keys below where they are null."""
     fused_optimizer: bool | None = None
-    """EXTRA: one fused kernel for the whole update; optimizers sgd and adamw have one."""
+    """EXTRA: one fused kernel for the whole update; optimizers sgd and adamw have one. null leaves it out for half
+    weights on a CPU (O3) before torch 2.14, whose kernel was wrong; true is refused there."""
     zero_grad_set_to_none: bool | None = None
     """EXTRA: drop gradients instead of writing zeros into them."""
     cudnn_benchmark: bool | None = None

@@ -17,7 +17,7 @@ from utils.profiling.profiler import Profiler
 from utils.training.classifier import Classifier, build_classifier
 from utils.training.keys import TrainingKeys
 from utils.training.metrics import MetricSums
-from utils.training.optimizer import build_optimizer, learning_rate, load_optimizer, set_learning_rate
+from utils.training.optimizer import build_optimizer, fuses, learning_rate, load_optimizer, set_learning_rate
 from utils.training.precision import LossScaler, choose_precision
 from utils.training.schedule import Plateau, Schedule, build_schedule
 from utils.training.step import Step, TrainStep, choose_step, on_capture_stream, wants_graphs
@@ -161,6 +161,8 @@ def build_learner(
         profiler=profiler,
     )
     step, step_notes = choose_step(keys, train_step, world.device)
+    if keys.extra_opt("fused_optimizer") and not fuses(keys, weights.parameters()):
+        step_notes.append(f"fused_optimizer left out: torch {torch.__version__} is wrong for half weights on a CPU")
     return Learner(
         keys=keys,
         model=classifier.model,
