@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import CIFAR100
 from tools.bench import common, ladder, loaders, peers, training
 from tools.bench.__main__ import main
 from tools.bench.common import Sample, measure
-from tools.bench.ladder import COMPARABLE, compare_with_baseline, evaluate, read_baseline
+from tools.bench.ladder import COMPARABLE, compare_with_baseline, evaluate, per_image, read_baseline
 from tools.bench.training import training_flops_per_image
 from tools.output import check_writable
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
+from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.training.batches import prefetch
 from utils.training.step import GRAPH_WARMUP_STEPS
@@ -36,6 +38,72 @@ def test_trials_are_interleaved_and_the_warm_up_is_dropped() -> None:
     results = measure({"a": lambda: case("a"), "b": lambda: case("b")}, trials=3, warm_up=1)
     assert order == ["a", "b"] * 4
     assert results["a"]["calls"].values == results["b"]["calls"].values == (2, 3, 4)
+
+
+def test_what_is_measured_so_far_is_known_after_each_round_and_may_end_it() -> None:
+    rounds: list[tuple[float, ...]] = []
+
+    def after_round(results: common.Results) -> bool:
+        rounds.append(results["b"]["calls"].values)
+        return len(rounds) < 2
+
+    numbers = iter(range(100))
+    cases = {name: lambda: {"calls": float(next(numbers))} for name in "ab"}
+    results = measure(cases, trials=5, warm_up=1, after_round=after_round)
+    assert rounds == [(3,), (3, 5)]
+    assert results["a"]["calls"].values == (2, 4)
+
+
+class FakeWorker:
+    """A rung whose steps take no time but that of a clock."""
+
+    def __init__(self, clock: list[float], seconds_per_step: float) -> None:
+        self.clock, self.seconds_per_step = clock, seconds_per_step
+
+    def run(self, warmup: int, iters: int) -> dict[str, float]:
+        seconds = self.seconds_per_step * (warmup + iters)
+        self.clock[0] += seconds
+        return {"seconds": seconds, "full": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("minutes_left", "trials", "said"),
+    [(100.0, 5, ""), (2.0, 5, ""), (0.5, 3, "the budget ends after 3 of 5 trials"), (-1.0, 1, "ends after 1 of 5")],
+)
+def test_the_ladders_budget_is_for_the_whole_command(minutes_left, trials, said, monkeypatch, capsys) -> None:
+    """Two rungs of a second a step: 10 seconds of the first short trials, and at least 6 seconds a round."""
+    clock = [0.0]
+    monkeypatch.setattr(ladder, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    parser = argparse.ArgumentParser()
+    ladder.add_arguments(parser)
+    options = parser.parse_args(["--trials=5", "--iters=8", "--warmup=2"])
+    written: list[int] = []
+    workers = {name: FakeWorker(clock, seconds_per_step=1.0) for name in "ab"}
+
+    def after_round(results: common.Results) -> None:
+        written.append(len(results["b"]["full"].values))
+
+    results = ladder.measure(workers, options, 60 * minutes_left, after_round)
+    assert written == list(range(1, trials + 1)), "a report after each trial"
+    assert len(results["a"]["full"].values) == trials
+    assert clock[0] <= max(60 * minutes_left, 10 + 6)
+    assert said in capsys.readouterr().out
+
+
+def test_a_rung_may_add_a_switch_to_a_block_and_the_ladder_says_which_wins(capsys) -> None:
+    rung = ladder.read_rung(CIFAR100, "fastest+enable_compile=false+lr=0.3", ["batch_size=64"])
+    assert (rung.enable_compile, rung.lr, rung.batch_size) == (False, 0.3, 64)
+    assert rung.amp_dtype == ladder.read_rung(CIFAR100, "fastest", []).amp_dtype
+    assert "fastest,fastest+enable_compile=false" in ladder.RUNGS
+    samples = {"fastest": (10.0, 11.0), "alone+d=1": (1.0,)}
+    samples |= {"fastest+a=1": (12.0, 13.0), "fastest+b=1": (8.0, 9.0), "fastest+c=1": (9.0, 12.0)}
+    verdicts = ladder.compare_switches({name: {"full": Sample(values)} for name, values in samples.items()})
+    assert list(verdicts) == ["fastest+a=1", "fastest+b=1", "fastest+c=1"], "a rung without its block is not judged"
+    assert verdicts["fastest+a=1"] == "fastest+a=1: 1.190 x fastest: wins here, use --set a=1"
+    assert "loses here, leave fastest as it is" in verdicts["fastest+b=1"]
+    assert "no difference beyond the spread" in verdicts["fastest+c=1"]
+    one = {name: {"full": Sample((value,))} for name, value in {"fastest": 1.0, "fastest+a=1": 2.0}.items()}
+    assert "no verdict from one trial" in ladder.compare_switches(one)["fastest+a=1"]
 
 
 def test_a_sample_tells_median_and_spread() -> None:
@@ -164,13 +232,17 @@ def test_flops_are_the_tutorials(tiny) -> None:
     assert training_flops_per_image(config, (3, 32, 32)) == pytest.approx(7.82e9, rel=0.005)
 
 
+def judge(config: Config, world: World, samples: dict[str, Sample], limits: dict[str, Sample]) -> dict[str, Any]:
+    return evaluate(samples, per_image(config, world, limits), limits)
+
+
 def test_shares_are_of_the_datasets_own_images(tiny, alone) -> None:
     """ImageNet's images have 49 times the pixels of CIFAR's, and in a ResNet nearly as many times the work."""
     samples = {"full": Sample((100.0,))}
     kinds = ("product float32, TFLOP/s", "convolution float32 NHWC, TFLOP/s")
     ceilings = dict.fromkeys((*kinds, "memory, GB/s"), Sample((1.0,)))
     small, large = (
-        evaluate(tiny(dataset=name, num_classes=10, image_size=None, data_loader="synthetic"), alone, samples, ceilings)
+        judge(tiny(dataset=name, num_classes=10, image_size=None, data_loader="synthetic"), alone, samples, ceilings)
         for name in ("cifar10", "imagenet")
     )
     for share in ("arithmetic_share", "memory_share"):
@@ -182,7 +254,7 @@ def test_the_arithmetic_ceiling_is_the_faster_of_products_and_convolutions(faste
     limits = {"product float32, TFLOP/s": 1.0, "convolution float32 NHWC, TFLOP/s": 1.0, "memory, GB/s": 1.0}
     limits[next(name for name in limits if name.startswith(faster))] = 4.0
     ceilings = {name: Sample((value,)) for name, value in limits.items()}
-    result = evaluate(tiny(), alone, {"full": Sample((100.0,))}, ceilings)
+    result = judge(tiny(), alone, {"full": Sample((100.0,))}, ceilings)
     assert result["arithmetic_share"] == pytest.approx(result["tflops"] / 4)
 
 

@@ -37,13 +37,21 @@ class Sample:
         return f"{self.median:{spec}} ({min(self.values):{spec}}-{max(self.values):{spec}})"
 
 
+Results = dict[str, dict[str, Sample]]  # {case: {quantity: sample}}
+
+
 def measure(
-    cases: Mapping[str, Callable[[], Mapping[str, float]]], trials: int, *, warm_up: int = 1
-) -> dict[str, dict[str, Sample]]:
-    """Run every case `warm_up` times unseen, then `trials` times; -> {case: {quantity: sample}}.
+    cases: Mapping[str, Callable[[], Mapping[str, float]]],
+    trials: int,
+    *,
+    warm_up: int = 1,
+    after_round: Callable[[Results], bool] = lambda results: True,
+) -> Results:
+    """Run every case `warm_up` times unseen, then `trials` times.
 
     Interleaved: one trial of each case after the other, so that a machine that becomes slower or busier
-    affects all of them equally.
+    affects all of them equally. `after_round` is given all results so far when each case has had one more trial, and
+    ends the measurement by False.
     """
     seen: dict[str, list[Mapping[str, float]]] = {name: [] for name in cases}
     for trial in range(warm_up + trials):
@@ -51,6 +59,12 @@ def measure(
             values = run()
             if trial >= warm_up:
                 seen[name].append(values)
+        if trial >= warm_up and not after_round(_samples(seen)):
+            break
+    return _samples(seen)
+
+
+def _samples(seen: Mapping[str, list[Mapping[str, float]]]) -> Results:
     return {
         name: {quantity: Sample(tuple(values[quantity] for values in rows)) for quantity in rows[0]}
         for name, rows in seen.items()

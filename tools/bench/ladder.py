@@ -2,11 +2,15 @@
 
 Each rung is a process of its own. Trials are interleaved, so that a busier machine affects all rungs equally;
 each trial drops its warm-up and times the step alone on one batch, the loader alone, and both together.
+
+A rung is a block, or a block with one switch more, as in `fastest+enable_compile=false`: such a rung is compared with
+its block, and a line says which of the two wins on this machine.
 """
 
 import argparse
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -33,7 +37,8 @@ from utils.training.precision import NAMES, choose_precision
 
 RUNGS = (
     "bs256,bs256-amp,bs256-amp-nhwc,bs256-amp-nhwc-extra-opts,bs256-amp-nhwc-extra-opts-bf16,"
-    "bs256-amp-nhwc-extra-opts-compile,bs256-amp-nhwc-extra-opts-device,bs256-amp-nhwc-extra-opts-graphs,fastest"
+    "bs256-amp-nhwc-extra-opts-compile,bs256-amp-nhwc-extra-opts-device,bs256-amp-nhwc-extra-opts-graphs,fastest,"
+    "fastest+enable_compile=false"  # Inductor may lay convolutions out worse: pytorch/pytorch#189239
 )
 COMPARABLE = ("python", "torch", "torchvision", "cuda", "cudnn", "device", "threads", "world_size", "host")
 # What a step must move at least: each kept activation and its gradient is written once and read once.
@@ -48,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=20, metavar="N", help="steps before them (default: 20)")
     parser.add_argument(
         "--budget-minutes", type=float, default=10, metavar="M",
-        help="fewer steps where an estimate after the first trial exceeds this (default: 10)",
+        help="for the whole command: fewer steps, and at last fewer trials, where they would exceed it (default: 10)",
     )  # fmt: skip
     parser.add_argument(
         "--baseline", type=Path, metavar="PATH", help="an earlier report; status 1 where a rung is slower"
@@ -61,29 +66,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure every rung, print the table, write the report; 1 where the baseline was faster."""
+    until = time.monotonic() + 60 * options.budget_minutes
     common.read_config(options)
     if options.plot:
         new_figure()  # if matplotlib is missing, that is an error before minutes of measuring
         check_writable("--plot", options.plot)
-    configs = {name: load_config(options.yaml_config, name, options.set) for name in options.configs.split(",")}
+    configs = {name: read_rung(options.yaml_config, name, options.set) for name in options.configs.split(",")}
     first = next(iter(configs.values()))
     world = alone(first)
     environment = describe_environment(world.device, 1)
     baseline = read_baseline(options.baseline, environment, configs) if options.baseline else {}
     limits = measure_limits(world, trials=3)
+    known: dict[str, dict[str, float]] = {}
+
+    def evaluated(samples: common.Results) -> dict[str, dict[str, Any]]:
+        """What the samples so far mean, in the report too."""
+        for name in samples.keys() - known.keys():
+            known[name] = per_image(configs[name], world, limits)
+        results = {name: evaluate(rows, known[name], limits) for name, rows in samples.items()}
+        if options.json:
+            rungs = {name: configs[name].model_dump(mode="json") for name in results}
+            report = {"limits": limits, "rungs": results, "configs": rungs, "verdicts": compare_switches(results)}
+            common.write_report(options.json, "ladder", first, world, report)
+        return results
+
     with ExitStack() as stack:
-        samples = measure(start(configs, stack), options)
-    results = {name: evaluate(configs[name], world, rows, limits) for name, rows in samples.items()}
+        results = evaluated(measure(start(configs, stack), options, until, evaluated))
     show(results)
-    if options.json:
-        rungs = {name: configs[name].model_dump(mode="json") for name in results}
-        report = {"limits": limits, "rungs": results, "configs": rungs}
-        common.write_report(options.json, "ladder", first, world, report)
     if options.plot:
         draw(options.plot, results, environment["device"])
     lines, regression = compare_with_baseline(results, baseline, options.tolerance)
+    lines = [*compare_switches(results).values(), *lines]
     print(*lines, sep="\n", end="\n" if lines else "")
     return int(regression)
+
+
+def read_rung(yaml_config: Path, name: str, settings: Sequence[str]) -> Config:
+    """The configuration of a rung, `BLOCK` or `BLOCK+KEY=VALUE`."""
+    block, *switches = name.split("+")
+    return load_config(yaml_config, block, [*settings, *switches])
 
 
 def start(configs: Mapping[str, Config], stack: ExitStack) -> dict[str, Worker]:
@@ -101,8 +122,14 @@ def start(configs: Mapping[str, Config], stack: ExitStack) -> dict[str, Worker]:
     return workers
 
 
-def measure(workers: Mapping[str, Worker], options: argparse.Namespace) -> dict[str, dict[str, common.Sample]]:
-    """{rung: {quantity: sample}}. A first short trial of each is not counted: it compiles, and gives the estimate."""
+def measure(
+    workers: Mapping[str, Worker],
+    options: argparse.Namespace,
+    until: float,
+    after_round: Callable[[common.Results], object],
+) -> common.Results:
+    """A first short trial of each rung is not counted: it compiles, and gives the estimate. `until`: when the budget
+    ends; `after_round` is called with all results whenever each rung has had one more trial."""
     from rich.progress import Progress
 
     with Progress(transient=True) as progress:
@@ -113,7 +140,7 @@ def measure(workers: Mapping[str, Worker], options: argparse.Namespace) -> dict[
             seconds += worker.run(0, 2)["seconds"] / 2  # of a step with and without its loader
             progress.advance(task)
         steps = options.trials * (options.warmup + options.iters)
-        share = min(1.0, 60 * options.budget_minutes / max(1e-9, seconds * steps))
+        share = max(0.0, min(1.0, (until - time.monotonic()) / max(1e-9, seconds * steps)))
         warmup, iters = max(1, int(share * options.warmup)), max(2, int(share * options.iters))
         minutes = seconds * options.trials * (warmup + iters) / 60
         progress.console.print(f"about {minutes:.1f} minutes: {options.trials} trials of {warmup} + {iters} steps")
@@ -124,14 +151,25 @@ def measure(workers: Mapping[str, Worker], options: argparse.Namespace) -> dict[
             progress.advance(task)
             return values
 
+        def go_on(results: common.Results) -> bool:
+            """Whether one more round, as long as the last one, fits."""
+            nonlocal began
+            after_round(results)
+            now = time.monotonic()
+            took, began = now - began, now
+            done = len(next(iter(next(iter(results.values())).values())).values)
+            fits = now + took <= until
+            if not fits and done < options.trials:
+                progress.console.print(f"the budget ends after {done} of {options.trials} trials")
+            return fits
+
+        began = time.monotonic()
         cases = {name: partial(trial, worker) for name, worker in workers.items()}
-        return common.measure(cases, options.trials, warm_up=0)
+        return common.measure(cases, options.trials, warm_up=0, after_round=go_on)
 
 
-def evaluate(
-    config: Config, world: World, samples: Mapping[str, common.Sample], limits: Mapping[str, common.Sample]
-) -> dict[str, Any]:
-    """The samples with what follows from them: TFLOP/s and the shares of the measured ceilings."""
+def per_image(config: Config, world: World, limits: Mapping[str, common.Sample]) -> dict[str, float]:
+    """What a training step does for one image, {"flops", "bytes"}, and "ceiling", the TFLOP/s in its precision."""
     precision = choose_precision(config, world.device)
     number_format = NAMES[precision.half]
     if precision.level == "O0":
@@ -140,14 +178,22 @@ def evaluate(
     model = build_model(config, shape[-1]).to(world.device)
     precision.cast_weights(model)
     moved = TRAFFIC_PER_ACTIVATION * activation_bytes_per_image(model, nn.CrossEntropyLoss(), precision, shape)
-    teraflops = samples["full"].median * training_flops_per_image(config, shape) / 1e12
     # whichever the libraries do faster: on AMD's CPUs MKL's float32 products are slower than oneDNN's convolutions
     kinds = (f"product {number_format}, TFLOP/s", f"convolution {number_format} NHWC, TFLOP/s")
+    ceiling = max(limits[kind].median for kind in kinds)
+    return {"flops": training_flops_per_image(config, shape), "bytes": moved, "ceiling": ceiling}
+
+
+def evaluate(
+    samples: Mapping[str, common.Sample], image: Mapping[str, float], limits: Mapping[str, common.Sample]
+) -> dict[str, Any]:
+    """The samples with what follows from them: TFLOP/s and the shares of the measured ceilings."""
+    teraflops = samples["full"].median * image["flops"] / 1e12
     return {
         **samples,
         "tflops": teraflops,
-        "arithmetic_share": teraflops / max(limits[kind].median for kind in kinds),
-        "memory_share": samples["full"].median * moved / 1e9 / limits["memory, GB/s"].median,
+        "arithmetic_share": teraflops / image["ceiling"],
+        "memory_share": samples["full"].median * image["bytes"] / 1e9 / limits["memory, GB/s"].median,
     }
 
 
@@ -201,6 +247,26 @@ def read_baseline(
         if saved_values and changed:
             raise ConfigError(f"--baseline {path}: {name} was another configuration: {', '.join(changed)} differ")
     return {name: values["full"] for name, values in rungs.items() if name in configs}
+
+
+def compare_switches(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """{rung with a switch: whether it or its block wins}: where the trials of one are all faster than the other's."""
+    verdicts = {}
+    for name, values in results.items():
+        block, _, switch = name.partition("+")
+        if not switch or block not in results:
+            continue
+        ours, theirs = values["full"], results[block]["full"]
+        ratio = f"{ours.median / theirs.median:.3f} x {block}"
+        if len(ours.values) == 1:
+            verdicts[name] = f"{name}: {ratio}: no verdict from one trial, take a longer --budget-minutes"
+        elif min(ours.values) > max(theirs.values):
+            verdicts[name] = f"{name}: {ratio}: wins here, use --set {switch}"
+        elif max(ours.values) < min(theirs.values):
+            verdicts[name] = f"{name}: {ratio}: loses here, leave {block} as it is"
+        else:
+            verdicts[name] = f"{name}: {ratio}: no difference beyond the spread"
+    return verdicts
 
 
 def compare_with_baseline(
