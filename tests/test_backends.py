@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import build_model
-from tools.verify_resume import compare
+from tools.attempts import compare
 from train import Trainer
 from utils.config import Config
 from utils.distributed.world import World

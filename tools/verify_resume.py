@@ -11,58 +11,26 @@ processes, to all of them at once or to one alone.
 """
 
 import argparse
-import os
 import random
-import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from tools.attempts import KINDS, METRICS, Attempt, Job, compare, find_ranks, kill_all, moved_aside, send
 from tools.command_line import add_config_arguments, add_count, new_parser, seconds
-from tools.follow import TRAIN
 from tools.history import read_records
 from utils.config import load_config
-from utils.distributed.launch import torchrun_here
 from utils.errors import ConfigError, ExpectedError, Stopped, exit_in_a_line
 
 KILLS_PER_RUN = 8
-METRICS = "metrics.jsonl"
-KINDS = ("step", "epoch", "end")  # records of metrics.jsonl that must be equal; the others record starts and stops
-TAG = "VERIFY_RESUME_RUN"  # marks every process of a run in its environment, orphans included
 MOMENTS = {"training": 0.5, "a write": 0.35, "the start": 0.15}  # and how often
-# of metrics.jsonl: never the same twice
-TIMES = frozenset({"seconds", "epoch_seconds", "images_per_sec", "data_wait", "memory_gb"})
-TO_DIE = 30.0  # seconds that a process may take to end after SIGKILL
-
-
-@dataclass(frozen=True)
-class Job:
-    """How to start the run that is put to the test."""
-
-    train_arguments: list[str]
-    nproc: int
-    timeout: float  # seconds that one start may take before it counts as hanging
-    end: float  # of everything, by the monotonic clock
-
-    def command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
-        """The command line, the same at every start, and what it needs in its environment."""
-        if self.nproc > 1:
-            rendezvous = folder.with_name(f"{folder.name}.rendezvous")
-            rendezvous.unlink(missing_ok=True)  # of the start before, whose ranks are dead
-            start, environment = torchrun_here(self.nproc, rendezvous)
-        else:
-            start, environment = [sys.executable], {}
-        return [*start, str(TRAIN), *self.train_arguments, f"--run-dir={folder}"], environment
 
 
 @dataclass(frozen=True)
@@ -74,98 +42,6 @@ class Kill:
     delay: float  # seconds after the start, or after training began
     short_delay: float  # seconds after a temporary file appeared
     victim: int | None  # a rank; None: all processes
-
-
-class Attempt:
-    """One start of the run, in processes of its own; leaving the `with` block ends every one of them."""
-
-    def __init__(self, job: Job, folder: Path) -> None:
-        self.folder, self.deadline = folder, min(time.monotonic() + job.timeout, job.end)
-        self.log = folder.with_name(f"{folder.name}.output")
-        self.status_file = folder.with_name(f"{folder.name}.status")
-        self.status_file.unlink(missing_ok=True)
-        self.starts_before = read_records(folder / METRICS, "start", "resume")
-        command, environment = job.command(folder)
-        environment = os.environ | environment | {TAG: str(folder), "TRAIN_EXIT_STATUS_FILE": str(self.status_file)}
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-            )
-
-    def wait_until(self, reached: Callable[[], bool], pause: float = 0.001) -> bool:
-        """Wait for something; False where the run ended before. `ExpectedError` where it hangs."""
-        while not reached():
-            if self.process.poll() is not None:
-                return False
-            if time.monotonic() > self.deadline:
-                raise ExpectedError(
-                    f"longer than --timeout or --total-timeout, so it may hang; its last words:\n{self.last_words()}"
-                )
-            time.sleep(pause)
-        return True
-
-    def wait(self) -> int:
-        """The run's exit status, as rank 0 wrote it where torchrun would turn every failure into 1."""
-        self.wait_until(lambda: self.process.poll() is not None)
-        written = self.status_file.read_text().strip() if self.status_file.exists() else ""
-        return int(written) if written and self.process.returncode >= 0 else self.process.returncode
-
-    def strike(self, kill: Kill) -> bool:
-        """Wait for the moment and send the signal; False where the run was finished before."""
-        if kill.moment != "the start" and not self.wait_until(self.has_begun):
-            return False
-        moment = time.monotonic() + kill.delay
-        if not self.wait_until(lambda: time.monotonic() >= moment):
-            return False
-        victims = self.victims(kill)  # looked up before the write begins, since it takes as long as a write
-        if kill.moment == "a write":
-            if not self.wait_until(self.is_writing, pause=0):
-                return False
-            time.sleep(kill.short_delay)
-        for process in victims:
-            _send(process, kill.signal)
-        if kill.victim is None and kill.signal == signal.SIGKILL:
-            _kill_all(self.folder)
-        return True
-
-    def has_begun(self) -> bool:
-        """Whether training has begun: from here on it handles signals."""
-        starts = read_records(self.folder / METRICS, "start", "resume")
-        return bool(starts) and starts != self.starts_before  # fewer where the folder was moved aside
-
-    def victims(self, kill: Kill) -> list[int]:
-        """The processes that get the signal: those of all ranks where the chosen one has not started."""
-        ranks = _ranks(self.folder)
-        return [ranks[kill.victim]] if kill.victim in ranks else list(ranks.values())
-
-    def is_writing(self) -> bool:
-        """Whether a checkpoint is being written, or was when its writer was killed."""
-        try:
-            return any(name.endswith(".tmp") for name in os.listdir(self.folder / "checkpoints"))
-        except FileNotFoundError:
-            return False
-
-    def check_resumed(self, earlier: set[Path]) -> None:
-        """`ExpectedError` where it started from the beginning, although there was a good checkpoint.
-
-        Such a run may be equal all the same, as every start is deterministic. `earlier`: what was moved aside before.
-        """
-        starts = read_records(self.folder / METRICS, "start", "resume")
-        if self.has_begun() and starts[-1]["kind"] == "start":
-            raise ExpectedError(f"a start did not go on from its good checkpoint:\n{self.last_words()}")
-        if new := _moved_aside(self.folder) - earlier:
-            raise ExpectedError(f"a start moved its good checkpoint aside, to {min(new)}:\n{self.last_words()}")
-
-    def last_words(self) -> str:
-        """The end of what it printed."""
-        return self.log.read_text(errors="replace")[-2000:]
-
-    def __enter__(self) -> "Attempt":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _kill_all(self.folder)
-        self.process.wait(TO_DIE)
 
 
 def verify(job: Job, kills: int, number: signal.Signals, seed: int, work: Path) -> list[str]:
@@ -218,10 +94,10 @@ def _train_through(job: Job, folder: Path, kills: list[Kill]) -> Iterator[str]:
     left = list(kills)
     while True:
         has_checkpoint = newest_good(folder / "checkpoints")[0] is not None
-        earlier = _moved_aside(folder)
+        earlier = moved_aside(folder)
         with Attempt(job, folder) as attempt:
             kill = left.pop(0) if left else None
-            struck = kill is not None and attempt.strike(kill)
+            struck = kill is not None and strike(attempt, kill)
             began = attempt.has_begun()
             status = attempt.wait()
             if has_checkpoint:
@@ -243,102 +119,29 @@ def _train_through(job: Job, folder: Path, kills: list[Kill]) -> Iterator[str]:
             return
 
 
-def _moved_aside(folder: Path) -> set[Path]:
-    """Where starts from the beginning have moved what was in `folder`."""
-    return {path for path in folder.parent.glob(f"{folder.name}.*") if path.suffix[1:].isdigit()}
+def strike(attempt: Attempt, kill: Kill) -> bool:
+    """Wait for the moment and send the signal; False where the run was finished before."""
+    if kill.moment != "the start" and not attempt.wait_until(attempt.has_begun):
+        return False
+    moment = time.monotonic() + kill.delay
+    if not attempt.wait_until(lambda: time.monotonic() >= moment):
+        return False
+    victims = find_victims(attempt, kill)  # looked up before the write begins, since it takes as long as a write
+    if kill.moment == "a write":
+        if not attempt.wait_until(attempt.is_writing, pause=0):
+            return False
+        time.sleep(kill.short_delay)
+    for process in victims:
+        send(process, kill.signal)
+    if kill.victim is None and kill.signal == signal.SIGKILL:
+        kill_all(attempt.folder)
+    return True
 
 
-def compare(uninterrupted: Path, killed: Path) -> list[str]:
-    """What differs between two finished runs."""
-    from utils.run.checkpoint import newest_good, read_checkpoint
-
-    states = [newest_good(folder / "checkpoints")[1] or {} for folder in (uninterrupted, killed)]
-    best = [read_checkpoint(folder / "checkpoints" / "best.pt") for folder in (uninterrupted, killed)]
-    records = [_records(folder) for folder in (uninterrupted, killed)]
-    rates = [[record["learning_rate"] for record in run if "learning_rate" in record] for run in records]
-    sides: dict[str, Sequence[Any]] = {METRICS: records, "learning rates": rates}
-    sides |= {key: [state.get(key) for state in states] for key in sorted(states[0].keys() - {"seconds", "versions"})}
-    sides |= {f"{key} of best.pt": [state[key] for state in best] for key in ("model", "epoch")}
-    return [difference for name, (left, right) in sides.items() for difference in _differences(name, left, right)][:20]
-
-
-def _differences(where: str, left: Any, right: Any) -> Iterator[str]:
-    """One line for each value in which two nested ones differ."""
-    import torch
-
-    if isinstance(left, Mapping) and isinstance(right, Mapping) and left.keys() == right.keys():
-        for key in left:
-            yield from _differences(f"{where}.{key}", left[key], right[key])
-    elif isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
-        for number, (one, other) in enumerate(zip(left, right, strict=True)):
-            yield from _differences(f"{where}[{number}]", one, other)
-    elif isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        if left.dtype != right.dtype or left.shape != right.shape:
-            yield f"{where}: {left.dtype} {tuple(left.shape)} uninterrupted, {right.dtype} {tuple(right.shape)} killed"
-        elif not torch.equal(left, right):
-            yield f"{where}: apart by {(left.double() - right.double()).abs().max().item():.3g}"
-    elif left != right:
-        yield f"{where}: {str(left)[:80]} uninterrupted, {str(right)[:80]} killed"
-
-
-def _records(folder: Path) -> list[dict[str, Any]]:
-    records = read_records(folder / METRICS, *KINDS)
-    return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
-
-
-def _processes(folder: Path) -> dict[int, bytes]:
-    """Every process of the run in `folder`, with its environment; of this machine's /proc."""
-    mark = f"{TAG}={folder}\0".encode()
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                environment = (entry / "environ").read_bytes()
-            except OSError:
-                continue
-            if mark in environment:
-                found[int(entry.name)] = environment
-    return found
-
-
-def _ranks(folder: Path) -> dict[int, int]:
-    """rank -> process. A rank's children, such as loader workers, share its environment.
-
-    A run without torchrun is rank 0 alone, and so is a torchrun that has not started its ranks yet."""
-    processes = _processes(folder)
-    numbers = {process: re.search(rb"(?:^|\0)RANK=(\d+)", environment) for process, environment in processes.items()}
-    ranks, first = {}, {}
-    for process, number in numbers.items():
-        parent = int(_status(process)[1])
-        if number is not None and numbers.get(parent) is None:
-            ranks[int(number[1])] = process
-        elif parent not in processes:
-            first[0] = process
-    return ranks or first
-
-
-def _status(process: int) -> list[str]:
-    """State, parent and so on of a process; those of a dead one where it is gone."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ["X", "0"]
-
-
-def _send(process: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(process, number)
-
-
-def _kill_all(folder: Path) -> None:
-    """SIGKILL to every process of the run, until none is left."""
-    deadline = time.monotonic() + TO_DIE
-    while processes := [process for process in _processes(folder) if _status(process)[0] not in ("Z", "X")]:
-        if time.monotonic() > deadline:
-            raise ExpectedError(f"processes {processes} do not end after SIGKILL")
-        for process in processes:
-            _send(process, signal.SIGKILL)
-        time.sleep(0.01)
+def find_victims(attempt: Attempt, kill: Kill) -> list[int]:
+    """The processes that get the signal: those of all ranks where the chosen one has not started."""
+    ranks = find_ranks(attempt.folder)
+    return [ranks[kill.victim]] if kill.victim in ranks else list(ranks.values())
 
 
 @exit_in_a_line

@@ -1,0 +1,222 @@
+"""Starts of train.py that are meant to be interrupted: started, watched and ended, and their outcome compared.
+
+For tools.verify_resume and tools.chaos. Needs Linux's /proc.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tools.follow import TRAIN
+from tools.history import read_records
+from utils.distributed.launch import torchrun_here
+from utils.errors import ExpectedError
+
+METRICS = "metrics.jsonl"
+KINDS = ("step", "epoch", "end")  # records of metrics.jsonl that must be equal; the others record starts and stops
+TAG = "VERIFY_RESUME_RUN"  # marks every process of a run in its environment, orphans included
+# of metrics.jsonl: never the same twice
+TIMES = frozenset({"seconds", "epoch_seconds", "images_per_sec", "data_wait", "memory_gb"})
+TO_DIE = 30.0  # seconds that a process may take to end after SIGKILL
+
+
+@dataclass(frozen=True)
+class Job:
+    """How to start the run that is put to the test."""
+
+    train_arguments: list[str]
+    nproc: int
+    timeout: float  # seconds that one start may take before it counts as hanging
+    end: float  # of everything, by the monotonic clock
+    program: Path | None = None  # in the place of train.py
+    environment: dict[str, str] = field(default_factory=dict)  # beside this process's own
+
+    def command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
+        """The command line, the same at every start, and what it needs in its environment."""
+        if self.nproc > 1:
+            rendezvous = folder.with_name(f"{folder.name}.rendezvous")
+            rendezvous.unlink(missing_ok=True)  # of the start before, whose ranks are dead
+            start, environment = torchrun_here(self.nproc, rendezvous)
+        else:
+            start, environment = [sys.executable], {}
+        return [*start, str(self.program or TRAIN), *self.train_arguments, f"--run-dir={folder}"], environment
+
+
+class Attempt:
+    """One start of the run, in processes of its own; leaving the `with` block ends every one of them."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        self.folder, self.deadline = folder, min(time.monotonic() + job.timeout, job.end)
+        self.log = folder.with_name(f"{folder.name}.output")
+        self.status_file = folder.with_name(f"{folder.name}.status")
+        self.status_file.unlink(missing_ok=True)
+        self.starts_before = read_records(folder / METRICS, "start", "resume")
+        command, environment = job.command(folder)
+        environment = (
+            os.environ
+            | environment
+            | job.environment
+            | {TAG: str(folder), "TRAIN_EXIT_STATUS_FILE": str(self.status_file)}
+        )
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+
+    def wait_until(self, reached: Callable[[], bool], pause: float = 0.001) -> bool:
+        """Wait for something; False where the run ended before. `ExpectedError` where it hangs."""
+        while not reached():
+            if self.process.poll() is not None:
+                return False
+            if time.monotonic() > self.deadline:
+                raise ExpectedError(
+                    f"longer than --timeout or --total-timeout, so it may hang; its last words:\n{self.last_words()}"
+                )
+            time.sleep(pause)
+        return True
+
+    def wait(self) -> int:
+        """The run's exit status, as rank 0 wrote it where torchrun would turn every failure into 1."""
+        self.wait_until(lambda: self.process.poll() is not None)
+        written = self.status_file.read_text().strip() if self.status_file.exists() else ""
+        return int(written) if written and self.process.returncode >= 0 else self.process.returncode
+
+    def has_begun(self) -> bool:
+        """Whether training has begun: from here on it handles signals."""
+        starts = read_records(self.folder / METRICS, "start", "resume")
+        return bool(starts) and starts != self.starts_before  # fewer where the folder was moved aside
+
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written, or was when its writer was killed."""
+        try:
+            return any(name.endswith(".tmp") for name in os.listdir(self.folder / "checkpoints"))
+        except FileNotFoundError:
+            return False
+
+    def check_resumed(self, earlier: set[Path]) -> None:
+        """`ExpectedError` where it started from the beginning, although there was a good checkpoint.
+
+        Such a run may be equal all the same, as every start is deterministic. `earlier`: what was moved aside before.
+        """
+        starts = read_records(self.folder / METRICS, "start", "resume")
+        if self.has_begun() and starts[-1]["kind"] == "start":
+            raise ExpectedError(f"a start did not go on from its good checkpoint:\n{self.last_words()}")
+        if new := moved_aside(self.folder) - earlier:
+            raise ExpectedError(f"a start moved its good checkpoint aside, to {min(new)}:\n{self.last_words()}")
+
+    def last_words(self) -> str:
+        """The end of what it printed."""
+        return self.log.read_text(errors="replace")[-2000:]
+
+    def __enter__(self) -> "Attempt":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        kill_all(self.folder)
+        self.process.wait(TO_DIE)
+
+
+def moved_aside(folder: Path) -> set[Path]:
+    """Where starts from the beginning have moved what was in `folder`."""
+    return {path for path in folder.parent.glob(f"{folder.name}.*") if path.suffix[1:].isdigit()}
+
+
+def compare(uninterrupted: Path, killed: Path) -> list[str]:
+    """What differs between two finished runs."""
+    from utils.run.checkpoint import newest_good, read_checkpoint
+
+    states = [newest_good(folder / "checkpoints")[1] or {} for folder in (uninterrupted, killed)]
+    best = [read_checkpoint(folder / "checkpoints" / "best.pt") for folder in (uninterrupted, killed)]
+    records = [_records(folder) for folder in (uninterrupted, killed)]
+    rates = [[record["learning_rate"] for record in run if "learning_rate" in record] for run in records]
+    sides: dict[str, Sequence[Any]] = {METRICS: records, "learning rates": rates}
+    sides |= {key: [state.get(key) for state in states] for key in sorted(states[0].keys() - {"seconds", "versions"})}
+    sides |= {f"{key} of best.pt": [state[key] for state in best] for key in ("model", "epoch")}
+    return [difference for name, (left, right) in sides.items() for difference in _differences(name, left, right)][:20]
+
+
+def _differences(where: str, left: Any, right: Any) -> Iterator[str]:
+    """One line for each value in which two nested ones differ."""
+    import torch
+
+    if isinstance(left, Mapping) and isinstance(right, Mapping) and left.keys() == right.keys():
+        for key in left:
+            yield from _differences(f"{where}.{key}", left[key], right[key])
+    elif isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
+        for number, (one, other) in enumerate(zip(left, right, strict=True)):
+            yield from _differences(f"{where}[{number}]", one, other)
+    elif isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        if left.dtype != right.dtype or left.shape != right.shape:
+            yield f"{where}: {left.dtype} {tuple(left.shape)} uninterrupted, {right.dtype} {tuple(right.shape)} killed"
+        elif not torch.equal(left, right):
+            yield f"{where}: apart by {(left.double() - right.double()).abs().max().item():.3g}"
+    elif left != right:
+        yield f"{where}: {str(left)[:80]} uninterrupted, {str(right)[:80]} killed"
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    records = read_records(folder / METRICS, *KINDS)
+    return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
+
+
+def find_processes(folder: Path) -> dict[int, bytes]:
+    """Every process of the run in `folder`, with its environment; of this machine's /proc."""
+    mark = f"{TAG}={folder}\0".encode()
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                environment = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if mark in environment:
+                found[int(entry.name)] = environment
+    return found
+
+
+def find_ranks(folder: Path) -> dict[int, int]:
+    """rank -> process. A rank's children, such as loader workers, share its environment.
+
+    A run without torchrun is rank 0 alone, and so is a torchrun that has not started its ranks yet."""
+    processes = find_processes(folder)
+    numbers = {process: re.search(rb"(?:^|\0)RANK=(\d+)", environment) for process, environment in processes.items()}
+    ranks, first = {}, {}
+    for process, number in numbers.items():
+        parent = int(_status(process)[1])
+        if number is not None and numbers.get(parent) is None:
+            ranks[int(number[1])] = process
+        elif parent not in processes:
+            first[0] = process
+    return ranks or first
+
+
+def _status(process: int) -> list[str]:
+    """State, parent and so on of a process; those of a dead one where it is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["X", "0"]
+
+
+def send(process: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, number)
+
+
+def kill_all(folder: Path) -> None:
+    """SIGKILL to every process of the run, until none is left."""
+    deadline = time.monotonic() + TO_DIE
+    while processes := [process for process in find_processes(folder) if _status(process)[0] not in ("Z", "X")]:
+        if time.monotonic() > deadline:
+            raise ExpectedError(f"processes {processes} do not end after SIGKILL")
+        for process in processes:
+            send(process, signal.SIGKILL)
+        time.sleep(0.01)

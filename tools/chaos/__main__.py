@@ -1,0 +1,189 @@
+"""Draw faults, let runs meet them, and check that each run ends as an uninterrupted one, and says what happened.
+
+    python -m tools.chaos --faults 30 --seed 1
+    python -m tools.chaos --faults 30 --seed 1 --nproc 2 --only 7
+
+Each run meets up to three faults: kills of a rank or of torchrun, signals and storms of them, a process that is stopped
+for a while, a clock set back, disks that are full, read-only or broken, a newest checkpoint that is damaged or cannot
+be read. They strike after drawn steps, so that the same seed and number give the same run again (`--only NUMBER`). The
+same command is started until the run is finished. Then final weights, optimizer, random states and metrics.jsonl must
+equal the uninterrupted run's; every start must have ended with the expected status and have named its fault, in one
+error message at most; no process, temporary file or lock may be left, and the starts in metrics.jsonl must be those
+that trained.
+"""
+
+import argparse
+import fcntl
+import json
+import random
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tools.attempts import KINDS as RECORDS
+from tools.attempts import METRICS, Attempt, Job, compare, find_processes
+from tools.chaos.faults import KINDS, Fault, draw, encode
+from tools.command_line import add_count, new_parser, seconds
+from tools.history import read_records
+from tools.output import print_table
+from utils.errors import ExpectedError, exit_in_a_line
+
+VICTIM = Path(__file__).with_name("victim.py")
+EPOCHS, STEPS_PER_EPOCH, MOST_FAULTS = 2, 8, 3
+SETTINGS = {
+    "dataset": "shapes", "num_classes": 10, "data_loader": "device", "device": "cpu", "model": "resnet8",
+    "batch_size": 32, "valid_batch_size_per_gpu": 100, "limit_train_batches": STEPS_PER_EPOCH,
+    "limit_valid_batches": 1, "max_epochs": EPOCHS, "log_freq": 1, "log_to_tensorboard": False, "deterministic": True,
+    "checkpoint_every_steps": 2, "keep_checkpoints": 2,
+}  # fmt: skip
+
+
+def campaign(job: Job, seed: int, numbers: Iterator[int], faults: int, work: Path) -> tuple[Counter[str], list[str]]:
+    """({"KIND: met", "KIND: survived", "KIND: named": how often}, what was not as expected), over runs with at least
+    this many faults in all; the runs of the latter are kept in `work`."""
+    uninterrupted = work / "uninterrupted"
+    with Attempt(replace(job, environment=job.environment | encode([])), uninterrupted) as attempt:
+        if (status := attempt.wait()) != 0:
+            raise ExpectedError(f"the uninterrupted run failed with status {status}:\n{attempt.last_words()}")
+    counts: Counter[str] = Counter()
+    problems: list[str] = []
+    for number in numbers:
+        folder = work / f"run-{number}"
+        met, wrong = meet_faults(job, draw(seed, number, EPOCHS * STEPS_PER_EPOCH, job.nproc, MOST_FAULTS), folder)
+        wrong += [f"differs: {difference}" for difference in compare(uninterrupted, folder)] if not wrong else []
+        wrong += find_leftovers(folder)
+        for fault, named in met:
+            counts.update([f"{fault.kind}: met"])
+            counts.update([f"{fault.kind}: survived"] * (not wrong) + [f"{fault.kind}: named"] * named)
+        told = ", ".join(f"{fault.kind} after step {fault.step}" for fault, _ in met) or "none struck"
+        print(f"run {number}: {told}: {'; '.join(wrong) or 'as expected'}", flush=True)
+        problems += [f"run {number}: {problem}" for problem in wrong]
+        if not wrong:
+            shutil.rmtree(folder)
+        if sum(count for name, count in counts.items() if name.endswith(": met")) >= faults:
+            break
+    return counts, problems
+
+
+def meet_faults(job: Job, starts: list[list[Fault]], folder: Path) -> tuple[list[tuple[Fault, bool]], list[str]]:
+    """Start the run until it is finished; returns the faults that struck with whether they were named, and what went
+    wrong."""
+    met: list[tuple[Fault, bool]] = []
+    wrong: list[str] = []
+    trained = 0
+    for faults in starts:
+        if any(fault.kind == "damaged checkpoint" for fault in faults):
+            damage_newest(folder)
+        with Attempt(replace(job, environment=job.environment | encode(faults)), folder) as attempt:
+            status = attempt.wait()
+            wait_for_orphans(folder, attempt.deadline)
+            trained += attempt.has_begun()
+            said = attempt.log.read_text(errors="replace")
+        struck = [fault for fault in faults if fault.mark in said]
+        ended_by = [fault for fault in struck if KINDS[fault.kind].statuses]
+        expected = KINDS[ended_by[-1].kind].statuses if ended_by else (0,)
+        if status not in expected:
+            wrong.append(
+                f"status {status} after {[fault.kind for fault in struck]}, expected {expected}: {said[-1500:]}"
+            )
+        for fault in struck:
+            pattern = KINDS[fault.kind].named.format(rank=fault.rank)
+            named = status < 0 or re.search(pattern, said) is not None
+            met.append((fault, named))
+            wrong += [] if named else [f"{fault.kind} is not named ({pattern!r}): {said[-1500:]}"]
+        errors = re.findall(r"^error: .*", said, re.MULTILINE)
+        wrong += [f"several messages: {errors}"] if len(errors) > 1 else []
+        if wrong or status == 0:
+            break
+    records = len(read_records(folder / METRICS, "start", "resume"))
+    if records != trained:
+        wrong.append(f"{records} starts in {METRICS}, {trained} that trained")
+    if not wrong and not read_records(folder / METRICS, RECORDS[-1]):
+        wrong.append("did not reach its end")
+    return met, wrong
+
+
+def damage_newest(folder: Path) -> None:
+    """Change one byte of the newest checkpoint."""
+    path = max((folder / "checkpoints").glob("step-*.pt"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def wait_for_orphans(folder: Path, deadline: float) -> None:
+    """Ranks whose torchrun was killed end by themselves, or train to the end; `ExpectedError` where they hang."""
+    while find_processes(folder):
+        if time.monotonic() > deadline:
+            raise ExpectedError(f"processes {sorted(find_processes(folder))} of {folder} do not end")
+        time.sleep(0.05)
+
+
+def find_leftovers(folder: Path) -> list[str]:
+    """What a finished run must not leave: temporary files, a lock that is held."""
+    left = [f"left behind: {path.name}" for path in folder.rglob("*.tmp")]
+    with (folder / ".lock").open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            left.append("left behind: a lock that is held")
+    return left
+
+
+def show(counts: Counter[str]) -> None:
+    """A table by kind."""
+    rows = []
+    for kind in KINDS:
+        met, survived, named = (counts[f"{kind}: {what}"] for what in ("met", "survived", "named"))
+        rows.append([kind, *map(str, (met, survived, named, met - survived))])
+    print_table("", ["fault", "met", "survived", "named right", "unexpected"], rows)
+
+
+@exit_in_a_line
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table; returns the exit status."""
+    options = parser().parse_args(argv)
+    seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
+    work = Path(tempfile.mkdtemp(prefix="chaos-", dir=options.work_dir))
+    temporary = work / "tmp"
+    temporary.mkdir()
+    train = ["--config=default", *(f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items())]
+    end = time.monotonic() + options.total_timeout
+    job = Job(train, options.nproc, options.timeout, end, VICTIM, {"TMPDIR": str(temporary)})
+    numbers = iter(range(1, options.faults + 1) if options.only is None else [options.only])
+    counts, problems = campaign(job, seed, numbers, options.faults, work)
+    problems += [f"left behind in TMPDIR: {path.name}" for path in temporary.iterdir()]
+    show(counts)
+    repeat = f"python -m tools.chaos --faults {options.faults} --nproc {options.nproc} --seed {seed}"
+    if problems:
+        print("\n".join(problems))
+        print(f"verdict: {len(problems)} UNEXPECTED; the runs are in {work}\nrepeat with: {repeat}")
+        return 1
+    shutil.rmtree(work)
+    print(f"verdict: every run ended as the uninterrupted one\nrepeat with: {repeat}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    statuses = "0 all as expected; 1 something unexpected; 2 usage; 130 interrupted. Needs Linux."
+    parser = new_parser("chaos", __doc__, statuses)
+    add_count(parser, "--faults", 10, "faults in all, at least")
+    add_count(parser, "--nproc", 1, "processes, started by torchrun", "K")
+    parser.add_argument("--seed", type=int, metavar="S", help="of kinds, moments, victims (default: drawn and printed)")
+    parser.add_argument("--only", type=int, metavar="NUMBER", help="only the run of this number")
+    for option, default, what in (("--timeout", 300.0, "one start"), ("--total-timeout", 86400.0, "everything")):
+        help_text = f"{what} may take this long (default: {default:g})"
+        parser.add_argument(option, type=seconds, default=default, metavar="SECONDS", help=help_text)
+    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="where the runs are written (default: temporary)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
