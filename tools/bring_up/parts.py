@@ -64,8 +64,8 @@ PARTS = (
          f"{PYTEST} gpu -k trains_like_float32 {{passed}} tests/test_gpu.py", 240, ("cuda", "pytest"), goes_on=True),
     Part("compile", "compiled against eager, with and without CUDA graphs",
          "-m tools.bench ladder --yaml_config=tools/bring_up/compile.yaml --config=eager "
-         "--configs=eager,compiled,eager-graphs,compiled-graphs --budget-minutes 3 --json {folder}/report.json "
-         "{settings}", 240, small=TRIALS),
+         "--configs=eager,compiled,eager-graphs,compiled-graphs --budget-minutes 2.8 --json {folder}/report.json "
+         "{settings}", 180, small=TRIALS),
     Part("limits", "what the machine can do", "-m tools.bench limits --json {folder}/report.json {settings}", 30,
          small="--trials 2"),
     Part("layers", "limits by layer: each layer of the network alone",
@@ -74,7 +74,7 @@ PARTS = (
          "-m tools.bench loaders --loaders torchvision,device,dali,synthetic --json {folder}/report.json {settings}",
          120, small="--trials 2 --batches 2 --steps 2"),
     Part("ladder", "every rung of speed",
-         "-m tools.bench ladder --budget-minutes 6 --json {folder}/report.json {compile} {settings}", 420,
+         "-m tools.bench ladder --budget-minutes 7.5 --json {folder}/report.json {compile} {settings}", 480,
          small=f"{TRIALS} --configs=bs256,bs256-amp,fastest"),
     training("record-75", "75 % as early as possible", 90, 18),
     training("bs128-opt", "the tutorial's 75 %", 540, 100, "--set stop_at_accuracy=0.75", rung=TUTORIAL),
