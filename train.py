@@ -5,8 +5,8 @@
     sbatch submit_multinode.slr
 
 The loop is `Trainer.train` -> `train_one_epoch` -> `Learner.train` -> `TrainStep` in utils/training/step.py. Every
-speed-up is tagged where it acts: `grep -rn "DDP:" train.py utils`; the other tags are AMP, NHWC, EXTRA, COMPILE,
-GRAPHS, PREFETCH, ALLOC and PROF.
+speed-up is tagged where it acts: `grep -rn "DDP:" train.py utils`; the other tags are AMP, NHWC, EXTRA, STEM,
+COMPILE, GRAPHS, PREFETCH, ALLOC and PROF.
 """
 
 import signal

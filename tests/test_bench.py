@@ -95,6 +95,10 @@ def test_a_rung_may_add_a_switch_to_a_block_and_the_ladder_says_which_wins(capsy
     assert (rung.enable_compile, rung.lr, rung.batch_size) == (False, 0.3, 64)
     assert rung.amp_dtype == ladder.read_rung(CIFAR100, "fastest", []).amp_dtype
     assert "fastest,fastest+enable_compile=false" in ladder.RUNGS
+    for name in ladder.CANDIDATES.split(","):
+        block, _, switch = name.partition("+")
+        changed = ladder.read_rung(CIFAR100, name, []) != ladder.read_rung(CIFAR100, block, [])
+        assert changed is bool(switch), f"{name} changes nothing"
     samples = {"fastest": (10.0, 11.0), "alone+d=1": (1.0,)}
     samples |= {"fastest+a=1": (12.0, 13.0), "fastest+b=1": (8.0, 9.0), "fastest+c=1": (9.0, 12.0)}
     verdicts = ladder.compare_switches({name: {"full": Sample(values)} for name, values in samples.items()})

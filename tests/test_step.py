@@ -33,6 +33,7 @@ SWITCHES = {
     "fused": {"fused_optimizer": True},
     "set to none": {"zero_grad_set_to_none": True},
     "cudnn benchmark": {"cudnn_benchmark": True},
+    "stem": {"stem_channels": 8},
     "accumulation": {"micro_batch_size": 16},
     "compile": {"enable_compile": True},
     "all": {"enable_amp": True, "enable_nhwc": True, "enable_extra_opts": True, "enable_compile": True},

@@ -40,6 +40,13 @@ RUNGS = (
     "bs256-amp-nhwc-extra-opts-compile,bs256-amp-nhwc-extra-opts-device,bs256-amp-nhwc-extra-opts-graphs,fastest,"
     "fastest+enable_compile=false"  # Inductor may lay convolutions out worse: pytorch/pytorch#189239
 )
+# Switches that are off until a ladder on a GPU has judged them, each beside the block that might take it.
+CANDIDATES = (
+    "fastest,fastest+enable_compile=false,fastest+amp_dtype=fp16,fastest+stem_channels=4,fastest+stem_channels=8,"
+    "record-75,record-75+amp_dtype=fp16,record-75+stem_channels=8,record-75+cudnn_benchmark=false,"
+    "accuracy,accuracy+amp_dtype=fp16,accuracy+enable_compile=false"
+)
+LISTS = {"ladder": RUNGS, "candidates": CANDIDATES}
 COMPARABLE = ("python", "torch", "torchvision", "cuda", "cudnn", "device", "threads", "world_size", "host")
 # What a step must move at least: each kept activation and its gradient is written once and read once.
 TRAFFIC_PER_ACTIVATION = 4
@@ -48,7 +55,10 @@ TRAFFIC_PER_ACTIVATION = 4
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m tools.bench ladder`."""
     common.add_arguments(parser, trials=5)
-    parser.add_argument("--configs", default=RUNGS, metavar="A,B,...", help=f"the rungs (default: {RUNGS})")
+    parser.add_argument(
+        "--configs", default="ladder", metavar="A,B,...",
+        help=f"the rungs, BLOCK or BLOCK+KEY=VALUE, or a list's name: {', '.join(LISTS)} (default: ladder: {RUNGS})",
+    )  # fmt: skip
     add_count(parser, "--iters", 120, "timed steps of a trial")
     parser.add_argument("--warmup", type=int, default=20, metavar="N", help="steps before them (default: 20)")
     parser.add_argument(
@@ -71,7 +81,8 @@ def run(options: argparse.Namespace) -> int:
     if options.plot:
         new_figure()  # if matplotlib is missing, that is an error before minutes of measuring
         check_writable("--plot", options.plot)
-    configs = {name: read_rung(options.yaml_config, name, options.set) for name in options.configs.split(",")}
+    rungs = LISTS.get(options.configs, options.configs).split(",")
+    configs = {name: read_rung(options.yaml_config, name, options.set) for name in rungs}
     first = next(iter(configs.values()))
     world = alone(first)
     environment = describe_environment(world.device, 1)
@@ -85,8 +96,8 @@ def run(options: argparse.Namespace) -> int:
             known[name] = per_image(configs[name], world, limits)
         results = {name: evaluate(rows, known[name], limits) for name, rows in samples.items()}
         if options.json:
-            rungs = {name: configs[name].model_dump(mode="json") for name in results}
-            report = {"limits": limits, "rungs": results, "configs": rungs, "verdicts": compare_switches(results)}
+            saved = {name: configs[name].model_dump(mode="json") for name in results}
+            report = {"limits": limits, "rungs": results, "configs": saved, "verdicts": compare_switches(results)}
             common.write_report(options.json, "ladder", first, world, report)
         return results
 
@@ -151,6 +162,8 @@ def measure(
             progress.advance(task)
             return values
 
+        began = time.monotonic()
+
         def go_on(results: common.Results) -> bool:
             """Whether one more round, as long as the last one, fits."""
             nonlocal began
@@ -163,7 +176,6 @@ def measure(
                 progress.console.print(f"the budget ends after {done} of {options.trials} trials")
             return fits
 
-        began = time.monotonic()
         cases = {name: partial(trial, worker) for name, worker in workers.items()}
         return common.measure(cases, options.trials, warm_up=0, after_round=go_on)
 

@@ -14,6 +14,7 @@ from utils.training.backends import check_deterministic_kernels, prepare_backend
 from utils.training.keys import TrainingKeys
 from utils.training.precision import MasterWeights, Precision, choose_precision
 from utils.training.recipe import NoAverage, WeightAverage, build_average, predict
+from utils.training.stem import pad_stem
 
 SomeKeys = TypeVar("SomeKeys", bound=TrainingKeys)
 
@@ -58,7 +59,8 @@ def build_classifier(keys: SomeKeys, build_model: Callable[[SomeKeys], nn.Module
     precision = choose_precision(keys, world.device)
     notes = prepare_backends(keys, world.device)
     seeds.seed_random_state(keys.seed)
-    model = synchronise_batch_norm(keys, build_model(keys), world).to(world.device)
+    model = pad_stem(keys, build_model(keys))  # STEM: zeros beside the three colours
+    model = synchronise_batch_norm(keys, model, world).to(world.device)
     check_deterministic_kernels(keys, model, world.device)
     if keys.enable_nhwc:
         # NHWC: weights in the channels_last memory format; the loaders bring the images in the same one

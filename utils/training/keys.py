@@ -149,6 +149,9 @@ class SpeedKeys(OptimizerKeys, PrecisionKeys, DistributedKeys):
     """EXTRA: drop gradients instead of writing zeros into them."""
     cudnn_benchmark: bool | None = None
     """EXTRA: let cuDNN time its convolution algorithms and keep the fastest."""
+    stem_channels: Literal[3, 4, 8] = 3
+    """STEM: compute the first convolution with this many channels, those above 3 zero; tensor cores take 4 or 8 at
+    once. The network's parameters stay as they are."""
     enable_compile: Auto = False
     """COMPILE: forward, loss and backward through torch.compile; auto: where there is a compiler. Validation stays
     eager, as a second compilation would cost more than it saves."""

@@ -1,0 +1,82 @@
+"""The stem with its channels padded: the same function, the same names, the same random draws."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import build_model
+from train import Trainer
+from utils.config import Config
+from utils.distributed.world import World
+from utils.errors import ConfigError
+from utils.training.stem import PaddedConvolution, pad_stem
+
+Tiny = Callable[..., Config]
+
+
+def outputs_and_gradients(model: nn.Module, images: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    outputs = model(images)
+    outputs.square().mean().backward()
+    return [outputs, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize("channels", [4, 8])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_padded_stem_is_the_same_function(tiny: Tiny, channels: int, layout: torch.memory_format) -> None:
+    """In float64, where a sum in another order differs in the last of 16 digits."""
+    plain = build_model(tiny(model="resnet8")).double().to(memory_format=layout)  # type: ignore[call-overload]
+    padded = pad_stem(tiny(stem_channels=channels), copy.deepcopy(plain))
+    assert isinstance(padded.conv1, PaddedConvolution)
+    images = torch.randn(4, 3, 32, 32, dtype=torch.float64).contiguous(memory_format=layout)
+    found, expected = (outputs_and_gradients(model, images) for model in (padded, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    assert padded.conv1.weight.grad.shape == plain.conv1.weight.shape
+    assert padded.conv1(images).is_contiguous(memory_format=layout)
+    seen: list[Tensor] = []
+    padded.conv1._conv_forward = lambda images, weight, bias: seen.extend([images, weight])
+    padded.conv1(images)
+    assert [tensor.shape[1] for tensor in seen] == [channels, channels]
+    assert all(tensor.is_contiguous(memory_format=layout) for tensor in seen), "no transposes"
+
+
+def test_it_keeps_names_parameters_and_random_draws(tiny: Tiny, alone: World) -> None:
+    plain, padded = (Trainer(tiny(stem_channels=channels), alone).learner for channels in (3, 8))
+    assert list(plain.model.state_dict()) == list(padded.model.state_dict())
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(value, padded.model.state_dict()[name]), name
+    assert not any(isinstance(module, PaddedConvolution) for module in plain.model.modules())
+    parameters = list(padded.model.parameters())
+    assert all(parameter.device.type == "cpu" for parameter in parameters)
+
+
+def test_training_continues_with_and_without_it(tiny: Tiny, alone: World) -> None:
+    """Three steps with it equal three without; then each takes the other's state and goes on alike."""
+    learners = [Trainer(tiny(stem_channels=channels, lr=0.02), alone).learner for channels in (3, 8)]
+    images, labels = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
+    for _ in range(3):
+        for learner in learners:
+            learner.model.train()
+            learner.train(images, labels)
+    states = [copy.deepcopy(learner.state_dict()) for learner in learners]
+    for learner, state in zip(learners, reversed(states), strict=True):
+        learner.load_state_dict(state)
+        learner.train(images, labels)
+    plain, padded = (learner.model.state_dict() for learner in learners)
+    for name, value in plain.items():
+        torch.testing.assert_close(padded[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_any_first_convolution_is_padded_or_its_absence_told(tiny: Tiny) -> None:
+    keys = tiny(stem_channels=4)
+    nested = nn.Sequential(nn.Sequential(nn.Conv2d(3, 2, 3, bias=True, padding="same")), nn.Conv2d(2, 3, 1))
+    images = torch.randn(2, 3, 8, 8)
+    expected = nested(images)
+    torch.testing.assert_close(pad_stem(keys, nested)(images), expected)
+    assert isinstance(nested[0][0], PaddedConvolution) and type(nested[1]) is nn.Conv2d
+    assert isinstance(pad_stem(keys, nn.Conv2d(3, 2, 1)), PaddedConvolution)
+    with pytest.raises(ConfigError, match="stem_channels 4: the network has no plain convolution of 3 channels; use 3"):
+        pad_stem(keys, nn.Linear(3, 4))
