@@ -43,7 +43,8 @@ RUNGS = (
 # Switches that are off until a ladder on a GPU has judged them, each beside the block that might take it.
 CANDIDATES = (
     "fastest,fastest+enable_compile=false,fastest+amp_dtype=fp16,fastest+stem_channels=4,fastest+stem_channels=8,"
-    "record-75,record-75+amp_dtype=fp16,record-75+stem_channels=8,record-75+cudnn_benchmark=false,"
+    "record-75,record-75+amp_dtype=fp16,record-75+opt_level=O2,record-75+stem_channels=8,"
+    "record-75+cudnn_benchmark=false,"
     "accuracy,accuracy+amp_dtype=fp16,accuracy+enable_compile=false"
 )
 LISTS = {"ladder": RUNGS, "candidates": CANDIDATES}
