@@ -9,7 +9,7 @@
 #include "stand_in.h"
 
 namespace {
-constexpr size_t TOTAL = 150'000'000'000;  // an H200
+constexpr size_t TOTAL = 150'000'000'000;  // of each device: an H200
 thread_local int device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
 
@@ -18,30 +18,36 @@ int count_devices() {
   return number ? atoi(number) : 1;
 }
 
+struct Block {
+  size_t bytes;
+  int device;
+};
 struct Blocks {
-  std::map<char*, size_t> sizes;
-  size_t total = 0;
+  std::map<char*, Block> blocks;
+  std::map<int, size_t> totals;  // of each device
 
-  bool hold(const void* pointer) const {
-    auto block = sizes.upper_bound((char*)pointer);
-    return block != sizes.begin() && (char*)pointer < (--block)->first + block->second;
+  const Block* find(const void* pointer) const {
+    auto block = blocks.upper_bound((char*)pointer);
+    bool inside = block != blocks.begin() && (char*)pointer < (--block)->first + block->second.bytes;
+    return inside ? &block->second : nullptr;
   }
+  bool hold(const void* pointer) const { return find(pointer); }
   cudaError_t take(void** pointer, size_t bytes) {
-    size_t whole = (bytes + 4095) / 4096 * 4096;
-    if (total + whole > TOTAL) return failed(cudaErrorMemoryAllocation);
+    size_t whole = bytes ? (bytes + 4095) / 4096 * 4096 : 4096;
+    if (totals[device] + whole > TOTAL) return failed(cudaErrorMemoryAllocation);
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    *pointer = mmap(nullptr, whole ? whole : 4096, PROT_READ | PROT_WRITE, flags, -1, 0);
+    *pointer = mmap(nullptr, whole, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (*pointer == MAP_FAILED) return failed(cudaErrorMemoryAllocation);
-    sizes[(char*)*pointer] = whole ? whole : 4096;
-    total += whole;
+    blocks[(char*)*pointer] = {whole, device};
+    totals[device] += whole;
     return cudaSuccess;
   }
   cudaError_t give_back(void* pointer) {
-    auto block = sizes.find((char*)pointer);
-    if (block == sizes.end()) return failed(cudaErrorInvalidValue);
-    munmap(pointer, block->second);
-    total -= block->second;
-    sizes.erase(block);
+    auto block = blocks.find((char*)pointer);
+    if (block == blocks.end()) return failed(cudaErrorInvalidValue);
+    munmap(pointer, block->second.bytes);
+    totals[block->second.device] -= block->second.bytes;
+    blocks.erase(block);
     return cudaSuccess;
   }
 };
@@ -197,24 +203,26 @@ cudaError_t cudaFreeHost(void* pointer) {
 }
 cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
   NOT_WHILE_CAPTURING
-  pinned.sizes[(char*)pointer] = bytes;
+  pinned.blocks[(char*)pointer] = {bytes, device};
   return cudaSuccess;
 }
 cudaError_t cudaHostUnregister(void* pointer) {
   NOT_WHILE_CAPTURING
-  pinned.sizes.erase((char*)pointer);
+  pinned.blocks.erase((char*)pointer);
   return cudaSuccess;
 }
 cudaError_t cudaMemGetInfo(size_t* available, size_t* all) {
   LOCK;
-  *all = TOTAL, *available = TOTAL - on_gpu.total;
+  *all = TOTAL, *available = TOTAL - on_gpu.totals[device];
   return cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
   LOCK;
   *attributes = {cudaMemoryTypeUnregistered, -2, nullptr, (void*)pointer};
-  if (on_gpu.hold(pointer)) *attributes = {cudaMemoryTypeDevice, device, (void*)pointer, nullptr};
-  if (pinned.hold(pointer)) *attributes = {cudaMemoryTypeHost, device, (void*)pointer, (void*)pointer};
+  if (const Block* block = on_gpu.find(pointer))
+    *attributes = {cudaMemoryTypeDevice, block->device, (void*)pointer, nullptr};
+  if (const Block* block = pinned.find(pointer))
+    *attributes = {cudaMemoryTypeHost, block->device, (void*)pointer, (void*)pointer};
   return cudaSuccess;
 }
 

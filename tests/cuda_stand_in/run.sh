@@ -10,6 +10,6 @@ trap 'rm -rf "$folder"' EXIT
 variables=$("$python" tests/cuda_stand_in/build.py "$folder") || exit 77
 (
   eval "$variables"
-  ulimit -v 80000000 # KiB: memory that a kernel would have written is never read, but may be printed
+  ulimit -S -v 80000000 # KiB: memory that a kernel would have written is never read, but may be printed
   "$python" -m pytest -p tests.cuda_stand_in.plugin -m "gpu and not slow" "$@"
 )

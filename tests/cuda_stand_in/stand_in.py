@@ -53,6 +53,11 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
+def position() -> int:
+    """How many entries the ledger of the `record()` block under way has."""
+    return _library().stand_in_entries()
+
+
 @contextmanager
 def record() -> Iterator[Ledger]:
     """The work of the block, of all threads of this process."""

@@ -1,0 +1,248 @@
+"""What one training step of every block asks of a GPU, counted on the stand-in for CUDA and kept in golden_steps.txt.
+
+    python -m tests.cuda_stand_in.golden_steps                              # write golden_steps.txt anew
+    python -m tests.cuda_stand_in.golden_steps --kinds cifar100.yaml#bs256  # this block's launches by kind
+
+The Trainer's own loop runs on black images of the block's size, in one process; dataparallel has two devices. A step is
+what lies between two polls for signals: the next batch on its way, and the step itself. No log point is among them.
+"""
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import train
+from tests.cuda_stand_in import stand_in
+from tests.cuda_stand_in.arithmetic import Arithmetic
+from tests.cuda_stand_in.build import build, variables
+from utils.config import Config, list_blocks, load_config
+from utils.data import build as data
+from utils.data.datasets import ImageArrays
+from utils.data.image_files import DecodedImages
+from utils.distributed.world import World
+from utils.run.logger import RunLogger
+from utils.training import learner
+from utils.training.precision import choose_precision
+from utils.training.step import GRAPH_WARMUP_STEPS, compiles, wants_graphs
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TABLE = Path(__file__).with_suffix(".txt")
+FILES = sorted((ROOT / "config").glob("*.yaml"))
+# Blocks that differ in these keys alone have the same step, and are counted once.
+NOT_OF_THE_STEP = re.compile(
+    r"(lr|log|limit|checkpoint|profiling|cifar100|start_timeout|collective_timeout)_.*|lr|seed|data_path|download"
+    "|max_epochs|weight_decay|momentum|stop_at_accuracy|test_time_flip|valid_batch_size_per_gpu|save_checkpoint"
+    "|num_data_workers|enable_profiling|enable_cpu_affinity|centre_crop_share|fail_on_unreadable|pretrained"
+    "|zero_init_residual|keep_checkpoints|keep_cpu_memory"
+)
+COMPILED = "compiled"
+WIDTHS = (9, 7, 8, 6, 11, 8)
+HEADER = f"{'block':49} launches graphs in them waits  to device to host  in place of its own; same step as"
+KINDS = {
+    "convolution": "convolution|conv_depthwise",
+    "batch norm": "batch_norm|batch norm",
+    "matrix product": "cublas|gemm|gemv",
+    "optimizer, of many tensors": "multi_tensor_apply|Fused",
+    "fill": "FillFunctor|memset",
+    "cast or copy": "direct_copy|copy_kernel|LoadWithCast|StoreWithCast|CatArray",
+    "counter": "CUDAFunctorOnSelf_addIl",
+    "addition": "CUDAFunctor_add|AddFunctor|add_kernel",
+    "relu": "clamp|threshold|relu",
+    "reduction": "reduce_kernel",
+    "pooling": "pool",
+    "softmax and loss": "softmax|nll_loss",
+    "compiled": "triton",
+    "graph": "^graph$",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Counts of one step: what the host launches, graphs among it and the kernels in them, waits of the host, bytes."""
+
+    launches: int
+    graphs: int
+    kernels_in_graphs: int
+    waits: int
+    to_device: int
+    to_host: int
+
+
+def versions() -> str:
+    """What the counts depend on."""
+    return f"torch {torch.__version__.split('+')[0]}"
+
+
+def count(work: Sequence[stand_in.Work]) -> Step:
+    ledger = stand_in.Ledger(list(work))
+    graphs = [entry.amount for entry in ledger.kernels if entry.name == "graph"]
+    copied = [ledger.bytes_copied(direction) for direction in ("to device", "to host")]
+    return Step(len(ledger.kernels), len(graphs), sum(graphs), len(ledger.waits), *copied)
+
+
+def as_counted(config: Config) -> tuple[Config, str]:
+    """The block as it runs here, and what was put in the place of the block's own."""
+    changes: dict[str, object] = {"num_data_workers": 0, "enable_profiling": False, "log_freq": 1000}
+    changes |= {"log_to_screen": False, "log_to_tensorboard": False, "limit_train_batches": None}
+    put = []
+    if config.dataset == "imagenet":  # black images are in memory
+        changes["rnd_resized_crop"] = False
+    if config.data_loader == "dali":
+        put.append("data_loader synthetic")
+        changes["data_loader"] = "synthetic"
+    if compiles(config, torch.device("cuda")):
+        put.append("model resnet8")  # a large one takes minutes to compile
+        changes["model"] = "resnet8"
+    return Config(**config.model_dump() | changes), ", ".join(put)
+
+
+def scales_loss(config: Config) -> bool:
+    """Whether the loss is scaled, and with it gradients may overflow."""
+    return choose_precision(config, torch.device("cuda")).loss_scale is not None
+
+
+def key_of(config: Config) -> str:
+    """Equal for blocks whose steps are the same: the keys that act on it, and what follows from group switches."""
+    precision = choose_precision(config, torch.device("cuda"))
+    values = {key: value for key, value in config.model_dump().items() if not NOT_OF_THE_STEP.fullmatch(key)}
+    for key in ("enable_extra_opts", "enable_amp", "amp_dtype", "opt_level", "keep_batchnorm_fp32", "loss_scale"):
+        del values[key]
+    values["precision"] = precision.level == "O0" or (precision.half, precision.level, precision.keep_batchnorm_fp32)
+    values["loss_scale"] = "dynamic" if precision.loss_scale == "dynamic" else precision.loss_scale is not None
+    values |= {key: config.extra_opt(key) for key in ("fused_optimizer", "zero_grad_set_to_none", "cudnn_benchmark")}
+    return json.dumps(values, sort_keys=True, default=str)
+
+
+def trace(config: Config) -> list[stand_in.Work]:
+    """The work of one step, after those that warm up and capture; two steps must be equal in all."""
+    device = torch.device("cuda", 0)
+    steps = GRAPH_WARMUP_STEPS + 4 if wants_graphs(config, device) else 4
+    config = Config(**config.model_dump() | {"limit_train_batches": steps})
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = train.Trainer(config, World(rank=0, local_rank=0, world_size=1, device=device), Path(folder))
+        marks: list[int] = []
+        trainer._log_point = lambda number: None  # type: ignore[method-assign]
+        trainer._obey = lambda asked: marks.append(stand_in.position())  # type: ignore[method-assign]
+        logger = RunLogger(Path(folder), enabled=False, to_screen=False, to_tensorboard=False)
+        with logger.open(epoch=0, step=0) as trainer.log, stand_in.record() as ledger:
+            trainer.train_one_epoch()
+    last, before = (ledger.work[start:end] for start, end in list(pairwise(marks))[-2:])
+    if count(last) != count(before):
+        raise RuntimeError(f"steps differ from each other: {count(before)}, then {count(last)}")
+    return last
+
+
+def prepare() -> None:
+    """Make networks and batches in no time, since nothing is computed here but what the host reads."""
+    for name in ("kaiming_normal_", "kaiming_uniform_", "trunc_normal_", "normal_", "uniform_"):
+        setattr(torch.nn.init, name, lambda tensor, *arguments, **options: tensor)
+    opened, build_optimizer = train.open_dataset, learner.build_optimizer
+
+    def computed(*arguments: Any, **options: Any) -> torch.optim.Optimizer:
+        with Arithmetic():  # PyTorch's optimizers compare a learning rate on the device with 0
+            return build_optimizer(*arguments, **options)
+
+    def step_anyway(scaler: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any], *_: Any) -> None:
+        sum(found.item() for found in state["found_inf_per_device"].values())  # waits; what it reads nobody wrote
+        optimizer.step()
+
+    @cache
+    def blank(count: int, shape: tuple[int, ...]) -> np.ndarray:
+        return np.zeros((count, *shape), np.uint8)
+
+    def read(split: ImageArrays, indices: np.ndarray, crops: None, *, replace: bool) -> DecodedImages:
+        return DecodedImages(blank(len(indices), split.image_shape), indices, {})
+
+    train.open_dataset = lambda keys, world: (
+        data._stand_in(keys) if keys.dataset in data.DATASET_SIZES else opened(keys, world)
+    )
+    learner.build_optimizer = computed
+    torch.amp.GradScaler._maybe_opt_step = step_anyway  # type: ignore[method-assign]
+    ImageArrays.read = read  # type: ignore[method-assign]
+
+
+def groups() -> dict[str, list[tuple[str, Config]]]:
+    """{group: [(FILE#BLOCK, its configuration)]}: a group for each file, and one for what is compiled."""
+    found: dict[str, list[tuple[str, Config]]] = {path.name: [] for path in FILES} | {COMPILED: []}
+    for path in FILES:
+        for name in list_blocks(path):
+            config = load_config(path, name)
+            group = COMPILED if compiles(config, torch.device("cuda")) else path.name
+            found[group].append((f"{path.name}#{name}", config))
+    return found
+
+
+def rows(group: str) -> Iterator[str]:
+    """The table's lines of a group's blocks."""
+    counted: dict[str, tuple[str, Step]] = {}
+    for block, own in groups()[group]:
+        config, put = as_counted(own)
+        key = key_of(config)
+        if key not in counted:
+            counted[key] = block, count(trace(config))
+        first, step = counted[key]
+        numbers = "".join(f"{number:>{width}}" for number, width in zip(asdict(step).values(), WIDTHS, strict=True))
+        yield f"{block:49}{numbers}  {'; '.join(filter(None, [put, first if first != block else '']))}".rstrip()
+
+
+def recorded() -> tuple[str, dict[str, str]]:
+    """The versions that the table was counted with, and its line of each block."""
+    first, _, *lines = TABLE.read_text(encoding="utf-8").splitlines()
+    return first.removeprefix("# ").split(" | ")[0], {line.split()[0]: line for line in lines}
+
+
+def by_kind(work: Sequence[stand_in.Work]) -> dict[str, int]:
+    """Launches of each kind, the most frequent first; names that no kind claims stand for themselves."""
+    ledger = stand_in.Ledger(list(work))
+    kinds = Counter(
+        next((kind for kind, pattern in KINDS.items() if re.search(pattern, entry.name)), entry.name[:100])
+        for entry in ledger.kernels
+    )
+    return dict(kinds.most_common())
+
+
+def main(arguments: Sequence[str]) -> int:
+    if not stand_in.is_active():
+        with tempfile.TemporaryDirectory() as folder:
+            build(Path(folder))
+            environment = os.environ | variables(Path(folder)) | {"CUDA_STAND_IN_DEVICES": "2"}
+            command = [sys.executable, "-m", __spec__.name, *arguments]
+            return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    # a batch of 1024 images of 224 pixels needs more addresses than other tests may have
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    prepare()
+    if arguments[:1] == ["--kinds"]:
+        for block in arguments[1:]:
+            path, _, name = block.partition("#")
+            config, put = as_counted(load_config(ROOT / "config" / path, name))
+            print(f"{block} {put}".rstrip())
+            for kind, launches in by_kind(trace(config)).items():
+                print(f"{launches:6} {kind}")
+    elif arguments:
+        for group in arguments:
+            print("\n".join(rows(group)))
+    else:
+        lines = {line.split()[0]: line for group in groups() for line in rows(group)}
+        ordered = [lines[f"{path.name}#{name}"] for path in FILES for name in list_blocks(path)]
+        head = [f"# {versions()} | python -m tests.cuda_stand_in.golden_steps | one step, see there", HEADER]
+        TABLE.write_text("\n".join([*head, *ordered]) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

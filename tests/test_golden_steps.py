@@ -1,0 +1,43 @@
+"""What a step of every block asks of a GPU is what cuda_stand_in/golden_steps.txt says; on the stand-in for CUDA."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.cuda_stand_in import golden_steps, stand_in
+
+# The other two take most of the time: -m slow.
+QUICK = ("cifar10.yaml", "cifar100.yaml")
+GROUPS = [
+    pytest.param(group, marks=() if group in QUICK else pytest.mark.slow, id=group) for group in golden_steps.groups()
+]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not stand_in.is_active(), reason="counts on the stand-in for CUDA")]
+
+
+def waits(line: str) -> int:
+    return int(line.split()[4])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_step_of_every_block_asks_of_a_gpu_what_is_recorded(group: str) -> None:
+    blocks = dict(golden_steps.groups()[group])
+    command = [sys.executable, "-m", golden_steps.__name__, group]
+    environment = os.environ | {"CUDA_STAND_IN_DEVICES": "2"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    counted = {line.split()[0]: line for line in done.stdout.splitlines()}
+    assert {*counted} == {*blocks}
+    # Without the fused kernel, PyTorch's GradScaler asks the device in each step whether gradients overflowed.
+    assert {block: waits(line) for block, line in counted.items()} == {
+        block: int(golden_steps.scales_loss(config) and not config.extra_opt("fused_optimizer"))
+        for block, config in blocks.items()
+    }
+    versions, recorded = golden_steps.recorded()
+    if versions != golden_steps.versions():
+        pytest.skip(f"recorded with {versions}, this is {golden_steps.versions()}")
+    remedy = "a change that is meant: python -m tests.cuda_stand_in.golden_steps"
+    assert counted == {block: recorded.get(block) for block in blocks}, remedy
