@@ -55,7 +55,7 @@ def load_library() -> ctypes.CDLL:
 
 def position() -> int:
     """How many entries the ledger of the `record()` block under way has."""
-    return _library().stand_in_entries()
+    return load_library().stand_in_entries()
 
 
 @contextmanager
