@@ -35,6 +35,7 @@ from tools.output import print_table
 from utils.errors import ExpectedError, exit_in_a_line
 
 VICTIM = Path(__file__).with_name("victim.py")
+PYTORCHS_OWN = ("torchinductor_", "torchelastic_")  # its cache, and an empty folder of each torchrun: it keeps both
 EPOCHS, STEPS_PER_EPOCH, MOST_FAULTS = 2, 8, 3
 SETTINGS = {
     "dataset": "shapes", "num_classes": 10, "data_loader": "device", "device": "cpu", "model": "resnet8",
@@ -158,7 +159,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     job = Job(train, options.nproc, options.timeout, end, VICTIM, {"TMPDIR": str(temporary)})
     numbers = iter(range(1, options.faults + 1) if options.only is None else [options.only])
     counts, problems = campaign(job, seed, numbers, options.faults, work)
-    problems += [f"left behind in TMPDIR: {path.name}" for path in temporary.iterdir()]
+    problems += [
+        f"left behind in TMPDIR: {path.name}" for path in temporary.iterdir() if not path.name.startswith(PYTORCHS_OWN)
+    ]
     show(counts)
     repeat = f"python -m tools.chaos --faults {options.faults} --nproc {options.nproc} --seed {seed}"
     if problems:

@@ -53,6 +53,13 @@ def _send(*numbers: signal.Signals) -> Callable[[], None]:
     return strike
 
 
+def _kill_torchrun() -> None:
+    """The parent, if it is torchrun: of a rank whose torchrun has gone it is another process."""
+    parent = os.getppid()
+    if b"torch.distributed.run" in Path(f"/proc/{parent}/cmdline").read_bytes():
+        os.kill(parent, signal.SIGKILL)
+
+
 def _stop_for_a_while() -> None:
     subprocess.Popen(["sh", "-c", f"sleep {STOPPED_SECONDS}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -100,7 +107,7 @@ STATUS_KILLED = (-signal.SIGKILL, 1)  # of the process, of torchrun above it
 BOTH = (signal.SIGUSR1, signal.SIGTERM)
 KINDS: Mapping[str, Kind] = {
     "kill of a rank": Kind(_send(signal.SIGKILL), STATUS_KILLED, r"rank {rank}\b|SIGKILL"),
-    "kill of torchrun": Kind(lambda: os.kill(os.getppid(), signal.SIGKILL), STATUS_KILLED, "", only_several=True),
+    "kill of torchrun": Kind(_kill_torchrun, STATUS_KILLED, "", only_several=True),
     "USR1": Kind(_send(signal.SIGUSR1), (75,), "stopped on SIGUSR1"),
     "TERM": Kind(_send(signal.SIGTERM), (75,), "stopped on SIGTERM"),
     "USR1 and TERM": Kind(_send(*BOTH), (75,), "stopped on SIG(USR1|TERM)"),
