@@ -13,6 +13,7 @@ from conftest import ROOT, TINY
 from PIL import Image
 
 import train
+from tools.bench.ladder import LISTS
 from utils.config import Config, list_blocks, load_config
 from utils.config.command_line import Arguments
 
@@ -174,4 +175,4 @@ def test_configurations_named_in_documents_exist(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     named = {name for names in re.findall(r"--configs?=([a-z0-9][a-z0-9,-]+)", text) for name in names.split(",")}
     assert len(named) > 1
-    assert named <= {str(name) for path in FILES for name in list_blocks(path)}
+    assert named <= {*LISTS} | {str(name) for path in FILES for name in list_blocks(path)}
