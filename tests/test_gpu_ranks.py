@@ -41,7 +41,7 @@ GRAPHS: dict[str, Any] = {"enable_cuda_graphs": True}
 ACCUMULATION: dict[str, Any] = {"micro_batch_size": 4, "zero_grad_set_to_none": False}
 SWITCHES: dict[str, Any] = {"bucket_cap_mb": 0.02, "broadcast_buffers": True, "enable_prefetch": True, "ema_decay": 0.8}
 BF16: dict[str, Any] = {"gradient_compression": "bf16"}
-RUNS = {"plain": {}, "accumulation": ACCUMULATION, "switches": SWITCHES, "bf16": BF16}
+RUNS = {"plain": {}, "switches": ACCUMULATION | SWITCHES | BF16}
 ON_GPUS = {name: changes | GRAPHS for name, changes in RUNS.items()}
 NOT_ON_A_CPU = dict.fromkeys(("enable_cuda_graphs", "enable_prefetch", "enable_sync_bn"), False)
 
@@ -63,12 +63,14 @@ def train_runs(
     def action(world: World) -> None:
         for name, changes in runs.items():
             config = configuration(device, **changes)
+            begins = not (folder / name).exists()  # else fewer steps are left than come before a capture
             trainer = Trainer(config, world, folder / name, name)
             if world.rank == who:
                 _interrupt(trainer, number)
             trainer.train()
             step = trainer.learner.step
-            assert (isinstance(step, GraphedStep) and step.captured) is bool(config.enable_cuda_graphs)
+            if begins and config.enable_cuda_graphs:
+                assert isinstance(step, GraphedStep) and step.captured
             state = {key: value.cpu() for key, value in trainer.learner.model.state_dict().items()}
             torch.save(state, folder / f"{name}-{world.rank}.pt")
         if device == "cuda":
@@ -164,5 +166,7 @@ def test_two_ranks_stop_and_go_on_in_mid_epoch(tmp_path: Path, on_gpus: dict[str
 def test_a_rank_that_waits_in_a_replay_ends_when_another_is_killed(tmp_path: Path) -> None:
     first, second = start(tmp_path, lose_a_rank, tmp_path)
     assert (first.status, second.status) == (1, -signal.SIGKILL)
-    (line,) = complaints([first])
+    lines = complaints([first])
+    assert len(lines) == 1, lines
+    (line,) = lines
     assert line.startswith("error: rank 0: no sign of life from rank 1 (process "), line

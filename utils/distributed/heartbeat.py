@@ -61,6 +61,7 @@ class Heartbeat:
                 if self._stop.wait(self._limit / LOOKS):
                     return
                 if lost:
+                    self._stop.set()  # one message: the other thread would take what follows for the store's silence
                     since = min(silences[other].since for other in lost)
                     self._leave(f"no sign of life from {self._describe(lost)} {self._since(since)}", self._store)
                     return
@@ -96,6 +97,7 @@ class Heartbeat:
         silence = Silence()
         while not self._stop.wait(self._limit / LOOKS):
             if silence.lasts(self._rounds):
+                self._stop.set()
                 server = "rank 0, which serves the ranks' store," if self._launch.hosts_store else "torchrun's store"
                 where = f"{self._launch.address}:{self._launch.port}"
                 self._leave(f"no answer from {server} at {where} {self._since(silence.since)}", None)
