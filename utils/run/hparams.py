@@ -15,7 +15,9 @@ from utils.keys import Fact, Keys
 CHANGES = "also changed"  # against `default`, beside the four; by its name the first of the marked columns
 ALWAYS_SHOWN = ("batch_size", "lr", "max_epochs", "model")
 RESULT_TAGS = "result/"
-METRICS = ("best_acc1", "best_epoch", "last_acc1", "last_loss", "seconds", "images_per_sec")
+METRICS = (
+    "best_acc1", "best_epoch", "last_acc1", "last_loss", "seconds", "images_per_sec", "test_acc1", "test_loss",
+)  # fmt: skip
 NUMBERS = {"integer", "number"}
 BOXES = 10
 
