@@ -63,7 +63,7 @@ def test_mlflow_has_one_run_over_all_starts(tiny, alone, tmp_path):
         run(config, alone, folder, resume=str(folder) if folder.exists() else "auto")
     assert "log_to" not in (folder / "train.log").read_text()
     client = mlflow.MlflowClient((folder.parent / "mlruns").as_uri())
-    (experiment,) = [found for found in client.search_experiments() if found.name == folder.parent.name]
+    (experiment,) = [found for found in client.search_experiments() if found.name == "100 - of -ü- -1"]
     (found,) = client.search_runs([experiment.experiment_id])
     assert found.info.status == "FINISHED" and found.info.run_name == "run" and found.data.params["lr"] == "0.05"
     for tag in ("acc1/valid", "loss/train"):

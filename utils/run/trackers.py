@@ -28,7 +28,7 @@ CLOSING_SECONDS = 10.0  # that a run waits at its end, or before it stops on a s
 TABLES = {"step": "steps.csv", "epoch": "epochs.csv"}  # kinds of records with a CSV file
 METRICS = "metrics.jsonl"  # the records of the run so far
 POSITIONS = ("step", "epoch")  # where in the training a record stands
-WANDB_REFUSES = re.compile(r"[/\\#?%:]")  # in a project's name
+REFUSED = re.compile(r"[/\\#?%:']")  # in a project's name by wandb, and the last in an experiment's by MLflow
 MLFLOW_BATCH = 100  # parameters that it takes at once
 IDS = "trackers.json"  # in the run's folder: the names that external runs have got
 
@@ -40,6 +40,10 @@ class Start:
     folder: Path
     name: str  # of the run
     keys: Mapping[str, Any]
+
+    def project(self) -> str:
+        """The name that stands for all runs beside this one, where the user gives none."""
+        return REFUSED.sub("-", self.folder.resolve().parent.name)[:128]
 
 
 class Tracker(Protocol):
@@ -107,7 +111,7 @@ class WandbTracker:
         identity = known or secrets.token_hex(8)
         keep_id(start.folder, "wandb", identity)
         self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", WANDB_REFUSES.sub("-", start.folder.resolve().parent.name)[:128]),
+            project=os.environ.get("WANDB_PROJECT", start.project()),
             name=start.name,
             id=identity,
             resume="allow",
@@ -147,7 +151,7 @@ class MlflowTracker:
             self.run = known
             self.client.update_run(known, status="RUNNING")
             return
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", folder.resolve().parent.name)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", self.start.project())
         experiment = self.client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment else self.client.create_experiment(name)
         self.run = self.client.create_run(number, run_name=self.start.name).info.run_id
