@@ -100,6 +100,8 @@ class Arithmetic(TorchDispatchMode):
         kwargs = kwargs or {}
         if operation is aten.equal.default:  # its answer is of the host
             return operation(*tree_map(on_cpu, args))
+        if operation is aten.index.Tensor:
+            args = (args[0], [_as_numbers(index) for index in args[1]])
         out = operation(*args, **kwargs)
         name = operation._schema.name.split("::")[1]
         tensors = [value for value in tree_flatten((args, kwargs, out))[0] if isinstance(value, Tensor)]
@@ -139,6 +141,13 @@ class Arithmetic(TorchDispatchMode):
                         target.copy_(source)
 
         return compute
+
+
+def _as_numbers(index: Tensor | None) -> Tensor | None:
+    """A mask [N] as the numbers of what it chooses: how many there are decides the shape of what is launched."""
+    if index is None or index.dtype is not torch.bool or index.device.type != "cuda" or index.dim() != 1:
+        return index
+    return on_cpu(index).nonzero().squeeze(1).to(index.device)
 
 
 def _as_captured(value: Any) -> Any:
