@@ -166,10 +166,11 @@ class Trainer:
         loader.set_epoch(self.progress.epoch)
         self.log.start_bar(name, len(loader))
         self.requests.start_loop()
+        shared_batches = loader.plan.shared_batches
 
         def after_batch(number: int) -> None:
             self.log.advance_bar(number)
-            if number <= loader.plan.shared_batches:
+            if number <= shared_batches:
                 self._obey(self.requests.poll())
 
         return validate(self.learner, loader, self.world.device, collectors, after_batch).average(self.world)
