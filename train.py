@@ -361,7 +361,8 @@ def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None) ->
             raise
         when_saved()
 
-    return run_ranks(run, config.device, config.start_timeout_seconds, config.collective_timeout_seconds)
+    seconds = config.start_timeout_seconds, config.collective_timeout_seconds
+    return run_ranks(run, config.device, *seconds, folder=arguments.run_dir)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from processes import Ended, Job, complaints, free_port, torchrun_variables
 import utils.distributed.heartbeat
 import utils.distributed.ranks
 import utils.distributed.rendezvous
-from utils.distributed.heartbeat import LOOKS, Heartbeat, Silence
+from utils.distributed.heartbeat import LOST_AFTER, Heartbeat, Silence
 from utils.distributed.launch import Launch
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
@@ -94,7 +94,7 @@ def test_a_lost_rank_ends_all_others(tmp_path: Path, lost: int, number: int, age
     assert [process.status for process in ended] == [1, 1], ended
     (line,) = complaints(ended)
     process = (tmp_path / f"process-{lost}" / "stdout").read_text().strip()
-    since = r"since \d{4}-\d\d-\d\d [\d:]{8}, for 4 s \(collective_timeout_seconds\): killed or stopped, or its node"
+    since = r"since \d{4}-\d\d-\d\d [\d:]{8}, for nearly 4 s \(collective_timeout_seconds\): killed or stopped, or its node"
     silent = rf"no sign of life from rank {lost} \(process {process} on \S+\) {since}"
     if lost == 0 and not agent_store:
         answer = rf"no answer from rank 0, which serves the ranks' store, at 127.0.0.1:{port} {since}"
@@ -115,7 +115,7 @@ def test_silence_is_counted_in_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     silence = Silence()
     assert not any(silence.lasts(number) for number in range(100))
     since = silence.since
-    assert [silence.lasts(99) for _ in range(LOOKS)] == [False] * (LOOKS - 1) + [True]
+    assert [silence.lasts(99) for _ in range(LOST_AFTER)] == [False] * (LOST_AFTER - 1) + [True]
     assert silence.since == since
     assert not silence.lasts(100)
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from utils.distributed.launch import Launch, name_ranks
 
-LOOKS = 20  # in a row without a sign of life, until a rank counts as lost
+LOOKS = 20  # in `collective_timeout_seconds`
+LOST_AFTER = 17  # looks in a row without a sign of life; what waits for the lost rank is given up after it
 # of silence: on a busy machine a thread may wait some seconds for its turn, and a rank that leaves since another has
 # failed stays silent for eight
 SHORTEST_SECONDS = 10.0
@@ -29,12 +30,16 @@ SHORTEST_SECONDS = 10.0
 class Heartbeat:
     """The threads of one rank; they run until `stop`, or until they call `leave` with what was lost.
 
-    `leave` gets the message and a connection to the store, or None where the store itself does not answer. The ranks
-    stop together, after a barrier, so that none takes the end of another for a loss.
+    `leave` gets the message, the lost ranks, and a connection to the store, or None where the store does not answer.
+    The ranks stop together, after a barrier, so that none takes the end of another for a loss.
     """
 
     def __init__(
-        self, store: dist.Store, launch: Launch, limit: float, leave: Callable[[str, dist.Store | None], None]
+        self,
+        store: dist.Store,
+        launch: Launch,
+        limit: float,
+        leave: Callable[[str, Sequence[int], dist.Store | None], None],
     ) -> None:
         self._launch, self._leave = launch, leave
         self._limit = max(limit, SHORTEST_SECONDS)
@@ -63,7 +68,7 @@ class Heartbeat:
                 if lost:
                     self._stop.set()  # one message: the other thread would take what follows for the store's silence
                     since = min(silences[other].since for other in lost)
-                    self._leave(f"no sign of life from {self._describe(lost)} {self._since(since)}", self._store)
+                    self._leave(f"no sign of life from {self._describe(lost)} {self._since(since)}", lost, self._store)
                     return
         except dist.DistError:
             pass  # the store is gone, which the other thread notices
@@ -88,7 +93,7 @@ class Heartbeat:
     def _since(self, moment: float) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
         return (
-            f"since {when}, for {self._limit:g} s (collective_timeout_seconds): "
+            f"since {when}, for nearly {self._limit:g} s (collective_timeout_seconds): "
             "killed or stopped, or its node or the network is gone"
         )
 
@@ -100,14 +105,15 @@ class Heartbeat:
                 self._stop.set()
                 server = "rank 0, which serves the ranks' store," if self._launch.hosts_store else "torchrun's store"
                 where = f"{self._launch.address}:{self._launch.port}"
-                self._leave(f"no answer from {server} at {where} {self._since(silence.since)}", None)
+                self._leave(f"no answer from {server} at {where} {self._since(silence.since)}", [], None)
                 return
 
 
 class Silence:
     """For how many looks a number has stayed the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = LOST_AFTER) -> None:
+        self.limit = limit
         self.number, self.looks = -1, 0
         self.since = time.time()  # the first look that found the present number
 
@@ -116,4 +122,4 @@ class Silence:
         if number != self.number:
             self.number, self.looks, self.since = number, 0, time.time()
         self.looks += 1
-        return self.looks > LOOKS
+        return self.looks > self.limit

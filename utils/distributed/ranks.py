@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -24,9 +24,18 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from utils.distributed.collectives import CollectiveWatch, Record, explain_hang, switch_on_recorder, write_records
 from utils.distributed.heartbeat import Heartbeat
 from utils.distributed.launch import Launch, find_launch, name_ranks
-from utils.distributed.rendezvous import GRACE_SECONDS, ROLL_CALL_SECONDS, Failure, Meeting, claim
+from utils.distributed.rendezvous import (
+    GRACE_SECONDS,
+    ROLL_CALL_SECONDS,
+    Failure,
+    Meeting,
+    answer,
+    claim,
+    gather_answers,
+)
 from utils.distributed.world import World, choose_device
 from utils.errors import LOST_RANK, ConfigError, ExpectedError, Stopped, explain
 from utils.files import write_atomically
@@ -34,8 +43,16 @@ from utils.files import write_atomically
 LEAVE_SECONDS = 2 * (GRACE_SECONDS + ROLL_CALL_SECONDS)  # at most, from a failure's message to the end of the process
 
 
-def run_ranks(action: Callable[[World], None], device: str, start_timeout: float, collective_timeout: float) -> int:
+def run_ranks(
+    action: Callable[[World], None],
+    device: str,
+    start_timeout: float,
+    collective_timeout: float,
+    folder: Path | None = None,
+) -> int:
     """Run `action` as this process's rank and return the exit status, which is the same for all ranks.
+
+    `folder`, where it exists, gets what the ranks last did when they wait for each other in vain.
 
     Whatever it raises is printed in one place only, an `ExpectedError` without traceback. With several ranks a failure
     does not return but ends the process, since other threads may hang in a collective.
@@ -47,7 +64,8 @@ def run_ranks(action: Callable[[World], None], device: str, start_timeout: float
         return error.exit_status
     failure = Failure(0, "")
     if launch.world_size > 1:
-        failure = _run_among_others(action, device, launch, start_timeout, timedelta(seconds=collective_timeout))
+        timeout = timedelta(seconds=collective_timeout)
+        failure = _run_among_others(action, device, launch, start_timeout, timeout, folder)
     else:
         try:
             action(_join_world(device, launch))
@@ -60,17 +78,24 @@ def run_ranks(action: Callable[[World], None], device: str, start_timeout: float
 
 
 def _run_among_others(
-    action: Callable[[World], None], device: str, launch: Launch, start_timeout: float, timeout: timedelta
+    action: Callable[[World], None],
+    device: str,
+    launch: Launch,
+    start_timeout: float,
+    timeout: timedelta,
+    folder: Path | None,
 ) -> Failure:
     """Returns an orderly end's outcome; after a failure, ends the process."""
     _share_cores(launch.local_world_size)
+    switch_on_recorder()
     meeting, outcome = None, Failure(0, "")
     try:
         meeting = Meeting(launch, start_timeout)
         meeting.assemble()
         meeting.watch(partial(_end, meeting=meeting, launch=launch))
-        lose = partial(_end_for_lost_ranks, meeting=meeting, launch=launch)
-        heartbeat = Heartbeat(meeting.store, launch, timeout.total_seconds(), lose)
+        leave = partial(_end_for_silence, meeting=meeting, launch=launch, folder=folder)
+        heartbeat = Heartbeat(meeting.store, launch, timeout.total_seconds(), leave)
+        hangs = CollectiveWatch(meeting.store, timeout.total_seconds(), leave)
         world = _join_world(device, launch)
         backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
         store = dist.PrefixStore("group", meeting.store)
@@ -82,12 +107,13 @@ def _run_among_others(
             outcome = Failure(stopped.exit_status, str(stopped) if world.is_main else "")
         world.barrier()  # rank 0 may still be writing what the others need not wait for
         heartbeat.stop()
+        hangs.stop()
         meeting.stop_watching()
         gc.collect()  # DistributedDataParallel keeps threads that must not outlive the group
         dist.destroy_process_group()
         meeting.leave_last()
     except BaseException as error:
-        _end(_settle(error, meeting, launch), meeting, launch)
+        _end(_settle(error, meeting, launch, folder), meeting, launch)
     return outcome
 
 
@@ -136,7 +162,7 @@ def _describe(error: BaseException, launch: Launch) -> Failure:
     return Failure(1, f"{trace}\nerror: {who}{type(error).__name__}: {error}" if who else trace)
 
 
-def _settle(error: BaseException, meeting: Meeting | None, launch: Launch) -> Failure:
+def _settle(error: BaseException, meeting: Meeting | None, launch: Launch, folder: Path | None) -> Failure:
     """What this rank prints and leaves with, after agreeing with the others which failure was the first."""
     if threading.current_thread() is threading.main_thread():
         # torchrun and Slurm end the others as soon as one has failed: the seconds until this one has left are theirs
@@ -147,13 +173,16 @@ def _settle(error: BaseException, meeting: Meeting | None, launch: Launch) -> Fa
     if meeting is None:
         # no other rank can be asked; one of each node prints, since the reason is often the same for all of them
         return failure if launch.local_rank == 0 else Failure(failure.status, "")
+    meeting.ending.acquire(timeout=LEAVE_SECONDS)
     lost_rank = LOST_RANK.search(str(error)) is not None
     try:
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and lost_rank):
-            first, absent = meeting.call_the_roll()
+            first, records = meeting.call_the_roll()
             if first is not None:
                 return first
-            failure = Failure(1, f"error: rank {launch.rank}: {_explain_loss(error, absent)}")
+            absent = [rank for rank in range(launch.world_size) if rank not in records]
+            failure = claim(meeting.store, Failure(1, f"error: rank {launch.rank}: {_explain_loss(error, absent)}"))
+            return _add_collectives(failure, records, True, launch, folder)
         return claim(meeting.store, failure)
     except dist.DistError:
         return Failure(1, meeting.lost_store()) if lost_rank else failure
@@ -168,15 +197,40 @@ def _explain_loss(error: BaseException, absent: list[int]) -> str:
     return f"lost contact: {reason}" if LOST_RANK.search(reason) else reason
 
 
-def _end_for_lost_ranks(message: str, store: dist.Store | None, meeting: Meeting, launch: Launch) -> NoReturn:
-    """In a thread of the heartbeat: the main thread may wait for what never comes."""
+def _end_for_silence(
+    message: str, lost: Sequence[int], store: dist.Store | None, meeting: Meeting, launch: Launch, folder: Path | None
+) -> NoReturn:
+    """In a thread that watches, with its own connection to the store: the main thread may wait for what never comes."""
     failure = Failure(1, f"error: rank {launch.rank}: {message}")
     if store is None:
         _end(failure if launch.tells_for_its_node else Failure(1, ""), None, launch)
+    meeting.ending.acquire(timeout=LEAVE_SECONDS)
+    meeting.stop_watching()
     with suppress(dist.DistError):
+        answer(store, launch.rank)
         failure = claim(store, failure)
         store.set("alarm", "")
+        if failure.message:
+            here = [rank for rank in range(launch.world_size) if rank not in lost]
+            records = gather_answers(store, here, ROLL_CALL_SECONDS)
+            failure = _add_collectives(failure, records, False, launch, folder)
     _end(failure, meeting, launch)
+
+
+def _add_collectives(
+    failure: Failure, records: Mapping[int, Record], broken: bool, launch: Launch, folder: Path | None
+) -> Failure:
+    """The failure with what the ranks wait in; one rank of them all has a message, and writes it down for all."""
+    reason = explain_hang(records, launch.world_size, broken)
+    if not failure.message or not reason:
+        return failure
+    message = f"{failure.message}\n{reason}"
+    if folder is not None and folder.is_dir():
+        path = folder / "collectives.json"
+        with suppress(ExpectedError):  # a full disk may not keep the message back
+            write_records(path, message, records)
+            message += f"; all ranks' last collectives: {path}"
+    return Failure(failure.status, message)
 
 
 def _end(failure: Failure, meeting: Meeting | None, launch: Launch) -> NoReturn:

@@ -7,12 +7,13 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from utils.distributed.collectives import Record, take_record
 from utils.distributed.launch import Launch, name_ranks
 from utils.errors import ConfigError, ExpectedError
 
@@ -51,6 +52,7 @@ class Meeting:
         self._set_name("nobody")
         self._num_here = launch.world_size  # ranks that can still answer, as far as this one knows
         self._stop = threading.Event()
+        self.ending = threading.Lock()  # held by the thread that ends the process: nobody may cut its message off
 
     def _set_name(self, name: str) -> None:
         self._name, self.store = name, dist.PrefixStore(name, self._lobby)
@@ -197,7 +199,7 @@ class Meeting:
             while not store.check(["alarm"]):
                 if self._stop.wait(POLL_SECONDS):
                     return
-            store.set(f"present/{self.launch.rank}", "")
+            answer(store, self.launch.rank)
             failure = wait_for_failure(store, 2 * ROLL_CALL_SECONDS)
         except dist.DistError:
             pass  # the store is gone, and with it the process that served it: the main thread says so, if it can
@@ -214,18 +216,18 @@ class Meeting:
         """Ask every other rank to show that it is there, and to leave."""
         self.store.set("alarm", "")
 
-    def call_the_roll(self) -> tuple[Failure | None, list[int]]:
-        """What failed first, where a rank has said so; else the ranks that no longer answer."""
+    def call_the_roll(self) -> tuple[Failure | None, dict[int, Record]]:
+        """What failed first, where a rank has said so; else the records of the ranks that still answer."""
+        answer(self.store, self.launch.rank)
         self.raise_alarm()
-        absent = everyone = list(range(self.launch.world_size))
         until = time.monotonic() + ROLL_CALL_SECONDS
         while time.monotonic() < until:
             failure = wait_for_failure(self.store, POLL_SECONDS)
             if failure is not None:
-                return failure, []
-            absent = self._without(everyone, "present")
-        self._num_here -= len(absent)
-        return None, absent
+                return failure, {}
+        records = gather_answers(self.store, range(self.launch.world_size), 0)
+        self._num_here = len(records)
+        return None, records
 
     def leave_last(self) -> None:
         """Rank 0, where it serves the store, waits until the others have left or are given up."""
@@ -240,6 +242,21 @@ def _listen_on_loopback(port: int) -> int:
     """A socket for the store to serve and to close, where PyTorch's own would listen on every interface."""
     with socket.create_server((LOOPBACK, port)) as server:
         return server.detach()
+
+
+def answer(store: dist.Store, rank: int) -> None:
+    """To an alarm: this rank is there, and these were its last collectives."""
+    store.set(f"present/{rank}", take_record().encode())
+
+
+def gather_answers(store: dist.Store, ranks: Sequence[int], seconds: float) -> dict[int, Record]:
+    """The answers of these ranks to an alarm, as far as they come within that time."""
+    until = time.monotonic() + seconds
+    while True:
+        here = [rank for rank in ranks if store.check([f"present/{rank}"])]
+        if len(here) == len(ranks) or time.monotonic() >= until:
+            return {rank: Record.decode(store.get(f"present/{rank}")) for rank in here}
+        time.sleep(0.05)
 
 
 def claim(store: dist.Store, failure: Failure) -> Failure:
