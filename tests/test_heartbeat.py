@@ -94,7 +94,7 @@ def test_a_lost_rank_ends_all_others(tmp_path: Path, lost: int, number: int, age
     assert [process.status for process in ended] == [1, 1], ended
     (line,) = complaints(ended)
     process = (tmp_path / f"process-{lost}" / "stdout").read_text().strip()
-    since = r"since \d{4}-\d\d-\d\d [\d:]{8}, for nearly 4 s \(collective_timeout_seconds\): killed or stopped, or its node"
+    since = r"since \d{4}-\d\d-\d\d [\d:]{8}, for nearly 4 s \(collective_timeout_seconds\): killed or stopped"
     silent = rf"no sign of life from rank {lost} \(process {process} on \S+\) {since}"
     if lost == 0 and not agent_store:
         answer = rf"no answer from rank 0, which serves the ranks' store, at 127.0.0.1:{port} {since}"

@@ -2,7 +2,7 @@
 
     python -m tools.doctor                                          # this machine
     torchrun --nproc_per_node=8 -m tools.doctor                     # its ranks too: all-reduce, clocks, the slow one
-    srun --ntasks-per-node=8 python -m tools.doctor                 # the same over nodes
+    srun --ntasks-per-node=8 python -m tools.doctor --sweep         # over nodes; collectives of all sizes, all pairs
     python -m tools.doctor --nodes                                  # in a Slurm allocation: one process on every node
     python -m tools.doctor --compare node1.json node2.json          # what --json printed there: the slow node
 
@@ -33,6 +33,7 @@ from tools.doctor.compare import (
 from tools.doctor.finding import Finding, render, render_json, worst_level
 from tools.output import check_writable
 from utils.config import Config, load_config
+from utils.distributed.launch import find_launch
 from utils.errors import ConfigError, exit_in_a_line
 from utils.files import write_atomically
 from utils.program import module_command
@@ -51,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         findings = compare_documents(options.compare)
         print("\n".join(render(findings, worst_level(findings))))
         return int(worst_level(findings) in failing(options))
+    if options.sweep and find_launch(os.environ).world_size == 1:
+        raise ConfigError("--sweep: one process has nobody to talk to; start the doctor with torchrun or srun")
     check_writable("--save-baseline", options.save_baseline)
     baseline = None if options.baseline is None else read_document(options.baseline)
     config = load_config(options.yaml_config, options.config, options.set)
@@ -68,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if baseline is not None:  # refused before anything is measured
             now = Document(worst="ok", device=device, software=software, findings=[])
             check_comparable(f"this machine and {options.baseline}", now, baseline)
-        findings = examine(config, options.run_dir, world, time.perf_counter() - started)
+        findings = examine(config, options.run_dir, world, time.perf_counter() - started, options.sweep)
         if baseline is not None:
             now.findings = findings
             findings = [*findings, *compare_with_baseline(now, baseline)]
@@ -104,6 +107,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="examine nothing, but compare the figures in what --json printed on several nodes",
     )
+    parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help="measure all-reduce, all-gather, reduce-scatter at all sizes, and all pairs",
+    )
     parser.add_argument("--save-baseline", type=Path, metavar="FILE", help="keep this examination's figures")
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="fail for what is 15 %% slower than it was then")
     parser.add_argument("--strict", action="store_true", help="a warning counts as a failure: exit status 1")
@@ -117,14 +125,15 @@ def _on_every_node(arguments: list[str]) -> list[str]:
     return ["srun", "--ntasks-per-node=1", *module_command("doctor"), *rest]
 
 
-def examine(config: Config, run_dir: Path, world: "World", seconds_to_meet: float) -> list[Finding]:
-    """Collective: all checks of all ranks."""
+def examine(config: Config, run_dir: Path, world: "World", seconds_to_meet: float, sweep: bool) -> list[Finding]:
+    """Collective: all checks of all ranks; `sweep` adds all sizes of all collectives, and every pair of nodes."""
     from tools.bench.limits import all_reduce
     from tools.doctor.devices import TRIALS, arithmetic, check_rates, device_checks
     from tools.doctor.gpus import gpu_checks
     from tools.doctor.hardware import hardware_checks
     from tools.doctor.machine import machine_checks, software_versions
     from tools.doctor.ranks import check_all_reduce, check_clocks, check_meeting, check_versions, clock_offsets
+    from tools.doctor.sweep import find_expected_rate, sweep_checks
 
     host, first = socket.gethostname(), world.local_rank == 0
     findings = machine_checks(config, run_dir, world) + hardware_checks() if first else []
@@ -138,7 +147,9 @@ def examine(config: Config, run_dir: Path, world: "World", seconds_to_meet: floa
         everything += check_rates(rates, "slow rank")
         everything += [check_versions(world.gather((f"rank {world.rank} on {host}", software_versions())))]
         everything += [check_meeting(seconds_to_meet, world.world_size), check_clocks(clock_offsets(world))]
-        everything += [check_all_reduce(all_reduce(world.device, TRIALS).median, world)]
+        expected = find_expected_rate(world)
+        everything += [check_all_reduce(all_reduce(world.device, TRIALS).median, world, expected)]
+        everything += sweep_checks(world, expected) if sweep else []
     return everything
 
 

@@ -177,6 +177,16 @@ def check_infiniband(infiniband: Path) -> Finding:
     return Finding("infiniband", "ok", up)
 
 
+def active_port_rates(infiniband: Path) -> list[float]:
+    """Gb/s of every port that is up."""
+    rates = []
+    for port in infiniband.glob("*/ports/*"):
+        found = re.match(r"([\d.]+) Gb/sec", _read(port / "rate") or "")
+        if found and (_read(port / "state") or "").endswith("ACTIVE"):
+            rates.append(float(found[1]))
+    return rates
+
+
 def read_kernel_log(log: Path) -> str | None:
     """All messages that the kernel still has; None where they may not be read."""
     try:

@@ -10,7 +10,7 @@ from tools.doctor.finding import Finding
 if TYPE_CHECKING:
     from utils.distributed.world import World
 
-SLOW_ALL_REDUCE = 3.0  # GB/s: less than one card of 25 Gb/s reaches
+SLOW_BUS = 3.0  # GB/s, where the link's sheet is not known: less than one card of 25 Gb/s reaches
 
 
 def check_meeting(seconds: float, world_size: int) -> Finding:
@@ -57,10 +57,15 @@ def check_clocks(offsets: Sequence[float], allowed: float = 1.0) -> Finding:
     return Finding("clocks", "ok", seen)
 
 
-def check_all_reduce(rate: float, world: "World") -> Finding:
-    """The bandwidth that gradients get, GB/s."""
-    seen, figures = f"100 MB over {world.world_size} ranks: {rate:.2f} GB/s", {"GB/s": rate}
-    if world.device.type == "cuda" and rate < SLOW_ALL_REDUCE:
+def check_all_reduce(rate: float, world: "World", expected: tuple[float, str] | None) -> Finding:
+    """The bandwidth that gradients get, GB/s, and what the links should give: `sweep.expected_rate`."""
+    bus = 2 * (world.world_size - 1) / world.world_size * rate
+    seen = f"100 MB over {world.world_size} ranks: {rate:.2f} GB/s, {bus:.2f} GB/s on the bus"
+    figures = {"GB/s": rate}
+    limit, by = SLOW_BUS, ""
+    if expected is not None:
+        limit, by = expected[0] / 3, f", less than a third of the {expected[0]:g} GB/s of {expected[1]}"
+    if world.device.type == "cuda" and bus < limit:
         remedy = "NCCL_DEBUG=INFO prints which network it took; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose another"
-        return Finding("all-reduce", "warn", seen, remedy, figures=figures)
+        return Finding("all-reduce", "warn", seen + by, remedy, figures=figures)
     return Finding("all-reduce", "ok", seen, figures=figures)

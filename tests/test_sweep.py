@@ -1,0 +1,130 @@
+"""The doctor's sweep over collectives and pairs: bandwidths as nccl-tests defines them, and who is slow."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from processes import run_job
+
+from tools.doctor import __main__ as doctor
+from tools.doctor.finding import worst_level
+from tools.doctor.hardware import active_port_rates
+from tools.doctor.sweep import (
+    Measured,
+    Pair,
+    check_pairs,
+    check_sweep,
+    expected_rate,
+    format_bytes,
+    measure_pairs,
+    rounds,
+    sweep,
+)
+from utils.distributed.ranks import run_ranks
+from utils.distributed.world import World
+
+
+@pytest.mark.parametrize("count", range(2, 10))
+def test_every_two_ranks_meet_once_and_none_is_asked_twice_in_a_round(count: int) -> None:
+    ranks = list(range(10, 10 + count))
+    found = rounds(ranks)
+    assert len(found) == count - 1 + count % 2
+    for meetings in found:
+        busy = [rank for pair in meetings for rank in pair]
+        assert len(busy) == len(set(busy))
+    pairs = [pair for meetings in found for pair in meetings]
+    assert sorted(pairs) == [(a, b) for a in ranks for b in ranks if a < b]
+
+
+def measure(out: str) -> int:
+    """As one of three ranks."""
+
+    def action(world: World) -> None:
+        found, pairs = sweep(world, (8, 4096, 2**20)), measure_pairs(world, 2**16)
+        if world.is_main:
+            Path(out).write_text(json.dumps([found, pairs]))
+
+    return run_ranks(action, "cpu", 60, 600)
+
+
+def test_three_ranks(tmp_path: Path) -> None:
+    ended = run_job(tmp_path, 3, measure, str(tmp_path / "out.json"))
+    assert [process.status for process in ended] == [0, 0, 0], ended
+    found, pairs = json.loads((tmp_path / "out.json").read_text())
+    measured = [Measured(*one) for one in found]
+    # whole numbers of float32 on every rank
+    assert [(one.name, one.size) for one in measured] == [
+        (name, size) for name in ("all-reduce", "all-gather", "reduce-scatter") for size in (12, 4092, 1048572)
+    ]
+    assert [one.bus_factor for one in measured] == pytest.approx([4 / 3] * 3 + [2 / 3] * 6)
+    assert all(one.seconds > 0 for one in measured)
+    assert sorted((a, b) for a, b, _ in pairs) == [(0, 1), (0, 2), (1, 2)]
+    assert all(rate > 0 for _, _, rate in pairs)
+
+
+def test_bandwidths_are_those_of_nccl_tests() -> None:
+    """8 ranks, 1 GB in 10 ms: 100 GB/s by algorithm, 175 GB/s on the bus of an all-reduce."""
+    (finding,) = check_sweep([Measured("all-reduce", 10**9, 0.01, 2 * 7 / 8)], None)
+    assert finding.message == "all-reduce of 1 GB: 100 GB/s by algorithm, 175 GB/s on the bus; 1 GB: 10,000 us"
+    assert finding.figures == {"all-reduce of 1 GB, bus GB/s": pytest.approx(175)}
+
+
+def test_a_node_without_its_nvlink_fails() -> None:
+    expected = expected_rate("NVIDIA H200", False, [])
+    assert expected == (450.0, "NVLink of H200")
+    levels = [
+        worst_level(check_sweep([Measured("all-reduce", 10**9, 10**9 / (rate * 1e9), 1.0)], expected))
+        for rate in (20.0, 224.0, 226.0)
+    ]
+    assert levels == ["fail", "fail", "ok"]
+
+
+def test_what_is_expected() -> None:
+    assert expected_rate("NVIDIA H100 PCIe", False, []) is None
+    assert expected_rate("NVIDIA H200 NVL", False, [400]) is None
+    assert expected_rate("Some GPU", False, [400]) is None
+    assert expected_rate("Some GPU", True, [400]) == (50.0, "1 InfiniBand port of the node")
+    assert expected_rate("NVIDIA H100 80GB HBM3", True, [400] * 8) == (400.0, "8 InfiniBand ports of the node")
+    assert expected_rate("NVIDIA H100 80GB HBM3", True, [400] * 16) == (450.0, "NVLink of H100")
+    assert expected_rate("NVIDIA H100 80GB HBM3", True, []) is None
+
+
+def test_rates_of_ports_that_are_up(tmp_path: Path) -> None:
+    for number, (state, rate) in enumerate(
+        [("4: ACTIVE", "400 Gb/sec (4X NDR)"), ("1: DOWN", "10 Gb/sec (4X SDR)"), ("4: ACTIVE", "odd")]
+    ):
+        port = tmp_path / f"mlx5_{number}" / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state + "\n")
+        (port / "rate").write_text(rate + "\n")
+    assert active_port_rates(tmp_path) == [400.0]
+    assert active_port_rates(tmp_path / "absent") == []
+
+
+def test_one_bad_cable_is_named() -> None:
+    names = {rank: f"node{rank}" for rank in range(4)}
+    pairs = [Pair(a, b, 1.0 if 2 in (a, b) else 40.0 + a) for meetings in rounds(range(4)) for a, b in meetings]
+    finding = check_pairs(pairs, names)
+    assert finding.level == "fail"
+    assert finding.message.endswith("; all with node2")
+    assert finding.remedy == "look at the cable, port and switch of node2"
+    # one pair alone says nothing of which end is bad
+    one = [pair._replace(rate=40.0 if pair != pairs[0] else 2.0) for pair in pairs]
+    first, second = names[pairs[0].first], names[pairs[0].second]
+    assert check_pairs(one, names).message.endswith(f"; slow: {first} and {second} 2 GB/s")
+    assert check_pairs([pair._replace(rate=40.0) for pair in pairs], names).level == "ok"
+
+
+def test_one_process_alone_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in [name for name in os.environ if name.startswith(("RANK", "WORLD_SIZE", "SLURM_"))]:
+        monkeypatch.delenv(name)
+    assert doctor.main(["--sweep"]) == 2
+    assert capsys.readouterr().err.startswith("error: --sweep: one process has nobody to talk to")
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"), [(8, "8 B"), (4096, "4.1 kB"), (2**20, "1.05 MB"), (2**30, "1.07 GB"), (10**12, "1e+03 GB")]
+)
+def test_sizes_in_words(size: int, shown: str) -> None:
+    assert format_bytes(size) == shown
