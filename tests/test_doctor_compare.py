@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 
 from tools.doctor import __main__ as doctor
-from tools.doctor import devices, gpus, hardware
-from tools.doctor.compare import Document, compare_documents
+from tools.doctor import compare, devices, gpus, hardware
+from tools.doctor.compare import Document
 from tools.doctor.finding import Finding, render_json, worst_level
 from utils.errors import ConfigError
 
 SOFTWARE = {"torch": "2.14.1", "driver": "580"}
+
+
+def compare_documents(paths: list[Path]) -> list[Finding]:
+    return compare.compare_documents({path: compare.read_document(path) for path in paths})
 
 
 def document(path: Path, *rates: tuple[str, float], device: str = "H200", torch: str = "2.14.1") -> Path:
@@ -87,3 +91,18 @@ def test_a_baseline_tells_what_has_become_slower(
     path.write_text(json.dumps(saved | {"device": "another"}))
     assert doctor.main([*same, "--baseline", str(path)]) == 2
     assert "cannot be compared: device" in capsys.readouterr().err
+
+
+def test_the_page_shows_nodes_by_checks_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A slow node is red in its figure; what nodes call themselves is no HTML."""
+    rates = {"a": 700.0, "b": 710.0, "<c>": 500.0}
+    paths = [document(tmp_path / f"{number}.json", item) for number, item in enumerate(rates.items())]
+    page = tmp_path / "page.html"
+    assert doctor.main(["--compare", *map(str, paths), "--html", str(page)]) == 1
+    assert capsys.readouterr().err == f"page: {page}\n"
+    text = page.read_text()
+    assert "<th>&lt;c&gt;</th><td class='number' style='background: hsl(6 60% 82%)'>500</td>" in text
+    assert "<th>a</th><td class='number' style='background: hsl(120 60% 82%)'>700</td>" in text
+    assert "<th>all together</th><td class='fail' title='ceilings, bf16" in text.replace("\n", "")
+    assert "<c>" not in text
+    assert doctor.main(["--compare", *map(str, paths), "--html", str(tmp_path / "absent" / "page.html")]) == 2

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=8 -m tools.doctor                     # its ranks too: all-reduce, clocks, the slow one
     srun --ntasks-per-node=8 python -m tools.doctor --sweep         # over nodes; collectives of all sizes, all pairs
     python -m tools.doctor --nodes                                  # in a Slurm allocation: one process on every node
-    python -m tools.doctor --compare node1.json node2.json          # what --json printed there: the slow node
+    python -m tools.doctor --compare a.json b.json --html page.html # what --json printed on nodes: the slow one
 
 Each line is ok, warn or fail, with the remedy. Exit status: 0 nothing failed, 1 something failed, 2 bad usage,
 130 interrupted.
@@ -48,8 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     if options.nodes:  # also in an interactive step of salloc; the processes of this srun are not given --nodes
         return subprocess.run(_on_every_node(sys.argv[1:] if argv is None else list(argv)), check=False).returncode
+    check_writable("--html", options.html)
     if options.compare:
-        findings = compare_documents(options.compare)
+        documents = [read_document(path) for path in options.compare]
+        findings = compare_documents(dict(zip(options.compare, documents, strict=True)))
+        if options.html is not None:
+            compared = [finding for finding in findings if finding.check == "comparison"]
+            everything = [finding for document in documents for finding in document.findings]
+            write_page(options.html, documents[0].model_copy(update={"findings": everything + compared}))
         print("\n".join(render(findings, worst_level(findings))))
         return int(worst_level(findings) in failing(options))
     if options.sweep and find_launch(os.environ).world_size == 1:
@@ -81,11 +87,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(document if options.json else "\n".join(render(findings, worst)))
             if options.save_baseline is not None:
                 write_atomically(options.save_baseline, document.encode())
+            if options.html is not None:
+                write_page(options.html, Document.model_validate_json(document))
 
     # auto where cuda is asked for: what keeps it from use is a finding
     device = "auto" if config.device == "cuda" else config.device
     status = run_ranks(look, device, config.start_timeout_seconds, config.collective_timeout_seconds)
     return status or int(worst in failing(options))
+
+
+def write_page(path: Path, document: Document) -> None:
+    """`--html`."""
+    from tools.doctor.page import render_page
+
+    write_atomically(path, render_page(document).encode())
+    print(f"page: {path}", file=sys.stderr)
 
 
 def failing(options: argparse.Namespace) -> tuple[str, ...]:
@@ -114,6 +130,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--save-baseline", type=Path, metavar="FILE", help="keep this examination's figures")
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="fail for what is 15 %% slower than it was then")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also as a page: nodes by checks, in colours")
     parser.add_argument("--strict", action="store_true", help="a warning counts as a failure: exit status 1")
     return parser
 

@@ -4,7 +4,7 @@ A document is what `python -m tools.doctor --json` prints. No torch.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -54,11 +54,12 @@ def read_document(path: Path) -> Document:
         raise ConfigError(f"{path}: is no document of the doctor; python -m tools.doctor --json writes one") from None
 
 
-def compare_documents(paths: Sequence[Path]) -> list[Finding]:
+def compare_documents(read: Mapping[Path, Document]) -> list[Finding]:
     """Each figure over all nodes of these documents; `ConfigError` where they are of other devices or software."""
-    documents = [read_document(path) for path in paths]
-    for path, document in zip(paths[1:], documents[1:], strict=True):
-        check_comparable(f"{path} and {paths[0]}", document, documents[0])
+    (first, reference), *others = read.items()
+    for path, document in others:
+        check_comparable(f"{path} and {first}", document, reference)
+    documents = list(read.values())
     names = dict.fromkeys(chain.from_iterable(document.figures() for document in documents))
     findings = [
         _over_nodes(name, list(chain.from_iterable(document.figures().get(name, ()) for document in documents)))

@@ -1,0 +1,67 @@
+"""The doctor's findings as a page: nodes by checks, and nodes by figures, in colours."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tools.doctor.compare import Document
+from tools.doctor.finding import Finding, worst_level
+
+PAGE = Path(__file__).with_name("page.html")  # a template of Jinja2, which PyTorch needs too
+TOGETHER = "all together"  # the row of what was found out by all nodes
+WORST = 0.7  # of the median: the colour is red
+
+
+class Level(NamedTuple):
+    """A cell of the table of checks; the message shows when the pointer rests on it."""
+
+    level: str
+    message: str
+
+
+class Value(NamedTuple):
+    """A cell of the table of figures; no hue where there is no value."""
+
+    text: str
+    hue: int | None  # degrees: 0 red, 120 green
+
+
+def render_page(document: Document) -> str:
+    """The whole page, which needs no other file."""
+    from jinja2 import Environment, StrictUndefined
+
+    findings = document.findings
+    checks = list(dict.fromkeys(finding.check for finding in findings))
+    places = list(dict.fromkeys(finding.where or TOGETHER for finding in findings))
+    figures = {
+        name: dict(values)
+        for name, values in document.figures().items()
+        if any(where for where, _ in values)  # pairs of nodes are no column of their own
+    }
+    rows = list(dict.fromkeys(where for values in figures.values() for where in values))
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE.read_text(encoding="utf-8"))
+    counts = ", ".join(f"{sum(one.level == level for one in findings)} {level}" for level in ("ok", "warn", "fail"))
+    versions = ", ".join(f"{name} {version}" for name, version in document.software.items())
+    return template.render(
+        title=f"Doctor: {worst_level(findings)}",
+        summary=f"{document.device}; {versions}. {counts}.",
+        complaints=sorted((one for one in findings if one.level != "ok"), key=lambda one: one.level == "warn"),
+        checks=checks,
+        levels={place: [_level(findings, place, check) for check in checks] for place in places},
+        figures=list(figures),
+        values={row: [_value(values, row) for values in figures.values()] for row in rows},
+    )
+
+
+def _level(findings: Sequence[Finding], place: str, check: str) -> Level:
+    own = [finding for finding in findings if finding.check == check and (finding.where or TOGETHER) == place]
+    return Level(worst_level(own) if own else "", "\n".join(finding.message for finding in own))
+
+
+def _value(values: dict[str, float], row: str) -> Value:
+    value = values.get(row)
+    if value is None:
+        return Value("", None)
+    share = value / (statistics.median(values.values()) or 1)
+    return Value(f"{value:,.4g}", round(120 * min(1.0, max(0.0, (share - WORST) / (1 - WORST)))))
