@@ -1,13 +1,15 @@
 """tools.chaos: what it draws, that it finds out what goes wrong, and a small campaign."""
 
+import subprocess
+import sys
 import time
 
 import pytest
 
 from tests.conftest import ROOT
 from tools.attempts import Job
-from tools.chaos.__main__ import EPOCHS, MOST_FAULTS, STEPS_PER_EPOCH, main, meet_faults
-from tools.chaos.faults import KINDS, Fault, decode, draw, encode
+from tools.chaos.__main__ import EPOCHS, MOST_FAULTS, STEPS_PER_EPOCH, judge, main, meet_faults
+from tools.chaos.faults import KINDS, Fault, damage, decode, draw, encode
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
@@ -26,9 +28,12 @@ sys.exit(int(os.environ["STATUS"]))
 
 
 def test_the_same_seed_and_number_draw_the_same_and_all_kinds_come():
-    drawn = [draw(3, number, STEPS, 2, MOST_FAULTS) for number in range(300)]
-    assert drawn == [draw(3, number, STEPS, 2, MOST_FAULTS) for number in range(300)]
+    drawn = [draw(3, number, STEPS, 2, MOST_FAULTS, True) for number in range(300)]
+    assert drawn == [draw(3, number, STEPS, 2, MOST_FAULTS, True) for number in range(300)]
     assert {fault.kind for starts in drawn for faults in starts for fault in faults} == KINDS.keys()
+    forked = [draw(3, number, STEPS, 2, MOST_FAULTS, False) for number in range(300)]
+    not_there = KINDS.keys() - {fault.kind for starts in forked for faults in starts for fault in faults}
+    assert not_there == {"kill of torchrun"}
     for starts in drawn:
         steps = [fault.step for faults in starts for fault in faults]
         assert steps == sorted(set(steps)) and 1 <= len(steps) <= MOST_FAULTS
@@ -65,12 +70,43 @@ def test_a_start_that_left_no_record_is_found_out(tmp_path):
     assert found == ["2 starts in metrics.jsonl, 1 that trained"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "status", "said", "nproc", "finished", "named", "wrong"),
+    [
+        ("kill of a rank", -9, "", 1, False, True, 0),  # it cannot say anything
+        ("kill of a rank", -9, "", 2, False, False, 1),
+        ("kill of a rank", -9, "error: rank 0: lost contact: no answer from rank 1, killed perhaps", 2, False, True, 0),
+        ("USR1", 0, "", 1, True, True, 0),  # too late
+        ("USR1", 0, "", 1, False, False, 2),
+        ("write error", 1, "error: rank 1: a: cannot be written: Input/output error", 2, False, True, 0),
+        ("write error", 1, "error: rank 0: a: cannot be written: Input/output error", 2, False, False, 1),
+        ("throttled core", 1, "", 1, False, True, 1),
+    ],
+)
+def test_what_is_expected_of_a_start(kind, status, said, nproc, finished, named, wrong):
+    is_named, problems = judge([Fault(kind, 7, 1)], status, said, nproc, finished)
+    assert (is_named, len(problems)) == ([named], wrong), problems
+
+
+def test_torchrun_needs_several_ranks(capsys):
+    assert main(["--torchrun"]) == 2
+    assert capsys.readouterr().err == "error: --torchrun needs --nproc 2 or more\n"
+
+
+def test_a_checkpoint_is_damaged(tmp_path):
+    path = tmp_path / "step-1.pt"
+    for cut, expected in ((False, b"ab\x62d"), (True, b"ab")):
+        path.write_bytes(b"abcd")
+        damage(path, cut)
+        assert path.read_bytes() == expected
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_small_campaign(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(ROOT)
-    status = main(["--faults=1", "--seed=1", f"--work-dir={tmp_path}"])
-    out = capfd.readouterr().out
-    assert status == 0, out
-    assert "verdict: every run ended as the uninterrupted one" in out
+def test_a_small_campaign(tmp_path):
+    """In a process of its own, from which the ranks are forked."""
+    command = [sys.executable, "-m", "tools.chaos", "--faults=4", "--nproc=2", "--seed=1", f"--work-dir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "verdict: every run ended as the uninterrupted one" in done.stdout
     assert list(tmp_path.iterdir()) == []

@@ -35,6 +35,7 @@ from utils.distributed.launch import (
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError, Stopped
+from utils.files import FolderHeldError, lock_folder, sign_lock
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -188,6 +189,21 @@ def fail_on(rank: int, kind: str, others: str) -> int:
     return run_ranks(action, "cpu", 20, 60)
 
 
+def fail_on_the_main_process(folder: Path) -> int:
+    """Rank 0 finds its folder held, and says so later than the other ranks, which learn it from rank 0."""
+
+    def action(world: World) -> None:
+        try:
+            world.main_only(lambda: lock_folder(folder))
+        except FolderHeldError as error:
+            assert error.job == "7" and error.holder.endswith(", of the job 7")
+            if world.is_main:
+                time.sleep(0.5)
+            raise
+
+    return run_ranks(action, "cpu", 20, 60)
+
+
 def fail_like_nccl(rank: int) -> int:
     """One rank fails as NCCL does, while all still answer."""
     utils.distributed.rendezvous.GRACE_SECONDS = 0.5
@@ -272,6 +288,15 @@ def test_an_expected_failure_ends_all_and_is_told_once(tmp_path: Path, rank: int
     assert [process.status for process in ended] == [3, 3, 3]
     assert complaints(ended) == [f"error: rank {rank}: the disk is gone", "buy another"]
     assert max(process.seconds for process in ended) < 20
+
+
+def test_a_failure_of_the_main_process_is_not_blamed_on_another(tmp_path: Path) -> None:
+    with lock_folder(tmp_path / "run") as lock:
+        sign_lock(lock, "7")
+        ended = run_job(tmp_path, 2, fail_on_the_main_process, tmp_path / "run")
+    assert [process.status for process in ended] == [2, 2]
+    assert [line.partition(": /")[0] for line in complaints(ended)[:1]] == ["error: rank 0"]
+    assert len(complaints(ended)) == 2  # the second line names the holder
 
 
 def test_an_unforeseen_failure_shows_one_traceback(tmp_path: Path) -> None:

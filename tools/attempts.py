@@ -3,7 +3,9 @@
 For tools.verify_resume and tools.chaos. Needs Linux's /proc.
 """
 
+import argparse
 import os
+import random
 import re
 import signal
 import subprocess
@@ -13,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from tools.command_line import seconds
 from tools.follow import TRAIN
 from tools.history import read_records
 from utils.distributed.launch import torchrun_here
@@ -22,10 +25,21 @@ from utils.errors import ExpectedError
 
 METRICS = "metrics.jsonl"
 KINDS = ("step", "epoch", "end")  # records of metrics.jsonl that must be equal; the others record starts and stops
-TAG = "VERIFY_RESUME_RUN"  # marks every process of a run in its environment, orphans included
 # of metrics.jsonl: never the same twice
 TIMES = frozenset({"seconds", "epoch_seconds", "images_per_sec", "data_wait", "memory_gb"})
 TO_DIE = 30.0  # seconds that a process may take to end after SIGKILL
+
+
+class Started(Protocol):
+    """What of `subprocess.Popen` is needed here."""
+
+    returncode: int | Any  # typeshed's own spelling of "None until it has ended"
+
+    def poll(self) -> int | None:
+        """The exit status, None where it has not ended."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, once it has ended."""
 
 
 @dataclass(frozen=True)
@@ -49,27 +63,26 @@ class Job:
             start, environment = [sys.executable], {}
         return [*start, str(self.program or TRAIN), *self.train_arguments, f"--run-dir={folder}"], environment
 
+    def start(self, folder: Path, environment: Mapping[str, str], output: Path) -> Started:
+        """Start the run; all of its processes, orphans too, are known by their standard output."""
+        command, more = self.command(folder)
+        with output.open("wb") as file:
+            return subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env={**environment, **more}, start_new_session=True
+            )
+
 
 class Attempt:
     """One start of the run, in processes of its own; leaving the `with` block ends every one of them."""
 
     def __init__(self, job: Job, folder: Path) -> None:
         self.folder, self.deadline = folder, min(time.monotonic() + job.timeout, job.end)
-        self.log = folder.with_name(f"{folder.name}.output")
+        self.log = output_of(folder)
         self.status_file = folder.with_name(f"{folder.name}.status")
         self.status_file.unlink(missing_ok=True)
         self.starts_before = read_records(folder / METRICS, "start", "resume")
-        command, environment = job.command(folder)
-        environment = (
-            os.environ
-            | environment
-            | job.environment
-            | {TAG: str(folder), "TRAIN_EXIT_STATUS_FILE": str(self.status_file)}
-        )
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-            )
+        environment = os.environ | job.environment | {"TRAIN_EXIT_STATUS_FILE": str(self.status_file)}
+        self.process = job.start(folder, environment, self.log)
 
     def wait_until(self, reached: Callable[[], bool], pause: float = 0.001) -> bool:
         """Wait for something; False where the run ended before. `ExpectedError` where it hangs."""
@@ -85,7 +98,7 @@ class Attempt:
 
     def wait(self) -> int:
         """The run's exit status, as rank 0 wrote it where torchrun would turn every failure into 1."""
-        self.wait_until(lambda: self.process.poll() is not None)
+        self.wait_until(lambda: self.process.poll() is not None, pause=0.01)
         written = self.status_file.read_text().strip() if self.status_file.exists() else ""
         return int(written) if written and self.process.returncode >= 0 else self.process.returncode
 
@@ -167,18 +180,20 @@ def _records(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
 
 
+def output_of(folder: Path) -> Path:
+    """Where the processes of the run in `folder` write what they have to say."""
+    return folder.with_name(f"{folder.name}.output")
+
+
 def find_processes(folder: Path) -> dict[int, bytes]:
     """Every process of the run in `folder`, with its environment; of this machine's /proc."""
-    mark = f"{TAG}={folder}\0".encode()
+    output = os.path.realpath(output_of(folder))
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            try:
-                environment = (entry / "environ").read_bytes()
-            except OSError:
-                continue
-            if mark in environment:
-                found[int(entry.name)] = environment
+            with suppress(OSError):
+                if os.readlink(entry / "fd/1") == output:
+                    found[int(entry.name)] = (entry / "environ").read_bytes()
     return found
 
 
@@ -220,3 +235,17 @@ def kill_all(folder: Path) -> None:
         for process in processes:
             send(process, signal.SIGKILL)
         time.sleep(0.01)
+
+
+def add_limits(parser: argparse.ArgumentParser, timeout: float) -> None:
+    """The options of what starts runs in order to interrupt them; `timeout`: seconds, of one start."""
+    parser.add_argument("--seed", type=int, metavar="S", help="of what is drawn (default: drawn itself, and printed)")
+    for option, default, what in (("--timeout", timeout, "one start"), ("--total-timeout", 86400.0, "everything")):
+        help_text = f"{what} may take this long (default: {default:g})"
+        parser.add_argument(option, type=seconds, default=default, metavar="SECONDS", help=help_text)
+    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="where the runs are written (default: temporary)")
+
+
+def choose_seed(given: int | None) -> int:
+    """That of `--seed`, or a drawn one."""
+    return random.SystemRandom().randrange(10**6) if given is None else given

@@ -23,8 +23,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.attempts import KINDS, METRICS, Attempt, Job, compare, find_ranks, kill_all, moved_aside, send
-from tools.command_line import add_config_arguments, add_count, new_parser, seconds
+from tools.attempts import (
+    KINDS,
+    METRICS,
+    Attempt,
+    Job,
+    add_limits,
+    choose_seed,
+    compare,
+    find_ranks,
+    kill_all,
+    moved_aside,
+    send,
+)
+from tools.command_line import add_config_arguments, add_count, new_parser
 from tools.history import read_records
 from utils.config import load_config
 from utils.errors import ConfigError, ExpectedError, Stopped, exit_in_a_line
@@ -148,7 +160,7 @@ def find_victims(attempt: Attempt, kill: Kill) -> list[int]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the verdict; returns the exit status."""
     options = parser().parse_args(argv)
-    seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
+    seed = choose_seed(options.seed)
     settings = ["log_to_screen=true", "log_to_tensorboard=false", "save_checkpoint=true", "deterministic=true"]
     settings += options.set  # the last one wins
     train = [f"--config={options.config}", f"--yaml_config={options.yaml_config}"]
@@ -190,11 +202,7 @@ def parser() -> argparse.ArgumentParser:
     add_count(parser, "--kills", 5, "interruptions in all")
     parser.add_argument("--signal", choices=("KILL", "TERM", "USR1"), default="KILL", help="(default: KILL)")
     add_count(parser, "--nproc", 1, "processes, started by torchrun", "K")
-    parser.add_argument("--seed", type=int, metavar="S", help="of the moments and victims (default: drawn and printed)")
-    for option, default, what in (("--timeout", 1800.0, "one start"), ("--total-timeout", 86400.0, "everything")):
-        help_text = f"{what} may take this long (default: {default:g})"
-        parser.add_argument(option, type=seconds, default=default, metavar="SECONDS", help=help_text)
-    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="where the runs are written (default: temporary)")
+    add_limits(parser, 1800.0)
     return parser
 
 

@@ -28,6 +28,7 @@ class ExpectedError(Exception):
     """Something foreseeable went wrong; the message names the thing, the value, what is allowed and the remedy."""
 
     exit_status = 1
+    rank: int | None = None  # where it happened, if several ranks raise what happened to one
 
 
 class ConfigError(ExpectedError):

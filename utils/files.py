@@ -21,11 +21,11 @@ from utils.errors import ConfigError, ExpectedError
 
 
 class FolderHeldError(ConfigError):
-    """Another process holds a run's folder, for the job of that name."""
+    """Another process holds a run's folder: `holder`, in words, for the job of that name; "" where it is not known."""
 
-    def __init__(self, message: str, job: str) -> None:
-        super().__init__(message)
-        self.job = job
+    def __init__(self, message: str, job: str = "", holder: str = "") -> None:  # unpickled with the message alone
+        super().__init__(f"{message}\nit is {holder}" if holder else message)
+        self.job, self.holder = job, holder
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -121,10 +121,9 @@ def lock_folder(folder: Path) -> IO[str]:
             with lock:
                 lock.seek(0)
                 job, _, process = lock.read().partition("\n")
-            holder = f"\nit is {process}{f', of the job {job}' if job else ''}" if process else ""
-            raise FolderHeldError(
-                f"{folder}: another run is writing here; wait for it or choose another --run-dir{holder}", job
-            ) from None
+            holder = f"{process}, of the job {job}" if job and process else process
+            message = f"{folder}: another run is writing here; wait for it or choose another --run-dir"
+            raise FolderHeldError(message, job, holder) from None
         except OSError as error:
             raise ConfigError(
                 f"{folder}: its file system cannot lock a file ({error.strerror}), so two runs could share the folder; "

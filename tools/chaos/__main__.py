@@ -1,47 +1,53 @@
 """Draw faults, let runs meet them, and check that each run ends as an uninterrupted one, and says what happened.
 
-    python -m tools.chaos --faults 30 --seed 1
+    python -m tools.chaos --faults 300 --seed 1
     python -m tools.chaos --faults 30 --seed 1 --nproc 2 --only 7
+    python -m tools.chaos --faults 30 --seed 1 --nproc 2 --torchrun
 
-Each run meets up to three faults: kills of a rank or of torchrun, signals and storms of them, a process that is stopped
-for a while, a clock set back, disks that are full, read-only or broken, a newest checkpoint that is damaged or cannot
-be read. They strike after drawn steps, so that the same seed and number give the same run again (`--only NUMBER`). The
-same command is started until the run is finished. Then final weights, optimizer, random states and metrics.jsonl must
-equal the uninterrupted run's; every start must have ended with the expected status and have named its fault, in one
-error message at most; no process, temporary file or lock may be left, and the starts in metrics.jsonl must be those
-that trained.
+Each run meets up to eight faults: kills of a rank, of a loader's worker, of torchrun, signals and storms of them, a
+process that is stopped for a while or gets little of its core, a clock set back, disks that are full, read-only or
+broken, a newest checkpoint that is damaged or cannot be read. They strike after drawn steps, so that the same seed and
+number give the same run again (`--only NUMBER`), up to the moment at which a signal arrives. The same command is
+started until the run is finished. Then final weights, optimizer, random states and metrics.jsonl must equal the
+uninterrupted run's; every start must have ended with the expected status and have named its fault, in one error
+message at most and with the rank's name; no process, temporary file or lock may be left, and the starts in
+metrics.jsonl must be those that trained.
+
+Ranks are forked from this process, which takes tenths of a second. With --torchrun, torchrun starts them, in seconds.
 """
 
 import argparse
 import fcntl
 import json
-import random
+import os
 import re
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tools.attempts import KINDS as RECORDS
-from tools.attempts import METRICS, Attempt, Job, compare, find_processes
-from tools.chaos.faults import KINDS, Fault, draw, encode
-from tools.command_line import add_count, new_parser, seconds
+from tools.attempts import METRICS, Attempt, Job, add_limits, choose_seed, compare, find_processes
+from tools.chaos.faults import KINDS, Fault, damage, draw, encode
+from tools.chaos.forked import ForkedJob
+from tools.command_line import add_count, new_parser
 from tools.history import read_records
 from tools.output import print_table
-from utils.errors import ExpectedError, exit_in_a_line
+from utils.errors import ConfigError, ExpectedError, exit_in_a_line
 
+SHARED_MEMORY = "/dev/shm"
 VICTIM = Path(__file__).with_name("victim.py")
 PYTORCHS_OWN = ("torchinductor_", "torchelastic_")  # its cache, and an empty folder of each torchrun: it keeps both
-EPOCHS, STEPS_PER_EPOCH, MOST_FAULTS = 2, 8, 3
+EPOCHS, STEPS_PER_EPOCH, MOST_FAULTS = 2, 16, 8
 SETTINGS = {
-    "dataset": "shapes", "num_classes": 10, "data_loader": "device", "device": "cpu", "model": "resnet8",
-    "batch_size": 32, "valid_batch_size_per_gpu": 100, "limit_train_batches": STEPS_PER_EPOCH,
+    "dataset": "shapes", "num_classes": 10, "data_loader": "torchvision", "num_data_workers": 1, "device": "cpu",
+    "model": "resnet8", "batch_size": 8, "valid_batch_size_per_gpu": 20, "limit_train_batches": STEPS_PER_EPOCH,
     "limit_valid_batches": 1, "max_epochs": EPOCHS, "log_freq": 1, "log_to_tensorboard": False, "deterministic": True,
-    "checkpoint_every_steps": 2, "keep_checkpoints": 2,
+    "checkpoint_every_steps": 2, "keep_checkpoints": 3, "collective_timeout_seconds": 60,
 }  # fmt: skip
 
 
@@ -56,14 +62,15 @@ def campaign(job: Job, seed: int, numbers: Iterator[int], faults: int, work: Pat
     problems: list[str] = []
     for number in numbers:
         folder = work / f"run-{number}"
-        met, wrong = meet_faults(job, draw(seed, number, EPOCHS * STEPS_PER_EPOCH, job.nproc, MOST_FAULTS), folder)
+        steps, torchrun = EPOCHS * STEPS_PER_EPOCH, not isinstance(job, ForkedJob)
+        met, wrong = meet_faults(job, draw(seed, number, steps, job.nproc, MOST_FAULTS, torchrun), folder)
         wrong += [f"differs: {difference}" for difference in compare(uninterrupted, folder)] if not wrong else []
         wrong += find_leftovers(folder)
         for fault, named in met:
             counts.update([f"{fault.kind}: met"])
             counts.update([f"{fault.kind}: survived"] * (not wrong) + [f"{fault.kind}: named"] * named)
         told = ", ".join(f"{fault.kind} after step {fault.step}" for fault, _ in met) or "none struck"
-        print(f"run {number}: {told}: {'; '.join(wrong) or 'as expected'}", flush=True)
+        print(f"run {number}: {told}: {'UNEXPECTED' if wrong else 'as expected'}", flush=True)
         problems += [f"run {number}: {problem}" for problem in wrong]
         if not wrong:
             shutil.rmtree(folder)
@@ -79,27 +86,18 @@ def meet_faults(job: Job, starts: list[list[Fault]], folder: Path) -> tuple[list
     wrong: list[str] = []
     trained = 0
     for faults in starts:
-        if any(fault.kind == "damaged checkpoint" for fault in faults):
-            damage_newest(folder)
+        for fault in faults:
+            if fault.kind in ("damaged checkpoint", "cut-off checkpoint"):
+                damage(max((folder / "checkpoints").glob("step-*.pt")), cut=fault.kind.startswith("cut"))
         with Attempt(replace(job, environment=job.environment | encode(faults)), folder) as attempt:
             status = attempt.wait()
             wait_for_orphans(folder, attempt.deadline)
             trained += attempt.has_begun()
             said = attempt.log.read_text(errors="replace")
         struck = [fault for fault in faults if fault.mark in said]
-        ended_by = [fault for fault in struck if KINDS[fault.kind].statuses]
-        expected = KINDS[ended_by[-1].kind].statuses if ended_by else (0,)
-        if status not in expected:
-            wrong.append(
-                f"status {status} after {[fault.kind for fault in struck]}, expected {expected}: {said[-1500:]}"
-            )
-        for fault in struck:
-            pattern = KINDS[fault.kind].named.format(rank=fault.rank)
-            named = status < 0 or re.search(pattern, said) is not None
-            met.append((fault, named))
-            wrong += [] if named else [f"{fault.kind} is not named ({pattern!r}): {said[-1500:]}"]
-        errors = re.findall(r"^error: .*", said, re.MULTILINE)
-        wrong += [f"several messages: {errors}"] if len(errors) > 1 else []
+        named, problems = judge(struck, status, said, job.nproc, bool(read_records(folder / METRICS, RECORDS[-1])))
+        met += zip(struck, named, strict=True)
+        wrong += problems
         if wrong or status == 0:
             break
     records = len(read_records(folder / METRICS, "start", "resume"))
@@ -110,12 +108,26 @@ def meet_faults(job: Job, starts: list[list[Fault]], folder: Path) -> tuple[list
     return met, wrong
 
 
-def damage_newest(folder: Path) -> None:
-    """Change one byte of the newest checkpoint."""
-    path = max((folder / "checkpoints").glob("step-*.pt"))
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+def judge(struck: list[Fault], status: int, said: str, nproc: int, finished: bool) -> tuple[list[bool], list[str]]:
+    """Whether each fault of a start was named, or had nothing to be named for; and what was not as expected.
+
+    A fault may come when the training is `finished`, too late to end the start otherwise."""
+    wrong: list[str] = []
+    ended_by = [fault for fault in struck if KINDS[fault.kind].statuses]
+    expected = KINDS[ended_by[-1].kind].statuses if ended_by else (0,)
+    too_late = finished and status == 0
+    if status not in expected and not too_late:
+        wrong.append(f"status {status} after {[fault.kind for fault in struck]}, expected {expected}: {said[-800:]}")
+    all_named = []
+    for fault in struck:
+        pattern = KINDS[fault.kind].named.format(rank=fault.rank, who=f"rank {fault.rank}: " if nproc > 1 else "")
+        silent = status < 0 and (nproc == 1 or finished)  # a process that is killed says nothing
+        named = silent or (too_late and fault in ended_by) or re.search(pattern, said) is not None
+        all_named.append(named)
+        wrong += [] if named else [f"{fault.kind} is not named ({pattern!r}): {said[-800:]}"]
+    errors = re.findall(r"^error: .*", said, re.MULTILINE)
+    wrong += [f"several messages: {errors}"] if len(errors) > 1 else []
+    return all_named, wrong
 
 
 def wait_for_orphans(folder: Path, deadline: float) -> None:
@@ -137,12 +149,14 @@ def find_leftovers(folder: Path) -> list[str]:
     return left
 
 
-def show(counts: Counter[str]) -> None:
-    """A table by kind."""
-    rows = []
-    for kind in KINDS:
-        met, survived, named = (counts[f"{kind}: {what}"] for what in ("met", "survived", "named"))
-        rows.append([kind, *map(str, (met, survived, named, met - survived))])
+def show(counts: Counter[str], speaks: Mapping[str, bool]) -> None:
+    """A table by kind, and the sums. `speaks`: whether there is anything to be named, by kind."""
+    numbers = {kind: [counts[f"{kind}: {what}"] for what in ("met", "survived", "named")] for kind in speaks}
+    numbers["all"] = [sum(column) for column in zip(*numbers.values(), strict=True)]
+    rows = [
+        [kind, str(met), str(survived), str(named) if speaks.get(kind) else "-", str(met - survived)]
+        for kind, (met, survived, named) in numbers.items()
+    ]
     print_table("", ["fault", "met", "survived", "named right", "unexpected"], rows)
 
 
@@ -150,20 +164,28 @@ def show(counts: Counter[str]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table; returns the exit status."""
     options = parser().parse_args(argv)
-    seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
+    if options.torchrun and options.nproc == 1:
+        raise ConfigError("--torchrun needs --nproc 2 or more")
+    seed = choose_seed(options.seed)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads do not survive a fork
     work = Path(tempfile.mkdtemp(prefix="chaos-", dir=options.work_dir))
     temporary = work / "tmp"
     temporary.mkdir()
     train = ["--config=default", *(f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items())]
     end = time.monotonic() + options.total_timeout
-    job = Job(train, options.nproc, options.timeout, end, VICTIM, {"TMPDIR": str(temporary)})
+    kind = Job if options.torchrun else ForkedJob
+    job = kind(train, options.nproc, options.timeout, end, VICTIM, {"TMPDIR": str(temporary)})
+    shared = set(os.listdir(SHARED_MEMORY))
     numbers = iter(range(1, options.faults + 1) if options.only is None else [options.only])
     counts, problems = campaign(job, seed, numbers, options.faults, work)
     problems += [
         f"left behind in TMPDIR: {path.name}" for path in temporary.iterdir() if not path.name.startswith(PYTORCHS_OWN)
     ]
-    show(counts)
-    repeat = f"python -m tools.chaos --faults {options.faults} --nproc {options.nproc} --seed {seed}"
+    if options.alone:
+        problems += [f"left behind in {SHARED_MEMORY}: {name}" for name in {*os.listdir(SHARED_MEMORY)} - shared]
+    show(counts, {kind: bool(properties.named) for kind, properties in KINDS.items()})
+    how = f"--nproc {options.nproc}{' --torchrun' if options.torchrun else ''}"
+    repeat = f"python -m tools.chaos --faults {options.faults} {how} --seed {seed}"
     if problems:
         print("\n".join(problems))
         print(f"verdict: {len(problems)} UNEXPECTED; the runs are in {work}\nrepeat with: {repeat}")
@@ -178,13 +200,11 @@ def parser() -> argparse.ArgumentParser:
     statuses = "0 all as expected; 1 something unexpected; 2 usage; 130 interrupted. Needs Linux."
     parser = new_parser("chaos", __doc__, statuses)
     add_count(parser, "--faults", 10, "faults in all, at least")
-    add_count(parser, "--nproc", 1, "processes, started by torchrun", "K")
-    parser.add_argument("--seed", type=int, metavar="S", help="of kinds, moments, victims (default: drawn and printed)")
+    add_count(parser, "--nproc", 1, "ranks", "K")
+    parser.add_argument("--torchrun", action="store_true", help="let torchrun start them, and kill it, too")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="only the run of this number")
-    for option, default, what in (("--timeout", 300.0, "one start"), ("--total-timeout", 86400.0, "everything")):
-        help_text = f"{what} may take this long (default: {default:g})"
-        parser.add_argument(option, type=seconds, default=default, metavar="SECONDS", help=help_text)
-    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="where the runs are written (default: temporary)")
+    parser.add_argument("--alone", action="store_true", help="nothing else uses /dev/shm: check it, too")
+    add_limits(parser, 300.0)
     return parser
 
 

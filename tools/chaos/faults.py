@@ -1,22 +1,27 @@
 """The faults of a campaign: what each does to a rank, and how the start that it meets has to end.
 
-Each strikes right after a given optimizer step, so that the same number draws the same campaign again.
+Each strikes after a given optimizer step, so that the same number draws the same campaign again: what acts on the rank
+itself at once, what comes from outside (signals, stops) a drawn moment later, which may be in the next step, a
+validation or the write of a checkpoint.
 """
 
 import errno
 import json
+import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 VARIABLE = "CHAOS_FAULTS"  # the faults of one start, as JSON, for tools/chaos/victim.py
-STOPPED_SECONDS = 1.0
+STOPPED_SECONDS = 0.5
+LONGEST_DELAY = 0.04  # seconds: some steps
 
 
 @dataclass(frozen=True)
@@ -25,10 +30,12 @@ class Kind:
 
     strike: Callable[[], None]
     statuses: tuple[int, ...] = ()  # how the start may end; none: it goes on
-    named: str = ""  # what its output must say, as a regular expression; `{rank}` is the rank that it met
+    named: str = ""  # what its output must say, as a regular expression; `{rank}` is the rank that it met, `{who}`
+    # how messages of several ranks begin
     only_main: bool = False  # of what only the main process does
-    only_several: bool = False  # of what only torchrun has
+    only_torchrun: bool = False  # of what only torchrun has
     before: bool = False  # at the start, which has to have two checkpoints by then; not after a step
+    outside: bool = False  # comes at any moment
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,7 @@ class Fault:
     kind: str
     step: int
     rank: int
+    delay: float = 0.0  # seconds after the step
 
     @property
     def mark(self) -> str:
@@ -60,9 +68,19 @@ def _kill_torchrun() -> None:
         os.kill(parent, signal.SIGKILL)
 
 
-def _stop_for_a_while() -> None:
-    subprocess.Popen(["sh", "-c", f"sleep {STOPPED_SECONDS}; kill -CONT {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP)
+def _kill_worker() -> None:
+    """A loader's worker of this rank: the kernel kills them first where the memory is full."""
+    workers = multiprocessing.active_children()
+    os.kill(workers[0].pid or 0, signal.SIGKILL)
+
+
+def _in_a_shell(script: str) -> Callable[[], None]:
+    """From another process, as this one may be stopped."""
+
+    def strike() -> None:
+        subprocess.Popen(["sh", "-c", script, "sh", str(os.getpid())])
+
+    return strike
 
 
 def _set_clock_back() -> None:
@@ -84,6 +102,14 @@ def _fail_writes(number: int) -> Callable[[], None]:
     return strike
 
 
+def _fill_disk_of_logs() -> None:
+    """What is appended to the files of the run's folder that are open now meets a full disk, that of the kernel."""
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if Path(os.readlink(f"/proc/self/fd/{number}")).name in ("metrics.jsonl", "train.log"):
+                os.dup2(os.open("/dev/full", os.O_WRONLY), int(number))
+
+
 def _fail_read() -> None:
     """The newest checkpoint cannot be read by the next who tries."""
     from utils.run import checkpoint
@@ -99,41 +125,59 @@ def _fail_read() -> None:
     checkpoint.open_regular = fail_newest
 
 
-def _damage_newest() -> None:
+def _damaged() -> None:
     """Before the start: tools/chaos/__main__.py does it to the file."""
 
 
-STATUS_KILLED = (-signal.SIGKILL, 1)  # of the process, of torchrun above it
+KILLED = (-signal.SIGKILL, 1)  # of the process; of torchrun above it, or of a rank beside it
 BOTH = (signal.SIGUSR1, signal.SIGTERM)
+STOP = f"kill -STOP $1; sleep {STOPPED_SECONDS}; kill -CONT $1"
+THROTTLE = "for _ in 1 2 3 4 5 6 7 8 9 10; do kill -STOP $1; sleep 0.05; kill -CONT $1; sleep 0.005; done"
+NO_WRITE = "error: {who}.*cannot be written: "
 KINDS: Mapping[str, Kind] = {
-    "kill of a rank": Kind(_send(signal.SIGKILL), STATUS_KILLED, r"rank {rank}\b|SIGKILL"),
-    "kill of torchrun": Kind(_kill_torchrun, STATUS_KILLED, "", only_several=True),
-    "USR1": Kind(_send(signal.SIGUSR1), (75,), "stopped on SIGUSR1"),
-    "TERM": Kind(_send(signal.SIGTERM), (75,), "stopped on SIGTERM"),
-    "USR1 and TERM": Kind(_send(*BOTH), (75,), "stopped on SIG(USR1|TERM)"),
-    "a storm of signals": Kind(_send(*BOTH * 15), (75,), "stopped on SIG(USR1|TERM)"),
-    "stopped for a while": Kind(_stop_for_a_while),
+    "kill of a rank": Kind(_send(signal.SIGKILL), KILLED, r"rank {rank}\b", outside=True),
+    "kill of torchrun": Kind(_kill_torchrun, KILLED, only_torchrun=True, outside=True),
+    "kill of a worker": Kind(_kill_worker, (1,), "error: {who}loader worker .* was killed by SIGKILL"),
+    "USR1": Kind(_send(signal.SIGUSR1), (75,), "stopped on SIGUSR1", outside=True),
+    "TERM": Kind(_send(signal.SIGTERM), (75,), "stopped on SIGTERM", outside=True),
+    "USR1 and TERM": Kind(_send(*BOTH), (75,), "stopped on SIG(USR1|TERM)", outside=True),
+    "storm of signals": Kind(_send(*BOTH * 15), (75,), "stopped on SIG(USR1|TERM)", outside=True),
+    "stopped for a while": Kind(_in_a_shell(STOP), outside=True),
+    "throttled core": Kind(_in_a_shell(THROTTLE), outside=True),
     "clock set back": Kind(_set_clock_back),
-    "disk full": Kind(_fail_writes(errno.ENOSPC), (1,), "cannot be written: No space left on device", only_main=True),
-    "disk read-only": Kind(_fail_writes(errno.EROFS), (1,), "cannot be written: Read-only file system", only_main=True),
-    "write error": Kind(_fail_writes(errno.EIO), (1,), "cannot be written: Input/output error", only_main=True),
+    "disk full": Kind(_fail_writes(errno.ENOSPC), (1,), f"{NO_WRITE}No space left on device", only_main=True),
+    "disk of logs full": Kind(_fill_disk_of_logs, (1,), f"{NO_WRITE}No space left on device", only_main=True),
+    "disk read-only": Kind(_fail_writes(errno.EROFS), (1,), f"{NO_WRITE}Read-only file system", only_main=True),
+    "write error": Kind(_fail_writes(errno.EIO), (1,), f"{NO_WRITE}Input/output error", only_main=True),
     "read error": Kind(_fail_read, named="Passed over: .*Input/output error", only_main=True, before=True),
-    "damaged checkpoint": Kind(_damage_newest, named="Passed over: .*is damaged", only_main=True, before=True),
+    "damaged checkpoint": Kind(_damaged, named="Passed over: .*is damaged", only_main=True, before=True),
+    "cut-off checkpoint": Kind(_damaged, named="Passed over: .*is damaged", only_main=True, before=True),
 }
 
 
-def draw(seed: int, number: int, steps: int, nproc: int, most: int) -> list[list[Fault]]:
+def damage(path: Path, cut: bool) -> None:
+    """Change one byte of a checkpoint, or leave only its first half."""
+    content = bytearray(path.read_bytes())
+    if cut:
+        del content[len(content) // 2 :]
+    else:
+        content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def draw(seed: int, number: int, steps: int, nproc: int, most: int, torchrun: bool) -> list[list[Fault]]:
     """The faults of run `number`, at most `most`: a list for each start that one of them ends, and one for the last.
 
     `steps` are those of a whole run. No step has two, and none comes before the second checkpoint can be there."""
     source = random.Random(f"{seed}/{number}")
-    names = [name for name, kind in KINDS.items() if nproc > 1 or not kind.only_several]
+    names = [name for name, kind in KINDS.items() if torchrun or not kind.only_torchrun]
     starts: list[list[Fault]] = [[]]
     for step in sorted(source.sample(range(5, steps), source.randint(1, most))):
         allowed = [name for name in names if not KINDS[name].before or (len(starts) > 1 and not starts[-1])]
-        name = source.choice(allowed)
-        starts[-1].append(Fault(name, step, 0 if KINDS[name].only_main else source.randrange(nproc)))
-        if KINDS[name].statuses:
+        kind = KINDS[name := source.choices(allowed, [3 if KINDS[name].before else 1 for name in allowed])[0]]
+        rank, delay = source.randrange(nproc), source.uniform(0, LONGEST_DELAY)
+        starts[-1].append(Fault(name, step, 0 if kind.only_main else rank, delay if kind.outside else 0.0))
+        if kind.statuses:
             starts.append([])
     return starts
 

@@ -157,6 +157,8 @@ def _describe(error: BaseException, launch: Launch) -> Failure:
         return Failure(130, f"{who}interrupted; what was saved before is kept")
     expected = explain(error) if isinstance(error, Exception) else None
     if expected is not None:
+        if who and expected.rank is not None:  # that of another rank, which may come to say it later than this one
+            who = f"rank {expected.rank}: "
         return Failure(expected.exit_status, f"error: {who}{expected}")
     trace = "".join(traceback.format_exception(error)).rstrip()
     return Failure(1, f"{trace}\nerror: {who}{type(error).__name__}: {error}" if who else trace)

@@ -261,7 +261,7 @@ def gather_answers(store: dist.Store, ranks: Sequence[int], seconds: float) -> d
 
 def claim(store: dist.Store, failure: Failure) -> Failure:
     """Make this the failure of the run, or return the one that was first, without its message."""
-    mine = json.dumps(asdict(failure))
+    mine = json.dumps(asdict(failure) | {"by": uuid.uuid4().hex})  # two ranks may have the same to say
     first = store.compare_set("failure", "", mine).decode()
     return failure if first == mine else Failure(json.loads(first)["status"], "")
 

@@ -66,7 +66,7 @@ class World:
             try:
                 result = action()
             except ExpectedError as raised:
-                error = raised
+                error, raised.rank = raised, self.rank
         if (error := self.broadcast(error)) is not None:
             raise error
         return result

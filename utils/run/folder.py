@@ -111,7 +111,7 @@ def _lock_in_time(folder: Path, job: str, patience: float) -> tuple[IO[str], lis
             if held.job != job or time.monotonic() - began >= patience:
                 raise
             if not holder:
-                holder = str(held).rpartition("\nit is ")[2]
+                holder = held.holder or "which has not said who it is"
                 print(
                     f"{folder}: held by an earlier start of this job, {holder}; waiting up to {patience:g} s for it",
                     file=sys.stderr,

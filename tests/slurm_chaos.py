@@ -1,0 +1,368 @@
+"""Faults under Slurm: jobs of two nodes on the test cluster meet drawn faults, and must end as if nothing had been.
+
+    python -m tests.slurm_chaos --faults 100 --seed 1
+
+Needs root and tests/install_slurm.sh. What tools.chaos does to the ranks of one machine is done here to a job: signals
+to its script and its steps, its requeue, a scontrol that does not answer, a rank or a torchrun that is killed, a rank
+that is stopped, a node that is powered off, a link that is cut for a moment or for longer than Slurm waits. A job that
+Slurm or its script queues again goes on by itself; one that has FAILED, as it should, is submitted again. Two jobs run
+at once. At the end: COMPLETED 0:0, everything equal to the uninterrupted run, and nothing left behind.
+"""
+
+import argparse
+import fcntl
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.conftest import ROOT
+from tests.slurm_cluster import FINAL_STATES, SlurmCluster, wait_until, why_not
+from tools.attempts import METRICS, add_limits, choose_seed, compare
+from tools.chaos.__main__ import show
+from tools.command_line import add_count, new_parser
+from tools.history import read_records
+from utils.errors import ConfigError, exit_in_a_line
+
+NODES, AT_ONCE, MOST_FAULTS = 5, 2, 4
+EPOCHS, STEPS_PER_EPOCH = 2, 30
+SHORT_CUT, STOPPED = 1.5, 1.0  # seconds
+PATIENCE = 300.0  # seconds for whatever has to follow
+SETTINGS = {
+    "dataset": "shapes", "num_classes": 10, "data_loader": "device", "device": "cpu", "model": "resnet8",
+    "batch_size": 16, "valid_batch_size_per_gpu": 50, "limit_train_batches": STEPS_PER_EPOCH, "limit_valid_batches": 1,
+    "max_epochs": EPOCHS, "lr_warmup_epochs": 0, "log_freq": 1, "log_to_tensorboard": "false", "deterministic": "true",
+    "checkpoint_every_steps": 3, "collective_timeout_seconds": 25,
+}  # fmt: skip
+# train.py, but the images that it never trains on are not drawn, which would take a second.
+TRAIN = """
+import runpy, sys
+if "--print-config" not in sys.argv:
+    from utils.data import datasets
+    datasets.NUM_SHAPES_TRAIN, datasets.NUM_SHAPES_VALID = 640, 100
+runpy.run_path("{train}", run_name="__main__")
+"""
+# scontrol that fails as often as the file beside it says.
+SCONTROL = """#!/bin/bash
+left=$(cat "$0.fails" 2>/dev/null || echo 0)
+if ((left)); then echo $((left - 1)) >"$0.fails"; exit 1; fi
+exec {scontrol} "$@"
+"""
+
+
+class Run:
+    """One training, over all of its jobs."""
+
+    def __init__(self, cluster: SlurmCluster, project: Path, name: str) -> None:
+        self.cluster, self.project, self.folder = cluster, project, project / "expts" / name
+        self.output, self.commands = project / f"{name}.out", project / f"{name}.commands"
+        self.commands.mkdir()
+        (self.commands / "scontrol").write_text(SCONTROL.format(scontrol="/usr/bin/scontrol"))
+        (self.commands / "scontrol").chmod(0o755)
+        self.job = 0
+        self.submit()
+
+    def submit(self) -> None:
+        """The same command each time."""
+        path = f"{self.commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        options = ("--cpus-per-task=2", "--gpus-per-node=2", "--exclusive", f"--output={self.output}")
+        words = ["--config=default", f"--run-dir={self.folder}", *(f"--set={key}={SETTINGS[key]}" for key in SETTINGS)]
+        environment = {"PATH": path, "PROCESSES_PER_NODE": "1", "OMP_NUM_THREADS": "1", "SLURM_WAIT": "60"}
+        script = self.project / "submit_multinode.slr"
+        self.job = self.cluster.submit(script, *words, options=options, cwd=self.project, **environment)
+
+    def said(self) -> str:
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
+
+    def starts(self) -> int:
+        return len(read_records(self.folder / METRICS, "start", "resume"))
+
+    def ended(self) -> bool:
+        return self.cluster.job(self.job)["JobState"] in FINAL_STATES
+
+    def steps_since(self, starts: int) -> int:
+        """Steps since the start after that many; 0 before it."""
+        records = read_records(self.folder / METRICS, "start", "resume", "step")
+        begun = [number for number, record in enumerate(records) if record["kind"] != "step"]
+        return len(records) - begun[starts] - 1 if len(begun) > starts else 0
+
+    def nodes(self) -> list[str]:
+        """Those of the job, the head first."""
+        names = self.cluster.job(self.job)["NodeList"]
+        return self.cluster.client("scontrol", "show", "hostnames", names).split()
+
+    def processes(self, node: str, pattern: str) -> list[int]:
+        return [pid for pid, command in self.cluster.pids(node).items() if re.search(pattern, command)]
+
+
+RANK, AGENT = r"python\S* -u train\.py", r"python\S* -m tools\.torchrun"
+
+
+def _to_script(run: Run, node: int) -> None:
+    run.cluster.cancel(run.job, "-b", "-s", "USR1")
+
+
+def _to_steps(run: Run, node: int) -> None:
+    run.cluster.cancel(run.job, "-s", "TERM")
+
+
+def _to_both(run: Run, node: int) -> None:
+    _to_script(run, node)
+    _to_steps(run, node)
+
+
+def _storm(run: Run, node: int) -> None:
+    for _ in range(4):
+        _to_both(run, node)
+
+
+def _silence_scontrol(run: Run, node: int) -> None:
+    (run.commands / "scontrol.fails").write_text(str(1 + node))
+    _to_script(run, node)
+
+
+def _requeue(run: Run, node: int) -> None:
+    run.cluster.client("scontrol", "requeue", str(run.job))
+
+
+def _kill(pattern: str) -> Callable[[Run, int], None]:
+    def strike(run: Run, node: int) -> None:
+        os.kill(run.processes(run.nodes()[node], pattern)[0], signal.SIGKILL)
+
+    return strike
+
+
+def _stop(run: Run, node: int) -> None:
+    (rank, *_) = run.processes(run.nodes()[node], RANK)
+    os.kill(rank, signal.SIGSTOP)
+    time.sleep(STOPPED)
+    os.kill(rank, signal.SIGCONT)
+
+
+def _power_off(run: Run, node: int) -> None:
+    name = run.nodes()[node]
+    run.cluster.kill_node(name)
+    _wait_for_restart(run, name)
+    run.cluster.boot_node(name)
+
+
+def _cut(run: Run, node: int) -> None:
+    name = run.nodes()[node]
+    run.cluster.client("ip", "link", "set", f"v-{name}", "down")
+    time.sleep(SHORT_CUT)
+    run.cluster.client("ip", "link", "set", f"v-{name}", "up")
+
+
+def _cut_for_long(run: Run, node: int) -> None:
+    """The isolated rank has to end by itself."""
+    name = run.nodes()[node]
+    run.cluster.client("ip", "link", "set", f"v-{name}", "down")
+    _wait_for_restart(run, name)
+    wait_until(f"end of the isolated rank on {name}", PATIENCE, lambda: not run.processes(name, RANK))
+    run.cluster.client("ip", "link", "set", f"v-{name}", "up")
+
+
+def _wait_for_restart(run: Run, name: str) -> None:
+    before = int(run.cluster.job(run.job)["Restarts"])
+    wait_until(
+        f"restart without {name}", PATIENCE, lambda: run.ended() or int(run.cluster.job(run.job)["Restarts"]) > before
+    )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of fault: what it does to a node of a run, what follows, and what the log must say."""
+
+    strike: Callable[[Run, int], None]
+    then: str = "goes on"
+    named: str = ""  # `{node}` is that of the rank, `{rank}` its number
+
+
+LOST = r"(lost contact|no sign of life|no answer) .*rank {rank}|NODE FAILURE|rank \d+ exited|lost contact"
+KINDS = {
+    "USR1 to the script": Kind(_to_script, "queued again", "stopped on SIGUSR1"),
+    "TERM to the steps": Kind(_to_steps, "queued again", "stopped on SIGTERM"),
+    "USR1 and TERM": Kind(_to_both, "queued again", "stopped on SIG(USR1|TERM)"),
+    "storm of signals": Kind(_storm, "queued again", "stopped on SIG(USR1|TERM)|ended by a signal"),
+    "scontrol fails": Kind(_silence_scontrol, "queued again", "stopped on SIGUSR1"),
+    "requeue": Kind(_requeue, "queued again", "stopped on SIGTERM"),
+    "kill of a rank": Kind(_kill(RANK), "fails", r"rank {rank}\b"),
+    "kill of torchrun": Kind(_kill(AGENT), "fails", "train.py failed, was killed|rank {rank}|lost contact"),
+    "stop of a rank": Kind(_stop),
+    "node off": Kind(_power_off, "queued again", LOST),
+    "link cut": Kind(_cut),
+    "link cut for long": Kind(_cut_for_long, "queued again", LOST),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """As drawn: after so many steps of a start, and a moment."""
+
+    kind: str
+    steps: int
+    delay: float
+    node: int
+
+
+def draw(seed: int, number: int) -> list[Fault]:
+    """The faults of one run; half of the kinds cost a start, which is dear, and so the others come as often again."""
+    source = random.Random(f"slurm/{seed}/{number}")
+    weights = [3 if kind.then == "goes on" else 1 for kind in KINDS.values()]
+    names = source.choices(list(KINDS), weights, k=source.randint(2, MOST_FAULTS))
+    return [Fault(name, source.randint(4, 9), source.uniform(0, 0.3), source.randrange(2)) for name in names]
+
+
+def meet(run: Run, faults: list[Fault]) -> tuple[list[tuple[Fault, bool]], list[str]]:
+    """Drive one run through its faults to its end: those that struck, and whether they were named; what is wrong."""
+    met: list[tuple[Fault, bool]] = []
+    wrong: list[str] = []
+    starts = steps = 0
+    for fault in faults:
+        steps += fault.steps
+
+        def ready(starts: int = starts, steps: int = steps) -> bool:
+            return run.steps_since(starts) >= steps or run.ended()
+
+        wait_until(f"{steps} steps of {run.folder.name}", PATIENCE, ready)
+        time.sleep(fault.delay)
+        if read_records(run.folder / METRICS, "end") or run.ended():
+            break
+        job, before, kind = run.job, len(run.said()), KINDS[fault.kind]
+        restarts = int(run.cluster.job(job)["Restarts"])
+        try:
+            kind.strike(run, fault.node)
+        except (IndexError, ProcessLookupError):  # the process has ended by itself
+            break
+        if kind.then != "goes on":
+            wrong += _follow(run, kind, restarts)
+            starts, steps = run.starts(), 0
+        new = run.said()[before:]
+        errors = re.findall(r"^error: .*", new, re.MULTILINE)
+        finished = bool(read_records(run.folder / METRICS, "end"))
+        named = finished or re.search(kind.named.format(rank=fault.node), new) is not None
+        met.append((fault, named))
+        wrong += [] if named else [f"{fault.kind} is not named: {new[-800:]}"]
+        wrong += [f"{fault.kind}: several messages: {errors}"] if len(errors) > 1 else []
+        if wrong:
+            break
+    fields = run.cluster.wait(run.job, PATIENCE)
+    if (end := (fields["JobState"], fields["ExitCode"])) != ("COMPLETED", "0:0"):
+        wrong.append(f"ended as {end}: {run.said()[-800:]}")
+    return met, wrong
+
+
+def _follow(run: Run, kind: Kind, restarts: int) -> list[str]:
+    """Wait for what has to follow a fault; what came in its place, where something else did."""
+
+    def settled() -> bool:
+        return run.ended() or int(run.cluster.job(run.job)["Restarts"]) > restarts
+
+    wait_until(f"end of job {run.job}", PATIENCE, settled)
+    fields = run.cluster.job(run.job)
+    if fields["JobState"] == "COMPLETED":
+        return []  # the fault came too late
+    if kind.then == "queued again":
+        return [] if int(fields["Restarts"]) > restarts else [f"{fields['JobState']} {fields['ExitCode']}"]
+    if fields["JobState"] != "FAILED":
+        return [f"{fields['JobState']}, restarts {fields['Restarts']}; expected FAILED"]
+    run.submit()
+    return []
+
+
+def leftovers(run: Run) -> list[str]:
+    """What a finished run must not leave."""
+    left = [f"left behind: {path.name}" for path in run.folder.rglob("*.tmp")]
+    left += [f"left behind: {path.name}" for path in run.folder.parent.glob(f".slurm-{run.job}")]
+    with (run.folder / ".lock").open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            left.append("left behind: a lock that is held")
+    told = run.said().count("Starting Training Loop...")
+    return left + ([f"{run.starts()} starts in {METRICS}, {told} in the log"] if run.starts() != told else [])
+
+
+def campaign(
+    cluster: SlurmCluster, project: Path, seed: int, faults: int, end: float
+) -> tuple[Counter[str], list[str]]:
+    """As that of tools.chaos."""
+    quiet = Run(cluster, project, "uninterrupted")
+    assert cluster.wait(quiet.job, PATIENCE)["JobState"] == "COMPLETED", quiet.said()
+    counts, problems, lock, numbers = Counter[str](), list[str](), threading.Lock(), iter(range(1, faults + 1))
+
+    def work() -> None:
+        while time.monotonic() < end:
+            with lock:
+                number = next(numbers)
+                if sum(count for name, count in counts.items() if name.endswith(": met")) >= faults:
+                    return
+            run = Run(cluster, project, f"run-{number}")
+            drawn = draw(seed, number)
+            try:
+                met, wrong = meet(run, drawn)
+                wrong += leftovers(run) + ([] if wrong else compare(quiet.folder, run.folder))
+            except AssertionError as error:
+                met, wrong = [(fault, False) for fault in drawn], [f"{error}: {run.said()[-800:]}"]
+                cluster.cancel(run.job)
+            with lock:
+                for fault, named in met:
+                    counts.update([f"{fault.kind}: met"])
+                    counts.update([f"{fault.kind}: survived"] * (not wrong) + [f"{fault.kind}: named"] * named)
+                problems.extend(f"run {number}: {problem}" for problem in wrong)
+                told = ", ".join(f"{fault.kind} (node {fault.node})" for fault, _ in met) or "none struck"
+                ended = "\n  ".join(["UNEXPECTED", *wrong]) if wrong else "as expected"
+                print(f"run {number}: {told}: {ended}", flush=True)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for done in [pool.submit(work) for _ in range(AT_ONCE)]:
+            done.result()
+    for name in cluster.hosts:
+        left = [command for command in cluster.pids(name).values() if "python" in command]
+        problems += [f"left behind on {name}: {command}" for command in left]
+    return counts, problems
+
+
+@exit_in_a_line
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table; returns the exit status."""
+    parser = parser_of_this()
+    options = parser.parse_args(argv)
+    if reason := why_not():
+        raise ConfigError(f"no Slurm cluster on this machine: {reason}")
+    seed = choose_seed(options.seed)
+    end = time.monotonic() + options.total_timeout
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir=options.work_dir) as folder:
+        project = Path(folder) / "project"
+        project.mkdir()
+        for name in ["config", "models", "tools", "utils", "submit.slr", "submit_multinode.slr"]:
+            (project / name).symlink_to(ROOT / name)
+        (project / "train.py").write_text(TRAIN.format(train=ROOT / "train.py"))
+        with SlurmCluster(Path(folder) / "cluster", NODES) as cluster:
+            counts, problems = campaign(cluster, project, seed, options.faults, end)
+    show(counts, {kind: bool(properties.named) for kind, properties in KINDS.items()})
+    print("\n".join(problems) or "verdict: every run ended as the uninterrupted one")
+    print(f"repeat with: python -m tests.slurm_chaos --faults {options.faults} --seed {seed}")
+    return int(bool(problems))
+
+
+def parser_of_this() -> argparse.ArgumentParser:
+    """The command line."""
+    statuses = "0 all as expected; 1 something unexpected; 2 usage, or no cluster here"
+    parser = new_parser("slurm_chaos", __doc__, statuses)
+    add_count(parser, "--faults", 10, "faults in all, at least")
+    add_limits(parser, PATIENCE)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
