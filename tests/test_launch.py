@@ -287,7 +287,7 @@ def test_an_expected_failure_ends_all_and_is_told_once(tmp_path: Path, rank: int
     ended = run_job(tmp_path, 3, fail_on, rank, "expected", others)
     assert [process.status for process in ended] == [3, 3, 3]
     assert complaints(ended) == [f"error: rank {rank}: the disk is gone", "buy another"]
-    assert max(process.seconds for process in ended) < 20
+    assert max(process.seconds for process in ended) < 55  # the others would wait for 60
 
 
 def test_a_failure_of_the_main_process_is_not_blamed_on_another(tmp_path: Path) -> None:
