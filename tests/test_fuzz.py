@@ -17,10 +17,10 @@ from utils.run.checkpoint import encode, list_checkpoints, read_checkpoint
 QUICK = settings(
     max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
-LONG = settings(QUICK, max_examples=10_000)
+LONG = settings(QUICK, max_examples=3000)
 BOTH = [
     pytest.param(QUICK, id="300"),
-    pytest.param(LONG, id="10000", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    pytest.param(LONG, id="3000", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
 ]
 
 LINES = [line for line in CIFAR100.read_text(encoding="utf-8").splitlines() if line.strip()]

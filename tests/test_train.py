@@ -498,12 +498,12 @@ def test_memory_estimate_counts_half_weights_once_for_a_batch_of_any_size(tiny, 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("block", ["bs128", "bs256-amp-nhwc-extra-opts-prof"])
 def test_blocks_on_real_data(block, cifar_path, tmp_path):
-    """Blocks of the tutorial by name on real CIFAR-100 with the real ResNet50: two epochs of one batch each.
+    """Blocks of the tutorial by name on real CIFAR-100 with the real ResNet50: two epochs of one batch of 128 each.
 
     test_blocks.py runs all of them on stand-ins."""
     command = [
         sys.executable, "train.py", f"--config={block}", f"--run-dir={tmp_path}", "--set", f"data_path={cifar_path}",
-        "--set", "max_epochs=2", "--set", f"lr_warmup_epochs={int('warmup' in block)}",
+        "--set", "max_epochs=2", "--set", "batch_size=128", "--set", f"lr_warmup_epochs={int('warmup' in block)}",
         "--set", "limit_train_batches=1", "--set", "limit_valid_batches=1",
     ]  # fmt: skip
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
