@@ -130,7 +130,10 @@ def test_cuda_chooses_fp16_with_dynamic_scaling_but_none_for_o3(tiny):
     with pytest.raises(ConfigError, match=r"clip_grad_norm 1 with opt_level O3 and loss_scale 128") as refused:
         choose_precision(tiny(**fused, clip_grad_norm=1), cuda)
     assert refused.value.exit_status == 2
-    assert choose_precision(tiny(**fused, clip_grad_norm=1, amp_dtype="bf16"), cuda).loss_scale == 128
+    bf16 = tiny(**fused, clip_grad_norm=1, amp_dtype="bf16")
+    assert choose_precision(bf16, torch.device("cpu")).loss_scale == 128
+    with pytest.raises(ConfigError, match=r"loss_scale 128.0 with opt_level O3 needs amp_dtype fp16 on a GPU"):
+        choose_precision(bf16, cuda)
 
 
 @pytest.mark.parametrize(("level", "batchnorm"), [("O2", True), ("O2", False), ("O3", True), ("O3", False)])

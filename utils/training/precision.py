@@ -99,6 +99,11 @@ def choose_precision(keys: SpeedKeys, device: torch.device) -> Precision:
         keep_batchnorm_fp32=level != "O3" if keep_batchnorm_fp32 is None else keep_batchnorm_fp32,
         loss_scale=keys.loss_scale or ("dynamic" if fp16 and level in ("O1", "O2") else None),
     )
+    if level == "O3" and not fp16 and precision.loss_scale is not None and device.type == "cuda":
+        raise ConfigError(
+            f"loss_scale {precision.loss_scale} with opt_level O3 needs amp_dtype fp16 on a GPU, "
+            "where PyTorch unscales no bf16 gradients; use loss_scale null, which bf16 does not need"
+        )
     if level == "O3" and fp16 and precision.loss_scale is not None:
         # the fused optimizer unscales as it updates; PyTorch unscales no fp16 gradients before an update
         if not keys.extra_opt("fused_optimizer"):
