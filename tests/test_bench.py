@@ -364,6 +364,18 @@ def test_a_loader_that_is_not_installed_is_left_out(capsys: pytest.CaptureFixtur
     assert loaders.without_absent(["dali"], None) == ["dali"], "asked for alone: an error when it is built"
 
 
+def test_a_case_that_cannot_run_here_is_left_out_unless_it_is_the_only_one(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse() -> dict[str, float]:
+        raise ConfigError("it does not start here")
+
+    cases = {"dali": refuse, "device": lambda: {"images_per_sec": 1.0}}
+    assert list(common.measure(cases, 2, leave_out=True)) == ["device"]
+    assert capsys.readouterr().err == "dali: left out: it does not start here\n"
+    for alone, leave_out in ({"dali": refuse}, True), (cases, False):
+        with pytest.raises(ConfigError):
+            common.measure(alone, 2, leave_out=leave_out)
+
+
 def test_measured_steps_are_fed_as_the_trainer_feeds_its_own(tiny, alone, monkeypatch) -> None:
     config = tiny(enable_prefetch=True)
     feeding = [counted(monkeypatch, f"tools.bench.{name}.prefetch", prefetch) for name in ("training", "loaders")]

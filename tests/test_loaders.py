@@ -543,3 +543,20 @@ def test_missing_dali_is_bad_usage_with_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
     assert main(Arguments(tiny(data_loader="dali"), "default", tmp_path, "auto", dry_run=False)) == 2
     assert 'pip install ".[dali]"' in capsys.readouterr().err
+
+
+@needs_dali
+@pytest.mark.dali
+def test_a_dali_for_another_driver_is_bad_usage_with_the_remedy(
+    tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nvidia.dali import Pipeline
+
+    def refuse(self: Pipeline) -> None:
+        raise RuntimeError("CUDA runtime API error (36):\nAPI call is not supported in the installed CUDA driver")
+
+    monkeypatch.setattr(Pipeline, "build", refuse)
+    assert main(Arguments(tiny(data_loader="dali"), "default", tmp_path, "auto", dry_run=False)) == 2
+    said = capsys.readouterr().err
+    assert "DALI does not start here: CUDA runtime API error (36): API call is not supported" in said
+    assert "Traceback" not in said and "--set data_loader=device" in said

@@ -2,6 +2,7 @@
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from tools.output import check_writable, write_json
 from utils.config import Config, load_config
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
+from utils.errors import ConfigError
 from utils.run.environment import describe_environment
 
 
@@ -46,17 +48,26 @@ def measure(
     *,
     warm_up: int = 1,
     after_round: Callable[[Results], bool] = lambda results: True,
+    leave_out: bool = False,
 ) -> Results:
     """Run every case `warm_up` times unseen, then `trials` times.
 
     Interleaved: one trial of each case after the other, so that a machine that becomes slower or busier
     affects all of them equally. `after_round` is given all results so far when each case has had one more trial, and
-    ends the measurement by False.
+    ends the measurement by False. `leave_out`: a case that cannot run here, by a `ConfigError` of its first trial, is
+    named and left out, unless it is the only one.
     """
     seen: dict[str, list[Mapping[str, float]]] = {name: [] for name in cases}
     for trial in range(warm_up + trials):
-        for name, run in cases.items():
-            values = run()
+        for name in list(seen):
+            try:
+                values = cases[name]()
+            except ConfigError as error:
+                if not leave_out or trial or len(seen) == 1:
+                    raise
+                print(f"{name}: left out: {error}", file=sys.stderr)
+                del seen[name]
+                continue
             if trial >= warm_up:
                 seen[name].append(values)
         if trial >= warm_up and not after_round(_samples(seen)):

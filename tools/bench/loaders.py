@@ -74,7 +74,8 @@ def run(options: argparse.Namespace) -> int:
             cases[name] = Case(chosen, built.train, step, world, options.batches, options.steps, options.cold)
             if world.is_main:
                 print(*(f"{name}: {note}" for note in built.notes), sep="\n", end="\n" if built.notes else "")
-        results = common.measure(cases, options.trials)
+        # of several ranks all must go on, or none
+        results = common.measure(cases, options.trials, leave_out=world.world_size == 1)
         if world.is_main:
             show(config, next(iter(datasets.values())), world, results)
         common.write_report(options.json, "loaders", config, world, results)

@@ -135,7 +135,13 @@ class DaliLoader(Loader):
                 output_layout="HWC" if self.channels_last else "CHW",
             )
             pipeline.set_outputs(images)
-        pipeline.build()
+        try:
+            pipeline.build()
+        except RuntimeError as error:  # a driver that is older than DALI's CUDA, a device that it does not know
+            raise ConfigError(
+                f"data_loader dali: NVIDIA DALI does not start here: {' '.join(str(error).split())}\n"
+                "install the DALI for this driver's CUDA, or --set data_loader=device"
+            ) from None
         return pipeline
 
     def _decode(self, inputs: dict[str, Any], gpu: bool) -> Any:
