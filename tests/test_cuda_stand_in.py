@@ -64,6 +64,7 @@ with stand_in.record() as ledger:
 seen["equal"] = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients, train("cpu")))
 seen["convolutions"] = [work.name for work in ledger.kernels if "convolution" in work.name]
 seen["waits"] = len(ledger.waits)
+seen["printed"] = str(torch.arange(3, device=device) / 2 + 0.25)
 seen["to device"] = ledger.bytes_copied("to device")
 print(json.dumps(seen))
 sys.stdout.flush()
@@ -72,17 +73,28 @@ time.sleep(0.5)  # autograd's threads come to rest, else they may abort while Py
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def on_stand_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """on_stand_in(program, *arguments, PYTHONPATH=...): what a Python program says there."""
     folder = tmp_path_factory.mktemp("cuda_stand_in")
     try:
         build(folder)
     except Unavailable as reason:
         pytest.skip(f"the stand-in for CUDA cannot be built: {reason}")
-    environment = os.environ | variables(folder) | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+
+    def say(program: str, *arguments: str, **environment: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments], cwd=ROOT, env=os.environ | variables(folder) | environment,
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return say
+
+
+@pytest.fixture(scope="module")
+def seen(on_stand_in: Callable[..., str]) -> dict[str, Any]:
+    return json.loads(on_stand_in(PROGRAM, PYTHONPATH=str(ROOT)))
 
 
 def test_a_capture_computes_nothing_and_each_replay_does(seen: dict[str, Any]) -> None:
@@ -101,6 +113,7 @@ def test_what_a_gpu_refuses_in_a_capture_is_refused_and_noted(seen: dict[str, An
 
 def test_numbers_are_those_of_the_cpu(seen: dict[str, Any]) -> None:
     assert seen["equal"]
+    assert seen["printed"] == "tensor([0.2500, 0.7500, 1.2500])"
 
 
 def test_work_is_counted_with_types_and_layouts(seen: dict[str, Any]) -> None:
@@ -110,6 +123,15 @@ def test_work_is_counted_with_types_and_layouts(seen: dict[str, Any]) -> None:
     weights = 8 * 3 * 9 + 3 * 8 + 8 + 4 * 8 + 4  # convolution, BatchNorm and its bias, the layers' biases
     assert seen["to device"] >= 4 * (weights + 4 * 3 * 64)
     assert seen["waits"] >= 1  # the gradients are read by the host
+
+
+@pytest.mark.parametrize(("words", "total"), [([], "3.0"), (["-m", "tools.bench"], "0.0")])
+def test_a_process_computes_where_the_path_says_so_and_a_bench_only_launches(
+    on_stand_in: Callable[..., str], words: list[str], total: str
+) -> None:
+    path = f"{ROOT / 'tests/cuda_stand_in/site'}:{ROOT}"
+    program = "import torch; print(torch.ones(3, device='cuda').sum().item())"
+    assert on_stand_in(program, *words, PYTHONPATH=path).strip() == total
 
 
 def test_a_machine_that_cannot_build_it_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,19 @@
 """Numbers for the stand-in for CUDA, whose kernels do nothing: PyTorch's CPU kernels do their work instead.
 
 What a graph captures is kept, and repeated at the same addresses whenever the graph is replayed: a stale address shows
-as a wrong number. Convolutions, products and batch normalisations of half precision are computed in float32 and
+as a wrong number. Convolutions, products, batch normalisations and SGD of half precision are computed in float32 and
 rounded, as a GPU does.
 """
 
 import ctypes
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tests.cuda_stand_in import stand_in, sync_batch_norm
 
@@ -54,14 +54,15 @@ def _batch_norm_backward(
     return aten.native_batch_norm_backward(gradient, x, weight, mean, var, saved_mean, saved_var, True, epsilon, wanted)
 
 
-def _in_float32(kernel: Callable[..., Any], changes_buffers: bool = False) -> Callable[..., Any]:
-    """`kernel` with half precision widened; buffers that it changes in place are rounded back."""
+def _in_float32(kernel: Callable[..., Any], changes_arguments: bool = False) -> Callable[..., Any]:
+    """`kernel` with half precision widened; what it changes in place is rounded back."""
 
     def run(*arguments: Any, **options: Any) -> Any:
-        wide = [value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value for value in arguments]
-        result = kernel(*wide, **options)
-        if changes_buffers:
-            for narrow, widened in zip(arguments, wide, strict=True):
+        narrows, structure = tree_flatten(arguments)
+        wide = [value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value for value in narrows]
+        result = kernel(*tree_unflatten(wide, structure), **options)
+        if changes_arguments:
+            for narrow, widened in zip(narrows, wide, strict=True):
                 if widened is not narrow:
                     narrow.copy_(widened)
         return result
@@ -74,10 +75,13 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.convolution_backward.default: _in_float32(aten.convolution_backward.default),
     aten.addmm.default: _in_float32(aten.addmm.default),
     aten.mm.default: _in_float32(aten.mm.default),
-    aten.native_batch_norm.default: _in_float32(aten.native_batch_norm.default, changes_buffers=True),
+    aten.native_batch_norm.default: _in_float32(aten.native_batch_norm.default, changes_arguments=True),
     aten.native_batch_norm_backward.default: _in_float32(aten.native_batch_norm_backward.default),
-    aten.cudnn_batch_norm.default: _in_float32(_batch_norm, changes_buffers=True),
+    aten.cudnn_batch_norm.default: _in_float32(_batch_norm, changes_arguments=True),
     aten.cudnn_batch_norm_backward.default: _in_float32(_batch_norm_backward),
+    # the CPU's kernels get half weights wrong before torch 2.14
+    aten._fused_sgd_.default: _in_float32(aten._fused_sgd_.default, changes_arguments=True),
+    aten._fused_sgd_.tensor_lr: _in_float32(aten._fused_sgd_.tensor_lr, changes_arguments=True),
     **{operation: _in_float32(kernel) for operation, kernel in sync_batch_norm.KERNELS.items()},
 }
 
@@ -93,7 +97,6 @@ class Arithmetic(TorchDispatchMode):
 
     enabled = True
     captured: list[Callable[[], None]] | None = None  # by the capture under way
-    graphs: ClassVar[dict[int, list[Callable[[], None]]]] = {}
     listener: Any = None  # kept alive, since C++ calls it
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,6 +160,8 @@ def _as_captured(value: Any) -> Any:
 
 def start() -> None:
     """Compute from here on, in this process."""
+    if Arithmetic.listener is not None:
+        return
     graph = torch.cuda.CUDAGraph
     begin, end, replay = graph.capture_begin, graph.capture_end, graph.replay
 
@@ -165,14 +170,14 @@ def start() -> None:
         Arithmetic.captured = []
 
     def capture_end(self: Any) -> None:
-        Arithmetic.graphs[id(self)] = Arithmetic.captured or []
+        self.computations = Arithmetic.captured or []  # which end with the graph
         Arithmetic.captured = None
         end(self)
 
     def replay_and_compute(self: Any) -> None:
         replay(self)
         with torch._C._DisableTorchDispatch(), torch.no_grad():
-            for compute in Arithmetic.graphs[id(self)] if Arithmetic.enabled else ():
+            for compute in self.computations if Arithmetic.enabled else ():
                 compute()
 
     def repeat_collective(number: int) -> None:
@@ -180,6 +185,11 @@ def start() -> None:
         if Arithmetic.captured is not None:
             Arithmetic.captured.append(partial(library.stand_in_repeat_collective, number))
 
+    def print_as_on_cpu(tensor: Tensor, **options: Any) -> str:
+        """PyTorch prints without modes such as this: it would take as much memory as numbers that nobody wrote say."""
+        return as_text(on_cpu(tensor), **options)
+
+    as_text, torch._tensor_str._str = torch._tensor_str._str, print_as_on_cpu
     library = stand_in.load_library()
     Arithmetic.listener = ctypes.CFUNCTYPE(None, ctypes.c_size_t)(repeat_collective)
     library.stand_in_on_captured_collective(Arithmetic.listener)

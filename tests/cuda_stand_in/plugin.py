@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+import torch  # noqa: F401 - before the arithmetic, which `with.sh --compute` starts when torch is there
 
 from tests.cuda_stand_in import arithmetic, stand_in
 

@@ -1,0 +1,44 @@
+"""Python imports this by itself where PYTHONPATH holds its folder (with.sh --compute): the stand-in for CUDA computes
+in each process from the end of its `import torch` on. Benches, with the processes that they start, only launch: of what
+they compute nothing is read, and the CPU needs minutes for a GPU's sizes. torch.compile is off: the kernels that it
+makes compute nothing here."""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+
+LAUNCHES_ONLY = "CUDA_STAND_IN_LAUNCHES_ONLY"
+
+
+class _AfterTorch(MetaPathFinder):
+    """Finds torch as it is, with a loader that starts the arithmetic at its end."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def and_compute(module: ModuleType) -> None:
+                execute(module)
+                from tests.cuda_stand_in import arithmetic
+
+                arithmetic.start()
+
+            spec.loader.exec_module = and_compute  # type: ignore[method-assign]
+        return spec
+
+
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+if "tools.bench" in sys.orig_argv:
+    os.environ[LAUNCHES_ONLY] = "1"
+if LAUNCHES_ONLY not in os.environ:
+    sys.meta_path.insert(0, _AfterTorch())
