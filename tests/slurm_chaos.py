@@ -184,10 +184,10 @@ class Kind:
 
     strike: Callable[[Run, int], None]
     then: str = "goes on"
-    named: str = ""  # `{node}` is that of the rank, `{rank}` its number
+    named: str = ""  # what the job's log must say, or Slurm's own; `{rank}` is that of the node `{name}`
 
 
-LOST = r"(lost contact|no sign of life|no answer) .*rank {rank}|NODE FAILURE|rank \d+ exited|lost contact"
+LOST = "requeue job JobId={job} due to failure of node {name}"
 KINDS = {
     "USR1 to the script": Kind(_to_script, "queued again", "stopped on SIGUSR1"),
     "TERM to the steps": Kind(_to_steps, "queued again", "stopped on SIGTERM"),
@@ -238,6 +238,7 @@ def meet(run: Run, faults: list[Fault]) -> tuple[list[tuple[Fault, bool]], list[
         if read_records(run.folder / METRICS, "end") or run.ended():
             break
         job, before, kind = run.job, len(run.said()), KINDS[fault.kind]
+        name = run.nodes()[fault.node]
         restarts = int(run.cluster.job(job)["Restarts"])
         try:
             kind.strike(run, fault.node)
@@ -249,7 +250,8 @@ def meet(run: Run, faults: list[Fault]) -> tuple[list[tuple[Fault, bool]], list[
         new = run.said()[before:]
         errors = re.findall(r"^error: .*", new, re.MULTILINE)
         finished = bool(read_records(run.folder / METRICS, "end"))
-        named = finished or re.search(kind.named.format(rank=fault.node), new) is not None
+        pattern = kind.named.format(rank=fault.node, name=name, job=job)
+        named = finished or re.search(pattern, new + run.cluster.said()) is not None
         met.append((fault, named))
         wrong += [] if named else [f"{fault.kind} is not named: {new[-800:]}"]
         wrong += [f"{fault.kind}: several messages: {errors}"] if len(errors) > 1 else []
@@ -265,7 +267,8 @@ def _follow(run: Run, kind: Kind, restarts: int) -> list[str]:
     """Wait for what has to follow a fault; what came in its place, where something else did."""
 
     def settled() -> bool:
-        return run.ended() or int(run.cluster.job(run.job)["Restarts"]) > restarts
+        fields = run.cluster.job(run.job)
+        return fields["JobState"] in {*FINAL_STATES, "RUNNING"} and (run.ended() or int(fields["Restarts"]) > restarts)
 
     wait_until(f"end of job {run.job}", PATIENCE, settled)
     fields = run.cluster.job(run.job)

@@ -122,6 +122,10 @@ class SlurmCluster:
         """scancel, which with `-s SIGNAL` signals the steps and with `-b -s SIGNAL` the batch shell."""
         self.client("scancel", *options, str(job))
 
+    def said(self) -> str:
+        """What the controller has logged."""
+        return (self.folder / "slurmctld.log").read_text()
+
     # Nodes
 
     def node_states(self) -> dict[str, str]:
