@@ -10,7 +10,6 @@ at once. At the end: COMPLETED 0:0, everything equal to the uninterrupted run, a
 """
 
 import argparse
-import fcntl
 import os
 import random
 import re
@@ -28,7 +27,7 @@ from pathlib import Path
 from tests.conftest import ROOT
 from tests.slurm_cluster import FINAL_STATES, SlurmCluster, wait_until, why_not
 from tools.attempts import METRICS, add_limits, choose_seed, compare
-from tools.chaos.__main__ import show
+from tools.chaos.__main__ import find_leftovers, show
 from tools.command_line import add_count, new_parser
 from tools.history import read_records
 from utils.errors import ConfigError, exit_in_a_line
@@ -284,13 +283,8 @@ def _follow(run: Run, kind: Kind, restarts: int) -> list[str]:
 
 def leftovers(run: Run) -> list[str]:
     """What a finished run must not leave."""
-    left = [f"left behind: {path.name}" for path in run.folder.rglob("*.tmp")]
+    left = find_leftovers(run.folder)
     left += [f"left behind: {path.name}" for path in run.folder.parent.glob(f".slurm-{run.job}")]
-    with (run.folder / ".lock").open() as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            left.append("left behind: a lock that is held")
     told = run.said().count("Starting Training Loop...")
     return left + ([f"{run.starts()} starts in {METRICS}, {told} in the log"] if run.starts() != told else [])
 
