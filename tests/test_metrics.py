@@ -39,6 +39,22 @@ def test_averages_are_by_image_however_the_epoch_is_cut(alone):
     assert average["images"] == 12
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_sums_have_the_bits_of_one_operation_after_the_other(alone, mixed):
+    """Added in as few operations as possible, as each is a kernel of its own in every step."""
+    sums, expected = MetricSums(alone.device), torch.zeros(4, dtype=torch.float64)
+    for number, (outputs, targets) in enumerate(batches(*[7, 129, 2048] * 100)):
+        loss = nn.functional.cross_entropy(outputs, targets) * (math.nan if number > 290 else 1)
+        labels = nn.functional.one_hot(targets, 5) * 0.5 if mixed else targets
+        sums.add(loss, outputs, labels)
+        expected[0] += loss.double() * len(targets)
+        expected[1] += (outputs.argmax(1) == targets).sum()
+        expected[2] += len(targets)
+        expected[3] += torch.isfinite(expected[0])
+        assert torch.equal(sums.sums, expected) or number > 290
+    assert sums.sums.tolist()[1:] == expected.tolist()[1:] and sums.finite_batches() == 291
+
+
 def test_windows_add_up_to_the_whole(alone):
     sums, windows = MetricSums(alone.device), []
     for outputs, targets in batches(3, 5, 2):
@@ -49,9 +65,10 @@ def test_windows_add_up_to_the_whole(alone):
     assert sums.average(alone)["loss"] == pytest.approx(whole)
 
 
-def test_first_loss_that_is_not_finite_is_found(alone):
+@pytest.mark.parametrize("not_finite", [math.inf, math.nan])
+def test_first_loss_that_is_not_finite_is_found(alone, not_finite):
     sums = MetricSums(alone.device)
-    for loss in (1.0, 2.0, math.inf, 1.0):
+    for loss in (1.0, 2.0, not_finite, 1.0):
         sums.add(torch.tensor(loss), torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64))
     assert sums.finite_batches() == 2
     assert not math.isfinite(sums.average(alone)["loss"])

@@ -264,3 +264,18 @@ def test_tf32_is_what_the_key_says(tiny, enabled):
         assert notes == (["enable_tf32: a CPU has nothing for it to act on"] if enabled else [])
     finally:
         prepare_backends(tiny(), CPU)
+
+
+@pytest.mark.parametrize("layout", [{}, {"enable_nhwc": True, "enable_extra_opts": True}], ids=["plain", "fast"])
+def test_o2_in_bf16_gives_the_bits_of_o1_without_its_casts_of_single_weights(tiny, alone, layout):
+    """Both round the same weights, images and gradients; O2 all weights in one operation, and all gradients."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(16, 3, 32, 32, generator=generator), torch.arange(16) % 10) for _ in range(2)]
+    found = []
+    for level in ("O1", "O2"):
+        learner = Trainer(tiny(opt_level=level, amp_dtype="bf16", batch_size=16, lr=0.02, **layout), alone).learner
+        for images, labels in batches:
+            learner.train(images, labels)
+        found.append(learner.weights.state_dict() | {"sums": learner.sums.sums})
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name

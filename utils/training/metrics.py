@@ -1,5 +1,6 @@
 """Sums on the device, confusion counts and throughput."""
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -40,11 +41,13 @@ class MetricSums:
         num_images = labels.shape[0]
         if not num_images:  # a validation batch of which no file could be read: the mean of nothing is NaN
             return
-        self.sums[0] += mean_loss.double() * num_images
+        # few kernels, as this is done in every step: the product is exact in float64, so it may be rounded with the sum
+        self.sums[0].add_(mean_loss, alpha=num_images)
         classes = labels if labels.dim() == 1 else labels.argmax(1)
-        self.sums[1] += (outputs.argmax(1) == classes).sum()
+        hits = torch.empty(num_images, dtype=self.sums.dtype, device=self.sums.device)
+        self.sums[1] += torch.eq(outputs.argmax(1), classes, out=hits).sum()
         self.sums[2] += num_images
-        self.sums[3] += torch.isfinite(self.sums[0])
+        self.sums[3] += self.sums[0] < math.inf  # cross entropy is above 0: what is not finite is inf or NaN
 
     def average(self, world: World) -> dict[str, float]:
         """Collective: {"loss", "acc1" (share in [0, 1]), "images"} over all ranks; waits for the device."""

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.errors import ConfigError
 from utils.profiling.profiler import Profiler
-from utils.training.batch_norm import RunningStatistics
+from utils.training.batch_norm import Counters, RunningStatistics
 from utils.training.keys import SpeedKeys
 from utils.training.metrics import MetricSums
 from utils.training.precision import LossScaler, MasterWeights, Precision
@@ -71,7 +71,7 @@ class TrainStep:
                 with self._reduce_gradients(last):
                     loss, outputs = self.forward(micro_images, micro_labels)
                     # AMP: scale the loss so that fp16 gradients do not underflow
-                    self.loss_scaler.scale(loss / self.accumulation).backward()
+                    self.loss_scaler.scale(loss / self.accumulation if self.accumulation > 1 else loss).backward()
                 if self.statistics is not None:
                     self.statistics.collect(last)
                 sums.add(loss.detach(), outputs.detach(), micro_labels)
@@ -148,6 +148,8 @@ def choose_step(keys: SpeedKeys, step: TrainStep, device: torch.device) -> tuple
             )
         step.compile(keys.compile_mode)
         notes.append(f"compiled (mode {keys.compile_mode}): the first step takes up to minutes")
+    elif keys.parallel != "dataparallel":  # whose copies of the network run in threads
+        Counters(step.weights.model)
     if keys.enable_cuda_graphs is True and device.type != "cuda":
         raise ConfigError(f"enable_cuda_graphs needs a CUDA device, this run is on {device.type}; use false or auto")
     if wants_graphs(keys, device):

@@ -1,0 +1,77 @@
+"""BatchNorm's counts of batches: raised together, to what each layer alone makes of them."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from train import Trainer
+from utils.config import Config
+from utils.distributed.world import World
+from utils.training.batch_norm import Counters
+
+Tiny = Callable[..., Config]
+
+
+class Odd(nn.Module):
+    """Layers that are called twice, not at all, frozen, and one that computes with its count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.never, self.frozen = nn.BatchNorm2d(3), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+        self.by_count, self.without = nn.BatchNorm2d(3, momentum=None), nn.BatchNorm2d(3, track_running_stats=False)
+        self.frozen.eval()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.without(self.by_count(self.frozen(self.twice(self.twice(images)))))
+
+
+def equal_states(found: nn.Module, expected: nn.Module) -> bool:
+    pairs = zip(found.state_dict().items(), expected.state_dict().items(), strict=True)
+    return all(name == other and torch.equal(value, wanted) for (name, value), (other, wanted) in pairs)
+
+
+def test_counters_are_what_the_layers_alone_make_of_them() -> None:
+    expected = Odd()
+    found = copy.deepcopy(expected)
+    Counters(found)
+    counter = found.twice.num_batches_tracked
+    for number in range(3):
+        images = torch.randn(4, 3, 5, 5)
+        assert torch.equal(found(images), expected(images))
+        assert equal_states(found, expected)
+        assert counter == 2 * number + 2, "the same tensor, which the average and a CUDA graph hold"
+    other = copy.deepcopy(found)  # as the average of the weights is
+    assert torch.equal(other.eval()(images), expected.eval()(images)) and equal_states(other, expected)
+    with pytest.raises(RuntimeError):
+        found(torch.randn(4, 2, 5, 5))
+    assert found.twice.num_batches_tracked is counter
+
+
+class Raised(TorchDispatchMode):
+    """Counts operations on the counters: one for all layers, and those of single layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.together, self.alone = 0, 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, inputs: Any = (), options: Any = None) -> Any:
+        self.together += operation == torch.ops.aten._foreach_add_.ScalarList
+        self.alone += operation == torch.ops.aten.add_.Tensor and inputs[0].dtype == torch.int64
+        return operation(*inputs, **options or {})
+
+
+@pytest.mark.parametrize("changes", [{}, {"micro_batch_size": 8, "ema_decay": 0.9}], ids=["plain", "accumulation"])
+def test_one_operation_of_a_forward_pass_raises_them_all(tiny: Tiny, alone: World, changes: dict[str, object]) -> None:
+    learner = Trainer(tiny(**changes), alone).learner
+    with Raised() as raised:
+        learner.train(torch.randn(32, 3, 32, 32), torch.randint(10, (32,)))
+    passes = learner.batch.accumulation
+    assert (raised.together, raised.alone) == (passes, 0)
+    for network in (learner.model, learner.average.network):
+        counters = [value for name, value in network.state_dict().items() if name.endswith(Counters.NAME)]
+        assert len(counters) == 9 and all(value == passes for value in counters)
