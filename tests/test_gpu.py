@@ -39,6 +39,7 @@ MODES = {
     "clipped": {"enable_amp": True, "clip_grad_norm": 1e3, "weight_decay_bn_bias": False},
     "zeroed gradients": {"enable_amp": True, "zero_grad_set_to_none": False},
     "compiled": {"enable_amp": True, "enable_compile": True},
+    "fused norm": {"enable_amp": True, "fuse_norm_relu": True},
     "adamw": {"enable_amp": True, "optimizer": "adamw", "lr": 0.0005},
 }
 

@@ -21,7 +21,19 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in sorted(FILES)
 }
 # Packages that a machine may lack: the module that needs one is itself imported late.
-OPTIONAL = {"cycler", "lightning", "matplotlib", "mlflow", "nvidia", "optuna", "plotly", "pynvml", "timm", "wandb"}
+OPTIONAL = {
+    "cycler",
+    "lightning",
+    "matplotlib",
+    "mlflow",
+    "nvidia",
+    "optuna",
+    "plotly",
+    "pynvml",
+    "timm",
+    "triton",
+    "wandb",
+}
 
 
 @cache

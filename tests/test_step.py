@@ -34,6 +34,7 @@ SWITCHES = {
     "set to none": {"zero_grad_set_to_none": True},
     "cudnn benchmark": {"cudnn_benchmark": True},
     "stem": {"stem_channels": 8},
+    "fused norm": {"fuse_norm_relu": True, "enable_nhwc": True},
     "accumulation": {"micro_batch_size": 16},
     "compile": {"enable_compile": True},
     "all": {"enable_amp": True, "enable_nhwc": True, "enable_extra_opts": True, "enable_compile": True},

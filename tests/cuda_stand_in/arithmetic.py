@@ -26,6 +26,9 @@ NO_ARITHMETIC = {
     "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_", "is_same_size",
 }  # fmt: skip
 
+# They change BatchNorm's statistics in place, and return something new.
+NEW_RESULTS = {"native_batch_norm", "cudnn_batch_norm", "norm_relu"}
+
 
 def on_cpu(value: Any) -> Any:
     """A CPU tensor over the memory of a CUDA tensor; anything else as it is."""
@@ -132,7 +135,7 @@ class Arithmetic(TorchDispatchMode):
         if kwargs.get("device") is not None and name != "copy_":
             kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
-        in_place = operation._schema.is_mutable and name not in ("native_batch_norm", "cudnn_batch_norm")
+        in_place = operation._schema.is_mutable and name not in NEW_RESULTS
         kernel = REPLACED.get(operation, operation)
 
         def compute() -> None:

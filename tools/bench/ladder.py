@@ -44,7 +44,7 @@ RUNGS = (
 CANDIDATES = (
     "fastest,fastest+enable_compile=false,fastest+amp_dtype=fp16,fastest+stem_channels=4,fastest+stem_channels=8,"
     "record-75,record-75+amp_dtype=fp16,record-75+opt_level=O2,record-75+stem_channels=8,"
-    "record-75+cudnn_benchmark=false,"
+    "record-75+cudnn_benchmark=false,record-75+fuse_norm_relu=true,"
     "accuracy,accuracy+amp_dtype=fp16,accuracy+enable_compile=false"
 )
 LISTS = {"ladder": RUNGS, "candidates": CANDIDATES}

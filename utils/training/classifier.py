@@ -12,6 +12,7 @@ from utils.distributed.ddp import synchronise_batch_norm
 from utils.distributed.world import World
 from utils.training.backends import check_deterministic_kernels, prepare_backends
 from utils.training.keys import TrainingKeys
+from utils.training.norm_relu import fuse_norm_relu
 from utils.training.precision import MasterWeights, Precision, choose_precision
 from utils.training.recipe import NoAverage, WeightAverage, build_average, predict
 from utils.training.stem import pad_stem
@@ -60,6 +61,7 @@ def build_classifier(keys: SomeKeys, build_model: Callable[[SomeKeys], nn.Module
     notes = prepare_backends(keys, world.device)
     seeds.seed_random_state(keys.seed)
     model = pad_stem(keys, build_model(keys))  # STEM: zeros beside the three colours
+    model = fuse_norm_relu(keys, model)  # FUSE: BatchNorm, shortcut and ReLU as one
     model = synchronise_batch_norm(keys, model, world).to(world.device)
     check_deterministic_kernels(keys, model, world.device)
     if keys.enable_nhwc:

@@ -152,6 +152,9 @@ class SpeedKeys(OptimizerKeys, PrecisionKeys, DistributedKeys):
     stem_channels: Literal[3, 4, 8] = 3
     """STEM: compute the first convolution with this many channels, those above 3 zero; tensor cores take 4 or 8 at
     once. The network's parameters stay as they are."""
+    fuse_norm_relu: bool = False
+    """FUSE: BatchNorm of training, shortcut and ReLU as one function, which Triton's kernels compute. Needs
+    enable_nhwc and an eager step; a CPU gains nothing by it."""
     enable_compile: Auto = False
     """COMPILE: forward, loss and backward through torch.compile; auto: where there is a compiler. Validation stays
     eager, as a second compilation would cost more than it saves."""
@@ -176,6 +179,16 @@ class SpeedKeys(OptimizerKeys, PrecisionKeys, DistributedKeys):
     def _check_speed(self) -> "SpeedKeys":
         if self.fused_optimizer and self.optimizer not in HAVE_FUSED_KERNEL:
             raise ValueError(f"fused_optimizer is true, but optimizer {self.optimizer} has no fused kernel; use null")
+        if self.fuse_norm_relu and not self.enable_nhwc:
+            raise ValueError("fuse_norm_relu is true, whose kernels walk NHWC memory; it needs enable_nhwc true")
+        if self.fuse_norm_relu and self.enable_sync_bn:
+            raise ValueError(
+                "fuse_norm_relu is true, which has no BatchNorm over all ranks; enable_sync_bn needs false"
+            )
+        if self.fuse_norm_relu and self.enable_compile is True:
+            raise ValueError(
+                "fuse_norm_relu is for eager steps; torch.compile fuses by itself, so enable_compile true needs false"
+            )
         autocast = self.opt_level == "O1" or (self.enable_amp and self.opt_level is None)
         if self.parallel == "dataparallel" and autocast and self.amp_dtype == "bf16":
             raise ValueError(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -135,6 +136,8 @@ class GraphedStep:
 def choose_step(keys: SpeedKeys, step: TrainStep, device: torch.device) -> tuple[Step, list[str]]:
     """`step` eager, compiled or captured, and notes for the log."""
     notes = []
+    if keys.fuse_norm_relu:
+        _check_fusion(keys, device)
     if compiles(keys, device):
         missing = _missing_compiler(device)
         if missing:
@@ -156,6 +159,18 @@ def choose_step(keys: SpeedKeys, step: TrainStep, device: torch.device) -> tuple
         notes.append(f"captured as a CUDA graph after {GRAPH_WARMUP_STEPS} steps")
         return GraphedStep(step, device), notes
     return step, notes
+
+
+def _check_fusion(keys: SpeedKeys, device: torch.device) -> None:
+    """`ConfigError` where `fuse_norm_relu` cannot be had."""
+    if compiles(keys, device):
+        raise ConfigError(
+            f"fuse_norm_relu is for eager steps, and enable_compile {str(keys.enable_compile).lower()} compiles here, "
+            "which fuses by itself; set one of them to false"
+        )
+    missing = "Triton; pip install triton" if find_spec("triton") is None else _missing_compiler(device)
+    if device.type == "cuda" and missing:
+        raise ConfigError(f"fuse_norm_relu needs {missing}, or set fuse_norm_relu to false")
 
 
 @cache

@@ -1,0 +1,199 @@
+"""BatchNorm, shortcut and ReLU as one function: the same network, the same names, the same training."""
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models import resnet18
+
+from models import build_model
+from tests.conftest import ROOT
+from train import Trainer
+from utils.config import Config
+from utils.distributed.world import World
+from utils.errors import ConfigError
+from utils.training.norm_relu import NormReLU, fuse_norm_relu
+
+Tiny = Callable[..., Config]
+ON = {"fuse_norm_relu": True, "enable_nhwc": True}
+
+
+def plain(x: Tensor, shortcut: Tensor | None, norm: nn.BatchNorm2d) -> Tensor:
+    out = nn.BatchNorm2d.forward(norm, x)
+    return (out if shortcut is None else out + shortcut).relu()
+
+
+def results(function: Callable[..., Tensor], norm: nn.BatchNorm2d, *inputs: Tensor | None) -> Iterator[Tensor]:
+    """Output, gradients and buffers after one call of training."""
+    leaves = [value if value is None else value.detach().clone().requires_grad_() for value in inputs]
+    out = function(*leaves, norm)
+    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)).sum().backward()
+    yield out
+    for leaf in (*leaves, *norm.parameters()):
+        if leaf is not None:
+            assert leaf.grad is not None
+            yield leaf.grad
+    yield from norm.buffers()
+
+
+def a_case(shape: tuple[int, ...], dtype: torch.dtype, *, added: bool, device: str = "cpu") -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [3 + 2 * torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)]
+    nhwc = [value.to(device, dtype).contiguous(memory_format=torch.channels_last) for value in inputs]
+    return [nhwc[0], nhwc[1] if added else None]
+
+
+def a_norm(channels: int, device: str = "cpu") -> NormReLU:
+    norm, generator = NormReLU(channels), torch.Generator().manual_seed(1)
+    for value in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
+        value.data = torch.rand(channels, generator=generator) + 0.5
+    return norm.to(device)
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_it_is_the_same_function(added: bool, layout: torch.memory_format) -> None:
+    """The output bit for bit; gradients in float64, where a sum in another order differs in the last of 16 digits."""
+    inputs = a_case((4, 6, 5, 5), torch.float64, added=added)
+    inputs = [value if value is None else value.contiguous(memory_format=layout) for value in inputs]
+    norm = a_norm(6).double()
+    other = copy.deepcopy(norm)
+    found = list(results(lambda x, shortcut, norm: norm(x, shortcut), norm, *inputs))
+    expected = list(results(plain, other, *inputs))
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    evaluated = norm.eval()(*inputs)
+    assert torch.equal(evaluated, plain(*inputs, other.eval()))
+
+
+@pytest.mark.parametrize(
+    ("model", "layers"), [("resnet8", 6), ("resnet9", 8), ("resnet18", 17), ("resnet50", 49), ("vgg16_bn", 13)]
+)
+def test_each_network_keeps_its_names_and_its_outputs(tiny: Tiny, model: str, layers: int) -> None:
+    """In training and evaluation; in the blocks of He's networks all but the stem."""
+    if model == "vgg16_bn":
+        expected: nn.Module = nn.Sequential(*list(build_model(tiny(model=model)).children())[:1])
+    else:
+        expected = build_model(tiny(model=model))
+    found = fuse_norm_relu(tiny(**ON), copy.deepcopy(expected))
+    images = torch.randn(2, 3, 32, 32)
+    assert sum(isinstance(module, NormReLU) for module in found.modules()) == layers
+    assert torch.equal(found(images), expected(images))
+    states = found.state_dict(), expected.state_dict()
+    assert list(states[0]) == list(states[1])
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    assert torch.equal(found.eval()(images), expected.eval()(images))
+
+
+def test_training_continues_with_and_without_it(tiny: Tiny, alone: World) -> None:
+    """Three steps with it equal three without, up to the order of sums; then each goes on from the other's state."""
+    learners = [Trainer(tiny(lr=0.02, **changes), alone).learner for changes in ({"enable_nhwc": True}, ON)]
+    images, labels = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
+    for _ in range(3):
+        for learner in learners:
+            learner.train(images, labels)
+    states = [copy.deepcopy(learner.state_dict()) for learner in learners]
+    for learner, state in zip(learners, reversed(states), strict=True):
+        learner.load_state_dict(state)
+        learner.train(images, labels)
+    without, fused = (learner.model.state_dict() for learner in learners)
+    assert list(without) == list(fused)
+    for name, value in without.items():
+        torch.testing.assert_close(fused[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_what_it_cannot_do_is_refused_by_name(tiny: Tiny, alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for changes, words in (
+        ({"enable_nhwc": False}, "it needs enable_nhwc true"),
+        ({"enable_sync_bn": True}, "no BatchNorm over all ranks"),
+        ({"enable_compile": True}, "for eager steps"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            tiny(**ON | changes)
+    with pytest.raises(ConfigError, match="no BatchNorm2d and ReLU that can be one; use false"):
+        fuse_norm_relu(tiny(**ON), nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.ReLU(), nn.BatchNorm2d(3)))
+    monkeypatch.setattr("utils.training.step._missing_compiler", lambda device: "")
+    with pytest.raises(ConfigError, match="enable_compile auto compiles here"):
+        Trainer(tiny(**ON, enable_compile="auto"), alone)
+
+
+def check_kernels(device: str) -> None:
+    """Triton's kernels against the CPU's operations: for float32 within the rounding of its sums; bf16 is rounded once
+    by the kernels, behind ReLU, and twice or thrice by the operations: up to 2 units in the last of 8 places. Where a
+    sum rounds to 0 before ReLU in one of them, its gradient passes in that one alone: in 1 of 1000 at most."""
+    from utils.training import norm_relu_kernels
+    from utils.training.norm_relu import norm_relu, norm_relu_backward
+
+    for shape in ((3, 5, 4, 4), (4, 70, 9, 9)):
+        for added in (False, True):
+            for dtype in (torch.float32, torch.bfloat16):
+                x, shortcut = a_case(shape, dtype, added=added)
+                (gradient, _) = a_case(shape, dtype, added=False)
+                norm = a_norm(shape[1])
+                weights = [norm.weight.data, norm.bias.data]
+                buffers = [[norm.running_mean.clone(), norm.running_var.clone()] for _ in range(2)]
+                cpu = norm_relu(x, shortcut, *weights, *buffers[0], 0.1, 1e-5)
+                moved = [value if value is None else value.to(device) for value in (x, shortcut, *weights, *buffers[1])]
+                found = norm_relu_kernels.forward(*moved, 0.1, 1e-5)
+                kept = (x, cpu[0] if added else None, *weights, *cpu[1:])
+                gradients = norm_relu_backward(gradient, *kept, 1e-5)
+                moved_kept = [value if value is None else value.to(device) for value in (gradient, *kept)]
+                found_gradients = norm_relu_kernels.backward(*moved_kept)
+                pairs = [*zip(found, cpu, strict=True), *zip(moved[-2:], buffers[0], strict=True)]
+                for mine, reference in [*pairs, *zip(found_gradients, gradients, strict=True)]:
+                    tolerance = 2e-5 if mine.dtype == torch.float32 else 2**-6
+                    wrong = ~torch.isclose(mine.cpu().float(), reference.float(), rtol=tolerance, atol=tolerance)
+                    assert wrong.sum() <= wrong.numel() / 1000, (shape, added, dtype, mine.shape)
+
+
+def test_the_kernels_compute_the_same_in_tritons_interpreter() -> None:
+    pytest.importorskip("triton")
+    program = "from tests.test_norm_relu import check_kernels; check_kernels('cpu')"
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For an H100 or H200, without one: what the interpreter takes, Triton's compiler may refuse."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from utils.training import norm_relu_kernels as kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    maps, numbers = ("x", "shortcut", "out", "gradient", "passed", "of_x"), ("momentum", "eps")
+    counts = ("pixels", "channels", "share", "num_parts")
+    kinds = dict.fromkeys(maps, "*bf16") | dict.fromkeys(numbers, "fp32") | dict.fromkeys(counts, "i32")
+    for kernel in (kernels._sum_x, kernels._statistics, kernels._apply, kernels._sum_gradient, kernels._apply_gradient):
+        names = kernel.arg_names
+        constants = {"rows": kernels.ROWS, "columns": kernels.COLUMNS, "added": True, "masked": False}
+        constants = {name: value for name, value in constants.items() if name in names}
+        signature = {name: "constexpr" if name in constants else kinds.get(name, "*fp32") for name in names}
+        source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
+        assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+@pytest.mark.gpu
+@pytest.mark.real_gpu("the stand-in computes by the CPU's operations")
+def test_the_kernels_compute_the_same_on_a_gpu() -> None:
+    check_kernels("cuda")
+
+
+def test_own_sequentials_are_fused_and_other_layers_left(tiny: Tiny) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4), nn.GELU())
+    fused = fuse_norm_relu(tiny(**ON), copy.deepcopy(model))
+    assert [type(layer) for layer in fused] == [nn.Conv2d, NormReLU, nn.Identity, nn.BatchNorm2d, nn.GELU]
+    images = torch.randn(2, 3, 8, 8)
+    assert torch.equal(fused(images), model(images))
+    large = fuse_norm_relu(tiny(**ON), resnet18())
+    assert isinstance(large.relu, nn.Identity) and isinstance(large.bn1, NormReLU)

@@ -1,0 +1,150 @@
+"""FUSE: BatchNorm of training, the addition of a shortcut, and ReLU as one function.
+
+One after the other they read or write a feature map 13 times in forward and backward, 16 times with a shortcut. As one
+it is 8 and 11 times: the output is written once, and backward needs no pass for ReLU's mask. It computes the mask from
+what BatchNorm keeps anyway; with a shortcut it reads it off the output, which the next convolution keeps anyway.
+On a GPU Triton's kernels do so. On a CPU PyTorch's operations follow each other: a reference that saves nothing.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+
+from utils.errors import ConfigError
+from utils.training.keys import SpeedKeys
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("resnet50_at_scale::norm_relu", mutates_args=("running_mean", "running_var"))
+def norm_relu(
+    x: Tensor, shortcut: Tensor | None, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor,
+    momentum: float, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(relu(batch_norm(x) + shortcut), mean [C], 1 / deviation [C]) of x [N, C, H, W]; moves the running statistics."""
+    out, mean, invstd = aten.native_batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps)
+    if shortcut is not None:
+        out += shortcut
+    return out.relu_(), mean, invstd
+
+
+@torch.library.custom_op("resnet50_at_scale::norm_relu_backward", mutates_args=())
+def norm_relu_backward(
+    gradient: Tensor, x: Tensor, out: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, shortcut, weight and bias; `out` where there was a shortcut, else its gradient is empty."""
+    channels = (1, -1, 1, 1)
+    if out is None:
+        scale = (invstd * weight).view(channels)
+        passes = (x - mean.view(channels)) * scale + bias.view(channels) > 0
+    else:
+        passes = out > 0
+    passed = torch.where(passes, gradient, 0)
+    # the running statistics are not read in training
+    gradients = aten.native_batch_norm_backward(passed, x, weight, None, None, mean, invstd, True, eps, [True] * 3)
+    return gradients[0], x.new_empty(0) if out is None else passed, gradients[1], gradients[2]
+
+
+@norm_relu.register_kernel("cuda")
+def _(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from utils.training import norm_relu_kernels
+
+    with torch.cuda.device(x.device):
+        return norm_relu_kernels.forward(x, *others)
+
+
+@norm_relu_backward.register_kernel("cuda")
+def _(gradient: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from utils.training import norm_relu_kernels
+
+    with torch.cuda.device(gradient.device):
+        return norm_relu_kernels.backward(gradient, *others[:-1])
+
+
+class _NormReLUFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shortcut: Tensor | None, weight: Tensor, bias: Tensor, *others: Any) -> Tensor:
+        out, mean, invstd = norm_relu(x, shortcut, weight, bias, *others)
+        ctx.save_for_backward(x, None if shortcut is None else out, weight, bias, mean, invstd)
+        ctx.eps = others[-1]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        kept = ctx.saved_tensors
+        of_x, of_shortcut, of_weight, of_bias = norm_relu_backward(gradient, *kept, ctx.eps)
+        return of_x, None if kept[1] is None else of_shortcut, of_weight, of_bias, None, None, None, None
+
+
+class NormReLU(nn.BatchNorm2d):
+    """BatchNorm2d and the ReLU behind it; a shortcut is added between them."""
+
+    def forward(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
+        """Features [N, C, H, W] and a shortcut of their shape -> the same shape."""
+        if not self.training:
+            out = super().forward(x)
+            return (out if shortcut is None else out + shortcut).relu_()
+        self._check_input_dim(x)
+        buffers: Any = self.num_batches_tracked, self.running_mean, self.running_var
+        buffers[0].add_(1)
+        return _NormReLUFunction.apply(x, shortcut, self.weight, self.bias, *buffers[1:], self.momentum, self.eps)  # type: ignore[no-any-return]
+
+
+class FusedBasicBlock(BasicBlock):
+    """torchvision's, whose BatchNorms are `NormReLU`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features [N, C, H, W] -> [N, channels, H / stride, W / stride]."""
+        shortcut = x if self.downsample is None else self.downsample(x)
+        return self.bn2(self.conv2(self.bn1(self.conv1(x))), shortcut)
+
+
+class FusedBottleneck(Bottleneck):
+    """torchvision's, whose BatchNorms are `NormReLU`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features [N, C, H, W] -> [N, 4 x channels, H / stride, W / stride]."""
+        shortcut = x if self.downsample is None else self.downsample(x)
+        return self.bn3(self.conv3(self.bn2(self.conv2(self.bn1(self.conv1(x))))), shortcut)
+
+
+def fuse_norm_relu(keys: SpeedKeys, model: nn.Module) -> nn.Module:
+    """`model` with each BatchNorm2d and ReLU in its Sequentials, torchvision's blocks and its ResNets' stems as one, as
+    `fuse_norm_relu` asks; names and parameters stay. `ConfigError` where there is none."""
+    if not keys.fuse_norm_relu:
+        return model
+    fused = 0
+    for module in list(model.modules()):
+        if type(module) is BasicBlock:
+            fused += _become(module, FusedBasicBlock, module.bn1, module.bn2)
+        elif type(module) is Bottleneck:
+            fused += _become(module, FusedBottleneck, module.bn1, module.bn2, module.bn3)
+        elif type(module) is ResNet and _become(module, ResNet, module.bn1):
+            module.relu, fused = nn.Identity(), fused + 1
+        elif type(module) is nn.Sequential:
+            for place in range(len(module) - 1):
+                relu = type(module[place + 1]) is nn.ReLU
+                if relu and _become(module, nn.Sequential, module[place]):
+                    module[place + 1], fused = nn.Identity(), fused + 1
+    if not fused:
+        raise ConfigError("fuse_norm_relu true: the network has no BatchNorm2d and ReLU that can be one; use false")
+    return model
+
+
+def _become(module: nn.Module, kind: type[nn.Module], *norms: Any) -> bool:
+    """Make a `kind` of the module and `NormReLU` of its norms, unless one is no usual BatchNorm2d."""
+    usual = [
+        type(norm) is nn.BatchNorm2d and norm.affine and norm.track_running_stats and norm.momentum is not None
+        for norm in norms
+    ]
+    if not all(usual):
+        return False
+    module.__class__ = kind
+    for norm in norms:
+        norm.__class__ = NormReLU
+    return True
