@@ -56,6 +56,7 @@ from utils.training.dry_run import describe
 from utils.training.learner import build_learner, check_keys, check_outputs
 from utils.training.metrics import Confusion, Throughput
 from utils.training.validation import Collector, validate
+from utils.training.verify import Verifier
 from utils.training.watch import StepWatch, input_remedy
 from utils.user_code import own_files
 
@@ -82,13 +83,14 @@ class Trainer:
         self.data = dataset.describe() | {"steps_per_epoch": len(self.loaders.train)}
 
         build = partial(build_model, image_side=self.data["shape"][-1])
-        self.learner = build_learner(config, build, world, len(self.loaders.train))
+        self.verifier = Verifier(config, world)
+        self.learner = build_learner(config, build, world, len(self.loaders.train), wrap=self.verifier.wrap)
         check_outputs(self.learner, config.model, self.data["shape"])
         self.watch = StepWatch(self.learner.model, world)
         mix = build_mix(config, self.loaders.plan)
         profiler = self.learner.profiler
         self.batches = TrainingBatches(config, self.loaders.train, mix, self.watch, profiler, world.device)
-        self.notes = notes + self.loaders.notes + self.learner.notes
+        self.notes = notes + self.loaders.notes + self.learner.notes + self.verifier.notes()
 
         self.progress = Progress()
         self.state = RunState(config, config_name, self.data, self.learner, self.progress, world)
@@ -146,7 +148,7 @@ class Trainer:
         """The rest of the current epoch, from batch `progress.batch` on."""
         self._start_epoch()
         for number, (images, labels) in self.batches.rest_of_epoch(self.progress.epoch, self.progress.batch):
-            self.learner.train(images, labels)
+            self.verifier.train(self.learner, images, labels)
             self.progress.batch = number + 1
             self.throughput.add(len(labels))
             self.log.advance_bar(self.progress.batch)
@@ -212,7 +214,8 @@ class Trainer:
         left = self.time_left.seconds(self.progress.epoch, 0)
         self.world.main_only(lambda: self.log.log_epoch(self.progress.epoch, self.learner.steps, values, left))
         self._report_unreadable()
-        for remark in self.watch.judge(input_remedy(self.config.data_loader, self.config.num_data_workers)):
+        remedy = input_remedy(self.config.data_loader, self.config.num_data_workers)
+        for remark in [*self.watch.judge(remedy), *self.verifier.remarks()]:
             self.log.say(remark)
         if self.finished:  # before the last checkpoint: a run that is killed behind it has nothing left to do
             self._log_end(valid, test, confusion)

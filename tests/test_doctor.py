@@ -18,7 +18,7 @@ from PIL import Image
 from tests.conftest import CIFAR100, ROOT
 from tools.bench import limits
 from tools.doctor import __main__ as doctor
-from tools.doctor import devices, finding, gpus, hardware, machine, ranks
+from tools.doctor import devices, finding, fingerprints, gpus, hardware, machine, ranks
 from tools.doctor.finding import Finding
 from utils.config import load_config
 from utils.data import workers
@@ -48,6 +48,11 @@ def small_disk(tmp_path):
         subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.fixture(autouse=True)
+def _train_twice_only(monkeypatch):
+    monkeypatch.setattr(fingerprints, "SECONDS", 0)
+
+
 def look(capsys, *arguments: str) -> tuple[int, dict[str, Finding]]:
     status = doctor.main(["--json", *arguments])
     document = json.loads(capsys.readouterr().out)
@@ -60,7 +65,7 @@ def test_a_machine_that_is_well_passes(capsys, tmp_path, monkeypatch):
     started = time.perf_counter()
     status, findings = look(capsys, "--config", "quickstart", "--run-dir", str(tmp_path / "expts/not/yet/there"))
     assert status == 0 and all(finding.level != "fail" for finding in findings.values()), findings
-    expected = "torch, gpu software, memory, shared memory, disk, data, host names, threads, ceilings"
+    expected = "torch, gpu software, memory, shared memory, disk, data, host names, threads, ceilings, fingerprint"
     assert ", ".join(findings) == expected
     assert not list(tmp_path.iterdir()), "the probe of the disk leaves nothing behind"
     assert time.perf_counter() - started < 60, "what it promises; it takes seconds"
@@ -325,3 +330,54 @@ def test_help_does_not_wait_for_torch_and_bad_usage_ends_with_2(capsys):
     code = "import sys; from tools.doctor.__main__ import parser; parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
     assert doctor.main(["--config", "nothing"]) == 2
+
+
+def test_a_fixed_network_comes_to_the_same_and_leaves_no_trace():
+    random, threads = torch.get_rng_state(), torch.get_num_threads()
+    device = torch.device("cpu")
+    torch.set_num_threads(2)
+    try:
+        found = fingerprints.repeat(device, seconds=0)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert len(found) == 2 and len(set(found)) == 1 and re.fullmatch("[0-9a-f]{16}", found[0])
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert fingerprints.read_known().get(fingerprints.describe(device), found[0]) == found[0]
+
+
+def test_a_device_that_computes_differently_fails():
+    def trained(where: str, *found: str, kind: str = "H200, torch 2") -> fingerprints.Trained:
+        return fingerprints.Trained(where, kind, list(found))
+
+    good = fingerprints.check_device(trained("cuda:0 of rank 0 on n1", "a", "a"), {"H200, torch 2": "a"})
+    assert (good.level, "as known" in good.message) == ("ok", True)
+    assert "none is known" in fingerprints.check_device(trained("cuda:0 of rank 0 on n1", "a", "a"), {}).message
+    other = fingerprints.check_device(trained("cuda:1 of rank 1 on n1", "b", "b"), {"H200, torch 2": "a"})
+    assert (other.level, "known is a" in other.message) == ("fail", True)
+    changing = fingerprints.check_device(trained("cuda:1 of rank 1 on n1", "a", "b", "a"), {})
+    assert (changing.level, "1 of them" in changing.message) == ("fail", True)
+
+    alike = [trained("cuda:0", "a"), trained("cuda:1", "a"), trained("cpu", "c", kind="CPU")]
+    assert fingerprints.compare_devices(alike).level == "ok"
+    odd = fingerprints.compare_devices([*alike, trained("cuda:2", "b")])
+    assert odd.level == "fail" and odd.message.endswith(": cuda:2")
+    both = fingerprints.compare_devices([trained("cuda:0", "a"), trained("cuda:1", "b")])
+    assert both.message.endswith("cuda:0, cuda:1")
+
+
+def test_a_flipped_bit_changes_the_fingerprint(monkeypatch):
+    from utils.training import fingerprint
+
+    device, really = torch.device("cpu"), fingerprint.fingerprint
+    right = fingerprints.train_fixed_network(device)
+    taken = 0
+
+    def once_wrong(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal taken
+        taken += 1
+        return really(tensor) + (taken == 5)
+
+    monkeypatch.setattr(fingerprint, "fingerprint", once_wrong)
+    assert fingerprints.train_fixed_network(device) != right

@@ -43,6 +43,10 @@ class CheckpointError(ExpectedError):
     exit_status = 4  # no usable checkpoint where one was demanded, or one that does not fit
 
 
+class CorruptionError(ExpectedError):
+    exit_status = 5  # the machine computed wrong, and what it computed was not saved
+
+
 class Stopped(ExpectedError):
     exit_status = 75  # on request, with everything saved: the same command goes on from there (sysexits.h EX_TEMPFAIL)
 

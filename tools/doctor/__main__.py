@@ -145,7 +145,8 @@ def _on_every_node(arguments: list[str]) -> list[str]:
 def examine(config: Config, run_dir: Path, world: "World", seconds_to_meet: float, sweep: bool) -> list[Finding]:
     """Collective: all checks of all ranks; `sweep` adds all sizes of all collectives, and every pair of nodes."""
     from tools.bench.limits import all_reduce
-    from tools.doctor.devices import TRIALS, arithmetic, check_rates, device_checks
+    from tools.doctor.devices import TRIALS, arithmetic, check_rates, device_checks, devices_of_a_rank
+    from tools.doctor.fingerprints import check_device, compare_devices, read_known, train_on
     from tools.doctor.gpus import gpu_checks
     from tools.doctor.hardware import hardware_checks
     from tools.doctor.machine import machine_checks, software_versions
@@ -154,11 +155,16 @@ def examine(config: Config, run_dir: Path, world: "World", seconds_to_meet: floa
 
     host, first = socket.gethostname(), world.local_rank == 0
     findings = machine_checks(config, run_dir, world) + hardware_checks() if first else []
-    findings += device_checks(world.device, alone=world.gather(host).count(host) == 1)
+    alone = world.gather(host).count(host) == 1
+    findings += device_checks(world.device, alone=alone)
+    trained = train_on(devices_of_a_rank(world.device, alone=alone), f"rank {world.rank} on {host}")
+    findings += [check_device(device, read_known()) for device in trained]
     findings += gpu_checks() if first else []  # while the measurements' heat shows
     where = f"{host}, rank {world.rank}" if world.world_size > 1 else host
     mine = [Finding(**asdict(finding) | {"where": where}) for finding in findings]
     everything = [finding for part in world.gather(mine) for finding in part]
+    if len(everywhere := [device for part in world.gather(trained) for device in part]) > 1:
+        everything.append(compare_devices(everywhere))
     if world.world_size > 1:
         rates = world.gather((f"rank {world.rank} on {host}", arithmetic(world.device)))
         everything += check_rates(rates, "slow rank")

@@ -22,10 +22,8 @@ def device_checks(own: "torch.device", *, alone: bool) -> list[Finding]:
         rate, copied = arithmetic(own), memory(own, TRIALS).median
         seen = f"CPU: {1e3 * rate:,.0f} GFLOP/s in float32, memory {copied:.1f} GB/s"
         return [Finding("ceilings", "ok", seen, figures={"float32 TFLOP/s": rate, "memory GB/s": copied})]
-    count = torch.cuda.device_count()
-    devices = [torch.device("cuda", number) for number in range(count)] if alone else [own]
     findings, rates = [], []
-    for device in devices:
+    for device in devices_of_a_rank(own, alone=alone):
         free, total = torch.cuda.mem_get_info(device)
         rate, copied = arithmetic(device), memory(device, TRIALS).median
         from_host = host_to_device(device, TRIALS).median
@@ -40,6 +38,15 @@ def device_checks(own: "torch.device", *, alone: bool) -> list[Finding]:
         figures = {"bf16 TFLOP/s": rate, "memory GB/s": copied, "from the host GB/s": from_host}
         findings.append(Finding("ceilings", "warn" if busy else "ok", seen, remedy, figures=figures))
     return findings + [finding for finding in check_rates(rates, "slow device") if finding.level != "ok"]
+
+
+def devices_of_a_rank(own: "torch.device", *, alone: bool) -> list["torch.device"]:
+    """Its own, or all that it sees where it is alone on its node."""
+    import torch
+
+    if own.type != "cuda" or not alone:
+        return [own]
+    return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
 
 
 def arithmetic(device: "torch.device") -> float:

@@ -1,9 +1,12 @@
 """DDP: how a network is spread over the ranks."""
 
 import inspect
+from collections.abc import Callable
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.distributed.keys import DistributedKeys
@@ -16,7 +19,14 @@ WARNINGS = {
     "dataparallel": "WARNING: parallel=dataparallel: one process drives all GPUs and copies the network to them every "
     "step; it is here to be compared with ddp",
 }
-HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+HOOKS = {
+    "none": default_hooks.allreduce_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+}
+# Sees this rank's own gradients, before they are averaged.
+Look = Callable[[dist.GradBucket], None]
+Reduce = Callable[[dist.ProcessGroup, dist.GradBucket], Future[Tensor]]
 
 
 def describe_parallel(keys: DistributedKeys) -> list[str]:
@@ -33,8 +43,9 @@ def synchronise_batch_norm(keys: DistributedKeys, model: nn.Module, world: World
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if world.world_size > 1 else model
 
 
-def distribute(keys: DistributedKeys, model: nn.Module, world: World) -> nn.Module:
-    """Collective: what the training step calls instead of `model`, with the same parameters."""
+def distribute(keys: DistributedKeys, model: nn.Module, world: World, look: Look | None = None) -> nn.Module:
+    """Collective: what the training step calls instead of `model`, with the same parameters. DDP: `look` is shown each
+    bucket of gradients before it is averaged."""
     device, ranks = world.device.type, world.world_size
     if keys.parallel == "dataparallel":
         if device != "cuda":
@@ -46,10 +57,12 @@ def distribute(keys: DistributedKeys, model: nn.Module, world: World) -> nn.Modu
         if keys.parallel == "no_communication":
             raise ConfigError("parallel: no_communication compares several ranks, but this run has one; use ddp")
         return model
-    return wrap_in_ddp(keys, model, world)
+    return wrap_in_ddp(keys, model, world, look)
 
 
-def wrap_in_ddp(keys: DistributedKeys, model: nn.Module, world: World) -> DistributedDataParallel:
+def wrap_in_ddp(
+    keys: DistributedKeys, model: nn.Module, world: World, look: Look | None = None
+) -> DistributedDataParallel:
     """Collective: DDP as the configuration asks for it, in a process group of any size."""
     on_gpu = world.device.type == "cuda"
     renamed = "forward_sync_buffers"  # of PyTorch 2.14
@@ -62,11 +75,22 @@ def wrap_in_ddp(keys: DistributedKeys, model: nn.Module, world: World) -> Distri
         gradient_as_bucket_view=True,  # gradients live inside the buckets: no copy, and less memory
         **{renamed if renamed in options else "broadcast_buffers": keys.broadcast_buffers},  # type: ignore[arg-type]
     )
-    if keys.gradient_compression != "none":
-        distributed.register_comm_hook(None, HOOKS[keys.gradient_compression])
+    reduce = HOOKS[keys.gradient_compression]
+    if look is not None:
+        distributed.register_comm_hook(None, _looked_at(reduce, look))
+    elif keys.gradient_compression != "none":
+        distributed.register_comm_hook(None, reduce)
     if keys.deterministic or not on_gpu:
         _settle_buckets(distributed)
     return distributed
+
+
+def _looked_at(reduce: Reduce, look: Look) -> Reduce:
+    def look_and_reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
+        look(bucket)
+        return reduce(group, bucket)
+
+    return look_and_reduce
 
 
 def _settle_buckets(distributed: DistributedDataParallel) -> None:

@@ -1,10 +1,12 @@
 """What a run would do and need, without training: `train.py --dry-run`."""
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
+from utils.training.fingerprint import WORKING_BYTES
 from utils.training.keys import TrainingKeys
 from utils.training.learner import Learner
 from utils.training.precision import MasterWeights, Precision
@@ -21,13 +23,15 @@ def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: st
     states = state_bytes(keys, learner.weights)
     per_image = activation_bytes_per_image(learner.model, learner.criterion, learner.precision, image_shape)
     activations = per_image * learner.batch.micro_batch_size
+    kept = kept_bytes(keys, learner.weights, learner.batch.rank_batch_size, image_shape)
     lines = [
         f"model            {network}, {parameters:,} parameters, {learner.precision}",
         f"training images  {dataset}, {steps * keys.batch_size:,} in {steps} steps an epoch",
         f"batch            {learner.batch}",
         f"epochs           {keys.max_epochs}, {schedule.total_steps:,} steps",
-        f"memory estimate  {_gigabytes(states + activations)} a rank, without libraries and workspaces:",
+        f"memory estimate  {_gigabytes(states + activations + kept)} a rank, without libraries and workspaces:",
         f"  weights, gradients and optimizer {_gigabytes(states)}, activations {_gigabytes(activations)}",
+        *([f"  kept while a step is verified {_gigabytes(kept)}"] if kept else []),
         f"learning rate    schedule {keys.lr_schedule}",
     ]
     lines += [f"  step {step:>8,}  {keys.peak_lr * schedule.factor(step):.6g}" for step in _corners(schedule)]
@@ -39,13 +43,28 @@ def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: st
 
 def state_bytes(keys: TrainingKeys, weights: MasterWeights) -> int:
     """Bytes of what is kept from step to step: weights, gradients, the optimizer's moments, the average of weights."""
+    # the half weights' gradients are dropped only when they have become the masters'
+    return _updated_bytes(keys, weights) + _bytes({*weights.model.parameters(), *weights.parameters()})
+
+
+def kept_bytes(
+    keys: TrainingKeys, weights: MasterWeights, rank_batch_size: int, image_shape: tuple[int, int, int]
+) -> int:
+    """Bytes that `verify_every_steps` takes on the device: the state before the step, the batch, and for fingerprints;
+    0 where nothing is verified."""
+    if keys.verify_every_steps is None:
+        return 0
+    batch = rank_batch_size * (math.prod(image_shape) * 4 + 8)  # float32 images, int64 labels
+    return _updated_bytes(keys, weights) + _bytes(weights.model.buffers()) + batch + WORKING_BYTES
+
+
+def _updated_bytes(keys: TrainingKeys, weights: MasterWeights) -> int:
+    """Weights, the optimizer's moments, the average of weights."""
     # AdamW and LAMB keep mean and square of the gradients, LARS a momentum, SGD that only where there is one
     moments = {"adamw": 2, "lamb": 2, "lars": 1}.get(keys.optimizer, int(keys.momentum > 0))
     updated = weights.parameters()
     average = _bytes(weights.model.state_dict().values()) if keys.ema_decay is not None else 0
-    # the half weights' gradients are dropped only when they have become the masters'
-    model = list(weights.model.parameters())
-    return 2 * _bytes({*model, *updated}) + moments * _bytes(updated) + average
+    return _bytes({*weights.model.parameters(), *updated}) + moments * _bytes(updated) + average
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -198,7 +198,15 @@ class SpeedKeys(OptimizerKeys, PrecisionKeys, DistributedKeys):
         return self
 
 
-class TrainingKeys(SpeedKeys, RecipeKeys):
+class VerifyKeys(SharedKeys):
+    """verification"""
+
+    verify_every_steps: Annotated[PositiveInt | None, Fact.NO_HYPERPARAMETER] = None
+    """Train one of so many steps twice, and stop where the two differ; null: never. A device that computes wrong is
+    named before anything of that step is saved; docs/reliability.md says what is found."""
+
+
+class TrainingKeys(SpeedKeys, RecipeKeys, VerifyKeys):
     """All training keys."""
 
     @model_validator(mode="after")

@@ -194,6 +194,15 @@ class LossScaler(torch.amp.GradScaler):
         """The scale of the next step."""
         super().update(self.constant if new_scale is None else new_scale)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What a step changes, in place: scale, steps since it last changed, skipped steps; empty when switched off."""
+        if not self.is_enabled():
+            return {}
+        if self._scale is None:
+            self.scale(torch.zeros((), device=self.skipped.device))  # which makes them
+        assert self._scale is not None and self._growth_tracker is not None
+        return {"loss scale": self._scale, "growth tracker": self._growth_tracker, "skipped steps": self.skipped}
+
     def metrics(self) -> dict[str, float]:
         """{"loss_scale", "skipped_steps"} for a log point, where the device is waited for; empty when switched off."""
         if not self.is_enabled():

@@ -1,0 +1,273 @@
+"""Steps that are trained twice: they change nothing, find every flipped bit that changes something, name its rank."""
+
+import itertools
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import CIFAR100, RECIPE, TINY
+from processes import Ended, Job, complaints, free_port, torchrun_variables
+from torch import Tensor
+
+from tools.inject import __main__ as inject
+from tools.inject.campaign import Outcome, build_tiny, random_batches, run_campaign
+from tools.inject.flips import Flip, Flipper, flip_bit
+from tools.inject.kinds import KINDS
+from utils.config import Config, load_config
+from utils.distributed.ranks import run_ranks
+from utils.distributed.world import World
+from utils.errors import ConfigError, CorruptionError
+from utils.run.checkpoint import newest_good
+from utils.training.dry_run import describe, kept_bytes
+from utils.training.fingerprint import CHUNK, WORKING_BYTES, fingerprint, take_prints
+from utils.training.judge import Evidence, judge, odd_ranks, tell
+from utils.training.learner import Learner
+from utils.training.step_state import KeptState, gradients, own_tensors, shared_tensors
+from utils.training.verify import Verifier, is_due
+
+TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"micro_batch_size": 4, "clip_grad_norm": 1.0},
+    "recipe": RECIPE,
+    "fused, O2, scaled": {"opt_level": "O2", "loss_scale": 128, "fused_optimizer": True},
+    "autocast": {"enable_amp": True, "amp_dtype": "bf16", "loss_scale": 128},
+    "adamw": {"optimizer": "adamw", "lr": 0.001, "fused_optimizer": False},
+    "lamb": {"optimizer": "lamb", "lr": 0.01},
+}
+COMPILED = pytest.param({"enable_compile": True}, id="compiled", marks=pytest.mark.slow)
+
+
+def some_steps(learner: Learner, verifier: Verifier, number: int) -> dict[str, Tensor]:
+    """What is left of the state after some steps, gradients included."""
+    learner.model.train()
+    for images, labels in itertools.islice(random_batches(learner, verifier.world), number):
+        verifier.train(learner, images, labels)
+    everything = shared_tensors(learner) | own_tensors(learner) | gradients(learner)
+    return {name: tensor.detach().clone() for name, tensor in everything.items()}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_every_bit_and_place_counts_in_a_fingerprint(dtype: torch.dtype) -> None:
+    tensor = (torch.randn(3, 2, 2) > 0.3).to(dtype)
+    tensor[0, 0], tensor[2, 1] = 1, 0
+    seen = {int(fingerprint(tensor)), int(fingerprint(tensor.flip(0)))}
+    assert len(seen) == 2
+    assert int(fingerprint(tensor.contiguous(memory_format=torch.contiguous_format))) in seen
+    bits = range(8 * tensor.element_size()) if dtype != torch.bool else range(1)
+    for number, bit in itertools.product(range(tensor.numel()), bits):
+        flip_bit(tensor, number, bit)
+        assert int(fingerprint(tensor)) not in seen
+        seen.add(int(fingerprint(tensor)))
+        flip_bit(tensor, number, bit)
+    assert int(fingerprint(tensor)) in seen
+
+
+def test_a_fingerprint_is_of_the_numbers_and_not_of_their_layout() -> None:
+    images = torch.randn(2, 3, 4, 5)
+    assert fingerprint(images) == fingerprint(images.to(memory_format=torch.channels_last))
+    large = torch.zeros(2 * CHUNK + 3)
+    empty = fingerprint(large)
+    prints = {int(empty)}
+    for number in (0, CHUNK - 1, CHUNK, 2 * CHUNK + 2):  # in different chunks
+        changed = large.clone()
+        changed[number] = 1
+        prints.add(int(fingerprint(changed)))
+    assert len(prints) == 5
+
+
+def test_one_step_of_each_window_is_drawn_from_the_seed(tiny) -> None:
+    config, other, never, always = (
+        tiny(verify_every_steps=every, seed=seed) for every, seed in ((10, 0), (10, 1), (None, 0), (1, 0))
+    )
+    due = [step for step in range(1000) if is_due(config, step)]
+    assert [step // 10 for step in due] == list(range(100))
+    assert len({step % 10 for step in due}) == 10
+    assert due != [step for step in range(1000) if is_due(other, step)]
+    assert not any(is_due(never, step) for step in range(1000))
+    assert all(is_due(always, step) for step in range(10))
+
+
+@pytest.mark.parametrize("changes", [*(pytest.param(mode, id=name) for name, mode in MODES.items()), COMPILED])
+def test_checked_steps_train_what_unchecked_ones_do(tiny, alone, changes) -> None:
+    """The network draws at random (dropout): a repetition repeats its draws."""
+    unchecked = some_steps(*build_tiny(tiny(batch_size=8, **changes), alone), 4)
+    learner, verifier = build_tiny(tiny(batch_size=8, verify_every_steps=1, **changes), alone)
+    checked = some_steps(learner, verifier, 4)
+    assert checked.keys() == unchecked.keys()
+    assert [name for name in checked if not torch.equal(checked[name], unchecked[name])] == []
+    assert verifier.cost.checks == 4
+
+
+def campaign(config: Config, world: World, flips: int) -> Outcome:
+    learner, verifier = build_tiny(config, world)
+    return run_campaign(learner, verifier, random_batches(learner, world), flips=flips, clean=2, seed=3)
+
+
+def flips_of(outcome: Outcome) -> tuple[int, int]:
+    return sum(t.flips for t in outcome.flips.values()), sum(t.changed for t in outcome.flips.values())
+
+
+@pytest.mark.parametrize("name", ["plain", "accumulation", "fused, O2, scaled", "adamw"])
+def test_flips_of_every_kind_are_caught(tiny, alone, name) -> None:
+    outcome = campaign(tiny(verify_every_steps=1, batch_size=16, **MODES[name]), alone, 2 * len(KINDS))
+    assert (outcome.missed, outcome.misnamed, outcome.alarms) == ([], [], [])
+    assert flips_of(outcome)[0] == 2 * len(KINDS) and flips_of(outcome)[1] >= len(KINDS)
+    assert outcome.clean_steps == 2 + 2 * len(KINDS)
+
+
+def test_a_campaign_counts_what_a_blind_verifier_misses(tiny, alone, monkeypatch) -> None:
+    monkeypatch.setattr(Verifier, "_is_due", lambda verifier, learner: False)
+    outcome = campaign(tiny(verify_every_steps=1, batch_size=16), alone, 14)
+    assert len(outcome.missed) == flips_of(outcome)[1] > 0
+    assert all("step" in line and "rank 0" in line for line in outcome.missed)
+
+
+def configuration(**changes: Any) -> Config:
+    values = load_config(CIFAR100, "default").model_dump() | TINY | {"batch_size": 12, "verify_every_steps": 1}
+    return Config(**values | changes)
+
+
+def run_ranked(folder: Path, ranks: int, function: Callable[..., int], *arguments: Any) -> list[Ended]:
+    """With more time than `run_job` gives."""
+    port = free_port()
+    variables = [torchrun_variables(rank, ranks, port) for rank in range(ranks)]
+    return Job(folder, function, arguments, variables).wait(280)
+
+
+def campaign_of_ranks(changes: dict[str, Any], flips: int) -> int:
+    def act(world: World) -> None:
+        outcome = campaign(configuration(**changes), world, flips)
+        wrong = (outcome.missed, outcome.misnamed, outcome.alarms)
+        if world.is_main:
+            print(json.dumps([*wrong, flips_of(outcome)[1]]))
+
+    return run_ranks(act, "cpu", 200, 200)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"), [(3, {}), (2, {"micro_batch_size": 3, "broadcast_buffers": True, "ema_decay": 0.9})]
+)
+def test_the_rank_of_a_flip_is_named_among_several(tmp_path, ranks, changes) -> None:
+    ended = run_ranked(tmp_path / "job", ranks, campaign_of_ranks, changes, 14)
+    assert [process.status for process in ended] == [0] * ranks, complaints(ended)
+    missed, misnamed, alarms, changed = json.loads(ended[0].output)
+    assert (missed, misnamed, alarms) == ([], [], []) and changed > 7
+
+
+def strike(folder: Path, settings: dict[str, Any], *options: str) -> int:
+    """In a process of its own: train.py sets its signal handlers."""
+    short = {"batch_size": 12, "max_epochs": 1, "limit_train_batches": 8, "lr_schedule": "constant"}
+    values = TINY | short | {"lr_warmup_epochs": 0} | settings
+    sets = [f"--set={key}={json.dumps(value)}" for key, value in values.items()]
+    return inject.main([f"--run-dir={folder}", *sets, *options])
+
+
+def test_a_weight_that_differed_before_is_found_by_the_majority(tmp_path) -> None:
+    """In a step that is not checked: at the next one that is, the repetitions are equal and the ranks are not."""
+    config = configuration(verify_every_steps=2)
+    step = next(step for step in range(1, 8) if not is_due(config, step))
+    options = ("--strike=optimizer", f"--step={step + 1}", "--rank=2")
+    settings = {"verify_every_steps": 2, "save_checkpoint": False}
+    ended = run_ranked(tmp_path / "job", 3, strike, tmp_path / "run", settings, *options)
+    assert [process.status for process in ended] == [CorruptionError.exit_status] * 3, complaints(ended)
+    (line, remedy) = complaints(ended)
+    assert re.search(r"silent corruption in step \d+, of rank 2 \(host .*, cpu\): .* other ranks", line), line
+    assert remedy.startswith("nothing of this step was saved")
+
+
+def test_a_run_stops_before_it_saves(tmp_path) -> None:
+    run, settings = tmp_path / "run", {"verify_every_steps": 1, "checkpoint_every_steps": 1}
+    (ended,) = run_ranked(tmp_path / "job", 1, strike, run, settings, "--strike=activation", "--step=3", "--seed=2")
+    assert ended.status == CorruptionError.exit_status == 5
+    assert "flipped bit" in ended.output
+    assert re.search(r"^error: silent corruption in step 3, of rank 0 \(host .*first of three", ended.errors)
+    assert ended.errors.count("\n") == 2
+    _, state, _ = newest_good(run / "checkpoints")
+    assert state is not None and state["step"] == 2
+
+
+def test_what_cannot_be_flipped_is_said(tmp_path, capsys) -> None:
+    def refused(*arguments: str) -> str:
+        assert inject.main([f"--run-dir={tmp_path / 'run'}", *arguments]) == ConfigError.exit_status
+        return capsys.readouterr().err
+
+    assert "--strike" in refused("--step=3")
+    assert "--step N" in refused("--strike=weight")
+    assert "ranks 0 to 0" in refused("--strike=weight", "--step=2", "--rank=1")
+    assert "checks every step" in refused("--set=verify_every_steps=2")
+    options = ("--strike=weight", "--step=999")
+    (ended,) = run_ranked(tmp_path / "job", 1, strike, tmp_path / "run", {}, *options)
+    assert (ended.status, "never came" in ended.errors) == (ConfigError.exit_status, True), ended.errors
+
+
+def test_a_device_that_rounds_differently_each_time_is_measured_first(tiny, alone) -> None:
+    learner, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=16), alone)
+    verifier.rounds, verifier.measured = True, False
+    drawn = torch.Generator().manual_seed(0)
+    for parameter in learner.model.parameters():  # as the order of a GPU's atomic additions does
+        parameter.register_hook(lambda gradient: gradient * (1 + 1e-6 * torch.randn(gradient.shape, generator=drawn)))
+    some_steps(learner, verifier, 20)
+    (measured, verified) = verifier.remarks()
+    assert re.search(r"6 repetitions of one step differ.*gradient \d", measured)
+    assert re.search(r"Verified 20 step\(s\), none wrong, in .* s: .*% of the training", verified)
+    assert 0 < verifier.bounds["gradient"] < 1e-5
+    assert verifier.remarks() == []
+    with Flipper(learner, verifier, Flip("weight", 0, learner.steps, "1"), 0) as flipper:
+        flipper._strike = lambda chosen: flip_bit(chosen[1], 0, 30)  # type: ignore[method-assign]
+        with pytest.raises(CorruptionError, match="rank 0"):
+            some_steps(learner, verifier, 1)
+
+
+def test_a_verifier_says_what_it_promises(tiny, alone) -> None:
+    verifier = Verifier(tiny(verify_every_steps=3), alone)
+    assert verifier.notes() == ["verify_every_steps 3: one of 3 steps is trained twice; every bit of it must be equal"]
+    verifier.rounds = True
+    assert "deterministic: true" in verifier.notes()[0]
+    assert Verifier(tiny(), alone).notes() == []
+
+
+def test_the_estimate_of_memory_counts_what_is_kept(tiny, alone) -> None:
+    for changes in ({}, {"ema_decay": 0.9}, {"opt_level": "O2"}, {"optimizer": "adamw", "lr": 0.001}):
+        learner, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=8, **changes), alone)
+        some_steps(learner, verifier, 1)
+        batch = next(random_batches(learner, alone))
+        kept = sum(copy.nbytes for _, copy in KeptState(learner, batch).pairs)
+        counted = kept_bytes(learner.keys, learner.weights, len(batch[0]), tuple(batch[0].shape[1:]))
+        few = 200  # the loss scale, sums, AdamW's counts of steps
+        assert abs(counted - WORKING_BYTES - kept) < few
+        assert kept_bytes(tiny(), learner.weights, 8, (3, 16, 16)) == 0
+    told = describe(learner, (3, 16, 16), network="tiny", dataset="none")
+    assert "kept while a step is verified" in told
+
+
+SEEN = Evidence("host a, cpu", [], [], [], [], "", {"weight x": 1, "weight y": 2})
+
+
+def test_the_judgement() -> None:
+    assert judge([SEEN] * 3) is None
+    other = replace(SEEN, state={"weight x": 1, "weight y": 3})
+    assert odd_ranks([SEEN.state, other.state, SEEN.state]) == ([1], ["weight y"])
+    assert odd_ranks([SEEN.state, other.state]) == ([0, 1], ["weight y"])
+    result = replace(SEEN, result=["gradient x"], odd="the first of three repetitions is the odd one")
+    own = replace(result, own=["own gradient x", "loss"])
+    verdict = judge([result, own, result])
+    assert verdict is not None and (verdict.ranks, verdict.tensors) == ([1], ["own gradient x", "loss"])
+    verdict = judge([result, SEEN, SEEN])
+    assert verdict is not None and verdict.ranks == [0]
+    verdict = judge([result, result])
+    assert verdict is not None and "sum over the ranks" in verdict.how
+    verdict = judge([own, replace(SEEN, at_rest=["weight x"])])
+    assert verdict is not None and (verdict.ranks, verdict.how) == ([1], "changed in memory since the step before")
+    message = tell(7, [SEEN, replace(own, device="host b, H200 GPU-1")])
+    assert "step 7, of rank 1 (host b, H200 GPU-1): own gradient x (and 1 more) differs" in message
+
+
+def test_prints_tell_apart_what_is_missing() -> None:
+    one, two = (take_prints({name: torch.ones(2)}, sketched=False) for name in "ab")
+    assert set(one.distances(two)) == {"a", "b"}

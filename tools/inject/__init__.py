@@ -1,0 +1,1 @@
+"""Flipped bits, on purpose: whether a checked step finds them."""

@@ -1,0 +1,157 @@
+"""Many flips in one training: which of them changed its step, and which of these were found and named."""
+
+import random
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tools.inject.flips import Flip, Flipper
+from tools.inject.kinds import KINDS
+from tools.inject.network import tiny
+from utils.config import Config
+from utils.distributed.world import World
+from utils.errors import CorruptionError
+from utils.training.batches import Batch
+from utils.training.learner import Learner, build_learner
+from utils.training.step_state import KeptState, Tensors, gradients, own_tensors, shared_tensors
+from utils.training.verify import Verifier
+
+SIDE = 16  # pixels
+PROGRESS = 100  # flips between two lines
+
+
+@dataclass
+class Tally:
+    """Of one kind of tensor."""
+
+    flips: int = 0
+    changed: int = 0  # the step's result: weights, optimizer, gradients, buffers or loss
+    caught: int = 0  # of these
+    named: int = 0  # of these, the right rank and no other
+    not_changed: int = 0  # nothing of the result is another
+    seen_all_the_same: int = 0  # of these: the batch itself was another
+
+
+@dataclass
+class Outcome:
+    """What a campaign came to."""
+
+    flips: dict[str, Tally] = field(default_factory=lambda: {kind: Tally() for kind in KINDS})
+    missed: list[str] = field(default_factory=list)
+    misnamed: list[str] = field(default_factory=list)
+    clean_steps: int = 0
+    alarms: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def build_tiny(config: Config, world: World) -> tuple[Learner, Verifier]:
+    """Collective: what a campaign trains, and what checks its steps."""
+    verifier = Verifier(config, world)
+    learner = build_learner(config, lambda keys: tiny(keys.num_classes), world, 1000, wrap=verifier.wrap)
+    return learner, verifier
+
+
+def random_batches(learner: Learner, world: World) -> Iterator[Batch]:
+    """Batches of this rank without end: random images [N, 3, SIDE, SIDE] with random labels."""
+    drawn = torch.Generator().manual_seed(world.rank)
+    shape = (learner.batch.rank_batch_size, 3, SIDE, SIDE)
+    while True:
+        labels = torch.randint(learner.keys.num_classes, shape[:1], generator=drawn)
+        yield torch.rand(shape, generator=drawn).to(world.device), labels.to(world.device)
+
+
+def run_campaign(
+    learner: Learner, verifier: Verifier, batches: Iterator[Batch], *, flips: int, clean: int, seed: int
+) -> Outcome:
+    """Collective: `clean` checked steps, then `flips` flips, each in a checked step that is undone."""
+    outcome, started, world = Outcome(), time.perf_counter(), verifier.world
+    learner.model.train()
+    for number in range(clean):
+        train_cleanly(learner, verifier, next(batches), outcome)
+        if world.is_main and (number + 1) % (10 * PROGRESS) == 0:
+            print(f"{number + 1} clean steps, {len(outcome.alarms)} alarms", flush=True)
+    for number in range(flips):
+        images, labels = next(batches)
+        flip = draw_flip(number, seed, world.world_size, learner.steps)
+        flip_once(learner, verifier, flip, (images.clone(), labels.clone()), outcome)
+        train_cleanly(learner, verifier, (images, labels), outcome)
+        if world.is_main and (number + 1) % PROGRESS == 0:
+            print(f"{number + 1} flips, {len(outcome.missed)} missed", flush=True)
+    outcome.seconds = time.perf_counter() - started
+    return outcome
+
+
+def train_cleanly(learner: Learner, verifier: Verifier, batch: Batch, outcome: Outcome) -> None:
+    """Collective: one checked step without a flip."""
+    outcome.clean_steps += 1
+    try:
+        verifier.train(learner, *batch)
+    except CorruptionError as error:
+        outcome.alarms.append(str(error))
+
+
+def draw_flip(number: int, seed: int, ranks: int, step: int) -> Flip:
+    """The same on every rank; the kinds take turns."""
+    draw = random.Random(f"{seed} {number}")
+    kind = KINDS[number % len(KINDS)]
+    return Flip(kind, draw.randrange(ranks), step, f"{seed} {number} of the tensor", draw.choice((1, 2)))
+
+
+def flip_once(learner: Learner, verifier: Verifier, flip: Flip, batch: Batch, outcome: Outcome) -> None:
+    """Collective: one flip in one checked step; afterwards everything is as before."""
+    world = verifier.world
+    before, left = KeptState(learner, batch), verifier.left
+    learner.train(*batch)
+    right = {name: tensor.detach().clone() for name, tensor in _result(learner).items()}
+    before.restore()
+    changed = False
+
+    def compare() -> None:
+        nonlocal changed
+        changed = not _equal(right, _result(learner))
+
+    error = None
+    with Flipper(learner, verifier, flip, world.rank, after_pass=compare) as flipper:
+        try:
+            verifier.train(learner, *batch)
+        except CorruptionError as raised:
+            error = raised
+    struck = next(filter(None, world.gather(flipper.struck)), "nothing")
+    changed = any(world.gather(changed))
+    before.restore()
+    verifier.left = left
+    _count(outcome, flip, struck, changed, error)
+
+
+def _count(outcome: Outcome, flip: Flip, struck: str, changed: bool, error: CorruptionError | None) -> None:
+    tally, named = outcome.flips[flip.kind], [int(rank) for rank in re.findall(r"rank (\d+) \(", str(error))]
+    what = f"{struck}, rank {flip.rank}, repetition {flip.repetition}, step {flip.step + 1}"
+    tally.flips += 1
+    if not changed:
+        tally.not_changed += 1
+        tally.seen_all_the_same += error is not None
+        return
+    tally.changed += 1
+    tally.caught += error is not None
+    tally.named += named == [flip.rank]
+    if error is None:
+        outcome.missed.append(what)
+    elif named != [flip.rank]:
+        outcome.misnamed.append(f"{what}: {str(error).splitlines()[0]}")
+
+
+def _result(learner: Learner) -> Tensors:
+    return shared_tensors(learner) | own_tensors(learner) | gradients(learner)
+
+
+def _equal(first: Tensors, second: Tensors) -> bool:
+    """In every bit: NaN is itself, and 0 is not -0."""
+    return first.keys() == second.keys() and all(torch.equal(_bits(first[name]), _bits(second[name])) for name in first)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

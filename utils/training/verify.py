@@ -1,0 +1,285 @@
+"""Silent corruption is caught: one of `verify_every_steps` steps, drawn from the seed, is trained twice and compared.
+
+| what is compared | finds | names the rank by |
+|---|---|---|
+| two repetitions of the step | what went wrong in one of them | its loss, buffers, gradients before the all-reduce |
+| shared state, after the step before and now | what changed in memory meanwhile | its state |
+| shared state after the step, over the ranks | what went wrong earlier on one rank alone | the majority |
+
+A third repetition tells which of two is odd. utils/training/fingerprint.py says what is compared of a tensor. Where
+repetitions round differently, on a GPU without `deterministic`, the first check measures by how much.
+"""
+
+import hashlib
+import random
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from utils.distributed.ddp import distribute
+from utils.distributed.keys import DistributedKeys
+from utils.distributed.world import World
+from utils.errors import CorruptionError
+from utils.training.fingerprint import Prints, factors, fingerprint, read_prints, sketch, start_prints, take_prints
+from utils.training.judge import Evidence, tell
+from utils.training.keys import TrainingKeys
+from utils.training.learner import Learner
+from utils.training.step import GraphedStep
+from utils.training.step_state import KeptState, gradients, own_tensors, shared_tensors
+
+MEASURED_REPETITIONS = 6  # of the first checked step, where they may differ
+NOISE_FACTOR = 8  # times the largest distance between these is still no corruption
+
+
+def is_due(keys: TrainingKeys, steps: int) -> bool:
+    """Whether the step after `steps` is checked: one of each `verify_every_steps`, at a place drawn from the seed."""
+    every = keys.verify_every_steps
+    if every is None:
+        return False
+    window, place = divmod(steps, every)
+    return place == random.Random(f"{keys.seed} {window}").randrange(every)
+
+
+@dataclass
+class Repetition:
+    """What one pass through the step came to, on one rank."""
+
+    own: Prints  # of this rank's batch, loss, buffers and gradients before the all-reduce
+    result: Prints  # of what all ranks have in common
+
+
+@dataclass
+class Cost:
+    """Seconds of the checks beyond the steps that they are, and of these steps."""
+
+    checks: int = 0
+    extra: float = 0.0
+    steps: float = 0.0
+
+
+@dataclass
+class OwnGradients:
+    """Fingerprints of this rank's gradients before they are averaged, where a CUDA graph can write them too."""
+
+    model: nn.Module
+    device: torch.device
+    sketched: bool
+    wanted: bool = False
+    places: dict[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.names = [f"own gradient {name}" for name, _ in self.model.named_parameters()]
+        self.places = {id(parameter): place for place, parameter in enumerate(self.model.parameters())}
+        self.bits = torch.zeros(len(self.names), dtype=torch.int64, device=self.device)
+        self.sketches = torch.zeros(len(self.names), 2, dtype=torch.float64, device=self.device)
+        factors(self.device)  # a capture allocates nothing that must stay
+
+    @torch.no_grad()
+    def look(self, bucket: dist.GradBucket) -> None:
+        """At a bucket before it is averaged; a graph has no Python in it, and so always looks."""
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not (self.wanted or capturing):
+            return
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            place = self.places[id(parameter)]
+            self.bits[place] = fingerprint(gradient)
+            if self.sketched:
+                self.sketches[place] = sketch(gradient)
+
+    def take(self) -> Prints:
+        """Of the last step; waits for the device."""
+        return read_prints(self.names, self.bits, self.sketches if self.sketched else None)
+
+
+class Verifier:
+    """Trains a learner's steps in its place, and checks some. Without `verify_every_steps` it does nothing else."""
+
+    def __init__(self, keys: TrainingKeys, world: World) -> None:
+        self.keys, self.world = keys, world
+        self.rounds = world.device.type == "cuda" and not keys.deterministic  # perhaps differently each time
+        self.bounds: dict[str, float] = {}  # {kind of tensor: distance that repetitions have by themselves}
+        self.measured = not self.rounds
+        self.own_gradients: OwnGradients | None = None
+        self.left: tuple[list[str], Tensor, Tensor | None] | None = None  # shared state after the last step
+        self.cost, self.told = Cost(), Cost()
+        self._remarks: list[str] = []
+
+    def wrap(self, keys: DistributedKeys, model: nn.Module, world: World) -> nn.Module:
+        """Collective: `distribute`, for `build_learner`."""
+        if self.keys.verify_every_steps is None or world.world_size == 1:
+            return distribute(keys, model, world)
+        self.own_gradients = OwnGradients(model, world.device, self.rounds)
+        return distribute(keys, model, world, self.own_gradients.look)
+
+    def notes(self) -> list[str]:
+        """What the checks promise here, for the log."""
+        every = self.keys.verify_every_steps
+        if every is None:
+            return []
+        promise = "every bit of it must be equal"
+        if self.rounds:
+            promise = (
+                "without deterministic: true a GPU may round differently each time, so that the first check measures "
+                "how far repetitions lie apart, and only what is further is found"
+            )
+        return [f"verify_every_steps {every}: one of {every} steps is trained twice; {promise}"]
+
+    def train(self, learner: Learner, images: Tensor, labels: Tensor) -> None:
+        """Collective: one step. Raises `CorruptionError` on all ranks where its check fails."""
+        if self._is_due(learner):
+            self._check(learner, images, labels)
+        else:
+            learner.train(images, labels)
+        self.left = start_prints(shared_tensors(learner), sketched=False) if self._is_due(learner) else None
+
+    def remarks(self) -> list[str]:
+        """For the log: what was measured, and what the checks since the last call cost."""
+        remarks, self._remarks = self._remarks, []
+        checks, every = self.cost.checks - self.told.checks, self.keys.verify_every_steps
+        if checks and every:
+            extra, steps = self.cost.extra - self.told.extra, self.cost.steps - self.told.steps
+            share = extra / (steps * every)
+            remarks.append(f"Verified {checks} step(s), none wrong, in {extra:.2f} s: {share:.2%} of the training")
+            self.told = Cost(self.cost.checks, self.cost.extra, self.cost.steps)
+        return remarks
+
+    def _is_due(self, learner: Learner) -> bool:
+        if isinstance(learner.step, GraphedStep) and not learner.step.captured:
+            return False  # a step that is launched one by one, and its graph, need not round alike
+        return is_due(self.keys, learner.steps)
+
+    def _check(self, learner: Learner, images: Tensor, labels: Tensor) -> None:
+        left = read_prints(*self.left).bits if self.left is not None else {}
+        started = time.perf_counter()  # the device has caught up with the steps before
+        kept = KeptState(learner, (images, labels))
+        before = take_prints(kept.tensors(), sketched=False)
+        at_rest = [name for name, bits in left.items() if before.bits.get(name) != bits]
+        first = self._repeat(kept)
+        if not self.measured:
+            self._measure(kept, first)
+        not_restored = self._go_back(kept, before)
+        began = time.perf_counter()
+        second = self._repeat(kept)
+        step_seconds = time.perf_counter() - began
+        own, result = self._apart(first.own, second.own), self._apart(first.result, second.result)
+        state = self._shared_state(second)
+        wrong = bool(at_rest or not_restored or own or result)
+        looks = self.world.gather((wrong, hashlib.sha256(repr(state).encode()).hexdigest()))
+        if any(wrong for wrong, _ in looks) or len({digest for _, digest in looks}) > 1:
+            odd = ""
+            if any(wrong for wrong, _ in looks):
+                self._go_back(kept, before)
+                odd = self._which_is_odd(first, second, self._repeat(kept))
+            evidence = Evidence(describe_device(self.world), at_rest, not_restored, own, result, odd, state)
+            raise CorruptionError(tell(learner.steps, self.world.gather(evidence)))
+        self.cost.checks += 1
+        self.cost.steps += step_seconds
+        self.cost.extra += time.perf_counter() - started - step_seconds
+
+    def _repeat(self, kept: KeptState) -> Repetition:
+        """One pass through the step."""
+        learner = kept.learner
+        if self.own_gradients is not None:
+            self.own_gradients.wanted = True
+        learner.train(*kept.batch)
+        everything = kept.tensors() | gradients(learner)
+        own_names = {"images", "labels", *own_tensors(learner)}
+        if self.keys.broadcast_buffers:
+            own_names = {name for name in own_names if not name.startswith("buffer ")}
+        prints = take_prints(everything, sketched=self.rounds)
+        own, result = _split(prints, own_names)
+        if self.own_gradients is not None:
+            self.own_gradients.wanted = False
+            theirs = self.own_gradients.take()
+            own = Prints(own.bits | theirs.bits, own.sketches | theirs.sketches)
+        return Repetition(own, result)
+
+    def _go_back(self, kept: KeptState, before: Prints) -> list[str]:
+        """Restore; returns what is not as it was."""
+        kept.restore()
+        now = take_prints(kept.tensors(), sketched=False)
+        return [name for name, bits in before.bits.items() if now.bits.get(name) != bits]
+
+    def _shared_state(self, repetition: Repetition) -> dict[str, int]:
+        """What must be the same on every rank: weights, their average, optimizer, loss scale."""
+        if self.keys.parallel == "no_communication":
+            return {}
+        return {
+            name: bits for name, bits in repetition.result.bits.items() if not name.startswith(("gradient ", "buffer "))
+        }
+
+    def _apart(self, first: Prints, second: Prints) -> list[str]:
+        """The tensors that lie further apart than repetitions do by themselves."""
+        distances = first.distances(second)
+        return [
+            name
+            for name, distance in distances.items()
+            if not distance <= NOISE_FACTOR * self.bounds.get(_kind(name), 0.0)  # so that NaN is apart
+        ]
+
+    def _which_is_odd(self, first: Repetition, second: Repetition, third: Repetition) -> str:
+        def agree(one: Repetition, other: Repetition) -> bool:
+            return not (self._apart(one.own, other.own) or self._apart(one.result, other.result))
+
+        if agree(second, third):
+            return "the first of three repetitions is the odd one"
+        if agree(first, third):
+            return "the second of three repetitions is the odd one"
+        return "no two of three repetitions agree"
+
+    def _measure(self, kept: KeptState, first: Repetition) -> None:
+        """Collective: how far repetitions of this step lie apart by themselves, on any rank."""
+        found: dict[str, float] = {}
+        repetitions = [first]
+        for _ in range(MEASURED_REPETITIONS - 1):
+            kept.restore()
+            repetitions.append(self._repeat(kept))
+        for number, one in enumerate(repetitions):
+            for other in repetitions[:number]:
+                distances = one.own.distances(other.own) | one.result.distances(other.result)
+                for name, distance in distances.items():
+                    found[_kind(name)] = max(found.get(_kind(name), 0.0), distance)
+        for rank in self.world.gather(found):
+            for kind, distance in rank.items():
+                self.bounds[kind] = max(self.bounds.get(kind, 0.0), distance)
+        self.measured = True
+        if self.bounds:
+            told = ", ".join(f"{kind} {distance:.1e}" for kind, distance in self.bounds.items())
+            self._remarks.append(
+                f"{MEASURED_REPETITIONS} repetitions of one step differ, as shares of a tensor's length: {told}; what "
+                f"differs less than {NOISE_FACTOR} times as much is not found (deterministic: true finds every bit)"
+            )
+        else:
+            self._remarks.append(
+                f"{MEASURED_REPETITIONS} repetitions of one step were equal bit for bit, as all must be"
+            )
+
+
+def describe_device(world: World) -> str:
+    """Host and device of this rank, with the device's UUID where it has one."""
+    host = socket.gethostname()
+    if world.device.type != "cuda":
+        return f"host {host}, {world.device.type}"
+    properties = torch.cuda.get_device_properties(world.device)
+    return f"host {host}, {properties.name} GPU-{properties.uuid}"
+
+
+def _split(prints: Prints, names: Iterable[str]) -> tuple[Prints, Prints]:
+    """Those of `names`, and the others."""
+    chosen = set(names)
+    parts = []
+    for inside in (True, False):
+        bits = {name: value for name, value in prints.bits.items() if (name in chosen) == inside}
+        sketches = {name: value for name, value in prints.sketches.items() if (name in chosen) == inside}
+        parts.append(Prints(bits, sketches))
+    return parts[0], parts[1]
+
+
+def _kind(name: str) -> str:
+    """The kind of a tensor by its name: all of a kind have one bound."""
+    return " ".join(name.split(" ")[:-1]) or name
