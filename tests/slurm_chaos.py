@@ -10,6 +10,7 @@ at once. At the end: COMPLETED 0:0, everything equal to the uninterrupted run, a
 """
 
 import argparse
+import itertools
 import os
 import random
 import re
@@ -183,23 +184,24 @@ class Kind:
 
     strike: Callable[[Run, int], None]
     then: str = "goes on"
+    sides: int = 1  # of a network that is cut: neither hears the other, and each says so
     named: str = ""  # what the job's log must say, or Slurm's own; `{rank}` is that of the node `{name}`
 
 
 LOST = "requeue job JobId={job} due to failure of node {name}"
 KINDS = {
-    "USR1 to the script": Kind(_to_script, "queued again", "stopped on SIGUSR1"),
-    "TERM to the steps": Kind(_to_steps, "queued again", "stopped on SIGTERM"),
-    "USR1 and TERM": Kind(_to_both, "queued again", "stopped on SIG(USR1|TERM)"),
-    "storm of signals": Kind(_storm, "queued again", "stopped on SIG(USR1|TERM)|ended by a signal"),
-    "scontrol fails": Kind(_silence_scontrol, "queued again", "stopped on SIGUSR1"),
-    "requeue": Kind(_requeue, "queued again", "stopped on SIGTERM"),
-    "kill of a rank": Kind(_kill(RANK), "fails", r"rank {rank}\b"),
-    "kill of torchrun": Kind(_kill(AGENT), "fails", "train.py failed, was killed|rank {rank}|lost contact"),
+    "USR1 to the script": Kind(_to_script, "queued again", named="stopped on SIGUSR1"),
+    "TERM to the steps": Kind(_to_steps, "queued again", named="stopped on SIGTERM"),
+    "USR1 and TERM": Kind(_to_both, "queued again", named="stopped on SIG(USR1|TERM)"),
+    "storm of signals": Kind(_storm, "queued again", named="stopped on SIG(USR1|TERM)|ended by a signal"),
+    "scontrol fails": Kind(_silence_scontrol, "queued again", named="stopped on SIGUSR1"),
+    "requeue": Kind(_requeue, "queued again", named="stopped on SIGTERM"),
+    "kill of a rank": Kind(_kill(RANK), "fails", named=r"rank {rank}\b"),
+    "kill of torchrun": Kind(_kill(AGENT), "fails", named="train.py failed, was killed|rank {rank}|lost contact"),
     "stop of a rank": Kind(_stop),
-    "node off": Kind(_power_off, "queued again", LOST),
+    "node off": Kind(_power_off, "queued again", named=LOST),
     "link cut": Kind(_cut),
-    "link cut for long": Kind(_cut_for_long, "queued again", LOST),
+    "link cut for long": Kind(_cut_for_long, "queued again", named=LOST, sides=2),
 }
 
 
@@ -253,7 +255,7 @@ def meet(run: Run, faults: list[Fault]) -> tuple[list[tuple[Fault, bool]], list[
         named = finished or re.search(pattern, new + run.cluster.said()) is not None
         met.append((fault, named))
         wrong += [] if named else [f"{fault.kind} is not named: {new[-800:]}"]
-        wrong += [f"{fault.kind}: several messages: {errors}"] if len(errors) > 1 else []
+        wrong += [f"{fault.kind}: several messages: {errors}"] if len(errors) > kind.sides else []
         if wrong:
             break
     fields = run.cluster.wait(run.job, PATIENCE)
@@ -295,7 +297,7 @@ def campaign(
     """As that of tools.chaos."""
     quiet = Run(cluster, project, "uninterrupted")
     assert cluster.wait(quiet.job, PATIENCE)["JobState"] == "COMPLETED", quiet.said()
-    counts, problems, lock, numbers = Counter[str](), list[str](), threading.Lock(), iter(range(1, faults + 1))
+    counts, problems, lock, numbers = Counter[str](), list[str](), threading.Lock(), itertools.count(1)
 
     def work() -> None:
         while time.monotonic() < end:

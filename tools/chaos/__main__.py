@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.torchrun and options.nproc == 1:
         raise ConfigError("--torchrun needs --nproc 2 or more")
     seed = choose_seed(options.seed)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads do not survive a fork
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: threads do not survive a fork
     work = Path(tempfile.mkdtemp(prefix="chaos-", dir=options.work_dir))
     temporary = work / "tmp"
     temporary.mkdir()
