@@ -19,20 +19,16 @@ from utils.config.command_line import Arguments, parse_arguments
 if __name__ == "__main__":
     ARGUMENTS = parse_arguments()  # answers --help and --list-configs before the import of torch takes its seconds
 
-import math
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import IO
 
-import torch
-
 from models import build_model
+from utils.clock import Clock, process_age
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
 from utils.data.loader import Loader
@@ -43,9 +39,9 @@ from utils.distributed.ddp import describe_parallel
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import ExpectedError, Stopped
-from utils.run.checkpoint import REMEDIES, Writer
-from utils.run.environment import describe_environment
-from utils.run.folder import open_run, write_description
+from utils.run.checkpoint import Writer
+from utils.run.folder import open_run
+from utils.run.introduction import introduce
 from utils.run.logger import RunLogger
 from utils.run.preemption import Asked, Requests, ignore_signals, listen
 from utils.run.pretrained import Pretrained, read_pretrained
@@ -58,7 +54,6 @@ from utils.training.metrics import Confusion, Throughput
 from utils.training.validation import Collector, validate
 from utils.training.verify import Verifier
 from utils.training.watch import StepWatch, input_remedy
-from utils.user_code import own_files
 
 Metrics = dict[str, float]
 
@@ -73,8 +68,10 @@ class Trainer:
         folder: Path = Path("expts/default"),
         config_name: str = "default",
         resume: str = "auto",
+        clock: Clock | None = None,
     ) -> None:
         self.config, self.world, self.folder, self.config_name, self.resume = config, world, folder, config_name, resume
+        self.clock = clock or Clock()
         check_keys(config, world)
         notes = describe_parallel(config) + pin_near_gpu(config, world)
 
@@ -84,15 +81,18 @@ class Trainer:
 
         build = partial(build_model, image_side=self.data["shape"][-1])
         self.verifier = Verifier(config, world)
-        self.learner = build_learner(config, build, world, len(self.loaders.train), wrap=self.verifier.wrap)
+        self.learner = build_learner(
+            config, build, world, len(self.loaders.train),
+            wrap=self.verifier.wrap, preparing=partial(self.clock.during, "compile"),
+        )  # fmt: skip
         check_outputs(self.learner, config.model, self.data["shape"])
-        self.watch = StepWatch(self.learner.model, world)
+        self.watch = StepWatch(self.learner.model, world, self.clock)
         mix = build_mix(config, self.loaders.plan)
         profiler = self.learner.profiler
         self.batches = TrainingBatches(config, self.loaders.train, mix, self.watch, profiler, world.device)
         self.notes = notes + self.loaders.notes + self.learner.notes + self.verifier.notes()
 
-        self.progress = Progress()
+        self.progress = Progress(self.clock)
         self.state = RunState(config, config_name, self.data, self.learner, self.progress, world)
         screen, board = config.log_to_screen, config.log_to_tensorboard
         self.log = RunLogger(folder, enabled=world.is_main, to_screen=screen, to_tensorboard=board, to=config.log_to)
@@ -101,9 +101,8 @@ class Trainer:
         )
         self.saved_step = 0
         self.requests = Requests(world, config.checkpoint_every_minutes)
-        self.throughput = Throughput(world.world_size)
-        self.time_left = TimeLeft(config.max_epochs, len(self.batches))
-        self.since = time.perf_counter()  # up to where `progress.seconds` counts
+        self.throughput = Throughput(world.world_size, self.clock)
+        self.time_left = TimeLeft(config.max_epochs, len(self.batches), self.clock)
 
     def describe(self) -> str:
         """What this run would do and need."""
@@ -125,30 +124,32 @@ class Trainer:
     def train(self) -> None:
         """Train to the end, or go on to it; `Stopped` when a signal asked to stop and everything is saved."""
         lock, resumed_from, notes = self._open_folder()
-        with listen(self.requests), lock or nullcontext(), self._open_log() as log, self.writer:
-            self.world.main_only(lambda: self._introduce(resumed_from, notes))
+        with listen(self.requests), lock or nullcontext(), self.clock, self._open_log() as log, self.writer:
+            notes, go_on = self.notes + notes, not self.finished
+            self.world.main_only(lambda: introduce(self.state, self.log, self.folder, resumed_from, notes, go_on=go_on))
             self._report_unreadable()  # by a loader that has decoded all
-            self.since = time.perf_counter()
-            finished_before = self.finished
+            self.clock.switch("train")
             while not self.finished:
-                started = time.perf_counter()
+                before = self.progress.seconds
                 # PROF: the range that nsys captures
                 with self._profile(), self.learner.profiler.range(f"epoch {self.progress.epoch + 1}"):
                     self.train_one_epoch()
-                train_metrics = self._check_finite(self.learner.sums.average(self.world))
+                train_metrics = self.state.check_finite(self.learner.sums.average(self.world))
                 self.throughput.close_window()
                 valid_metrics, confusion = self.validate_one_epoch()
-                self._finish_epoch(train_metrics, valid_metrics, confusion, started)
-            self.world.main_only(self.writer.wait)
+                self._finish_epoch(train_metrics, valid_metrics, confusion, before)
+            with self.clock.during("checkpoint"):
+                self.world.main_only(self.writer.wait)
             if self.config.log_to_tensorboard:
                 log.say(f"Look at the curves with: tensorboard --logdir {shlex.quote(str(self.folder.parent))}")
-            log.say(self.progress.summarise(finished_before, self.throughput.overall()))
+            log.say(self.progress.summarise(not go_on, self.throughput.overall()))
 
     def train_one_epoch(self) -> None:
         """The rest of the current epoch, from batch `progress.batch` on."""
         self._start_epoch()
         for number, (images, labels) in self.batches.rest_of_epoch(self.progress.epoch, self.progress.batch):
             self.verifier.train(self.learner, images, labels)
+            self.clock.count_step(self.learner.steps)
             self.progress.batch = number + 1
             self.throughput.add(len(labels))
             self.log.advance_bar(self.progress.batch)
@@ -165,6 +166,7 @@ class Trainer:
         return self._evaluate("validation", self.loaders.valid, confusion), confusion
 
     def _evaluate(self, name: str, loader: Loader, *collectors: Collector) -> Metrics:
+        """`name`: of the activity, validation or test."""
         loader.set_epoch(self.progress.epoch)
         self.log.start_bar(name, len(loader))
         self.requests.start_loop()
@@ -175,7 +177,8 @@ class Trainer:
             if number <= shared_batches:
                 self._obey(self.requests.poll())
 
-        return validate(self.learner, loader, self.world.device, collectors, after_batch).average(self.world)
+        with self.clock.during(name):
+            return validate(self.learner, loader, self.world.device, collectors, after_batch).average(self.world)
 
     def _start_epoch(self) -> None:
         self.learner.model.train()
@@ -185,19 +188,15 @@ class Trainer:
         self.time_left.start_epoch(self.progress.batch)
         self.throughput.start()
 
-    def _finish_epoch(self, train: Metrics, valid: Metrics, confusion: Confusion, started: float) -> None:
-        """Schedule, record, save; with held out images and nothing left to train, the test before."""
-        self._count_seconds()
-        epoch_seconds, test = time.perf_counter() - started, dict[str, float]()
+    def _finish_epoch(self, train: Metrics, valid: Metrics, confusion: Confusion, before: float) -> None:
+        """Schedule, record, save; with held out images and nothing left to train, the test before. `before`: seconds
+        of training when the epoch began."""
+        test = dict[str, float]()
         if self.loaders.test is not None and self._is_enough(self.progress.epoch + 1, valid["acc1"]):
             test = self._evaluate("test", self.loaders.test)
-            self.since = time.perf_counter()  # no part of the training's time
         self.learner.observe_validation(valid["loss"])
-        self.progress.epoch, self.progress.batch = self.progress.epoch + 1, 0
+        is_best = self.progress.finish_epoch(valid["acc1"])
         self.learner.sums.reset()
-        is_best = valid["acc1"] > self.progress.best["acc1"]
-        if is_best:
-            self.progress.best = {"acc1": valid["acc1"], "epoch": self.progress.epoch}
         values = {
             "loss/train": train["loss"],
             "loss/valid": valid["loss"],
@@ -206,7 +205,7 @@ class Trainer:
             "learning_rate": self.learner.learning_rate,
             "images/valid": valid["images"],
             "images_per_sec": self.throughput.overall(),
-            "epoch_seconds": epoch_seconds,
+            "epoch_seconds": self.progress.seconds - before,
             "seconds": self.progress.seconds,
             **self.learner.loss_scaler.metrics(),
         }
@@ -231,7 +230,7 @@ class Trainer:
         self.world.main_only(lambda: self.log.log_end(epoch, steps, results, counts, names))
 
     def _log_point(self, iteration: int) -> None:
-        window = self._check_finite(self.learner.sums.average_since_last(self.world))
+        window = self.state.check_finite(self.learner.sums.average_since_last(self.world))
         values = {
             "loss": window["loss"],
             "learning_rate": self.learner.learning_rate,
@@ -243,16 +242,6 @@ class Trainer:
         left = self.time_left.seconds(self.progress.epoch, self.progress.batch)
         self.world.main_only(lambda: self.log.log_step(epoch, iteration, steps, values, left, sample))
 
-    def _check_finite(self, metrics: Metrics) -> Metrics:
-        """Passes metrics on; they are over all ranks, so that all of them stop together when the loss is not finite."""
-        if math.isfinite(metrics["loss"]):
-            return metrics
-        first_bad = min(self.world.gather(self.learner.sums.finite_batches())) // self.learner.batch.accumulation
-        raise ExpectedError(
-            f"the loss stopped being a finite number in epoch {self.progress.epoch + 1}, iteration {first_bad}, "
-            f"learning rate {self.learner.learning_rate:.4g}; nothing was saved since the last checkpoint\n{REMEDIES}"
-        )
-
     # ---- stop, save, go on
 
     def _obey(self, asked: Asked) -> None:
@@ -261,7 +250,7 @@ class Trainer:
         if asked == "stop":
             self._save_and_leave()
         elif (asked == "save" or (every and steps % every == 0)) and steps > self.saved_step:
-            self._check_finite(self.learner.sums.average(self.world))
+            self.state.check_finite(self.learner.sums.average(self.world))
             self._save(is_best=False)
 
     def _save_and_leave(self) -> None:
@@ -270,9 +259,10 @@ class Trainer:
         where = f"{self.requests.name()} in epoch {self.progress.epoch + 1} {position}"
         if not self.config.save_checkpoint:
             raise ExpectedError(f"stopped on {where}; save_checkpoint is false, so this run cannot be continued")
-        self._check_finite(self.learner.sums.average(self.world))
-        self._save(is_best=False)
-        self.world.main_only(self.writer.wait)
+        self.state.check_finite(self.learner.sums.average(self.world))
+        with self.clock.during("checkpoint"):
+            self._save(is_best=False)
+            self.world.main_only(self.writer.wait)
         but = "" if self.resume == "auto" else " with --resume auto"
         raise Stopped(f"stopped on {where} with everything saved; run the same command again{but} to go on")
 
@@ -280,16 +270,10 @@ class Trainer:
         """Collective: write the last checkpoint, and the best one where it is new."""
         if not self.config.save_checkpoint:
             return
-        self._count_seconds()
-        state = self.state.gather()
-        self.world.main_only(lambda: self.writer.save(state, is_best))
+        with self.clock.during("checkpoint"):
+            state = self.state.gather()
+            self.world.main_only(lambda: self.writer.save(state, is_best))
         self.saved_step = self.learner.steps
-
-    def _count_seconds(self) -> None:
-        """Adds the time since the last call to the training time."""
-        now = time.perf_counter()
-        self.progress.seconds += now - self.since
-        self.since = now
 
     def _open_folder(self) -> tuple[IO[str] | None, Path | None, list[str]]:
         """Collective: take the run's folder and restore what is to be resumed; returns its lock, the checkpoint, and
@@ -312,22 +296,7 @@ class Trainer:
         return read_pretrained(self.config.pretrained, self.learner.weights.state_dict(), self.config.num_classes)
 
     def _open_log(self) -> RunLogger:
-        return self.log.open(epoch=self.progress.epoch, step=self.learner.steps)
-
-    def _introduce(self, resumed_from: Path | None, notes: list[str]) -> None:
-        environment = describe_environment(self.world.device, self.world.world_size)
-        environment["own_code"] = own_files(self.config.model, self.config.dataset)
-        if not self.finished:  # else they would describe what did not train it
-            write_description(self.folder, self.config, self.config_name, environment)
-            self.log.describe(self.config, self.config_name, environment)
-            self.log.log_start(asdict(self.progress), self.learner.steps, resumed_from, self.world.world_size)
-        for note in [*self.notes, *notes]:
-            self.log.say(note)
-        device = f"{environment['device']}, torch {torch.__version__}"
-        self.log.say(f"{self.config.model} on {device}, {self.learner.precision}")
-        self.log.say(f"batch {self.learner.batch}; writes to {self.folder}")
-        if not self.finished:
-            self.log.say("Starting Training Loop...")
+        return self.log.open(epoch=self.progress.epoch, step=self.learner.steps, clock=self.clock)
 
     def _report_unreadable(self) -> None:
         for line in report_unreadable(self.world, self.loaders, self.folder):
@@ -341,17 +310,18 @@ class Trainer:
         return self.learner.profiler.capture(self.folder if self.world.is_main else None, self.log.say)
 
 
-def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None) -> int:
+def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None, clock: Clock | None = None) -> int:
     """Train, or only describe, as one of the ranks; returns the exit status.
 
-    `when_saved` is called when training has ended in order, or stopped on request, and nothing is left to save."""
+    `when_saved` is called when training has ended in order, or stopped on request, and nothing is left to save.
+    `clock`: of this process."""
     config = arguments.config
     if arguments.dry_run:
         config = config.model_copy(update={"download": False})  # it fetches nothing, and so leaves no file
         sys.dont_write_bytecode = True  # nor __pycache__ beside a network or dataset of the user's own
 
     def run(world: World) -> None:
-        trainer = Trainer(config, world, arguments.run_dir, arguments.config_name, arguments.resume)
+        trainer = Trainer(config, world, arguments.run_dir, arguments.config_name, arguments.resume, clock)
         if arguments.dry_run:
             description = trainer.describe()  # on every rank, since a forward pass may have to wait for the others'
             if world.is_main:
@@ -370,4 +340,4 @@ def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None) ->
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main(ARGUMENTS, when_saved=ignore_signals))
+    sys.exit(main(ARGUMENTS, when_saved=ignore_signals, clock=Clock(process_age())))

@@ -122,10 +122,9 @@ def test_the_log_has_loss_accuracy_rate_speed_and_time_left(tmp_path):
     assert not lines[-1].endswith("left")  # the run is over
 
 
-def test_time_left_is_that_of_the_whole_run(monkeypatch):
+def test_time_left_is_that_of_the_whole_run():
     clock = [0.0]
-    monkeypatch.setattr(time_left, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    left = time_left.TimeLeft(epochs=3, batches=10)
+    left = time_left.TimeLeft(3, 10, SimpleNamespace(elapsed=lambda: clock[0]))
     left.start_epoch(4)  # a resumed one, whose first batch takes long
     clock[0] = 50.0
     assert left.seconds(0, 5) is None

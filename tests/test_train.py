@@ -18,6 +18,7 @@ import train_simple
 from tests.conftest import ROOT, TINY
 from tests.processes import run_on_a_terminal, without_launcher
 from train import Trainer
+from utils.clock import Clock
 from utils.config.command_line import Arguments
 from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError
 from utils.files import write_atomically
@@ -36,7 +37,7 @@ def run(config, world, folder, resume="auto"):
     return trainer
 
 
-TIMES = ("seconds", "epoch_seconds", "images_per_sec", "data_wait", "memory_gb")
+TIMES = ("seconds", "epoch_seconds", "clock_seconds", "images_per_sec", "data_wait", "memory_gb")
 
 
 def without_times(rows):
@@ -182,7 +183,7 @@ def test_run_folder_holds_what_a_figure_needs_and_no_other_variable(tiny, alone,
     assert [path for path, content in contents.items() if secret.encode() in content] == []
     assert recorded.encode() in contents[tmp_path / "environment.json"]  # such a value would be found
     assert {path.name for path in tmp_path.iterdir()} == {
-        ".lock", "config.yaml", "environment.json", "train.log", "metrics.jsonl", "tb_logs", "checkpoints"
+        ".lock", "config.yaml", "environment.json", "train.log", "metrics.jsonl", "tb_logs", "checkpoints", "clock.bin"
     }  # fmt: skip
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
         "best.pt", "step-000000004.pt", "step-000000008.pt"
@@ -436,7 +437,9 @@ def test_non_finite_loss_stops_and_leaves_the_last_checkpoint(tiny, alone, tmp_p
 def test_throughput_leaves_the_first_window_out():
     from utils.training.metrics import Throughput
 
-    throughput = Throughput(world_size=2)
+    clock = Clock()
+    clock.switch("train")
+    throughput = Throughput(2, clock)
     throughput.windows = [(100, 50.0), (600, 2.0), (400, 2.0)]
     assert throughput.overall() == 250.0
     throughput.windows = [(100, 50.0)]

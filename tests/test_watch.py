@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import ROOT
+from utils.clock import Clock
 from utils.distributed.launch import torchrun_here
 from utils.distributed.world import World
 from utils.training.metrics import Confusion, worst_classes
@@ -21,7 +22,9 @@ from utils.training.watch import StepWatch, Window, input_remedy, slow_ranks, wa
 def clock(monkeypatch):
     """A clock that stands still until a test moves it: clock.now += seconds."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr("utils.training.watch.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    stopped = SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: clock.now)
+    for module in ("utils.training.watch", "utils.clock"):
+        monkeypatch.setattr(f"{module}.time", stopped)
     return clock
 
 
@@ -40,6 +43,13 @@ def test_a_rank_is_slow_only_when_it_is_so_in_every_window():
 def test_waiting_share_is_by_time_not_by_window():
     assert waiting_share([Window(own=1, waiting=1, total=10), Window(own=1, waiting=5, total=10)]) == 0.3
     assert waiting_share([]) == 0.0
+
+
+def running() -> Clock:
+    """That of a run in its loop."""
+    clock = Clock()
+    clock.switch("train")
+    return clock
 
 
 def four_batches(wait: Callable[[], None]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -65,7 +75,7 @@ def epoch(watch: StepWatch, model: nn.Module, clock: SimpleNamespace, waiting: f
 
 def test_waiting_for_input_is_measured_and_said_once(alone, clock):
     model = nn.Conv2d(3, 1, 1)
-    watch = StepWatch(model, alone)
+    watch = StepWatch(model, alone, running())
     windows = epoch(watch, model, clock, waiting=3)
     assert [window["data_wait"] for window in windows] == [0.3] * 4
     assert windows[0]["memory_gb"] > 0.01
@@ -77,7 +87,7 @@ def test_waiting_for_input_is_measured_and_said_once(alone, clock):
 
 def test_a_little_waiting_is_not_worth_a_line(alone, clock):
     model = nn.Conv2d(3, 1, 1)
-    watch = StepWatch(model, alone)
+    watch = StepWatch(model, alone, running())
     epoch(watch, model, clock, waiting=0.5)
     assert watch.judge("remedy") == []
 
@@ -85,13 +95,13 @@ def test_a_little_waiting_is_not_worth_a_line(alone, clock):
 def test_own_time_ends_with_the_gradient_of_the_first_layer(alone, clock):
     """What comes after it, as the wait for other ranks does, is not this rank's."""
     model = nn.Sequential(nn.Conv2d(3, 1, 1), nn.Conv2d(1, 1, 1))
-    watch = StepWatch(model, alone)
+    watch = StepWatch(model, alone, running())
     epoch(watch, model, clock, waiting=3)
     assert {window.own for window in watch._windows} == {5.0}
 
 
 def test_the_first_batch_is_kept_for_the_picture_once(alone):
-    watch = StepWatch(nn.Conv2d(3, 1, 1), alone)
+    watch = StepWatch(nn.Conv2d(3, 1, 1), alone, running())
     for _ in watch.batches(four_batches(lambda: None)):
         pass
     sample = watch.take_sample()
@@ -103,7 +113,7 @@ def test_the_first_batch_is_kept_for_the_picture_once(alone):
 def test_between_log_points_the_host_never_waits_for_the_gpu():
     device = torch.device("cuda", 0)
     model = nn.Conv2d(3, 4, 1).to(device)
-    watch = StepWatch(model, World(0, 0, 1, device))
+    watch = StepWatch(model, World(0, 0, 1, device), running())
     confusion = Confusion(4, device)
     batches = [(torch.zeros(2, 3, 4, 4, device=device), torch.zeros(2, dtype=torch.int64, device=device))] * 3
     torch.cuda.set_sync_debug_mode("error")
@@ -116,7 +126,7 @@ def test_between_log_points_the_host_never_waits_for_the_gpu():
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     watch.close_window()
-    assert watch.clock.steps == []
+    assert watch.own_share.steps == []
 
 
 def test_worst_classes_and_what_they_are_taken_for(alone):
@@ -136,13 +146,14 @@ SLOWED = """
 import time, torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from utils.clock import Clock
 from utils.training.watch import StepWatch
 from utils.distributed.ranks import run_ranks
 
 def action(world):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.LazyLinear(10))
     model(torch.zeros(1, 3, 8, 8))
-    watch = StepWatch(model, world)
+    watch = StepWatch(model, world, Clock())
     parallel = DistributedDataParallel(model)
 
     def slow(module, inputs):

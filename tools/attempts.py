@@ -26,7 +26,7 @@ from utils.errors import ExpectedError
 METRICS = "metrics.jsonl"
 KINDS = ("step", "epoch", "end")  # records of metrics.jsonl that must be equal; the others record starts and stops
 # of metrics.jsonl: never the same twice
-TIMES = frozenset({"seconds", "epoch_seconds", "images_per_sec", "data_wait", "memory_gb"})
+TIMES = frozenset({"seconds", "epoch_seconds", "clock_seconds", "images_per_sec", "data_wait", "memory_gb"})
 TO_DIE = 30.0  # seconds that a process may take to end after SIGKILL
 
 

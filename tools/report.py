@@ -22,12 +22,14 @@ from typing import Any
 from tools.bench.reports import Report, rates
 from tools.command_line import new_parser
 from tools.history import Found, Run, differences, read, same_but_seed
+from tools.ledger import LABELS, USEFUL, USEFUL_SHARE, find_ledger
 from tools.output import make_folder, printable, write_file
 from tools.report_plots import (
     Plot,
     Style,
     efficiencies,
     plot_bars,
+    plot_ledgers,
     plot_runs,
     plot_scaling,
     scaling_rates,
@@ -143,6 +145,7 @@ def sections_of(found: Found) -> tuple[dict[str, Style], list[Section]]:
         _time_to_accuracy(shown),
         _scaling(found.reports),
         _measurements([(path, report) for path, report in found.reports if not scaling_rates(report)]),
+        _ledgers(found.runs),
         _seeds(shown),
         _differences(found.runs),
         _hardest_classes(shown),
@@ -266,6 +269,17 @@ def _measurements(reports: Sequence[tuple[Path, Report]]) -> Section:
     header = ("measurement", "case", "images/s", "times the first")
     plots = [plot_bars(number, path, report) for number, (path, report) in enumerate(reports)]
     return Section("Measured speed", "speeds", header, rows, plots=plots)
+
+
+def _ledgers(runs: Sequence[Run]) -> Section:
+    ledgers = {run.name: ledger for run in runs if (ledger := find_ledger(run.path))}
+    rows = []
+    for name, ledger in ledgers.items():
+        parts = map(duration, ledger.seconds.values())
+        rows.append((name, len(ledger.starts), duration(ledger.wall), f"{ledger.useful:.1%}", ledger.replayed, *parts))
+    header = ("run", "starts", "wall clock", USEFUL_SHARE, "steps replayed", *LABELS.values())
+    note = f"Useful, as in arXiv:2410.21680: {', '.join(LABELS[name] for name in USEFUL)}, of the wall clock."
+    return Section("Where the time went", "ledger", header, rows, note if rows else "", plot_ledgers(ledgers))
 
 
 def _seeds(runs: Sequence[Run]) -> Section:

@@ -2,7 +2,7 @@
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,12 @@ from typing import Any
 from tools.bench.reports import Rate, Report, rates
 from tools.figures import COLOURS
 from tools.history import Run
+from tools.ledger import LABELS, Ledger
 
 LOSS_OUTLIER = 1.5  # times the 95th percentile of what is drawn: the first view cuts losses above it off
 EVERY_EPOCH = 12  # up to so many epochs each has its mark on the axis
 HEIGHT = 330  # pixels
+STOPPED = "#d0d0d0"  # the bar's part in which nothing ran
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,33 @@ def plot_scaling(curves: dict[str, list[tuple[int, float, float]]]) -> list[Plot
         layout["yaxis"]["rangemode"] = "tozero"
         plots.append(Plot(f"scaling-{name}", name.capitalize(), traces, layout))
     return plots if curves else []
+
+
+# ---- where the time went
+
+
+def plot_ledgers(ledgers: Mapping[str, Ledger]) -> list[Plot]:
+    """A bar for each run, the first on top, in which each part of its wall clock has its share; none of nothing."""
+    names = [html.escape(name) for name in ledgers]
+    traces = [
+        {
+            "type": "bar", "orientation": "h", "name": label, "y": names, "marker": {"color": colour},
+            "x": [100 * ledger.seconds[part] / ledger.wall for ledger in ledgers.values()],
+            "customdata": [round(ledger.seconds[part], 1) for ledger in ledgers.values()],
+            "hovertemplate": f"{label}<br>%{{x:.1f}} %, %{{customdata:,}} s<extra>%{{y}}</extra>",
+        }
+        for (part, label), colour in zip(LABELS.items(), (*COLOURS, STOPPED), strict=True)
+    ]  # fmt: skip
+    layout = _layout("share of the wall clock, %", "", [])
+    layout["yaxis"] |= {"autorange": "reversed", "automargin": True, "showgrid": False}
+    layout["xaxis"]["range"] = [0, 100]
+    layout |= {
+        "barmode": "stack",
+        "showlegend": True,
+        "legend": {"orientation": "h", "y": -0.4, "traceorder": "normal"},
+    }
+    layout["height"] = 190 + 34 * len(names)
+    return [Plot("ledgers", "Wall clock from the first start on", traces, layout)] if ledgers else []
 
 
 # ---- what they share

@@ -1,7 +1,8 @@
-"""List runs with their state, best accuracy and age; show what differed.
+"""List runs with their state, best accuracy and age; show what differed, or where the time of one went.
 
 python -m tools.runs
 python -m tools.runs --diff expts/bs256 expts/bs256-amp
+python -m tools.runs --ledger expts/bs256
 """
 
 import argparse
@@ -11,15 +12,19 @@ from pathlib import Path
 
 from tools.command_line import new_parser
 from tools.history import Run, ago, differences, read, read_run_folder
+from tools.ledger import show_ledger
 from tools.output import printable
 from utils.errors import DataError, exit_in_a_line
 
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the list or the differences; returns the exit status."""
+    """Print the list, the differences or the ledger; returns the exit status."""
     options = parser().parse_args(argv)
-    lines = show_differences(*options.diff) if options.diff else show_runs(options.folder)
+    if options.ledger:
+        lines = show_ledger(options.ledger)
+    else:
+        lines = show_differences(*options.diff) if options.diff else show_runs(options.folder)
     print("\n".join(map(printable, lines)))
     return 0
 
@@ -30,7 +35,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "folder", nargs="?", type=Path, default=Path("expts"), help="where the runs are (default: expts)"
     )
-    parser.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="two run folders: what differed")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="two run folders: what differed")
+    choice.add_argument("--ledger", type=Path, metavar="RUN", help="a run folder: where its time went, over all starts")
     return parser
 
 

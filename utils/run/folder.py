@@ -1,12 +1,13 @@
 """A run's folder: expts/<config>/ with one run in it, never two, and never an old one overwritten.
 
-config.yaml[.N]  environment.json  train.log  metrics.jsonl  tb_logs/  checkpoints/{step-*.pt,best.pt}
+config.yaml[.N]  environment.json  train.log  metrics.jsonl  clock.bin  tb_logs/  checkpoints/{step-*.pt,best.pt}
 """
 
 import itertools
 import json
 import os
 import shlex
+import shutil
 import sys
 import textwrap
 import time
@@ -18,6 +19,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
+from utils.clock import FILE as CLOCK
 from utils.distributed.launch import job_name, was_restarted
 from utils.errors import CheckpointError, ExpectedError
 from utils.files import FolderHeldError, lock_folder, remove_leftovers, sign_lock, write_atomically
@@ -90,9 +92,12 @@ def open_run(
         else:
             if own.exists() or (folder / "metrics.jsonl").exists():
                 really = folder.resolve() if folder.is_symlink() else folder  # the link stays, as the new run's too
-                notes.append(f"The earlier run in {folder} is now in {_move_aside(really)}")
+                earlier_run = _move_aside(really)
+                notes.append(f"The earlier run in {folder} is now in {earlier_run}")
                 lock.close()
                 lock = lock_folder(really)
+                if source is None and (resume == "auto" or again):
+                    _keep_clock(earlier_run, folder, keys)
             own.mkdir(exist_ok=True)
         if source is not None:
             _adopt(folder, source)
@@ -246,16 +251,28 @@ def _move_aside(folder: Path) -> Path:
         raise CheckpointError(f"{folder}: cannot be moved aside: {error.strerror}; choose another --run-dir") from None
 
 
+def _keep_clock(earlier: Path, folder: Path, keys: Keys) -> None:
+    """An earlier run of the same configuration that was lost before its first checkpoint is the same run begun again:
+    what it took belongs to its ledger."""
+    with suppress(FileNotFoundError):
+        if (earlier / "config.yaml").read_bytes().endswith(f"\n{_description(keys)}".encode()):
+            shutil.copy(earlier / CLOCK, folder / CLOCK)
+
+
 def _free_name(path: Path) -> Path:
     """The first of PATH.1, PATH.2 ... that is not taken."""
     names = (Path(f"{path}.{number}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())
 
 
+def _description(keys: Keys) -> str:
+    return textwrap.indent(render(keys), "  ")
+
+
 def write_description(folder: Path, keys: Keys, config_name: str, environment: dict[str, Any]) -> None:
     """config.yaml, a block that can be run again, and environment.json. The configuration of an earlier start stays,
     where it was another one, as config.yaml.1, config.yaml.2 ..."""
-    path, content = folder / "config.yaml", f"{config_name}:\n{textwrap.indent(render(keys), '  ')}".encode()
+    path, content = folder / "config.yaml", f"{config_name}:\n{_description(keys)}".encode()
     if path.exists() and (earlier := path.read_bytes()) != content:
         write_atomically(_free_name(path), earlier)
     write_atomically(path, content)

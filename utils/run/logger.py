@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from utils.clock import Clock
 from utils.distributed.launch import OPEN_MPI
 from utils.errors import ExpectedError, Stopped
 from utils.keys import Keys
@@ -52,6 +53,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self, folder: Path, *, enabled: bool, to_screen: bool, to_tensorboard: bool, to: Sequence[str] = ()
     ) -> None:
         self.folder, self.enabled, self.to = folder, enabled, to
+        self.clock: Clock | None = None
         self.trackers: Trackers | None = None
         self.to_screen, self.to_tensorboard = to_screen, to_tensorboard
         self.board: Board | None = None
@@ -60,7 +62,9 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self._metrics: Any = None
         self._handlers: list[logging.Handler] = []
 
-    def open(self, *, epoch: int, step: int) -> "RunLogger":
+    def open(self, *, epoch: int, step: int, clock: Clock | None = None) -> "RunLogger":
+        """Go on after `epoch` and `step`; each record gets the times of `clock`."""
+        self.clock = clock
         if not self.enabled:
             return self
         if self.to_tensorboard:
@@ -197,6 +201,8 @@ class RunLogger(AbstractContextManager["RunLogger"]):
     def _record(self, kind: str, **values: Any) -> None:
         """A line of metrics.jsonl, for all who follow the run."""
         record = {"kind": kind, **values}
+        if self.clock is not None:  # of this start
+            record["clock_seconds"] = {name: round(spent, 3) for name, spent in self.clock.by_activity().items()}
         if self._metrics is not None:
             with _naming(self.folder):
                 self._metrics.write(json.dumps(record) + "\n")

@@ -1,5 +1,6 @@
 """A run's whole state: gathered from all ranks for a checkpoint, and restored (table in utils/run/checkpoint.py)."""
 
+import math
 import platform
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +9,9 @@ import torch
 from torch import Tensor
 
 from utils import seeds
+from utils.clock import WORK, Clock
 from utils.distributed.world import World
+from utils.errors import ExpectedError
 from utils.keys import Keys
 from utils.run import checkpoint
 from utils.training.classifier import Classifier
@@ -19,10 +22,24 @@ from utils.training.learner import Learner
 class Progress:
     """Where a run is; the learner counts the steps."""
 
+    clock: Clock
     epoch: int = 0  # finished epochs
     batch: int = 0  # batches trained in the next one
     best: dict[str, float] = field(default_factory=checkpoint.NO_BEST.copy)
-    seconds: float = 0.0  # of training, over all interruptions
+    earlier_seconds: float = 0.0  # of training, in the starts before this one
+
+    @property
+    def seconds(self) -> float:
+        """Of training, over all interruptions."""
+        return self.earlier_seconds + self.clock.seconds(*WORK)
+
+    def finish_epoch(self, accuracy: float) -> bool:
+        """Whether its validation accuracy is the best so far."""
+        self.epoch, self.batch = self.epoch + 1, 0
+        is_best = accuracy > self.best["acc1"]
+        if is_best:
+            self.best = {"acc1": accuracy, "epoch": self.epoch}
+        return is_best
 
     def summarise(self, finished_before: bool, images_per_sec: float) -> str:
         """The last line of a run; `images_per_sec` is 0 where there was no step to time."""
@@ -79,7 +96,7 @@ class RunState:
         """Go on from what `gather` returned, at the same or another world size."""
         self.learner.load_state_dict(state)
         self.progress.epoch, self.progress.batch = state["epoch"], state["batch"]
-        self.progress.best, self.progress.seconds = state["best"], state["seconds"]
+        self.progress.best, self.progress.earlier_seconds = state["best"], state["seconds"]
         if len(state["ranks"]) == self.world.world_size:
             self._restore_rank(state["ranks"][self.world.rank], state["logged_sums"])
         else:
@@ -99,6 +116,18 @@ class RunState:
         merge_buffers(self.learner, ranks)
         total: Tensor = sum(rank["metric_sums"] for rank in ranks)  # type: ignore[assignment]
         self.learner.sums.load(total if self.world.is_main else torch.zeros_like(total), logged)
+
+    def check_finite(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Passes metrics on; they are over all ranks, so that all of them stop together when the loss is not finite."""
+        if math.isfinite(metrics["loss"]):
+            return metrics
+        learner = self.learner
+        first_bad = min(self.world.gather(learner.sums.finite_batches())) // learner.batch.accumulation
+        raise ExpectedError(
+            f"the loss stopped being a finite number in epoch {self.progress.epoch + 1}, iteration {first_bad}, "
+            f"learning rate {learner.learning_rate:.4g}; nothing was saved since the last checkpoint\n"
+            f"{checkpoint.REMEDIES}"
+        )
 
 
 def merge_buffers(classifier: Classifier, ranks: list[dict[str, Any]]) -> None:

@@ -177,7 +177,7 @@ TRACKERS: dict[str, Callable[[Start], Tracker]] = {"csv": CsvTracker, "wandb": W
 
 
 def _row(record: Record) -> Record:
-    return {key: value for key, value in record.items() if key != "kind"}
+    return {key: value for key, value in record.items() if key not in ("kind", "clock_seconds")}
 
 
 def _as_csv(rows: Sequence[Record], columns: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """The learner: all that a training step reads and changes, built in one place for the Trainer and for every bench."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from utils.training.metrics import MetricSums
 from utils.training.optimizer import build_optimizer, fuses, learning_rate, load_optimizer, set_learning_rate
 from utils.training.precision import LossScaler, choose_precision
 from utils.training.schedule import Plateau, Schedule, build_schedule
-from utils.training.step import Step, TrainStep, choose_step, on_capture_stream, wants_graphs
+from utils.training.step import Preparing, Step, TrainStep, choose_step, on_capture_stream, wants_graphs
 from utils.user_code import blamed
 
 SomeKeys = TypeVar("SomeKeys", bound=TrainingKeys)
@@ -130,8 +131,10 @@ def build_learner(
     steps_per_epoch: int,
     *,
     wrap: Callable[[DistributedKeys, nn.Module, World], nn.Module] = distribute,
+    preparing: Preparing = nullcontext,
 ) -> Learner:
     """Collective: the network that `build_model` makes, and what trains it; `wrap` spreads it over the ranks.
+    Within `preparing()` steps are compiled and captured, when they first are trained.
 
     Seeds the random generators, and sets PyTorch's process-wide switches: learners that take turns in one process set
     them again by `prepare_backends`. Raises `ConfigError` for what this device or number of ranks cannot do.
@@ -159,6 +162,7 @@ def build_learner(
         clip_grad_norm=keys.clip_grad_norm,
         communicate=keys.parallel != "no_communication",
         profiler=profiler,
+        preparing=preparing,
     )
     step, step_notes = choose_step(keys, train_step, world.device)
     if keys.extra_opt("fused_optimizer") and not fuses(keys, weights.parameters()):

@@ -1,12 +1,12 @@
 """Sums on the device, confusion counts and throughput."""
 
 import math
-import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from utils.clock import LOOP, Clock
 from utils.distributed.world import World
 
 
@@ -73,20 +73,20 @@ class MetricSums:
 
 
 class Throughput:
-    """Images per second over all ranks, between log points.
+    """Images per second over all ranks, between log points, in the loop over training batches.
 
     The first window of a process holds the start of workers, cuDNN's choice of algorithms and compilation, so `overall`
     leaves it out wherever there is another.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, clock: Clock) -> None:
+        self.world_size, self.clock = world_size, clock
         self.windows: list[tuple[int, float]] = []  # images, seconds
         self.start()
 
     def start(self) -> None:
         """Begin a window now; the time since the last one does not count."""
-        self.images, self.since = 0, time.perf_counter()
+        self.images, self.since = 0, self.clock.seconds(*LOOP)
 
     def add(self, images: int) -> None:
         """Count one more batch of this rank."""
@@ -97,7 +97,7 @@ class Throughput:
         caught up."""
         if not self.images:
             return 0.0
-        seconds = time.perf_counter() - self.since
+        seconds = self.clock.seconds(*LOOP) - self.since
         window = (self.images, seconds)
         self.windows.append(window)
         self.start()

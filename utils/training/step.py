@@ -30,6 +30,7 @@ GRAPH_WARMUP_STEPS = 11
 Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 # One optimizer step on this rank's share of a global batch; adds loss and hits to the sums, on the device.
 Step = Callable[[Tensor, Tensor, MetricSums], None]
+Preparing = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(eq=False)
@@ -48,6 +49,7 @@ class TrainStep:
     clip_grad_norm: float | None
     communicate: bool
     profiler: Profiler
+    preparing: Preparing = nullcontext
 
     def __post_init__(self) -> None:
         self.statistics = RunningStatistics(self.model) if self.accumulation > 1 else None
@@ -56,7 +58,17 @@ class TrainStep:
     def compile(self, mode: str) -> None:
         """COMPILE: forward and loss, and with them their backward. The model itself, its state's keys and validation
         stay as they are; a batch of another size would be compiled anew, but training batches have one size."""
-        self.forward = torch.compile(self._forward, mode=mode, dynamic=False)
+        compiled: Forward = torch.compile(self._forward, mode=mode, dynamic=False)
+        known = set[torch.Size]()
+
+        def forward(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            if images.shape in known:
+                return compiled(images, labels)
+            known.add(images.shape)
+            with self.preparing():  # compiles the backward pass too
+                return compiled(images, labels)
+
+        self.forward = forward
 
     def __call__(self, images: Tensor, labels: Tensor, sums: MetricSums) -> None:
         with self.profiler.range("zero_grad"):
@@ -124,7 +136,8 @@ class GraphedStep:
             self.captured = True
             self.images, self.labels, self.sums = images.clone(), labels.clone(), sums
             # thread_local: NCCL's watchdog and the loader's pinning thread may use CUDA meanwhile
-            with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
+            graph = torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local")
+            with self.step.preparing(), graph:
                 self.step(self.images, self.labels, self.sums)
         assert sums is self.sums, "the graph adds to the sums that it was captured with"
         with self.step.profiler.range("graph replay"):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from utils.clock import LOOP, Clock
 from utils.distributed.world import World
 from utils.program import command
 
@@ -31,40 +32,43 @@ class Window:
 
     own: float  # per step, from asking for input to the last gradient, before any collective of the step
     waiting: float  # for input, in all
-    total: float
+    total: float  # in the loop over training batches
 
 
 class StepWatch:
     """Times input and the rank's own share of each step; judged once an epoch, over all ranks."""
 
-    def __init__(self, model: nn.Module, world: World) -> None:
-        self.world = world
-        self.clock = _Clock(world.device)
+    def __init__(self, model: nn.Module, world: World, clock: Clock) -> None:
+        self.world, self.clock = world, clock
+        self.own_share = _OwnShare(world.device)
         self._sample: Tensor | None = None
         self._windows: list[Window] = []
         self._history: list[list[Window]] = []  # [log point][rank], over epochs
         self._said: set[str] = set()
-        self._waiting, self._since, self._first = 0.0, time.perf_counter(), True
+        self._first = True
+        self._start_window()
         # The gradient of the first layer is the last to come; its hook runs before DDP waits for the other ranks.
         first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
-        first.register_post_accumulate_grad_hook(lambda parameter: self.clock.last_gradient())
+        first.register_post_accumulate_grad_hook(lambda parameter: self.own_share.last_gradient())
 
     def batches(self, loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         """`loader`'s batches, the wait for each of them timed."""
-        self._waiting, self._since = 0.0, time.perf_counter()
-        self.clock.clear()
+        self._start_window()
+        self.own_share.clear()
         iterator = iter(loader)
         while True:
-            asked = time.perf_counter()
-            self.clock.start_step()
-            try:
-                images, labels = next(iterator)
-            except StopIteration:
+            self.own_share.start_step()
+            with self.clock.during("input"):
+                batch = next(iterator, None)
+            if batch is None:
                 return
-            self._waiting += time.perf_counter() - asked
+            images, labels = batch
             if self._first and self._sample is None:
                 self._sample = images[:SAMPLE_IMAGES].clone()
             yield images, labels
+
+    def _start_window(self) -> None:
+        self._waited, self._since = self.clock.seconds("input"), self.clock.seconds(*LOOP)
 
     def take_sample(self) -> Tensor | None:
         """Images of the process's first batch, once."""
@@ -73,9 +77,9 @@ class StepWatch:
 
     def close_window(self) -> dict[str, float]:
         """{"data_wait" (share of the window), "memory_gb"}; begins the next. Call when the device has caught up."""
-        now = time.perf_counter()
-        window = Window(self.clock.seconds_per_step(), self._waiting, now - self._since)
-        self._waiting, self._since = 0.0, now
+        waiting, total = self.clock.seconds("input") - self._waited, self.clock.seconds(*LOOP) - self._since
+        window = Window(self.own_share.seconds_per_step(), waiting, total)
+        self._start_window()
         if not self._first:  # the process's first window holds the start of workers and the choice of algorithms
             self._windows.append(window)
         self._first = False
@@ -151,7 +155,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 @dataclass
-class _Clock:
+class _OwnShare:
     """Time of steps from their start to their last gradient: the host's on a CPU, events in the queue of a GPU.
 
     On a GPU nothing is read until the log point, where the device has caught up.
