@@ -25,7 +25,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 from models import build_model
 from utils.clock import Clock, process_age
@@ -43,6 +42,7 @@ from utils.run.checkpoint import Writer
 from utils.run.folder import open_run
 from utils.run.introduction import introduce
 from utils.run.logger import RunLogger
+from utils.run.meters import Meters
 from utils.run.preemption import Asked, Requests, ignore_signals, listen
 from utils.run.pretrained import Pretrained, read_pretrained
 from utils.run.state import Progress, RunState
@@ -90,7 +90,6 @@ class Trainer:
         mix = build_mix(config, self.loaders.plan)
         profiler = self.learner.profiler
         self.batches = TrainingBatches(config, self.loaders.train, mix, self.watch, profiler, world.device)
-        self.notes = notes + self.loaders.notes + self.learner.notes + self.verifier.notes()
 
         self.progress = Progress(self.clock)
         self.state = RunState(config, config_name, self.data, self.learner, self.progress, world)
@@ -100,8 +99,10 @@ class Trainer:
             folder / "checkpoints", config.keep_checkpoints, config.checkpoint_async, before=self.log.sync
         )
         self.saved_step = 0
+        self.notes = notes + self.loaders.notes + self.learner.notes + self.verifier.notes()
         self.requests = Requests(world, config.checkpoint_every_minutes)
         self.throughput = Throughput(world.world_size, self.clock)
+        self.meters = Meters(config, self.learner, world, self.data["shape"])
         self.time_left = TimeLeft(config.max_epochs, len(self.batches), self.clock)
 
     def describe(self) -> str:
@@ -124,8 +125,8 @@ class Trainer:
     def train(self) -> None:
         """Train to the end, or go on to it; `Stopped` when a signal asked to stop and everything is saved."""
         lock, resumed_from, notes = self._open_folder()
-        with listen(self.requests), lock or nullcontext(), self.clock, self._open_log() as log, self.writer:
-            notes, go_on = self.notes + notes, not self.finished
+        with listen(self.requests), lock, self.clock, self.meters, self._open_log() as log, self.writer:
+            notes, go_on = self.notes + self.meters.notes + notes, not self.finished
             self.world.main_only(lambda: introduce(self.state, self.log, self.folder, resumed_from, notes, go_on=go_on))
             self._report_unreadable()  # by a loader that has decoded all
             self.clock.switch("train")
@@ -224,6 +225,7 @@ class Trainer:
         results = {f"best_{name}": value for name, value in self.progress.best.items()}
         results |= {"last_acc1": valid["acc1"], "last_loss": valid["loss"]}
         results |= {"seconds": self.progress.seconds, "images_per_sec": self.throughput.overall()}
+        results |= self.meters.totals(self.throughput.images_in_all())
         results |= {f"test_{name}": value for name, value in test.items()}
         counts, names = confusion.collect(self.world), self.data["class_names"]
         epoch, steps = self.progress.epoch, self.learner.steps
@@ -231,12 +233,14 @@ class Trainer:
 
     def _log_point(self, iteration: int) -> None:
         window = self.state.check_finite(self.learner.sums.average_since_last(self.world))
+        images_per_sec = self.throughput.close_window()
         values = {
             "loss": window["loss"],
             "learning_rate": self.learner.learning_rate,
-            "images_per_sec": self.throughput.close_window(),
+            "images_per_sec": images_per_sec,
             **self.learner.loss_scaler.metrics(),
             **self.watch.close_window(),
+            **self.meters.window(images_per_sec, self.progress.epoch),
         }
         epoch, steps, sample = self.progress.epoch + 1, self.learner.steps, self.watch.take_sample()
         left = self.time_left.seconds(self.progress.epoch, self.progress.batch)
@@ -275,7 +279,7 @@ class Trainer:
             self.world.main_only(lambda: self.writer.save(state, is_best))
         self.saved_step = self.learner.steps
 
-    def _open_folder(self) -> tuple[IO[str] | None, Path | None, list[str]]:
+    def _open_folder(self) -> tuple[AbstractContextManager[object], Path | None, list[str]]:
         """Collective: take the run's folder and restore what is to be resumed; returns its lock, the checkpoint, and
         notes for the log, on the main process."""
         weights = self.learner.model.state_dict()
@@ -290,7 +294,7 @@ class Trainer:
         if state is not None:
             self.state.restore(state)
             self.saved_step = self.learner.steps
-        return (opened.lock, opened.resumed_from, opened.notes) if opened else (None, None, [])
+        return (opened.lock, opened.resumed_from, opened.notes) if opened else (nullcontext(), None, [])
 
     def _read_pretrained(self) -> Pretrained | None:
         return read_pretrained(self.config.pretrained, self.learner.weights.state_dict(), self.config.num_classes)

@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 GOLDEN = Path(__file__).with_name("golden_runs.json")
 OLD_CHECKPOINT = Path(__file__).with_name("golden_checkpoint.pt")
-MEASURED = ("seconds", "images_per_sec", "data_wait", "memory_gb")  # differ from run to run
+# differ from run to run
+MEASURED = ("seconds", "images_per_sec", "data_wait", "memory_gb", "model_tflops", "mfu", "joules", "joules_per_image")
 
 SHAPES = {"dataset": "shapes", "num_classes": 10, "data_loader": "device", "model": "resnet8"}
 SHORT = {"limit_train_batches": 10, "limit_valid_batches": 4, "max_epochs": 3, "log_freq": 4, "enable_amp": False}

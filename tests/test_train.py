@@ -24,6 +24,7 @@ from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError
 from utils.files import write_atomically
 from utils.run.checkpoint import encode, list_checkpoints, read_checkpoint, save_last
 from utils.run.folder import open_run
+from utils.run.trackers import MEASURED
 
 
 def records(folder, kind):
@@ -37,11 +38,8 @@ def run(config, world, folder, resume="auto"):
     return trainer
 
 
-TIMES = ("seconds", "epoch_seconds", "clock_seconds", "images_per_sec", "data_wait", "memory_gb")
-
-
 def without_times(rows):
-    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+    return [{key: value for key, value in row.items() if key not in MEASURED} for row in rows]
 
 
 def test_train_py_with_every_switch_off_equals_train_simple(tiny, alone, tmp_path, monkeypatch):

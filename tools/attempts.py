@@ -22,11 +22,10 @@ from tools.follow import TRAIN
 from tools.history import read_records
 from utils.distributed.launch import torchrun_here
 from utils.errors import ExpectedError
+from utils.run.trackers import MEASURED
 
 METRICS = "metrics.jsonl"
 KINDS = ("step", "epoch", "end")  # records of metrics.jsonl that must be equal; the others record starts and stops
-# of metrics.jsonl: never the same twice
-TIMES = frozenset({"seconds", "epoch_seconds", "clock_seconds", "images_per_sec", "data_wait", "memory_gb"})
 TO_DIE = 30.0  # seconds that a process may take to end after SIGKILL
 
 
@@ -177,7 +176,7 @@ def _differences(where: str, left: Any, right: Any) -> Iterator[str]:
 
 def _records(folder: Path) -> list[dict[str, Any]]:
     records = read_records(folder / METRICS, *KINDS)
-    return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
+    return [{key: value for key, value in record.items() if key not in MEASURED} for record in records]
 
 
 def output_of(folder: Path) -> Path:

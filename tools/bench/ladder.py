@@ -33,7 +33,8 @@ from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
 from utils.run.environment import describe_environment
 from utils.training.dry_run import activation_bytes_per_image
-from utils.training.precision import NAMES, choose_precision
+from utils.training.flops import measured_peak, number_format
+from utils.training.precision import choose_precision
 
 RUNGS = (
     "bs256,bs256-amp,bs256-amp-nhwc,bs256-amp-nhwc-extra-opts,bs256-amp-nhwc-extra-opts-bf16,"
@@ -184,16 +185,13 @@ def measure(
 def per_image(config: Config, world: World, limits: Mapping[str, common.Sample]) -> dict[str, float]:
     """What a training step does for one image, {"flops", "bytes"}, and "ceiling", the TFLOP/s in its precision."""
     precision = choose_precision(config, world.device)
-    number_format = NAMES[precision.half]
-    if precision.level == "O0":
-        number_format = "tf32" if config.enable_tf32 and world.device.type == "cuda" else "float32"
     shape = open_dataset(config, world).train.image_shape
     model = build_model(config, shape[-1]).to(world.device)
     precision.cast_weights(model)
     moved = TRAFFIC_PER_ACTIVATION * activation_bytes_per_image(model, nn.CrossEntropyLoss(), precision, shape)
-    # whichever the libraries do faster: on AMD's CPUs MKL's float32 products are slower than oneDNN's convolutions
-    kinds = (f"product {number_format}, TFLOP/s", f"convolution {number_format} NHWC, TFLOP/s")
-    ceiling = max(limits[kind].median for kind in kinds)
+    medians = {name: sample.median for name, sample in limits.items()}
+    ceiling = measured_peak(medians, number_format(precision, config))
+    assert ceiling is not None, "limits are measured in every number format of this device"
     return {"flops": training_flops_per_image(config, shape), "bytes": moved, "ceiling": ceiling}
 
 

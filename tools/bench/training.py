@@ -17,6 +17,7 @@ from utils.distributed.ddp import distribute
 from utils.distributed.keys import DistributedKeys
 from utils.distributed.world import World, choose_device
 from utils.training.batches import Batch, prefetch
+from utils.training.flops import flops_per_image
 from utils.training.learner import Learner, build_learner
 from utils.training.step import GRAPH_WARMUP_STEPS, wants_graphs
 
@@ -105,10 +106,4 @@ def peak_memory(device: torch.device) -> float:
 
 def training_flops_per_image(config: Config, image_shape: tuple[int, int, int]) -> float:
     """Floating-point operations of forward and backward pass for one image, a multiply-add counted as two."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    model = build_model(config, image_shape[-1])
-    images = torch.zeros(2, *image_shape)
-    with FlopCounterMode(display=False) as counter:
-        model(images).sum().backward()
-    return counter.get_total_flops() / 2
+    return flops_per_image(build_model(config, image_shape[-1]), image_shape)

@@ -40,6 +40,14 @@ LAYOUT = {
         "images per second": ["Multiline", ["step/images_per_sec"]],
         "share of the time waiting for input": ["Multiline", ["step/data_wait"]],
         "memory, GB": ["Multiline", ["step/memory_gb"]],
+        "model TFLOP/s": ["Multiline", ["step/model_tflops"]],
+        "MFU, share of the peak": ["Multiline", ["step/mfu"]],
+    },
+    "GPU of the main process, by step": {
+        "power, W": ["Multiline", ["step/gpu_power_w"]],
+        "temperature, °C": ["Multiline", ["step/gpu_temperature_c"]],
+        "clock, MHz": ["Multiline", ["step/gpu_clock_mhz"]],
+        "memory in use, GB": ["Multiline", ["step/gpu_memory_gb"]],
     },
 }
 MATRIX_PIXELS = 600

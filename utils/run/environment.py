@@ -30,12 +30,17 @@ def describe_environment(device: torch.device, world_size: int) -> dict[str, Any
         "dali": dali_version(),
         "cuda": torch.version.cuda if cuda else None,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "device": torch.cuda.get_device_name(device) if cuda else _processor(),
+        "device": device_name(device),
         "threads": torch.get_num_threads(),
         "world_size": world_size,
         "host": platform.node(),
         "variables": {name: os.environ[name] for name in RECORDED_VARIABLES if name in os.environ},
     }
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or that of the processor with the number of its cores."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
 
 
 def dali_version() -> str | None:

@@ -17,6 +17,9 @@ class OutputKeys(SharedKeys):
     """Write TensorBoard event files."""
     log_to: Annotated[tuple[Annotated[str, OneOf(TRACKERS)], ...], Field(strict=False), Fact.NO_HYPERPARAMETER] = ()
     """Give the metrics to these, too: csv, wandb, mlflow. What goes wrong there never ends a run."""
+    limits_report: Annotated[str | None, Fact.NO_HYPERPARAMETER] = None
+    """MFU is a share of the peak in this report of `tools.bench limits`. It must be of this kind of device; null: of
+    the peak in NVIDIA's data sheets, where utils/training/flops.py has the device."""
     log_freq: Annotated[PositiveInt, Fact.NO_HYPERPARAMETER] = 20
     """Steps between two log points. Only there the host waits for the device, unless fp16's loss is scaled without
     fused_optimizer: then PyTorch's scaler waits in every step."""

@@ -28,6 +28,11 @@ CLOSING_SECONDS = 10.0  # that a run waits at its end, or before it stops on a s
 TABLES = {"step": "steps.csv", "epoch": "epochs.csv"}  # kinds of records with a CSV file
 METRICS = "metrics.jsonl"  # the records of the run so far
 POSITIONS = ("step", "epoch")  # where in the training a record stands
+# values of records that no two runs have in common
+MEASURED = frozenset({
+    "seconds", "epoch_seconds", "clock_seconds", "images_per_sec", "data_wait", "memory_gb", "model_tflops", "mfu",
+    "gpu_power_w", "gpu_temperature_c", "gpu_clock_mhz", "gpu_memory_gb", "joules", "joules_per_image",
+})  # fmt: skip
 REFUSED = re.compile(r"[/\\#?%:']")  # in a project's name by wandb, and the last in an experiment's by MLflow
 MLFLOW_BATCH = 100  # parameters that it takes at once
 IDS = "trackers.json"  # in the run's folder: the names that external runs have got

@@ -103,6 +103,10 @@ class Throughput:
         self.start()
         return window[0] / seconds
 
+    def images_in_all(self) -> int:
+        """Images of all closed windows, over all ranks."""
+        return sum(images for images, _ in self.windows)
+
     def overall(self) -> float:
         """Images per second over all windows but the first."""
         counted = self.windows[1:] or self.windows

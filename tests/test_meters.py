@@ -1,0 +1,208 @@
+"""Model FLOP/s, MFU, and what sensors tell: on staged answers of NVML and a staged tree of /sys/class/powercap."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import build_model
+from train import Trainer
+from utils.config import Config
+from utils.distributed.world import World
+from utils.errors import ConfigError
+from utils.run import sensors
+from utils.run.environment import device_name
+from utils.run.meters import Meters, read_peak
+from utils.run.sensors import Gpu, Sensors, find_gpu, find_processors
+from utils.run.trackers import MEASURED
+from utils.training.flops import flops_per_image, measured_peak, published_peak
+
+
+class NVMLError(Exception):
+    """As pynvml's."""
+
+
+def nvml(**answers: Any) -> SimpleNamespace:
+    """pynvml's functions with staged answers; those that are an error are raised."""
+
+    def answer(value: Any) -> Callable[..., Any]:
+        def ask(*_: object) -> Any:
+            if isinstance(value, NVMLError):
+                raise value
+            return value() if callable(value) else value
+
+        return ask
+
+    usual = {
+        "Init": None, "DeviceGetHandleByUUID": "GPU-1", "DeviceGetPowerUsage": 700_000, "DeviceGetTemperature": 60,
+        "DeviceGetClockInfo": 1980, "DeviceGetMemoryInfo": SimpleNamespace(used=8_000_000_000),
+        "DeviceGetTotalEnergyConsumption": 1_000_000,
+    }  # fmt: skip
+    functions = {f"nvml{name}": answer(value) for name, value in (usual | answers).items()}
+    return SimpleNamespace(NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0, NVML_CLOCK_SM=1, **functions)
+
+
+def test_a_gpu_tells_power_temperature_clock_memory_and_energy() -> None:
+    [gpu], notes = find_gpu(nvml(), "1")
+    assert notes == [] and gpu.joules() == 1000
+    assert gpu.read() == {
+        "gpu_power_w": 700, "gpu_temperature_c": 60, "gpu_clock_mhz": 1980, "gpu_memory_gb": 8
+    }  # fmt: skip
+
+
+def test_what_a_gpu_does_not_tell_is_left_out() -> None:
+    silent = NVMLError("Not Supported")
+    gpu = Gpu(nvml(DeviceGetPowerUsage=silent, DeviceGetMemoryInfo=silent, DeviceGetTotalEnergyConsumption=silent), "")
+    assert gpu.read() == {"gpu_temperature_c": 60, "gpu_clock_mhz": 1980} and gpu.joules() is None
+    found, [note] = find_gpu(nvml(Init=NVMLError("Driver Not Loaded")), "1")
+    assert found == [] and note == "power and energy of the GPU are not recorded: Driver Not Loaded"
+
+
+def test_readings_are_averaged_between_log_points_and_energy_is_that_of_the_block() -> None:
+    energy, power = iter(range(5_000_000, 9_000_000, 1_000_000)), iter((300_000, 500_000, 700_000))
+    staged = nvml(DeviceGetTotalEnergyConsumption=lambda: next(energy), DeviceGetPowerUsage=lambda: next(power))
+    with Sensors([Gpu(staged, "")]) as running:
+        running._closing.set()  # no thread: only this test asks
+        running._measure()
+        running._measure()
+        assert running.close_window()["gpu_power_w"] == 400
+        assert running.close_window() == {}
+        assert running.joules() == 3000
+    assert Sensors([]).joules() is None and Sensors([]).close_window() == {}
+
+
+def powercap(root: Path, **packages: int) -> Path:
+    """A tree as the kernel's: a package has zones of its own below it, and beside it under longer names."""
+    for number, (name, energy) in enumerate(packages.items()):
+        zone = root / f"intel-rapl:{number}"
+        zone.mkdir(parents=True, exist_ok=True)
+        (zone / "name").write_text(f"{name.replace('_', '-')}\n")
+        (zone / "energy_uj").write_text(f"{energy}\n")
+        (zone / "max_energy_range_uj").write_text("10000000\n")
+    return root
+
+
+def test_the_energy_of_processors_adds_up_packages_over_their_overflow(tmp_path: Path) -> None:
+    processors = find_processors(powercap(tmp_path, package_0=4_000_000, package_1=9_000_000, psys=1))
+    assert processors is not None and processors.joules() == 0
+    powercap(tmp_path, package_0=5_500_000, package_1=1_000_000, psys=90_000_000)
+    assert processors.joules() == 1.5 + 2 and processors.read() == {}
+
+
+def test_processors_that_do_not_tell_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_processors(tmp_path / "nowhere") is None
+    powercap(tmp_path, package_0=1, package_1=1)
+    read = Path.read_text
+
+    def forbid(path: Path, *arguments: Any, **named: Any) -> str:
+        if path.name == "energy_uj" and "rapl:1" in str(path):  # as the kernel does for all but root
+            raise PermissionError(13, "Permission denied")
+        return read(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "read_text", forbid)
+    assert find_processors(tmp_path) is None
+
+
+def test_flops_are_those_of_a_pass_over_images(tiny: Callable[..., Config]) -> None:
+    """Counted without computing, and without touching network, gradients or random numbers."""
+    model = build_model(tiny(model="resnet50", num_classes=100, dataset="cifar100"), 32).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    assert flops_per_image(model, (3, 32, 32)) == pytest.approx(7.82e9, rel=0.005)
+    assert flops_per_image(model, (3, 16, 16)) == pytest.approx(7.82e9 / 4, rel=0.005)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(random, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("device", "number_format", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989),
+        ("NVIDIA H100 PCIe", "fp16", 756),
+        ("NVIDIA A100-SXM4-80GB", "tf32", 156),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA L40", "bf16", None),
+        ("NVIDIA A10G", "bf16", None),
+        ("Tesla V100-PCIE-16GB", "bf16", None),
+        ("Tesla T4", "fp16", 65),
+        ("AMD EPYC x 2", "float32", None),
+    ],
+)
+def test_peaks_are_of_the_very_device(device: str, number_format: str, peak: float | None) -> None:
+    assert published_peak(device, number_format) == peak
+
+
+def report(path: Path, device: str, bench: str = "limits") -> Path:
+    results = {"product float32, TFLOP/s": {"median": 0.5}, "convolution float32 NHWC, TFLOP/s": {"median": 0.25}}
+    path.write_text(json.dumps({"bench": bench, "environment": {"device": device}, "results": results}))
+    return path
+
+
+def test_the_measured_peak_is_that_of_this_device(tmp_path: Path, alone: World) -> None:
+    here = device_name(alone.device)
+    path = report(tmp_path / "limits.json", here)
+    assert read_peak(path, here, "float32") == 0.5 and read_peak(path, here, "bf16") is None
+    assert measured_peak({}, "float32") is None
+    with pytest.raises(ConfigError, match=r"was measured on another one, this is "):
+        read_peak(report(path, "another one"), here, "float32")
+    with pytest.raises(ConfigError, match=r"is no report of tools\.bench limits"):
+        read_peak(report(path, here, bench="ladder"), here, "float32")
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match=r"is no report of tools\.bench limits"):
+        read_peak(path, here, "float32")
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_peak(tmp_path / "absent", here, "float32")
+
+
+def test_a_run_records_them(
+    tiny: Callable[..., Config], alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    powercap(tmp_path / "powercap", package_0=1_000_000)
+    monkeypatch.setattr(sensors, "POWERCAP", tmp_path / "powercap")
+    limits = str(report(tmp_path / "limits.json", device_name(alone.device)))
+    trainer = Trainer(tiny(limits_report=limits, max_epochs=1, enable_amp=False), alone, tmp_path / "run")
+    powercap(tmp_path / "powercap", package_0=3_000_000)
+    trainer.meters.sensors._measure = lambda: None  # type: ignore[method-assign]
+    trainer.meters.sensors.spent = 2.0
+    trainer.train()
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps, [end] = [row for row in rows if row["kind"] == "step"], [row for row in rows if row["kind"] == "end"]
+    flops = flops_per_image(trainer.learner.model, (3, 32, 32))
+    for row in steps:
+        assert row["model_tflops"] == pytest.approx(row["images_per_sec"] * flops / 1e12)
+        assert row["mfu"] == pytest.approx(row["model_tflops"] / 0.5)
+    assert len(steps) == 2 and end["joules"] == 2 and end["joules_per_image"] == 2 / (4 * 32)
+
+
+class Looks(nn.Module):
+    """A network that looks at values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layer(images.mean((2, 3)) * float(images.sum()))
+
+
+def test_where_flops_or_peak_are_not_known_they_are_left_out(
+    tiny: Callable[..., Config], alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sensors, "POWERCAP", tmp_path)
+    trainer = Trainer(tiny(), alone, tmp_path)
+    assert [note for note in trainer.meters.notes if note.startswith("no MFU: the peak of ")]
+    assert trainer.meters.window(100.0, 0).keys() == {"model_tflops"} and trainer.meters.totals(100) == {}
+    trainer.learner.model = Looks()
+    without = Meters(trainer.config, trainer.learner, alone, (3, 32, 32))
+    assert without.window(100.0, 0) == {}
+
+
+def test_every_measured_name_is_known() -> None:
+    named = {"model_tflops", "mfu", "joules", "joules_per_image", *Gpu(nvml(), "").read()}
+    assert named <= MEASURED
