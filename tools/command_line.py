@@ -46,12 +46,21 @@ def at_least_one(text: str) -> int:
 
 def seconds(text: str) -> float:
     """A finite number above 0, for argparse."""
+    return _above_zero(text, "seconds")
+
+
+def minutes(text: str) -> float:
+    """A finite number above 0, for argparse."""
+    return _above_zero(text, "minutes")
+
+
+def _above_zero(text: str, unit: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = 0.0
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"is {text!r}; expected seconds, more than 0")
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected {unit}, more than 0")
     return number
 
 

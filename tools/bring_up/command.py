@@ -26,7 +26,7 @@ from tools.bring_up.machine import look
 from tools.bring_up.page import write_all
 from tools.bring_up.parts import Part, Setting, select, words
 from tools.bring_up.run import Clock, run_parts
-from tools.command_line import new_parser
+from tools.command_line import minutes, new_parser
 from tools.output import make_folder
 from tools.report import duration
 from utils.errors import ConfigError, exit_in_a_line
@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = new_parser("bring_up", __doc__, STATUSES)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="what was done, and what comes of it")
-    parser.add_argument("--minutes", type=_minutes, default=9.0, metavar="M", help="of this call (default: 9)")
+    parser.add_argument("--minutes", type=minutes, default=9.0, metavar="M", help="of this call (default: 9)")
     parser.add_argument("--list", action="store_true", help="show parts, states and estimates; run nothing")
     parser.add_argument("--part", action="append", metavar="NAME", help="only this one; repeatable")
     parser.add_argument("--again", action="append", metavar="NAME", help="run this one again; repeatable")
@@ -70,16 +70,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key for every part")
     parser.add_argument("--small", action="store_true", help="every part at its smallest size: a rehearsal")
     return parser
-
-
-def _minutes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 60 * 24 * 7:
-        raise argparse.ArgumentTypeError(f"is {text!r}; expected minutes, more than 0")
-    return value
 
 
 def work(options: argparse.Namespace, parts: Sequence[Part], again: Sequence[Part], clock: Clock) -> int:

@@ -3,6 +3,7 @@
     python -m tools.doctor                                          # this machine
     torchrun --nproc_per_node=8 -m tools.doctor                     # its ranks too: all-reduce, clocks, the slow one
     srun --ntasks-per-node=8 python -m tools.doctor --sweep         # over nodes; collectives of all sizes, all pairs
+    python -m tools.doctor --burn-in 60                             # train, and see whether it stays right and fast
     python -m tools.doctor --nodes                                  # in a Slurm allocation: one process on every node
     python -m tools.doctor --compare a.json b.json --html page.html # what --json printed on nodes: the slow one
 
@@ -18,11 +19,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.command_line import add_config_arguments, new_parser
+from tools.command_line import add_config_arguments, minutes, new_parser
 from tools.doctor.compare import (
     Document,
     check_comparable,
@@ -77,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if baseline is not None:  # refused before anything is measured
             now = Document(worst="ok", device=device, software=software, findings=[])
             check_comparable(f"this machine and {options.baseline}", now, baseline)
-        findings = examine(config, options.run_dir, world, time.perf_counter() - started, options.sweep)
+        seconds = time.perf_counter() - started
+        findings = examine(config, options.run_dir, world, seconds, options.sweep, options.burn_in)
         if baseline is not None:
             now.findings = findings
             findings = [*findings, *compare_with_baseline(now, baseline)]
@@ -128,6 +130,9 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="measure all-reduce, all-gather, reduce-scatter at all sizes, and all pairs",
     )
+    parser.add_argument(
+        "--burn-in", type=minutes, metavar="MINUTES", help="train for so long, and watch rate, bits, heat and faults"
+    )
     parser.add_argument("--save-baseline", type=Path, metavar="FILE", help="keep this examination's figures")
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="fail for what is 15 %% slower than it was then")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also as a page: nodes by checks, in colours")
@@ -142,9 +147,12 @@ def _on_every_node(arguments: list[str]) -> list[str]:
     return ["srun", "--ntasks-per-node=1", *module_command("doctor"), *rest]
 
 
-def examine(config: Config, run_dir: Path, world: "World", seconds_to_meet: float, sweep: bool) -> list[Finding]:
+def examine(
+    config: Config, run_dir: Path, world: "World", seconds_to_meet: float, sweep: bool, burn_in_minutes: float | None
+) -> list[Finding]:
     """Collective: all checks of all ranks; `sweep` adds all sizes of all collectives, and every pair of nodes."""
     from tools.bench.limits import all_reduce
+    from tools.doctor.burn_in import burn_in
     from tools.doctor.devices import TRIALS, arithmetic, check_rates, device_checks, devices_of_a_rank
     from tools.doctor.fingerprints import check_device, compare_devices, read_known, train_on
     from tools.doctor.gpus import gpu_checks
@@ -163,6 +171,8 @@ def examine(config: Config, run_dir: Path, world: "World", seconds_to_meet: floa
     where = f"{host}, rank {world.rank}" if world.world_size > 1 else host
     mine = [Finding(**asdict(finding) | {"where": where}) for finding in findings]
     everything = [finding for part in world.gather(mine) for finding in part]
+    if burn_in_minutes is not None:
+        everything += world.gather(replace(burn_in(config, world, burn_in_minutes), where=where))
     if len(everywhere := [device for part in world.gather(trained) for device in part]) > 1:
         everything.append(compare_devices(everywhere))
     if world.world_size > 1:
