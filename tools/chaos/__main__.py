@@ -42,6 +42,7 @@ from utils.errors import ConfigError, ExpectedError, exit_in_a_line
 SHARED_MEMORY = "/dev/shm"
 VICTIM = Path(__file__).with_name("victim.py")
 PYTORCHS_OWN = ("torchinductor_", "torchelastic_")  # its cache, and an empty folder of each torchrun: it keeps both
+PYTHONS_OWN = "pymp-"  # of multiprocessing: empty, where a process was killed or had to leave at once
 EPOCHS, STEPS_PER_EPOCH, MOST_FAULTS = 2, 16, 8
 SETTINGS = {
     "dataset": "shapes", "num_classes": 10, "data_loader": "torchvision", "num_data_workers": 1, "device": "cpu",
@@ -160,6 +161,11 @@ def show(counts: Counter[str], speaks: Mapping[str, bool]) -> None:
     print_table("", ["fault", "met", "survived", "named right", "unexpected"], rows)
 
 
+def _of_a_library(path: Path) -> bool:
+    """What a program cannot keep its libraries from leaving."""
+    return path.name.startswith(PYTORCHS_OWN) or (path.name.startswith(PYTHONS_OWN) and not any(path.iterdir()))
+
+
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table; returns the exit status."""
@@ -178,9 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shared = set(os.listdir(SHARED_MEMORY))
     numbers = iter(range(1, options.faults + 1) if options.only is None else [options.only])
     counts, problems = campaign(job, seed, numbers, options.faults, work)
-    problems += [
-        f"left behind in TMPDIR: {path.name}" for path in temporary.iterdir() if not path.name.startswith(PYTORCHS_OWN)
-    ]
+    problems += [f"left behind in TMPDIR: {path.name}" for path in temporary.iterdir() if not _of_a_library(path)]
     if options.alone:
         problems += [f"left behind in {SHARED_MEMORY}: {name}" for name in {*os.listdir(SHARED_MEMORY)} - shared]
     show(counts, {kind: bool(properties.named) for kind, properties in KINDS.items()})
