@@ -39,7 +39,13 @@ pytestmark = [
 BATCH, TOLERANCE = 16, 1e-5
 GRAPHS: dict[str, Any] = {"enable_cuda_graphs": True}
 ACCUMULATION: dict[str, Any] = {"micro_batch_size": 4, "zero_grad_set_to_none": False}
-SWITCHES: dict[str, Any] = {"bucket_cap_mb": 0.02, "broadcast_buffers": True, "enable_prefetch": True, "ema_decay": 0.8}
+SWITCHES: dict[str, Any] = {
+    "bucket_cap_mb": 0.02,
+    "broadcast_buffers": True,
+    "enable_prefetch": True,
+    "ema_decay": 0.8,
+    "verify_every_steps": 1,
+}
 BF16: dict[str, Any] = {"gradient_compression": "bf16"}
 RUNS = {"plain": {}, "switches": ACCUMULATION | SWITCHES | BF16}
 ON_GPUS = {name: changes | GRAPHS for name, changes in RUNS.items()}
