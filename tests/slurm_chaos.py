@@ -325,9 +325,10 @@ def campaign(
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for done in [pool.submit(work) for _ in range(AT_ONCE)]:
             done.result()
-    for name in cluster.hosts:
-        left = [command for command in cluster.pids(name).values() if "python" in command]
-        problems += [f"left behind on {name}: {command}" for command in left]
+        # before the threads end: a node that one of them has booted ends with it
+        for name in cluster.hosts:
+            left = [command for command in cluster.pids(name).values() if "python" in command]
+            problems += [f"left behind on {name}: {command}" for command in left]
     return counts, problems
 
 
