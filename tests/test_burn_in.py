@@ -27,7 +27,7 @@ def test_what_stays_as_it_was_is_well() -> None:
     finding = judge(rounds(100, 101, 99, 100), 10)
     assert finding.level == "ok"
     assert finding.message == (
-        "10 min, 4 rounds: 100.0 images/s, standard deviation 0.7%, +0.0% from the first quarter to the last; "
+        "10.0 min, 4 rounds: 100.0 images/s, standard deviation 0.7%, +0.0% from the first quarter to the last; "
         "4 equal fingerprints; at most 71 °C; at least 1797 MHz"
     )
     assert finding.figures == {"images/s": 100.0}
@@ -53,13 +53,14 @@ def test_a_fault_that_comes_up_fails_and_is_told_once() -> None:
 
 
 def test_a_short_one_on_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bits that differ in one round fail the whole examination."""
     monkeypatch.setattr(burn_in, "ROUND_SECONDS", 0.1)
     small = ["--set=model=resnet8", "--set=batch_size=16", "--set=device=cpu", "--set=num_data_workers=0"]
     command = ["--burn-in=0.01", "--json", "--config=quickstart", *small]
     status = doctor.main(command)
     (found,) = [one for one in json.loads(capsys.readouterr().out)["findings"] if one["check"] == "burn-in"]
-    assert (status, found["level"]) == (0, "ok") or "from the first quarter" in found["message"], found
+    assert status == 0
+    slower = re.search(r", -\d\d\.\d% from the first quarter", found["message"])  # on a busy machine
+    assert found["level"] == ("warn" if slower else "ok"), found
     assert "equal fingerprints" in found["message"]
     assert found["figures"]["images/s"] > 0
 

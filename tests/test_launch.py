@@ -315,7 +315,7 @@ def test_a_killed_rank_is_named(tmp_path: Path, rank: int) -> None:
     first, *rest = complaints(ended)
     assert f"rank {rank}" in first.partition("lost contact")[2]
     # with rank 0 the store is gone, in which the others say what they wait in
-    assert rest == ([] if rank == 0 else ["the ranks that answer wait in barrier number 2"])
+    assert rest == ([] if rank == 0 else ["rank 2 does not answer; ranks 0, 1 wait in barrier number 2"])
 
 
 def test_a_failing_library_is_told_with_its_reason(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_sigkill_loses_neither_step_nor_seconds(tmp_path: Path) -> None:
         [sys.executable, "-c", LOOPING, str(tmp_path)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert process.stdout is not None and process.stdout.readline() == b"here\n"
-    time.sleep(0.7)  # signs of life come twice a second
+    time.sleep(1.2)  # signs of life come twice a second
     process.kill()
     process.communicate()
     [start], _ = read_starts(tmp_path / FILE)

@@ -66,7 +66,10 @@ def test_three_ranks(tmp_path: Path) -> None:
 def test_bandwidths_are_those_of_nccl_tests() -> None:
     """8 ranks, 1 GB in 10 ms: 100 GB/s by algorithm, 175 GB/s on the bus of an all-reduce."""
     (finding,) = check_sweep([Measured("all-reduce", 10**9, 0.01, 2 * 7 / 8)], None)
-    assert finding.message == "all-reduce of 1 GB: 100 GB/s by algorithm, 175 GB/s on the bus; 1 GB: 10,000 us"
+    assert (
+        finding.message
+        == "all-reduce up to 1 GB, best 1 GB: 100 GB/s by algorithm, 175 GB/s on the bus; 1 GB: 10,000 us"
+    )
     assert finding.figures == {"all-reduce of 1 GB, bus GB/s": pytest.approx(175)}
 
 
@@ -128,3 +131,11 @@ def test_one_process_alone_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: p
 )
 def test_sizes_in_words(size: int, shown: str) -> None:
     assert format_bytes(size) == shown
+
+
+@pytest.mark.parametrize(("count", "rate"), [(3, 10.0), (4, 20.0), (5, 20.0)])
+def test_one_bad_node_of_few_is_named(count: int, rate: float) -> None:
+    names = {rank: f"node{rank}" for rank in range(count)}
+    pairs = [Pair(a, b, rate if 1 in (a, b) else 40.0) for a in range(count) for b in range(a + 1, count)]
+    finding = check_pairs(pairs, names)
+    assert (finding.level, finding.message.endswith("; all with node1")) == ("fail", True), finding

@@ -77,6 +77,8 @@ def find_ledger(folder: Path) -> Ledger | None:
 
 def show_ledger(folder: Path) -> list[str]:
     """The ledger as lines; `DataError` where there is none."""
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder")
     ledger = find_ledger(folder)
     if ledger is None:
         raise DataError(f"{folder}: holds no readable {FILE}, in which a run of this version records its times")
@@ -93,7 +95,7 @@ def show_ledger(folder: Path) -> list[str]:
         f"{'start':>5}  {'began':19} {'from step':>9} {'to':>9} {'replayed':>8} {'seconds':>10}  end",
     ]
     for number, start in enumerate(ledger.starts, start=1):
-        end = "in order" if start.ended else f"killed, its last activity: {LABELS[ACTIVITIES[start.activity]]}"
+        end = "by itself" if start.ended else f"killed, its last activity: {LABELS[ACTIVITIES[start.activity]]}"
         end = "still running" if running and start is last else end
         lines.append(
             f"{number:>5}  {_moment(start.began):19} {start.first:>9} {start.step:>9} {start.replayed:>8} "

@@ -127,7 +127,12 @@ class Clock(AbstractContextManager["Clock"]):
                 self._reached = max((start.step for start in earlier), default=0)
                 self._place = os.fstat(file.fileno()).st_size // _RECORD_BYTES * _RECORD_BYTES
                 # with room on the disk for it: a map of a file with holes ends the process when the disk is full
-                os.posix_fallocate(file.fileno(), self._place, _RECORD_BYTES)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), self._place, _RECORD_BYTES)
+                else:  # macOS
+                    os.truncate(file.fileno(), self._place)
+                    file.write(bytes(_RECORD_BYTES))
+                    file.flush()
                 self._map = mmap.mmap(file.fileno(), self._place + _RECORD_BYTES)
         except OSError as error:
             return [f"{path}: cannot be written ({error.strerror}): the ledger will lack this start"]

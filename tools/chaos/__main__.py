@@ -64,7 +64,11 @@ def campaign(job: Job, seed: int, numbers: Iterator[int], faults: int, work: Pat
     for number in numbers:
         folder = work / f"run-{number}"
         steps, torchrun = EPOCHS * STEPS_PER_EPOCH, not isinstance(job, ForkedJob)
-        met, wrong = meet_faults(job, draw(seed, number, steps, job.nproc, MOST_FAULTS, torchrun), folder)
+        met, wrong = [], list[str]()
+        try:
+            met, wrong = meet_faults(job, draw(seed, number, steps, job.nproc, MOST_FAULTS, torchrun), folder)
+        except ExpectedError as error:  # it hangs
+            wrong.append(str(error))
         wrong += [f"differs: {difference}" for difference in compare(uninterrupted, folder)] if not wrong else []
         wrong += find_leftovers(folder)
         for fault, named in met:
@@ -142,6 +146,8 @@ def wait_for_orphans(folder: Path, deadline: float) -> None:
 def find_leftovers(folder: Path) -> list[str]:
     """What a finished run must not leave: temporary files, a lock that is held."""
     left = [f"left behind: {path.name}" for path in folder.rglob("*.tmp")]
+    if not (folder / ".lock").exists():  # it failed before
+        return left
     with (folder / ".lock").open() as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,6 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seed = choose_seed(options.seed)
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: threads do not survive a fork
     work = Path(tempfile.mkdtemp(prefix="chaos-", dir=options.work_dir))
+    print(f"seed {seed}, in {work}", flush=True)
     temporary = work / "tmp"
     temporary.mkdir()
     train = ["--config=default", *(f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items())]

@@ -90,9 +90,11 @@ def _fork(environment: Mapping[str, str], arguments: Sequence[str], output: Path
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # whatever a full disk says: no second campaign
+            os._exit(status)
 
 
 def _leave_the_parent(environment: Mapping[str, str], output: Path) -> None:

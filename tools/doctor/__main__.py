@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.nodes:  # also in an interactive step of salloc; the processes of this srun are not given --nodes
         return subprocess.run(_on_every_node(sys.argv[1:] if argv is None else list(argv)), check=False).returncode
     check_writable("--html", options.html)
+    if options.compare and (options.sweep or options.burn_in):
+        raise ConfigError("--compare examines nothing: give --sweep and --burn-in where the documents are made")
     if options.compare:
         documents = [read_document(path) for path in options.compare]
         findings = compare_documents(dict(zip(options.compare, documents, strict=True)))
@@ -57,8 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             compared = [finding for finding in findings if finding.check == "comparison"]
             everything = [finding for document in documents for finding in document.findings]
             write_page(options.html, documents[0].model_copy(update={"findings": everything + compared}))
-        print("\n".join(render(findings, worst_level(findings))))
-        return int(worst_level(findings) in failing(options))
+        worst = worst_level(findings)
+        document = render_json(findings, worst, documents[0].device, documents[0].software)
+        print(document if options.json else "\n".join(render(findings, worst)))
+        return int(worst in failing(options))
     if options.sweep and find_launch(os.environ).world_size == 1:
         raise ConfigError("--sweep: one process has nobody to talk to; start the doctor with torchrun or srun")
     check_writable("--save-baseline", options.save_baseline)
@@ -66,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_config(options.yaml_config, options.config, options.set)
     from utils.distributed.ranks import run_ranks
 
+    # cuBLAS is deterministic only with it, as fingerprints demand; PyTorch reads it at the first product, for good
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     worst = "ok"
     started = time.perf_counter()
 

@@ -105,7 +105,7 @@ def _judge(seen: str, values: Sequence[Compared], beside: str) -> Finding:
     slow = [
         f"{where} {value:,.4g}, {expected / value:.2f} times slower than {beside}"
         for where, value, expected in values
-        if value * SLOW < expected
+        if not value * SLOW >= expected  # NaN is no figure to pass with
     ]
     if slow:
         remedy = "leave the node out, and look there for another process, heat, a power limit, a link that is down"

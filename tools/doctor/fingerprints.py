@@ -5,7 +5,6 @@ day, of another device of the kind, and of known_fingerprints.json. Rounding dep
 """
 
 import json
-import os
 import platform
 import time
 from collections import Counter
@@ -144,7 +143,6 @@ def _deterministic() -> Iterator[None]:
     cudnn = torch.backends.cudnn
     before = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32
     threads, products = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32 = True, False, False
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -158,12 +156,11 @@ def _deterministic() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Name, family, model, stepping and cache: by the last, kernels choose the order of their sums."""
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    facts = dict(reversed([[part.strip() for part in line.split(":", 1)] for line in lines if ":" in line]))
-    wanted = ("model name", "cpu family", "model", "stepping", "cache size")
-    return ", ".join(facts[name] for name in wanted if name in facts) or platform.machine()
+def _processor() -> str:
+    """Name, family, model, stepping and cache, by which kernels choose the order of their sums; what Arm's have."""
+    from utils.run.environment import read_processors
+
+    facts = next(iter(read_processors()), {})
+    x86 = ("model name", "cpu family", "model", "stepping", "cache size")
+    arm = ("CPU implementer", "CPU variant", "CPU part")
+    return ", ".join(facts[name] for name in (*x86, *arm) if name in facts) or platform.machine()

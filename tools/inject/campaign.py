@@ -92,6 +92,7 @@ def train_cleanly(learner: Learner, verifier: Verifier, batch: Batch, outcome: O
         verifier.train(learner, *batch)
     except CorruptionError as error:
         outcome.alarms.append(str(error))
+        verifier.left = None  # of a step that was not gone on from
 
 
 def draw_flip(number: int, seed: int, ranks: int, step: int) -> Flip:

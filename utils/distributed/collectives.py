@@ -24,8 +24,9 @@ from utils.distributed.launch import name_ranks
 from utils.files import write_atomically
 
 KEPT = 256  # collectives in each rank's memory
+NOTHING = -2  # PyTorch's number of the last collective that has ended is -1 before the first
 HANGS_AFTER = 19  # of the heartbeat's looks without an end; a rank that is lost is told before
-TOLD = 8  # of each rank, the last ones, to the others
+TOLD = 8  # of each rank, to the others: those around the first that has not ended
 # The recorders of PyTorch: gloo's, and NCCL's where there is one.
 RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 
@@ -72,7 +73,10 @@ def take_record() -> Record:
     collectives = []
     for backend in RECORDERS:
         entries = _read(backend, with_collectives=True).get("entries", [])
-        for entry in [entry for entry in entries if not entry["is_p2p"]][-TOLD:]:
+        entries = [entry for entry in entries if not entry["is_p2p"]]
+        # a host may be far ahead of the collective that its GPU waits in
+        waits = next((place for place, entry in enumerate(entries) if not entry["retired"]), len(entries))
+        for entry in entries[max(0, waits - TOLD // 2) :][:TOLD]:
             collectives.append(
                 Collective(
                     backend,
@@ -110,7 +114,7 @@ class CollectiveWatch:
         while not self._stop.wait(self._limit / LOOKS):
             for backend, silence in silences.items():
                 ended = _find_unfinished(backend)
-                if silence.lasts(ended) and ended >= 0:
+                if silence.lasts(ended) and ended != NOTHING:
                     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(silence.since))
                     since = f"since {when}, for nearly {self._limit:g} s (collective_timeout_seconds)"
                     self._leave(f"the ranks wait for each other {since}", [], self._store)
@@ -118,11 +122,11 @@ class CollectiveWatch:
 
 
 def _find_unfinished(backend: str) -> int:
-    """The number of the last collective that has ended, where a later one has begun; else -1."""
+    """The number of the last collective that has ended, where a later one has begun; else `NOTHING`."""
     for state in _read(backend, with_collectives=False).get("pg_status", {}).values():
         if int(state["last_enqueued_collective"]) > int(state["last_completed_collective"]):
             return int(state["last_completed_collective"])
-    return -1
+    return NOTHING
 
 
 def explain_hang(records: Mapping[int, Record], world_size: int, broken: bool) -> str:
@@ -130,21 +134,27 @@ def explain_hang(records: Mapping[int, Record], world_size: int, broken: bool) -
 
     `records` are of the ranks that answered; `broken` says that their last collective was ended by an error.
     """
+    silent = [rank for rank in range(world_size) if rank not in records]
     for backend in RECORDERS:
         calls = {
             rank: [one for one in record.collectives if one.backend == backend] for rank, record in records.items()
         }
-        silent = len(records) < world_size
-        reason = _explain_silence(calls, broken) if silent else _explain_order(calls) or _explain_absence(calls)
-        if reason:
-            return reason
+        told = _explain_silence(silent, calls, broken) if silent else _explain_order(calls) or _explain_absence(calls)
+        if told:
+            return told
     return ""
 
 
-def _explain_silence(calls: Mapping[int, Sequence[Collective]], broken: bool) -> str:
+def _explain_silence(silent: Sequence[int], calls: Mapping[int, Sequence[Collective]], broken: bool) -> str:
     """Some of those who answer may have got one collective further than others before the loss was noticed."""
-    last = [own[-1] for own in calls.values() if own and (broken or not own[-1].ended)]
-    return f"the ranks that answer wait in {min(last, key=lambda one: one.number)}" if last else ""
+    waiting = {rank: open_one for rank, own in calls.items() if (open_one := _first_open(own)) is not None}
+    if broken:
+        waiting |= {rank: own[-1] for rank, own in calls.items() if own and rank not in waiting}
+    if not waiting:
+        return ""
+    answers = "does not answer" if len(silent) == 1 else "do not answer"
+    where = min(waiting.values(), key=lambda one: one.number)
+    return f"{name_ranks(silent)} {answers}; {name_ranks(waiting)} {_wait(waiting)} in {where}"
 
 
 def _explain_order(calls: Mapping[int, Sequence[Collective]]) -> str:
@@ -164,16 +174,23 @@ def _explain_absence(calls: Mapping[int, Sequence[Collective]]) -> str:
     reached = {rank: own[-1].number if own else 0 for rank, own in calls.items()}
     missing = min(reached.values()) + 1
     waiting = {rank: one for rank, own in calls.items() for one in own if one.number == missing}
-    absent = [rank for rank, number in reached.items() if number < missing]
     if not waiting:
-        hang = [str(own[-1]) for own in calls.values() if own and not own[-1].ended]
-        return f"all ranks wait in {hang[0]}: see the network between them" if len(hang) == len(calls) else ""
+        opened = [open_one for own in calls.values() if (open_one := _first_open(own)) is not None]
+        return f"all ranks wait in {opened[0]}: see the network between them" if len(opened) == len(calls) else ""
+    absent = [rank for rank, number in reached.items() if number < missing]
     own = calls[absent[0]]
     after = f"; its last was {own[-1]}" if len(absent) == 1 and own else ""
-    waits = "waits" if len(waiting) == 1 else "wait"
-    return (
-        f"{name_ranks(absent)} did not come to {waiting[min(waiting)]}, in which {name_ranks(waiting)} {waits}{after}"
-    )
+    wait = f"in which {name_ranks(waiting)} {_wait(waiting)}"
+    return f"{name_ranks(absent)} did not come to {waiting[min(waiting)]}, {wait}{after}"
+
+
+def _first_open(own: Sequence[Collective]) -> Collective | None:
+    """What a rank waits in: its device works off one after the other."""
+    return next((one for one in own if not one.ended), None)
+
+
+def _wait(ranks: Mapping[int, object]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
 
 
 def write_records(path: Path, message: str, records: Mapping[int, Record]) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from utils.distributed.launch import Launch, name_ranks
 
 LOOKS = 20  # in `collective_timeout_seconds`
-LOST_AFTER = 17  # looks in a row without a sign of life; what waits for the lost rank is given up after it
+LOST_AFTER = 15  # looks in a row without a sign of life; what waits for the lost rank is given up after it
 # of silence: on a busy machine a thread may wait some seconds for its turn, and a rank that leaves since another has
 # failed stays silent for eight
 SHORTEST_SECONDS = 10.0

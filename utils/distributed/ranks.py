@@ -100,6 +100,7 @@ def _run_among_others(
         backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
         store = dist.PrefixStore("group", meeting.store)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
+        _refuse_mixed_devices(world, store)
         _refuse_shared_gpus(world)
         try:
             action(world)
@@ -122,6 +123,19 @@ def _join_world(device: str, launch: Launch) -> World:
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     return world
+
+
+def _refuse_mixed_devices(world: World, store: dist.Store) -> None:
+    """A node whose driver is broken would train on its CPU: its ranks would wait in other collectives than the rest."""
+    store.set(f"device/{world.rank}", world.device.type)
+    if not world.is_main:
+        return
+    types = [store.get(f"device/{rank}").decode() for rank in range(world.world_size)]
+    if without := [rank for rank, kind in enumerate(types) if kind == "cpu"] if "cuda" in types else []:
+        raise ConfigError(
+            f"{name_ranks(without)} of {world.world_size} find no usable GPU, the others do; look at driver and "
+            "CUDA_VISIBLE_DEVICES on their nodes with python -m tools.doctor, or use device: cpu"
+        )
 
 
 def _refuse_shared_gpus(world: World) -> None:
@@ -176,6 +190,7 @@ def _settle(error: BaseException, meeting: Meeting | None, launch: Launch, folde
         # no other rank can be asked; one of each node prints, since the reason is often the same for all of them
         return failure if launch.local_rank == 0 else Failure(failure.status, "")
     meeting.ending.acquire(timeout=LEAVE_SECONDS)
+    meeting.stop_watching()
     lost_rank = LOST_RANK.search(str(error)) is not None
     try:
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and lost_rank):
@@ -208,7 +223,8 @@ def _end_for_silence(
         _end(failure if launch.tells_for_its_node else Failure(1, ""), None, launch)
     meeting.ending.acquire(timeout=LEAVE_SECONDS)
     meeting.stop_watching()
-    with suppress(dist.DistError):
+    _leave_in_time(failure.status)
+    with suppress(Exception):  # whatever keeps it from telling more, this thread has to end the process
         answer(store, launch.rank)
         failure = claim(store, failure)
         store.set("alarm", "")
@@ -227,20 +243,25 @@ def _add_collectives(
     if not failure.message or not reason:
         return failure
     message = f"{failure.message}\n{reason}"
-    if folder is not None and folder.is_dir():
-        path = folder / "collectives.json"
-        with suppress(ExpectedError):  # a full disk may not keep the message back
-            write_records(path, message, records)
-            message += f"; all ranks' last collectives: {path}"
-    return Failure(failure.status, message)
+    written: list[str] = []
+
+    def write() -> None:
+        with suppress(ExpectedError, OSError):
+            if folder is not None and folder.is_dir():
+                path = folder / "collectives.json"
+                write_records(path, message, records)
+                written.append(f"; all ranks' last collectives: {path}")
+
+    # a disk that is full or does not answer may not keep the message back
+    writer = threading.Thread(target=write, name="write collectives", daemon=True)
+    writer.start()
+    writer.join(ROLL_CALL_SECONDS)
+    return Failure(failure.status, message + "".join(written))
 
 
 def _end(failure: Failure, meeting: Meeting | None, launch: Launch) -> NoReturn:
     """Print, report to the others and the launcher, and leave at once."""
-    # whatever may keep it: the store, or the connection to it, which the main thread may hold
-    leave = threading.Timer(LEAVE_SECONDS, os._exit, [failure.status])
-    leave.daemon = True
-    leave.start()
+    _leave_in_time(failure.status)
     if failure.message:
         print(failure.message, file=sys.stderr, flush=True)
         _report_to_torchrun(failure.message[max(0, failure.message.rfind("error: rank")) :])
@@ -254,6 +275,13 @@ def _end(failure: Failure, meeting: Meeting | None, launch: Launch) -> NoReturn:
     for child in multiprocessing.active_children():  # loader workers, which only an orderly exit would end
         child.terminate()
     os._exit(failure.status)
+
+
+def _leave_in_time(status: int) -> None:
+    """Whatever may keep this process: the store, or the connection to it, which the main thread may hold."""
+    leave = threading.Timer(LEAVE_SECONDS, os._exit, [status])
+    leave.daemon = True
+    leave.start()
 
 
 def _report_to_torchrun(message: str) -> None:

@@ -54,12 +54,24 @@ def dali_version() -> str | None:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
+    processors = read_processors()
+    if not processors:
         return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]} x {len(names)}" if names else platform.machine()
+    name = processors[0].get("model name")
+    return f"{name} x {len(processors)}" if name else platform.machine()
+
+
+def read_processors(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[dict[str, str]]:
+    """What Linux tells of each processor, {name: value}; empty elsewhere."""
+    try:
+        blocks = cpuinfo.read_text(encoding="utf-8").split("\n\n")
+    except OSError:
+        return []
+    facts = [
+        {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in block.splitlines())}
+        for block in blocks
+    ]
+    return [one for one in facts if "processor" in one]
 
 
 def git_commit(root: Path = ROOT) -> str | None:

@@ -1,9 +1,12 @@
 """How well a run uses its devices: model FLOP/s, their share of the peak (MFU), power, energy for an image."""
 
 import json
+import socket
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+
+import torch
 
 from utils.distributed.world import World
 from utils.errors import ConfigError
@@ -27,6 +30,9 @@ class Meters(AbstractContextManager["Meters"]):
         format_, device = number_format(learner.precision, learner.keys), device_name(world.device)
         limits = keys.limits_report
         self.peak = published_peak(device, format_) if limits is None else read_peak(Path(limits), device, format_)
+        if None in self.flops.values():
+            self.notes.append("no model FLOP/s, no MFU: the network cannot be run on tensors without values")
+        self.devices = count_devices(learner.keys.parallel, world)
         if self.peak is None:
             self.notes.append(f"no MFU: the peak of {device} in {format_} is not known; see limits_report")
 
@@ -43,13 +49,14 @@ class Meters(AbstractContextManager["Meters"]):
         flops = self.flops[training_size(self.learner.keys, epoch)]
         values = {} if flops is None else {"model_tflops": images_per_sec * flops / 1e12}
         if flops is not None and self.peak is not None:
-            values["mfu"] = values["model_tflops"] / (self.peak * self.world.world_size)
+            values["mfu"] = values["model_tflops"] / (self.peak * self.devices)
         return values | self.sensors.close_window()
 
     def totals(self, images: int) -> dict[str, float]:
         """Collective: {"joules", "joules_per_image"} of all devices in this start, which trained so many images; empty
         where a device does not tell."""
-        spent = self.world.gather((self.sensors.joules(), bool(self.sensors.sensors)))
+        asked = self.world.device.type == "cuda" or self.world.local_rank == 0
+        spent = self.world.gather((self.sensors.joules(), asked))
         known = [joules for joules, asked in spent if asked]
         joules = sum(value for value in known if value is not None)
         return {"joules": joules, "joules_per_image": joules / images} if known and None not in known and images else {}
@@ -60,6 +67,14 @@ class Meters(AbstractContextManager["Meters"]):
 
     def __exit__(self, *_: object) -> None:
         self.sensors.__exit__()
+
+
+def count_devices(parallel: str, world: World) -> int:
+    """Collective: GPUs that train; on CPUs the hosts, whose ranks share what a host can do."""
+    hosts = world.gather(socket.gethostname())
+    if world.device.type != "cuda":
+        return len(set(hosts))
+    return torch.cuda.device_count() if parallel == "dataparallel" else world.world_size
 
 
 def read_peak(path: Path, device: str, number_format: str) -> float | None:

@@ -81,7 +81,7 @@ class Sensors(AbstractContextManager["Sensors"]):
     def __init__(self, sensors: Sequence[Sensor]) -> None:
         self.sensors = sensors
         self.spent = 0.0 if sensors else None  # joules since the block began; None where nothing tells them
-        self._lock, self._closing = threading.Lock(), threading.Event()
+        self._asking, self._lock, self._closing = threading.Lock(), threading.Lock(), threading.Event()
         self._readings: list[dict[str, float]] = []
         self._counters: list[float | None] = []
         self._thread: threading.Thread | None = None
@@ -100,14 +100,15 @@ class Sensors(AbstractContextManager["Sensors"]):
         return self.spent
 
     def _measure(self) -> None:
-        with self._lock:
+        with self._asking:  # which may take long; a log point waits for the other lock alone
             counters = [sensor.joules() for sensor in self.sensors]
             for before, after in zip(self._counters, counters, strict=True):
                 if self.spent is not None:
                     self.spent = None if before is None or after is None else self.spent + after - before
             self._counters = counters
             reading = {name: value for sensor in self.sensors for name, value in sensor.read().items()}
-            if reading:
+        if reading:
+            with self._lock:
                 self._readings.append(reading)
 
     def _read_on(self) -> None:
@@ -124,7 +125,7 @@ class Sensors(AbstractContextManager["Sensors"]):
     def __exit__(self, *_: object) -> None:
         self._closing.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(SECONDS)  # a GPU that is gone may never answer
 
 
 def find_sensors(device: torch.device, *, one_of_its_node: bool) -> tuple[list[Sensor], list[str]]:

@@ -5,6 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from utils.training.norm_relu import NormReLU
+
+COUNT_BY_ADD = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward, NormReLU.forward)
+
 
 class RunningStatistics:
     """Over one step, the mean of what each micro-batch alone makes of the running statistics: one rank with K
@@ -62,6 +66,8 @@ class Counters:
 
     def __init__(self, model: nn.Module) -> None:
         layers = [layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+        # a class of the user's own may count otherwise than by add_
+        layers = [layer for layer in layers if type(layer).forward in COUNT_BY_ADD]
         # without momentum a layer computes with its count
         self.layers = [
             layer for layer in layers if layer.momentum is not None and layer.num_batches_tracked is not None

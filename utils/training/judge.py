@@ -25,6 +25,7 @@ class Verdict:
     ranks: list[int]
     tensors: list[str]
     how: str
+    remedy: str = "start the same command again"
 
 
 def judge(ranks: Sequence[Evidence]) -> Verdict | None:
@@ -47,7 +48,9 @@ def judge(ranks: Sequence[Evidence]) -> Verdict | None:
     blamed_ranks, tensors = odd_ranks([seen.state for seen in ranks])
     if not blamed_ranks:
         return None
-    return Verdict(blamed_ranks, tensors, "is not what it is on the other ranks, since this step or an earlier one")
+    how = "is not what it is on the other ranks, since this step or an earlier one"
+    # its gradients went into the sums of all since then
+    return Verdict(blamed_ranks, tensors, how, "go on with --resume from a checkpoint before the last checked step")
 
 
 def odd_ranks(states: Sequence[dict[str, int]]) -> tuple[list[int], list[str]]:
@@ -71,8 +74,8 @@ def tell(step: int, ranks: Sequence[Evidence]) -> str:
     more = f" (and {others} more)" if others else ""
     return (
         f"silent corruption in step {step}, of {named}: {tensor}{more} {verdict.how}\n"
-        "nothing of this step was saved: leave that machine out, look at it with python -m tools.doctor, and start the "
-        "same command again"
+        f"nothing of this step was saved: leave that machine out, look at it with python -m tools.doctor, and "
+        f"{verdict.remedy}"
     )
 
 

@@ -65,6 +65,20 @@ def _(gradient: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return norm_relu_kernels.backward(gradient, *others[:-1])
 
 
+@norm_relu.register_fake
+def _(x: Tensor, shortcut: Tensor | None, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    channels = x.new_empty(x.shape[1], dtype=torch.float32)
+    return torch.empty_like(x), channels, torch.empty_like(channels)
+
+
+@norm_relu_backward.register_fake
+def _(
+    gradient: Tensor, x: Tensor, out: Tensor | None, weight: Tensor, bias: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_shortcut = x.new_empty(0) if out is None else torch.empty_like(x)
+    return torch.empty_like(x), of_shortcut, torch.empty_like(weight), torch.empty_like(bias)
+
+
 class _NormReLUFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shortcut: Tensor | None, weight: Tensor, bias: Tensor, *others: Any) -> Tensor:
