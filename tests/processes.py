@@ -76,7 +76,7 @@ class Job:
         else:
             os.environ["PYTHONPATH"] = before
 
-    def wait(self, timeout: float = 60) -> list[Ended]:
+    def wait(self, timeout: float = 150) -> list[Ended]:
         """Until all have ended; the rest is killed after `timeout` seconds, and then has status -9."""
         seconds = []
         for process in self.processes:

@@ -530,12 +530,15 @@ def test_a_second_run_in_one_folder_is_refused(tiny, alone, tmp_path, monkeypatc
     trainer = Trainer(tiny(max_epochs=1), alone, tmp_path)
     validate = trainer.validate_one_epoch
 
+    def look():  # the clock of the run that holds the folder goes on
+        return {name: content for name, content in _contents(tmp_path).items() if name != "clock.bin"}
+
     def start_another():
-        before = _contents(tmp_path)
+        before = look()
         for resume in ("auto", "never"):
             with pytest.raises(ConfigError, match="another run is writing here; wait for it or choose another"):
                 Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", resume).train()
-        assert _contents(tmp_path) == before
+        assert look() == before
         refused.append(True)
         return validate()
 
