@@ -350,6 +350,10 @@ def test_states(run, page, tmp_path, capsys):
         printed = capsys.readouterr().out
     assert re.search(r"going +running +1/2", printed) and re.search(r"done +finished +2/2", printed)
     assert "it did not record how it ended" in printed
+    message = "error: rank 0: they wait\nrank 1 did not come to all_reduce number 4"
+    (tmp_path / "expts" / "killed" / "collectives.json").write_text(json.dumps({"message": message}))
+    assert runs_tool.main([str(tmp_path / "expts")]) == 0
+    assert "rank 1 did not come to all_reduce number 4" in capsys.readouterr().out
 
 
 def test_a_run_that_ended_at_its_accuracy_is_finished(run, page):

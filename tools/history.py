@@ -183,6 +183,15 @@ def _last_of(records: list[dict[str, Any]], *kinds: str) -> dict[str, Any] | Non
     return next((record for record in reversed(records) if record.get("kind") in kinds), None)
 
 
+def _find_hang(folder: Path) -> str:
+    """What its ranks waited for in vain, if that was the last that it wrote."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        told = folder / "collectives.json"
+        if told.stat().st_mtime >= (folder / "metrics.jsonl").stat().st_mtime:
+            return str(json.loads(told.read_text(encoding="utf-8"))["message"]).splitlines()[-1]
+    return ""
+
+
 def _judge_state(run: Run, records: list[dict[str, Any]]) -> tuple[State, str]:
     """The state of a run folder and, of a failed run, the reason."""
     if _is_locked(run.path / ".lock"):
@@ -195,7 +204,7 @@ def _judge_state(run: Run, records: list[dict[str, Any]]) -> tuple[State, str]:
             return "finished", ""
     outcome = _last_of(records, "start", "resume", "stop")
     if outcome is None or outcome["kind"] != "stop":
-        return "failed", "it did not record how it ended: killed, or its machine failed"
+        return "failed", _find_hang(run.path) or "it did not record how it ended: killed, or its machine failed"
     if outcome.get("status") == Stopped.exit_status:
         return "stopped", ""
     return "failed", "ended by " + str(outcome.get("reason", "something unknown")).partition("\n")[0]

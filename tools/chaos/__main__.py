@@ -64,7 +64,8 @@ def campaign(job: Job, seed: int, numbers: Iterator[int], faults: int, work: Pat
     for number in numbers:
         folder = work / f"run-{number}"
         steps, torchrun = EPOCHS * STEPS_PER_EPOCH, not isinstance(job, ForkedJob)
-        met, wrong = [], list[str]()
+        met: list[tuple[Fault, bool]] = []
+        wrong: list[str] = []
         try:
             met, wrong = meet_faults(job, draw(seed, number, steps, job.nproc, MOST_FAULTS, torchrun), folder)
         except ExpectedError as error:  # it hangs

@@ -47,7 +47,11 @@ def burn_in(config: "Config", world: "World", minutes: float) -> Finding:
     batch = next(iter(endless(build_loaders(drawn, open_dataset(drawn, world), world).train)))
 
     def train(steps: int) -> float:
-        return time_action(world.device, lambda: [learner.train(*batch) for _ in range(steps)])
+        def action() -> None:
+            for _ in range(steps):
+                learner.train(*batch)
+
+        return time_action(world.device, action)
 
     train(WARM_UP_STEPS + capture_steps(drawn, world.device))
     steps = max(1, round(ROUND_SECONDS / max(world.gather(train(1)))))  # the same on all ranks
