@@ -171,6 +171,9 @@ def test_the_command_shows_it(tmp_path: Path, now: SimpleNamespace, capsys: pyte
     ):
         assert text in shown
     assert "steps: 7 done, 7 trained, 0 of them" in shown and "killed, its last activity: training" in shown
+    with pytest.raises(DataError, match="no such folder"):
+        show_ledger(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
     with pytest.raises(DataError, match=r"no readable clock\.bin"):
         show_ledger(tmp_path / "elsewhere")
 

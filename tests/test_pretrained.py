@@ -171,7 +171,8 @@ def test_damaged_files_are_refused(tiny, alone, tmp_path, other):
         read_pretrained(str(tmp_path / "weights.safetensors"), other, 10)
     Trainer(tiny(max_epochs=1), alone, tmp_path / "earlier").train()
     path = tmp_path / "earlier/checkpoints/best.pt"
-    path.write_bytes(path.read_bytes()[:-1] + b"0")
+    *kept, last = path.read_bytes()
+    path.write_bytes(bytes([*kept, last ^ 1]))
     with pytest.raises(CheckpointError, match="is damaged"):
         read_pretrained(str(path), other, 10)
 
