@@ -1,12 +1,14 @@
 """The loader contract of utils.data, held against every backend; DALI's where DALI is installed."""
 
 import multiprocessing
+import multiprocessing.util
 import os
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -426,6 +428,36 @@ def test_a_full_shared_memory_is_an_error_that_names_the_remedy(
     monkeypatch.setattr(workers, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda path: Full() if path == tmp_path else real(path))
     with pytest.raises(ConfigError, match=r"--ipc=host, or --shm-size.*num_data_workers=0"):
+        build("torchvision", num_data_workers=1)
+    build("torchvision", num_data_workers=0)
+    build("device", num_data_workers=1)
+
+
+@pytest.mark.skipif(hasattr(multiprocessing.util, "_get_base_temp_dir"), reason="this Python finds a short path itself")
+@pytest.mark.parametrize("too_long", [False, True])
+def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_refused(too_long: bool) -> None:
+    longest = 107 - len("/pymp-12345678/listener-12345678")
+    program = "from utils.data.workers import check_sockets; check_sockets(0); check_sockets(1)"
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        folder = Path(base, "x" * (longest + too_long - len(base) - 1))
+        folder.mkdir()
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(
+            command, env=os.environ | {"TMPDIR": str(folder)}, capture_output=True, text=True, check=False
+        )
+        assert list(folder.iterdir()) == []
+    assert done.returncode == too_long
+    assert ("TMPDIR: data workers cannot make a socket" in done.stderr) == too_long, done.stderr
+
+
+def test_workers_that_cannot_make_sockets_are_not_waited_for(
+    build: Callable[..., Loaders], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(family: str) -> None:
+        raise OSError("AF_UNIX path too long")
+
+    monkeypatch.setattr(workers, "Listener", refuse)
+    with pytest.raises(ConfigError, match=r"TMPDIR: .* \(AF_UNIX path too long\).*\n.*such as /tmp"):
         build("torchvision", num_data_workers=1)
     build("torchvision", num_data_workers=0)
     build("device", num_data_workers=1)

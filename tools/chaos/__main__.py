@@ -183,16 +183,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: threads do not survive a fork
     work = Path(tempfile.mkdtemp(prefix="chaos-", dir=options.work_dir))
     print(f"seed {seed}, in {work}", flush=True)
-    temporary = work / "tmp"
-    temporary.mkdir()
     train = ["--config=default", *(f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items())]
     end = time.monotonic() + options.total_timeout
     kind = Job if options.torchrun else ForkedJob
-    job = kind(train, options.nproc, options.timeout, end, VICTIM, {"TMPDIR": str(temporary)})
     shared = set(os.listdir(SHARED_MEMORY))
     numbers = iter(range(1, options.faults + 1) if options.only is None else [options.only])
-    counts, problems = campaign(job, seed, numbers, options.faults, work)
-    problems += [f"left behind in TMPDIR: {path.name}" for path in temporary.iterdir() if not _of_a_library(path)]
+    with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:  # not below --work-dir: sockets need a short path
+        job = kind(train, options.nproc, options.timeout, end, VICTIM, {"TMPDIR": temporary})
+        counts, problems = campaign(job, seed, numbers, options.faults, work)
+        left = [path for path in Path(temporary).iterdir() if not _of_a_library(path)]
+        problems += [f"left behind in TMPDIR: {path.name}" for path in left]
     if options.alone:
         problems += [f"left behind in {SHARED_MEMORY}: {name}" for name in {*os.listdir(SHARED_MEMORY)} - shared]
     show(counts, {kind: bool(properties.named) for kind, properties in KINDS.items()})

@@ -152,6 +152,7 @@ def check_shared_memory(batch_bytes: int, workers: int) -> Finding:
     folder = loader_workers.SHARED_MEMORY
     try:
         loader_workers.check_shared_memory(batch_bytes, workers)
+        loader_workers.check_sockets(workers)
         seen = f"{folder} has {shutil.disk_usage(folder).free / 1e6:,.0f} MB free for {workers} loader worker(s)"
         return Finding("shared memory", "ok", seen)
     except ConfigError as error:

@@ -24,7 +24,7 @@ from utils.data.own import load_own
 from utils.data.sampling import AugmentationRanges, EpochPlan
 from utils.data.shard_index import has_index
 from utils.data.shards import check_shard_groups, group_shards, open_shards
-from utils.data.workers import check_shared_memory, usable_cores, workers_of_a_rank
+from utils.data.workers import check_shared_memory, check_sockets, usable_cores, workers_of_a_rank
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import in_batch_job, name_ranks
 from utils.distributed.world import World
@@ -160,6 +160,7 @@ def _choose_builder(
         # The validation loader's workers stay, asleep and with nothing prepared, while training runs, and vice versa.
         ranks_here = world.gather(platform.node()).count(platform.node())
         check_shared_memory(largest_batch, num_workers * ranks_here)
+        check_sockets(num_workers)
     # NHWC: images come out of the loader in the memory format of the model
     memory_format = torch.channels_last if keys.enable_nhwc else torch.contiguous_format
     normalise = Normalise(mean, std, world.device, memory_format)

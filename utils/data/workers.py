@@ -2,8 +2,10 @@
 
 import os
 import signal
+import tempfile
 import threading
 import time
+from multiprocessing.connection import Listener
 from pathlib import Path
 
 from utils.errors import ConfigError
@@ -69,6 +71,24 @@ def check_shared_memory(batch_bytes: int, num_workers: int) -> None:
             f"{PREFETCHED} batches of {batch_bytes / 1e6:.1f} MB ahead, need {needed / 1e6:.0f} MB.\n"
             f"{SHARED_MEMORY_REMEDY}"
         )
+
+
+def check_sockets(num_workers: int) -> None:
+    """`ConfigError` where workers cannot make the sockets that hand over their batches' memory.
+
+    PyTorch makes them where Python's multiprocessing does, below TMPDIR. A path of more than 107 bytes is no address of
+    a socket, and of a worker that cannot make its own no batch ever comes.
+    """
+    if not num_workers:
+        return
+    try:
+        Listener(family="AF_UNIX").close()
+    except OSError as error:
+        raise ConfigError(
+            f"TMPDIR: data workers cannot make a socket below {tempfile.gettempdir()} ({error}).\n"
+            "Set TMPDIR to a shorter path on a local disk, such as /tmp; else --set num_data_workers=0 or "
+            "--set data_loader=device"
+        ) from None
 
 
 def workers_of_a_rank(wanted: int, sharing: int) -> int:
