@@ -179,7 +179,7 @@ class Trainer:
                 self._obey(self.requests.poll())
 
         with self.clock.during(name):
-            return validate(self.learner, loader, self.world.device, collectors, after_batch).average(self.world)
+            return validate(self.learner, loader, self.world, collectors, after_batch).average(self.world)
 
     def _start_epoch(self) -> None:
         self.learner.model.train()

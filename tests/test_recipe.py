@@ -15,10 +15,10 @@ from train import Trainer
 from utils.config import Config
 from utils.errors import CheckpointError
 from utils.run.checkpoint import read_checkpoint
+from utils.training.classifier import build_classifier
 from utils.training.large_batch import LAMB_BETA2, LAMB_EPSILON, LARS_TRUST_COEFFICIENT, Lamb, Lars
 from utils.training.optimizer import build_optimizer, load_optimizer
-from utils.training.precision import Precision
-from utils.training.recipe import predict, resize, training_size
+from utils.training.recipe import resize, training_size
 
 STEPS = 6
 
@@ -321,13 +321,16 @@ def test_average_can_be_switched_on_in_a_run_that_goes_on(tiny, alone, tmp_path)
 # ---- validation with mirror images
 
 
-def test_test_time_flip_is_the_mean_of_both_outputs(tiny):
-    model, images = build_model(tiny()).eval(), torch.randn(4, 3, 32, 32)
+def test_test_time_flip_is_the_mean_of_both_outputs(tiny, alone):
+    plain, flipped = (build_classifier(tiny(test_time_flip=flip), build_model, alone) for flip in (False, True))
+    model, images = flipped.model.eval(), torch.randn(4, 3, 32, 32)
+    plain.model.eval()
     with torch.no_grad():
-        mirrored = predict(Precision("cpu"), model, images, mirrored=True)
+        mirrored = flipped.predict(images)
         torch.testing.assert_close(mirrored, (model(images) + model(images.flip(3))) / 2)
-        assert not torch.equal(mirrored, predict(Precision("cpu"), model, images, mirrored=False))
-        torch.testing.assert_close(predict(Precision("cpu"), model, images.flip(3), mirrored=True), mirrored)
+        assert torch.equal(plain.predict(images), model(images))
+        assert not torch.equal(mirrored, model(images))
+        torch.testing.assert_close(flipped.predict(images.flip(3)), mirrored)
 
 
 def test_test_time_flip_is_for_validation_only(tiny, alone, tmp_path):
@@ -337,6 +340,13 @@ def test_test_time_flip_is_for_validation_only(tiny, alone, tmp_path):
     rows = [epochs(tmp_path / name)[0] for name in ("plain", "flipped")]
     assert rows[0]["loss/train"] == rows[1]["loss/train"]
     assert rows[0]["loss/valid"] != rows[1]["loss/valid"]
+
+
+def test_a_limit_for_mirror_images_needs_what_it_is_measured_from(tiny):
+    with pytest.raises(ValueError, match=r"test_time_flip_within 0\.1 needs test_time_flip and stop_at_accuracy"):
+        tiny(test_time_flip=True, test_time_flip_within=0.1)
+    with pytest.raises(ValueError, match=r"test_time_flip_within 0\.1 needs"):
+        tiny(stop_at_accuracy=0.5, test_time_flip_within=0.1)
 
 
 # ---- image size by epoch

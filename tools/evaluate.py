@@ -79,7 +79,7 @@ def evaluate(trained: Trained, folder: Path | None, world: "World", *, test: boo
     classifier, classes = load_classifier(trained, world), len(trained.class_names)
     confusion, calibration = Confusion(classes, world.device), Calibration(world.device)
     top = TopCounts(min(TOP, classes), world.device)
-    sums = validate(classifier, loader, world.device, [confusion, calibration, top])
+    sums = validate(classifier, loader, world, [confusion, calibration, top])
     unreadable = gather_unreadable(world, loader)
     if not sum(world.gather(int(sums.sums[2]))):
         raise DataError(f"{folder or trained.config.data_path}: not one of {len(split.labels)} images can be read")

@@ -14,7 +14,7 @@ from utils.training.backends import check_deterministic_kernels, prepare_backend
 from utils.training.keys import TrainingKeys
 from utils.training.norm_relu import fuse_norm_relu
 from utils.training.precision import MasterWeights, Precision, choose_precision
-from utils.training.recipe import NoAverage, WeightAverage, build_average, predict
+from utils.training.recipe import NoAverage, WeightAverage, build_average
 from utils.training.stem import pad_stem
 
 SomeKeys = TypeVar("SomeKeys", bound=TrainingKeys)
@@ -35,7 +35,16 @@ class Classifier:
         """Images [N, 3, H, W] -> float32 logits [N, classes] of the network that is validated.
 
         AMP: in the precision of training."""
-        return predict(self.precision, self.average.network, images, mirrored=self.keys.test_time_flip)
+        outputs = self.predict_plain(images)
+        return (outputs + self.predict_mirrored(images)) / 2 if self.keys.test_time_flip else outputs
+
+    def predict_plain(self, images: Tensor) -> Tensor:
+        """`predict` without mirror images."""
+        return self.precision.forward(self.average.network, images)
+
+    def predict_mirrored(self, images: Tensor) -> Tensor:
+        """`predict` of the mirror images alone."""
+        return self.predict_plain(images.flip(-1))
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """BatchNorm's buffers of the network and of its average."""

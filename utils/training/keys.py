@@ -98,6 +98,8 @@ class RecipeKeys(ScheduleKeys):
     """Validate an exponential moving average of the weights with this decay per step; null: the weights."""
     test_time_flip: bool = False
     """Validate on the mean of the outputs for each image and its mirror image."""
+    test_time_flip_within: Fraction | None = None
+    """Mirror images only where the accuracy without them is at most so far below stop_at_accuracy; null: always."""
     stop_at_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
     """End the run at this validation accuracy, a share in [0, 1]; null: never."""
     progressive_image_sizes: Annotated[tuple[Annotated[int, Field(ge=8, le=1024)], ...], Field(strict=False)] = ()
@@ -105,6 +107,15 @@ class RecipeKeys(ScheduleKeys):
     ones; []: training too."""
     progressive_image_shares: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(strict=False)] = ()
     """The share of max_epochs at which each of progressive_image_sizes ends, rising."""
+
+    @model_validator(mode="after")
+    def _check_mirror_images(self) -> "RecipeKeys":
+        if self.test_time_flip_within is not None and not (self.test_time_flip and self.stop_at_accuracy):
+            raise ValueError(
+                f"test_time_flip_within {self.test_time_flip_within:g} needs test_time_flip and stop_at_accuracy; set "
+                "them, or leave it null"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "RecipeKeys":

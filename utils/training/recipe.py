@@ -1,4 +1,4 @@
-"""What a recipe adds around the training step: image size by epoch, averaged weights, validation with mirror images."""
+"""What a recipe adds around the training step: image size by epoch, and averaged weights."""
 
 import copy
 from typing import Any
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from utils.training.keys import RecipeKeys
-from utils.training.precision import Precision
 
 
 def training_size(keys: RecipeKeys, epoch: int) -> int | None:
@@ -77,9 +76,3 @@ class NoAverage:
 def build_average(keys: RecipeKeys, model: nn.Module) -> WeightAverage | NoAverage:
     """The average that `ema_decay` asks for."""
     return NoAverage(model) if keys.ema_decay is None else WeightAverage(model, keys.ema_decay)
-
-
-def predict(precision: Precision, model: nn.Module, images: Tensor, *, mirrored: bool) -> Tensor:
-    """Images [N, 3, H, W] -> float32 logits [N, classes]; `mirrored`: the mean over each image and its mirror image."""
-    outputs = precision.forward(model, images)
-    return (outputs + precision.forward(model, images.flip(-1))) / 2 if mirrored else outputs
