@@ -204,6 +204,7 @@ def test_what_cannot_be_flipped_is_said(tmp_path, capsys) -> None:
     options = ("--strike=weight", "--step=999")
     (ended,) = run_ranked(tmp_path / "job", 1, strike, tmp_path / "run", {}, *options)
     assert (ended.status, "never came" in ended.errors) == (ConfigError.exit_status, True), ended.errors
+    assert "verify_every_steps is null: no step is checked" in ended.output
 
 
 def test_a_device_that_rounds_differently_each_time_is_measured_first(tiny, alone) -> None:

@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = [] if options.strike else as_settings(CAMPAIGN)
     config = load_config(options.yaml_config, options.config, settings + options.set)
     if options.strike:
+        if config.verify_every_steps is None:
+            say("verify_every_steps is null: no step is checked, and what the flip changes stays")
         return strike(options)
     if config.verify_every_steps != 1:
         raise ConfigError(f"verify_every_steps {config.verify_every_steps}: a campaign checks every step; use 1")
