@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from tools.bench.reports import rates, read_report
 from tools.command_line import new_parser, read_counts
-from tools.scaling_model import BACKWARD_SHARE, Forecast, Machine, Work, make_buckets, predict
+from tools.scaling_model import BACKWARD_SHARE, Forecast, Machine, Work, extremes, make_buckets, predict
 from utils.config import Config, load_config
 from utils.errors import ConfigError, DataError, exit_in_a_line
 
@@ -28,20 +28,51 @@ PUBLISHED = Path(__file__).resolve().parent.parent / "results/reference/publishe
 BYTES = 4  # of a gradient: DistributedDataParallel reduces float32, under autocast too
 
 
+@dataclass(frozen=True)
+class Row:
+    """A forecast, and the efficiencies between which it lies when its uncertain inputs vary."""
+
+    forecast: Forecast
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class PublishedCase:
+    """A published efficiency beside its forecast, both against the GPUs that the publication compares with."""
+
+    name: str
+    published: float
+    predicted: float
+    low: float
+    high: float
+    seen: bool  # whether the model was compared with this figure while it was made
+
+    @property
+    def error(self) -> float:
+        """Points of efficiency by which the forecast is too high."""
+        return 100 * (self.predicted - self.published)
+
+    @property
+    def inside(self) -> bool:
+        """Whether the published figure, to its digits, lies within the forecast's interval."""
+        return round(self.low, 3) <= round(self.published, 3) <= round(self.high, 3)
+
+
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the forecast; returns the exit status."""
     options = parser().parse_args(argv)
     if options.published:
-        print(published_table())
+        print("\n".join(["seen before:", published_table(seen=True), "", "not seen:", published_table(seen=False)]))
         return 0
     if options.source is None:
         raise ConfigError("--from is missing: give a report of tools.bench, or --published")
     gpus = read_counts("--gpus", options.gpus)
     work, described = read_work(options.source, options.case, options.bucket_mb)
     machine = read_machine(options)
-    weak = [predict(work, count, machine) for count in gpus]
-    strong = [predict(work, count, machine, strong=True) for count in gpus if count <= work.batch]
+    weak = [forecast_row(work, count, machine) for count in gpus]
+    strong = [forecast_row(work, count, machine, work.batch / count) for count in gpus if count <= work.batch]
     print("\n".join([described, *assumptions(work, machine), "", *table("weak", weak), "", *table("strong", strong)]))
     if options.plot:
         plot(options.plot, weak, strong)
@@ -148,6 +179,12 @@ def layer_costs(config: Config | str) -> list[tuple[int, float]]:
     return [(BYTES * size, costs.get(module, 0.0)) for module, size in sizes if size]
 
 
+def forecast_row(work: Work, gpus: int, machine: Machine, batch_per_gpu: float | None = None) -> Row:
+    """A forecast with its interval."""
+    low, high = (predict(work, gpus, end, batch_per_gpu=batch_per_gpu).efficiency for end in extremes(machine))
+    return Row(predict(work, gpus, machine, batch_per_gpu=batch_per_gpu), low, high)
+
+
 def assumptions(work: Work, machine: Machine) -> list[str]:
     """The lines that state what the forecast assumes."""
     gradients = sum(bucket.size for bucket in work.buckets)
@@ -163,54 +200,76 @@ def assumptions(work: Work, machine: Machine) -> list[str]:
         f"gradients at {machine.memory / 1e12:g} TB/s",
         f"  a rank's step varies by {machine.noise:.1%} (standard deviation), independently; all wait for the slowest",
         f"  input: {feed}; no step is shorter than {machine.floor * 1e3:g} ms, the time to launch its kernels",
+        "  interval: bandwidths half to 1.25 x, noise none to twice, interference none to 40 %, the host's work "
+        "for DDP hidden or exposed, launches free or not: all favourable, or all unfavourable",
     ]
 
 
-def table(kind: str, forecasts: Sequence[Forecast]) -> list[str]:
+def table(kind: str, rows: Sequence[Row]) -> list[str]:
     """Lines of a table, one forecast each."""
     held = {"weak": "batch per GPU stays", "strong": "global batch stays"}[kind]
-    lines = [f"{kind} scaling ({held})", "  GPUs  batch/GPU     step, ms      images/s  efficiency  limited by"]
-    for row in forecasts:
+    heading = "  GPUs  batch/GPU     step, ms      images/s  efficiency (interval)        limited by"
+    lines = [f"{kind} scaling ({held})", heading]
+    for row in rows:
+        point = row.forecast
         lines.append(
-            f"{row.gpus:6,}  {row.batch_per_gpu:9.4g}  {row.step * 1e3:11.2f}  {row.images_per_sec:12,.0f}"
-            f"  {row.efficiency:10.1%}  {row.limit}"
+            f"{point.gpus:6,}  {point.batch_per_gpu:9.4g}  {point.step * 1e3:11.2f}  {point.images_per_sec:12,.0f}"
+            f"  {point.efficiency:10.1%} ({row.low:6.1%} to {row.high:6.1%})  {point.limit}"
         )
     return lines
 
 
-def published_cases() -> list[tuple[dict[str, Any], Forecast]]:
-    """Each published measurement with its forecast."""
+def read_published() -> list[tuple[dict[str, Any], Work, Machine]]:
+    """The published measurements, each with what its forecast may know."""
+    return [
+        (
+            case,
+            Work(case["step_ms"] / 1e3, case["batch"], make_buckets(layer_costs(case["model"]))),
+            replace(Machine(), **case["machine"]),
+        )
+        for case in json.loads(PUBLISHED.read_text(encoding="utf-8"))["cases"]
+    ]
+
+
+def published_cases() -> list[PublishedCase]:
+    """Each published measurement with its forecast and the forecast's interval."""
     cases = []
-    for case in json.loads(PUBLISHED.read_text(encoding="utf-8"))["cases"]:
-        work = Work(case["step_ms"] / 1e3, case["batch"], make_buckets(layer_costs(case["model"])))
-        cases.append((case, predict(work, case["gpus"], replace(Machine(), **case["machine"]))))
+    for case, work, machine in read_published():
+        reference = case.get("reference", 1)  # GPUs; the publication's efficiency is against theirs
+        predicted, low, high = (
+            predict(work, case["gpus"], variant, batch_per_gpu=case.get("batch_per_gpu")).efficiency
+            / predict(work, reference, variant).efficiency
+            for variant in (machine, *extremes(machine))
+        )
+        seen = case.get("seen", True)
+        cases.append(PublishedCase(case["name"], case["published"], predicted, low, high, seen))
     return cases
 
 
-def published_table() -> str:
-    """A Markdown table: predicted beside published."""
-    header = "| measurement | published | predicted | error, points | of the step: exposed communication | stragglers |"
-    lines = [header, "|---|---|---|---|---|---|"]
-    for case, forecast in published_cases():
-        error = 100 * (forecast.efficiency - case["published"])
-        lines.append(
-            f"| {case['name']} | {case['published']:.1%} | {forecast.efficiency:.1%} | {error:+.1f} "
-            f"| {forecast.exposed / forecast.step:.1%} | {forecast.straggling / forecast.step:.1%} |"
-        )
+def published_table(seen: bool) -> str:
+    """A Markdown table: predicted beside published, of the figures that the model had seen, or of the others."""
+    lines = ["| measurement | published | predicted (interval) | error, points | within |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {case.name} | {case.published:.1%} | {case.predicted:.1%} ({case.low:.1%} to {case.high:.1%}) "
+        f"| {case.error:+.1f} | {'yes' if case.inside else 'no'} |"
+        for case in published_cases()
+        if case.seen is seen
+    ]
     return "\n".join(lines)
 
 
-def plot(path: Path, weak: Sequence[Forecast], strong: Sequence[Forecast]) -> None:
+def plot(path: Path, weak: Sequence[Row], strong: Sequence[Row]) -> None:
     """Throughput and efficiency against GPUs; `ConfigError` where matplotlib is missing."""
     from tools.figures import new_figure, save
 
     figure, (left, right) = new_figure(1, 2)
     for name, rows in (("weak", weak), ("strong", strong)):
-        gpus = [row.gpus for row in rows]
-        left.plot(gpus, [row.images_per_sec for row in rows], marker="o", label=name)
-        right.plot(gpus, [100 * row.efficiency for row in rows], marker="o", label=name)
-    ideal = weak[0].images_per_sec / weak[0].efficiency / weak[0].gpus
-    gpus = [row.gpus for row in weak]
+        gpus = [row.forecast.gpus for row in rows]
+        left.plot(gpus, [row.forecast.images_per_sec for row in rows], marker="o", label=name)
+        right.plot(gpus, [100 * row.forecast.efficiency for row in rows], marker="o", label=name)
+        right.fill_between(gpus, [100 * row.low for row in rows], [100 * row.high for row in rows], alpha=0.2)
+    ideal = weak[0].forecast.images_per_sec / weak[0].forecast.efficiency / weak[0].forecast.gpus
+    gpus = [row.forecast.gpus for row in weak]
     left.plot(gpus, [ideal * count for count in gpus], linestyle="--", color="gray", label="ideal")
     left.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="images/s", title="Forecast of throughput")
     right.set(xscale="log", xlabel="GPUs", ylabel="efficiency, %", ylim=(0, 105), title="Forecast of efficiency")

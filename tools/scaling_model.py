@@ -6,7 +6,7 @@ wait for the slowest of N ranks; input may set a floor. Units: seconds, bytes, b
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BACKWARD_SHARE = 2 / 3  # of a step: a backward pass multiplies twice for every multiplication of the forward pass
 FIRST_BUCKET = 2**20  # bytes; DistributedDataParallel's first bucket is small, so that communication starts early
@@ -29,6 +29,7 @@ class Machine:
     noise: float = 0.01  # standard deviation of one rank's step, as a share of it
     input_rate: float = math.inf  # images/s that one node's loaders can deliver
     floor: float = 0.010  # seconds; no step is shorter: about a thousand kernel launches of 10 us
+    host: float = 0.0  # seconds in which the GPU waits for what the host does for DDP; 0 where kernels are queued ahead
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Forecast:
     step: float
     images_per_sec: float
     efficiency: float
-    exposed: float  # seconds of communication that backward does not hide, with its interference and copies
+    exposed: float  # seconds of communication that backward does not hide, with interference, copies and host's work
     straggling: float  # seconds of waiting for the slowest rank
     limit: str  # what sets the step: compute, launches (the floor), communication, stragglers or input
 
@@ -137,14 +138,47 @@ def expected_maximum(count: int) -> float:
     return step * sum(-math.expm1(count * math.log1p(-tail)) - tail**count for tail in tails)
 
 
-def predict(work: Work, gpus: int, machine: Machine, *, strong: bool = False) -> Forecast:
-    """One point of a scaling curve: weak (the batch per GPU stays) or strong (the global batch stays `work.batch`)."""
-    batch = work.batch / gpus if strong else float(work.batch)
+def extremes(machine: Machine) -> tuple[Machine, Machine]:
+    """The machine with every uncertain input as unfavourable as published measurements have it, and as favourable.
+
+    - Bandwidth: half of what is assumed, to the links' peak where 80 % of it is assumed.
+    - Noise: twice that of one GPU alone, as ranks of one node share its processors, to none, as where all ranks are
+      slow at the same time.
+    - Interference: arXiv:2507.03114 measured up to 40 %; none where the cards reduce and the GPU only computes.
+    - Host's work for DDP: ResNet50 has 161 gradients, which a DDP copies into its buckets and back, and 159 buffers,
+      which it broadcasts. These are 481 more kernels, of 10 us as in `floor`. They are exposed where the loop waits for
+      the GPU in every step; none are where kernels are queued ahead.
+    - Floor: none where a step is captured in a CUDA graph.
+    """
+    worst = replace(
+        machine,
+        intra=machine.intra / 2,
+        inter=machine.inter / 2,
+        noise=2 * machine.noise,
+        interference=max(0.40, machine.interference),
+        host=machine.host + 481 * 10e-6,
+    )
+    best = replace(
+        machine,
+        intra=machine.intra / 0.8,
+        inter=machine.inter / 0.8,
+        noise=0.0,
+        interference=0.0,
+        host=0.0,
+        floor=0.0,
+    )
+    return worst, best
+
+
+def predict(work: Work, gpus: int, machine: Machine, *, batch_per_gpu: float | None = None) -> Forecast:
+    """One point of a scaling curve: weak (each GPU has `work.batch` images) or with another batch of each GPU."""
+    batch = float(work.batch) if batch_per_gpu is None else batch_per_gpu
     alone = max(work.step * batch / work.batch, min(machine.floor, work.step))
     backward = BACKWARD_SHARE * alone
     copying = machine.copies * sum(bucket.size for bucket in work.buckets) / machine.memory if gpus > 1 else 0.0
     reductions = [(all_reduce(bucket.size, gpus, machine), bucket.ready) for bucket in work.buckets] if gpus > 1 else []
-    exposed = overlap(backward, reductions, machine.interference if gpus > 1 else 0.0) - backward + copying
+    waiting = machine.host if gpus > 1 else 0.0
+    exposed = overlap(backward, reductions, machine.interference if gpus > 1 else 0.0) - backward + copying + waiting
     straggling = machine.noise * work.step * expected_maximum(gpus)
     computed = alone + exposed + straggling
     fed = batch * min(gpus, machine.gpus_per_node) / machine.input_rate
