@@ -24,6 +24,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 LIMIT = 300.0  # seconds that a part may need to come to the midst of its work
 IN_ITS_MIDST = 4.0  # seconds of a part that writes nothing until its end
 WIDTH = 200
+LONGER = ("--set=max_epochs=8", "--set=save_checkpoint=true")  # so that a training is caught before its end
 
 
 def start(out: Path, arguments: Sequence[str]) -> "subprocess.Popen[str]":
@@ -80,7 +81,7 @@ def went_on(ledger: Ledger, out: Path) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    out, minutes, rest = Path(arguments[0]).resolve(), arguments[1], ["--small", *arguments[2:]]
+    out, minutes, rest = Path(arguments[0]).resolve(), arguments[1], ["--small", *LONGER, *arguments[2:]]
     for position, part in enumerate(PARTS):
         cut_off(part, SIGNALS[position % len(SIGNALS)], out, [*rest, "--minutes", minutes])
     status = UNFINISHED

@@ -23,7 +23,7 @@ from tools.bring_up.figures import Figure, read_figures
 from tools.bring_up.ledger import Entry, Ledger, check_same, read_ledger
 from tools.bring_up.logs import pack_logs
 from tools.bring_up.page import write_all
-from tools.bring_up.parts import PARTS, Part, Setting, words
+from tools.bring_up.parts import EAGER, PARTS, Part, Setting, words
 from tools.bring_up.published import PUBLISHED, verdicts
 from tools.bring_up.run import Clock, run_parts
 from utils.errors import ConfigError, DataError, ExpectedError
@@ -243,6 +243,21 @@ def test_eager_replaces_compilation_where_it_is_faster(tmp_path: Path) -> None:
         assert ("--set=enable_compile=false" in words(accuracy, Setting(tmp_path, eager_wins=wins))) is word
     report(tmp_path, "compile", {"rungs": {"eager": rung(500), "compiled": rung(1500)}})  # no graphs on a CPU
     assert not Known(tmp_path).eager_wins()
+
+
+def test_what_goes_on_stays_compiled_or_eager_as_it_began(program: Path, tmp_path: Path) -> None:
+    def table(seconds: float) -> list[Part]:
+        command = f"{program} {{folder}} 2 polite {{compile}}"
+        return [Part("on", "", command, seconds, goes_on=True), Part("anew", "", command, seconds)]
+
+    rungs = {"eager": rung(900), "compiled": rung(1000)}
+    report(tmp_path, "compile", {"rungs": rungs})
+    call(table(1.0)[:1], tmp_path, seconds=2)
+    call(table(1.0)[1:], tmp_path, seconds=2)
+    report(tmp_path, "compile", {"rungs": rungs | {"eager": rung(1100)}})
+    ledger, _ = call(table(1.0), tmp_path, seconds=60)
+    assert states(ledger) == ["done"] * 2
+    assert [EAGER in ledger.parts[name].command for name in ("on", "anew")] == [False, True]
 
 
 def test_estimates_come_from_what_was_measured(tmp_path: Path) -> None:

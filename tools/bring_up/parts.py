@@ -21,6 +21,7 @@ SMALL_SETTINGS = (
     "valid_batch_size_per_gpu=100", "limit_train_batches=4", "limit_valid_batches=2", "max_epochs=2",
     "lr_warmup_epochs=1", "log_freq=2", "num_data_workers=0", "stop_at_accuracy=null", "log_to_tensorboard=false",
 )  # fmt: skip
+EAGER = "--set=enable_compile=false"  # {compile}, where that was found out
 SMALL_SECONDS = 20.0  # the estimate of every part of a rehearsal
 TRIALS = "--trials 2 --iters 2 --warmup 1"
 PYTEST = "-m pytest -o addopts=--strict-markers -p no:cacheprovider -v --tb=short -m"
@@ -112,7 +113,7 @@ def words(part: Part, setting: Setting) -> list[str]:
     expanded = {
         "{settings}": [f"--set={text}" for text in chosen],
         "{checkpoints}": [f"--set=save_checkpoint={str(setting.checkpoints).lower()}"],
-        "{compile}": ["--set=enable_compile=false"] if setting.eager_wins else [],
+        "{compile}": [EAGER] if setting.eager_wins else [],
         "{tests}": gpu_test_files(CODE / "tests"),
         "{passed}": [f"--deselect={test}" for test in passed_tests(folder)],
     }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tools.bring_up.estimates import Known, seconds_of
 from tools.bring_up.ledger import Entry, Ledger
-from tools.bring_up.parts import Part, Setting, absent, passed_tests, words
+from tools.bring_up.parts import EAGER, Part, Setting, absent, passed_tests, words
 from utils.program import CODE
 
 GRACE = 20.0  # seconds that a part has to save and end after SIGTERM, before it is killed
@@ -56,7 +56,9 @@ def run_parts(
             entry.state, entry.note = "left out", f"needs {', '.join(missing)}"
             say(f"{part.name}: left out: {entry.note}")
             continue
-        now = replace(setting, eager_wins=known.eager_wins())
+        # what goes on does so as it began, whatever the part `compile` has found out since
+        began = part.goes_on and entry.command
+        now = replace(setting, eager_wins=EAGER in entry.command if began else known.eager_wins())
         estimate = seconds_of(part, now, entry, known)
         left = clock.left() - GRACE
         if left < (LEAST if part.goes_on else estimate) and not (whole_call and left > 0):
