@@ -141,3 +141,13 @@ def test_a_killed_command_leaves_nothing():
         command.send_signal(signal.SIGKILL)
         command.wait()
     wait_until_gone(marker)
+
+
+def test_results_page_holds_the_measured_table():
+    folder = ROOT / "results/2026-11-22-netem"
+    results = json.loads((folder / "fabric.json").read_text())["results"]
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    for name, values in results.items():
+        assert f"| {' | '.join(table_row(name, values))} |" in page
+    within = [name for name, values in results.items() if abs(values["error_points"]) <= 5]
+    assert f"{len(within)} of {len(results)} forecasts are within 5 points" in page
