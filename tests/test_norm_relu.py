@@ -18,7 +18,7 @@ from train import Trainer
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.training.norm_relu import NormReLU, fuse_norm_relu
+from utils.training.norm_relu import NormReLU, fuse_norm_relu, norm_relu, norm_relu_backward
 
 Tiny = Callable[..., Config]
 ON = {"fuse_norm_relu": True, "enable_nhwc": True}
@@ -54,6 +54,18 @@ def a_norm(channels: int, device: str = "cpu") -> NormReLU:
     for value in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
         value.data = torch.rand(channels, generator=generator) + 0.5
     return norm.to(device)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_half_weights_keep_statistics_in_float32(half: torch.dtype) -> None:
+    """As on a GPU, and as what is saved for the backward pass is declared."""
+    (x, _), norm = a_case((4, 6, 5, 5), half, added=False), a_norm(6).to(half)
+    assert x is not None
+    known = x, None, norm.weight, norm.bias, norm.running_mean, norm.running_var
+    _, *kept = norm_relu(*known, norm.momentum, norm.eps)
+    assert [value.dtype for value in kept] == [torch.float32] * 2
+    found = list(results(lambda x, norm: norm(x), norm, x))
+    assert {value.dtype for value in found[:4]} == {half}
 
 
 @pytest.mark.parametrize("added", [False, True])
@@ -128,7 +140,6 @@ def check_kernels(device: str) -> None:
     by the kernels, behind ReLU, and twice or thrice by the operations: up to 2 units in the last of 8 places. Where a
     sum rounds to 0 before ReLU in one of them, its gradient passes in that one alone: in 1 of 1000 at most."""
     from utils.training import norm_relu_kernels
-    from utils.training.norm_relu import norm_relu, norm_relu_backward
 
     for shape in ((3, 5, 4, 4), (4, 70, 9, 9)):
         for added in (False, True):

@@ -24,11 +24,13 @@ def norm_relu(
     x: Tensor, shortcut: Tensor | None, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor,
     momentum: float, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(relu(batch_norm(x) + shortcut), mean [C], 1 / deviation [C]) of x [N, C, H, W]; moves the running statistics."""
+    """(relu(batch_norm(x) + shortcut), mean [C], 1 / deviation [C]) of x [N, C, H, W]; moves the running statistics.
+    Mean and deviation of half numbers are float32."""
     out, mean, invstd = aten.native_batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps)
     if shortcut is not None:
         out += shortcut
-    return out.relu_(), mean, invstd
+    kept = torch.promote_types(mean.dtype, torch.float32)  # half where the weights are half
+    return out.relu_(), mean.to(kept), invstd.to(kept)
 
 
 @torch.library.custom_op("resnet50_at_scale::norm_relu_backward", mutates_args=())
@@ -44,8 +46,9 @@ def norm_relu_backward(
     else:
         passes = out > 0
     passed = torch.where(passes, gradient, 0)
-    # the running statistics are not read in training
-    gradients = aten.native_batch_norm_backward(passed, x, weight, None, None, mean, invstd, True, eps, [True] * 3)
+    # PyTorch's kernel for CPUs asks for one type of weights and statistics; running ones are not read in training
+    known = weight, None, None, mean.to(weight.dtype), invstd.to(weight.dtype)
+    gradients = aten.native_batch_norm_backward(passed, x, *known, True, eps, [True] * 3)
     return gradients[0], x.new_empty(0) if out is None else passed, gradients[1], gradients[2]
 
 
