@@ -136,6 +136,18 @@ def test_cuda_chooses_fp16_with_dynamic_scaling_but_none_for_o3(tiny):
         choose_precision(bf16, cuda)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_squared_gradients_need_more_range_than_fp16_weights_have(tiny, optimizer):
+    """Weights of resnet8 went from 1 to 1213 and 80 in two steps, in bf16 to 1.02."""
+    cuda, keys = torch.device("cuda"), {"opt_level": "O3", "optimizer": optimizer}
+    for dtype in ("auto", "fp16"):
+        with pytest.raises(ConfigError, match=f"optimizer {optimizer} with opt_level O3 needs amp_dtype bf16"):
+            choose_precision(tiny(amp_dtype=dtype, **keys), cuda)
+    assert choose_precision(tiny(amp_dtype="bf16", **keys), cuda).half is torch.bfloat16
+    assert choose_precision(tiny(**keys), torch.device("cpu")).half is torch.bfloat16
+    assert choose_precision(tiny(opt_level="O2", optimizer=optimizer), cuda).half is torch.float16
+
+
 @pytest.mark.parametrize(("level", "batchnorm"), [("O2", True), ("O2", False), ("O3", True), ("O3", False)])
 def test_levels_cast_what_the_table_says(tiny, level, batchnorm):
     _, model, weights, _ = losses(tiny(), Precision("cpu", level, keep_batchnorm_fp32=batchnorm), 2)

@@ -22,6 +22,7 @@ from utils.training.keys import SpeedKeys
 
 Level = Literal["O0", "O1", "O2", "O3"]
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+DIVIDE_BY_SQUARES = ("adamw", "lamb")  # optimizers that keep squared gradients in the type of the weights
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,11 @@ def choose_precision(keys: SpeedKeys, device: torch.device) -> Precision:
         keep_batchnorm_fp32=level != "O3" if keep_batchnorm_fp32 is None else keep_batchnorm_fp32,
         loss_scale=keys.loss_scale or ("dynamic" if fp16 and level in ("O1", "O2") else None),
     )
+    if level == "O3" and fp16 and keys.optimizer in DIVIDE_BY_SQUARES:
+        raise ConfigError(
+            f"optimizer {keys.optimizer} with opt_level O3 needs amp_dtype bf16: squares of small fp16 gradients, "
+            "by which it divides, are 0, and weights leap; or use opt_level O2"
+        )
     if level == "O3" and not fp16 and precision.loss_scale is not None and device.type == "cuda":
         raise ConfigError(
             f"loss_scale {precision.loss_scale} with opt_level O3 needs amp_dtype fp16 on a GPU, "
