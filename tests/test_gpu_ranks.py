@@ -1,5 +1,5 @@
 """Two ranks on two GPUs of the stand-in for CUDA (tests/cuda_stand_in), which really speak: what DDP over NCCL trains
-equals what it trains over gloo on the CPU.
+equals what it trains over gloo on the CPU. And one process for both (DataParallel), which equals one GPU.
 
 Both compute with PyTorch's CPU kernels, and the sum of two numbers does not depend on their order: the bits were equal.
 At other addresses a vectorised loop may begin elsewhere and round differently. float32 amplifies rounding to 2e-4
@@ -29,6 +29,7 @@ from utils.config import Config, load_config
 from utils.distributed.heartbeat import Heartbeat
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
+from utils.training.batch_norm import RunningStatistics
 from utils.training.step import GraphedStep
 
 pytestmark = [
@@ -107,6 +108,19 @@ def lose_a_rank(folder: Path) -> int:
     return train_runs(folder, "cuda", {"lost": GRAPHS}, 1, signal.SIGKILL)
 
 
+def train_in_halves(folder: Path, device: str, runs: dict[str, dict[str, Any]]) -> int:
+    """What BatchNorm remembers is of the first of two micro-batches, as DataParallel leaves it."""
+
+    def keep_the_first(statistics: RunningStatistics, last: bool) -> None:
+        if last:
+            torch._foreach_copy_(statistics.buffers, statistics.total)
+        else:
+            torch._foreach_copy_(statistics.total, statistics.buffers)
+
+    RunningStatistics.collect = torch.no_grad()(keep_the_first)  # type: ignore[method-assign]
+    return train_runs(folder, device, runs)
+
+
 def start(folder: Path, program: Callable[..., int], *arguments: Any, ranks: int = 2) -> list[Ended]:
     port, folder = free_port(), folder / program.__name__
     variables = [torchrun_variables(rank, ranks, port, CUDA_STAND_IN_DEVICES="2") for rank in range(ranks)]
@@ -115,10 +129,12 @@ def start(folder: Path, program: Callable[..., int], *arguments: Any, ranks: int
     return Job(folder, program, arguments, variables).wait(300)
 
 
-def train_on(folder: Path, device: str, runs: dict[str, dict[str, Any]], ranks: int = 2) -> dict[str, Any]:
+def train_on(
+    folder: Path, device: str, runs: dict[str, dict[str, Any]], ranks: int = 2, program: Callable[..., int] = train_runs
+) -> dict[str, Any]:
     """Of each run: its epoch's record, and the state of each rank."""
     folder.mkdir(exist_ok=True)
-    ended = start(folder, train_runs, folder, device, runs, ranks=ranks)
+    ended = start(folder, program, folder, device, runs, ranks=ranks)
     assert [process.status for process in ended] == [0] * ranks, [process.errors for process in ended]
     if device == "cuda":
         assert [json.loads(process.output.splitlines()[-1]) for process in ended] == [[]] * ranks
@@ -162,6 +178,24 @@ def test_batch_norm_over_two_ranks_equals_one_rank_with_the_whole_batch(tmp_path
     (alone,) = train_on(tmp_path / "one", "cpu", {"step": one_step}, ranks=1).values()
     assert_equal(two["step"], alone)
     assert_equal(two["graphs"], two["eager"])
+
+
+def test_one_process_for_two_gpus_equals_one_gpu_with_half_the_batch_at_a_time(tmp_path: Path) -> None:
+    """Each half of a batch is normalised by its own statistics in both."""
+    few: dict[str, Any] = {"limit_train_batches": 5}
+    precisions: dict[str, dict[str, Any]] = {
+        "float32": few,
+        "fp16": few | {"enable_amp": True},
+        "O2": few | {"opt_level": "O2"},
+    }
+    both = {f"{name}-both": changes | {"parallel": "dataparallel"} for name, changes in precisions.items()}
+    halves = {f"{name}-halves": changes | {"micro_batch_size": BATCH // 2} for name, changes in precisions.items()}
+    found = train_on(tmp_path, "cuda", both | halves, ranks=1, program=train_in_halves)
+    for name, (_, (state,)) in found.items():
+        counts = [state.pop(key).item() for key in list(state) if key.endswith("num_batches_tracked")]
+        assert set(counts) == {5 if name in both else 10}
+    for name in precisions:
+        assert_equal(found[f"{name}-both"], found[f"{name}-halves"])
 
 
 def test_two_ranks_stop_and_go_on_in_mid_epoch(tmp_path: Path, on_gpus: dict[str, Any]) -> None:

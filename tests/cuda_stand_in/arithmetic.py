@@ -6,6 +6,7 @@ rounded, as a GPU does.
 """
 
 import ctypes
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -192,6 +193,12 @@ def start() -> None:
         """PyTorch prints without modes such as this: it would take as much memory as numbers that nobody wrote say."""
         return as_text(on_cpu(tensor), **options)
 
+    def run_and_compute(thread: threading.Thread) -> None:
+        """A mode is of one thread; DataParallel has one for each device."""
+        with Arithmetic():
+            run(thread)
+
+    run, threading.Thread.run = threading.Thread.run, run_and_compute  # type: ignore[method-assign]
     as_text, torch._tensor_str._str = torch._tensor_str._str, print_as_on_cpu
     library = stand_in.load_library()
     Arithmetic.listener = ctypes.CFUNCTYPE(None, ctypes.c_size_t)(repeat_collective)
