@@ -12,8 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from utils.config import Config, load_config
 from utils.config.command_line import parse_arguments
@@ -22,6 +24,7 @@ from utils.distributed.world import World
 
 ROOT = Path(__file__).resolve().parent.parent
 CIFAR100 = ROOT / "config/cifar100.yaml"
+CLASSES = 10
 
 # A whole run in about a second: drawn shapes, the smallest network, few batches, plain float32.
 TINY = {
@@ -55,6 +58,27 @@ RECIPE = {
 def _draw_shapes_once() -> None:
     """Drawing takes half a second, and most tests want the same shapes."""
     datasets._draw_shapes_dataset = cache(datasets._draw_shapes_dataset)
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """pictures(size): ten class folders of JPEGs of about that size, two to train on and one to validate each."""
+    made: dict[int, Path] = {}
+
+    def draw(size: int) -> Path:
+        if size not in made:
+            made[size] = tmp_path_factory.mktemp(f"pictures-{size}")
+            generator = np.random.default_rng(0)
+            for label in range(CLASSES):
+                for split, count in (("train", 2), ("val", 1)):
+                    for number in range(count):
+                        path = made[size] / split / f"class-{label}" / f"{number}.jpg"
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        pixels = generator.integers(0, 256, (8, 8, 3), np.uint8)
+                        Image.fromarray(pixels).resize((size + 8 * number, size)).save(path)
+        return made[size]
+
+    return draw
 
 
 @pytest.fixture

@@ -7,10 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from conftest import ROOT, TINY
-from PIL import Image
+from conftest import CLASSES, ROOT, TINY
 
 import train
 from tools.bench.ladder import LISTS
@@ -19,7 +17,6 @@ from utils.config.command_line import Arguments
 
 FILES = sorted((ROOT / "config").glob("*.yaml"))
 BLOCKS = [pytest.param(path, name, id=f"{path.stem}-{name}") for path in FILES for name in list_blocks(path)]
-CLASSES = 10
 COMPILED = "bs256-amp-nhwc-extra-opts-compile"
 # What a CPU cannot do: the blocks that ask for it are refused by name, and run without.
 NEEDS_GPUS: dict[str, Any] = {
@@ -41,27 +38,6 @@ SHORT = {
     "stop_at_accuracy": None,
     "profiling_epoch_start": 2,
 }
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """pictures(size): ten class folders of JPEGs of about that size, two to train on and one to validate each."""
-    made: dict[int, Path] = {}
-
-    def draw(size: int) -> Path:
-        if size not in made:
-            made[size] = tmp_path_factory.mktemp(f"pictures-{size}")
-            generator = np.random.default_rng(0)
-            for label in range(CLASSES):
-                for split, count in (("train", 2), ("val", 1)):
-                    for number in range(count):
-                        path = made[size] / split / f"class-{label}" / f"{number}.jpg"
-                        path.parent.mkdir(parents=True, exist_ok=True)
-                        pixels = generator.integers(0, 256, (8, 8, 3), np.uint8)
-                        Image.fromarray(pixels).resize((size + 8 * number, size)).save(path)
-        return made[size]
-
-    return draw
 
 
 def shorten(config: Config, **changes: Any) -> Config:

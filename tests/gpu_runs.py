@@ -1,0 +1,73 @@
+"""A run on a GPU that is stopped in mid-epoch and goes on as if it had not been: for tests of many configurations."""
+
+import json
+import os
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cuda_stand_in import stand_in
+from train import Trainer
+from utils.config import Config
+from utils.distributed.world import World
+from utils.errors import Stopped
+from utils.training import step
+from utils.training.precision import choose_precision
+from utils.training.step import GraphedStep, wants_graphs
+
+GPU = torch.device("cuda", 0)
+STOP_AFTER, WARMUP = 3, 3  # steps; without DDP, 3 before a capture are enough
+STEPS, GRAPHED_STEPS = 4, 8  # of one epoch or two; a graph is captured before the stop and after it
+RECORDED = ("loss/train", "acc1/train", "loss/valid", "acc1/valid", "images/valid", "learning_rate")
+
+
+def train(config: Config, folder: Path, stop_after: int | None = None) -> tuple[Trainer, set[str]]:
+    """A whole run, or one that SIGTERM stops after so many steps; and how the host waited in its last step."""
+    trainer = Trainer(config, World(rank=0, local_rank=0, world_size=1, device=GPU), folder, "run", "auto")
+    train_step, waits = trainer.learner.train, set[str]()
+
+    def watched(images: torch.Tensor, labels: torch.Tensor) -> None:
+        with stand_in.record() if stand_in.is_active() else nullcontext() as ledger:
+            train_step(images, labels)
+        waits.clear()
+        waits.update(ledger.waits if ledger else ())
+        if trainer.learner.steps == stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.learner.train = watched  # type: ignore[method-assign]
+    with pytest.raises(Stopped, match=r"after \d+ batches") if stop_after else nullcontext():
+        trainer.train()
+    return trainer, waits
+
+
+def read_epochs(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{key: row[key] for key in RECORDED} for row in rows if row["kind"] == "epoch"]
+
+
+def goes_on_as_if_not_stopped(config: Config, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trains some steps, as many more as come before a capture, and validates; bit by bit the same with a stop. The
+    host waits in a step only for a scaled loss without the fused update."""
+    monkeypatch.setattr(step, "GRAPH_WARMUP_STEPS", WARMUP)
+    graphed = wants_graphs(config, GPU)
+    changes: dict[str, Any] = {"limit_train_batches": (GRAPHED_STEPS if graphed else STEPS) // config.max_epochs}
+    if not stand_in.is_active():  # a GPU promises equal bits only so
+        changes["deterministic"] = True
+    config = Config(**config.model_dump() | changes)
+    whole, waits = train(config, folder / "whole")
+    learner = whole.learner
+    waiting = choose_precision(config, GPU).loss_scale is not None and not config.extra_opt("fused_optimizer")
+    assert bool(waits) is (stand_in.is_active() and waiting), waits
+    train(config, folder / "stopped", STOP_AFTER)
+    resumed, _ = train(config, folder / "stopped")
+    for trainer in (whole, resumed):
+        assert trainer.learner.steps == changes["limit_train_batches"] * config.max_epochs
+        captured = isinstance(trainer.learner.step, GraphedStep) and trainer.learner.step.captured
+        assert captured is graphed
+    torch.testing.assert_close(resumed.learner.state_dict(), learner.state_dict(), rtol=0, atol=0)
+    assert read_epochs(folder / "stopped") == read_epochs(folder / "whole")
+    assert resumed.progress.best == whole.progress.best

@@ -1,0 +1,56 @@
+"""Every block of every file in config/ trains, validates, saves and goes on in mid-epoch on a GPU, on small stand-ins
+for network and data. Blocks that differ in nothing that a step or a checkpoint knows of are run once."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import CLASSES
+from tests.cuda_stand_in.golden_steps import FILES, key_of
+from tests.gpu_runs import goes_on_as_if_not_stopped
+from utils.config import Config, list_blocks, load_config
+
+pytestmark = pytest.mark.gpu
+
+SMALL: dict[str, Any] = {
+    "num_classes": CLASSES, "model": "resnet8", "stem": "7x7", "width": 1, "zero_init_residual": False,
+    "batch_size": 8, "valid_batch_size_per_gpu": 8, "limit_valid_batches": 1, "max_epochs": 2,
+    "lr_milestones": (1,), "num_data_workers": 0, "log_freq": 1000, "log_to_screen": False, "log_to_tensorboard": False,
+    "enable_profiling": False, "stop_at_accuracy": None, "test_time_flip_within": None, "device": "cuda",
+    "save_checkpoint": True,
+    "enable_compile": False,  # compiled kernels compute nothing on the stand-in
+}  # fmt: skip
+
+
+def shrink(config: Config) -> Config:
+    """The block at its smallest; it accumulates over two micro-batches where it has any."""
+    values = config.model_dump() | SMALL
+    values |= {"image_size": 32} if config.dataset == "imagenet" else {"dataset": "shapes"}
+    accumulates = config.micro_batch_size is not None and config.batch_size > config.micro_batch_size
+    values["lr_warmup_epochs"] = min(config.lr_warmup_epochs, 1)
+    values["micro_batch_size"] = 4 if accumulates else None
+    if config.data_loader == "dali":
+        values["data_loader"] = "torchvision"
+    return Config(**values)
+
+
+def distinct() -> list[Any]:
+    """One of all blocks that are equal when they are shrunk, with the name of the first."""
+    found: dict[Any, Any] = {}
+    for path in FILES:
+        for name in list_blocks(path):
+            config = shrink(load_config(path, name))
+            schedule = config.lr_schedule, config.lr_warmup_by, config.lr_warmup_epochs > 0
+            around = config.test_time_flip, config.checkpoint_every_steps, config.checkpoint_async
+            found.setdefault((key_of(config), schedule, around), pytest.param(config, id=f"{path.stem}-{name}"))
+    return list(found.values())
+
+
+@pytest.mark.parametrize("config", distinct())
+def test_a_block_goes_on_after_a_stop(
+    config: Config, pictures: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(**config.model_dump() | {"data_path": str(pictures(32))})
+    goes_on_as_if_not_stopped(config, tmp_path, monkeypatch)

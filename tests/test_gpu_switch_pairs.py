@@ -1,0 +1,157 @@
+"""Each pair of switches that act on a step trains, validates, saves and goes on in mid-epoch on a GPU."""
+
+import itertools
+import random
+import types
+import typing
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import TINY
+from tests.gpu_runs import GPU, goes_on_as_if_not_stopped
+from utils.config import Config
+from utils.distributed.keys import DistributedKeys
+from utils.errors import ConfigError
+from utils.training.keys import OptimizerKeys, PrecisionKeys, RecipeKeys, SpeedKeys
+from utils.training.precision import choose_precision
+
+pytestmark = pytest.mark.gpu
+
+QUICK = 16  # rows, with 95 of 100 pairs; those after them are slow
+Row = dict[str, Any]
+Pair = frozenset[tuple[str, int]]  # two keys, each with the number of one of its values
+# Values to try of keys that are numbers or lists; those of the other keys follow from their types.
+NUMBERS: dict[str, list[Any]] = {
+    "clip_grad_norm": [None, 1.0],
+    "ema_decay": [None, 0.9],
+    "label_smoothing": [0.0, 0.1],
+    "loss_scale": [None, "dynamic", 128.0],
+    "micro_batch_size": [None, 4],
+    "mixup_alpha": [0.0, 0.2],
+    "cutmix_alpha": [0.0, 1.0],
+    "cutout_size": [0, 8],
+    "checkpoint_every_steps": [None, 2],
+    "progressive": [{}, {"progressive_image_sizes": [16], "progressive_image_shares": [0.5]}],
+}
+OTHERS = ["enable_nhwc", "deterministic", "rnd_horizontal_flip", "enable_alternating_flip", "checkpoint_async"]
+# compile_mode acts with enable_compile, whose kernels compute nothing on the stand-in; a schedule changes one number
+LEFT_OUT = {"enable_compile", "compile_mode", "lr_schedule", "lr_scale_rule", "lr_warmup_by", "keep_cpu_memory"}
+RUN = {"batch_size": 8, "valid_batch_size_per_gpu": 8, "limit_valid_batches": 1, "log_freq": 1000, "lr": 0.01}
+RUN |= {"device": "cuda", "max_epochs": 1, "log_to_screen": False}
+
+
+def values_of(key: str) -> list[Any]:
+    """All values of a key that is a bool or one of a few names, null among them where allowed; of other keys none."""
+
+    def spread(kind: Any) -> Iterator[Any]:
+        if kind is bool:
+            yield from (False, True)
+        elif kind is types.NoneType:
+            yield None
+        elif typing.get_origin(kind) is typing.Literal:
+            yield from typing.get_args(kind)
+        elif typing.get_origin(kind) in (types.UnionType, typing.Union):
+            yield from itertools.chain.from_iterable(map(spread, typing.get_args(kind)))
+
+    return list(dict.fromkeys(spread(Config.model_fields[key].annotation)))
+
+
+def switches() -> dict[str, list[Any]]:
+    """{key: values} of all that acts on a step; a new key is among them by itself."""
+    groups = (OptimizerKeys, PrecisionKeys, RecipeKeys, DistributedKeys, SpeedKeys)
+    keys = dict.fromkeys(key for group in groups for key in vars(group)["__annotations__"])
+    found = {key: values_of(key) for key in [*keys, *OTHERS] if key not in {*LEFT_OUT, *NUMBERS}}
+    found["parallel"].remove("no_communication")  # compares several ranks
+    loaders = {"data_loader": ["device", "torchvision", "synthetic"]}
+    return {key: values for key, values in found.items() if len(values) > 1} | loaders | NUMBERS
+
+
+def configure(row: Row) -> Config:
+    """A whole configuration; ValueError or ConfigError where the row's values do not go together."""
+    values = TINY | {key: value for key, value in row.items() if key != "progressive"} | row.get("progressive", {})
+    config = Config(**values | RUN)
+    choose_precision(config, GPU)
+    return config
+
+
+def is_allowed(row: Row) -> bool:
+    try:
+        configure(row)
+    except (ValueError, ConfigError):
+        return False
+    return True
+
+
+def pairs_of(values: dict[str, Iterable[int]]) -> set[Pair]:
+    """All pairs of two keys' values, these as numbers in `switches()`."""
+    return {
+        frozenset({(a, x), (b, y)})
+        for a, b in itertools.combinations(values, 2)
+        for x, y in itertools.product(values[a], values[b])
+    }
+
+
+def complete(row: Row, chosen: dict[str, list[Any]]) -> Row | None:
+    """The row with what its values need: the group switch, one value of another key, or both; None if refused."""
+    groups: list[Row] = [{}] if "enable_extra_opts" in row else [{}, {"enable_extra_opts": True}]
+    others: list[Row] = [{key: value} for key, values in chosen.items() if key not in row for value in values]
+    candidates = (row | group | other for other in [{}, *others] for group in groups)
+    return next(filter(is_allowed, candidates), None)
+
+
+def covering_rows() -> tuple[list[Row], set[Pair]]:
+    """Few rows in which each pair of values occurs that is not refused; and the pairs that are."""
+    chosen, generator, rows = switches(), random.Random(0), list[Row]()
+    left = pairs_of({key: range(len(values)) for key, values in chosen.items()})
+    for pair in sorted(left, key=sorted):
+        row = complete({key: chosen[key][number] for key, number in pair}, chosen) if pair in left else None
+        if row is None:
+            continue
+        numbers = {key: chosen[key].index(value) for key, value in row.items()}
+        for key in generator.sample([key for key in chosen if key not in row], len(chosen) - len(row)):
+            gain = [
+                sum(frozenset({(key, number), old}) in left for old in numbers.items())
+                for number in range(len(chosen[key]))
+            ]
+            for number in sorted(range(len(gain)), key=gain.__getitem__, reverse=True):
+                if is_allowed(row | {key: chosen[key][number]}):
+                    row[key], numbers[key] = chosen[key][number], number
+                    break
+        left -= pairs_of({key: [number] for key, number in numbers.items()})
+        rows.append(row)
+    return rows, left
+
+
+ROWS, REFUSED = covering_rows()
+
+
+def test_few_pairs_are_refused() -> None:
+    """Those that configurations refuse with a reason."""
+    assert Counter(tuple(sorted(key for key, _ in pair)) for pair in REFUSED) == {
+        ("nesterov", "optimizer"): 2,
+        ("fused_optimizer", "optimizer"): 2,
+        ("enable_cuda_graphs", "optimizer"): 4,
+        ("enable_cuda_graphs", "fused_optimizer"): 2,
+        ("enable_cuda_graphs", "parallel"): 1,
+        ("enable_cuda_graphs", "progressive"): 2,
+        ("ema_decay", "opt_level"): 2,
+        ("enable_sync_bn", "fuse_norm_relu"): 1,
+        ("enable_nhwc", "fuse_norm_relu"): 1,
+    }
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=str(number), marks=() if number < QUICK else pytest.mark.slow)
+        for number, row in enumerate(ROWS)
+    ],
+)
+def test_switches_train_together_and_go_on_after_a_stop(
+    row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on_as_if_not_stopped(configure(row), tmp_path, monkeypatch)
