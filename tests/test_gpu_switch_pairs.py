@@ -38,7 +38,7 @@ NUMBERS: dict[str, list[Any]] = {
     "progressive": [{}, {"progressive_image_sizes": [16], "progressive_image_shares": [0.5]}],
 }
 OTHERS = ["enable_nhwc", "deterministic", "rnd_horizontal_flip", "enable_alternating_flip", "checkpoint_async"]
-# compile_mode acts with enable_compile, whose kernels compute nothing on the stand-in; a schedule changes one number
+# compiled kernels compute nothing on the stand-in; schedules differ in the learning rate alone
 LEFT_OUT = {"enable_compile", "compile_mode", "lr_schedule", "lr_scale_rule", "lr_warmup_by", "keep_cpu_memory"}
 RUN = {"batch_size": 8, "valid_batch_size_per_gpu": 8, "limit_valid_batches": 1, "log_freq": 1000, "lr": 0.01}
 RUN |= {"device": "cuda", "max_epochs": 1, "log_to_screen": False}

@@ -447,7 +447,7 @@ def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_refused(too_lo
         )
         assert list(folder.iterdir()) == []
     assert done.returncode == too_long
-    assert ("TMPDIR: data workers cannot make a socket" in done.stderr) == too_long, done.stderr
+    assert ("TMPDIR: worker processes cannot make a socket" in done.stderr) == too_long, done.stderr
 
 
 def test_workers_that_cannot_make_sockets_are_not_waited_for(

@@ -1,12 +1,13 @@
-"""Steps of 2 to 16 ranks over a network of chosen bandwidth and delay on this machine, beside their forecast.
+"""Steps of several ranks over a network of chosen bandwidth and delay on this machine, beside their forecast.
 
 Each rank is a host with a network of its own (wires.py), and gloo reduces DDP's buckets over it. The computing of the
 configuration's network is replaced by sleeping, layer by layer, so that ranks need no core each: what is measured is
-the communication and how much of it backward hides. The forecast (tools/scaling_model.py) is given the step of one rank
-and the bandwidth and delay that were asked for, nothing else.
+the communication and how much of it backward hides. The forecast (tools/scaling_model.py) is given the step of one
+rank, how much it varies, and the bandwidth and delay that were asked for, nothing else.
 """
 
 import argparse
+import json
 import multiprocessing
 import sys
 import tempfile
@@ -20,18 +21,19 @@ from typing import Any, NamedTuple
 import torch
 
 from tools.bench import common
-from tools.bench.fabric_rank import run_carrier, run_rank
+from tools.bench.fabric_rank import WARM_UP, run_carrier, run_rank
 from tools.bench.wires import why_not
 from tools.command_line import add_count
 from tools.output import print_table
 from tools.predict_scaling import layer_costs
 from tools.scaling_model import Forecast, Machine, Work, make_buckets, predict
 from utils.config import Config
+from utils.data.workers import check_sockets
 from utils.errors import ConfigError, ExpectedError
 from utils.run.environment import describe_environment
 
 CASES = "2:20:1,4:20:1,8:20:1,16:20:1,4:100:1,8:100:1,16:100:1,8:50:5,16:50:5"
-ANSWER_SECONDS = 120.0  # for all steps of one case
+ANSWER_SECONDS = 120.0  # to start the ranks of a case, beside what its steps should take
 
 
 class Case(NamedTuple):
@@ -61,9 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, print measured beside forecast, write the report."""
     config = common.read_config(options)
+    check_keys(config)
     cases = read_cases(options.cases)
     if reason := why_not():
         raise ConfigError(f"bench fabric cannot run here: {reason}")
+    check_sockets(1)  # the ranks hand over their wires' ends through such
     layers = layer_costs(config)
     gradients = sum(size for size, _ in layers)
     buckets: dict[Case, list[int]] = {}
@@ -101,6 +105,14 @@ def table_row(name: str, values: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def check_keys(config: Config) -> None:
+    """`ConfigError` for what would change the measurement and not the forecast."""
+    for key, value in {"gradient_compression": "none", "parallel": "ddp", "enable_sync_bn": False}.items():
+        if getattr(config, key) != value:
+            found = json.dumps(getattr(config, key))
+            raise ConfigError(f"{key} {found}: bench fabric forecasts only {json.dumps(value)}; --set {key}={value}")
+
+
 def read_cases(text: str) -> list[Case]:
     """The cases of `--cases`."""
     cases = []
@@ -109,9 +121,11 @@ def read_cases(text: str) -> list[Case]:
             ranks, megabits, milliseconds = word.split(":")
             case = Case(int(ranks), float(megabits), float(milliseconds))
         except ValueError:
-            raise ConfigError(f"--cases {word}: expected RANKS:MBIT/S:MS, as in 4:100:0.5") from None
-        if not (2 <= case.ranks <= 64 and case.megabits > 0 and case.milliseconds >= 0):
-            raise ConfigError(f"--cases {word}: expected 2 to 64 ranks, a bandwidth above 0 and a delay of at least 0")
+            raise ConfigError(f"--cases {text!r}: {word!r}: expected RANKS:MBIT/S:MS, as in 4:100:0.5") from None
+        if not (2 <= case.ranks <= 64 and 0.1 <= case.megabits <= 10_000 and 0 <= case.milliseconds <= 10_000):
+            raise ConfigError(
+                f"--cases {text!r}: {word!r}: expected 2 to 64 ranks, 0.1 to 10000 Mbit/s and 0 to 10000 ms"
+            )
         cases.append(case)
     return cases
 
@@ -154,6 +168,8 @@ def run_case(
     case: Case, config: Config, layers: Sequence[tuple[int, float]], step: float, steps: int
 ) -> dict[str, Any]:
     """What the slowest rank answers after `steps` steps: "seconds" of a step, their "deviation", DDP's "buckets"."""
+    expected = step if case.ranks == 1 else foretell(case, step, 0.0, config, layers).step
+    limit = ANSWER_SECONDS + 3 * expected * (WARM_UP + steps)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # torch is imported once for all ranks
     with tempfile.TemporaryDirectory() as folder:
@@ -165,9 +181,10 @@ def run_case(
             for rank in range(case.ranks):
                 answer, give_answer = context.Pipe(duplex=False)
                 ours, its_carrier = context.Pipe() if case.ranks > 1 else (None, None)
-                arguments = (rank, case.ranks, layers, step, steps, config, store, its_carrier, give_answer)
-                processes.append(context.Process(target=run_rank, args=arguments, daemon=True))
-                processes[-1].start()
+                arguments = (rank, case.ranks, layers, step, steps, limit, config, store, its_carrier, give_answer)
+                process = context.Process(target=run_rank, args=arguments, daemon=True)
+                process.start()
+                processes.append(process)
                 give_answer.close()
                 answers.append(answer)
                 if ours is not None and its_carrier is not None:
@@ -175,23 +192,27 @@ def run_case(
                     carriers.append(ours)
             if carriers:
                 wires = (carriers, case.megabits * 1e6 / 8, case.milliseconds / 1e3)
-                processes.append(context.Process(target=run_carrier, args=wires, daemon=True))
-                processes[-1].start()
-            return gather(case, answers)
+                process = context.Process(target=run_carrier, args=wires, daemon=True)
+                process.start()
+                processes.append(process)
+            return gather(case, answers, limit)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def gather(case: Case, answers: Sequence[Connection]) -> dict[str, Any]:
-    """The slowest rank's answer; `ExpectedError` where a rank gives none."""
+def gather(case: Case, answers: Sequence[Connection], seconds: float) -> dict[str, Any]:
+    """The slowest rank's answer; `ExpectedError` where a rank gives none for so many seconds."""
     given: list[dict[str, Any]] = []
     missing = list(answers)
     while missing:
-        ready = wait(missing, ANSWER_SECONDS)
+        ready = wait(missing, seconds)
         if not ready:
-            raise ExpectedError(f"case {case}: {len(missing)} ranks gave no answer for {ANSWER_SECONDS:.0f} s")
+            raise ExpectedError(
+                f"case {case}: {len(missing)} ranks gave no answer for {seconds:.0f} s, thrice the forecast and "
+                f"{ANSWER_SECONDS:.0f} s; take fewer --steps, more Mbit/s, or a smaller --set model"
+            )
         for answer in ready:
             assert isinstance(answer, Connection)
             try:

@@ -87,13 +87,15 @@ def run_rank(
     layers: Sequence[tuple[int, float]],
     step: float,
     steps: int,
+    limit: float,
     keys: DistributedKeys,
     store: str,
     carrier: Connection | None,
     answer: Connection,
 ) -> None:
     """Be one of `ranks` hosts, train `steps` steps, and send {"seconds": of a step, "deviation": of it, "buckets": in
-    bytes}. `store`: a file that all ranks share. One rank alone needs no `carrier`."""
+    bytes}. `limit`: seconds of a collective. `store`: a file that all ranks share. One rank alone needs no
+    `carrier`."""
     end_with_parent()
     torch.set_num_threads(1)
     world = World(rank, rank, ranks, torch.device("cpu"))
@@ -103,7 +105,7 @@ def run_rank(
         become_host(rank, carrier)
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+            "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=limit)
         )
         trained = wrap_in_ddp(keys, model, world)
     images = torch.zeros(1)

@@ -3,8 +3,8 @@
 `become_host` gives a process a network namespace of its own, with one network interface. `carry` is the wires between
 such hosts: a process that takes each packet where it leaves a host and hands it over after its time. As with
 `tc netem rate R delay D` on the interface of each host, a host sends one packet after the other at the rate, and each
-arrives after the delay; here no kernel module is needed. Nothing is named or stored outside the processes, so the
-kernel removes namespaces and interfaces when they end, however that is.
+arrives after the delay; here no kernel module is needed. Namespaces and interfaces have no name outside the
+processes, so the kernel removes them when these end, however that is.
 """
 
 import ctypes
@@ -38,11 +38,16 @@ def why_not() -> str | None:
     """Why no hosts can be made here, with the remedy, or None where they can."""
     if os.geteuid():
         return "network namespaces need root; run it with sudo, or in a container as root"
-    if not shutil.which("ip"):
-        return "the command ip is missing; install iproute2"
-    if not TUN.exists():
-        return f"{TUN} is missing; load the kernel module tun, or give the container --device {TUN}"
-    if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
+    for command, package in (("ip", "iproute2"), ("unshare", "util-linux")):
+        if not shutil.which(command):
+            return f"the command {command} is missing; install {package}"
+    try:
+        os.close(os.open(TUN, os.O_RDWR))
+    except OSError as error:
+        return f"{TUN}: {error.strerror}; load the kernel module tun, or give the container --device {TUN}"
+    if subprocess.run(
+        ["unshare", "--net", "ip", "link", "set", "lo", "up"], capture_output=True, check=False
+    ).returncode:
         return "network namespaces are not allowed here; give the container --cap-add SYS_ADMIN --cap-add NET_ADMIN"
     return None
 

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_config(options.yaml_config, options.config, settings + options.set)
     if options.strike:
         if config.verify_every_steps is None:
-            say("verify_every_steps is null: no step is checked, and what the flip changes stays")
+            say("verify_every_steps is null: no step is checked, so nothing finds the flip; --set verify_every_steps=1")
         return strike(options)
     if config.verify_every_steps != 1:
         raise ConfigError(f"verify_every_steps {config.verify_every_steps}: a campaign checks every step; use 1")

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import tempfile
 import threading
 import time
 from multiprocessing.connection import Listener
@@ -85,9 +84,9 @@ def check_sockets(num_workers: int) -> None:
         Listener(family="AF_UNIX").close()
     except OSError as error:
         raise ConfigError(
-            f"TMPDIR: data workers cannot make a socket below {tempfile.gettempdir()} ({error}).\n"
-            "Set TMPDIR to a shorter path on a local disk, such as /tmp; else --set num_data_workers=0 or "
-            "--set data_loader=device"
+            f"TMPDIR: worker processes cannot make a socket below {os.environ.get('TMPDIR', '/tmp')} ({error}).\n"
+            "Set TMPDIR to a short path on a local disk with free space, such as /tmp; else --set num_data_workers=0 "
+            "or --set data_loader=device"
         ) from None
 
 

@@ -102,8 +102,8 @@ def choose_precision(keys: SpeedKeys, device: torch.device) -> Precision:
     )
     if level == "O3" and fp16 and keys.optimizer in DIVIDE_BY_SQUARES:
         raise ConfigError(
-            f"optimizer {keys.optimizer} with opt_level O3 needs amp_dtype bf16: squares of small fp16 gradients, "
-            "by which it divides, are 0, and weights leap; or use opt_level O2"
+            f"optimizer {keys.optimizer} with opt_level O3 needs amp_dtype bf16, which is {keys.amp_dtype}, here fp16: "
+            "it divides by squared gradients, and small ones are 0 in fp16; else use opt_level O2"
         )
     if level == "O3" and not fp16 and precision.loss_scale is not None and device.type == "cuda":
         raise ConfigError(
