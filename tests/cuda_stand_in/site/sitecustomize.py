@@ -1,7 +1,7 @@
 """Python imports this by itself where PYTHONPATH holds its folder (with.sh --compute): the stand-in for CUDA computes
-in each process from the end of its `import torch` on. Benches, with the processes that they start, only launch: of what
-they compute nothing is read, and the CPU needs minutes for a GPU's sizes. torch.compile is off: the kernels that it
-makes compute nothing here."""
+in each process from the end of its `import torch` on. Benches, with the processes that they start, only launch, but for
+those that train: of what the others compute nothing is read, and the CPU needs minutes for a GPU's sizes. torch.compile
+is off: the kernels that it makes compute nothing here."""
 
 import importlib.machinery
 import importlib.util
@@ -12,6 +12,7 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 
 LAUNCHES_ONLY = "CUDA_STAND_IN_LAUNCHES_ONLY"
+TRAINING = {"record", "scaling"}  # benches whose runs read their own losses
 
 
 class _AfterTorch(MetaPathFinder):
@@ -38,7 +39,7 @@ class _AfterTorch(MetaPathFinder):
 
 
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-if "tools.bench" in sys.orig_argv:
+if "tools.bench" in sys.orig_argv and not TRAINING & {*sys.orig_argv}:
     os.environ[LAUNCHES_ONLY] = "1"
 if LAUNCHES_ONLY not in os.environ:
     sys.meta_path.insert(0, _AfterTorch())
