@@ -1,5 +1,6 @@
 """Shared by all tests: small configurations, single-process places, and which tests this machine can run."""
 
+import copy
 import os
 
 # Before torch is imported, for this process and those that tests start: threads that spin for work on shared cores
@@ -21,6 +22,7 @@ from utils.config import Config, load_config
 from utils.config.command_line import parse_arguments
 from utils.data import datasets
 from utils.distributed.world import World
+from utils.training.learner import Learner
 
 ROOT = Path(__file__).resolve().parent.parent
 CIFAR100 = ROOT / "config/cifar100.yaml"
@@ -131,3 +133,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def check_they_train_alike(learners: list[Learner]) -> None:
+    """Three steps of two learners on the same images end alike, up to the order of sums, and so does one more from the
+    other's state; names in their states are the same."""
+    images, labels = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
+    for _ in range(3):
+        for learner in learners:
+            learner.model.train()
+            learner.train(images, labels)
+    states = [copy.deepcopy(learner.state_dict()) for learner in learners]
+    for learner, state in zip(learners, reversed(states), strict=True):
+        learner.load_state_dict(state)
+        learner.train(images, labels)
+    without, with_it = (learner.model.state_dict() for learner in learners)
+    assert list(without) == list(with_it)
+    for name, value in without.items():
+        torch.testing.assert_close(with_it[name], value, rtol=1e-3, atol=1e-4)

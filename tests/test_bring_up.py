@@ -285,7 +285,7 @@ def bring_up(folder: Path, fastest: float = 20_000, spread: float = 0.01, **mach
     report(folder, "ladder", {"limits": {}, "rungs": rungs})
     report(folder, "limits", {"product bf16, TFLOP/s": sample(700), "memory, GB/s": sample(4_000)})
     layer = {"milliseconds": sample(0.2), "count": 3, "at_least": 0.1, "bound": "memory", "share": 0.5}
-    report(folder, "layers", {"convolution 3x3, 64x32x32 to 64": layer})
+    report(folder, "layers", {"layers": {"convolution 3x3, 64x32x32 to 64, forward": layer}})
     report(folder, "loaders", {"device": {"images_per_sec": sample(1e6), "training_images_per_sec": sample(19_000)}})
     report(folder, "peers", {"this project": {"full": sample(20_000)}, "timm": {"full": sample(15_000)}})
     tests = folder / "parts/gpu-tests"
@@ -314,6 +314,7 @@ def test_figures_have_spread_and_their_share_of_the_ceiling(tmp_path: Path) -> N
     fastest = found["ladder: fastest, images/s"]
     assert (fastest.median, fastest.low, fastest.share) == (20_000, 19_800, 0.25)
     assert found["limits: memory, GB/s"].median == 4_000
+    assert found["layers: convolution 3x3, 64x32x32 to 64, forward, ms"].share == 0.5
     assert found["record-75: time to 75%, s"].median == 41 and found["record-75: best accuracy, %"].median == 76
     # 1 GFLOP an image, by the ladder: 21,000 images/s are 21 of the 700 TFLOP/s that limits measured
     assert found["record-75: training, images/s"].share == pytest.approx(0.03)

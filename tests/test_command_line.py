@@ -120,8 +120,8 @@ def test_keys_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
         "  default: 0.1; in bs256: 0.14\n"
         "  acts in: utils/training/: grep -rnwI lr train.py utils/training\n\n"
         "enable_amp (precision)\n"
-        "  AMP: forward and loss under autocast.\n"
-        "  allowed: true or false\n"
+        "  AMP: forward and loss under autocast; auto: not in bf16 on a CPU without kernels for it.\n"
+        "  allowed: auto, true, false\n"
         "  default: false\n"
         '  acts in: lines with the tag AMP: grep -rnI "\\bAMP:" train.py utils\n\n'
         "seed (shared by model, data and training)\n"
@@ -222,7 +222,7 @@ REFUSALS = [
     (["--set", "<<=3"], "--set <<=3: unknown key '<<'; --explain lists every key"),
     (["--set", "lr=0.2", "--set", "lr=-1"], f"--set lr=-1: lr is -1; {RATE}"),
     (["--set", "lr=0.1=2"], f'--set lr=0.1=2: lr is "0.1=2"; {RATE}'),
-    (["--set", "enable_amp=on"], '--set enable_amp=on: enable_amp is "on"; allowed: true or false; write true'),
+    (["--set", "enable_nhwc=on"], '--set enable_nhwc=on: enable_nhwc is "on"; allowed: true or false; write true'),
     (["--set", "lr=!!python/object:os.x y"], "--set lr=!!python/object:os.x y: lr has the tag !!python/object:os.x"),
     (["--set", "lr=" + "[" * 1000], f"--set lr={'[' * 54}...: the value is nested too deeply"),
     (["--set", "lr=1\nseed: 2"], '--set "lr=1\\nseed: 2": the value is not valid YAML 1.2: '),

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from tests.conftest import CIFAR100, ROOT
-from tools.bench import limits
+from tools.bench import ceilings
 from tools.doctor import __main__ as doctor
 from tools.doctor import devices, finding, fingerprints, gpus, hardware, machine, ranks
 from tools.doctor.finding import Finding
@@ -268,7 +268,7 @@ def test_one_process_of_a_node_measures_all_its_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(devices, "arithmetic", lambda device: 100.0 if device.index == 2 else 600.0)
     for name in ("memory", "host_to_device"):
-        monkeypatch.setattr(limits, name, lambda device, trials: SimpleNamespace(median=1.0))
+        monkeypatch.setattr(ceilings, name, lambda device, trials: SimpleNamespace(median=1.0))
     first = torch.device("cuda", 0)
     seen = devices.device_checks(first, alone=True)
     assert [finding.check for finding in seen] == ["ceilings"] * 3 + ["slow device"]

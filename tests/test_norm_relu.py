@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from torchvision.models import resnet18
 
 from models import build_model
-from tests.conftest import ROOT
+from tests.conftest import ROOT, check_they_train_alike
 from train import Trainer
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.training.norm_relu import NormReLU, fuse_norm_relu, norm_relu, norm_relu_backward
+from utils.training import norm_relu_cpu
+from utils.training.norm_relu import NormReLU, check_fusion, fuse_norm_relu, norm_relu, norm_relu_backward
 
 Tiny = Callable[..., Config]
+CPU = torch.device("cpu")
 ON = {"fuse_norm_relu": True, "enable_nhwc": True}
 
 
@@ -93,7 +95,8 @@ def test_each_network_keeps_its_names_and_its_outputs(tiny: Tiny, model: str, la
         expected: nn.Module = nn.Sequential(*list(build_model(tiny(model=model)).children())[:1])
     else:
         expected = build_model(tiny(model=model))
-    found = fuse_norm_relu(tiny(**ON), copy.deepcopy(expected))
+    found = copy.deepcopy(expected)
+    assert not fuse_norm_relu(tiny(**ON), found, CPU)
     images = torch.randn(2, 3, 32, 32)
     assert sum(isinstance(module, NormReLU) for module in found.modules()) == layers
     assert torch.equal(found(images), expected(images))
@@ -106,18 +109,7 @@ def test_each_network_keeps_its_names_and_its_outputs(tiny: Tiny, model: str, la
 def test_training_continues_with_and_without_it(tiny: Tiny, alone: World) -> None:
     """Three steps with it equal three without, up to the order of sums; then each goes on from the other's state."""
     learners = [Trainer(tiny(lr=0.02, **changes), alone).learner for changes in ({"enable_nhwc": True}, ON)]
-    images, labels = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
-    for _ in range(3):
-        for learner in learners:
-            learner.train(images, labels)
-    states = [copy.deepcopy(learner.state_dict()) for learner in learners]
-    for learner, state in zip(learners, reversed(states), strict=True):
-        learner.load_state_dict(state)
-        learner.train(images, labels)
-    without, fused = (learner.model.state_dict() for learner in learners)
-    assert list(without) == list(fused)
-    for name, value in without.items():
-        torch.testing.assert_close(fused[name], value, rtol=1e-3, atol=1e-4)
+    check_they_train_alike(learners)
 
 
 def test_what_it_cannot_do_is_refused_by_name(tiny: Tiny, alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,10 +121,171 @@ def test_what_it_cannot_do_is_refused_by_name(tiny: Tiny, alone: World, monkeypa
         with pytest.raises(ValueError, match=words):
             tiny(**ON | changes)
     with pytest.raises(ConfigError, match="no BatchNorm2d and ReLU that can be one; use false"):
-        fuse_norm_relu(tiny(**ON), nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.ReLU(), nn.BatchNorm2d(3)))
-    monkeypatch.setattr("utils.training.step._missing_compiler", lambda device: "")
+        fuse_norm_relu(tiny(**ON), nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.ReLU(), nn.BatchNorm2d(3)), CPU)
+    monkeypatch.setattr("utils.training.compilers.missing_compiler", lambda device: "")
     with pytest.raises(ConfigError, match="enable_compile auto compiles here"):
-        Trainer(tiny(**ON, enable_compile="auto"), alone)
+        check_fusion(tiny(**ON, enable_compile="auto"), torch.device("cuda", 0))
+
+
+def compiled_and_not(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[..., Tensor], *inputs: Tensor | None
+) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of what the CPU's kernels and what PyTorch's operations give."""
+    assert inputs[0] is not None
+    if not norm_relu_cpu.has_compiler():
+        pytest.skip("no C++ compiler")
+    assert norm_relu_cpu.fits(inputs[0])
+    found = list(results(function, a_norm(inputs[0].shape[1]), *inputs))
+    with monkeypatch.context() as without:
+        without.setattr(norm_relu_cpu, "has_compiler", lambda: False)
+        expected = list(results(function, a_norm(inputs[0].shape[1]), *inputs))
+    return list(zip(found, expected, strict=True))
+
+
+def fused(x: Tensor, shortcut: Tensor | None, norm: NormReLU) -> Tensor:
+    return norm(x, shortcut)
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("shape", [(1, 3, 1, 2), (3, 5, 4, 4), (4, 70, 9, 9), (2, 17, 33, 31), (7, 260, 16, 16)])
+def test_the_cpus_kernels_compute_the_same(
+    shape: tuple[int, ...], added: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One part and several, whole blocks of rows and what is left, within the rounding of float32 sums."""
+    for found, expected in compiled_and_not(monkeypatch, fused, *a_case(shape, torch.float32, added=added)):
+        assert found.stride() == expected.stride()
+        tolerance = 2e-5 * max(1, expected.abs().max().item())
+        wrong = ~torch.isclose(found, expected, rtol=2e-5, atol=tolerance)
+        assert wrong.sum() <= wrong.numel() / 1000  # where a sum is 0 before ReLU but for its rounding
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_the_cpus_kernels_round_bf16_once(added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward as float32 rounded at the end; backward, from what one forward pass kept, within 2 units in the last of 8
+    places of the operations, which round in between."""
+    if not norm_relu_cpu.has_compiler():
+        pytest.skip("no C++ compiler")
+    (x, shortcut), norm = a_case((4, 70, 9, 9), torch.bfloat16, added=added), a_norm(70)
+    assert x is not None
+    wide = fused(x.float(), None if shortcut is None else shortcut.float(), a_norm(70))
+    weights = norm.weight.data, norm.bias.data
+    out, *kept = norm_relu(x, shortcut, *weights, norm.running_mean, norm.running_var, norm.momentum, norm.eps)
+    assert torch.equal(out, wide.to(torch.bfloat16))
+    known = a_case((4, 70, 9, 9), torch.bfloat16, added=True)[1], x, out if added else None, *weights, *kept, norm.eps
+    found = norm_relu_backward(*known)
+    monkeypatch.setattr(norm_relu_cpu, "has_compiler", lambda: False)
+    for mine, reference in zip(found, norm_relu_backward(*known), strict=True):
+        assert mine.dtype == reference.dtype
+        tolerance = 2**-7 * max([1.0, *reference.float().abs().flatten().tolist()])
+        torch.testing.assert_close(mine.float(), reference.float(), rtol=2**-6, atol=tolerance)
+
+
+def test_the_cpus_kernels_give_the_same_bits_with_any_number_of_threads() -> None:
+    """In any layout of the shortcut, too; what is no number passes."""
+    if not norm_relu_cpu.has_compiler():
+        pytest.skip("no C++ compiler")
+    x, shortcut = a_case((7, 260, 16, 16), torch.float32, added=True)
+    assert x is not None and shortcut is not None
+    runs, threads = [], torch.get_num_threads()
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        runs.append(list(results(fused, a_norm(260), x, shortcut)))
+    torch.set_num_threads(threads)
+    runs.append(list(results(fused, a_norm(260), x, shortcut.contiguous())))
+    assert all(torch.equal(one, other) for run in runs[1:] for one, other in zip(runs[0], run, strict=True))
+    shortcut[0, 0, 0, 0] = torch.nan
+    assert a_norm(260)(x, shortcut)[0, 0, 0, 0].isnan()
+
+
+def test_a_shortcut_of_another_format_or_shape_is_taken_as_pytorch_takes_it() -> None:
+    """And a batch without images, which the kernels do not get, refused as it is."""
+    (x, shortcut), norm = a_case((2, 6, 4, 4), torch.bfloat16, added=True), a_norm(6)
+    assert x is not None and shortcut is not None
+    for other in (shortcut.float(), shortcut[:, :, :1, :1]):
+        like_x = other.to(x.dtype).expand(x.shape)
+        assert torch.equal(norm(x, other), norm(x, like_x))
+    with pytest.raises(RuntimeError, match="at least one element"):
+        norm(x[:0])
+
+
+@pytest.mark.parametrize("which", [2, 3, 4, 5])
+def test_weights_and_statistics_of_another_format_or_memory_are_left_to_pytorch(which: int) -> None:
+    (x, _), norm = a_case((2, 6, 4, 4), torch.float32, added=False), a_norm(6)
+    known = [x, None, norm.weight.data, norm.bias.data, norm.running_mean, norm.running_var]
+    strided = [*known]
+    strided[which] = torch.stack((known[which], torch.zeros(6)), 1)[:, 0]  # type: ignore[list-item]
+    assert x is not None and norm_relu_cpu.fits(x, *known[2:]) == norm_relu_cpu.has_compiler()  # type: ignore[arg-type]
+    assert not norm_relu_cpu.fits(x, *strided[2:])  # type: ignore[arg-type]
+    assert not norm_relu_cpu.fits(x, *known[2:5], norm.running_var.double())  # type: ignore[arg-type]
+    found, expected = norm_relu(*strided, 0.1, 1e-5), norm_relu(*map(copy.deepcopy, known), 0.1, 1e-5)
+    torch.testing.assert_close(found, expected)
+
+
+def test_one_value_a_channel_is_refused_as_pytorch_refuses_it() -> None:
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        a_norm(6)(torch.randn(1, 6, 1, 1))
+
+
+def test_other_activations_stay(tiny: Tiny) -> None:
+    """Networks of torchvision's blocks whose `relu` somebody has replaced."""
+    model = resnet18()
+    for module in list(model.modules()):
+        if hasattr(module, "relu"):
+            module.relu = nn.SiLU()
+    with pytest.raises(ConfigError, match="no BatchNorm2d and ReLU that can be one"):
+        fuse_norm_relu(tiny(**ON), model, CPU)
+    images = torch.randn(2, 3, 32, 32)
+    expected = model(images)
+    assert fuse_norm_relu(tiny(**ON | {"fuse_norm_relu": "auto"}), model, CPU) == []
+    assert torch.equal(model(images), expected)
+
+
+def test_half_weights_are_left_to_pytorchs_operations(tiny: Tiny) -> None:
+    half = {"opt_level": "O3", "amp_dtype": "bf16"}
+    model = build_model(tiny())
+    assert fuse_norm_relu(tiny(**ON | half, **{}), model, CPU)[0].endswith("kernels would need BatchNorm in float32")
+    model = build_model(tiny())
+    assert fuse_norm_relu(tiny(**ON | half | {"fuse_norm_relu": "auto"}), model, CPU) == []
+    assert not any(isinstance(module, NormReLU) for module in model.modules())
+
+
+def test_a_compiler_that_fails_is_named_in_a_line(tmp_path: Path) -> None:
+    """In a process of its own, as Inductor keeps what it has learned of a compiler."""
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\n[ \"$1\" = --version ] && exit\necho 'fatal error: no space left' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    environment = os.environ | {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    program = "from utils.training import norm_relu_cpu; norm_relu_cpu.build()"
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    last = result.stderr.splitlines()[-1]
+    assert result.returncode == 1 and "fuse_norm_relu: its kernels could not be built" in last
+    assert "no space left; use fuse_norm_relu false" in last
+
+
+def test_a_cpu_without_a_compiler_says_that_nothing_is_gained(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_relu_cpu, "has_compiler", lambda: False)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    notes = fuse_norm_relu(tiny(**ON), build_model(tiny()), CPU)
+    assert len(notes) == 1 and "without gain" in notes[0] and "no-such-compiler is not found" in notes[0]
+
+
+def test_auto_is_on_where_a_cpu_steps_eagerly_over_nhwc(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_fused(device: torch.device, **changes: object) -> bool:
+        model = build_model(tiny())
+        fuse_norm_relu(tiny(**{"fuse_norm_relu": "auto", "enable_nhwc": True} | changes), model, device)
+        return any(isinstance(module, NormReLU) for module in model.modules())
+
+    monkeypatch.setattr(norm_relu_cpu, "has_compiler", lambda: True)
+    assert is_fused(CPU)
+    assert not is_fused(CPU, enable_nhwc=False)
+    assert not is_fused(CPU, enable_compile=True)
+    assert not is_fused(CPU, enable_sync_bn=True)
+    assert not is_fused(torch.device("cuda", 0))
+    monkeypatch.setattr(norm_relu_cpu, "has_compiler", lambda: False)
+    assert not is_fused(CPU)
 
 
 def check_kernels(device: str) -> None:
@@ -202,9 +355,11 @@ def test_the_kernels_compute_the_same_on_a_gpu() -> None:
 
 def test_own_sequentials_are_fused_and_other_layers_left(tiny: Tiny) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4), nn.GELU())
-    fused = fuse_norm_relu(tiny(**ON), copy.deepcopy(model))
+    fused = copy.deepcopy(model)
+    fuse_norm_relu(tiny(**ON), fused, CPU)
     assert [type(layer) for layer in fused] == [nn.Conv2d, NormReLU, nn.Identity, nn.BatchNorm2d, nn.GELU]
     images = torch.randn(2, 3, 8, 8)
     assert torch.equal(fused(images), model(images))
-    large = fuse_norm_relu(tiny(**ON), resnet18())
+    large = resnet18()
+    fuse_norm_relu(tiny(**ON), large, CPU)
     assert isinstance(large.relu, nn.Identity) and isinstance(large.bn1, NormReLU)

@@ -136,7 +136,7 @@ def test_cuda_chooses_fp16_with_dynamic_scaling_but_none_for_o3(tiny):
         choose_precision(bf16, cuda)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon"])
 def test_squared_gradients_need_more_range_than_fp16_weights_have(tiny, optimizer):
     """Weights of resnet8 went from 1 to 1213 and 80 in two steps, in bf16 to 1.02."""
     cuda, keys = torch.device("cuda"), {"opt_level": "O3", "optimizer": optimizer}
@@ -291,3 +291,17 @@ def test_o2_in_bf16_gives_the_bits_of_o1_without_its_casts_of_single_weights(tin
         found.append(learner.weights.state_dict() | {"sums": learner.sums.sums})
     for name, value in found[0].items():
         assert torch.equal(found[1][name], value), name
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_auto_leaves_bf16_out_where_there_are_no_kernels_for_it(tiny, native, monkeypatch):
+    """Even where amp_dtype asks for bf16 by name; fp16 on a CPU is refused on every processor."""
+    monkeypatch.setattr(precision_module, "has_bf16_kernels", lambda: native)
+    cpu = torch.device("cpu")
+    for dtype in ("auto", "bf16"):
+        found = str(choose_precision(tiny(enable_amp="auto", amp_dtype=dtype), cpu))
+        assert found.split(":", maxsplit=1)[0] == ("bf16 autocast" if native else "float32")
+    assert str(choose_precision(tiny(enable_amp=True, amp_dtype="bf16"), cpu)) == "bf16 autocast"
+    with pytest.raises(ConfigError, match="amp_dtype fp16 needs a CUDA device"):
+        choose_precision(tiny(enable_amp="auto", amp_dtype="fp16"), cpu)
+    assert str(choose_precision(tiny(enable_amp="auto", amp_dtype="bf16"), torch.device("cuda"))) == "bf16 autocast"

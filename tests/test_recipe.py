@@ -16,7 +16,7 @@ from utils.config import Config
 from utils.errors import CheckpointError
 from utils.run.checkpoint import read_checkpoint
 from utils.training.classifier import build_classifier
-from utils.training.large_batch import LAMB_BETA2, LAMB_EPSILON, LARS_TRUST_COEFFICIENT, Lamb, Lars
+from utils.training.large_batch import ADAM_BETA2, LAMB_EPSILON, LARS_TRUST_COEFFICIENT, Lamb, Lars
 from utils.training.optimizer import build_optimizer, load_optimizer
 from utils.training.recipe import resize, training_size
 
@@ -80,9 +80,9 @@ def lamb_paper(rates, beta1, decay):
         for number, gradient in enumerate(step):
             weight = weights[number]
             means[number] = beta1 * means[number] + (1 - beta1) * gradient
-            squares[number] = LAMB_BETA2 * squares[number] + (1 - LAMB_BETA2) * gradient**2
+            squares[number] = ADAM_BETA2 * squares[number] + (1 - ADAM_BETA2) * gradient**2
             mean = means[number] / (1 - beta1**number_of_step)
-            square = squares[number] / (1 - LAMB_BETA2**number_of_step)
+            square = squares[number] / (1 - ADAM_BETA2**number_of_step)
             update = mean / (np.sqrt(square) + LAMB_EPSILON) + decay * weight
             length = np.linalg.norm(weight)
             scale = length / np.linalg.norm(update) if weight.ndim > 1 and length > 0 else 1.0
@@ -148,7 +148,7 @@ def test_lars_and_lamb_equal_timms(name):
     assert_same(*sides)
 
 
-RATES_OF = {"lars": {"lr": 1.0}, "lamb": {"lr": 0.01}, "adamw": {"lr": 0.01}}
+RATES_OF = {"lars": {"lr": 1.0}, "lamb": {"lr": 0.01}, "adamw": {"lr": 0.01}, "muon": {"lr": 0.01}}
 
 
 @pytest.mark.parametrize("name", RATES_OF)

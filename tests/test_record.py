@@ -111,7 +111,7 @@ def test_a_seed_that_could_not_be_averaged_is_not_run(
     monkeypatch.setattr(record, "run_seed", lambda *_: pytest.fail("ran a seed for nothing"))
     arguments = ["record", "--config=bs128", f"--out={folder(0.4)}", "--seeds=2", *SETTINGS]
     arguments += ["--target=0.4", "--set=save_checkpoint=true"]
-    monkeypatch.setattr(record, "_check_same_config", lambda *_: None)
+    monkeypatch.setattr(record, "check_same_config", lambda *_: None)
     assert bench.main(arguments) == 2
     assert "seed-0 cannot be averaged with the others: commit aaa" in capsys.readouterr().err
 

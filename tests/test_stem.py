@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from models import build_model
+from tests.conftest import check_they_train_alike
 from train import Trainer
 from utils.config import Config
 from utils.distributed.world import World
@@ -56,18 +57,7 @@ def test_it_keeps_names_parameters_and_random_draws(tiny: Tiny, alone: World) ->
 def test_training_continues_with_and_without_it(tiny: Tiny, alone: World) -> None:
     """Three steps with it equal three without; then each takes the other's state and goes on alike."""
     learners = [Trainer(tiny(stem_channels=channels, lr=0.02), alone).learner for channels in (3, 8)]
-    images, labels = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
-    for _ in range(3):
-        for learner in learners:
-            learner.model.train()
-            learner.train(images, labels)
-    states = [copy.deepcopy(learner.state_dict()) for learner in learners]
-    for learner, state in zip(learners, reversed(states), strict=True):
-        learner.load_state_dict(state)
-        learner.train(images, labels)
-    plain, padded = (learner.model.state_dict() for learner in learners)
-    for name, value in plain.items():
-        torch.testing.assert_close(padded[name], value, rtol=1e-3, atol=1e-4)
+    check_they_train_alike(learners)
 
 
 def test_any_first_convolution_is_padded_or_its_absence_told(tiny: Tiny) -> None:

@@ -21,8 +21,9 @@ from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.run.logger import RunLogger
 from utils.training.batches import prefetch
+from utils.training.compilers import compiles, has_compiler
 from utils.training.optimizer import build_optimizer, learning_rate, set_learning_rate
-from utils.training.step import choose_step, compiles, wants_graphs
+from utils.training.step import choose_step, wants_graphs
 
 # every switch of speed that a CPU can use, alone; the last one is all together
 SWITCHES = {
@@ -35,6 +36,8 @@ SWITCHES = {
     "cudnn benchmark": {"cudnn_benchmark": True},
     "stem": {"stem_channels": 8},
     "fused norm": {"fuse_norm_relu": True, "enable_nhwc": True},
+    "conv products": {"conv_weight_products": True, "enable_nhwc": True},
+    **({"conv winograd": {"conv_winograd": True, "enable_nhwc": True}} if has_compiler() else {}),
     "accumulation": {"micro_batch_size": 16},
     "compile": {"enable_compile": True},
     "all": {"enable_amp": True, "enable_nhwc": True, "enable_extra_opts": True, "enable_compile": True},
@@ -55,6 +58,12 @@ def train_losses(config, alone, steps):
 def _epoch(trainer, epoch):
     trainer.loaders.train.set_epoch(epoch)
     return trainer.loaders.train
+
+
+@pytest.fixture(autouse=True)
+def kernels_in_small_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("utils.training.conv_products.ENOUGH", 200)
+    monkeypatch.setattr("utils.training.conv_winograd.ENOUGH", 200)
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +122,12 @@ def test_compile_without_a_compiler_says_what_to_do(tiny, alone, monkeypatch):
     assert not any("compiled" in note for note in Trainer(tiny(enable_compile="auto"), alone).notes)
     monkeypatch.delenv("CXX")
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr("utils.training.step._missing_compiler", lambda device: "")
-    assert any("compiled (mode default)" in note for note in Trainer(tiny(enable_compile="auto"), alone).notes)
+    monkeypatch.setattr("utils.training.step.missing_compiler", lambda device: "")
+    assert any("compiled (mode default)" in note for note in Trainer(tiny(enable_compile=True), alone).notes)
 
 
 def test_compiling_needs_pythons_headers_and_for_cuda_a_c_compiler(tiny, monkeypatch, tmp_path):
-    """What is missing comes one after the other; auto compiles where nothing is."""
+    """What is missing comes one after the other; auto compiles for CUDA where nothing is."""
     cpu, cuda, found = torch.device("cpu"), torch.device("cuda", 0), ["g++"]
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
@@ -135,12 +144,10 @@ def test_compiling_needs_pythons_headers_and_for_cuda_a_c_compiler(tiny, monkeyp
         return str(error.value)
 
     assert f"enable_compile needs Python's headers, and {tmp_path}/Python.h is not found" in refused()
-    assert not auto(cpu)
     (tmp_path / "Python.h").touch()
     assert "enable_compile needs a C compiler too, and gcc or clang is not found" in refused()
-    assert auto(cpu)
     found.append("clang")
-    assert auto(cuda)
+    assert auto(cuda) and not auto(cpu)  # which gains nothing by it
     monkeypatch.setenv("CC", "no-such-compiler")
     assert "a C compiler too, and no-such-compiler is not found" in refused()
 
@@ -173,7 +180,7 @@ def test_graphs_need_cuda_and_the_fused_optimizer(tiny, alone):
 
 
 def test_compile_modes_with_graphs_of_their_own_need_gradients_that_are_dropped(tiny, alone, monkeypatch):
-    monkeypatch.setattr("utils.training.step._missing_compiler", lambda device: "")
+    monkeypatch.setattr("utils.training.step.missing_compiler", lambda device: "")
     cuda, fitting = torch.device("cuda", 0), {"enable_compile": True, "zero_grad_set_to_none": True}
 
     def choose(mode, **changes):
@@ -299,10 +306,16 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     assert faults["auto"] * 2 < faults["false"]
 
 
-def test_fastest_is_what_each_device_can_do(tiny, alone):
-    config = tiny("fastest", enable_compile=False)
-    trainer = Trainer(config, alone)
-    assert str(trainer.learner.precision) == "bf16 autocast" and trainer.learner.optimizer.param_groups[0]["fused"]
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_fastest_is_what_each_device_can_do(tiny, alone, has_bf16, monkeypatch):
+    monkeypatch.setattr("utils.training.precision.has_bf16_kernels", lambda: has_bf16)
+    config = tiny("fastest")
+    learner = Trainer(config, alone).learner
+    assert learner.optimizer.param_groups[0]["fused"]
+    assert str(learner.precision).split(":")[0] == ("bf16 autocast" if has_bf16 else "float32")
+    kinds = {type(module).__name__ for module in learner.model.modules()}
+    assert ("ProductConv2d" in kinds) == (not has_bf16) and ("NormReLU" in kinds) == has_compiler()
+    assert ("WinogradConv2d" in kinds) == (not has_bf16 and has_compiler())
     assert not wants_graphs(config, alone.device)
     assert wants_graphs(config, torch.device("cuda", 0))
     assert not wants_graphs(tiny("fastest", parallel="dataparallel", amp_dtype="auto"), torch.device("cuda", 0))

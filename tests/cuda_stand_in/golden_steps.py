@@ -36,8 +36,9 @@ from utils.data.image_files import DecodedImages
 from utils.distributed.world import World
 from utils.run.logger import RunLogger
 from utils.training import learner
+from utils.training.compilers import compiles
 from utils.training.precision import choose_precision
-from utils.training.step import GRAPH_WARMUP_STEPS, compiles, wants_graphs
+from utils.training.step import GRAPH_WARMUP_STEPS, wants_graphs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TABLE = Path(__file__).with_suffix(".txt")

@@ -15,11 +15,12 @@ COMMANDS = {
     "ddp_overhead": "what a process group and DDP cost a single process",
     "scaling": "weak and strong scaling over processes, and the share of communication",
     "record": "time to an accuracy, or the accuracy at the end, over several seeds",
+    "paired": "gains in accuracy by settings, over the same seeds without them",
     "loaders": "images/s of each data loader, alone and feeding a training step",
     "ladder": "images/s of every rung of speed, as shares of what the machine can do",
     "limits": "what the machine can do: products, convolutions, memory, copies, disk, all-reduce",
     "fabric": "steps of many ranks over networks of chosen bandwidth and delay, beside their forecast",
-    "layers": "each layer of the network alone, against those limits",
+    "layers": "where a step's time goes: each operation of the network alone, as configured and at its best",
     "peers": "this project's training step against timm's and Lightning's",
 }
 

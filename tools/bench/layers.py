@@ -1,42 +1,38 @@
-"""Each layer of a network alone, forward and backward, against what this machine can do: where a step's time must go.
+"""Where a step's time goes: each operation of the network alone, forward and backward, in the configuration's way and
+in the best way that this machine has, and their shares of the whole step.
 
-    python -m tools.bench layers --config=fastest
+    python -m tools.bench layers --config=fastest         # the same: python -m tools.bench limits --layers
 
-A layer's bound is the larger of its arithmetic at the measured rate of products or convolutions, and of its bytes at
-the measured memory bandwidth: images, weights and gradients are read and written once. Layers of one shape count once.
+The network is asked what it computes, so that any of them can be measured. Operations of one shape count once. The
+bound ("at least") is the larger of the arithmetic at the measured rate of products or convolutions, and of the bytes
+at the measured memory bandwidth, each feature map read or written once.
 """
 
 import argparse
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+import resource
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from models import build_model
 from tools.bench import common
-from tools.bench.limits import measure_limits
-from tools.bench.training import alone
-from tools.output import print_table
+from tools.bench.ceilings import DTYPES, convolution, memory, product
+from tools.bench.layer_parts import Case, Row, measure_operation, rate, system_seconds
+from tools.bench.layer_summary import as_results, show_summary, summarise
+from tools.bench.layer_ways import Machine
+from tools.bench.onednn import name_kernels
+from tools.bench.operations import KINDS, NORM, hear
+from tools.bench.training import alone, build_measured, capture_steps
+from tools.output import print_table, say
 from utils.config import Config
 from utils.data.build import image_side
-from utils.training.backends import prepare_backends
-from utils.training.precision import NAMES, choose_precision
+from utils.distributed.world import World
+from utils.errors import ConfigError
+from utils.training.flops import measured_peak
+from utils.training.optimizer import set_learning_rate
+from utils.training.step import compiles, on_capture_stream
 
-MEASURED = (nn.Conv2d, nn.Linear, nn.BatchNorm2d)
-# Forward reads images and weights and writes outputs; backward reads both and the outputs' gradient, writes two more.
-PASSES_IN, PASSES_OUT, PASSES_WEIGHT = 3, 2, 3
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer, the shape of what goes in for one batch, and how often the network has it."""
-
-    module: nn.Module
-    shape: tuple[int, ...]
-    count: int
+STEPS_TO_WARM_UP = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,112 +41,144 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print a table, write the report."""
+    """Measure, print both tables, write the report."""
     config = common.read_config(options)
     world = alone(config)
-    prepare_backends(config, world.device)
-    limits = measure_limits(world, trials=3)
-    layers = distinct_layers(config)
-    cases = {name: Case(config, layer, world.device) for name, layer in layers.items()}
-    samples = common.measure(cases, options.trials)
-    results = {name: cases[name].evaluate(samples[name]["milliseconds"], limits) for name in layers}
-    show(config, layers, results)
+    machine = Machine(config, world.device)
+    step = WholeStep(config, world, machine)
+    limits = measure_ceilings(machine)
+    operations = hear(step.learner, step.images[: step.learner.batch.micro_batch_size])
+    if not operations:
+        raise ConfigError(
+            f"model {config.model}: calls none of the functions that this bench times: {', '.join(KINDS)}"
+        )
+    # a trial of the whole step before every so many operations, so that other load on the machine meets both
+    due = [number * len(operations) // options.trials for number in range(options.trials)]
+    rows: list[Row] = []
+    trials: list[Mapping[str, float]] = []
+    for number, operation in enumerate(operations):
+        trials += [step() for _ in range(due.count(number))]
+        rows += measure_operation(operation, machine, options.trials)
+    whole = {quantity: common.Sample(tuple(trial[quantity] for trial in trials)) for quantity in trials[0]}
+    kinds = summarise(rows, whole, step.learner.batch.accumulation, step.update_bytes)
+    layers = {row.name: as_result(row, limits, machine) for row in rows}
+    show(config, rows, layers)
+    if world.device.type == "cuda":
+        show_norms(config, rows)
+    show_summary(config, kinds, whole)
+    if compiles(config, world.device):
+        say(
+            "The step is compiled, which fuses operations; what that saves makes 'everything else' less, even negative."
+        )
+    results = {"layers": layers, "summary": as_results(kinds), "step": whole, "limits": limits}
     common.write_report(options.json, "layers", config, world, results)
     return 0
 
 
-def distinct_layers(config: Config) -> dict[str, Layer]:
-    """{name: layer} of what the configuration's network computes with, in the order of the forward pass."""
-    side = image_side(config)
-    model = build_model(config, side).eval()
-    seen: dict[str, list[tuple[nn.Module, tuple[int, ...]]]] = {}
+class WholeStep:
+    """The configuration's training step on random images; a call is one timed step, and the update alone."""
 
-    def note(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        seen.setdefault(describe(module, inputs[0], output), []).append((module, tuple(inputs[0].shape[1:])))
-
-    for module in model.modules():
-        if isinstance(module, MEASURED):
-            module.register_forward_hook(note)
-    with torch.no_grad():
-        model(torch.zeros(1, 3, side, side))
-    batch = config.micro_batch_size or config.batch_size
-    return {name: Layer(found[0][0], (batch, *found[0][1]), len(found)) for name, found in seen.items()}
-
-
-def describe(module: nn.Module, images: Tensor, output: Tensor) -> str:
-    """A name that layers of equal work share."""
-    shape = "x".join(map(str, images.shape[1:]))
-    if isinstance(module, nn.Conv2d):
-        stride = f" / {module.stride[0]}" if module.stride[0] > 1 else ""
-        return f"convolution {module.kernel_size[0]}x{module.kernel_size[1]}{stride}, {shape} to {output.shape[1]}"
-    return f"linear, {shape} to {output.shape[1]}" if isinstance(module, nn.Linear) else f"BatchNorm, {shape}"
-
-
-class Case:
-    """One layer in the configuration's number format and layout; a call is one timed trial."""
-
-    def __init__(self, config: Config, layer: Layer, device: torch.device) -> None:
-        precision = choose_precision(config, device)
-        self.device, self.count = device, layer.count
-        self.half = precision.level != "O0"
-        self.format = NAMES[precision.half] if self.half else "tf32" if self._tf32(config) else "float32"
-        # autocast leaves BatchNorm's weights in float32 and gives it half images
-        dtype = precision.half if self.half else torch.float32
-        layout = torch.channels_last if config.enable_nhwc and len(layer.shape) == 4 else torch.contiguous_format
-        self.module = layer.module.to(device).train()
-        if not isinstance(self.module, nn.BatchNorm2d):
-            self.module.to(dtype)
-        if len(layer.shape) == 4:
-            self.module.to(memory_format=layout)
-        images = torch.randn(layer.shape, device=device).to(dtype, memory_format=layout)
-        self.images = images.requires_grad_()
-        output = self.module(self.images)
-        self.gradient = torch.ones_like(output)
-        weights = sum(parameter.nbytes for parameter in self.module.parameters())
-        self.bytes = PASSES_IN * images.nbytes + PASSES_OUT * output.nbytes + PASSES_WEIGHT * weights
-        self.flops = 0 if isinstance(self.module, nn.BatchNorm2d) else 3 * 2 * _multiplications(self.module, output)
-        self.repeats = 1
-        self()
-        self.repeats = max(1, min(100, int(0.02 / max(1e-6, self()["milliseconds"] / 1e3))))
-
-    def _tf32(self, config: Config) -> bool:
-        return config.enable_tf32 and self.device.type == "cuda"
+    def __init__(self, config: Config, world: World, machine: Machine) -> None:
+        self.device = world.device
+        self.learner = build_measured(config, world)
+        side = image_side(config)
+        layout = torch.channels_last if config.enable_nhwc else torch.contiguous_format
+        images = torch.randn(config.batch_size, 3, side, side, device=self.device)
+        self.images = images.contiguous(memory_format=layout)
+        self.labels = torch.randint(config.num_classes, (config.batch_size,), device=self.device)
+        for _ in range(STEPS_TO_WARM_UP + capture_steps(config, self.device)):
+            self._train()
+        with on_capture_stream(self.device, graphed=machine.graphed):
+            self.update = Case(self.learner.optimizer.step, machine)  # with the last step's gradients
 
     def __call__(self) -> Mapping[str, float]:
-        """Milliseconds of forward and backward."""
-        common.synchronize(self.device)
-        started = time.perf_counter()
-        for _ in range(self.repeats):
-            self.module(self.images).backward(self.gradient)
-            self.images.grad = None
-            self.module.zero_grad()
-        common.synchronize(self.device)
-        return {"milliseconds": 1e3 * (time.perf_counter() - started) / self.repeats}
+        """Milliseconds of a step ("step") and of the update alone ("update"); on a CPU also those that the step's
+        processors were in the kernel of the system ("system"), and its page faults ("faults")."""
+        in_system, faults = system_seconds(), page_faults()
+        step = common.time_action(self.device, self._train)
+        in_system, faults = system_seconds() - in_system, page_faults() - faults
+        set_learning_rate(self.learner.optimizer, 0.0)  # so that the weights stay
+        found = {"step": 1e3 * step, "update": self.update()["milliseconds"]}
+        return found | ({"system": 1e3 * in_system, "faults": faults} if self.device.type == "cpu" else {})
 
-    def evaluate(self, sample: common.Sample, limits: Mapping[str, common.Sample]) -> dict[str, Any]:
-        """The sample with its bound and what bounds it; `share` is the bound's share of the time it took."""
-        kinds = (f"product {self.format}, TFLOP/s", f"convolution {self.format} NHWC, TFLOP/s")
-        arithmetic = 1e3 * self.flops / 1e12 / max(limits[kind].median for kind in kinds)
-        memory = 1e3 * self.bytes / 1e9 / limits["memory, GB/s"].median
-        bound, name = max((arithmetic, "arithmetic"), (memory, "memory"))
-        return {"milliseconds": sample, "count": self.count, "at_least": bound, "bound": name,
-                "share": bound / sample.median}  # fmt: skip
+    def _train(self) -> None:
+        self.learner.train(self.images, self.labels)
 
-
-def _multiplications(module: nn.Module, output: Tensor) -> int:
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    return output.numel() * weight[0].numel()
+    @property
+    def update_bytes(self) -> float:
+        """Weights and what the optimizer keeps of them read and written, gradients read."""
+        optimizer, total = self.learner.optimizer, 0
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            kept = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
+            total += 3 * parameter.nbytes + sum(2 * value.nbytes for value in kept)
+        return total
 
 
-def show(config: Config, layers: Mapping[str, Layer], results: Mapping[str, Mapping[str, Any]]) -> None:
-    """The table, and what the layers take together."""
-    rows = [
-        (name, str(layers[name].count), f"{row['milliseconds']:.3f}", f"{row['at_least']:.3f}",
-         f"{row['share']:.0%} of {row['bound']}")
-        for name, row in results.items()
-    ]  # fmt: skip
-    took = sum(row["count"] * row["milliseconds"].median for row in results.values())
-    bound = sum(row["count"] * row["at_least"] for row in results.values())
-    rows.append(("all together", "", f"{took:.1f}", f"{bound:.1f}", f"{bound / took:.0%}"))
-    title = f"{config.model}, forward and backward of each layer alone: median (min-max)"
-    print_table(title, ("layer", "times", "ms", "at least, ms", "share of the ceiling"), rows)
+def page_faults() -> int:
+    """Of this process, those that needed no disk."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def measure_ceilings(machine: Machine) -> dict[str, common.Sample]:
+    """Those that bound the configuration's operations, by the names of `limits`."""
+    name, device = machine.format, machine.device
+    dtype = DTYPES.get(name, torch.float32)  # tf32 as the configuration has set it
+    return {
+        f"product {name}, TFLOP/s": product(device, dtype, 3),
+        f"convolution {name} NHWC, TFLOP/s": convolution(device, dtype, 3),
+        "memory, GB/s": memory(device, 3),
+    }
+
+
+def as_result(row: Row, limits: Mapping[str, common.Sample], machine: Machine) -> dict[str, Any]:
+    """A row for the report; `share` is the bound's share of the time that the configuration's way took."""
+    work, sample = row.work[row.own], row.milliseconds[row.own]
+    peak = measured_peak({name: value.median for name, value in limits.items()}, machine.format)
+    assert peak is not None
+    arithmetic, moved = work.flops / 1e9 / peak, work.bytes / 1e6 / limits["memory, GB/s"].median
+    bound, name = max((arithmetic, "arithmetic"), (moved, "memory"))
+    achieved, unit = rate(work, sample.median)
+    best = row.milliseconds[row.best]
+    return {
+        "milliseconds": sample, "count": row.operation.count, "way": row.own, "rate": achieved, "unit": unit,
+        "best": {"way": row.best, "milliseconds": best, "rate": rate(row.work[row.best], best.median)[0]},
+        "ways": dict(row.milliseconds), "at_least": bound, "bound": name, "share": bound / sample.median,
+        "kernels": name_kernels(row.kernels), "is_reference": any(kernel.is_reference for kernel in row.kernels),
+    }  # fmt: skip
+
+
+def show(config: Config, rows: Sequence[Row], layers: Mapping[str, Mapping[str, Any]]) -> None:
+    """The table of operations, and the names of what oneDNN computes with its reference kernels."""
+    on_onednn = any(row.kernels for row in rows)
+    lines = []
+    for row in rows:
+        result = layers[row.name]
+        best = "=" if row.best == row.own else f"{result['best']['rate']:.3g} {row.best}"
+        kernels = f"{result['kernels'] or '-'}{' REFERENCE' if result['is_reference'] else ''}"
+        lines.append(
+            (row.name, str(row.operation.count), f"{result['milliseconds']:.3g}", f"{result['rate']:.3g}", best,
+             f"{result['at_least']:.3g}", *([kernels] if on_onednn else []))
+        )  # fmt: skip
+    print_table(
+        f"{config.model}, each operation alone: median (min-max) in ms; TFLOP/s, or GB/s where there is no arithmetic",
+        (rows[0].own, "times", "ms", "rate", "best rate alone", "at least, ms",
+         *(["oneDNN's kernel"] if on_onednn else [])),
+        lines,
+    )  # fmt: skip
+    if slow := [row.name for row in rows if layers[row.name]["is_reference"]]:
+        say(f"oneDNN computes with a reference kernel: {'; '.join(slow)}")
+
+
+def show_norms(config: Config, rows: Sequence[Row]) -> None:
+    """BatchNorm on a GPU: its kernels beside each other, in the configuration's layout."""
+    norms, layout = [row for row in rows if row.operation.kind == NORM], "NHWC" if config.enable_nhwc else "NCHW"
+    if not norms:
+        return
+    kernels = [way for way in norms[0].milliseconds if f"{layout}, " in way]
+    ways = [norms[0].own, *kernels]
+    lines = [
+        (row.name, *(f"{row.milliseconds[way].median:.3g}" if way in row.milliseconds else "-" for way in ways))
+        for row in norms
+    ]
+    columns = ["as configured", *(way.replace(f" {layout}", "") for way in kernels)]
+    print_table(f"BatchNorm's kernels, {layout}: median in ms", (norms[0].own, *columns), lines)

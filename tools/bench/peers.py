@@ -27,9 +27,10 @@ from utils.errors import ConfigError
 from utils.keys import as_yaml
 from utils.training.backends import prepare_backends
 from utils.training.batches import prefetch
+from utils.training.compilers import compiles
 from utils.training.optimizer import build_optimizer
 from utils.training.precision import choose_precision
-from utils.training.step import compiles, wants_graphs
+from utils.training.step import wants_graphs
 
 Trial = Callable[[int, int], dict[str, float]]
 

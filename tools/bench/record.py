@@ -58,12 +58,12 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.yaml_config, options.config, settings)
     out = options.out or RESULTS / f"{date.today().isoformat()}-{options.config}"
     make_folder(out)
-    _check_same_config(out, options.config, config)
+    check_same_config(out, options.config, config)
     for seed in range(options.first_seed, options.first_seed + options.seeds):
         if (out / f"seed-{seed}" / "trial.json").exists():
             print(f"seed {seed}: already in {out}")
             continue
-        _check_same_environment(out, describe_environment(choose_device(config.device, 0), 1))
+        check_same_environment(out, describe_environment(choose_device(config.device, 0), 1))
         trial = run_seed(options.yaml_config, options.config, settings, seed, out)
         print(_describe(trial, config.stop_at_accuracy), flush=True)
     summary = summarise(out, options.config, config)
@@ -116,7 +116,7 @@ def summarise(out: Path, name: str, config: Config) -> dict[str, Any]:
     """All seeds in a folder; `ConfigError` where they were run differently."""
     folders = _seed_folders(out)
     environment = read_json(folders[0] / "environment.json")
-    _check_same_environment(out, environment)
+    check_same_environment(out, environment)
     trials = [read_json(folder / "trial.json") for folder in folders]
     # a mean over those seeds alone that reached the target would be too good
     missed = any(trial["reached"] is False for trial in trials)
@@ -142,7 +142,7 @@ def _seed_folders(out: Path) -> list[Path]:
     return sorted(out.glob("seed-*"), key=lambda folder: int(folder.name.removeprefix("seed-")))
 
 
-def _check_same_environment(out: Path, expected: Mapping[str, Any]) -> None:
+def check_same_environment(out: Path, expected: Mapping[str, Any]) -> None:
     """`ConfigError` where the folder holds seeds of other code, versions or devices than `expected`."""
     for folder in _seed_folders(out):
         there = read_json(folder / "environment.json")
@@ -151,7 +151,7 @@ def _check_same_environment(out: Path, expected: Mapping[str, Any]) -> None:
             raise ConfigError(f"{found}\nmove it away and run its seed again, or give another --out")
 
 
-def _check_same_config(out: Path, name: str, config: Config) -> None:
+def check_same_config(out: Path, name: str, config: Config) -> None:
     """`ConfigError` where the folder holds seeds of another configuration."""
     for folder in _seed_folders(out):
         path = folder / "config.yaml"

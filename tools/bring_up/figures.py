@@ -113,7 +113,7 @@ def _limits(part: str, results: Mapping[str, Any]) -> Iterator[Figure]:
 
 
 def _layers(part: str, results: Mapping[str, Any]) -> Iterator[Figure]:
-    for name, layer in results.items():
+    for name, layer in results.get("layers", {}).items():
         yield _sample(part, name, "ms", layer["milliseconds"], better="lower", share=layer["share"], of=layer["bound"])
 
 

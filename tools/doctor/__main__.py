@@ -157,7 +157,7 @@ def examine(
     config: Config, run_dir: Path, world: "World", seconds_to_meet: float, sweep: bool, burn_in_minutes: float | None
 ) -> list[Finding]:
     """Collective: all checks of all ranks; `sweep` adds all sizes of all collectives, and every pair of nodes."""
-    from tools.bench.limits import all_reduce
+    from tools.bench.ceilings import all_reduce
     from tools.doctor.burn_in import burn_in
     from tools.doctor.devices import TRIALS, arithmetic, check_rates, device_checks, devices_of_a_rank
     from tools.doctor.fingerprints import check_device, compare_devices, read_known, train_on

@@ -16,7 +16,7 @@ def device_checks(own: "torch.device", *, alone: bool) -> list[Finding]:
     """Ceilings of this rank's own device, or of all that it sees where it is alone on its node."""
     import torch
 
-    from tools.bench.limits import host_to_device, memory
+    from tools.bench.ceilings import host_to_device, memory
 
     if own.type != "cuda":
         rate, copied = arithmetic(own), memory(own, TRIALS).median
@@ -54,7 +54,7 @@ def arithmetic(device: "torch.device") -> float:
     machine for a moment."""
     import torch
 
-    from tools.bench.limits import product
+    from tools.bench.ceilings import product
 
     return max(product(device, torch.bfloat16 if device.type == "cuda" else torch.float32, TRIALS).values)
 

@@ -11,6 +11,8 @@ from utils import seeds
 from utils.distributed.ddp import synchronise_batch_norm
 from utils.distributed.world import World
 from utils.training.backends import check_deterministic_kernels, prepare_backends
+from utils.training.conv_products import use_products
+from utils.training.conv_winograd import use_winograd
 from utils.training.keys import TrainingKeys
 from utils.training.norm_relu import fuse_norm_relu
 from utils.training.precision import MasterWeights, Precision, choose_precision
@@ -70,7 +72,9 @@ def build_classifier(keys: SomeKeys, build_model: Callable[[SomeKeys], nn.Module
     notes = prepare_backends(keys, world.device)
     seeds.seed_random_state(keys.seed)
     model = pad_stem(keys, build_model(keys))  # STEM: zeros beside the three colours
-    model = fuse_norm_relu(keys, model)  # FUSE: BatchNorm, shortcut and ReLU as one
+    notes += fuse_norm_relu(keys, model, world.device)  # FUSE: BatchNorm, shortcut and ReLU as one
+    notes += use_winograd(keys, model, precision, world.device)  # CONV: 3x3 convolutions with fewer multiplications
+    notes += use_products(keys, model, precision, world.device)  # CONV: gradients of weights as products
     model = synchronise_batch_norm(keys, model, world).to(world.device)
     check_deterministic_kernels(keys, model, world.device)
     if keys.enable_nhwc:

@@ -60,8 +60,9 @@ def kept_bytes(
 
 def _updated_bytes(keys: TrainingKeys, weights: MasterWeights) -> int:
     """Weights, the optimizer's moments, the average of weights."""
-    # AdamW and LAMB keep mean and square of the gradients, LARS a momentum, SGD that only where there is one
-    moments = {"adamw": 2, "lamb": 2, "lars": 1}.get(keys.optimizer, int(keys.momentum > 0))
+    # AdamW and LAMB keep mean and square of the gradients, and so does Muon but for convolutions, at most; LARS a
+    # momentum, SGD that only where there is one
+    moments = {"adamw": 2, "lamb": 2, "lars": 1, "muon": 2}.get(keys.optimizer, int(keys.momentum > 0))
     updated = weights.parameters()
     average = _bytes(weights.model.state_dict().values()) if keys.ema_decay is not None else 0
     return _bytes({*weights.model.parameters(), *updated}) + moments * _bytes(updated) + average

@@ -14,9 +14,9 @@ HAVE_FUSED_KERNEL = ("sgd", "adamw")
 class OptimizerKeys(SharedKeys):
     """optimizer"""
 
-    optimizer: Annotated[Literal["sgd", "adamw", "lars", "lamb"], Fact.FIXED] = "sgd"
-    """sgd with momentum, adamw; for large batches lars (layer-wise SGD), lamb (layer-wise Adam). A usual lr for adamw
-    is 0.001."""
+    optimizer: Annotated[Literal["sgd", "adamw", "lars", "lamb", "muon"], Fact.FIXED] = "sgd"
+    """sgd with momentum, adamw, muon; for large batches lars (layer-wise SGD), lamb (layer-wise Adam). muon makes the
+    steps of convolutions orthogonal and gives the rest to adamw. A usual lr for adamw is 0.001, for muon 0.01."""
     lr: Annotated[float, Field(gt=0, le=1000)] = 0.1
     """Peak learning rate, before lr_scale_rule."""
     lr_scale_rule: Literal["none", "sqrt", "linear"] = "none"
@@ -24,11 +24,11 @@ class OptimizerKeys(SharedKeys):
     lr_reference_batch_size: PositiveInt = 128
     """The global batch that lr is meant for, where lr_scale_rule is not none."""
     momentum: Fraction = 0.9
-    """Momentum of sgd and lars, beta1 of adamw and lamb."""
+    """Momentum of sgd, lars and muon, beta1 of adamw and lamb."""
     nesterov: bool = False
-    """Nesterov momentum, of sgd and lars."""
+    """Nesterov momentum, of sgd, lars and muon."""
     weight_decay: Annotated[float, Field(ge=0, le=1000)] = 5e-4
-    """L2 penalty; for adamw and lamb decoupled from the gradient."""
+    """L2 penalty; for adamw, lamb and muon decoupled from the gradient."""
     weight_decay_bn_bias: Annotated[bool, Fact.FIXED] = True
     """Decay BatchNorm's weights and biases too, as the tutorial does."""
     clip_grad_norm: PositiveFloat | None = None
@@ -131,8 +131,8 @@ class RecipeKeys(ScheduleKeys):
 class PrecisionKeys(SharedKeys):
     """precision"""
 
-    enable_amp: bool = False
-    """AMP: forward and loss under autocast."""
+    enable_amp: Auto = False
+    """AMP: forward and loss under autocast; auto: not in bf16 on a CPU without kernels for it."""
     amp_dtype: Literal["auto", "fp16", "bf16"] = "auto"
     """AMP: auto is the tutorial's fp16 on CUDA, and bf16 on a CPU that has kernels for it. Where there are
     none (x86 without AVX-512), auto trains in float32, as bf16 would be ten times slower."""
@@ -163,12 +163,18 @@ class SpeedKeys(OptimizerKeys, PrecisionKeys, DistributedKeys):
     stem_channels: Literal[3, 4, 8] = 3
     """STEM: compute the first convolution with this many channels, those above 3 zero; tensor cores take 4 or 8 at
     once. The network's parameters stay as they are."""
-    fuse_norm_relu: bool = False
-    """FUSE: BatchNorm of training, shortcut and ReLU as one function, which Triton's kernels compute. Needs
-    enable_nhwc and an eager step; a CPU gains nothing by it."""
+    fuse_norm_relu: Auto = False
+    """FUSE: BatchNorm of training, shortcut and ReLU as one function. Triton's kernels compute it on a GPU, some in C++
+    on a CPU. Needs enable_nhwc and an eager step; auto: on a CPU with a compiler, where the step is so."""
+    conv_weight_products: Auto = False
+    """CONV: on a CPU, the gradient of a convolution's weights as matrix products. Needs enable_nhwc and an eager step;
+    auto: in float32, where the step is so."""
+    conv_winograd: Auto = False
+    """CONV: on a CPU, 3x3 convolutions by Winograd's method, with 2.25 to 4 times fewer multiplications. In float32
+    alone; needs a C++ compiler, enable_nhwc and an eager step; auto: where all that is so."""
     enable_compile: Auto = False
-    """COMPILE: forward, loss and backward through torch.compile; auto: where there is a compiler. Validation stays
-    eager, as a second compilation would cost more than it saves."""
+    """COMPILE: forward, loss and backward through torch.compile; auto: on CUDA where there is a compiler. A CPU gains
+    nothing by it. Validation stays eager, as a second compilation would cost more than it saves."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     """COMPILE: torch.compile's mode; reduce-overhead and max-autotune capture CUDA graphs of their own."""
     enable_cuda_graphs: Auto = False
@@ -190,15 +196,18 @@ class SpeedKeys(OptimizerKeys, PrecisionKeys, DistributedKeys):
     def _check_speed(self) -> "SpeedKeys":
         if self.fused_optimizer and self.optimizer not in HAVE_FUSED_KERNEL:
             raise ValueError(f"fused_optimizer is true, but optimizer {self.optimizer} has no fused kernel; use null")
-        if self.fuse_norm_relu and not self.enable_nhwc:
-            raise ValueError("fuse_norm_relu is true, whose kernels walk NHWC memory; it needs enable_nhwc true")
-        if self.fuse_norm_relu and self.enable_sync_bn:
+        for key, what in (
+            ("fuse_norm_relu", "whose kernels walk NHWC memory"),
+            ("conv_weight_products", "which reads images as rows of NHWC memory"),
+            ("conv_winograd", "whose transforms walk NHWC memory"),
+        ):
+            if getattr(self, key) is True and not self.enable_nhwc:
+                raise ValueError(f"{key} is true, {what}; it needs enable_nhwc true")
+            if getattr(self, key) is True and self.enable_compile is True:
+                raise ValueError(f"{key} is for eager steps; set it or enable_compile to false")
+        if self.fuse_norm_relu is True and self.enable_sync_bn:
             raise ValueError(
                 "fuse_norm_relu is true, which has no BatchNorm over all ranks; enable_sync_bn needs false"
-            )
-        if self.fuse_norm_relu and self.enable_compile is True:
-            raise ValueError(
-                "fuse_norm_relu is for eager steps; torch.compile fuses by itself, so enable_compile true needs false"
             )
         autocast = self.opt_level == "O1" or (self.enable_amp and self.opt_level is None)
         if self.parallel == "dataparallel" and autocast and self.amp_dtype == "bf16":

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 LARS_TRUST_COEFFICIENT = 0.001  # You, Gitman and Ginsburg 2017, section 5
-LAMB_BETA2 = 0.999  # You et al. 2019
+ADAM_BETA2 = 0.999  # Kingma and Ba's, and that of LAMB: You et al. 2019
 LAMB_EPSILON = 1e-6
 
 
-class _Layerwise(torch.optim.Optimizer, ABC):
-    """What both share: one update of every parameter that has a gradient. `options` are the defaults of a group."""
+class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
+    """One update of every parameter that has a gradient, for these and Muon; `options` are the defaults of a group."""
 
     def __init__(self, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], **options: float | bool) -> None:
         super().__init__(parameters, {"adapt": True, **options})
@@ -36,8 +36,28 @@ class _Layerwise(torch.optim.Optimizer, ABC):
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Change the parameters of a group in place."""
 
+    def _buffers(self, name: str, parameters: list[Tensor]) -> list[Tensor]:
+        """The state `name` of each parameter, which begins at 0."""
+        for parameter in parameters:
+            if name not in self.state[parameter]:
+                self.state[parameter][name] = torch.zeros_like(parameter)
+        return [self.state[parameter][name] for parameter in parameters]
 
-class Lars(_Layerwise):
+    def _adam(self, parameters: list[Tensor], gradients: list[Tensor], beta1: float, epsilon: float) -> list[Tensor]:
+        """Adam's steps, at a learning rate of -1 (Kingma and Ba 2014, arXiv:1412.6980)."""
+        for parameter in parameters:
+            self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
+        step = self.state[parameters[0]]["step"]
+        means, squares = self._buffers("mean", parameters), self._buffers("square", parameters)
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, ADAM_BETA2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - ADAM_BETA2)
+        roots = torch._foreach_sqrt(torch._foreach_div(squares, 1 - ADAM_BETA2**step))
+        torch._foreach_add_(roots, epsilon)
+        return list(torch._foreach_div(torch._foreach_div(means, 1 - beta1**step), roots))
+
+
+class Lars(LayerwiseOptimizer):
     """SGD with momentum whose gradient each layer scales by trust_coefficient x |w| / (|g| + weight_decay x |w|).
 
     You, Gitman and Ginsburg 2017, arXiv:1708.03888, equation 6.
@@ -57,41 +77,20 @@ class Lars(_Layerwise):
             torch._foreach_add_(updates, buffers, alpha=group["momentum"])
         torch._foreach_add_(parameters, updates if group["nesterov"] else buffers, alpha=-float(group["lr"]))
 
-    def _buffers(self, name: str, parameters: list[Tensor]) -> list[Tensor]:
-        for parameter in parameters:
-            if name not in self.state[parameter]:
-                self.state[parameter][name] = torch.zeros_like(parameter)
-        return [self.state[parameter][name] for parameter in parameters]
 
-
-class Lamb(_Layerwise):
+class Lamb(LayerwiseOptimizer):
     """Adam with decoupled weight decay whose update r each layer scales by |w| / |r|.
 
     You et al. 2019, arXiv:1904.00962, algorithm 2, with phi(x) = x. Options: lr, beta1, weight_decay.
     """
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        states = [self._state(parameter) for parameter in parameters]
-        means, squares = ([state[name] for state in states] for name in ("mean", "square"))
-        beta1, step = group["beta1"], states[0]["step"]
-        torch._foreach_lerp_(means, gradients, 1 - beta1)
-        torch._foreach_mul_(squares, LAMB_BETA2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - LAMB_BETA2)
-        roots = torch._foreach_sqrt(torch._foreach_div(squares, 1 - LAMB_BETA2**step))
-        torch._foreach_add_(roots, LAMB_EPSILON)
-        updates = list(torch._foreach_div(torch._foreach_div(means, 1 - beta1**step), roots))
+        updates = self._adam(parameters, gradients, group["beta1"], LAMB_EPSILON)
         torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
         if group["adapt"]:
             weights, lengths = _norms(parameters), _norms(updates)
             torch._foreach_mul_(updates, _where_both(weights, lengths, weights / lengths))
         torch._foreach_add_(parameters, updates, alpha=-float(group["lr"]))
-
-    def _state(self, parameter: Tensor) -> dict[str, Any]:
-        state = self.state[parameter]
-        if not state:
-            state |= {"step": 0, "mean": torch.zeros_like(parameter), "square": torch.zeros_like(parameter)}
-        state["step"] += 1
-        return state
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:

@@ -3,9 +3,11 @@
 One after the other they read or write a feature map 13 times in forward and backward, 16 times with a shortcut. As one
 it is 8 and 11 times: the output is written once, and backward needs no pass for ReLU's mask. It computes the mask from
 what BatchNorm keeps anyway; with a shortcut it reads it off the output, which the next convolution keeps anyway.
-On a GPU Triton's kernels do so. On a CPU PyTorch's operations follow each other: a reference that saves nothing.
+On a GPU Triton's kernels do so, on a CPU those of norm_relu_cpu.cpp where there is a compiler and memory is NHWC. Else
+PyTorch's operations follow each other: a reference that saves nothing.
 """
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,7 +16,10 @@ from torch.autograd.function import once_differentiable
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from utils.errors import ConfigError
+from utils.training import norm_relu_cpu
+from utils.training.compilers import compiles, failure_to_build, missing_compiler
 from utils.training.keys import SpeedKeys
+from utils.training.precision import choose_precision
 
 aten = torch.ops.aten
 
@@ -26,6 +31,8 @@ def norm_relu(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(relu(batch_norm(x) + shortcut), mean [C], 1 / deviation [C]) of x [N, C, H, W]; moves the running statistics.
     Mean and deviation of half numbers are float32."""
+    if norm_relu_cpu.fits(x, weight, bias, running_mean, running_var):
+        return norm_relu_cpu.forward(x, shortcut, weight, bias, running_mean, running_var, momentum, eps)
     out, mean, invstd = aten.native_batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps)
     if shortcut is not None:
         out += shortcut
@@ -39,6 +46,8 @@ def norm_relu_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, shortcut, weight and bias; `out` where there was a shortcut, else its gradient is empty."""
+    if norm_relu_cpu.fits(x, weight, bias, mean, invstd):
+        return norm_relu_cpu.backward(gradient, x, out, weight, bias, mean, invstd)
     channels = (1, -1, 1, 1)
     if out is None:
         scale = (invstd * weight).view(channels)
@@ -107,6 +116,8 @@ class NormReLU(nn.BatchNorm2d):
             out = super().forward(x)
             return (out if shortcut is None else out + shortcut).relu_()
         self._check_input_dim(x)
+        if x.numel() == x.shape[1]:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
         buffers: Any = self.num_batches_tracked, self.running_mean, self.running_var
         buffers[0].add_(1)
         return _NormReLUFunction.apply(x, shortcut, self.weight, self.bias, *buffers[1:], self.momentum, self.eps)  # type: ignore[no-any-return]
@@ -130,13 +141,34 @@ class FusedBottleneck(Bottleneck):
         return self.bn3(self.conv3(self.bn2(self.conv2(self.bn1(self.conv1(x))))), shortcut)
 
 
-def fuse_norm_relu(keys: SpeedKeys, model: nn.Module) -> nn.Module:
-    """`model` with each BatchNorm2d and ReLU in its Sequentials, torchvision's blocks and its ResNets' stems as one, as
-    `fuse_norm_relu` asks; names and parameters stay. `ConfigError` where there is none."""
-    if not keys.fuse_norm_relu:
-        return model
+def fuse_norm_relu(keys: SpeedKeys, model: nn.Module, device: torch.device) -> list[str]:
+    """Make one of each BatchNorm2d and ReLU in `model`'s Sequentials, torchvision's blocks and its ResNets' stems, as
+    `fuse_norm_relu` asks; names and parameters stay. Returns notes for the log. `ConfigError` where there is none."""
+    eager = keys.enable_nhwc and not keys.enable_sync_bn and not compiles(keys, device)
+    wanted = keys.fuse_norm_relu == "auto" and device.type == "cpu" and eager and norm_relu_cpu.has_compiler()
+    precision = choose_precision(keys, device)
+    half_norms = precision.casts_weights and not precision.keep_batchnorm_fp32  # which the CPU's kernels do not take
+    if not (keys.fuse_norm_relu is True or (wanted and not half_norms)):
+        return []
+    if device.type == "cpu" and norm_relu_cpu.has_compiler():
+        failure = failure_to_build(norm_relu_cpu.build, keys.fuse_norm_relu)
+        if failure:
+            return [failure]
+    fused = _fuse(model)
+    if not fused and keys.fuse_norm_relu is True:
+        raise ConfigError("fuse_norm_relu true: the network has no BatchNorm2d and ReLU that can be one; use false")
+    missing = "BatchNorm in float32" if half_norms else missing_compiler(device)
+    if fused and device.type == "cpu" and missing:
+        return [f"fuse_norm_relu: PyTorch's operations, without gain; kernels would need {missing}"]
+    return []
+
+
+def _fuse(model: nn.Module) -> int:
+    """Does so; returns how many there are."""
     fused = 0
     for module in list(model.modules()):
+        if isinstance(module, BasicBlock | Bottleneck | ResNet) and type(module.relu) is not nn.ReLU:
+            continue  # another activation in its place
         if type(module) is BasicBlock:
             fused += _become(module, FusedBasicBlock, module.bn1, module.bn2)
         elif type(module) is Bottleneck:
@@ -148,9 +180,21 @@ def fuse_norm_relu(keys: SpeedKeys, model: nn.Module) -> nn.Module:
                 relu = type(module[place + 1]) is nn.ReLU
                 if relu and _become(module, nn.Sequential, module[place]):
                     module[place + 1], fused = nn.Identity(), fused + 1
-    if not fused:
-        raise ConfigError("fuse_norm_relu true: the network has no BatchNorm2d and ReLU that can be one; use false")
-    return model
+    return fused
+
+
+def check_fusion(keys: SpeedKeys, device: torch.device) -> None:
+    """`ConfigError` where a step asks for `fuse_norm_relu` and cannot have it."""
+    if keys.fuse_norm_relu is not True:
+        return
+    if compiles(keys, device):
+        raise ConfigError(
+            f"fuse_norm_relu is for eager steps, and enable_compile {str(keys.enable_compile).lower()} compiles here, "
+            "which fuses by itself; set one of them to false"
+        )
+    missing = "Triton; pip install triton" if find_spec("triton") is None else missing_compiler(device)
+    if device.type == "cuda" and missing:
+        raise ConfigError(f"fuse_norm_relu needs {missing}, or set fuse_norm_relu to false")
 
 
 def _become(module: nn.Module, kind: type[nn.Module], *norms: Any) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from utils.errors import ConfigError
 from utils.training.keys import SpeedKeys
 from utils.training.large_batch import LARS_TRUST_COEFFICIENT, Lamb, Lars
+from utils.training.muon import Muon, muon_groups
 
 ADAMW_BETA2 = 0.999  # PyTorch's default, and Kingma and Ba's
 # Before, the fused SGD of a CPU leaves most of a half-precision weight as it is (pytorch/pytorch#191763); as
@@ -36,6 +37,14 @@ def build_optimizer(
             weight_decay=keys.weight_decay,
             nesterov=keys.nesterov,
             trust_coefficient=LARS_TRUST_COEFFICIENT,
+        )
+    elif keys.optimizer == "muon":
+        optimizer = Muon(
+            muon_groups(parameters, decay_vectors=keys.weight_decay_bn_bias),
+            lr=keys.peak_lr,
+            momentum=keys.momentum,
+            nesterov=keys.nesterov,
+            weight_decay=keys.weight_decay,
         )
     elif keys.optimizer == "adamw":
         optimizer = torch.optim.AdamW(

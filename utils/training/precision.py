@@ -22,7 +22,7 @@ from utils.training.keys import SpeedKeys
 
 Level = Literal["O0", "O1", "O2", "O3"]
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-DIVIDE_BY_SQUARES = ("adamw", "lamb")  # optimizers that keep squared gradients in the type of the weights
+DIVIDE_BY_SQUARES = ("adamw", "lamb", "muon")  # optimizers that keep squared gradients in the type of the weights
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,15 @@ def has_bf16_kernels() -> bool:
 
 
 def choose_precision(keys: SpeedKeys, device: torch.device) -> Precision:
-    """What the AMP keys mean on this device. `amp_dtype: auto` leaves autocast out on a processor without bf16."""
+    """What the AMP keys mean on this device. On a processor without bf16 `auto`, of either key, leaves autocast out."""
     level: Level = keys.opt_level or ("O1" if keys.enable_amp else "O0")
-    chosen_here = level == "O1" and keys.opt_level is None and keys.amp_dtype == "auto"
-    if chosen_here and device.type == "cpu" and not has_bf16_kernels():
-        remark = ": enable_amp has no effect, this processor has no bf16 kernels (amp_dtype=bf16 forces bf16)"
-        return Precision(device_type="cpu", loss_scale=keys.loss_scale, remark=remark)
     if keys.amp_dtype == "fp16" and level != "O0" and device.type != "cuda":
         raise ConfigError(f"amp_dtype fp16 needs a CUDA device, this run is on {device.type}; use bf16 or auto")
+    chosen_here = level == "O1" and keys.opt_level is None and "auto" in (keys.enable_amp, keys.amp_dtype)
+    if chosen_here and device.type == "cpu" and not has_bf16_kernels():
+        forced = "enable_amp=true with amp_dtype=bf16 forces bf16"
+        remark = f": enable_amp has no effect, this processor has no bf16 kernels ({forced})"
+        return Precision(device_type="cpu", loss_scale=keys.loss_scale, remark=remark)
     fp16 = keys.amp_dtype == "fp16" or (keys.amp_dtype == "auto" and device.type == "cuda")
     keep_batchnorm_fp32 = keys.keep_batchnorm_fp32
     precision = Precision(

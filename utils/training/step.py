@@ -4,15 +4,10 @@ Eager, compiled (`enable_compile`) or captured as a CUDA graph (`enable_cuda_gra
 sums)` and computes the same.
 """
 
-import os
-import shutil
-import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from utils.errors import ConfigError
 from utils.profiling.profiler import Profiler
 from utils.training.batch_norm import Counters, RunningStatistics
+from utils.training.compilers import compiles, missing_compiler
 from utils.training.keys import SpeedKeys
 from utils.training.metrics import MetricSums
+from utils.training.norm_relu import check_fusion
 from utils.training.precision import LossScaler, MasterWeights, Precision
 
 # PyTorch asks for 11 steps before a graph with DDP is captured (its notes on CUDA graphs), for 3 without.
@@ -149,10 +146,9 @@ class GraphedStep:
 def choose_step(keys: SpeedKeys, step: TrainStep, device: torch.device) -> tuple[Step, list[str]]:
     """`step` eager, compiled or captured, and notes for the log."""
     notes = []
-    if keys.fuse_norm_relu:
-        _check_fusion(keys, device)
+    check_fusion(keys, device)
     if compiles(keys, device):
-        missing = _missing_compiler(device)
+        missing = missing_compiler(device)
         if missing:
             raise ConfigError(f"enable_compile needs {missing}, or set enable_compile to false or auto")
         graphs_of_its_own = device.type == "cuda" and keys.compile_mode in ("reduce-overhead", "max-autotune")
@@ -172,18 +168,6 @@ def choose_step(keys: SpeedKeys, step: TrainStep, device: torch.device) -> tuple
         notes.append(f"captured as a CUDA graph after {GRAPH_WARMUP_STEPS} steps")
         return GraphedStep(step, device), notes
     return step, notes
-
-
-def _check_fusion(keys: SpeedKeys, device: torch.device) -> None:
-    """`ConfigError` where `fuse_norm_relu` cannot be had."""
-    if compiles(keys, device):
-        raise ConfigError(
-            f"fuse_norm_relu is for eager steps, and enable_compile {str(keys.enable_compile).lower()} compiles here, "
-            "which fuses by itself; set one of them to false"
-        )
-    missing = "Triton; pip install triton" if find_spec("triton") is None else _missing_compiler(device)
-    if device.type == "cuda" and missing:
-        raise ConfigError(f"fuse_norm_relu needs {missing}, or set fuse_norm_relu to false")
 
 
 @cache
@@ -209,26 +193,3 @@ def on_capture_stream(device: torch.device, *, graphed: bool) -> Iterator[None]:
 def wants_graphs(keys: SpeedKeys, device: torch.device) -> bool:
     """Whether the step will be a CUDA graph; no capture spans the GPUs of dataparallel."""
     return keys.enable_cuda_graphs is not False and device.type == "cuda" and keys.parallel != "dataparallel"
-
-
-def compiles(keys: SpeedKeys, device: torch.device) -> bool:
-    """Whether the step will be compiled."""
-    return keys.enable_compile is True or (keys.enable_compile == "auto" and not _missing_compiler(device))
-
-
-def _missing_compiler(device: torch.device) -> str:
-    """What torch.compile would call on this device and does not find, with the remedy; empty where it works.
-
-    Inductor's kernels for CPUs and what launches Triton's are modules of Python.
-    """
-    cpp = os.environ.get("CXX", "g++")
-    if shutil.which(cpp) is None:
-        return f"a C++ compiler, and {cpp} is not found; install one, name it in the environment variable CXX"
-    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
-    if not header.exists():
-        return f"Python's headers, and {header} is not found; install python3-dev"
-    c_compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    if device.type == "cuda" and not any(map(shutil.which, c_compilers)):
-        named = " or ".join(c_compilers)
-        return f"a C compiler too, and {named} is not found; install one, name it in the environment variable CC"
-    return ""

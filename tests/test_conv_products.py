@@ -1,0 +1,154 @@
+"""Gradients of convolution weights as products equal PyTorch's own."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from models import build_model
+from tests.conftest import check_they_train_alike
+from train import Trainer
+from utils.config import Config
+from utils.distributed.world import World
+from utils.errors import ConfigError
+from utils.training import conv_products
+from utils.training.conv_products import ProductConv2d, use_products, weight_gradient
+from utils.training.precision import Precision
+
+Tiny = Callable[..., Config]
+CPU = torch.device("cpu")
+ON = {"conv_weight_products": True, "enable_nhwc": True}
+
+
+def a_layer(kernel: int | tuple[int, int], dtype: torch.dtype = torch.float64, **settings: object) -> nn.Conv2d:
+    generator = torch.Generator().manual_seed(0)
+    layer = nn.Conv2d(16, 24, kernel, **settings)  # type: ignore[arg-type]
+    for value in layer.parameters():
+        value.data = torch.randn(value.shape, generator=generator)
+    return layer.to(dtype=dtype, memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+def gradients(layer: nn.Conv2d, images: torch.Tensor) -> list[torch.Tensor]:
+    """Output and gradients of images, weight and bias."""
+    leaf = images.detach().clone().requires_grad_()
+    out = layer(leaf)
+    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+    layer_gradients = [parameter.grad for parameter in layer.parameters()]
+    layer.zero_grad()
+    return [out, leaf.grad, *layer_gradients]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("rows", [1, 100, 10_000])
+@pytest.mark.parametrize(
+    ("kernel", "settings"),
+    [
+        (1, {}),
+        (1, {"stride": 2}),
+        (1, {"padding": 1}),
+        (3, {"padding": 1}),
+        (3, {"padding": 1, "stride": 2, "bias": False}),
+        (7, {"padding": 3}),
+        (2, {}),
+        ((3, 5), {"padding": (0, 2), "stride": (2, 3)}),
+    ],
+)
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_all_gradients_equal_pytorchs(
+    kernel: int | tuple[int, int], settings: dict[str, object], rows: int, layout: torch.memory_format,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In float64, for products over one image, some and all, the last of them fewer."""
+    monkeypatch.setattr(conv_products, "ROWS", rows)
+    layer = a_layer(kernel, **settings)
+    images = torch.randn(5, 16, 9, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    images = images.contiguous(memory_format=layout)
+    expected = gradients(layer, images)
+    layer.__class__ = ProductConv2d
+    found = gradients(layer, images)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    torch.testing.assert_close(found[2:], expected[2:], rtol=1e-12, atol=1e-11)
+    assert found[2].stride() == layer.weight.stride()  # so that adding it up copies nothing
+
+
+def test_bf16_is_rounded_once_more_than_float32() -> None:
+    """Under autocast, against the gradient in float32 of the same numbers: within 2 units in the last of 8 places."""
+    layer = a_layer(3, torch.float32, padding=1)
+    layer.weight.data = layer.weight.data.bfloat16().float()
+    layer.__class__ = ProductConv2d
+    images = torch.randn(40, 16, 8, 8, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(images)
+    assert out.dtype == torch.bfloat16
+    slopes = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    out.backward(slopes)
+    exact = weight_gradient(images, slopes.float(), (3, 3), (1, 1), (1, 1))
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(layer.weight.grad, exact, rtol=2**-7, atol=2**-7 * exact.abs().max().item())
+
+
+def test_frozen_weights_and_evaluation_are_pytorchs() -> None:
+    layer = a_layer(3, torch.float32, padding=1)
+    layer.__class__ = ProductConv2d
+    images = torch.randn(2, 16, 5, 5, requires_grad=True)
+    with torch.no_grad():
+        assert layer(images).grad_fn is None
+    one = torch.randn(16, 5, 5)
+    layer(one).sum().backward()  # an image without a batch
+    layer.zero_grad()
+    layer.weight.requires_grad_(False)
+    layer(images).sum().backward()
+    assert layer.weight.grad is None and images.grad is not None
+    layer.weight.requires_grad_(True)
+    layer(images.detach()).sum().backward()  # a first layer: no gradient of the images
+    assert layer.weight.grad is not None
+
+
+def test_training_continues_with_and_without_it(tiny: Tiny, alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps with it equal three without, up to the order of sums; then each goes on from the other's state."""
+    monkeypatch.setattr(conv_products, "ENOUGH", 200)
+    learners = [Trainer(tiny(lr=0.02, **changes), alone).learner for changes in ({"enable_nhwc": True}, ON)]
+    counts = [sum(isinstance(module, ProductConv2d) for module in one.model.modules()) for one in learners]
+    assert counts == [0, 8]  # resnet8 but for its first layer
+    check_they_train_alike(learners)
+
+
+def test_where_it_is_on(tiny: Tiny) -> None:
+    """ResNet50 has 53 convolutions: on in those of over 128 x 128 channels, whose products are faster."""
+    float32, bf16 = Precision("cpu"), Precision("cpu", level="O1")
+
+    def found(config: Config, precision: Precision = float32, device: torch.device = CPU) -> int:
+        with torch.device("meta"):
+            model = build_model(config)
+        use_products(config, model, precision, device)
+        return sum(isinstance(module, ProductConv2d) for module in model.modules())
+
+    auto = {"conv_weight_products": "auto", "enable_nhwc": True, "model": "resnet50"}
+    assert found(tiny(**auto)) == found(tiny(**auto | ON)) == found(tiny(**auto | ON), bf16) == 38
+    assert not found(tiny())
+    assert not found(tiny(**auto), bf16)
+    assert not found(tiny(**auto | {"enable_nhwc": False}))
+    assert not found(tiny(**auto, enable_compile=True))
+    cuda = torch.device("cuda", 0)
+    assert not found(tiny(**auto), device=cuda)
+    compiled = tiny(conv_weight_products=True, enable_nhwc=True, enable_compile="auto")
+    assert use_products(compiled, build_model(tiny()), float32, cuda), "said, whether it compiles or not"
+    assert use_products(tiny(**ON), build_model(tiny()), float32, cuda) == [
+        "conv_weight_products: left out, it is for CPUs"
+    ]
+
+
+def test_what_it_cannot_do_is_refused_by_name(tiny: Tiny) -> None:
+    for changes, words in (
+        ({"enable_nhwc": False}, "conv_weight_products is true, .*it needs enable_nhwc true"),
+        ({"enable_compile": True}, "conv_weight_products is for eager steps; set it or enable_compile to false"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            tiny(**ON | changes)
+    others = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3, groups=2), nn.Conv2d(16, 16, 3, dilation=2),
+        nn.Conv2d(16, 16, 3, padding="same"), nn.Conv2d(16, 16, 3, padding=1, padding_mode="circular"),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="conv_weight_products true: the network has no convolution"):
+        use_products(tiny(**ON), others, Precision("cpu"), CPU)
+    assert use_products(tiny(**ON | {"conv_weight_products": "auto"}), others, Precision("cpu"), CPU) == []

@@ -1,0 +1,279 @@
+"""Convolutions by Winograd's method equal PyTorch's own."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import build_model
+from tests.conftest import check_they_train_alike
+from train import Trainer
+from utils.config import Config
+from utils.distributed.world import World
+from utils.errors import ConfigError
+from utils.training import conv_winograd
+from utils.training.classifier import build_classifier
+from utils.training.compilers import has_compiler
+from utils.training.conv_products import use_products
+from utils.training.conv_winograd import WinogradConv2d, best_side, convolve, use_winograd
+from utils.training.flops import flops_per_image
+from utils.training.precision import Precision
+
+Tiny = Callable[..., Config]
+CPU = torch.device("cpu")
+ON = {"conv_winograd": True, "enable_nhwc": True}
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+
+
+def random(*sizes: int, seed: int) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
+
+
+def results(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    """Output and gradients."""
+    leaves = [value.detach().clone().requires_grad_() for value in inputs]
+    out = function(*leaves)
+    out.backward(random(*out.shape, seed=9).to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def directly(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return nn.functional.conv2d(images, weight, bias, padding=1)
+
+
+def by_winograd(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return convolve(images, weight, bias, (1, 1), (1, 1))
+
+
+@pytest.mark.parametrize("side", [2, 3, 4])
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 3), (2, 5), (8, 8), (9, 7), (12, 13)])
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_each_tile_equals_a_direct_convolution(
+    side: int, height: int, width: int, layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Output and all gradients, whether tiles fit or reach beyond the image; in parts, the last of fewer images. Held
+    against float64: a rounding of float32, 6e-8, grows by the transforms' numbers, up to 8, and by sums of 288."""
+    monkeypatch.setattr(conv_winograd, "TILES", -(-height // side) * -(-width // side))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(conv_winograd, "best_side", lambda *sizes: side)
+    images, weight = random(5, 32, height, width, seed=0).contiguous(memory_format=layout), random(48, 32, 3, 3, seed=1)
+    inputs = images, weight.contiguous(memory_format=layout), random(48, seed=2)
+    found = results(by_winograd, *inputs)
+    exact = results(directly, *(value.double() for value in inputs))
+    assert len(found) == len(exact) == 4
+    for value, expected in zip(found, exact, strict=True):
+        assert value.dtype == torch.float32 and value.shape == expected.shape
+        assert (value - expected).norm() < 1e-5 * expected.norm()
+        assert (value - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert found[0].is_contiguous(memory_format=torch.channels_last)
+    assert found[2].stride() == inputs[1].stride()
+
+
+def test_the_side_with_the_fewest_multiplications_is_taken() -> None:
+    """Of a tile: 16 numbers for 4 outputs, 25 for 9, 36 for 16; directly 9 for one."""
+    expected = {1: None, 2: 2, 3: 3, 4: 4, 6: 3, 7: 4, 8: 4, 12: 4, 14: 4, 16: 4, 32: 4, 56: 4}
+    assert {size: best_side(size, size) for size in expected} == expected
+    assert best_side(1, 8) is None
+
+
+def test_two_runs_give_the_same_bits() -> None:
+    """Two runs are equal; those of other numbers of threads up to the rounding of PyTorch's products."""
+    inputs = random(6, 32, 10, 10, seed=0), random(32, 32, 3, 3, seed=1), random(32, seed=2)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found += [results(by_winograd, *inputs) for _ in range(2)]
+    finally:
+        torch.set_num_threads(threads)
+    for again in (found[1], found[3]):
+        assert all(map(torch.equal, again, found[0] if again is found[1] else found[2]))
+    torch.testing.assert_close(found[2], found[0], rtol=1e-3, atol=1e-3)
+
+
+def test_what_needs_no_gradient_gets_none() -> None:
+    layer = nn.Conv2d(32, 32, 3, padding=1)
+    layer.__class__ = WinogradConv2d
+    images = random(2, 32, 6, 6, seed=0).requires_grad_()
+    with torch.no_grad():
+        assert layer(images).grad_fn is None
+    layer.weight.requires_grad_(False)
+    layer(images).square().sum().backward()
+    leaves = images.detach().clone().requires_grad_(), layer.weight.detach().clone().requires_grad_()
+    expected = torch.autograd.grad(directly(*leaves, layer.bias.detach()).square().sum(), leaves)
+    assert layer.weight.grad is None and layer.bias.grad is not None
+    torch.testing.assert_close(images.grad, expected[0], rtol=1e-3, atol=1e-3)
+    layer.weight.requires_grad_(True)
+    layer(images.detach()).square().sum().backward()  # a first layer
+    torch.testing.assert_close(layer.weight.grad, expected[1], rtol=1e-3, atol=1e-3)
+
+
+def test_other_tensors_are_pytorchs() -> None:
+    """An image without a batch, none at all, another number format, autocast, a network without values."""
+    plain = nn.Conv2d(32, 32, 3, padding=1)
+    layer = nn.Conv2d(32, 32, 3, padding=1)
+    layer.load_state_dict(plain.state_dict())
+    layer.__class__ = WinogradConv2d
+    for images in (random(32, 6, 6, seed=0), torch.empty(0, 32, 6, 6), random(2, 32, 1, 3, seed=0)):
+        assert torch.equal(layer(images), plain(images))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        images = random(2, 32, 6, 6, seed=0)
+        assert torch.equal(layer(images), plain(images))
+    assert torch.equal(layer.double()(images.double()), plain.double()(images.double()))
+    with torch.device("meta"):
+        assert layer.to("meta")(torch.empty(2, 32, 6, 6, dtype=torch.float64)).shape == (2, 32, 6, 6)
+
+
+def test_channels_that_do_not_match_are_refused_as_pytorch_does() -> None:
+    layer = nn.Conv2d(64, 64, 3, padding=1)
+    layer.__class__ = WinogradConv2d
+    for channels in (32, 128):
+        with pytest.raises(RuntimeError, match=f"to have 64 channels, but got {channels}"):
+            layer(random(2, channels, 8, 8, seed=0))
+
+
+def test_no_number_of_memory_that_nothing_was_written_to_is_used() -> None:
+    """PyTorch fills new memory with NaN in its deterministic mode."""
+    inputs = random(6, 32, 7, 10, seed=0), random(32, 32, 3, 3, seed=1), random(32, seed=2)
+    expected = results(by_winograd, *inputs)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        found = results(by_winograd, *inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_another_default_number_format_changes_nothing() -> None:
+    inputs = random(6, 32, 7, 10, seed=0), random(32, 32, 3, 3, seed=1), random(32, seed=2)
+    expected = results(by_winograd, *inputs)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = by_winograd(*inputs)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected[0])
+
+
+def test_the_kernels_take_as_many_channels_at_a_time_as_python_asks_for() -> None:
+    kernels = Path(conv_winograd.__file__).with_suffix(".cpp").read_text()
+    assert f"LANES = {conv_winograd.CHANNELS};" in kernels
+
+
+def test_training_continues_with_and_without_it(tiny: Tiny, alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps with it equal three without, up to rounding; then each goes on from the other's state."""
+    monkeypatch.setattr(conv_winograd, "ENOUGH", 1)
+    learners = [Trainer(tiny(lr=0.02, **changes), alone).learner for changes in ({"enable_nhwc": True}, ON)]
+    counts = [sum(isinstance(module, WinogradConv2d) for module in one.model.modules()) for one in learners]
+    assert counts == [0, 4]  # resnet8's 3x3 convolutions with stride 1, but for its first
+    check_they_train_alike(learners)
+    both = [flops_per_image(one.model, (3, 32, 32)) for one in learners]
+    assert both[0] == both[1]  # the network's, however they are computed
+
+
+def test_weights_and_their_average_are_validated_alike_with_and_without_it(
+    tiny: Tiny, alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of the one evaluated by the other."""
+    monkeypatch.setattr(conv_winograd, "ENOUGH", 1)
+    images = random(4, 3, 32, 32, seed=0)
+    configs = [tiny(ema_decay=0.9, **ON), tiny(ema_decay=0.9, enable_nhwc=True)]
+    first, second = (build_classifier(config, build_model, alone) for config in configs)
+    assert "WinogradConv2d" in kinds(first.average.network) and "WinogradConv2d" not in kinds(second.average.network)
+    second.load_network({"model": first.weights.state_dict(), "average": first.average.state_dict()})
+    for one in (first, second):
+        one.average.network.eval()
+    torch.testing.assert_close(first.predict(images), second.predict(images), rtol=1e-3, atol=1e-4)
+
+
+def test_products_of_weights_take_what_is_left(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ResNet50 its 1x1 convolutions and those with a stride; in resnet9 nothing, which is said."""
+    both = ON | {"conv_weight_products": True}
+    for model, counts in (
+        ("resnet50", {"WinogradConv2d": 13, "ProductConv2d": 31}),
+        ("resnet9", {"WinogradConv2d": 7}),
+    ):
+        config = tiny(model=model, width=4 if model == "resnet9" else 1, **both)
+        network = build_model(config)
+        notes = use_winograd(config, network, Precision("cpu"), CPU)
+        notes += use_products(config, network, Precision("cpu"), CPU)
+        left = "conv_weight_products: left out, conv_winograd has the convolutions"
+        assert notes == ([left] if model == "resnet9" else [])
+        found = Counter(kinds(network))
+        assert {name: found[name] for name in found if name in ("WinogradConv2d", "ProductConv2d")} == counts
+
+
+def kinds(model: nn.Module) -> Iterator[str]:
+    return (type(module).__name__ for module in model.modules())
+
+
+def test_where_it_is_on(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ResNet50 has 16 convolutions 3x3, of which 13 have stride 1; resnet9's first has 3 channels."""
+    float32, bf16 = Precision("cpu"), Precision("cpu", level="O1")
+
+    def found(config: Config, precision: Precision = float32, device: torch.device = CPU) -> int:
+        model = build_model(config)
+        use_winograd(config, model, precision, device)
+        return list(kinds(model)).count("WinogradConv2d")
+
+    auto = {"conv_winograd": "auto", "enable_nhwc": True}
+    assert found(tiny(**auto, model="resnet50")) == 13
+    assert found(tiny(**auto, model="resnet9", width=2)) == 7
+    assert found(tiny(**auto, model="resnet9", width=1)) == 6, "16 to 32 channels are too few"
+    assert not found(tiny(model="resnet9"))
+    assert not found(tiny(**auto, model="resnet9"), bf16)
+    assert not found(tiny(**auto | {"enable_nhwc": False}, model="resnet9"))
+    assert not found(tiny(**auto, enable_compile=True, model="resnet9"))
+    cuda = torch.device("cuda", 0)
+    assert not found(tiny(**auto, model="resnet9"), device=cuda)
+    assert use_winograd(tiny(**ON), build_model(tiny()), float32, cuda) == ["conv_winograd: left out, it is for CPUs"]
+    monkeypatch.setattr(conv_winograd, "has_compiler", lambda: False)
+    assert not found(tiny(**auto, model="resnet9"))
+
+
+def test_what_it_cannot_do_is_refused_by_name(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    for changes, words in (
+        ({"enable_nhwc": False}, "conv_winograd is true, .*it needs enable_nhwc true"),
+        ({"enable_compile": True}, "conv_winograd is for eager steps; set it or enable_compile to false"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            tiny(**ON | changes)
+    on, auto, float32 = tiny(**ON), tiny(**ON | {"conv_winograd": "auto"}), Precision("cpu")
+    with pytest.raises(ConfigError, match="conv_winograd true computes in float32; it needs enable_amp false"):
+        use_winograd(on, build_model(on), Precision("cpu", level="O1"), CPU)
+    others = nn.Sequential(
+        nn.Conv2d(3, 512, 3, padding=1), nn.Conv2d(64, 64, 3), nn.Conv2d(64, 64, 3, padding=1, stride=2),
+        nn.Conv2d(64, 64, 3, padding=1, groups=2), nn.Conv2d(64, 64, 3, padding=2, dilation=2),
+        nn.Conv2d(64, 64, 3, padding=1, padding_mode="circular"), nn.Conv2d(64, 64, 1), nn.Conv2d(64, 72, 3, padding=1),
+        nn.Conv2d(64, 64, 3, padding="same"), nn.Conv2d(16, 48, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1).double(),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="conv_winograd true: the network has no 3x3 convolution with stride 1"):
+        use_winograd(on, others, float32, CPU)
+    assert use_winograd(auto, others, float32, CPU) == [] and "WinogradConv2d" not in kinds(others)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"conv_winograd true needs .*no-such-compiler is not found"):
+        use_winograd(on, build_model(on), float32, CPU)
+
+
+def test_a_compiler_that_fails_is_named_and_auto_goes_on(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ConfigError("conv_winograd: its kernels could not be built: no space left")
+
+    monkeypatch.setattr(conv_winograd, "build", fail)
+    config = tiny(**ON, model="resnet9")
+    with pytest.raises(ConfigError, match="no space left"):
+        use_winograd(config, build_model(config), Precision("cpu"), CPU)
+    auto = tiny(**ON | {"conv_winograd": "auto"}, model="resnet9")
+    model = build_model(auto)
+    assert use_winograd(auto, model, Precision("cpu"), CPU) == [
+        "left out: conv_winograd: its kernels could not be built: no space left"
+    ]
+    assert "WinogradConv2d" not in kinds(model)

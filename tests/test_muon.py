@@ -1,0 +1,98 @@
+"""utils.training.muon against torch.optim.Muon and AdamW, and what its step is."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from train import Trainer
+from utils.training.muon import COEFFICIENTS, MATCHED, STEPS, orthogonalise
+from utils.training.optimizer import build_optimizer
+
+RATES = [0.01, 0.02, 0.01]
+SHAPES = {"convolution": (8, 4, 3, 3), "tall": (30, 2, 3, 3), "head": (5, 8), "norm": (8,)}
+
+
+def trained(optimizer, parameters):
+    """The parameters after a step for each of RATES, with gradients that follow from the place alone."""
+    rng = np.random.default_rng(3)
+    for rate in RATES:
+        for parameter, shape in zip(parameters, SHAPES.values(), strict=True):
+            parameter.grad = torch.from_numpy(rng.normal(size=shape).astype(np.float32)).view(parameter.shape)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def start():
+    rng = np.random.default_rng(1)
+    return [nn.Parameter(torch.from_numpy(rng.normal(size=shape).astype(np.float32))) for shape in SHAPES.values()]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("decay_vectors", [False, True])
+def test_convolutions_are_pytorchs_muon_on_matrices_and_the_rest_its_adamw(tiny, nesterov, decay_vectors):
+    keys = tiny(optimizer="muon", lr=0.01, momentum=0.9, nesterov=nesterov, weight_decay=0.1)
+    keys = keys.model_copy(update={"weight_decay_bn_bias": decay_vectors})
+    parameters = start()
+    ours = trained(build_optimizer(keys, parameters), parameters)
+
+    theirs = [nn.Parameter(p.detach().flatten(1) if p.ndim > 2 else p.detach()) for p in start()]
+    muon = torch.optim.Muon(
+        theirs[:2], lr=0.01, momentum=0.9, nesterov=nesterov, weight_decay=0.1, adjust_lr_fn="match_rms_adamw",
+        ns_coefficients=COEFFICIENTS, ns_steps=STEPS,
+    )  # fmt: skip
+    vectors = {"params": theirs[3:], "weight_decay": 0.1 if decay_vectors else 0.0}
+    adamw = torch.optim.AdamW([{"params": theirs[2:3]}, vectors], lr=0.01, betas=(0.9, 0.999), weight_decay=0.1)
+
+    both = SimpleNamespace(
+        param_groups=[*muon.param_groups, *adamw.param_groups], step=lambda: (muon.step(), adamw.step())
+    )
+    for one, other in zip(ours, trained(both, theirs), strict=True):
+        # their iteration rounds to bf16: a twentieth of a step, whose numbers are about MATCHED * rate
+        torch.testing.assert_close(one, other.view(one.shape), rtol=0, atol=0.05 * MATCHED * sum(RATES))
+
+
+@pytest.mark.parametrize("shape", [(16, 144), (200, 27)])
+def test_the_iteration_is_jordans(shape):
+    """Written as he has it, in float64."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    x = (matrix.mT if shape[0] > shape[1] else matrix).double()
+    x = x / x.norm()
+    for _ in range(STEPS):
+        square = x @ x.mT
+        x = COEFFICIENTS[0] * x + (COEFFICIENTS[1] * square + COEFFICIENTS[2] * square @ square) @ x
+    expected = (x.mT if shape[0] > shape[1] else x) * MATCHED * max(shape) ** 0.5
+    torch.testing.assert_close(orthogonalise(matrix).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(16, 144), (200, 27), (32, 32)])
+def test_steps_are_nearly_orthogonal_and_of_adamws_size(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    step = orthogonalise(matrix)
+    singular = torch.linalg.svdvals(step / (MATCHED * max(shape) ** 0.5))
+    assert singular.min() > 0.5 and singular.max() < 1.3
+    assert 0.7 * MATCHED < step.square().mean().sqrt() < 1.2 * MATCHED
+    assert orthogonalise(torch.zeros(shape)).abs().max() == 0
+
+
+def test_channels_last_makes_no_difference(tiny):
+    results = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        weight = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(0))
+        parameter = nn.Parameter(weight.to(memory_format=memory_format))
+        optimizer = build_optimizer(tiny(optimizer="muon", lr=0.01), [parameter])
+        parameter.grad = weight.flip(0).to(memory_format=memory_format)
+        optimizer.step()
+        assert parameter.is_contiguous(memory_format=memory_format)
+        results.append(parameter.detach().contiguous())
+    assert torch.equal(*results)
+
+
+def test_a_run_in_half_weights(tiny, alone, tmp_path):
+    small = {"batch_size": 8, "valid_batch_size_per_gpu": 10, "limit_valid_batches": 1, "limit_train_batches": 2}
+    config = tiny(optimizer="muon", lr=0.01, opt_level="O2", max_epochs=1, enable_nhwc=True, **small)
+    Trainer(config, alone, tmp_path).train()

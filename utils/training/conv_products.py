@@ -1,0 +1,120 @@
+"""CONV: on a CPU, the gradient of a convolution's weights as matrix products.
+
+Per channel and offset of the kernel this gradient is a sum over all pixels of a batch, a product of two tall matrices.
+oneDNN's kernels for it are slower than those of the other two passes; where there are channels enough, products are
+faster: for 1x1 kernels of the images as they are, else of their windows, gathered for some images at a time.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import conv2d, pad
+
+from utils.errors import ConfigError
+from utils.training.compilers import compiles
+from utils.training.conv_winograd import WinogradConv2d
+from utils.training.keys import SpeedKeys
+from utils.training.precision import Precision
+
+ROWS = 512  # pixels whose windows are gathered at a time: a product of good size, and windows that stay in the cache
+ENOUGH = 128 * 128  # input times output channels; measured with float32, AVX2 and two threads
+Pair = tuple[int, int]
+
+
+def weight_gradient(images: Tensor, gradient: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
+    """Images [N, C, H, W], gradient of the output [N, O, h, w] -> gradient of the weights [O, C, *kernel], each in NHWC
+    memory. Products over more than `ROWS` pixels are added in float32."""
+    count, channels, (outputs, height, width) = len(images), images.shape[1], gradient.shape[1:]
+    of_outputs, pixels = gradient.permute(0, 2, 3, 1), images.permute(0, 2, 3, 1)
+    if kernel == (1, 1) and padding == (0, 0):
+        met = pixels[:, :: stride[0], :: stride[1]].reshape(-1, channels)
+        return (of_outputs.reshape(-1, outputs).t() @ met).view(outputs, 1, 1, channels).permute(0, 3, 1, 2)
+    pixels = pad(pixels, (0, 0, padding[1], padding[1], padding[0], padding[0])).contiguous()
+    steps = pixels.stride(0), pixels.stride(1) * stride[0], pixels.stride(2) * stride[1], pixels.stride(1), 1
+    kept = torch.promote_types(images.dtype, torch.float32)
+    total = torch.zeros(outputs, kernel[0] * kernel[1] * channels, dtype=kept)
+    at_once = max(1, ROWS // (height * width))
+    for first in range(0, count, at_once):
+        some = pixels[first : first + at_once]
+        shape = len(some), height, width, kernel[0], kernel[1] * channels  # a window's row is one piece of memory
+        windows = some.as_strided(shape, steps).reshape(-1, total.shape[1])
+        met = of_outputs[first : first + at_once].reshape(-1, outputs).t()
+        if total.dtype == windows.dtype:
+            total.addmm_(met, windows)
+        else:
+            total += met @ windows
+    return total.to(images.dtype).view(outputs, *kernel, channels).permute(0, 3, 1, 2)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
+        ctx.save_for_backward(images, weight)
+        ctx.stride, ctx.padding = stride, padding
+        return conv2d(images, weight, bias, stride, padding)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        images, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        of_images = of_weight = of_bias = None
+        if wanted[0]:
+            of_images = torch.ops.aten.convolution_backward(
+                gradient, images, weight, None, ctx.stride, ctx.padding, (1, 1), False, (0, 0), 1, (True, False, False)
+            )[0]
+        if wanted[1]:
+            of_weight = weight_gradient(images, gradient, weight.shape[2:], ctx.stride, ctx.padding)
+        if wanted[2]:
+            of_bias = gradient.sum((0, 2, 3))
+        return of_images, of_weight, of_bias, None, None
+
+
+def convolve(images: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
+    """`conv2d` with one group and no dilation, whose weights' gradient is made of products."""
+    return _Convolution.apply(images, weight, bias, stride, padding)  # type: ignore[no-any-return]
+
+
+class ProductConv2d(nn.Conv2d):
+    """Conv2d with zeros around the images, one group and no dilation; its weights' gradient is made of products."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images [N, C, H, W] -> [N, out_channels, ...]."""
+        if images.dim() != 4 or not (torch.is_grad_enabled() and self.weight.requires_grad):
+            return super().forward(images)
+        weight, bias = self.weight, self.bias
+        if torch.is_autocast_enabled("cpu"):  # here, so that what backward keeps has one number format
+            half = torch.get_autocast_dtype("cpu")
+            images, weight, bias = images.to(half), weight.to(half), None if bias is None else bias.to(half)
+        padding: Any = self.padding  # declared as a word, too
+        return convolve(images, weight, bias, self.stride, padding)  # type: ignore[arg-type]
+
+
+def use_products(keys: SpeedKeys, model: nn.Module, precision: Precision, device: torch.device) -> list[str]:
+    """Make `ProductConv2d` of the convolutions of `model`, as `conv_weight_products` asks; returns notes for the log.
+    `ConfigError` where the network has none that fits."""
+    asked = keys.conv_weight_products
+    if device.type != "cpu":
+        return ["conv_weight_products: left out, it is for CPUs"] if asked is True else []
+    if asked is False or compiles(keys, device):
+        return []
+    if asked == "auto" and not (keys.enable_nhwc and precision.level == "O0"):
+        return []
+    found = [module for module in model.modules() if type(module) is nn.Conv2d and _fits(module)]
+    for module in found:
+        module.__class__ = ProductConv2d
+    if not found and any(isinstance(module, WinogradConv2d) for module in model.modules()):
+        return ["conv_weight_products: left out, conv_winograd has the convolutions"] if asked is True else []
+    if asked is True and not found:
+        raise ConfigError(
+            "conv_weight_products true: the network has no convolution with one group, no dilation, zeros around the "
+            f"images and more than {ENOUGH} pairs of input and output channels, where products are faster; use false"
+        )
+    return []
+
+
+def _fits(module: nn.Conv2d) -> bool:
+    plain = module.groups == 1 and set(module.dilation) == {1} and module.padding_mode == "zeros"
+    return plain and not isinstance(module.padding, str) and module.in_channels * module.out_channels > ENOUGH

@@ -1,0 +1,205 @@
+"""CONV: 3x3 convolutions on a CPU by Winograd's minimal filtering, in float32.
+
+A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural Networks" (arXiv:1509.09308): a tile of side x side
+outputs is A'[(G w G') * (B'xB)]A, with x the (side + 2) x (side + 2) pixels that it sees, w one kernel, and * number by
+number. Over all channels and tiles the middle is one product of matrices for each place of a tile: for sides of 2, 3
+and 4 with 2.25, 3.24 and 4 times fewer multiplications than the convolution itself. Backward turns the same steps
+round: gradients are made by the transposed transforms and products of the same size. conv_winograd.cpp has the
+transforms of images; those of the weights are small products.
+"""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import conv2d
+
+from utils.errors import ConfigError
+from utils.training.compilers import build_kernels, compiles, failure_to_build, has_compiler, missing_compiler
+from utils.training.keys import SpeedKeys
+from utils.training.precision import Precision
+
+# G by side, which belongs to the B' and A' in conv_winograd.cpp
+OF_WEIGHTS = {
+    2: [[1, 0, 0], [1 / 2, 1 / 2, 1 / 2], [1 / 2, -1 / 2, 1 / 2], [0, 0, 1]],
+    3: [[1 / 2, 0, 0], [-1 / 2, -1 / 2, -1 / 2], [-1 / 6, 1 / 6, -1 / 6], [1 / 6, 1 / 3, 2 / 3], [0, 0, 1]],
+    4: [
+        [1 / 4, 0, 0], [-1 / 6, -1 / 6, -1 / 6], [-1 / 6, 1 / 6, -1 / 6], [1 / 24, 1 / 12, 1 / 6],
+        [1 / 24, -1 / 12, 1 / 6], [0, 0, 1],
+    ],
+}  # fmt: skip
+# Three figures of one machine, with AVX2 and two threads
+TILES = 128  # for each thread at a time: products of good size, and planes that stay in the cache
+ENOUGH = 32 * 32  # input times output channels: with fewer the transforms cost what the products save
+WORTH = 0.75  # share of the direct multiplications above which a direct convolution is as fast
+CHANNELS = 16  # LANES of conv_winograd.cpp: it takes multiples of so many channels
+Pair = tuple[int, int]
+
+
+def best_side(height: int, width: int) -> int | None:
+    """The side of tiles with which images of this size need the fewest multiplications; None where that saves less than
+    a quarter."""
+    work = {side: -(-height // side) * -(-width // side) * (side + 2) ** 2 for side in OF_WEIGHTS}
+    side = min(work, key=lambda side: work[side])
+    return side if work[side] <= WORTH * 9 * height * width else None
+
+
+class _Tiles:
+    """Planes [place, tiles, channels] of images of one size, and their transforms, for some images at a time."""
+
+    def __init__(self, side: int, images: Tensor) -> None:
+        self.side, (self.count, _, self.height, self.width) = side, images.shape
+        self.each = -(-self.height // side) * -(-self.width // side)
+        self.at_once = max(1, TILES * torch.get_num_threads() // self.each)
+        self.factors = _of_weights(side)
+
+    def parts(self) -> list[slice]:
+        """Which images are taken at a time."""
+        return [slice(first, min(first + self.at_once, self.count)) for first in range(0, self.count, self.at_once)]
+
+    def planes(self, part: slice, channels: int) -> Tensor:
+        """Empty ones. They have a row more than there are tiles, which the transforms fill with zeros."""
+        tiles = (part.stop - part.start) * self.each
+        return torch.empty((self.side + 2) ** 2, tiles + 1, channels, dtype=torch.float32, device="cpu")
+
+    def weights_to_planes(self, weight: Tensor) -> Tensor:
+        """Weights [O, C, 3, 3] -> [place, O, C]."""
+        outputs, channels = weight.shape[:2]
+        return (self.factors @ weight.permute(2, 3, 0, 1).reshape(9, -1)).view(-1, outputs, channels)
+
+    def planes_to_weights(self, planes: Tensor) -> Tensor:
+        """Their gradient, the other way."""
+        _, outputs, channels = planes.shape
+        gradient = (self.factors.t() @ planes.flatten(1)).view(3, 3, outputs, channels).permute(2, 3, 0, 1)
+        return gradient.contiguous(memory_format=torch.channels_last)
+
+    def call(self, name: str, source: Tensor, target: Tensor, channels: int) -> Tensor:
+        """A transform of conv_winograd.cpp; returns the target."""
+        images = (source if source.dim() == 4 else target).shape[0]
+        sizes = (ctypes.c_int64(size) for size in (images, self.height, self.width, channels))
+        addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (source, target))
+        build()[f"{name}_{self.side}"](*addresses, *sizes)
+        return target
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, side: int) -> Tensor:
+        images = images.contiguous(memory_format=torch.channels_last)
+        tiles = _Tiles(side, images)
+        weights = tiles.weights_to_planes(weight)
+        outputs, channels = weight.shape[:2]
+        sizes = len(images), outputs, *images.shape[2:]
+        out = torch.empty(sizes, dtype=torch.float32, device="cpu", memory_format=torch.channels_last)
+        for part in tiles.parts():
+            seen = tiles.call("images_to_planes", images[part], tiles.planes(part, channels), channels)
+            made = torch.bmm(seen, weights.mT, out=tiles.planes(part, outputs))
+            tiles.call("planes_to_outputs", made, out[part], outputs)
+        ctx.save_for_backward(images, weight)  # not its planes, which take up to four times the memory
+        ctx.tiles = tiles
+        return out if bias is None else out.add_(bias.view(1, -1, 1, 1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        images, weight = ctx.saved_tensors
+        tiles, wanted, (outputs, channels, *_) = ctx.tiles, ctx.needs_input_grad, weight.shape
+        weights = tiles.weights_to_planes(weight)
+        gradient = gradient.contiguous(memory_format=torch.channels_last)
+        of_images = torch.empty_like(images) if wanted[0] else None
+        of_weights = torch.zeros_like(weights)
+        for part in tiles.parts():
+            met = tiles.call("gradient_to_planes", gradient[part], tiles.planes(part, outputs), outputs)
+            planes = tiles.planes(part, channels)
+            if wanted[1]:
+                tiles.call("images_to_planes", images[part], planes, channels)
+                torch.baddbmm(of_weights, met.mT, planes, out=of_weights)
+            if of_images is not None:
+                tiles.call("planes_to_gradient", torch.bmm(met, weights, out=planes), of_images[part], channels)
+        of_weight = tiles.planes_to_weights(of_weights) if wanted[1] else None
+        return of_images, of_weight, gradient.sum((0, 2, 3)) if wanted[2] else None, None
+
+
+def convolve(images: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
+    """`conv2d` with one group and no dilation, by Winograd's method where it has one; the same up to rounding."""
+    side = choose_side(images, weight, stride, padding)
+    if side is None or torch.is_autocast_enabled("cpu"):
+        return conv2d(images, weight, bias, stride, padding)
+    if side == 1:
+        return conv2d(images, weight[:, :, 1:2, 1:2], bias)
+    return _Convolution.apply(images, weight, bias, side)  # type: ignore[no-any-return]
+
+
+def choose_side(images: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> int | None:
+    """The side of the tiles that `convolve` takes for images [N, C, H, W] and weights [O, C, kernel]; 1 where images
+    are one pixel, which meets the kernel's centre alone. None where it is direct, as Winograd's method here needs
+    float32 on a CPU, a 3x3 kernel, stride 1, padding 1, and C and O multiples of `CHANNELS`; also where the two C
+    differ, which PyTorch then refuses.
+    """
+    here = images.is_cpu and images.dtype == weight.dtype == torch.float32
+    fits = images.dim() == 4 and len(images) and images.shape[1] == weight.shape[1]
+    whole = not any(count % CHANNELS for count in weight.shape[:2])
+    if not (here and fits and whole and (*weight.shape[2:], *stride, *padding) == (3, 3, 1, 1, 1, 1)):
+        return None
+    return 1 if images.shape[2:] == (1, 1) else best_side(*images.shape[2:])
+
+
+class WinogradConv2d(nn.Conv2d):
+    """Conv2d with one group, no dilation and zeros around the images, by Winograd's method where it has one."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images [N, C, H, W] -> [N, out_channels, ...]."""
+        padding: Any = self.padding  # declared as a word, too
+        return convolve(images, self.weight, self.bias, self.stride, padding)  # type: ignore[arg-type]
+
+
+def use_winograd(keys: SpeedKeys, model: nn.Module, precision: Precision, device: torch.device) -> list[str]:
+    """Make `WinogradConv2d` of the convolutions of `model`, as `conv_winograd` asks; returns notes for the log.
+    `ConfigError` where it cannot be had, or the network has none that fits."""
+    asked = keys.conv_winograd
+    if device.type != "cpu":
+        return ["conv_winograd: left out, it is for CPUs"] if asked is True else []
+    if asked is False or compiles(keys, device):
+        return []
+    in_float32 = precision.level == "O0"
+    if asked == "auto" and not (keys.enable_nhwc and in_float32 and has_compiler()):
+        return []
+    if not in_float32:
+        raise ConfigError("conv_winograd true computes in float32; it needs enable_amp false and opt_level O0 or null")
+    if missing := missing_compiler(device):
+        raise ConfigError(f"conv_winograd true needs {missing}, or use conv_winograd false")
+    found = [module for module in model.modules() if type(module) is nn.Conv2d and _fits(module)]
+    if asked is True and not found:
+        raise ConfigError(
+            "conv_winograd true: the network has no 3x3 convolution with stride 1, padding 1, one group and at least "
+            f"{ENOUGH} pairs of input and output channels, both multiples of {CHANNELS}; use false"
+        )
+    if found and (failure := failure_to_build(build, asked)):
+        return [failure]
+    for module in found:
+        module.__class__ = WinogradConv2d
+    return []
+
+
+@cache
+def build() -> Any:
+    """The library of the transforms. `ConfigError` where the compiler fails."""
+    return build_kernels(Path(__file__).with_suffix(".cpp"), "conv_winograd")
+
+
+def _of_weights(side: int) -> Tensor:
+    """[place, 9]: G w G' as one product."""
+    one = torch.tensor(OF_WEIGHTS[side], dtype=torch.float32)
+    return torch.kron(one, one)
+
+
+def _fits(module: nn.Conv2d) -> bool:
+    plain = module.groups == 1 and set(module.dilation) == {1} and module.padding_mode == "zeros"
+    around = module.kernel_size == (3, 3) and module.stride == (1, 1) and module.padding == (1, 1)
+    channels = module.in_channels, module.out_channels
+    enough = channels[0] * channels[1] >= ENOUGH and not any(count % CHANNELS for count in channels)
+    return plain and around and enough and module.weight.dtype == torch.float32

@@ -1,0 +1,254 @@
+// FUSE: the CPU's kernels for norm_relu.py, over NHWC memory: rows are pixels, columns channels.
+//
+// Rows are dealt to parts by the sizes alone, and the parts' sums are added in their order: the same bits in every run
+// and with any number of threads. BLOCK rows are summed in float32, blocks and parts in float64.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int64_t PARTS = 64, LEAST_PART = 65536;  // parts at most; numbers in one at least
+constexpr int64_t BLOCK = 64, GROUP = 4;           // rows; GROUP of them are added before they meet the sum in memory
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+inline float load(float value) { return value; }
+
+inline float load(bfloat16 value) {
+    const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+inline void store(float value, float* to) { *to = value; }
+
+inline void store(float value, bfloat16* to) {  // to the nearest, of two to the even one; no number stays no number
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    to->bits = static_cast<uint16_t>((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
+}
+
+struct Rows {
+    int64_t first, last;
+};
+
+int64_t parts_of(int64_t pixels, int64_t channels) {
+    return std::clamp<int64_t>(pixels * channels / LEAST_PART, 1, std::min(PARTS, pixels));
+}
+
+Rows rows_of(int64_t part, int64_t parts, int64_t pixels) {
+    return {part * pixels / parts, (part + 1) * pixels / parts};
+}
+
+// Adds to sum and squares [channels]: of the distances of rows from `level`, and of their squares.
+template <int64_t rows, typename T>
+void add_rows(const T* __restrict x, const float* __restrict level, int64_t channels, float* __restrict sum,
+              float* __restrict squares) {
+    for (int64_t c = 0; c < channels; ++c) {
+        float total = 0, square = 0;
+#pragma GCC unroll 4
+        for (int64_t row = 0; row < rows; ++row) {
+            const float distance = load(x[row * channels + c]) - level[c];
+            total += distance;
+            square += distance * distance;
+        }
+        sum[c] += total;
+        squares[c] += square;
+    }
+}
+
+// total and squares [channels]: of a part's distances from `level`, and of their squares.
+template <typename T>
+void part_statistics(const T* x, const float* level, Rows rows, int64_t channels, double* total, double* squares) {
+    std::vector<float> sum(channels), square(channels);
+    std::fill(total, total + channels, 0.0);
+    std::fill(squares, squares + channels, 0.0);
+    for (int64_t first = rows.first; first < rows.last; first += BLOCK) {
+        const int64_t last = std::min(first + BLOCK, rows.last);
+        std::fill(sum.begin(), sum.end(), 0.0f);
+        std::fill(square.begin(), square.end(), 0.0f);
+        int64_t row = first;
+        for (; row + GROUP <= last; row += GROUP)
+            add_rows<GROUP>(x + row * channels, level, channels, sum.data(), square.data());
+        for (; row < last; ++row) add_rows<1>(x + row * channels, level, channels, sum.data(), square.data());
+        for (int64_t c = 0; c < channels; ++c) {
+            total[c] += sum[c];
+            squares[c] += square[c];
+        }
+    }
+}
+
+// The same expression in forward and backward, so that ReLU's mask is the same.
+inline float normalised(float x, float mean, float scale, float bias) { return (x - mean) * scale + bias; }
+
+template <bool added, typename T>
+void apply_rows(const T* __restrict x, const T* __restrict shortcut, const float* __restrict mean,
+                const float* __restrict scale, const float* __restrict bias, Rows rows, int64_t channels,
+                T* __restrict out) {
+    for (int64_t at = rows.first * channels; at < rows.last * channels; at += channels)
+        for (int64_t c = 0; c < channels; ++c) {
+            float value = normalised(load(x[at + c]), mean[c], scale[c], bias[c]);
+            if (added) value += load(shortcut[at + c]);
+            store(value < 0 ? 0 : value, out + at + c);
+        }
+}
+
+template <typename T>
+void forward(const T* x, const T* shortcut, const float* weight, const float* bias, float* running_mean,
+             float* running_var, float* mean, float* invstd, T* out, int64_t pixels, int64_t channels, double momentum,
+             double eps) {
+    const int64_t parts = parts_of(pixels, channels);
+    const double count = static_cast<double>(pixels);
+    std::vector<double> totals(parts * channels), squares(parts * channels);
+    // Near the mean, so that the difference of two large sums loses no digits: the first block's.
+    std::vector<float> level(channels), scale(channels);
+    const int64_t block = std::min(BLOCK, pixels);
+    part_statistics(x, level.data(), {0, block}, channels, totals.data(), squares.data());
+    for (int64_t c = 0; c < channels; ++c) level[c] = static_cast<float>(totals[c] / static_cast<double>(block));
+#pragma omp parallel for schedule(static)
+    for (int64_t part = 0; part < parts; ++part)
+        part_statistics(x, level.data(), rows_of(part, parts, pixels), channels, &totals[part * channels],
+                        &squares[part * channels]);
+    for (int64_t c = 0; c < channels; ++c) {
+        double total = 0, square = 0;
+        for (int64_t part = 0; part < parts; ++part) {
+            total += totals[part * channels + c];
+            square += squares[part * channels + c];
+        }
+        const double distance = total / count, middle = level[c] + distance;
+        const double variance = std::max(square / count - distance * distance, 0.0);
+        mean[c] = static_cast<float>(middle);
+        invstd[c] = static_cast<float>(1 / std::sqrt(variance + eps));
+        scale[c] = invstd[c] * weight[c];
+        running_mean[c] = static_cast<float>((1 - momentum) * running_mean[c] + momentum * middle);
+        running_var[c] =
+            static_cast<float>((1 - momentum) * running_var[c] + momentum * variance * (count / (count - 1)));
+    }
+#pragma omp parallel for schedule(static)
+    for (int64_t part = 0; part < parts; ++part) {
+        const Rows rows = rows_of(part, parts, pixels);
+        if (shortcut)
+            apply_rows<true>(x, shortcut, mean, scale.data(), bias, rows, channels, out);
+        else
+            apply_rows<false>(x, x, mean, scale.data(), bias, rows, channels, out);
+    }
+}
+
+// What passes ReLU: with a shortcut where the output is above 0, which is kept; else computed anew.
+template <bool added, typename T>
+inline float passed(T gradient, T x, T out, float mean, float scale, float bias) {
+    const float through = load(gradient);  // before the choice: a load that depends on it is not vectorised
+    return (added ? load(out) : normalised(load(x), mean, scale, bias)) > 0 ? through : 0.0f;
+}
+
+// Adds to sum and product [channels]: of the gradients that pass, and of them times x - mean.
+template <bool added, typename T>
+void add_gradients(const T* __restrict gradient, const T* __restrict x, const T* __restrict out,
+                   const float* __restrict mean, const float* __restrict scale, const float* __restrict bias, Rows rows,
+                   int64_t channels, T* __restrict of_shortcut, float* __restrict sum, float* __restrict product) {
+    for (int64_t at = rows.first * channels; at < rows.last * channels; at += channels)
+        for (int64_t c = 0; c < channels; ++c) {
+            const float value = passed<added>(gradient[at + c], x[at + c], out[at + c], mean[c], scale[c], bias[c]);
+            sum[c] += value;
+            product[c] += value * (load(x[at + c]) - mean[c]);
+            if (added) store(value, of_shortcut + at + c);
+        }
+}
+
+template <bool added, typename T>
+void part_gradients(const T* gradient, const T* x, const T* out, const float* mean, const float* scale,
+                    const float* bias, Rows rows, int64_t channels, T* of_shortcut, double* total, double* products) {
+    std::vector<float> sum(channels), product(channels);
+    std::fill(total, total + channels, 0.0);
+    std::fill(products, products + channels, 0.0);
+    for (int64_t first = rows.first; first < rows.last; first += BLOCK) {
+        const int64_t last = std::min(first + BLOCK, rows.last);
+        std::fill(sum.begin(), sum.end(), 0.0f);
+        std::fill(product.begin(), product.end(), 0.0f);
+        add_gradients<added>(gradient, x, out, mean, scale, bias, {first, last}, channels, of_shortcut, sum.data(),
+                             product.data());
+        for (int64_t c = 0; c < channels; ++c) {
+            total[c] += sum[c];
+            products[c] += product[c];
+        }
+    }
+}
+
+template <bool added, typename T>
+void apply_gradients(const T* __restrict gradient, const T* __restrict x, const float* __restrict mean,
+                     const float* __restrict scale, const float* __restrict bias,
+                     const float* __restrict level, const float* __restrict slope, Rows rows, int64_t channels,
+                     T* __restrict of_x) {
+    for (int64_t at = rows.first * channels; at < rows.last * channels; at += channels)
+        for (int64_t c = 0; c < channels; ++c) {
+            const float value =
+                added ? load(gradient[at + c])
+                      : passed<false>(gradient[at + c], x[at + c], x[at + c], mean[c], scale[c], bias[c]);
+            const float centred = load(x[at + c]) - mean[c];
+            store((value - level[c] - centred * slope[c]) * scale[c], of_x + at + c);
+        }
+}
+
+template <bool added, typename T>
+void backward(const T* gradient, const T* x, const T* out, const float* weight, const float* bias, const float* mean,
+              const float* invstd, T* of_x, T* of_shortcut, float* of_weight, float* of_bias, int64_t pixels,
+              int64_t channels) {
+    const int64_t parts = parts_of(pixels, channels);
+    const double count = static_cast<double>(pixels);
+    std::vector<double> totals(parts * channels), products(parts * channels);
+    std::vector<float> level(channels), slope(channels), scale(channels);
+    for (int64_t c = 0; c < channels; ++c) scale[c] = invstd[c] * weight[c];
+#pragma omp parallel for schedule(static)
+    for (int64_t part = 0; part < parts; ++part)
+        part_gradients<added>(gradient, x, out, mean, scale.data(), bias, rows_of(part, parts, pixels), channels,
+                              of_shortcut, &totals[part * channels], &products[part * channels]);
+    for (int64_t c = 0; c < channels; ++c) {
+        double total = 0, product = 0;
+        for (int64_t part = 0; part < parts; ++part) {
+            total += totals[part * channels + c];
+            product += products[part * channels + c];
+        }
+        of_bias[c] = static_cast<float>(total);
+        of_weight[c] = static_cast<float>(product * invstd[c]);
+        level[c] = static_cast<float>(total / count);
+        slope[c] = static_cast<float>(product * invstd[c] * invstd[c] / count);
+    }
+#pragma omp parallel for schedule(static)
+    for (int64_t part = 0; part < parts; ++part)
+        apply_gradients<added>(added ? of_shortcut : gradient,  // the shortcut's gradient is what passed
+                               x, mean, scale.data(), bias, level.data(), slope.data(),
+                               rows_of(part, parts, pixels), channels, of_x);
+}
+
+}  // namespace
+
+#define KERNELS(name, T)                                                                                               \
+    extern "C" void norm_relu_forward_##name(                                                                          \
+        const T* x, const T* shortcut, const float* weight, const float* bias, float* running_mean,                    \
+        float* running_var, float* mean, float* invstd, T* out, int64_t pixels, int64_t channels, double momentum,     \
+        double eps) {                                                                                                  \
+        forward(x, shortcut, weight, bias, running_mean, running_var, mean, invstd, out, pixels, channels, momentum,   \
+                eps);                                                                                                  \
+    }                                                                                                                  \
+    extern "C" void norm_relu_backward_##name(                                                                         \
+        const T* gradient, const T* x, const T* out, const float* weight, const float* bias, const float* mean,        \
+        const float* invstd, T* of_x, T* of_shortcut, float* of_weight, float* of_bias, int64_t pixels,                \
+        int64_t channels) {                                                                                            \
+        if (out)                                                                                                       \
+            backward<true>(gradient, x, out, weight, bias, mean, invstd, of_x, of_shortcut, of_weight, of_bias,        \
+                           pixels, channels);                                                                          \
+        else                                                                                                           \
+            backward<false>(gradient, x, x, weight, bias, mean, invstd, of_x, of_shortcut, of_weight, of_bias, pixels, \
+                            channels);                                                                                 \
+    }
+
+KERNELS(float32, float)
+KERNELS(bfloat16, bfloat16)
