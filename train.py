@@ -162,8 +162,11 @@ class Trainer:
             self._obey(self.requests.poll())
 
     def validate_one_epoch(self) -> tuple[Metrics, Confusion]:
-        """Loss and accuracy over every validation image, each counted once over all ranks; this rank's confusions."""
-        confusion = Confusion(self.config.num_classes, self.world.device)
+        """Loss and accuracy over every validation image, each counted once over all ranks, {} in an epoch that is not
+        validated; this rank's confusions."""
+        epoch, confusion = self.progress.epoch + 1, Confusion(self.config.num_classes, self.world.device)
+        if epoch % self.config.validate_every_epochs and epoch < self.config.max_epochs:
+            return {}, confusion
         return self._evaluate("validation", self.loaders.valid, confusion), confusion
 
     def _evaluate(self, name: str, loader: Loader, *collectors: Collector) -> Metrics:
@@ -190,21 +193,21 @@ class Trainer:
         self.throughput.start()
 
     def _finish_epoch(self, train: Metrics, valid: Metrics, confusion: Confusion, before: float) -> None:
-        """Schedule, record, save; with held out images and nothing left to train, the test before. `before`: seconds
-        of training when the epoch began."""
-        test = dict[str, float]()
-        if self.loaders.test is not None and self._is_enough(self.progress.epoch + 1, valid["acc1"]):
-            test = self._evaluate("test", self.loaders.test)
-        self.learner.observe_validation(valid["loss"])
-        is_best = self.progress.finish_epoch(valid["acc1"])
+        """Schedule, record, save; with held out images and nothing left to train, the test before. `valid`: {} in an
+        epoch that is not validated. `before`: seconds of training when the epoch began."""
+        test, is_best = dict[str, float](), False
+        if valid:
+            if self.loaders.test is not None and self._is_enough(self.progress.epoch + 1, valid["acc1"]):
+                test = self._evaluate("test", self.loaders.test)
+            self.learner.observe_validation(valid["loss"])
+            is_best = self.progress.see_accuracy(valid["acc1"])
+        self.progress.finish_epoch()
         self.learner.sums.reset()
         values = {
             "loss/train": train["loss"],
-            "loss/valid": valid["loss"],
             "acc1/train": train["acc1"],
-            "acc1/valid": valid["acc1"],
+            **{f"{name}/valid": value for name, value in valid.items()},
             "learning_rate": self.learner.learning_rate,
-            "images/valid": valid["images"],
             "images_per_sec": self.throughput.overall(),
             "epoch_seconds": self.progress.seconds - before,
             "seconds": self.progress.seconds,

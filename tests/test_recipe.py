@@ -381,6 +381,40 @@ def test_network_trains_on_small_images_and_validates_on_whole_ones(tiny, alone,
     assert sizes == [(True, 16)] * 2 + [(False, 32)] * 2 + [(True, 32)] * 2 + [(False, 32)] * 2
 
 
+# ---- validation after some epochs only
+
+
+def test_epochs_that_are_not_validated_train_alike(tiny, alone, tmp_path):
+    keys = {"max_epochs": 5, "lr_schedule": "cosine", "log_to_tensorboard": True}
+    runs = [run(tiny(validate_every_epochs=every, **keys), alone, tmp_path / str(every)) for every in (1, 2)]
+    assert all(map(torch.equal, *(trainer.learner.model.state_dict().values() for trainer in runs)))
+    always, rarely = (epochs(tmp_path / str(every)) for every in (1, 2))
+    assert [row["epoch"] for row in rarely if "acc1/valid" in row] == [2, 4, 5]  # and the last one
+    for there, here in zip(always, rarely, strict=True):
+        validated = here["epoch"] != 1 and here["epoch"] != 3
+        for tag in ("loss/valid", "acc1/valid", "images/valid"):
+            assert here.get(tag) == (there[tag] if validated else None)
+        assert here["loss/train"] == there["loss/train"]
+    best = max((row["acc1/valid"], -row["epoch"]) for row in rarely if "acc1/valid" in row)
+    assert runs[1].progress.best == {"acc1": best[0], "epoch": -best[1]}
+    log = (tmp_path / "2/train.log").read_text()
+    assert log.count(", valid acc1=") == 3 and log.count("train acc1=") == 5
+
+
+def test_a_run_goes_on_behind_an_epoch_that_was_not_validated(tiny, alone, tmp_path):
+    keys = {"lr_schedule": "constant", "validate_every_epochs": 3}
+    run(tiny(max_epochs=1, **keys), alone, tmp_path / "parts")  # its last, and so validated
+    run(tiny(max_epochs=4, **keys), alone, tmp_path / "parts", resume=str(tmp_path / "parts"))
+    assert [row["epoch"] for row in epochs(tmp_path / "parts") if "acc1/valid" in row] == [1, 3, 4]
+    config = tiny(max_epochs=4, stop_at_accuracy=0.01, **keys)
+    assert run(config, alone, tmp_path / "stopped").progress.epoch == 3  # not before the first validation
+
+
+def test_a_schedule_by_validation_needs_it_after_each_epoch(tiny):
+    with pytest.raises(ValueError, match="plateau follows the validation loss of every epoch; validate_every_epochs"):
+        tiny(lr_schedule="plateau", validate_every_epochs=2)
+
+
 # ---- stopping at a target
 
 

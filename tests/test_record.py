@@ -52,6 +52,9 @@ def test_a_seed_is_measured_as_stated(tiny: Callable[..., Config]) -> None:
     }
     assert record.measure(epochs(0.2), tiny(stop_at_accuracy=0.4), 1.0)["reached"] is False
     assert record.measure(epochs(0.2), tiny(), 1.0)["reached"] is None
+    first, *others = epochs(0.2, 0.5, 0.4)
+    first.pop("acc1/valid")  # as with validate_every_epochs 2
+    assert record.measure([first, *others], tiny(), 30.0)["best_epoch"] == 2
 
 
 @pytest.fixture

@@ -57,7 +57,8 @@ def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., i
 
             def __iter__(self) -> Iterator[dict[str, Any]]:
                 if isinstance(self.outcome, float):
-                    yield {"epoch": 1, "seconds": 2.0, "acc1/valid": self.outcome}
+                    yield {"epoch": 1, "seconds": 1.0}  # not validated
+                    yield {"epoch": 2, "seconds": 2.0, "acc1/valid": self.outcome}
 
             def wait(self) -> float:
                 if not isinstance(self.outcome, float):

@@ -140,7 +140,7 @@ def _objective(
         record: dict[str, Any] = {"trial": trial.number, "settings": tried, "end": "interrupted"}
         try:
             with FollowedRun(options.yaml_config, options.config, [*settings, *as_settings(tried)], folder) as training:
-                for epoch in training:
+                for epoch in (epoch for epoch in training if "acc1/valid" in epoch):
                     accuracies.append(epoch["acc1/valid"])
                     record["seconds"] = epoch["seconds"]
                     trial.report(accuracies[-1], step=epoch["epoch"])

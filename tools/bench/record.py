@@ -78,7 +78,7 @@ def run_seed(yaml_config: Path, name: str, settings: Sequence[str], seed: int, o
     partial, final = out / f".seed-{seed}.partial", out / f"seed-{seed}"
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was interrupted
     with FollowedRun(yaml_config, name, [*settings, *as_settings({"seed": seed})], partial) as training:
-        for record in training:
+        for record in (record for record in training if "acc1/valid" in record):
             print(f"seed {seed}, epoch {record['epoch']}: {record['acc1/valid']:.2%}", end="\r", flush=True)
         command_seconds = training.wait()
     config = load_config(partial / "config.yaml", name)
@@ -94,7 +94,7 @@ def run_seed(yaml_config: Path, name: str, settings: Sequence[str], seed: int, o
 
 def measure(epochs: Sequence[Mapping[str, Any]], config: Config, command_seconds: float) -> Trial:
     """What one seed gave, from the records of its epochs."""
-    last, best = epochs[-1], max(epochs, key=lambda record: record["acc1/valid"])
+    last, best = epochs[-1], max(epochs, key=lambda record: record.get("acc1/valid", -1.0))
     target = config.stop_at_accuracy
     return {
         "seed": config.seed,

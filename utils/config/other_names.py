@@ -51,6 +51,7 @@ _BY_KEY = {
     "stop_at_accuracy": "target_acc target_accuracy",
     "test_time_flip": "tta",
     "valid_batch_size_per_gpu": "eval_batch_size test_batch_size val_batch_size valid_batch_size validation_batch_size",
+    "validate_every_epochs": "check_val_every_n_epoch eval_freq eval_interval val_freq val_interval",
     "weight_decay": "l2 wd",
 }
 OTHER_NAMES = {name: key for key, names in _BY_KEY.items() for name in names.split()}

@@ -87,7 +87,7 @@ class Board:
         elif record["kind"] == "epoch":
             by_epoch = {tag: values[tag] for tag in (*EPOCH_TAGS, *SCALING_TAGS) if tag in values}
             self._add_scalars(by_epoch, record["epoch"])
-            by_second = {tag: values[name] for name, tag in SECOND_TAGS.items()}
+            by_second = {tag: values[name] for name, tag in SECOND_TAGS.items() if name in values}
             self._add_scalars(by_second, round(record["seconds"]))
             self._writer.flush()
         elif record["kind"] == "end":

@@ -164,15 +164,14 @@ class RunLogger(AbstractContextManager["RunLogger"]):
             self._show(lambda board: board.add_images(images))
 
     def log_epoch(self, epoch: int, step: int, values: dict[str, float], left: float | None = None) -> None:
-        """The end of an epoch. `values` holds loss/train, loss/valid, acc1/train, acc1/valid, learning_rate, ...;
-        `left`: seconds to the end of the run, if known."""
+        """The end of an epoch. `values` holds loss/train, acc1/train, learning_rate, ..., and where it was validated
+        loss/valid and acc1/valid; `left`: seconds to the end of the run, if known."""
         rate, remaining = values["learning_rate"], time_left(left)
+        parts = [part for part in ("train", "valid") if f"acc1/{part}" in values]
         self._log(f"Time taken for epoch {epoch} is {significant(values['epoch_seconds'])} sec")
-        self._log(f"train acc1={values['acc1/train']:.4f}, valid acc1={values['acc1/valid']:.4f}")
-        result = (
-            f"epoch {epoch:3}  train loss {values['loss/train']:.4f} acc1 {values['acc1/train']:6.2%}  "
-            f"valid loss {values['loss/valid']:.4f} acc1 {values['acc1/valid']:6.2%}"
-        )
+        self._log(", ".join(f"{part} acc1={values[f'acc1/{part}']:.4f}" for part in parts))
+        shown = [f"{part} loss {values[f'loss/{part}']:.4f} acc1 {values[f'acc1/{part}']:6.2%}" for part in parts]
+        result = "  ".join([f"epoch {epoch:3}", *shown])
         speed, seconds = significant(values["images_per_sec"], 3), significant(values["epoch_seconds"], 3)
         pace = f"  lr {significant(rate, 3)}  {speed} images/s  {seconds} s{remaining}"
         self._log(result + pace)

@@ -33,13 +33,16 @@ class Progress:
         """Of training, over all interruptions."""
         return self.earlier_seconds + self.clock.seconds(*WORK)
 
-    def finish_epoch(self, accuracy: float) -> bool:
-        """Whether its validation accuracy is the best so far."""
-        self.epoch, self.batch = self.epoch + 1, 0
+    def see_accuracy(self, accuracy: float) -> bool:
+        """Whether this validation accuracy, of the epoch that ends, is the best so far."""
         is_best = accuracy > self.best["acc1"]
         if is_best:
-            self.best = {"acc1": accuracy, "epoch": self.epoch}
+            self.best = {"acc1": accuracy, "epoch": self.epoch + 1}
         return is_best
+
+    def finish_epoch(self) -> None:
+        """The next one begins."""
+        self.epoch, self.batch = self.epoch + 1, 0
 
     def summarise(self, finished_before: bool, images_per_sec: float) -> str:
         """The last line of a run; `images_per_sec` is 0 where there was no step to time."""

@@ -16,7 +16,7 @@ class OptimizerKeys(SharedKeys):
 
     optimizer: Annotated[Literal["sgd", "adamw", "lars", "lamb", "muon"], Fact.FIXED] = "sgd"
     """sgd with momentum, adamw, muon; for large batches lars (layer-wise SGD), lamb (layer-wise Adam). muon makes the
-    steps of convolutions orthogonal and gives the rest to adamw. A usual lr for adamw is 0.001, for muon 0.01."""
+    steps of convolutions orthogonal and gives the rest to adamw. A usual lr for adamw is 0.001, for muon 0.03."""
     lr: Annotated[float, Field(gt=0, le=1000)] = 0.1
     """Peak learning rate, before lr_scale_rule."""
     lr_scale_rule: Literal["none", "sqrt", "linear"] = "none"
@@ -54,6 +54,8 @@ class ScheduleKeys(SharedKeys):
 
     max_epochs: PositiveInt = 100
     """Epochs to train."""
+    validate_every_epochs: PositiveInt = 1
+    """Validate after every so many epochs, and after the last one."""
     lr_schedule: Literal["plateau", "onecycle", "cosine", "step", "constant"] = "plateau"
     """What follows the warm-up. plateau, the tutorial's, cuts where the validation loss stops falling; the others are
     functions of the step."""
@@ -83,6 +85,11 @@ class ScheduleKeys(SharedKeys):
         if self.lr_warmup_by == "epoch" and self.lr_warmup_epochs % 1:
             raise ValueError(
                 f"lr_warmup_by epoch needs whole epochs, lr_warmup_epochs is {self.lr_warmup_epochs:g}; use step"
+            )
+        if self.lr_schedule == "plateau" and self.validate_every_epochs > 1:
+            raise ValueError(
+                "lr_schedule plateau follows the validation loss of every epoch; validate_every_epochs is "
+                f"{self.validate_every_epochs}, which needs another schedule, such as cosine"
             )
         if self.lr_schedule == "step" and not self.lr_milestones:
             raise ValueError("lr_schedule step cuts at lr_milestones, which is []; list at least one epoch")
