@@ -75,7 +75,7 @@ def last_record(folder: Path, kind: str) -> dict[str, Any]:
         {"enable_amp": True, **BF16},
         {"opt_level": "O2", **BF16},
         {"enable_nhwc": True, "data_loader": "torchvision"},
-        {"ema_decay": 0.7, "test_time_flip": True},
+        {"ema_decay": 0.7, "test_time_flip": True, "test_time_shift": 1},
         {"test_time_flip": True, "stop_at_accuracy": 0.9, "test_time_flip_within": 0.8, "data_loader": "torchvision"},
         {"data_loader": "synthetic", "micro_batch_size": 8},
     ],

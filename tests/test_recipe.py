@@ -318,7 +318,7 @@ def test_average_can_be_switched_on_in_a_run_that_goes_on(tiny, alone, tmp_path)
     assert all(math.isfinite(row["loss/valid"]) for row in epochs(tmp_path))
 
 
-# ---- validation with mirror images
+# ---- validation with mirrored and shifted images
 
 
 def test_test_time_flip_is_the_mean_of_both_outputs(tiny, alone):
@@ -333,6 +333,19 @@ def test_test_time_flip_is_the_mean_of_both_outputs(tiny, alone):
         torch.testing.assert_close(flipped.predict(images.flip(3)), mirrored)
 
 
+@pytest.mark.parametrize(("flip", "views"), [(False, 3), (True, 6)])
+def test_shifted_images_are_validated_and_mirrored(tiny, alone, flip, views):
+    classifier = build_classifier(tiny(test_time_shift=2, test_time_flip=flip), build_model, alone)
+    model, images = classifier.model.eval(), torch.randn(4, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    places = [(torch.arange(32) + shift).clamp(0, 31) for shift in (0, -2, 2)]
+    seen = [images[:, :, rows][..., rows] for rows in places]
+    seen += [image.flip(3) for image in seen] if flip else []
+    assert len(seen) == views
+    with torch.no_grad():
+        torch.testing.assert_close(classifier.predict(images), sum(map(model, seen)) / views)
+        assert torch.equal(classifier.predict_plain(images), model(images))
+
+
 def test_test_time_flip_is_for_validation_only(tiny, alone, tmp_path):
     plain = run(tiny(max_epochs=1), alone, tmp_path / "plain")
     flipped = run(tiny(max_epochs=1, test_time_flip=True), alone, tmp_path / "flipped")
@@ -343,10 +356,11 @@ def test_test_time_flip_is_for_validation_only(tiny, alone, tmp_path):
 
 
 def test_a_limit_for_mirror_images_needs_what_it_is_measured_from(tiny):
-    with pytest.raises(ValueError, match=r"test_time_flip_within 0\.1 needs test_time_flip and stop_at_accuracy"):
+    with pytest.raises(ValueError, match=r"test_time_flip_within 0\.1 needs stop_at_accuracy, and"):
         tiny(test_time_flip=True, test_time_flip_within=0.1)
     with pytest.raises(ValueError, match=r"test_time_flip_within 0\.1 needs"):
         tiny(stop_at_accuracy=0.5, test_time_flip_within=0.1)
+    tiny(stop_at_accuracy=0.5, test_time_flip_within=0.1, test_time_shift=1)
 
 
 # ---- image size by epoch

@@ -68,12 +68,13 @@ def export(path: Path, folder: Path) -> list[str]:
     write_atomically(folder / "model.pt2", program)
     config, best, classes = state["config"], state["best"], len(state["data"]["class_names"])
     whose = "the moving average" if state["average"] else "the model"
-    mirrored = ", validated together with mirror images (test_time_flip)" if config["test_time_flip"] else ""
+    views = {"mirror images (test_time_flip)": "test_time_flip", "shifted ones (test_time_shift)": "test_time_shift"}
+    others = [view for view, key in views.items() if config.get(key)]  # a checkpoint may be older than a key
     return [
         f"{folder / 'model.safetensors'}: {len(weights)} tensors of {whose}",
         f"{folder / 'model.pt2'}: equal to the eager network within {difference:.1e} of the largest logit",
         f"{config['model']}, {classes} classes, best acc1 {100 * best['acc1']:.2f} % in epoch {best['epoch']:.0f}"
-        + mirrored,
+        + (f", validated together with {' and '.join(others)}" if others else ""),
     ]
 
 

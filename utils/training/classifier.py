@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -37,16 +38,16 @@ class Classifier:
         """Images [N, 3, H, W] -> float32 logits [N, classes] of the network that is validated.
 
         AMP: in the precision of training."""
-        outputs = self.predict_plain(images)
-        return (outputs + self.predict_mirrored(images)) / 2 if self.keys.test_time_flip else outputs
+        return self.average_views(self.predict_plain(images), images)
 
     def predict_plain(self, images: Tensor) -> Tensor:
-        """`predict` without mirror images."""
+        """`predict` of the images as they are alone."""
         return self.precision.forward(self.average.network, images)
 
-    def predict_mirrored(self, images: Tensor) -> Tensor:
-        """`predict` of the mirror images alone."""
-        return self.predict_plain(images.flip(-1))
+    def average_views(self, outputs: Tensor, images: Tensor) -> Tensor:
+        """`predict`, where `outputs` are those of `predict_plain`."""
+        of_views = [outputs, *map(self.predict_plain, other_views(self.keys, images))]
+        return reduce(torch.add, of_views) / len(of_views) if len(of_views) > 1 else outputs
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """BatchNorm's buffers of the network and of its average."""
@@ -60,6 +61,22 @@ class Classifier:
         self.average = build_average(self.keys, self.model)  # where none was saved, it begins with these weights
         if state["average"] is not None:
             self.average.load_state_dict(state["average"])
+
+
+def other_views(keys: TrainingKeys, images: Tensor) -> Iterator[Tensor]:
+    """What is validated beside the images [N, 3, H, W] themselves, in the same size: `test_time_flip`,
+    `test_time_shift`."""
+    if keys.test_time_flip:
+        yield images.flip(-1)
+    if not keys.test_time_shift:
+        return
+    height, width = images.shape[-2:]
+    padded = nn.functional.pad(images, [keys.test_time_shift] * 4, mode="replicate")
+    for first in (0, 2 * keys.test_time_shift):
+        shifted = padded[..., first : first + height, first : first + width]
+        yield shifted
+        if keys.test_time_flip:
+            yield shifted.flip(-1)
 
 
 def build_classifier(keys: SomeKeys, build_model: Callable[[SomeKeys], nn.Module], world: World) -> Classifier:

@@ -30,7 +30,7 @@ def validate(
     from 1 on. Collective with test_time_flip_within, which goes over the batches up to twice."""
     results, sums = classify(classifier, batches), MetricSums(world.device)
     if classifier.keys.test_time_flip_within is not None:
-        results = _mirror_near_target(classifier, batches, world, after_batch)
+        results = _views_near_target(classifier, batches, world, after_batch)
     for number, (outputs, labels) in enumerate(results, start=1):
         sums.add(nn.functional.cross_entropy(outputs, labels), outputs, labels)
         for collector in collectors:
@@ -48,10 +48,10 @@ def classify(classifier: Classifier, batches: Batches) -> Iterator[tuple[Tensor,
 
 
 @torch.no_grad()
-def _mirror_near_target(
+def _views_near_target(
     classifier: Classifier, batches: Batches, world: World, after_batch: Callable[[int], None]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Collective: what `classify` gives where the accuracy without mirror images is near the target; else without.
+    """Collective: what `classify` gives where the accuracy of the images as they are is near the target; else theirs.
 
     It follows from weights and images alone, so that a checkpoint that is evaluated later has the accuracy that
     training recorded. Keeps all logits on the device: 4 MB for CIFAR-100, 200 MB for ImageNet on one rank.
@@ -71,4 +71,4 @@ def _mirror_near_target(
         yield from kept
         return
     for (outputs, _), (images, labels) in zip(kept, batches, strict=True):
-        yield (outputs + classifier.predict_mirrored(images)) / 2, labels
+        yield classifier.average_views(outputs, images), labels
