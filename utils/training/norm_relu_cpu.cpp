@@ -65,25 +65,33 @@ void add_rows(const T* __restrict x, const float* __restrict level, int64_t chan
     }
 }
 
+// total and products [channels], both sums over rows: `add` adds those of a block of rows in floats, blocks are added
+// in doubles.
+template <typename Add>
+void sum_blocks(Rows rows, int64_t channels, double* total, double* products, Add add) {
+    std::vector<float> sum(channels), product(channels);
+    std::fill(total, total + channels, 0.0);
+    std::fill(products, products + channels, 0.0);
+    for (int64_t first = rows.first; first < rows.last; first += BLOCK) {
+        std::fill(sum.begin(), sum.end(), 0.0f);
+        std::fill(product.begin(), product.end(), 0.0f);
+        add(Rows{first, std::min(first + BLOCK, rows.last)}, sum.data(), product.data());
+        for (int64_t c = 0; c < channels; ++c) {
+            total[c] += sum[c];
+            products[c] += product[c];
+        }
+    }
+}
+
 // total and squares [channels]: of a part's distances from `level`, and of their squares.
 template <typename T>
 void part_statistics(const T* x, const float* level, Rows rows, int64_t channels, double* total, double* squares) {
-    std::vector<float> sum(channels), square(channels);
-    std::fill(total, total + channels, 0.0);
-    std::fill(squares, squares + channels, 0.0);
-    for (int64_t first = rows.first; first < rows.last; first += BLOCK) {
-        const int64_t last = std::min(first + BLOCK, rows.last);
-        std::fill(sum.begin(), sum.end(), 0.0f);
-        std::fill(square.begin(), square.end(), 0.0f);
-        int64_t row = first;
-        for (; row + GROUP <= last; row += GROUP)
-            add_rows<GROUP>(x + row * channels, level, channels, sum.data(), square.data());
-        for (; row < last; ++row) add_rows<1>(x + row * channels, level, channels, sum.data(), square.data());
-        for (int64_t c = 0; c < channels; ++c) {
-            total[c] += sum[c];
-            squares[c] += square[c];
-        }
-    }
+    sum_blocks(rows, channels, total, squares, [=](Rows block, float* sum, float* square) {
+        int64_t row = block.first;
+        for (; row + GROUP <= block.last; row += GROUP)
+            add_rows<GROUP>(x + row * channels, level, channels, sum, square);
+        for (; row < block.last; ++row) add_rows<1>(x + row * channels, level, channels, sum, square);
+    });
 }
 
 // The same expression in forward and backward, so that ReLU's mask is the same.
@@ -166,20 +174,9 @@ void add_gradients(const T* __restrict gradient, const T* __restrict x, const T*
 template <bool added, typename T>
 void part_gradients(const T* gradient, const T* x, const T* out, const float* mean, const float* scale,
                     const float* bias, Rows rows, int64_t channels, T* of_shortcut, double* total, double* products) {
-    std::vector<float> sum(channels), product(channels);
-    std::fill(total, total + channels, 0.0);
-    std::fill(products, products + channels, 0.0);
-    for (int64_t first = rows.first; first < rows.last; first += BLOCK) {
-        const int64_t last = std::min(first + BLOCK, rows.last);
-        std::fill(sum.begin(), sum.end(), 0.0f);
-        std::fill(product.begin(), product.end(), 0.0f);
-        add_gradients<added>(gradient, x, out, mean, scale, bias, {first, last}, channels, of_shortcut, sum.data(),
-                             product.data());
-        for (int64_t c = 0; c < channels; ++c) {
-            total[c] += sum[c];
-            products[c] += product[c];
-        }
-    }
+    sum_blocks(rows, channels, total, products, [=](Rows block, float* sum, float* product) {
+        add_gradients<added>(gradient, x, out, mean, scale, bias, block, channels, of_shortcut, sum, product);
+    });
 }
 
 template <bool added, typename T>
