@@ -6,7 +6,7 @@
 
 The loop is `Trainer.train` -> `train_one_epoch` -> `Learner.train` -> `TrainStep` in utils/training/step.py. Every
 speed-up is tagged where it acts: `grep -rn "DDP:" train.py utils`; the other tags are AMP, NHWC, EXTRA, STEM,
-FUSE, COMPILE, GRAPHS, PREFETCH, ALLOC and PROF.
+FUSE, CONV, COMPILE, GRAPHS, PREFETCH, ALLOC and PROF.
 """
 
 import signal
