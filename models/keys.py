@@ -18,11 +18,10 @@ class Network:
     own_stem: bool = False  # made for small images, with a stem of its own; such networks have a width, too
     only_imagenet: bool = False  # made for large images
     residual: bool = True
-    halving_shortcuts: bool = False
 
 
-_LARGE = Network("models.resnet:build_large_resnet", halving_shortcuts=True)
-_SMALL = Network("models.resnet:build_small_resnet", own_stem=True, halving_shortcuts=True)
+_LARGE = Network("models.resnet:build_large_resnet")
+_SMALL = Network("models.resnet:build_small_resnet", own_stem=True)
 _VGG = Network("models.vgg:build_vgg", residual=False)
 
 NETWORKS = {
@@ -66,12 +65,6 @@ class ModelKeys(SharedKeys):
     """Small ResNets: times 16 channels in the first stage. He's have 1, Page's has 4."""
     zero_init_residual: bool = False
     """ResNets: each residual block starts as the identity, its last BatchNorm at 0."""
-    drop_path: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """ResNets: the chance that an image skips the last residual block (stochastic depth). In training alone, and in
-    earlier blocks less, in proportion to their depth. fuse_norm_relu leaves torchvision's blocks out then."""
-    avg_down: Annotated[bool, Fact.FIXED] = False
-    """ResNet-D's shortcuts: the mean of 2x2 pixels before a 1x1 convolution. Its stride, in whose place that is, leaves
-    three of the four pixels out. For all ResNets but resnet9, whose shortcuts halve nothing."""
 
     pretrained: Annotated[str, Field(min_length=1)] | None = None
     """A file of weights that a new run begins with; null: random ones. safetensors, a checkpoint of this program, or a
@@ -85,10 +78,6 @@ class ModelKeys(SharedKeys):
             raise ValueError(f"width {self.width} is for {', '.join(small)}; model {self.model} needs 1")
         if self.zero_init_residual and not network.residual:
             raise ValueError(f"zero_init_residual is true, but model {self.model} has no residual blocks; use false")
-        if self.drop_path and not network.residual:
-            raise ValueError(f"drop_path is {self.drop_path}, but model {self.model} has no residual blocks; use 0")
-        if self.avg_down and not network.halving_shortcuts:
-            raise ValueError(f"avg_down is true, but no shortcut of model {self.model} halves the image; use false")
         if network.only_imagenet and self.stem != "imagenet":
             raise ValueError(f"model {self.model} is for large images: stem must be imagenet, not {self.stem}")
         if network.from_elsewhere and self.stem != "7x7":

@@ -11,8 +11,7 @@ shallow, and most of its work at low resolution.
 
 import torchvision
 from torch import Tensor, nn
-from torchvision.models.resnet import BasicBlock, Bottleneck
-from torchvision.ops import StochasticDepth
+from torchvision.models.resnet import BasicBlock
 
 from models.keys import ModelKeys
 
@@ -23,7 +22,7 @@ def build_large_resnet(keys: ModelKeys) -> nn.Module:
     """torchvision's ResNet with the stem of the keys: images [N, 3, 32, 32], with stem imagenet [N, 3, 224, 224] ->
     logits [N, num_classes]."""
     build = getattr(torchvision.models, keys.model)
-    model = _with_parts(build(num_classes=keys.num_classes, zero_init_residual=keys.zero_init_residual), keys)
+    model = build(num_classes=keys.num_classes, zero_init_residual=keys.zero_init_residual)
     if keys.stem == "imagenet":
         return model
     kernel_size = int(keys.stem[0])
@@ -36,13 +35,12 @@ def build_large_resnet(keys: ModelKeys) -> nn.Module:
 def build_small_resnet(keys: ModelKeys) -> nn.Module:
     """He's CIFAR ResNet with 8, 20 or 56 layers."""
     blocks = BLOCKS_PER_STAGE[keys.model]
-    model = SmallResNet(blocks, keys.num_classes, width=keys.width, zero_init=keys.zero_init_residual)
-    return _with_parts(model, keys)
+    return SmallResNet(blocks, keys.num_classes, width=keys.width, zero_init=keys.zero_init_residual)
 
 
 def build_resnet9(keys: ModelKeys) -> nn.Module:
     """Page's network."""
-    return _with_parts(ResNet9(keys.num_classes, width=keys.width, zero_init=keys.zero_init_residual), keys)
+    return ResNet9(keys.num_classes, width=keys.width, zero_init=keys.zero_init_residual)
 
 
 class SmallResNet(nn.Module):
@@ -117,66 +115,12 @@ class PlainResidual(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.conv1, self.conv2 = _convolution(channels, channels), _convolution(channels, channels)
-        self.drop_path: nn.Module = nn.Identity()
 
     def forward(self, features: Tensor) -> Tensor:
-        return features + self.drop_path(self.conv2(self.conv1(features)))
+        return features + self.conv2(self.conv1(features))
 
 
 def _convolution(in_channels: int, channels: int, *, pool: bool = False) -> nn.Sequential:
     convolution = nn.Conv2d(in_channels, channels, 3, padding=1, bias=False)
     pools = [nn.MaxPool2d(2)] if pool else []
     return nn.Sequential(convolution, *pools, nn.BatchNorm2d(channels), nn.ReLU(inplace=True))
-
-
-# ---- what the keys drop_path and avg_down change in a network that is built
-
-
-class DropPathBasicBlock(BasicBlock):
-    """torchvision's, some of whose images take the shortcut alone."""
-
-    drop_path: nn.Module
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Features [N, C, H, W] -> [N, channels, H / stride, W / stride]."""
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.drop_path(self.bn2(self.conv2(out)))
-        return self.relu(out + (x if self.downsample is None else self.downsample(x)))
-
-
-class DropPathBottleneck(Bottleneck):
-    """torchvision's, some of whose images take the shortcut alone."""
-
-    drop_path: nn.Module
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Features [N, C, H, W] -> [N, 4 x channels, H / stride, W / stride]."""
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.relu(self.bn2(self.conv2(out)))
-        out = self.drop_path(self.bn3(self.conv3(out)))
-        return self.relu(out + (x if self.downsample is None else self.downsample(x)))
-
-
-WITH_DROP_PATH = {BasicBlock: DropPathBasicBlock, Bottleneck: DropPathBottleneck}
-
-
-def _with_parts(model: nn.Module, keys: ModelKeys) -> nn.Module:
-    blocks = [module for module in model.modules() if isinstance(module, BasicBlock | Bottleneck | PlainResidual)]
-    if keys.drop_path:
-        for number, block in enumerate(blocks, 1):
-            # Huang et al. 2016 (arXiv:1603.09382), equation 4: linear in the depth
-            block.drop_path = StochasticDepth(keys.drop_path * number / len(blocks), "row")
-            block.__class__ = WITH_DROP_PATH.get(type(block), type(block))
-    if keys.avg_down:
-        for block in blocks:
-            if isinstance(block, BasicBlock | Bottleneck) and block.stride != 1:
-                _average_before(block)
-    return model
-
-
-def _average_before(block: BasicBlock | Bottleneck) -> None:
-    """He et al. 2018 (arXiv:1812.01187), figure 2c. Halved to the larger whole number of pixels, as a stride does."""
-    convolution, norm = block.downsample  # type: ignore[misc]  # where there is a stride it is there
-    convolution.stride = (1, 1)
-    mean = nn.AvgPool2d(2, ceil_mode=True, count_include_pad=False)
-    block.downsample = nn.Sequential(mean, convolution, norm)

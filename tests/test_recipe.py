@@ -17,7 +17,6 @@ from utils.errors import CheckpointError
 from utils.run.checkpoint import read_checkpoint
 from utils.training.classifier import build_classifier
 from utils.training.large_batch import ADAM_BETA2, LAMB_EPSILON, LARS_TRUST_COEFFICIENT, Lamb, Lars
-from utils.training.norm_relu import fuse_norm_relu
 from utils.training.optimizer import build_optimizer, load_optimizer
 from utils.training.recipe import resize, training_size
 
@@ -272,80 +271,6 @@ def test_zero_init_changes_nothing_else(tiny):
     }
 
 
-# ---- stochastic depth
-
-
-def branch_and_shortcut(block, features):
-    """What a residual block adds up: torchvision's has a ReLU behind the sum, Page's has none."""
-    if not hasattr(block, "downsample"):
-        return block.conv2(block.conv1(features)), features, nn.Identity()
-    out = block.relu(block.bn1(block.conv1(features)))
-    out = block.bn2(block.conv2(out))
-    if hasattr(block, "conv3"):
-        out = block.bn3(block.conv3(block.relu(out)))
-    return out, features if block.downsample is None else block.downsample(features), nn.ReLU()
-
-
-@pytest.mark.parametrize(
-    ("model", "channels", "fused"),
-    [("resnet8", 32, False), ("resnet9", 128, False), ("resnet9", 128, True), ("resnet18", 512, False),
-     ("resnet50", 2048, False), ("resnet50", 2048, True)],
-)  # fmt: skip
-def test_drop_path_skips_the_branch_of_some_images_and_scales_that_of_the_others(tiny, model, channels, fused):
-    keys = tiny(model=model, drop_path=0.6, fuse_norm_relu=fused, enable_nhwc=fused)
-    network = build_model(keys)
-    fuse_norm_relu(keys, network, torch.device("cpu"))
-    blocks = [module for module in network.modules() if hasattr(module, "drop_path")]
-    chances = [0.6 * number / len(blocks) for number in range(1, len(blocks) + 1)]
-    assert [block.drop_path.p for block in blocks] == pytest.approx(chances)
-    features = torch.randn(400, channels, 2, 2)
-    with torch.no_grad():
-        branch, shortcut, behind = branch_and_shortcut(blocks[-1].train(), features)
-        out = blocks[-1](features)
-    skipped, scaled = (
-        torch.isclose(out, behind(expected), rtol=1e-4, atol=1e-5).flatten(1).all(1)
-        for expected in (shortcut, shortcut + branch / 0.4)
-    )
-    assert (skipped ^ scaled).all()
-    assert 0.5 < skipped.float().mean() < 0.7
-
-
-def test_drop_path_changes_neither_names_nor_validation(tiny):
-    images = torch.randn(2, 3, 32, 32)
-    for model in ("resnet8", "resnet9", "resnet50"):
-        network, plain = build_model(tiny(model=model, drop_path=0.5)), build_model(tiny(model=model))
-        plain.load_state_dict(network.state_dict())
-        assert torch.equal(network.eval()(images), plain.eval()(images))
-
-
-def test_drop_path_draws_the_same_images_after_a_resume(tiny, alone, tmp_path):
-    config = tiny(drop_path=0.5, max_epochs=2, checkpoint_every_steps=3, keep_checkpoints=9)
-    whole = run(config, alone, tmp_path / "whole")
-    parts = run(config, alone, tmp_path / "parts", resume=str(tmp_path / "whole/checkpoints/step-000000003.pt"))
-    plain = run(tiny(max_epochs=2), alone, tmp_path / "plain")
-    weights, resumed, others = (trainer.learner.model.state_dict() for trainer in (whole, parts, plain))
-    assert all(torch.equal(value, resumed[name]) for name, value in weights.items())
-    assert not all(torch.equal(value, others[name]) for name, value in weights.items())
-
-
-# ---- ResNet-D's shortcuts
-
-
-@pytest.mark.parametrize(("model", "halving"), [("resnet8", 2), ("resnet18", 3), ("resnet50", 3)])
-def test_avg_down_shows_the_shortcut_the_mean_of_four_pixels(tiny, model, halving):
-    built = build_model(tiny(model=model, avg_down=True)).eval()
-    shortcuts = [block.downsample for block in built.modules() if getattr(block, "downsample", None) is not None]
-    pooled = [shortcut for shortcut in shortcuts if len(shortcut) == 3]
-    assert len(pooled) == halving
-    for _, convolution, norm in pooled:
-        features = torch.randn(2, convolution.in_channels, 6, 8)
-        mean = features.unfold(2, 2, 2).unfold(3, 2, 2).mean((4, 5))
-        expected = norm(torch.einsum("nchw,oc->nohw", mean, convolution.weight[:, :, 0, 0]))
-        shortcut = next(shortcut for shortcut in pooled if shortcut[1] is convolution)
-        torch.testing.assert_close(shortcut(features), expected, rtol=1e-4, atol=1e-5)
-        assert shortcut(features[:, :, :5, :7]).shape[2:] == (3, 4)  # as a stride of 2 does
-
-
 # ---- moving average
 
 
@@ -541,9 +466,6 @@ def test_run_ends_at_its_target_and_stays_ended(tiny, alone, tmp_path):
         ({"optimizer": "lars", "enable_cuda_graphs": "auto"}, "needs optimizer sgd or adamw; lars reads"),
         ({"optimizer": "adamw", "enable_cuda_graphs": "auto"}, "without it PyTorch's adamw reads the learning rate"),
         ({"model": "vgg16", "zero_init_residual": True}, "model vgg16 has no residual blocks"),
-        ({"model": "vgg16", "drop_path": 0.1}, "model vgg16 has no residual blocks; use 0"),
-        ({"model": "resnet9", "avg_down": True}, "no shortcut of model resnet9 halves the image"),
-        ({"drop_path": 1.0}, "drop_path"),
         ({"model": "alexnet"}, "stem must be imagenet"),
         ({"model": "resnet8", "stem": "imagenet"}, "is for small images"),
         ({"model": "resnet18", "width": 2}, "width 2 is for resnet8"),

@@ -15,7 +15,6 @@ _BY_KEY = {
     "device": "accelerator",
     "deterministic": "use_deterministic_algorithms",
     "ema_decay": "ema model_ema model_ema_decay",
-    "drop_path": "drop_path_rate stochastic_depth stochastic_depth_prob",
     "enable_amp": "amp autocast mixed_precision native_amp use_amp",
     "enable_compile": "compile torch_compile torchcompile",
     "enable_cuda_graphs": "cuda_graph cuda_graphs",
