@@ -34,6 +34,7 @@ NETWORKS = {
     "resnet20": _SMALL,
     "resnet56": _SMALL,
     "resnet9": Network("models.resnet:build_resnet9", own_stem=True),
+    "airbench": Network("models.airbench:build_airbench", own_stem=True, residual=False),
     "vgg16": _VGG,
     "vgg16_bn": _VGG,
     "alexnet": Network("models.torchvision_networks:build", only_imagenet=True, residual=False),
@@ -55,14 +56,14 @@ class ModelKeys(SharedKeys):
     """model"""
 
     model: Annotated[str, OneOf(NETWORKS, FORMS), Fact.FIXED] = "resnet50"
-    """torchvision's ResNets, VGG16 and AlexNet, or small: resnet8, 9, 20, 56. vgg16_bn has BatchNorm; resnet8, 20 and
-    56 are He's for CIFAR, resnet9 is Page's, made for few epochs. Or your own, package.module:function, which is
-    called with num_classes, or one of timm's, timm:NAME."""
+    """torchvision's ResNets, VGG16 and AlexNet, or small: resnet8, 9, 20, 56, airbench. vgg16_bn has BatchNorm;
+    resnet8, 20 and 56 are He's for CIFAR; resnet9 is Page's and airbench after Jordan's, made for few epochs. Or your
+    own, package.module:function, which is called with num_classes, or one of timm's, timm:NAME."""
     stem: Annotated[Literal["7x7", "3x3", "imagenet"], Fact.FIXED] = "7x7"
     """First convolution of large ResNets: 7x7 (the tutorial's) or 3x3, stride 1, no max-pool. imagenet: torchvision's
     own, for 224 pixels; so are VGG16 and AlexNet with it."""
     width: Annotated[int, Field(ge=1, le=64), Fact.FIXED] = 1
-    """Small ResNets: times 16 channels in the first stage. He's have 1, Page's has 4."""
+    """Small ResNets and airbench: times 16 channels in the first stage. He's have 1, Page's and Jordan's 4."""
     zero_init_residual: bool = False
     """ResNets: each residual block starts as the identity, its last BatchNorm at 0."""
 

@@ -16,6 +16,7 @@ from torchvision.models.resnet import BasicBlock
 from models.keys import ModelKeys
 
 BLOCKS_PER_STAGE = {"resnet8": 1, "resnet20": 3, "resnet56": 9}
+LOGIT_SCALE = 0.125  # Page's
 
 
 def build_large_resnet(keys: ModelKeys) -> nn.Module:
@@ -87,15 +88,13 @@ class ResNet9(nn.Module):
     function where BatchNorm's weight is positive, at a quarter of the memory traffic.
     """
 
-    LOGIT_SCALE = 0.125  # Page's
-
     def __init__(self, num_classes: int, *, width: int, zero_init: bool = False) -> None:
         super().__init__()
         first, second, third, fourth = (16 * width * factor for factor in (1, 2, 4, 8))
-        self.prep = _convolution(3, first)
-        self.layer1 = nn.Sequential(_convolution(first, second, pool=True), PlainResidual(second))  # [N, 32w, 16, 16]
-        self.layer2 = _convolution(second, third, pool=True)  # [N, 64 x width, 8, 8]
-        self.layer3 = nn.Sequential(_convolution(third, fourth, pool=True), PlainResidual(fourth))  # [N, 128w, 4, 4]
+        self.prep = convolution(3, first)
+        self.layer1 = nn.Sequential(convolution(first, second, pool=True), PlainResidual(second))  # [N, 32w, 16, 16]
+        self.layer2 = convolution(second, third, pool=True)  # [N, 64 x width, 8, 8]
+        self.layer3 = nn.Sequential(convolution(third, fourth, pool=True), PlainResidual(fourth))  # [N, 128w, 4, 4]
         self.fc = nn.Linear(fourth, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -106,7 +105,7 @@ class ResNet9(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         features = self.layer3(self.layer2(self.layer1(self.prep(images))))
         # AdaptiveMaxPool2d(1) with a backward that is deterministic on CUDA
-        return self.fc(features.amax((2, 3))) * self.LOGIT_SCALE
+        return self.fc(features.amax((2, 3))) * LOGIT_SCALE
 
 
 class PlainResidual(nn.Module):
@@ -114,13 +113,16 @@ class PlainResidual(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.conv1, self.conv2 = _convolution(channels, channels), _convolution(channels, channels)
+        self.conv1, self.conv2 = convolution(channels, channels), convolution(channels, channels)
 
     def forward(self, features: Tensor) -> Tensor:
         return features + self.conv2(self.conv1(features))
 
 
-def _convolution(in_channels: int, channels: int, *, pool: bool = False) -> nn.Sequential:
-    convolution = nn.Conv2d(in_channels, channels, 3, padding=1, bias=False)
+def convolution(
+    in_channels: int, channels: int, *, pool: bool = False, activation: nn.Module | None = None
+) -> nn.Sequential:
+    """3x3 convolution, max-pool if wanted, BatchNorm, activation (ReLU): images [N, in_channels, H, W] -> features."""
+    conv = nn.Conv2d(in_channels, channels, 3, padding=1, bias=False)
     pools = [nn.MaxPool2d(2)] if pool else []
-    return nn.Sequential(convolution, *pools, nn.BatchNorm2d(channels), nn.ReLU(inplace=True))
+    return nn.Sequential(conv, *pools, nn.BatchNorm2d(channels), activation or nn.ReLU(inplace=True))

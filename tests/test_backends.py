@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import build_model
+from models.resnet import LOGIT_SCALE
 from tools.attempts import compare
 from train import Trainer
 from utils.config import Config
@@ -90,7 +91,7 @@ def test_resnet9_pools_as_pytorchs_layer_does(tiny: Callable[..., Config]) -> No
     model.zero_grad()
     pooled = nn.AdaptiveMaxPool2d(1)(model.layer3(model.layer2(model.layer1(model.prep(images))))).flatten(1)
     assert torch.equal(kept[0].amax((2, 3)), pooled)
-    (model.fc(pooled) * model.LOGIT_SCALE).square().sum().backward()
+    (model.fc(pooled) * LOGIT_SCALE).square().sum().backward()
     torch.testing.assert_close(model.prep[0].weight.grad, gradient)
 
 

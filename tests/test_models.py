@@ -17,6 +17,7 @@ from models import build_model
         ("resnet20", "7x7", 10, 272_474),  # 0.27 M in table 6 of He et al., with projection shortcuts
         ("resnet56", "7x7", 10, 855_770),  # 0.85 M there
         ("resnet9", "7x7", 10, 6_573_130),  # Page's, with a bias in the last layer
+        ("airbench", "7x7", 10, 2_495_658),  # its convolutions, 2 per channel of BatchNorm, a last layer of 384 x 10
         ("vgg16", "7x7", 10, 14_719_818),  # torchvision's convolutions and one linear layer
         ("vgg16_bn", "7x7", 10, 14_728_266),  # as in pytorch-cifar
         ("resnet50", "imagenet", 1000, 25_557_032),  # from here on as torchvision's documentation has them
@@ -25,7 +26,9 @@ from models import build_model
     ],
 )
 def test_number_of_parameters(tiny, model, stem, num_classes, parameters):
-    built = build_model(tiny(model=model, stem=stem, num_classes=num_classes, width=4 if model == "resnet9" else 1))
+    built = build_model(
+        tiny(model=model, stem=stem, num_classes=num_classes, width=4 if model in ("resnet9", "airbench") else 1)
+    )
     assert sum(parameter.numel() for parameter in built.parameters()) == parameters
 
 
@@ -55,7 +58,19 @@ def test_small_images_keep_their_resolution_through_the_stem(tiny):
 
 
 @pytest.mark.parametrize(
-    "model", ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnet8", "resnet9", "resnet20", "vgg16"]
+    "model",
+    [
+        "resnet18",
+        "resnet34",
+        "resnet50",
+        "resnet101",
+        "resnet152",
+        "resnet8",
+        "resnet9",
+        "resnet20",
+        "airbench",
+        "vgg16",
+    ],
 )
 def test_every_network_trains_a_step(tiny, model):
     built = build_model(tiny(model=model))

@@ -1,6 +1,6 @@
 """Search hyper-parameters by successive halving, with Optuna (install the extra `search`), and keep the log.
 
-    python -m tools.search --config=cifar100-cpu --space lr=log:0.05..0.8 --space batch_size=64,128,256 \\
+    python -m tools.search --config=cifar100-cpu --space lr=log:0.01..0.1 --space batch_size=64,128,256 \\
         --set max_epochs=4 --trials 20 --out results/search-cifar100-cpu
 
 Each trial is a train.py of its own; after epochs 1, 2, 4, 8 and so on a trial is stopped that is not in the better

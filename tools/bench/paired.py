@@ -1,6 +1,6 @@
 """Paired comparisons: a configuration without and with some settings, on the same seeds, with gains and their spread.
 
-    python -m tools.bench paired --config=cifar100-cpu --with optimizer=muon,lr=0.03 --with cutout_size=8 \\
+    python -m tools.bench paired --config=cifar100-cpu --with lr=0.05 --with cutout_size=8 \\
         --seeds 3 --out results/DATE-recipe
 
 Each seed is trained without any of them and then with each --with, one run after the other, so that a machine that

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from models.resnet import PlainResidual, _convolution
+from models.resnet import PlainResidual, convolution
 
 
 class LateWide(nn.Module):
@@ -11,10 +11,10 @@ class LateWide(nn.Module):
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            _convolution(3, 32),
-            _convolution(32, 64, pool=True),
-            *(_convolution(64, 192, pool=True), PlainResidual(192)),
-            *(_convolution(192, 384, pool=True), PlainResidual(384)),
+            convolution(3, 32),
+            convolution(32, 64, pool=True),
+            *(convolution(64, 192, pool=True), PlainResidual(192)),
+            *(convolution(192, 384, pool=True), PlainResidual(384)),
         )
         self.fc = nn.Linear(384, num_classes)
         for module in self.modules():
