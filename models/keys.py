@@ -35,6 +35,7 @@ NETWORKS = {
     "resnet56": _SMALL,
     "resnet9": Network("models.resnet:build_resnet9", own_stem=True),
     "airbench": Network("models.airbench:build_airbench", own_stem=True, residual=False),
+    "airbench96": Network("models.airbench:build_airbench", own_stem=True),
     "vgg16": _VGG,
     "vgg16_bn": _VGG,
     "alexnet": Network("models.torchvision_networks:build", only_imagenet=True, residual=False),
@@ -57,8 +58,9 @@ class ModelKeys(SharedKeys):
 
     model: Annotated[str, OneOf(NETWORKS, FORMS), Fact.FIXED] = "resnet50"
     """torchvision's ResNets, VGG16 and AlexNet, or small: resnet8, 9, 20, 56, airbench. vgg16_bn has BatchNorm;
-    resnet8, 20 and 56 are He's for CIFAR; resnet9 is Page's and airbench after Jordan's, made for few epochs. Or your
-    own, package.module:function, which is called with num_classes, or one of timm's, timm:NAME."""
+    resnet8, 20 and 56 are He's for CIFAR; resnet9 is Page's, airbench and airbench96 are after
+    Jordan's, for few epochs. Or your own, package.module:function, which is called with num_classes, or one of timm's,
+    timm:NAME."""
     stem: Annotated[Literal["7x7", "3x3", "imagenet"], Fact.FIXED] = "7x7"
     """First convolution of large ResNets: 7x7 (the tutorial's) or 3x3, stride 1, no max-pool. imagenet: torchvision's
     own, for 224 pixels; so are VGG16 and AlexNet with it."""

@@ -9,6 +9,9 @@ parameters and needs 2.61 GFLOP (multiply and add counted) per image and forward
 shallow, and most of its work at low resolution.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torchvision
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock
@@ -17,6 +20,7 @@ from models.keys import ModelKeys
 
 BLOCKS_PER_STAGE = {"resnet8": 1, "resnet20": 3, "resnet56": 9}
 LOGIT_SCALE = 0.125  # Page's
+ReLU = partial(nn.ReLU, inplace=True)
 
 
 def build_large_resnet(keys: ModelKeys) -> nn.Module:
@@ -96,11 +100,7 @@ class ResNet9(nn.Module):
         self.layer2 = convolution(second, third, pool=True)  # [N, 64 x width, 8, 8]
         self.layer3 = nn.Sequential(convolution(third, fourth, pool=True), PlainResidual(fourth))  # [N, 128w, 4, 4]
         self.fc = nn.Linear(fourth, num_classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            if isinstance(module, PlainResidual) and zero_init:
-                nn.init.zeros_(module.conv2.get_parameter("1.weight"))
+        initialise(self, zero_init=zero_init)
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.layer3(self.layer2(self.layer1(self.prep(images))))
@@ -111,18 +111,28 @@ class ResNet9(nn.Module):
 class PlainResidual(nn.Module):
     """Two convolutions beside the identity, with nothing behind their sum: [N, channels, H, W] -> the same."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, activation: Callable[[], nn.Module] = ReLU) -> None:
         super().__init__()
-        self.conv1, self.conv2 = convolution(channels, channels), convolution(channels, channels)
+        self.conv1 = convolution(channels, channels, activation=activation)
+        self.conv2 = convolution(channels, channels, activation=activation)
 
     def forward(self, features: Tensor) -> Tensor:
         return features + self.conv2(self.conv1(features))
 
 
 def convolution(
-    in_channels: int, channels: int, *, pool: bool = False, activation: nn.Module | None = None
+    in_channels: int, channels: int, *, pool: bool = False, activation: Callable[[], nn.Module] = ReLU
 ) -> nn.Sequential:
-    """3x3 convolution, max-pool if wanted, BatchNorm, activation (ReLU): images [N, in_channels, H, W] -> features."""
+    """3x3 convolution, max-pool if wanted, BatchNorm, activation: images [N, in_channels, H, W] -> features."""
     conv = nn.Conv2d(in_channels, channels, 3, padding=1, bias=False)
     pools = [nn.MaxPool2d(2)] if pool else []
-    return nn.Sequential(conv, *pools, nn.BatchNorm2d(channels), activation or nn.ReLU(inplace=True))
+    return nn.Sequential(conv, *pools, nn.BatchNorm2d(channels), activation())
+
+
+def initialise(model: nn.Module, *, zero_init: bool) -> None:
+    """Convolutions as in He et al.'s initialisation; with `zero_init` each `PlainResidual` begins as the identity."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        if isinstance(module, PlainResidual) and zero_init:
+            nn.init.zeros_(module.conv2.get_parameter("1.weight"))

@@ -18,6 +18,7 @@ from models import build_model
         ("resnet56", "7x7", 10, 855_770),  # 0.85 M there
         ("resnet9", "7x7", 10, 6_573_130),  # Page's, with a bias in the last layer
         ("airbench", "7x7", 10, 2_495_658),  # its convolutions, 2 per channel of BatchNorm, a last layer of 384 x 10
+        ("airbench96", "7x7", 10, 4_118_698),  # counted in the same way
         ("vgg16", "7x7", 10, 14_719_818),  # torchvision's convolutions and one linear layer
         ("vgg16_bn", "7x7", 10, 14_728_266),  # as in pytorch-cifar
         ("resnet50", "imagenet", 1000, 25_557_032),  # from here on as torchvision's documentation has them
@@ -26,9 +27,8 @@ from models import build_model
     ],
 )
 def test_number_of_parameters(tiny, model, stem, num_classes, parameters):
-    built = build_model(
-        tiny(model=model, stem=stem, num_classes=num_classes, width=4 if model in ("resnet9", "airbench") else 1)
-    )
+    width = 4 if model in ("resnet9", "airbench", "airbench96") else 1
+    built = build_model(tiny(model=model, stem=stem, num_classes=num_classes, width=width))
     assert sum(parameter.numel() for parameter in built.parameters()) == parameters
 
 
@@ -69,6 +69,7 @@ def test_small_images_keep_their_resolution_through_the_stem(tiny):
         "resnet9",
         "resnet20",
         "airbench",
+        "airbench96",
         "vgg16",
     ],
 )
