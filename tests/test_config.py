@@ -266,7 +266,7 @@ BROKEN_VALUES = [
     ("download: on", 'download is "on"; allowed: auto or true or false; write true'),
     ("download: 1", "download is 1; allowed: auto or true or false; write true"),
     ("micro_batch_size: None", f'micro_batch_size is "None"; {COUNT} or null; write null'),
-    ("lr_schedule: linear", 'lr_schedule is "linear"; allowed: plateau, onecycle, cosine'),
+    ("lr_schedule: poly", 'lr_schedule is "poly"; allowed: plateau, onecycle, cosine, linear'),
     ("stem: 3", "stem is 3; allowed: 7x7, 3x3"),
     ('data_path: ""', 'data_path is ""; allowed: a text that is not empty'),
     ("data_path: 3", "data_path is 3; allowed: a text that is not empty"),

@@ -77,16 +77,23 @@ def test_step_schedule_cuts_after_its_milestones(tiny):
     assert factors(build_schedule(config, 2), 6) == pytest.approx([1, 1, 0.2, 0.2, 0.04, 0.04])
 
 
-def test_cosine_equals_pytorch():
+@pytest.mark.parametrize(
+    ("kind", "theirs", "options"),
+    [
+        ("cosine", torch.optim.lr_scheduler.CosineAnnealingLR, {"T_max": 50}),
+        ("linear", torch.optim.lr_scheduler.LinearLR, {"start_factor": 1, "end_factor": 0, "total_iters": 50}),
+    ],
+)
+def test_cosine_and_linear_equal_pytorch(kind, theirs, options):
     parameter = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    reference = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
+    reference = theirs(optimizer, **options)
     expected = []
     for _ in range(50):
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         reference.step()
-    assert factors(Schedule(kind="cosine", warmup_steps=0, total_steps=50), 50) == pytest.approx(expected)
+    assert factors(Schedule(kind=kind, warmup_steps=0, total_steps=50), 50) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("warmup", "total"), [(10, 40), (2, 5), (7, 9)])

@@ -56,7 +56,7 @@ class ScheduleKeys(SharedKeys):
     """Epochs to train."""
     validate_every_epochs: PositiveInt = 1
     """Validate after every so many epochs, and after the last one."""
-    lr_schedule: Literal["plateau", "onecycle", "cosine", "step", "constant"] = "plateau"
+    lr_schedule: Literal["plateau", "onecycle", "cosine", "linear", "step", "constant"] = "plateau"
     """What follows the warm-up. plateau, the tutorial's, cuts where the validation loss stops falling; the others are
     functions of the step."""
     lr_warmup_epochs: Annotated[float, Field(ge=0)] = 0

@@ -29,9 +29,9 @@ class Schedule:
             return self._onecycle(step)
         if step < self.warmup_steps:
             return (step // self.warmup_stride + 1) * self.warmup_stride / self.warmup_steps
-        if self.kind == "cosine":
+        if self.kind in ("cosine", "linear"):
             progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
-            return (1 + math.cos(math.pi * progress)) / 2
+            return 1 - progress if self.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
         if self.kind == "plateau":
             return self.decay_factor**plateau_cuts
         if self.kind == "step":
