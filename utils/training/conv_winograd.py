@@ -99,28 +99,30 @@ class _Convolution(torch.autograd.Function):
             seen = tiles.call("images_to_planes", images[part], tiles.planes(part, channels), channels)
             made = torch.bmm(seen, weights.mT, out=tiles.planes(part, outputs))
             tiles.call("planes_to_outputs", made, out[part], outputs)
-        ctx.save_for_backward(images, weight)  # not its planes, which take up to four times the memory
+        ctx.save_for_backward(images, weights)  # these take up to four times the memory of `weight`
         ctx.tiles = tiles
         return out if bias is None else out.add_(bias.view(1, -1, 1, 1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        images, weight = ctx.saved_tensors
-        tiles, wanted, (outputs, channels, *_) = ctx.tiles, ctx.needs_input_grad, weight.shape
-        weights = tiles.weights_to_planes(weight)
+        images, weights = ctx.saved_tensors
+        tiles, wanted, (_, outputs, channels) = ctx.tiles, ctx.needs_input_grad, weights.shape
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         of_images = torch.empty_like(images) if wanted[0] else None
-        of_weights = torch.zeros_like(weights)
+        of_weights: Tensor | None = None
         for part in tiles.parts():
             met = tiles.call("gradient_to_planes", gradient[part], tiles.planes(part, outputs), outputs)
             planes = tiles.planes(part, channels)
             if wanted[1]:
                 tiles.call("images_to_planes", images[part], planes, channels)
-                torch.baddbmm(of_weights, met.mT, planes, out=of_weights)
+                if of_weights is None:
+                    of_weights = torch.bmm(met.mT, planes)
+                else:
+                    torch.baddbmm(of_weights, met.mT, planes, out=of_weights)
             if of_images is not None:
                 tiles.call("planes_to_gradient", torch.bmm(met, weights, out=planes), of_images[part], channels)
-        of_weight = tiles.planes_to_weights(of_weights) if wanted[1] else None
+        of_weight = tiles.planes_to_weights(of_weights) if of_weights is not None else None
         return of_images, of_weight, gradient.sum((0, 2, 3)) if wanted[2] else None, None
 
 
