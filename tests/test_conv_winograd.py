@@ -49,7 +49,7 @@ def by_winograd(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return convolve(images, weight, bias, (1, 1), (1, 1))
 
 
-@pytest.mark.parametrize("side", [2, 3, 4])
+@pytest.mark.parametrize("side", [2, 3, 4, 6])
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 3), (2, 5), (8, 8), (9, 7), (12, 13)])
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
 def test_each_tile_equals_a_direct_convolution(
@@ -73,9 +73,64 @@ def test_each_tile_equals_a_direct_convolution(
     assert found[2].stride() == inputs[1].stride()
 
 
-def test_the_side_with_the_fewest_multiplications_is_taken() -> None:
-    """Of a tile: 16 numbers for 4 outputs, 25 for 9, 36 for 16; directly 9 for one."""
-    expected = {1: None, 2: 2, 3: 3, 4: 4, 6: 3, 7: 4, 8: 4, 12: 4, 14: 4, 16: 4, 32: 4, 56: 4}
+@pytest.mark.parametrize("side", [2, 3, 4, 6])
+@pytest.mark.parametrize(("height", "width"), [(2, 2), (1, 4), (2, 3), (8, 8), (9, 7), (12, 12), (12, 13)])
+def test_a_pool_in_the_transform_gives_the_bits_of_one_behind_it(
+    side: int, height: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Output and gradients, where tiles or squares of 2 x 2 reach beyond the image, of equal outputs, and for NaN."""
+    monkeypatch.setattr(conv_winograd, "TILES", -(-height // side) * -(-width // side))
+    monkeypatch.setattr(conv_winograd, "best_side", lambda *sizes: side)
+    images, weight = random(5, 32, height, width, seed=0), random(48, 32, 3, 3, seed=1)
+    images[1] = 0.0
+    images[2, 0, 0, 0] = float("nan")
+
+    def pooled(images: Tensor, weight: Tensor) -> Tensor:
+        return convolve(images, weight, None, (1, 1), (1, 1), pool=True)
+
+    def apart(images: Tensor, weight: Tensor) -> Tensor:
+        return nn.functional.max_pool2d(convolve(images, weight, None, (1, 1), (1, 1)), 2)
+
+    if height == 1:
+        for function in (pooled, apart):
+            with pytest.raises(RuntimeError, match="Output size is too small"):
+                function(images, weight)
+        return
+    found, expected = results(pooled, images, weight), results(apart, images, weight)
+    assert len(found) == len(expected) == 3 and expected[0].isnan().any()
+    for value, other in zip(found, expected, strict=True):
+        assert torch.equal(value.isnan(), other.isnan()) and torch.equal(value.nan_to_num(), other.nan_to_num())
+    assert found[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_which_pools_are_taken(tiny: Tiny) -> None:
+    """Those of 2 x 2 behind a convolution without bias; names of parameters and results stay."""
+
+    def network(*others: nn.Module) -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1, bias=False), *others)
+        return nn.Sequential(layers, nn.BatchNorm2d(32)).to(memory_format=torch.channels_last)
+
+    images = random(4, 32, 12, 12, seed=0)
+    for pool, taken in (
+        (nn.MaxPool2d(2), True), (nn.MaxPool2d(2, 2), True), (nn.MaxPool2d(3), False), (nn.MaxPool2d(2, 1), False),
+        (nn.MaxPool2d(2, padding=1), False), (nn.MaxPool2d(2, dilation=2), False), (nn.AvgPool2d(2), False),
+        (nn.MaxPool2d(2, ceil_mode=True), False),
+    ):  # fmt: skip
+        plain, ours = network(pool), network(pool)
+        use_winograd(tiny(**ON), ours, Precision("cpu"), CPU)
+        assert ("PooledWinogradConv2d" in kinds(ours)) == taken, pool
+        assert list(ours.state_dict()) == list(plain.state_dict())
+        for mode in (True, False):
+            torch.testing.assert_close(ours.train(mode)(images), plain.train(mode)(images), rtol=1e-3, atol=1e-4)
+    biased = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.MaxPool2d(2))
+    use_winograd(tiny(**ON), biased, Precision("cpu"), CPU)
+    assert list(kinds(biased)) == ["Sequential", "WinogradConv2d", "MaxPool2d"]
+
+
+def test_the_side_with_the_least_work_is_taken() -> None:
+    """Of a tile: 16 numbers for 4 outputs, 25 for 9, 36 for 16, 64 for 36, which count as 83; directly 9 for one."""
+    expected = {1: None, 2: 2, 3: 3, 4: 4, 5: 6, 6: 6, 7: 4, 8: 4, 9: 3, 12: 4, 14: 4, 16: 4, 18: 6, 32: 4, 56: 4}
     assert {size: best_side(size, size) for size in expected} == expected
     assert best_side(1, 8) is None
 
@@ -197,7 +252,7 @@ def test_products_of_weights_take_what_is_left(tiny: Tiny, monkeypatch: pytest.M
     both = ON | {"conv_weight_products": True}
     for model, counts in (
         ("resnet50", {"WinogradConv2d": 13, "ProductConv2d": 31}),
-        ("resnet9", {"WinogradConv2d": 7}),
+        ("resnet9", {"WinogradConv2d": 4, "PooledWinogradConv2d": 3}),
     ):
         config = tiny(model=model, width=4 if model == "resnet9" else 1, **both)
         network = build_model(config)
@@ -206,7 +261,7 @@ def test_products_of_weights_take_what_is_left(tiny: Tiny, monkeypatch: pytest.M
         left = "conv_weight_products: left out, conv_winograd has the convolutions"
         assert notes == ([left] if model == "resnet9" else [])
         found = Counter(kinds(network))
-        assert {name: found[name] for name in found if name in ("WinogradConv2d", "ProductConv2d")} == counts
+        assert {name: found[name] for name in found if name.endswith(("WinogradConv2d", "ProductConv2d"))} == counts
 
 
 def kinds(model: nn.Module) -> Iterator[str]:
@@ -220,7 +275,7 @@ def test_where_it_is_on(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     def found(config: Config, precision: Precision = float32, device: torch.device = CPU) -> int:
         model = build_model(config)
         use_winograd(config, model, precision, device)
-        return list(kinds(model)).count("WinogradConv2d")
+        return sum(isinstance(module, WinogradConv2d) for module in model.modules())
 
     auto = {"conv_winograd": "auto", "enable_nhwc": True}
     assert found(tiny(**auto, model="resnet50")) == 13

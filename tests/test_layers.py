@@ -79,6 +79,8 @@ def test_a_network_is_heard_whole_whatever_it_is(tiny) -> None:
         CONVOLUTION: 8, NORM: 8, RELU: 8, ADDITION: 2, f"{ADDITION} of backward": 2, POOLING: 4, LINEAR: 1,
     }  # fmt: skip
     assert counts(tiny(model="vgg16"))[CONVOLUTION] == 13
+    with_silu = heard_in(tiny(model="airbench96", fuse_norm_relu=True, enable_nhwc=True))
+    assert sum(one.count for one in with_silu if one.name.startswith("BatchNorm and SiLU, ")) == 8
 
 
 def results_of(operation: Operation, way: Way) -> dict[str, list[Tensor]]:
@@ -185,6 +187,8 @@ def test_winograds_method_is_a_way_of_its_own(tiny) -> None:
     on = tiny(model="resnet9", width=2, enable_nhwc=True, conv_winograd=True)
     assert counts(on) == counts(tiny(model="resnet9", width=2))
     operation, _ = check_own_way(on, "convolution 3x3, 32x32x32 to 64", "Winograd")
+    pooled = [one.name for one in heard_in(on) if "pool" in one.name]
+    assert pooled == [f"max_pool2d 2, {sizes}" for sizes in ("64x32x32", "128x16x16", "256x8x8")]
     (plain,) = (one for one in heard_in(tiny(model="resnet9", width=2)) if one.name == operation.name)
     assert "float32 NHWC, Winograd" in [way.name for way in Machine(tiny(), CPU).ways(plain)]
     first = heard_in(on)[0]

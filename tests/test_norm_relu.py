@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,19 +20,21 @@ from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.training import norm_relu_cpu
-from utils.training.norm_relu import NormReLU, check_fusion, fuse_norm_relu, norm_relu, norm_relu_backward
+from utils.training.norm_relu import NormReLU, NormSiLU, check_fusion, fuse_norm_relu, norm_relu, norm_relu_backward
 
 Tiny = Callable[..., Config]
 CPU = torch.device("cpu")
 ON = {"fuse_norm_relu": True, "enable_nhwc": True}
+# class, and whether a shortcut is added; SiLU has none
+KINDS = pytest.mark.parametrize(("kind", "added"), [(NormReLU, False), (NormReLU, True), (NormSiLU, False)])
 
 
-def plain(x: Tensor, shortcut: Tensor | None, norm: nn.BatchNorm2d) -> Tensor:
+def plain(x: Tensor, shortcut: Tensor | None, norm: NormReLU) -> Tensor:
     out = nn.BatchNorm2d.forward(norm, x)
-    return (out if shortcut is None else out + shortcut).relu()
+    return nn.functional.silu(out) if norm.silu else (out if shortcut is None else out + shortcut).relu()
 
 
-def results(function: Callable[..., Tensor], norm: nn.BatchNorm2d, *inputs: Tensor | None) -> Iterator[Tensor]:
+def results(function: Callable[..., Tensor], norm: NormReLU, *inputs: Tensor | None) -> Iterator[Tensor]:
     """Output, gradients and buffers after one call of training."""
     leaves = [value if value is None else value.detach().clone().requires_grad_() for value in inputs]
     out = function(*leaves, norm)
@@ -51,8 +54,8 @@ def a_case(shape: tuple[int, ...], dtype: torch.dtype, *, added: bool, device: s
     return [nhwc[0], nhwc[1] if added else None]
 
 
-def a_norm(channels: int, device: str = "cpu") -> NormReLU:
-    norm, generator = NormReLU(channels), torch.Generator().manual_seed(1)
+def a_norm(channels: int, device: str = "cpu", kind: type[NormReLU] = NormReLU) -> NormReLU:
+    norm, generator = kind(channels), torch.Generator().manual_seed(1)
     for value in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
         value.data = torch.rand(channels, generator=generator) + 0.5
     return norm.to(device)
@@ -64,19 +67,19 @@ def test_half_weights_keep_statistics_in_float32(half: torch.dtype) -> None:
     (x, _), norm = a_case((4, 6, 5, 5), half, added=False), a_norm(6).to(half)
     assert x is not None
     known = x, None, norm.weight, norm.bias, norm.running_mean, norm.running_var
-    _, *kept = norm_relu(*known, norm.momentum, norm.eps)
+    _, *kept = norm_relu(*known, norm.momentum, norm.eps, False)
     assert [value.dtype for value in kept] == [torch.float32] * 2
     found = list(results(lambda x, norm: norm(x), norm, x))
     assert {value.dtype for value in found[:4]} == {half}
 
 
-@pytest.mark.parametrize("added", [False, True])
+@KINDS
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_it_is_the_same_function(added: bool, layout: torch.memory_format) -> None:
+def test_it_is_the_same_function(kind: type[NormReLU], added: bool, layout: torch.memory_format) -> None:
     """The output bit for bit; gradients in float64, where a sum in another order differs in the last of 16 digits."""
     inputs = a_case((4, 6, 5, 5), torch.float64, added=added)
     inputs = [value if value is None else value.contiguous(memory_format=layout) for value in inputs]
-    norm = a_norm(6).double()
+    norm = a_norm(6, kind=kind).double()
     other = copy.deepcopy(norm)
     found = list(results(lambda x, shortcut, norm: norm(x, shortcut), norm, *inputs))
     expected = list(results(plain, other, *inputs))
@@ -87,7 +90,8 @@ def test_it_is_the_same_function(added: bool, layout: torch.memory_format) -> No
 
 
 @pytest.mark.parametrize(
-    ("model", "layers"), [("resnet8", 6), ("resnet9", 8), ("resnet18", 17), ("resnet50", 49), ("vgg16_bn", 13)]
+    ("model", "layers"),
+    [("resnet8", 6), ("resnet9", 8), ("resnet18", 17), ("resnet50", 49), ("vgg16_bn", 13), ("airbench96", 8)],
 )
 def test_each_network_keeps_its_names_and_its_outputs(tiny: Tiny, model: str, layers: int) -> None:
     """In training and evaluation; in the blocks of He's networks all but the stem."""
@@ -120,7 +124,7 @@ def test_what_it_cannot_do_is_refused_by_name(tiny: Tiny, alone: World, monkeypa
     ):
         with pytest.raises(ValueError, match=words):
             tiny(**ON | changes)
-    with pytest.raises(ConfigError, match="no BatchNorm2d and ReLU that can be one; use false"):
+    with pytest.raises(ConfigError, match="no BatchNorm2d and ReLU, or SiLU, that can be one; use false"):
         fuse_norm_relu(tiny(**ON), nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.ReLU(), nn.BatchNorm2d(3)), CPU)
     monkeypatch.setattr("utils.training.compilers.missing_compiler", lambda device: "")
     with pytest.raises(ConfigError, match="enable_compile auto compiles here"):
@@ -128,17 +132,17 @@ def test_what_it_cannot_do_is_refused_by_name(tiny: Tiny, alone: World, monkeypa
 
 
 def compiled_and_not(
-    monkeypatch: pytest.MonkeyPatch, function: Callable[..., Tensor], *inputs: Tensor | None
+    monkeypatch: pytest.MonkeyPatch, function: Callable[..., Tensor], kind: type[NormReLU], *inputs: Tensor | None
 ) -> list[tuple[Tensor, Tensor]]:
     """Pairs of what the CPU's kernels and what PyTorch's operations give."""
     assert inputs[0] is not None
     if not norm_relu_cpu.has_compiler():
         pytest.skip("no C++ compiler")
     assert norm_relu_cpu.fits(inputs[0])
-    found = list(results(function, a_norm(inputs[0].shape[1]), *inputs))
+    found = list(results(function, a_norm(inputs[0].shape[1], kind=kind), *inputs))
     with monkeypatch.context() as without:
         without.setattr(norm_relu_cpu, "has_compiler", lambda: False)
-        expected = list(results(function, a_norm(inputs[0].shape[1]), *inputs))
+        expected = list(results(function, a_norm(inputs[0].shape[1], kind=kind), *inputs))
     return list(zip(found, expected, strict=True))
 
 
@@ -146,32 +150,55 @@ def fused(x: Tensor, shortcut: Tensor | None, norm: NormReLU) -> Tensor:
     return norm(x, shortcut)
 
 
-@pytest.mark.parametrize("added", [False, True])
+@KINDS
 @pytest.mark.parametrize("shape", [(1, 3, 1, 2), (3, 5, 4, 4), (4, 70, 9, 9), (2, 17, 33, 31), (7, 260, 16, 16)])
 def test_the_cpus_kernels_compute_the_same(
-    shape: tuple[int, ...], added: bool, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], kind: type[NormReLU], added: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One part and several, whole blocks of rows and what is left, within the rounding of float32 sums."""
-    for found, expected in compiled_and_not(monkeypatch, fused, *a_case(shape, torch.float32, added=added)):
+    for found, expected in compiled_and_not(monkeypatch, fused, kind, *a_case(shape, torch.float32, added=added)):
         assert found.stride() == expected.stride()
         tolerance = 2e-5 * max(1, expected.abs().max().item())
         wrong = ~torch.isclose(found, expected, rtol=2e-5, atol=tolerance)
         assert wrong.sum() <= wrong.numel() / 1000  # where a sum is 0 before ReLU but for its rounding
 
 
-@pytest.mark.parametrize("added", [False, True])
-def test_the_cpus_kernels_round_bf16_once(added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silu_and_its_slope_are_those_of_float64() -> None:
+    """Up to the rounding of float32, where the exponential is 0 or beyond float32 too. Each value is a channel of two
+    pixels, 1 and -1, whose mean is 0 and deviation 1, so that the weight comes out of BatchNorm as it is."""
+    if not norm_relu_cpu.has_compiler():
+        pytest.skip("no C++ compiler")
+    z = torch.cat([torch.linspace(-200, 200, 4001), torch.tensor([0.0, 1e-30, -1e-30, 88.5, -88.5, 3e30, -3e30])])
+    zero, one = torch.zeros(len(z)), torch.ones(len(z))
+    x = torch.stack([one, -one]).view(2, -1, 1, 1).contiguous(memory_format=torch.channels_last)
+    exact = z.double().requires_grad_()
+    expected = nn.functional.silu(exact)
+    expected.sum().backward()
+    out, mean, invstd = norm_relu_cpu.forward(x, None, z, zero, zero.clone(), one.clone(), 0.1, 0.0, True)
+    assert not mean.any() and torch.equal(invstd, one)
+    torch.testing.assert_close(out[0].flatten().double(), expected, rtol=5e-7, atol=1e-30)
+    only_first = torch.stack([one, zero]).view_as(x).contiguous(memory_format=torch.channels_last)
+    _, _, _, of_bias = norm_relu_cpu.backward(only_first, x, None, z, zero, mean, invstd, True)
+    # 1 - sigmoid(z) is rounded before it is multiplied by z, as in PyTorch: by 6e-8 of 1, for z up to 17
+    torch.testing.assert_close(of_bias.double(), exact.grad, rtol=5e-7, atol=2e-6)
+    no_number = norm_relu_cpu.forward(x, None, z * torch.nan, zero, zero.clone(), one.clone(), 0.1, 0.0, True)
+    assert no_number[0].isnan().all()
+
+
+@KINDS
+def test_the_cpus_kernels_round_bf16_once(kind: type[NormReLU], added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward as float32 rounded at the end; backward, from what one forward pass kept, within 2 units in the last of 8
     places of the operations, which round in between."""
     if not norm_relu_cpu.has_compiler():
         pytest.skip("no C++ compiler")
     (x, shortcut), norm = a_case((4, 70, 9, 9), torch.bfloat16, added=added), a_norm(70)
     assert x is not None
-    wide = fused(x.float(), None if shortcut is None else shortcut.float(), a_norm(70))
-    weights = norm.weight.data, norm.bias.data
-    out, *kept = norm_relu(x, shortcut, *weights, norm.running_mean, norm.running_var, norm.momentum, norm.eps)
+    wide = fused(x.float(), None if shortcut is None else shortcut.float(), a_norm(70, kind=kind))
+    weights, numbers = (norm.weight.data, norm.bias.data), (norm.momentum, norm.eps, kind.silu)
+    out, *kept = norm_relu(x, shortcut, *weights, norm.running_mean, norm.running_var, *numbers)
     assert torch.equal(out, wide.to(torch.bfloat16))
-    known = a_case((4, 70, 9, 9), torch.bfloat16, added=True)[1], x, out if added else None, *weights, *kept, norm.eps
+    gradient = a_case((4, 70, 9, 9), torch.bfloat16, added=True)[1]
+    known = gradient, x, out if added else None, *weights, *kept, *numbers[1:]
     found = norm_relu_backward(*known)
     monkeypatch.setattr(norm_relu_cpu, "has_compiler", lambda: False)
     for mine, reference in zip(found, norm_relu_backward(*known), strict=True):
@@ -217,7 +244,8 @@ def test_weights_and_statistics_of_another_format_or_memory_are_left_to_pytorch(
     assert x is not None and norm_relu_cpu.fits(x, *known[2:]) == norm_relu_cpu.has_compiler()  # type: ignore[arg-type]
     assert not norm_relu_cpu.fits(x, *strided[2:])  # type: ignore[arg-type]
     assert not norm_relu_cpu.fits(x, *known[2:5], norm.running_var.double())  # type: ignore[arg-type]
-    found, expected = norm_relu(*strided, 0.1, 1e-5), norm_relu(*map(copy.deepcopy, known), 0.1, 1e-5)
+    numbers = 0.1, 1e-5, False
+    found, expected = norm_relu(*strided, *numbers), norm_relu(*map(copy.deepcopy, known), *numbers)
     torch.testing.assert_close(found, expected)
 
 
@@ -226,13 +254,13 @@ def test_one_value_a_channel_is_refused_as_pytorch_refuses_it() -> None:
         a_norm(6)(torch.randn(1, 6, 1, 1))
 
 
-def test_other_activations_stay(tiny: Tiny) -> None:
-    """Networks of torchvision's blocks whose `relu` somebody has replaced."""
+def test_other_activations_stay_in_torchvisions_blocks(tiny: Tiny) -> None:
+    """Whose `relu` somebody has replaced."""
     model = resnet18()
     for module in list(model.modules()):
         if hasattr(module, "relu"):
             module.relu = nn.SiLU()
-    with pytest.raises(ConfigError, match="no BatchNorm2d and ReLU that can be one"):
+    with pytest.raises(ConfigError, match="no BatchNorm2d and ReLU, or SiLU, that can be one"):
         fuse_norm_relu(tiny(**ON), model, CPU)
     images = torch.randn(2, 3, 32, 32)
     expected = model(images)
@@ -295,25 +323,25 @@ def check_kernels(device: str) -> None:
     from utils.training import norm_relu_kernels
 
     for shape in ((3, 5, 4, 4), (4, 70, 9, 9)):
-        for added in (False, True):
+        for added, silu in ((False, False), (True, False), (False, True)):
             for dtype in (torch.float32, torch.bfloat16):
                 x, shortcut = a_case(shape, dtype, added=added)
                 (gradient, _) = a_case(shape, dtype, added=False)
                 norm = a_norm(shape[1])
                 weights = [norm.weight.data, norm.bias.data]
                 buffers = [[norm.running_mean.clone(), norm.running_var.clone()] for _ in range(2)]
-                cpu = norm_relu(x, shortcut, *weights, *buffers[0], 0.1, 1e-5)
+                cpu = norm_relu(x, shortcut, *weights, *buffers[0], 0.1, 1e-5, silu)
                 moved = [value if value is None else value.to(device) for value in (x, shortcut, *weights, *buffers[1])]
-                found = norm_relu_kernels.forward(*moved, 0.1, 1e-5)
+                found = norm_relu_kernels.forward(*moved, 0.1, 1e-5, silu)
                 kept = (x, cpu[0] if added else None, *weights, *cpu[1:])
-                gradients = norm_relu_backward(gradient, *kept, 1e-5)
+                gradients = norm_relu_backward(gradient, *kept, 1e-5, silu)
                 moved_kept = [value if value is None else value.to(device) for value in (gradient, *kept)]
-                found_gradients = norm_relu_kernels.backward(*moved_kept)
+                found_gradients = norm_relu_kernels.backward(*moved_kept, silu)
                 pairs = [*zip(found, cpu, strict=True), *zip(moved[-2:], buffers[0], strict=True)]
                 for mine, reference in [*pairs, *zip(found_gradients, gradients, strict=True)]:
                     tolerance = 2e-5 if mine.dtype == torch.float32 else 2**-6
                     wrong = ~torch.isclose(mine.cpu().float(), reference.float(), rtol=tolerance, atol=tolerance)
-                    assert wrong.sum() <= wrong.numel() / 1000, (shape, added, dtype, mine.shape)
+                    assert wrong.sum() <= wrong.numel() / 1000, (shape, added, silu, dtype, mine.shape)
 
 
 def test_the_kernels_compute_the_same_in_tritons_interpreter() -> None:
@@ -338,9 +366,10 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypa
     maps, numbers = ("x", "shortcut", "out", "gradient", "passed", "of_x"), ("momentum", "eps")
     counts = ("pixels", "channels", "share", "num_parts")
     kinds = dict.fromkeys(maps, "*bf16") | dict.fromkeys(numbers, "fp32") | dict.fromkeys(counts, "i32")
-    for kernel in (kernels._sum_x, kernels._statistics, kernels._apply, kernels._sum_gradient, kernels._apply_gradient):
+    every = kernels._sum_x, kernels._statistics, kernels._apply, kernels._sum_gradient, kernels._apply_gradient
+    for kernel, silu in product(every, (False, True)):
         names = kernel.arg_names
-        constants = {"rows": kernels.ROWS, "columns": kernels.COLUMNS, "added": True, "masked": False}
+        constants = {"rows": kernels.ROWS, "columns": kernels.COLUMNS, "added": not silu, "masked": False, "silu": silu}
         constants = {name: value for name, value in constants.items() if name in names}
         signature = {name: "constexpr" if name in constants else kinds.get(name, "*fp32") for name in names}
         source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
@@ -354,10 +383,12 @@ def test_the_kernels_compute_the_same_on_a_gpu() -> None:
 
 
 def test_own_sequentials_are_fused_and_other_layers_left(tiny: Tiny) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4), nn.GELU())
+    layers = nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4), nn.SiLU(), nn.BatchNorm2d(4), nn.GELU()
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), *layers)
     fused = copy.deepcopy(model)
     fuse_norm_relu(tiny(**ON), fused, CPU)
-    assert [type(layer) for layer in fused] == [nn.Conv2d, NormReLU, nn.Identity, nn.BatchNorm2d, nn.GELU]
+    kinds = [NormReLU, nn.Identity, NormSiLU, nn.Identity, nn.BatchNorm2d, nn.GELU]
+    assert [type(layer) for layer in fused] == [nn.Conv2d, *kinds]
     images = torch.randn(2, 3, 8, 8)
     assert torch.equal(fused(images), model(images))
     large = resnet18()

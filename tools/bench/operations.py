@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -34,6 +35,7 @@ ARITHMETIC = (CONVOLUTION, LINEAR)  # autocast computes these in half precision
 CONVOLVERS: dict[type[nn.Module], Callable[..., Tensor]] = {
     conv_products.ProductConv2d: conv_products.convolve,
     conv_winograd.WinogradConv2d: conv_winograd.convolve,
+    conv_winograd.PooledWinogradConv2d: conv_winograd.convolve,  # its pool is noted as an operation behind it
 }
 
 
@@ -123,6 +125,9 @@ class _Ear(TorchFunctionMode):
     def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """After it."""
         self.inside -= 1
+        if type(module) is conv_winograd.PooledWinogradConv2d:
+            features = inputs[0].new_empty(len(output), module.out_channels, *inputs[0].shape[2:])
+            self._note(POOLING, functional.max_pool2d, (features.requires_grad_(output.requires_grad), 2), {})
 
     def _note(self, kind: str, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -181,7 +186,8 @@ def describe(operation: Operation) -> str:
         )
         return f"{operation.function.__name__}{f' {_first(kernel)}' if kernel else ''}, {sizes}"
     if operation.kind == FUSED:
-        return f"BatchNorm{', addition' if len(operation.tensors) > 1 else ''} and ReLU, {sizes}"
+        activation = "SiLU" if operation.arguments[0].silu else "ReLU"
+        return f"BatchNorm{', addition' if len(operation.tensors) > 1 else ''} and {activation}, {sizes}"
     return f"{operation.kind}, {sizes}"
 
 

@@ -10,6 +10,11 @@ namespace {
 
 constexpr int64_t LANES = 16;  // channels at a time, 64 bytes; their number is a multiple of it
 typedef float Lanes __attribute__((vector_size(LANES * sizeof(float))));
+typedef int32_t Places __attribute__((vector_size(LANES * sizeof(int32_t))));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+// gcc compares and selects number by number where a vector is larger than the machine's
+typedef float Half __attribute__((vector_size(LANES / 2 * sizeof(float))));
+typedef int32_t HalfPlaces __attribute__((vector_size(LANES / 2 * sizeof(int32_t))));
 #pragma GCC diagnostic ignored "-Wpsabi"  // of vectors as arguments, but all these functions are inlined
 
 inline Lanes load(const float* from) {
@@ -20,8 +25,46 @@ inline Lanes load(const float* from) {
 
 inline void store(Lanes value, float* to) { std::memcpy(to, &value, sizeof value); }
 
+inline Places load(const uint8_t* from) {
+    Bytes value;
+    std::memcpy(&value, from, sizeof value);
+    return __builtin_convertvector(value, Places);
+}
+
+inline void store(Places value, uint8_t* to) {
+    const Bytes bytes = __builtin_convertvector(value, Bytes);
+    std::memcpy(to, &bytes, sizeof bytes);
+}
+
+// Where `value`, at `place`, is larger than what was the largest, or no number, it is the largest.
+inline void take_larger(Lanes value, int place, Lanes& largest, Places& largest_place) {
+    Half values[2], most[2];
+    HalfPlaces places[2];
+    std::memcpy(values, &value, sizeof value);
+    std::memcpy(most, &largest, sizeof largest);
+    std::memcpy(places, &largest_place, sizeof largest_place);
+    for (int half = 0; half < 2; ++half) {
+        const HalfPlaces taken = (values[half] > most[half]) | (values[half] != values[half]);
+        most[half] = taken ? values[half] : most[half];
+        places[half] = taken ? HalfPlaces{} + place : places[half];
+    }
+    std::memcpy(&largest, most, sizeof largest);
+    std::memcpy(&largest_place, places, sizeof largest_place);
+}
+
+// `value` where the place is this one, else 0
+inline Lanes only_at(int place, Places places, Lanes value) {
+    Half values[2];
+    HalfPlaces known[2];
+    std::memcpy(values, &value, sizeof value);
+    std::memcpy(known, &places, sizeof places);
+    for (int half = 0; half < 2; ++half) values[half] = known[half] == place ? values[half] : Half{};
+    std::memcpy(&value, values, sizeof value);
+    return value;
+}
+
 // Lavin and Gray's B' and A' (arXiv:1509.09308) for outputs of `side` x `side`, from the points 0, 1, -1 and infinity,
-// for sides of 3 and 4 also 2, for 4 also -2.
+// for sides of 3 and more also 2, of 4 and more -2, of 6 also 1/2 and -1/2.
 template <int side>
 struct Winograd;
 
@@ -46,6 +89,18 @@ struct Winograd<4> {
         {1, 1, 1, 1, 1, 0}, {0, 1, -1, 2, -2, 0}, {0, 1, 1, 4, 4, 0}, {0, 1, -1, 8, -8, 1}};
 };
 
+template <>
+struct Winograd<6> {
+    static constexpr float images[8][8] = {
+        {1, 0, -5.25f, 0, 5.25f, 0, -1, 0},      {0, 1, 1, -4.25f, -4.25f, 1, 1, 0},
+        {0, -1, 1, 4.25f, -4.25f, -1, 1, 0},     {0, .5f, .25f, -2.5f, -1.25f, 2, 1, 0},
+        {0, -.5f, .25f, 2.5f, -1.25f, -2, 1, 0}, {0, 2, 4, -2.5f, -5, .5f, 1, 0},
+        {0, -2, 4, 2.5f, -5, -.5f, 1, 0},        {0, -1, 0, 5.25f, 0, -5.25f, 0, 1}};
+    static constexpr float outputs[6][8] = {{1, 1, 1, 1, 1, 32, 32, 0},   {0, 1, -1, 2, -2, 16, -16, 0},
+                                            {0, 1, 1, 4, 4, 8, 8, 0},     {0, 1, -1, 8, -8, 4, -4, 0},
+                                            {0, 1, 1, 16, 16, 2, 2, 0},   {0, 1, -1, 32, -32, 1, -1, 1}};
+};
+
 // sum of factor(k) * value(k); the loop is unrolled, and zeros and ones are known then
 template <int count, typename Factor, typename Value>
 inline __attribute__((always_inline)) Lanes combine(Factor factor, Value value) {
@@ -54,11 +109,65 @@ inline __attribute__((always_inline)) Lanes combine(Factor factor, Value value) 
 #pragma GCC unroll 8
     for (int k = 0; k < count; ++k) {
         if (factor(k) == 0) continue;
-        const Lanes term = factor(k) == 1 ? value(k) : factor(k) * value(k);
+        const Lanes term = factor(k) == 1 ? value(k) : factor(k) == -1 ? -value(k) : factor(k) * value(k);
         sum = empty ? term : sum + term;
         empty = false;
     }
     return sum;
+}
+
+// Whether rows i and i + 1 of a matrix are those of a point and of its negative: equal but for signs.
+template <int rows, int columns, typename Matrix>
+constexpr bool is_pair(Matrix matrix, int i) {
+    if (i % 2 == 0 || i + 1 >= rows) return false;
+    for (int k = 0; k < columns; ++k)
+        if (matrix(i, k) != matrix(i + 1, k) && matrix(i, k) != -matrix(i + 1, k)) return false;
+    return true;
+}
+
+// set(i, sum of matrix(i, k) * value(k)) for each row i. Two rows of a pair share the sums of what is equal in both and
+// of what is opposite.
+template <int rows, int columns, typename Matrix, typename Value, typename Set>
+inline __attribute__((always_inline)) void multiply(Matrix matrix, Value value, Set set) {
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; ++i) {
+        if (i > 0 && is_pair<rows, columns>(matrix, i - 1)) continue;
+        if (!is_pair<rows, columns>(matrix, i)) {
+            set(i, combine<columns>([&](int k) { return matrix(i, k); }, value));
+            continue;
+        }
+        const auto factor = [&](int k, bool equal) {
+            return (matrix(i, k) == matrix(i + 1, k)) == equal ? matrix(i, k) : 0;
+        };
+        const Lanes even = combine<columns>([&](int k) { return factor(k, true); }, value);
+        const Lanes odd = combine<columns>([&](int k) { return factor(k, false); }, value);
+        set(i, even + odd);
+        set(i + 1, even - odd);
+    }
+}
+
+// The same with the matrix' transpose, [columns][rows]: sums and differences of two values share their products.
+template <int rows, int columns, typename Matrix, typename Value, typename Set>
+inline __attribute__((always_inline)) void multiply_transposed(Matrix matrix, Value value, Set set) {
+    Lanes shared[columns];
+#pragma GCC unroll 8
+    for (int k = 0; k < columns; ++k) {
+        if (k > 0 && is_pair<columns, rows>(matrix, k - 1)) continue;
+        shared[k] = value(k);
+        if (!is_pair<columns, rows>(matrix, k)) continue;
+        const Lanes second = value(k + 1);
+        shared[k + 1] = shared[k] - second;
+        shared[k] = shared[k] + second;
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; ++i) {
+        const auto factor = [&](int k) {
+            if (k > 0 && is_pair<columns, rows>(matrix, k - 1))
+                return matrix(k, i) != matrix(k - 1, i) ? matrix(k - 1, i) : 0;
+            return !is_pair<columns, rows>(matrix, k) || matrix(k, i) == matrix(k + 1, i) ? matrix(k, i) : 0;
+        };
+        set(i, combine<columns>(factor, [&](int k) { return shared[k]; }));
+    }
 }
 
 // out = matrix in matrix', matrix [rows][columns]
@@ -68,14 +177,27 @@ inline __attribute__((always_inline)) void transform(Matrix matrix, const Lanes 
     Lanes half[rows][columns];
 #pragma GCC unroll 8
     for (int j = 0; j < columns; ++j)
-#pragma GCC unroll 8
-        for (int i = 0; i < rows; ++i)
-            half[i][j] = combine<columns>([&](int k) { return matrix(i, k); }, [&](int k) { return in[k][j]; });
+        multiply<rows, columns>(
+            matrix, [&](int k) { return in[k][j]; }, [&](int i, Lanes value) { half[i][j] = value; });
 #pragma GCC unroll 8
     for (int i = 0; i < rows; ++i)
+        multiply<rows, columns>(
+            matrix, [&](int k) { return half[i][k]; }, [&](int j, Lanes value) { out[i][j] = value; });
+}
+
+// out = matrix' in matrix, matrix [columns][rows]
+template <int rows, int columns, typename Matrix>
+inline __attribute__((always_inline)) void transform_transposed(Matrix matrix, const Lanes (&in)[columns][columns],
+                                                                Lanes (&out)[rows][rows]) {
+    Lanes half[rows][columns];
 #pragma GCC unroll 8
-        for (int j = 0; j < rows; ++j)
-            out[i][j] = combine<columns>([&](int k) { return matrix(j, k); }, [&](int k) { return half[i][k]; });
+    for (int j = 0; j < columns; ++j)
+        multiply_transposed<rows, columns>(
+            matrix, [&](int k) { return in[k][j]; }, [&](int i, Lanes value) { half[i][j] = value; });
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; ++i)
+        multiply_transposed<rows, columns>(
+            matrix, [&](int k) { return half[i][k]; }, [&](int j, Lanes value) { out[i][j] = value; });
 }
 
 struct Sizes {
@@ -113,6 +235,39 @@ void for_tiles(const Sizes& sizes, Task task) {
         for (int64_t column = 0; column < sizes.across; ++column) task(line, column);
 }
 
+// task(offsets in the pooled images of a tile's squares of 2 x 2 pixels, -1 outside; the tile in the first plane)
+template <int side, typename Task>
+void for_squares(const Sizes& sizes, Task task) {
+    const int64_t height = sizes.height / 2, width = sizes.width / 2;
+    for_tiles(sizes, [&](int64_t line, int64_t column) {
+        const int64_t image = line / sizes.down, top = line % sizes.down * (side / 2), left = column * (side / 2);
+        int64_t offset[side / 2][side / 2];
+        for (int i = 0; i < side / 2; ++i)
+            for (int j = 0; j < side / 2; ++j) {
+                const bool inside = top + i < height && left + j < width;
+                offset[i][j] = inside ? ((image * height + top + i) * width + left + j) * sizes.channels : -1;
+            }
+        task(offset, (line * sizes.across + column) * sizes.channels);
+    });
+}
+
+// Channels from c on of one tile, transformed, in its place of each plane.
+template <int rows, int across, typename Matrix>
+inline void write_planes(Matrix matrix, const Lanes (&in)[across][across], float* planes, const Sizes& sizes,
+                         int64_t first) {
+    Lanes out[rows][rows];
+    transform<rows, across>(matrix, in, out);
+    for (int i = 0; i < rows; ++i)
+        for (int j = 0; j < rows; ++j) store(out[i][j], planes + (i * rows + j) * sizes.plane + first);
+}
+
+// The last row of each plane.
+template <int rows>
+void write_zeros(float* planes, const Sizes& sizes) {
+    for (int place = 1; place <= rows * rows; ++place)
+        std::memset(planes + place * sizes.plane - sizes.channels, 0, sizes.channels * sizeof(float));
+}
+
 // Planes of tiles of `across` x `across` pixels that begin `side` apart, the first `border` outside of the image: B'
 // pixels B with a border, A gradient A' without.
 template <int side, int across, int rows, int64_t border, typename Matrix>
@@ -125,27 +280,23 @@ void to_planes(Matrix matrix, const float* pixels, float* planes, const Sizes& s
             for (int j = 0; j < across; ++j)
                 from[i][j] = tile.offset[i][j] < 0 ? zeros.data() : pixels + tile.offset[i][j];
         for (int64_t c = 0; c < sizes.channels; c += LANES) {
-            Lanes in[across][across], out[rows][rows];
+            Lanes in[across][across];
             for (int i = 0; i < across; ++i)
                 for (int j = 0; j < across; ++j) in[i][j] = load(from[i][j] + c);
-            transform<rows, across>(matrix, in, out);
-            for (int i = 0; i < rows; ++i)
-                for (int j = 0; j < rows; ++j)
-                    store(out[i][j], planes + (i * rows + j) * sizes.plane + tile.first + c);
+            write_planes<rows, across>(matrix, in, planes, sizes, tile.first + c);
         }
     });
-    for (int place = 1; place <= rows * rows; ++place)
-        std::memset(planes + place * sizes.plane - sizes.channels, 0, sizes.channels * sizeof(float));
+    write_zeros<rows>(planes, sizes);
 }
 
-// What a tile's planes make, channels from c on.
+// What a tile's planes make, channels from c on: matrix' planes matrix.
 template <int rows, int across, typename Matrix>
 inline void from_planes(Matrix matrix, const float* planes, const Sizes& sizes, int64_t first,
                         Lanes (&out)[rows][rows]) {
     Lanes in[across][across];
     for (int i = 0; i < across; ++i)
         for (int j = 0; j < across; ++j) in[i][j] = load(planes + (i * across + j) * sizes.plane + first);
-    transform<rows, across>(matrix, in, out);
+    transform_transposed<rows, across>(matrix, in, out);
 }
 
 template <int side>
@@ -162,7 +313,7 @@ void gradient_to_planes(const float* gradient, float* planes, const Sizes& sizes
 
 template <int side>
 void planes_to_outputs(const float* planes, float* outputs, const Sizes& sizes) {
-    constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[i][k]; };
+    constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
     for_tiles(sizes, [&](int64_t line, int64_t column) {
         const Tile<side> tile(sizes, line, column, side, 0);
         for (int64_t c = 0; c < sizes.channels; c += LANES) {
@@ -175,10 +326,56 @@ void planes_to_outputs(const float* planes, float* outputs, const Sizes& sizes) 
     });
 }
 
+// The largest of each 2 x 2 outputs, and which of them it is, row by row; as PyTorch, of equal ones the first, and a NaN
+// before any number. Pixels behind the last whole square of an image are left out.
+template <int side>
+void planes_to_pooled(const float* planes, float* pooled, uint8_t* places, const Sizes& sizes) {
+    static_assert(side % 2 == 0);
+    constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
+    for_squares<side>(sizes, [&](const int64_t (&offset)[side / 2][side / 2], int64_t first) {
+        for (int64_t c = 0; c < sizes.channels; c += LANES) {
+            Lanes out[side][side];
+            from_planes<side, side + 2>(matrix, planes, sizes, first + c, out);
+            for (int i = 0; i < side / 2; ++i)
+                for (int j = 0; j < side / 2; ++j) {
+                    if (offset[i][j] < 0) continue;
+                    Lanes largest = out[2 * i][2 * j];
+                    Places place = {};
+#pragma GCC unroll 4
+                    for (int k = 1; k < 4; ++k)
+                        take_larger(out[2 * i + k / 2][2 * j + k % 2], k, largest, place);
+                    store(largest, pooled + offset[i][j] + c);
+                    store(place, places + offset[i][j] + c);
+                }
+        }
+    });
+}
+
+// `gradient_to_planes` of the gradient of a pooled image, which goes to the pixels that `places` names.
+template <int side>
+void pooled_to_planes(const float* gradient, const uint8_t* places, float* planes, const Sizes& sizes) {
+    constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
+    for_squares<side>(sizes, [&](const int64_t (&offset)[side / 2][side / 2], int64_t first) {
+        for (int64_t c = 0; c < sizes.channels; c += LANES) {
+            Lanes in[side][side];
+            for (int i = 0; i < side / 2; ++i)
+                for (int j = 0; j < side / 2; ++j) {
+                    const bool inside = offset[i][j] >= 0;
+                    const Lanes value = inside ? load(gradient + offset[i][j] + c) : Lanes{};
+                    const Places place = inside ? load(places + offset[i][j] + c) : Places{};
+#pragma GCC unroll 4
+                    for (int k = 0; k < 4; ++k) in[2 * i + k / 2][2 * j + k % 2] = only_at(k, place, value);
+                }
+            write_planes<side + 2, side>(matrix, in, planes, sizes, first + c);
+        }
+    });
+    write_zeros<side + 2>(planes, sizes);
+}
+
 // The tiles of an image overlap, and their parts add up, so one thread has all tiles of some channels of an image.
 template <int side>
 void planes_to_gradient(const float* planes, float* gradient, const Sizes& sizes) {
-    constexpr auto matrix = [](int i, int k) { return Winograd<side>::images[k][i]; };
+    constexpr auto matrix = [](int i, int k) { return Winograd<side>::images[i][k]; };
     constexpr int across = side + 2;
     const int64_t pixels = sizes.height * sizes.width;
 #pragma omp parallel for collapse(2) schedule(static)
@@ -214,6 +411,20 @@ void planes_to_gradient(const float* planes, float* gradient, const Sizes& sizes
     EXPORT(planes_to_outputs, side)  \
     EXPORT(planes_to_gradient, side)
 
+#define EXPORT_POOLED(side)                                                                                         \
+    extern "C" void planes_to_pooled_##side(const float* from, float* to, uint8_t* places, int64_t images,          \
+                                            int64_t height, int64_t width, int64_t channels) {                      \
+        planes_to_pooled<side>(from, to, places, Sizes(side, images, height, width, channels));                     \
+    }                                                                                                               \
+    extern "C" void pooled_to_planes_##side(const float* from, const uint8_t* places, float* to, int64_t images,    \
+                                            int64_t height, int64_t width, int64_t channels) {                      \
+        pooled_to_planes<side>(from, places, to, Sizes(side, images, height, width, channels));                     \
+    }
+
 EXPORT_ALL(2)
 EXPORT_ALL(3)
 EXPORT_ALL(4)
+EXPORT_ALL(6)
+EXPORT_POOLED(2)
+EXPORT_POOLED(4)
+EXPORT_POOLED(6)

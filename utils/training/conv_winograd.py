@@ -2,10 +2,12 @@
 
 A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural Networks" (arXiv:1509.09308): a tile of side x side
 outputs is A'[(G w G') * (B'xB)]A, with x the (side + 2) x (side + 2) pixels that it sees, w one kernel, and * number by
-number. Over all channels and tiles the middle is one product of matrices for each place of a tile: for sides of 2, 3
-and 4 with 2.25, 3.24 and 4 times fewer multiplications than the convolution itself. Backward turns the same steps
-round: gradients are made by the transposed transforms and products of the same size. conv_winograd.cpp has the
+number. Over all channels and tiles the middle is one product of matrices for each place of a tile: for sides of 2, 3,
+4 and 6 with 2.25, 3.24, 4 and 5.06 times fewer multiplications than the convolution itself. Backward turns the same
+steps round: gradients are made by the transposed transforms and products of the same size. conv_winograd.cpp has the
 transforms of images; those of the weights are small products.
+
+A 2x2 max-pool behind a convolution is taken where tiles become outputs, which are then never in memory.
 """
 
 import ctypes
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import conv2d
+from torch.nn.functional import conv2d, max_pool2d
 
 from utils.errors import ConfigError
 from utils.training.compilers import build_kernels, compiles, failure_to_build, has_compiler, missing_compiler
@@ -31,19 +33,25 @@ OF_WEIGHTS = {
         [1 / 4, 0, 0], [-1 / 6, -1 / 6, -1 / 6], [-1 / 6, 1 / 6, -1 / 6], [1 / 24, 1 / 12, 1 / 6],
         [1 / 24, -1 / 12, 1 / 6], [0, 0, 1],
     ],
+    6: [
+        [1, 0, 0], [-2 / 9, -2 / 9, -2 / 9], [-2 / 9, 2 / 9, -2 / 9], [1 / 90, 1 / 45, 2 / 45],
+        [1 / 90, -1 / 45, 2 / 45], [1 / 45, 1 / 90, 1 / 180], [1 / 45, -1 / 90, 1 / 180], [0, 0, 1],
+    ],
 }  # fmt: skip
-# Three figures of one machine, with AVX2 and two threads
+# Four figures of one machine, with AVX2 and two threads
 TILES = 128  # for each thread at a time: products of good size, and planes that stay in the cache
 ENOUGH = 32 * 32  # input times output channels: with fewer the transforms cost what the products save
 WORTH = 0.75  # share of the direct multiplications above which a direct convolution is as fast
+DEARER = {6: 1.3}  # by side: its transforms of 8 x 8 numbers, counted as multiplications
 CHANNELS = 16  # LANES of conv_winograd.cpp: it takes multiples of so many channels
 Pair = tuple[int, int]
 
 
 def best_side(height: int, width: int) -> int | None:
-    """The side of tiles with which images of this size need the fewest multiplications; None where that saves less than
-    a quarter."""
-    work = {side: -(-height // side) * -(-width // side) * (side + 2) ** 2 for side in OF_WEIGHTS}
+    """The side of tiles with which images of this size need the least work; None where that is more than `WORTH` of a
+    direct convolution's."""
+    tiles = {side: -(-height // side) * -(-width // side) for side in OF_WEIGHTS}
+    work = {side: count * (side + 2) ** 2 * DEARER.get(side, 1) for side, count in tiles.items()}
     side = min(work, key=lambda side: work[side])
     return side if work[side] <= WORTH * 9 * height * width else None
 
@@ -77,63 +85,79 @@ class _Tiles:
         gradient = (self.factors.t() @ planes.flatten(1)).view(3, 3, outputs, channels).permute(2, 3, 0, 1)
         return gradient.contiguous(memory_format=torch.channels_last)
 
-    def call(self, name: str, source: Tensor, target: Tensor, channels: int) -> Tensor:
-        """A transform of conv_winograd.cpp; returns the target."""
-        images = (source if source.dim() == 4 else target).shape[0]
+    def call(self, name: str, *tensors: Tensor, channels: int) -> Tensor:
+        """A transform of conv_winograd.cpp; returns the last tensor."""
+        images = next(len(tensor) for tensor in tensors if tensor.dim() == 4)
         sizes = (ctypes.c_int64(size) for size in (images, self.height, self.width, channels))
-        addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (source, target))
+        addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
         build()[f"{name}_{self.side}"](*addresses, *sizes)
-        return target
+        return tensors[-1]
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, side: int) -> Tensor:
+    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, side: int, pool: bool) -> Tensor:
         images = images.contiguous(memory_format=torch.channels_last)
         tiles = _Tiles(side, images)
         weights = tiles.weights_to_planes(weight)
         outputs, channels = weight.shape[:2]
-        sizes = len(images), outputs, *images.shape[2:]
+        sizes = len(images), outputs, *(size // 2 if pool else size for size in images.shape[2:])
         out = torch.empty(sizes, dtype=torch.float32, device="cpu", memory_format=torch.channels_last)
+        places = torch.empty_like(out, dtype=torch.uint8) if pool else None  # of the largest, in each 2 x 2
         for part in tiles.parts():
-            seen = tiles.call("images_to_planes", images[part], tiles.planes(part, channels), channels)
+            seen = tiles.call("images_to_planes", images[part], tiles.planes(part, channels), channels=channels)
             made = torch.bmm(seen, weights.mT, out=tiles.planes(part, outputs))
-            tiles.call("planes_to_outputs", made, out[part], outputs)
-        ctx.save_for_backward(images, weights)  # these take up to four times the memory of `weight`
+            if places is None:
+                tiles.call("planes_to_outputs", made, out[part], channels=outputs)
+            else:
+                tiles.call("planes_to_pooled", made, out[part], places[part], channels=outputs)
+        ctx.save_for_backward(images, weights, places)  # the weights' planes: up to seven times the memory of `weight`
         ctx.tiles = tiles
         return out if bias is None else out.add_(bias.view(1, -1, 1, 1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        images, weights = ctx.saved_tensors
+        images, weights, places = ctx.saved_tensors
         tiles, wanted, (_, outputs, channels) = ctx.tiles, ctx.needs_input_grad, weights.shape
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         of_images = torch.empty_like(images) if wanted[0] else None
         of_weights: Tensor | None = None
         for part in tiles.parts():
-            met = tiles.call("gradient_to_planes", gradient[part], tiles.planes(part, outputs), outputs)
+            met = tiles.planes(part, outputs)
+            if places is None:
+                tiles.call("gradient_to_planes", gradient[part], met, channels=outputs)
+            else:
+                tiles.call("pooled_to_planes", gradient[part], places[part], met, channels=outputs)
             planes = tiles.planes(part, channels)
             if wanted[1]:
-                tiles.call("images_to_planes", images[part], planes, channels)
+                tiles.call("images_to_planes", images[part], planes, channels=channels)
                 if of_weights is None:
                     of_weights = torch.bmm(met.mT, planes)
                 else:
                     torch.baddbmm(of_weights, met.mT, planes, out=of_weights)
             if of_images is not None:
-                tiles.call("planes_to_gradient", torch.bmm(met, weights, out=planes), of_images[part], channels)
+                planes = torch.bmm(met, weights, out=planes)
+                tiles.call("planes_to_gradient", planes, of_images[part], channels=channels)
         of_weight = tiles.planes_to_weights(of_weights) if of_weights is not None else None
-        return of_images, of_weight, gradient.sum((0, 2, 3)) if wanted[2] else None, None
+        return of_images, of_weight, gradient.sum((0, 2, 3)) if wanted[2] else None, None, None
 
 
-def convolve(images: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
-    """`conv2d` with one group and no dilation, by Winograd's method where it has one; the same up to rounding."""
+def convolve(
+    images: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, *, pool: bool = False
+) -> Tensor:
+    """`conv2d` with one group and no dilation, by Winograd's method where it has one; the same up to rounding. `pool`:
+    and `max_pool2d` of 2 x 2 behind it."""
     side = choose_side(images, weight, stride, padding)
     if side is None or torch.is_autocast_enabled("cpu"):
-        return conv2d(images, weight, bias, stride, padding)
-    if side == 1:
-        return conv2d(images, weight[:, :, 1:2, 1:2], bias)
-    return _Convolution.apply(images, weight, bias, side)  # type: ignore[no-any-return]
+        out = conv2d(images, weight, bias, stride, padding)
+    elif side == 1:
+        out = conv2d(images, weight[:, :, 1:2, 1:2], bias)
+    else:
+        whole = pool and not side % 2 and min(images.shape[2:]) > 1  # tiles are whole squares of 2 x 2
+        out = _Convolution.apply(images, weight, bias, side, whole)
+        pool = pool and not whole
+    return max_pool2d(out, 2) if pool else out
 
 
 def choose_side(images: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> int | None:
@@ -157,6 +181,15 @@ class WinogradConv2d(nn.Conv2d):
         """Images [N, C, H, W] -> [N, out_channels, ...]."""
         padding: Any = self.padding  # declared as a word, too
         return convolve(images, self.weight, self.bias, self.stride, padding)  # type: ignore[arg-type]
+
+
+class PooledWinogradConv2d(WinogradConv2d):
+    """With the 2x2 max-pool behind it; no bias."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images [N, C, H, W] -> [N, out_channels, H / 2, W / 2]."""
+        padding: Any = self.padding
+        return convolve(images, self.weight, None, self.stride, padding, pool=True)  # type: ignore[arg-type]
 
 
 def use_winograd(keys: SpeedKeys, model: nn.Module, precision: Precision, device: torch.device) -> list[str]:
@@ -184,6 +217,9 @@ def use_winograd(keys: SpeedKeys, model: nn.Module, precision: Precision, device
         return [failure]
     for module in found:
         module.__class__ = WinogradConv2d
+    for layers in model.modules():
+        if type(layers) is nn.Sequential:
+            _take_pools(layers)
     return []
 
 
@@ -191,6 +227,16 @@ def use_winograd(keys: SpeedKeys, model: nn.Module, precision: Precision, device
 def build() -> Any:
     """The library of the transforms. `ConfigError` where the compiler fails."""
     return build_kernels(Path(__file__).with_suffix(".cpp"), "conv_winograd")
+
+
+def _take_pools(layers: nn.Sequential) -> None:
+    """Make one of each of our convolutions and the 2x2 max-pool behind it."""
+    for place in range(len(layers) - 1):
+        convolution, pool = layers[place], layers[place + 1]
+        if type(convolution) is WinogradConv2d and convolution.bias is None and type(pool) is nn.MaxPool2d:
+            sizes = (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
+            if sizes == (2, 2, 0, 1) and not pool.ceil_mode and not pool.return_indices:
+                convolution.__class__, layers[place + 1] = PooledWinogradConv2d, nn.Identity()
 
 
 def _of_weights(side: int) -> Tensor:

@@ -36,6 +36,42 @@ inline void store(float value, bfloat16* to) {  // to the nearest, of two to the
     to->bits = static_cast<uint16_t>((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
 }
 
+// e^x to a few units in the last place: 2^n e^r with r at most ln 2 / 2, whose series is cut behind r^7 / 7!. From 88.4 on
+// n is 128, which makes infinity; below -87 it counts as there.
+inline float exponential(float x) {
+    const float limited = std::min(std::max(x, -87.0f), 89.0f);
+    const float halves = limited * 1.44269504f;
+    const int32_t n = static_cast<int32_t>(halves + (halves < 0 ? -0.5f : 0.5f));
+    const float r = (limited - static_cast<float>(n) * 0.693359375f) + static_cast<float>(n) * 2.12194440e-4f;
+    float sum = 1.0f / 5040;
+    sum = sum * r + 1.0f / 720;
+    sum = sum * r + 1.0f / 120;
+    sum = sum * r + 1.0f / 24;
+    sum = sum * r + 1.0f / 6;
+    sum = sum * r + 0.5f;
+    sum = sum * r + 1;
+    sum = sum * r + 1;
+    const int32_t bits = (n + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, sizeof power);
+    return sum * power;
+}
+
+enum Activation { RELU, SILU };
+
+template <Activation kind>
+inline float activate(float z) {
+    return kind == SILU ? z / (1 + exponential(-z)) : z < 0 ? 0 : z;
+}
+
+// The activation's derivative times `gradient`.
+template <Activation kind>
+inline float through(float z, float gradient) {
+    if (kind == RELU) return z > 0 ? gradient : 0.0f;
+    const float gate = 1 / (1 + exponential(-z));
+    return gradient * gate * (1 + z * (1 - gate));
+}
+
 struct Rows {
     int64_t first, last;
 };
@@ -97,7 +133,7 @@ void part_statistics(const T* x, const float* level, Rows rows, int64_t channels
 // The same expression in forward and backward, so that ReLU's mask is the same.
 inline float normalised(float x, float mean, float scale, float bias) { return (x - mean) * scale + bias; }
 
-template <bool added, typename T>
+template <bool added, Activation kind, typename T>
 void apply_rows(const T* __restrict x, const T* __restrict shortcut, const float* __restrict mean,
                 const float* __restrict scale, const float* __restrict bias, Rows rows, int64_t channels,
                 T* __restrict out) {
@@ -105,14 +141,14 @@ void apply_rows(const T* __restrict x, const T* __restrict shortcut, const float
         for (int64_t c = 0; c < channels; ++c) {
             float value = normalised(load(x[at + c]), mean[c], scale[c], bias[c]);
             if (added) value += load(shortcut[at + c]);
-            store(value < 0 ? 0 : value, out + at + c);
+            store(activate<kind>(value), out + at + c);
         }
 }
 
 template <typename T>
 void forward(const T* x, const T* shortcut, const float* weight, const float* bias, float* running_mean,
              float* running_var, float* mean, float* invstd, T* out, int64_t pixels, int64_t channels, double momentum,
-             double eps) {
+             double eps, bool silu) {
     const int64_t parts = parts_of(pixels, channels);
     const double count = static_cast<double>(pixels);
     std::vector<double> totals(parts * channels), squares(parts * channels);
@@ -144,42 +180,44 @@ void forward(const T* x, const T* shortcut, const float* weight, const float* bi
     for (int64_t part = 0; part < parts; ++part) {
         const Rows rows = rows_of(part, parts, pixels);
         if (shortcut)
-            apply_rows<true>(x, shortcut, mean, scale.data(), bias, rows, channels, out);
+            apply_rows<true, RELU>(x, shortcut, mean, scale.data(), bias, rows, channels, out);
+        else if (silu)
+            apply_rows<false, SILU>(x, x, mean, scale.data(), bias, rows, channels, out);
         else
-            apply_rows<false>(x, x, mean, scale.data(), bias, rows, channels, out);
+            apply_rows<false, RELU>(x, x, mean, scale.data(), bias, rows, channels, out);
     }
 }
 
-// What passes ReLU: with a shortcut where the output is above 0, which is kept; else computed anew.
-template <bool added, typename T>
+// What passes the activation: ReLU with a shortcut where the output is above 0, which is kept; else computed anew.
+template <bool added, Activation kind, typename T>
 inline float passed(T gradient, T x, T out, float mean, float scale, float bias) {
-    const float through = load(gradient);  // before the choice: a load that depends on it is not vectorised
-    return (added ? load(out) : normalised(load(x), mean, scale, bias)) > 0 ? through : 0.0f;
+    const float whole = load(gradient);  // before the choice: a load that depends on it is not vectorised
+    return through<kind>(added ? load(out) : normalised(load(x), mean, scale, bias), whole);
 }
 
 // Adds to sum and product [channels]: of the gradients that pass, and of them times x - mean.
-template <bool added, typename T>
+template <bool added, Activation kind, typename T>
 void add_gradients(const T* __restrict gradient, const T* __restrict x, const T* __restrict out,
                    const float* __restrict mean, const float* __restrict scale, const float* __restrict bias, Rows rows,
                    int64_t channels, T* __restrict of_shortcut, float* __restrict sum, float* __restrict product) {
     for (int64_t at = rows.first * channels; at < rows.last * channels; at += channels)
         for (int64_t c = 0; c < channels; ++c) {
-            const float value = passed<added>(gradient[at + c], x[at + c], out[at + c], mean[c], scale[c], bias[c]);
+            const float value = passed<added, kind>(gradient[at + c], x[at + c], out[at + c], mean[c], scale[c], bias[c]);
             sum[c] += value;
             product[c] += value * (load(x[at + c]) - mean[c]);
             if (added) store(value, of_shortcut + at + c);
         }
 }
 
-template <bool added, typename T>
+template <bool added, Activation kind, typename T>
 void part_gradients(const T* gradient, const T* x, const T* out, const float* mean, const float* scale,
                     const float* bias, Rows rows, int64_t channels, T* of_shortcut, double* total, double* products) {
     sum_blocks(rows, channels, total, products, [=](Rows block, float* sum, float* product) {
-        add_gradients<added>(gradient, x, out, mean, scale, bias, block, channels, of_shortcut, sum, product);
+        add_gradients<added, kind>(gradient, x, out, mean, scale, bias, block, channels, of_shortcut, sum, product);
     });
 }
 
-template <bool added, typename T>
+template <bool added, Activation kind, typename T>
 void apply_gradients(const T* __restrict gradient, const T* __restrict x, const float* __restrict mean,
                      const float* __restrict scale, const float* __restrict bias,
                      const float* __restrict level, const float* __restrict slope, Rows rows, int64_t channels,
@@ -188,13 +226,13 @@ void apply_gradients(const T* __restrict gradient, const T* __restrict x, const 
         for (int64_t c = 0; c < channels; ++c) {
             const float value =
                 added ? load(gradient[at + c])
-                      : passed<false>(gradient[at + c], x[at + c], x[at + c], mean[c], scale[c], bias[c]);
+                      : passed<false, kind>(gradient[at + c], x[at + c], x[at + c], mean[c], scale[c], bias[c]);
             const float centred = load(x[at + c]) - mean[c];
             store((value - level[c] - centred * slope[c]) * scale[c], of_x + at + c);
         }
 }
 
-template <bool added, typename T>
+template <bool added, Activation kind, typename T>
 void backward(const T* gradient, const T* x, const T* out, const float* weight, const float* bias, const float* mean,
               const float* invstd, T* of_x, T* of_shortcut, float* of_weight, float* of_bias, int64_t pixels,
               int64_t channels) {
@@ -205,7 +243,7 @@ void backward(const T* gradient, const T* x, const T* out, const float* weight, 
     for (int64_t c = 0; c < channels; ++c) scale[c] = invstd[c] * weight[c];
 #pragma omp parallel for schedule(static)
     for (int64_t part = 0; part < parts; ++part)
-        part_gradients<added>(gradient, x, out, mean, scale.data(), bias, rows_of(part, parts, pixels), channels,
+        part_gradients<added, kind>(gradient, x, out, mean, scale.data(), bias, rows_of(part, parts, pixels), channels,
                               of_shortcut, &totals[part * channels], &products[part * channels]);
     for (int64_t c = 0; c < channels; ++c) {
         double total = 0, product = 0;
@@ -220,31 +258,29 @@ void backward(const T* gradient, const T* x, const T* out, const float* weight, 
     }
 #pragma omp parallel for schedule(static)
     for (int64_t part = 0; part < parts; ++part)
-        apply_gradients<added>(added ? of_shortcut : gradient,  // the shortcut's gradient is what passed
+        apply_gradients<added, kind>(added ? of_shortcut : gradient,  // the shortcut's gradient is what passed
                                x, mean, scale.data(), bias, level.data(), slope.data(),
                                rows_of(part, parts, pixels), channels, of_x);
 }
 
 }  // namespace
 
+// a shortcut's ReLU, or ReLU or SiLU without one
 #define KERNELS(name, T)                                                                                               \
     extern "C" void norm_relu_forward_##name(                                                                          \
         const T* x, const T* shortcut, const float* weight, const float* bias, float* running_mean,                    \
-        float* running_var, float* mean, float* invstd, T* out, int64_t pixels, int64_t channels, double momentum,     \
-        double eps) {                                                                                                  \
+        float* running_var, float* mean, float* invstd, T* out, int64_t pixels, int64_t channels, int64_t silu,        \
+        double momentum, double eps) {                                                                                 \
         forward(x, shortcut, weight, bias, running_mean, running_var, mean, invstd, out, pixels, channels, momentum,   \
-                eps);                                                                                                  \
+                eps, silu);                                                                                            \
     }                                                                                                                  \
     extern "C" void norm_relu_backward_##name(                                                                         \
         const T* gradient, const T* x, const T* out, const float* weight, const float* bias, const float* mean,        \
         const float* invstd, T* of_x, T* of_shortcut, float* of_weight, float* of_bias, int64_t pixels,                \
-        int64_t channels) {                                                                                            \
-        if (out)                                                                                                       \
-            backward<true>(gradient, x, out, weight, bias, mean, invstd, of_x, of_shortcut, of_weight, of_bias,        \
-                           pixels, channels);                                                                          \
-        else                                                                                                           \
-            backward<false>(gradient, x, x, weight, bias, mean, invstd, of_x, of_shortcut, of_weight, of_bias, pixels, \
-                            channels);                                                                                 \
+        int64_t channels, int64_t silu) {                                                                              \
+        const auto call = out ? backward<true, RELU, T> : silu ? backward<false, SILU, T> : backward<false, RELU, T>;  \
+        call(gradient, x, out ? out : x, weight, bias, mean, invstd, of_x, of_shortcut, of_weight, of_bias, pixels,    \
+             channels);                                                                                                \
     }
 
 KERNELS(float32, float)

@@ -23,24 +23,25 @@ def fits(x: Tensor, *channels: Tensor) -> bool:
 
 def forward(
     x: Tensor, shortcut: Tensor | None, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor,
-    momentum: float, eps: float,
+    momentum: float, eps: float, silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What `norm_relu` returns."""
     out, shortcut = torch.empty_like(x), None if shortcut is None else _like(shortcut, x)
     mean, invstd = torch.empty_like(weight), torch.empty_like(weight)
     tensors = x, shortcut, weight, bias, running_mean, running_var, mean, invstd, out
-    _call("forward", x, tensors, ctypes.c_double(momentum), ctypes.c_double(eps))
+    _call("forward", x, tensors, silu, ctypes.c_double(momentum), ctypes.c_double(eps))
     return out, mean, invstd
 
 
 def backward(
-    gradient: Tensor, x: Tensor, out: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gradient: Tensor, x: Tensor, out: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """What `norm_relu_backward` returns."""
     of_x, of_shortcut = torch.empty_like(x), x.new_empty(0) if out is None else torch.empty_like(x)
     of_weight, of_bias = torch.empty_like(weight), torch.empty_like(weight)
     known = _like(gradient, x), x, out, weight, bias, mean, invstd
-    _call("backward", x, (*known, of_x, of_shortcut, of_weight, of_bias))
+    _call("backward", x, (*known, of_x, of_shortcut, of_weight, of_bias), silu)
     return of_x, of_shortcut, of_weight, of_bias
 
 
@@ -49,10 +50,10 @@ def _like(images: Tensor, x: Tensor) -> Tensor:
     return images.expand(x.shape).to(x.dtype).contiguous(memory_format=torch.channels_last)
 
 
-def _call(name: str, x: Tensor, tensors: tuple[Tensor | None, ...], *numbers: Any) -> None:
+def _call(name: str, x: Tensor, tensors: tuple[Tensor | None, ...], silu: bool, *numbers: Any) -> None:
     channels = x.shape[1]
     addresses = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
-    sizes = ctypes.c_int64(x.numel() // channels), ctypes.c_int64(channels)
+    sizes = (ctypes.c_int64(size) for size in (x.numel() // channels, channels, silu))
     build()[f"norm_relu_{name}_{NAMES[x.dtype]}"](*addresses, *sizes, *numbers)
 
 

@@ -33,6 +33,15 @@ def _normalised(x, at, here, mean, invstd, weight, bias, column, known):
 
 
 @triton.jit
+def _let_through(z, gradient, silu: tl.constexpr):
+    """The activation's derivative at z times the gradient."""
+    if silu:
+        gate = 1 / (1 + tl.exp(-z))
+        return gradient * gate * (1 + z * (1 - gate))
+    return tl.where(z <= 0, 0.0, gradient)  # NaN stays
+
+
+@triton.jit
 def _sum_x(x, shift, parts, pixels, channels, share, rows: tl.constexpr, columns: tl.constexpr):
     """parts [part, 2, channels]: sums of x - shift and of its square. A shift near the mean keeps the digits that the
     difference of two large sums would lose."""
@@ -75,23 +84,24 @@ def _statistics(
 @triton.jit
 def _apply(
     x, shortcut, weight, bias, mean, invstd, out, pixels, channels,
-    added: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    added: tl.constexpr, silu: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     at, here = _tile(tl.program_id(0) * rows, pixels, channels, column, rows, columns)
     _, z = _normalised(x, at, here, mean, invstd, weight, bias, column, column < channels)
     if added:
         z += tl.load(shortcut + at, here, 0.0).to(tl.float32)
-    tl.store(out + at, tl.where(z <= 0, 0.0, z), here)  # NaN stays
+    activated = z / (1 + tl.exp(-z)) if silu else tl.where(z <= 0, 0.0, z)  # NaN stays
+    tl.store(out + at, activated, here)
 
 
 @triton.jit
 def _sum_gradient(
     gradient, x, out, weight, bias, mean, invstd, parts, passed, pixels, channels, share,
-    added: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    added: tl.constexpr, silu: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
-    """parts [part, 2, channels]: sums of the gradient that ReLU lets through, and of it times the normalised x. Where a
-    shortcut was `added`, its gradient is `passed`, what is let through."""
+    """parts [part, 2, channels]: sums of the gradient that the activation lets through, and of it times the normalised
+    x. Where a shortcut was `added`, its gradient is `passed`, what is let through."""
     column, part = tl.program_id(0) * columns + tl.arange(0, columns), tl.program_id(1)
     known = column < channels
     of_bias, of_weight = tl.zeros([columns], tl.float32), tl.zeros([columns], tl.float32)
@@ -101,7 +111,7 @@ def _sum_gradient(
         scaled, z = _normalised(x, at, here, mean, invstd, weight, bias, column, known)
         if added:
             z = tl.load(out + at, here, 0.0).to(tl.float32)
-        let_through = tl.where(z <= 0, 0.0, tl.load(gradient + at, here, 0.0).to(tl.float32))
+        let_through = _let_through(z, tl.load(gradient + at, here, 0.0).to(tl.float32), silu)
         if added:
             tl.store(passed + at, let_through, here)
         of_bias += tl.sum(let_through, 0)
@@ -113,7 +123,7 @@ def _sum_gradient(
 @triton.jit
 def _apply_gradient(
     gradient, x, weight, bias, mean, invstd, sums, of_x, pixels, channels,
-    masked: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    masked: tl.constexpr, silu: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     """The gradient of x; `masked`: ReLU's mask is already in `gradient`."""
     column = tl.program_id(1) * columns + tl.arange(0, columns)
@@ -122,7 +132,7 @@ def _apply_gradient(
     scaled, z = _normalised(x, at, here, mean, invstd, weight, bias, column, known)
     passed = tl.load(gradient + at, here, 0.0).to(tl.float32)
     if not masked:
-        passed = tl.where(z <= 0, 0.0, passed)
+        passed = _let_through(z, passed, silu)
     of_bias = tl.load(sums + column, known, 0.0) / pixels
     of_weight = tl.load(sums + channels + column, known, 0.0) / pixels
     factor = tl.load(invstd + column, known, 0.0) * tl.load(weight + column, known, 0.0).to(tl.float32)
@@ -139,7 +149,7 @@ def _sizes(x: Tensor) -> tuple[int, int, int, int]:
 
 def forward(
     x: Tensor, shortcut: Tensor | None, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor,
-    momentum: float, eps: float,
+    momentum: float, eps: float, silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`norm_relu` of x [N, C, H, W] in NHWC."""
     x, other = _in_nhwc(x), x if shortcut is None else _in_nhwc(shortcut)
@@ -153,13 +163,14 @@ def forward(
     )
     out, grid = torch.empty_like(x), (triton.cdiv(pixels, ROWS), blocks)
     added = shortcut is not None
-    _apply[grid](x, other, weight, bias, mean, invstd, out, pixels, channels, added, ROWS, COLUMNS)
+    _apply[grid](x, other, weight, bias, mean, invstd, out, pixels, channels, added, silu, ROWS, COLUMNS)
     return out, mean, invstd
 
 
 def backward(
-    gradient: Tensor, x: Tensor, out: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gradient: Tensor, x: Tensor, out: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`norm_relu_backward` of x [N, C, H, W] in NHWC."""
     gradient, x = _in_nhwc(gradient), _in_nhwc(x)
     added = out is not None
@@ -169,11 +180,11 @@ def backward(
     scale, share = (weight, bias, mean, invstd), triton.cdiv(pixels, num_parts)
     _sum_gradient[blocks, num_parts](
         gradient, x, x if out is None else _in_nhwc(out), *scale, parts, passed if added else x,
-        pixels, channels, share, added, ROWS, COLUMNS,
+        pixels, channels, share, added, silu, ROWS, COLUMNS,
     )  # fmt: skip
     sums, grid = parts.sum(0), (triton.cdiv(pixels, ROWS), blocks)
     masked = passed if added else gradient
-    _apply_gradient[grid](masked, x, *scale, sums, of_x, pixels, channels, added, ROWS, COLUMNS)
+    _apply_gradient[grid](masked, x, *scale, sums, of_x, pixels, channels, added, silu, ROWS, COLUMNS)
     return of_x, passed, sums[1].to(weight.dtype, copy=True), sums[0].to(bias.dtype, copy=True)
 
 
