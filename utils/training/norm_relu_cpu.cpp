@@ -195,38 +195,44 @@ inline float passed(T gradient, T x, T out, float mean, float scale, float bias)
     return through<kind>(added ? load(out) : normalised(load(x), mean, scale, bias), whole);
 }
 
+// Whether the gradients that pass are kept for the second walk: a shortcut's as its own, SiLU's as they take long.
+template <bool added, Activation kind>
+constexpr bool keeps_passed = added || kind == SILU;
+
 // Adds to sum and product [channels]: of the gradients that pass, and of them times x - mean.
 template <bool added, Activation kind, typename T>
 void add_gradients(const T* __restrict gradient, const T* __restrict x, const T* __restrict out,
                    const float* __restrict mean, const float* __restrict scale, const float* __restrict bias, Rows rows,
-                   int64_t channels, T* __restrict of_shortcut, float* __restrict sum, float* __restrict product) {
+                   int64_t channels, T* __restrict kept, float* __restrict sum, float* __restrict product) {
     for (int64_t at = rows.first * channels; at < rows.last * channels; at += channels)
         for (int64_t c = 0; c < channels; ++c) {
             const float value = passed<added, kind>(gradient[at + c], x[at + c], out[at + c], mean[c], scale[c], bias[c]);
             sum[c] += value;
             product[c] += value * (load(x[at + c]) - mean[c]);
-            if (added) store(value, of_shortcut + at + c);
+            if (keeps_passed<added, kind>) store(value, kept + at + c);
         }
 }
 
 template <bool added, Activation kind, typename T>
 void part_gradients(const T* gradient, const T* x, const T* out, const float* mean, const float* scale,
-                    const float* bias, Rows rows, int64_t channels, T* of_shortcut, double* total, double* products) {
+                    const float* bias, Rows rows, int64_t channels, T* kept, double* total, double* products) {
     sum_blocks(rows, channels, total, products, [=](Rows block, float* sum, float* product) {
-        add_gradients<added, kind>(gradient, x, out, mean, scale, bias, block, channels, of_shortcut, sum, product);
+        add_gradients<added, kind>(gradient, x, out, mean, scale, bias, block, channels, kept, sum, product);
     });
 }
 
+// `gradient`: what passes, where it is kept, which may be in `of_x`.
 template <bool added, Activation kind, typename T>
-void apply_gradients(const T* __restrict gradient, const T* __restrict x, const float* __restrict mean,
-                     const float* __restrict scale, const float* __restrict bias,
-                     const float* __restrict level, const float* __restrict slope, Rows rows, int64_t channels,
-                     T* __restrict of_x) {
+void apply_gradients(const T* gradient, const T* __restrict x, const float* __restrict mean,
+                     const float* __restrict scale, const float* __restrict bias, const float* __restrict level,
+                     const float* __restrict slope, Rows rows, int64_t channels, T* of_x) {
     for (int64_t at = rows.first * channels; at < rows.last * channels; at += channels)
+#pragma GCC ivdep
         for (int64_t c = 0; c < channels; ++c) {
             const float value =
-                added ? load(gradient[at + c])
-                      : passed<false, kind>(gradient[at + c], x[at + c], x[at + c], mean[c], scale[c], bias[c]);
+                keeps_passed<added, kind>
+                    ? load(gradient[at + c])
+                    : passed<false, kind>(gradient[at + c], x[at + c], x[at + c], mean[c], scale[c], bias[c]);
             const float centred = load(x[at + c]) - mean[c];
             store((value - level[c] - centred * slope[c]) * scale[c], of_x + at + c);
         }
@@ -240,11 +246,12 @@ void backward(const T* gradient, const T* x, const T* out, const float* weight, 
     const double count = static_cast<double>(pixels);
     std::vector<double> totals(parts * channels), products(parts * channels);
     std::vector<float> level(channels), slope(channels), scale(channels);
+    T* kept = added ? of_shortcut : of_x;
     for (int64_t c = 0; c < channels; ++c) scale[c] = invstd[c] * weight[c];
 #pragma omp parallel for schedule(static)
     for (int64_t part = 0; part < parts; ++part)
         part_gradients<added, kind>(gradient, x, out, mean, scale.data(), bias, rows_of(part, parts, pixels), channels,
-                              of_shortcut, &totals[part * channels], &products[part * channels]);
+                                    kept, &totals[part * channels], &products[part * channels]);
     for (int64_t c = 0; c < channels; ++c) {
         double total = 0, product = 0;
         for (int64_t part = 0; part < parts; ++part) {
@@ -258,9 +265,8 @@ void backward(const T* gradient, const T* x, const T* out, const float* weight, 
     }
 #pragma omp parallel for schedule(static)
     for (int64_t part = 0; part < parts; ++part)
-        apply_gradients<added, kind>(added ? of_shortcut : gradient,  // the shortcut's gradient is what passed
-                               x, mean, scale.data(), bias, level.data(), slope.data(),
-                               rows_of(part, parts, pixels), channels, of_x);
+        apply_gradients<added, kind>(keeps_passed<added, kind> ? kept : gradient, x, mean, scale.data(), bias,
+                                     level.data(), slope.data(), rows_of(part, parts, pixels), channels, of_x);
 }
 
 }  // namespace
