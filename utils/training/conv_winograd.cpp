@@ -1,4 +1,4 @@
-// CONV: the transforms of conv_winograd.py, over NHWC memory. A tile's numbers lie in planes [place][tile][channels], so
+// CONV: the transforms of conv_winograd.py, over NHWC memory, weights' too. A tile's numbers lie in planes [place][tile][channels], so
 // that each plane is a matrix. It has one more row, of zeros: the places of a tile would else share few sets of the
 // cache. Nothing is summed in an order that depends on the number of threads.
 
@@ -63,7 +63,7 @@ inline Lanes only_at(int place, Places places, Lanes value) {
     return value;
 }
 
-// Lavin and Gray's B' and A' (arXiv:1509.09308) for outputs of `side` x `side`, from the points 0, 1, -1 and infinity,
+// Lavin and Gray's B', G and A' (arXiv:1509.09308) for outputs of `side` x `side`, from the points 0, 1, -1 and infinity,
 // for sides of 3 and more also 2, of 4 and more -2, of 6 also 1/2 and -1/2.
 template <int side>
 struct Winograd;
@@ -71,6 +71,7 @@ struct Winograd;
 template <>
 struct Winograd<2> {
     static constexpr float images[4][4] = {{1, 0, -1, 0}, {0, 1, 1, 0}, {0, -1, 1, 0}, {0, 1, 0, -1}};
+    static constexpr float weights[4][3] = {{1, 0, 0}, {1. / 2, 1. / 2, 1. / 2}, {1. / 2, -1. / 2, 1. / 2}, {0, 0, 1}};
     static constexpr float outputs[2][4] = {{1, 1, 1, 0}, {0, 1, -1, -1}};
 };
 
@@ -78,6 +79,11 @@ template <>
 struct Winograd<3> {
     static constexpr float images[5][5] = {
         {2, -1, -2, 1, 0}, {0, -2, -1, 1, 0}, {0, 2, -3, 1, 0}, {0, -1, 0, 1, 0}, {0, 2, -1, -2, 1}};
+    static constexpr float weights[5][3] = {{1. / 2, 0, 0},
+                                            {-1. / 2, -1. / 2, -1. / 2},
+                                            {-1. / 6, 1. / 6, -1. / 6},
+                                            {1. / 6, 1. / 3, 2. / 3},
+                                            {0, 0, 1}};
     static constexpr float outputs[3][5] = {{1, 1, 1, 1, 0}, {0, 1, -1, 2, 0}, {0, 1, 1, 4, 1}};
 };
 
@@ -85,6 +91,12 @@ template <>
 struct Winograd<4> {
     static constexpr float images[6][6] = {{4, 0, -5, 0, 1, 0},  {0, -4, -4, 1, 1, 0}, {0, 4, -4, -1, 1, 0},
                                            {0, -2, -1, 2, 1, 0}, {0, 2, -1, -2, 1, 0}, {0, 4, 0, -5, 0, 1}};
+    static constexpr float weights[6][3] = {{1. / 4, 0, 0},
+                                            {-1. / 6, -1. / 6, -1. / 6},
+                                            {-1. / 6, 1. / 6, -1. / 6},
+                                            {1. / 24, 1. / 12, 1. / 6},
+                                            {1. / 24, -1. / 12, 1. / 6},
+                                            {0, 0, 1}};
     static constexpr float outputs[4][6] = {
         {1, 1, 1, 1, 1, 0}, {0, 1, -1, 2, -2, 0}, {0, 1, 1, 4, 4, 0}, {0, 1, -1, 8, -8, 1}};
 };
@@ -96,6 +108,14 @@ struct Winograd<6> {
         {0, -1, 1, 4.25f, -4.25f, -1, 1, 0},     {0, .5f, .25f, -2.5f, -1.25f, 2, 1, 0},
         {0, -.5f, .25f, 2.5f, -1.25f, -2, 1, 0}, {0, 2, 4, -2.5f, -5, .5f, 1, 0},
         {0, -2, 4, 2.5f, -5, -.5f, 1, 0},        {0, -1, 0, 5.25f, 0, -5.25f, 0, 1}};
+    static constexpr float weights[8][3] = {{1, 0, 0},
+                                            {-2. / 9, -2. / 9, -2. / 9},
+                                            {-2. / 9, 2. / 9, -2. / 9},
+                                            {1. / 90, 1. / 45, 2. / 45},
+                                            {1. / 90, -1. / 45, 2. / 45},
+                                            {1. / 45, 1. / 90, 1. / 180},
+                                            {1. / 45, -1. / 90, 1. / 180},
+                                            {0, 0, 1}};
     static constexpr float outputs[6][8] = {{1, 1, 1, 1, 1, 32, 32, 0},   {0, 1, -1, 2, -2, 16, -16, 0},
                                             {0, 1, 1, 4, 4, 8, 8, 0},     {0, 1, -1, 8, -8, 4, -4, 0},
                                             {0, 1, 1, 16, 16, 2, 2, 0},   {0, 1, -1, 32, -32, 1, -1, 1}};
@@ -299,6 +319,38 @@ inline void from_planes(Matrix matrix, const float* planes, const Sizes& sizes, 
     transform_transposed<rows, across>(matrix, in, out);
 }
 
+// weights [outputs][3][3][channels] -> planes [place][outputs][channels]: G w G'
+template <int side>
+void weights_to_planes(const float* weights, float* planes, int64_t outputs, int64_t channels) {
+    constexpr auto matrix = [](int i, int k) { return Winograd<side>::weights[i][k]; };
+    constexpr int rows = side + 2;
+#pragma omp parallel for schedule(static)
+    for (int64_t output = 0; output < outputs; ++output)
+        for (int64_t c = 0; c < channels; c += LANES) {
+            Lanes in[3][3], out[rows][rows];
+            for (int i = 0; i < 9; ++i) in[i / 3][i % 3] = load(weights + (output * 9 + i) * channels + c);
+            transform<rows, 3>(matrix, in, out);
+            for (int i = 0; i < rows * rows; ++i)
+                store(out[i / rows][i % rows], planes + (i * outputs + output) * channels + c);
+        }
+}
+
+// The gradient of the weights, the other way.
+template <int side>
+void planes_to_weights(const float* planes, float* weights, int64_t outputs, int64_t channels) {
+    constexpr auto matrix = [](int i, int k) { return Winograd<side>::weights[i][k]; };
+    constexpr int rows = side + 2;
+#pragma omp parallel for schedule(static)
+    for (int64_t output = 0; output < outputs; ++output)
+        for (int64_t c = 0; c < channels; c += LANES) {
+            Lanes in[rows][rows], out[3][3];
+            for (int i = 0; i < rows * rows; ++i)
+                in[i / rows][i % rows] = load(planes + (i * outputs + output) * channels + c);
+            transform_transposed<3, rows>(matrix, in, out);
+            for (int i = 0; i < 9; ++i) store(out[i / 3][i % 3], weights + (output * 9 + i) * channels + c);
+        }
+}
+
 template <int side>
 void images_to_planes(const float* images, float* planes, const Sizes& sizes) {
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::images[i][k]; };
@@ -405,10 +457,16 @@ void planes_to_gradient(const float* planes, float* gradient, const Sizes& sizes
                                   int64_t channels) {                                                               \
         name<side>(from, to, Sizes(side, images, height, width, channels));                                         \
     }
-#define EXPORT_ALL(side)             \
-    EXPORT(images_to_planes, side)   \
-    EXPORT(gradient_to_planes, side) \
-    EXPORT(planes_to_outputs, side)  \
+#define EXPORT_OF_WEIGHTS(name, side)                                                                               \
+    extern "C" void name##_##side(const float* from, float* to, int64_t outputs, int64_t channels) {                \
+        name<side>(from, to, outputs, channels);                                                                    \
+    }
+#define EXPORT_ALL(side)                       \
+    EXPORT_OF_WEIGHTS(weights_to_planes, side) \
+    EXPORT_OF_WEIGHTS(planes_to_weights, side) \
+    EXPORT(images_to_planes, side)             \
+    EXPORT(gradient_to_planes, side)           \
+    EXPORT(planes_to_outputs, side)            \
     EXPORT(planes_to_gradient, side)
 
 #define EXPORT_POOLED(side)                                                                                         \

@@ -5,7 +5,7 @@ outputs is A'[(G w G') * (B'xB)]A, with x the (side + 2) x (side + 2) pixels tha
 number. Over all channels and tiles the middle is one product of matrices for each place of a tile: for sides of 2, 3,
 4 and 6 with 2.25, 3.24, 4 and 5.06 times fewer multiplications than the convolution itself. Backward turns the same
 steps round: gradients are made by the transposed transforms and products of the same size. conv_winograd.cpp has the
-transforms of images; those of the weights are small products.
+transforms.
 
 A 2x2 max-pool behind a convolution is taken where tiles become outputs, which are then never in memory.
 """
@@ -25,19 +25,7 @@ from utils.training.compilers import build_kernels, compiles, failure_to_build, 
 from utils.training.keys import SpeedKeys
 from utils.training.precision import Precision
 
-# G by side, which belongs to the B' and A' in conv_winograd.cpp
-OF_WEIGHTS = {
-    2: [[1, 0, 0], [1 / 2, 1 / 2, 1 / 2], [1 / 2, -1 / 2, 1 / 2], [0, 0, 1]],
-    3: [[1 / 2, 0, 0], [-1 / 2, -1 / 2, -1 / 2], [-1 / 6, 1 / 6, -1 / 6], [1 / 6, 1 / 3, 2 / 3], [0, 0, 1]],
-    4: [
-        [1 / 4, 0, 0], [-1 / 6, -1 / 6, -1 / 6], [-1 / 6, 1 / 6, -1 / 6], [1 / 24, 1 / 12, 1 / 6],
-        [1 / 24, -1 / 12, 1 / 6], [0, 0, 1],
-    ],
-    6: [
-        [1, 0, 0], [-2 / 9, -2 / 9, -2 / 9], [-2 / 9, 2 / 9, -2 / 9], [1 / 90, 1 / 45, 2 / 45],
-        [1 / 90, -1 / 45, 2 / 45], [1 / 45, 1 / 90, 1 / 180], [1 / 45, -1 / 90, 1 / 180], [0, 0, 1],
-    ],
-}  # fmt: skip
+SIDES = (2, 3, 4, 6)
 # Four figures of one machine, with AVX2 and two threads
 TILES = 128  # for each thread at a time: products of good size, and planes that stay in the cache
 ENOUGH = 32 * 32  # input times output channels: with fewer the transforms cost what the products save
@@ -50,7 +38,7 @@ Pair = tuple[int, int]
 def best_side(height: int, width: int) -> int | None:
     """The side of tiles with which images of this size need the least work; None where that is more than `WORTH` of a
     direct convolution's."""
-    tiles = {side: -(-height // side) * -(-width // side) for side in OF_WEIGHTS}
+    tiles = {side: -(-height // side) * -(-width // side) for side in SIDES}
     work = {side: count * (side + 2) ** 2 * DEARER.get(side, 1) for side, count in tiles.items()}
     side = min(work, key=lambda side: work[side])
     return side if work[side] <= WORTH * 9 * height * width else None
@@ -63,7 +51,6 @@ class _Tiles:
         self.side, (self.count, _, self.height, self.width) = side, images.shape
         self.each = -(-self.height // side) * -(-self.width // side)
         self.at_once = max(1, TILES * torch.get_num_threads() // self.each)
-        self.factors = _of_weights(side)
 
     def parts(self) -> list[slice]:
         """Which images are taken at a time."""
@@ -77,20 +64,25 @@ class _Tiles:
     def weights_to_planes(self, weight: Tensor) -> Tensor:
         """Weights [O, C, 3, 3] -> [place, O, C]."""
         outputs, channels = weight.shape[:2]
-        return (self.factors @ weight.permute(2, 3, 0, 1).reshape(9, -1)).view(-1, outputs, channels)
+        planes = torch.empty((self.side + 2) ** 2, outputs, channels, dtype=torch.float32, device="cpu")
+        weight = weight.contiguous(memory_format=torch.channels_last)
+        return self._run("weights_to_planes", (weight, planes), outputs, channels)
 
     def planes_to_weights(self, planes: Tensor) -> Tensor:
         """Their gradient, the other way."""
         _, outputs, channels = planes.shape
-        gradient = (self.factors.t() @ planes.flatten(1)).view(3, 3, outputs, channels).permute(2, 3, 0, 1)
-        return gradient.contiguous(memory_format=torch.channels_last)
+        sizes = outputs, channels, 3, 3
+        gradient = torch.empty(sizes, dtype=torch.float32, device="cpu", memory_format=torch.channels_last)
+        return self._run("planes_to_weights", (planes, gradient), outputs, channels)
 
     def call(self, name: str, *tensors: Tensor, channels: int) -> Tensor:
-        """A transform of conv_winograd.cpp; returns the last tensor."""
+        """A transform of images in conv_winograd.cpp; returns the last tensor."""
         images = next(len(tensor) for tensor in tensors if tensor.dim() == 4)
-        sizes = (ctypes.c_int64(size) for size in (images, self.height, self.width, channels))
+        return self._run(name, tensors, images, self.height, self.width, channels)
+
+    def _run(self, name: str, tensors: tuple[Tensor, ...], *sizes: int) -> Tensor:
         addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
-        build()[f"{name}_{self.side}"](*addresses, *sizes)
+        build()[f"{name}_{self.side}"](*addresses, *map(ctypes.c_int64, sizes))
         return tensors[-1]
 
 
@@ -237,12 +229,6 @@ def _take_pools(layers: nn.Sequential) -> None:
             sizes = (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
             if sizes == (2, 2, 0, 1) and not pool.ceil_mode and not pool.return_indices:
                 convolution.__class__, layers[place + 1] = PooledWinogradConv2d, nn.Identity()
-
-
-def _of_weights(side: int) -> Tensor:
-    """[place, 9]: G w G' as one product."""
-    one = torch.tensor(OF_WEIGHTS[side], dtype=torch.float32)
-    return torch.kron(one, one)
 
 
 def _fits(module: nn.Conv2d) -> bool:
