@@ -123,6 +123,11 @@ def test_which_pools_are_taken(tiny: Tiny) -> None:
         assert list(ours.state_dict()) == list(plain.state_dict())
         for mode in (True, False):
             torch.testing.assert_close(ours.train(mode)(images), plain.train(mode)(images), rtol=1e-3, atol=1e-4)
+    convolution = nn.Conv2d(32, 32, 3, padding=1, bias=False)
+    twice = nn.Sequential(nn.Sequential(convolution, nn.MaxPool2d(2)), convolution)
+    expected = twice(images)
+    use_winograd(tiny(**ON), twice, Precision("cpu"), CPU)
+    torch.testing.assert_close(twice(images), expected, rtol=1e-3, atol=1e-4)
     biased = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.MaxPool2d(2))
     use_winograd(tiny(**ON), biased, Precision("cpu"), CPU)
     assert list(kinds(biased)) == ["Sequential", "WinogradConv2d", "MaxPool2d"]

@@ -11,6 +11,7 @@ A 2x2 max-pool behind a convolution is taken where tiles become outputs, which a
 """
 
 import ctypes
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -209,9 +210,7 @@ def use_winograd(keys: SpeedKeys, model: nn.Module, precision: Precision, device
         return [failure]
     for module in found:
         module.__class__ = WinogradConv2d
-    for layers in model.modules():
-        if type(layers) is nn.Sequential:
-            _take_pools(layers)
+    _take_pools(model)
     return []
 
 
@@ -221,14 +220,23 @@ def build() -> Any:
     return build_kernels(Path(__file__).with_suffix(".cpp"), "conv_winograd")
 
 
-def _take_pools(layers: nn.Sequential) -> None:
-    """Make one of each of our convolutions and the 2x2 max-pool behind it."""
-    for place in range(len(layers) - 1):
-        convolution, pool = layers[place], layers[place + 1]
-        if type(convolution) is WinogradConv2d and convolution.bias is None and type(pool) is nn.MaxPool2d:
-            sizes = (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
-            if sizes == (2, 2, 0, 1) and not pool.ceil_mode and not pool.return_indices:
+def _take_pools(model: nn.Module) -> None:
+    """Make one of each of our convolutions and the 2x2 max-pool behind it in a Sequential, unless the convolution is in
+    a second place too."""
+    places = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    for layers in model.modules():
+        if type(layers) is not nn.Sequential:
+            continue
+        for place in range(len(layers) - 1):
+            convolution, pool = layers[place], layers[place + 1]
+            ours = type(convolution) is WinogradConv2d and convolution.bias is None and places[convolution] == 1
+            if ours and type(pool) is nn.MaxPool2d and _halves(pool):
                 convolution.__class__, layers[place + 1] = PooledWinogradConv2d, nn.Identity()
+
+
+def _halves(pool: nn.MaxPool2d) -> bool:
+    sizes = (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
+    return sizes == (2, 2, 0, 1) and not pool.ceil_mode and not pool.return_indices
 
 
 def _fits(module: nn.Conv2d) -> bool:

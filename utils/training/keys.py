@@ -176,16 +176,15 @@ class SpeedKeys(OptimizerKeys, PrecisionKeys, DistributedKeys):
     """STEM: compute the first convolution with this many channels, those above 3 zero; tensor cores take 4 or 8 at
     once. The network's parameters stay as they are."""
     fuse_norm_relu: Auto = False
-    """FUSE: BatchNorm of training, shortcut and ReLU as one function; without a shortcut also SiLU. Triton's kernels
-    compute it on a GPU, some in C++ on a CPU. Needs enable_nhwc and an eager step; auto: on a CPU with a compiler,
-    where the step is so."""
+    """FUSE: BatchNorm of training, shortcut and ReLU, or SiLU, as one function. Triton's kernels compute it on a GPU,
+    some in C++ on a CPU. Needs enable_nhwc and an eager step; auto: on a CPU with a compiler, where the step is so."""
     conv_weight_products: Auto = False
     """CONV: on a CPU, the gradient of a convolution's weights as matrix products. Needs enable_nhwc and an eager step;
     auto: in float32, where the step is so."""
     conv_winograd: Auto = False
-    """CONV: on a CPU, 3x3 convolutions by Winograd's method, with 2.25 to 5 times fewer multiplications, and the 2x2
-    max-pools behind them. In float32 alone; needs a C++ compiler, enable_nhwc and an eager step; auto: where all that
-    is so."""
+    """CONV: on a CPU, 3x3 convolutions by Winograd's method, with 2.25 to 5 times fewer multiplications. In float32
+    alone; needs a C++ compiler, enable_nhwc and an eager step; auto: where all that is so. A 2x2 max-pool behind one is
+    taken with it."""
     enable_compile: Auto = False
     """COMPILE: forward, loss and backward through torch.compile; auto: on CUDA where there is a compiler. A CPU gains
     nothing by it. Validation stays eager, as a second compilation would cost more than it saves."""
