@@ -6,7 +6,15 @@
 #include <cstring>
 #include <vector>
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 namespace {
+
+struct bfloat16 {
+    uint16_t bits;
+};
 
 constexpr int64_t LANES = 16;  // channels at a time, 64 bytes; their number is a multiple of it
 typedef float Lanes __attribute__((vector_size(LANES * sizeof(float))));
@@ -24,6 +32,33 @@ inline Lanes load(const float* from) {
 }
 
 inline void store(Lanes value, float* to) { std::memcpy(to, &value, sizeof value); }
+
+typedef uint32_t Bits __attribute__((vector_size(LANES * sizeof(uint32_t))));
+typedef uint16_t HighBits __attribute__((vector_size(LANES * sizeof(uint16_t))));
+
+inline Lanes load(const bfloat16* from) {
+    HighBits high;
+    std::memcpy(&high, from, sizeof high);
+    const Bits bits = __builtin_convertvector(high, Bits) << 16;
+    Lanes value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline void store(Lanes value, bfloat16* to) {  // to the nearest, of two to the even one; no number stays no number
+#ifdef __AVX512BF16__
+    __m512 lanes;
+    std::memcpy(&lanes, &value, sizeof lanes);
+    const __m256bh high = _mm512_cvtneps_pbh(lanes);
+#else
+    Bits bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    const Bits is_no_number = ((bits & 0x7FFFFFFF) + 0x7FFFFF) >> 31;  // 1 or 0: such bits are more than infinity's
+    bits += (0x7FFF + ((bits >> 16) & 1)) * (1 - is_no_number);
+    const HighBits high = __builtin_convertvector((bits >> 16) | (is_no_number << 6), HighBits);
+#endif
+    std::memcpy(to, &high, sizeof high);
+}
 
 inline Places load(const uint8_t* from) {
     Bytes value;
@@ -64,7 +99,8 @@ inline Lanes only_at(int place, Places places, Lanes value) {
 }
 
 // Lavin and Gray's B', G and A' (arXiv:1509.09308) for outputs of `side` x `side`, from the points 0, 1, -1 and infinity,
-// for sides of 3 and more also 2, of 4 and more -2, of 6 also 1/2 and -1/2.
+// for 3 also 2, for 6 also 2, -2, 1/2 and -1/2; for 4 from 0, 5/8, -5/8, 3/2, -3/2 and infinity, with which a rounding of
+// the planes moves the outputs half as much as with 1, -1, 2 and -2.
 template <int side>
 struct Winograd;
 
@@ -89,16 +125,20 @@ struct Winograd<3> {
 
 template <>
 struct Winograd<4> {
-    static constexpr float images[6][6] = {{4, 0, -5, 0, 1, 0},  {0, -4, -4, 1, 1, 0}, {0, 4, -4, -1, 1, 0},
-                                           {0, -2, -1, 2, 1, 0}, {0, 2, -1, -2, 1, 0}, {0, 4, 0, -5, 0, 1}};
-    static constexpr float weights[6][3] = {{1. / 4, 0, 0},
-                                            {-1. / 6, -1. / 6, -1. / 6},
-                                            {-1. / 6, 1. / 6, -1. / 6},
-                                            {1. / 24, 1. / 12, 1. / 6},
-                                            {1. / 24, -1. / 12, 1. / 6},
+    static constexpr float images[6][6] = {
+        {.87890625f, 0, -2.640625f, 0, 1, 0},         {0, -1.40625f, -2.25f, .625f, 1, 0},
+        {0, 1.40625f, -2.25f, -.625f, 1, 0},          {0, -.5859375f, -.390625f, 1.5f, 1, 0},
+        {0, .5859375f, -.390625f, -1.5f, 1, 0},       {0, .87890625f, 0, -2.640625f, 0, 1}};
+    static constexpr float weights[6][3] = {{256. / 225, 0, 0},
+                                            {-2048. / 2975, -256. / 595, -32. / 119},
+                                            {-2048. / 2975, 256. / 595, -32. / 119},
+                                            {128. / 1071, 64. / 357, 32. / 119},
+                                            {128. / 1071, -64. / 357, 32. / 119},
                                             {0, 0, 1}};
-    static constexpr float outputs[4][6] = {
-        {1, 1, 1, 1, 1, 0}, {0, 1, -1, 2, -2, 0}, {0, 1, 1, 4, 4, 0}, {0, 1, -1, 8, -8, 1}};
+    static constexpr float outputs[4][6] = {{1, 1, 1, 1, 1, 0},
+                                            {0, .625f, -.625f, 1.5f, -1.5f, 0},
+                                            {0, .390625f, .390625f, 2.25f, 2.25f, 0},
+                                            {0, .244140625f, -.244140625f, 3.375f, -3.375f, 1}};
 };
 
 template <>
@@ -272,8 +312,8 @@ void for_squares(const Sizes& sizes, Task task) {
 }
 
 // Channels from c on of one tile, transformed, in its place of each plane.
-template <int rows, int across, typename Matrix>
-inline void write_planes(Matrix matrix, const Lanes (&in)[across][across], float* planes, const Sizes& sizes,
+template <int rows, int across, typename Matrix, typename Number>
+inline void write_planes(Matrix matrix, const Lanes (&in)[across][across], Number* planes, const Sizes& sizes,
                          int64_t first) {
     Lanes out[rows][rows];
     transform<rows, across>(matrix, in, out);
@@ -282,20 +322,20 @@ inline void write_planes(Matrix matrix, const Lanes (&in)[across][across], float
 }
 
 // The last row of each plane.
-template <int rows>
-void write_zeros(float* planes, const Sizes& sizes) {
+template <int rows, typename Number>
+void write_zeros(Number* planes, const Sizes& sizes) {
     for (int place = 1; place <= rows * rows; ++place)
-        std::memset(planes + place * sizes.plane - sizes.channels, 0, sizes.channels * sizeof(float));
+        std::memset(planes + place * sizes.plane - sizes.channels, 0, sizes.channels * sizeof(Number));
 }
 
 // Planes of tiles of `across` x `across` pixels that begin `side` apart, the first `border` outside of the image: B'
 // pixels B with a border, A gradient A' without.
-template <int side, int across, int rows, int64_t border, typename Matrix>
-void to_planes(Matrix matrix, const float* pixels, float* planes, const Sizes& sizes) {
-    const std::vector<float> zeros(sizes.channels);
+template <int side, int across, int rows, int64_t border, typename Matrix, typename Number>
+void to_planes(Matrix matrix, const Number* pixels, Number* planes, const Sizes& sizes) {
+    const std::vector<Number> zeros(sizes.channels);
     for_tiles(sizes, [&](int64_t line, int64_t column) {
         const Tile<across> tile(sizes, line, column, side, border);
-        const float* from[across][across];
+        const Number* from[across][across];
         for (int i = 0; i < across; ++i)
             for (int j = 0; j < across; ++j)
                 from[i][j] = tile.offset[i][j] < 0 ? zeros.data() : pixels + tile.offset[i][j];
@@ -310,8 +350,8 @@ void to_planes(Matrix matrix, const float* pixels, float* planes, const Sizes& s
 }
 
 // What a tile's planes make, channels from c on: matrix' planes matrix.
-template <int rows, int across, typename Matrix>
-inline void from_planes(Matrix matrix, const float* planes, const Sizes& sizes, int64_t first,
+template <int rows, int across, typename Matrix, typename Number>
+inline void from_planes(Matrix matrix, const Number* planes, const Sizes& sizes, int64_t first,
                         Lanes (&out)[rows][rows]) {
     Lanes in[across][across];
     for (int i = 0; i < across; ++i)
@@ -320,8 +360,8 @@ inline void from_planes(Matrix matrix, const float* planes, const Sizes& sizes, 
 }
 
 // weights [outputs][3][3][channels] -> planes [place][outputs][channels]: G w G'
-template <int side>
-void weights_to_planes(const float* weights, float* planes, int64_t outputs, int64_t channels) {
+template <int side, typename Number>
+void weights_to_planes(const float* weights, Number* planes, int64_t outputs, int64_t channels) {
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::weights[i][k]; };
     constexpr int rows = side + 2;
 #pragma omp parallel for schedule(static)
@@ -351,20 +391,20 @@ void planes_to_weights(const float* planes, float* weights, int64_t outputs, int
         }
 }
 
-template <int side>
-void images_to_planes(const float* images, float* planes, const Sizes& sizes) {
+template <int side, typename Number>
+void images_to_planes(const Number* images, Number* planes, const Sizes& sizes) {
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::images[i][k]; };
     to_planes<side, side + 2, side + 2, 1>(matrix, images, planes, sizes);
 }
 
-template <int side>
-void gradient_to_planes(const float* gradient, float* planes, const Sizes& sizes) {
+template <int side, typename Number>
+void gradient_to_planes(const Number* gradient, Number* planes, const Sizes& sizes) {
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
     to_planes<side, side, side + 2, 0>(matrix, gradient, planes, sizes);
 }
 
-template <int side>
-void planes_to_outputs(const float* planes, float* outputs, const Sizes& sizes) {
+template <int side, typename Number>
+void planes_to_outputs(const Number* planes, Number* outputs, const Sizes& sizes) {
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
     for_tiles(sizes, [&](int64_t line, int64_t column) {
         const Tile<side> tile(sizes, line, column, side, 0);
@@ -380,8 +420,8 @@ void planes_to_outputs(const float* planes, float* outputs, const Sizes& sizes) 
 
 // The largest of each 2 x 2 outputs, and which of them it is, row by row; as PyTorch, of equal ones the first, and a NaN
 // before any number. Pixels behind the last whole square of an image are left out.
-template <int side>
-void planes_to_pooled(const float* planes, float* pooled, uint8_t* places, const Sizes& sizes) {
+template <int side, typename Number>
+void planes_to_pooled(const Number* planes, Number* pooled, uint8_t* places, const Sizes& sizes) {
     static_assert(side % 2 == 0);
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
     for_squares<side>(sizes, [&](const int64_t (&offset)[side / 2][side / 2], int64_t first) {
@@ -404,8 +444,8 @@ void planes_to_pooled(const float* planes, float* pooled, uint8_t* places, const
 }
 
 // `gradient_to_planes` of the gradient of a pooled image, which goes to the pixels that `places` names.
-template <int side>
-void pooled_to_planes(const float* gradient, const uint8_t* places, float* planes, const Sizes& sizes) {
+template <int side, typename Number>
+void pooled_to_planes(const Number* gradient, const uint8_t* places, Number* planes, const Sizes& sizes) {
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
     for_squares<side>(sizes, [&](const int64_t (&offset)[side / 2][side / 2], int64_t first) {
         for (int64_t c = 0; c < sizes.channels; c += LANES) {
@@ -424,65 +464,85 @@ void pooled_to_planes(const float* gradient, const uint8_t* places, float* plane
     write_zeros<side + 2>(planes, sizes);
 }
 
-// The tiles of an image overlap, and their parts add up, so one thread has all tiles of some channels of an image.
-template <int side>
-void planes_to_gradient(const float* planes, float* gradient, const Sizes& sizes) {
+// The tiles of an image overlap, and their parts add up, in float32: one thread has all tiles of some channels of an image.
+template <int side, typename Number>
+void planes_to_gradient(const Number* planes, Number* gradient, const Sizes& sizes) {
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::images[i][k]; };
     constexpr int across = side + 2;
     const int64_t pixels = sizes.height * sizes.width;
-#pragma omp parallel for collapse(2) schedule(static)
-    for (int64_t image = 0; image < sizes.images; ++image)
-        for (int64_t c = 0; c < sizes.channels; c += LANES) {
-            for (int64_t pixel = image * pixels; pixel < (image + 1) * pixels; ++pixel)
-                store(Lanes{}, gradient + pixel * sizes.channels + c);
-            for (int64_t line = image * sizes.down; line < (image + 1) * sizes.down; ++line)
-                for (int64_t column = 0; column < sizes.across; ++column) {
-                    const Tile<across> tile(sizes, line, column, side, 1);
-                    Lanes out[across][across];
-                    from_planes<across, across>(matrix, planes, sizes, tile.first + c, out);
-                    for (int i = 0; i < across; ++i)
-                        for (int j = 0; j < across; ++j) {
-                            if (tile.offset[i][j] < 0) continue;
-                            float* to = gradient + tile.offset[i][j] + c;
-                            store(load(to) + out[i][j], to);
-                        }
-                }
-        }
+#pragma omp parallel
+    {
+        std::vector<float> sums(pixels * LANES);
+#pragma omp for collapse(2) schedule(static)
+        for (int64_t image = 0; image < sizes.images; ++image)
+            for (int64_t c = 0; c < sizes.channels; c += LANES) {
+                std::memset(sums.data(), 0, sums.size() * sizeof(float));
+                const int64_t before = image * pixels * sizes.channels;
+                for (int64_t line = image * sizes.down; line < (image + 1) * sizes.down; ++line)
+                    for (int64_t column = 0; column < sizes.across; ++column) {
+                        const Tile<across> tile(sizes, line, column, side, 1);
+                        Lanes out[across][across];
+                        from_planes<across, across>(matrix, planes, sizes, tile.first + c, out);
+                        for (int i = 0; i < across; ++i)
+                            for (int j = 0; j < across; ++j) {
+                                if (tile.offset[i][j] < 0) continue;
+                                float* to = sums.data() + (tile.offset[i][j] - before) / sizes.channels * LANES;
+                                store(load(to) + out[i][j], to);
+                            }
+                    }
+                for (int64_t pixel = 0; pixel < pixels; ++pixel)
+                    store(load(sums.data() + pixel * LANES), gradient + before + pixel * sizes.channels + c);
+            }
+    }
 }
 
 }  // namespace
 
-#define EXPORT(name, side)                                                                                          \
-    extern "C" void name##_##side(const float* from, float* to, int64_t images, int64_t height, int64_t width,      \
-                                  int64_t channels) {                                                               \
+#define EXPORT(name, side, Number, format)                                                                          \
+    extern "C" void name##_##side##_##format(const Number* from, Number* to, int64_t images, int64_t height,        \
+                                             int64_t width, int64_t channels) {                                     \
         name<side>(from, to, Sizes(side, images, height, width, channels));                                         \
     }
-#define EXPORT_OF_WEIGHTS(name, side)                                                                               \
-    extern "C" void name##_##side(const float* from, float* to, int64_t outputs, int64_t channels) {                \
-        name<side>(from, to, outputs, channels);                                                                    \
-    }
-#define EXPORT_ALL(side)                       \
-    EXPORT_OF_WEIGHTS(weights_to_planes, side) \
-    EXPORT_OF_WEIGHTS(planes_to_weights, side) \
-    EXPORT(images_to_planes, side)             \
-    EXPORT(gradient_to_planes, side)           \
-    EXPORT(planes_to_outputs, side)            \
-    EXPORT(planes_to_gradient, side)
-
-#define EXPORT_POOLED(side)                                                                                         \
-    extern "C" void planes_to_pooled_##side(const float* from, float* to, uint8_t* places, int64_t images,          \
-                                            int64_t height, int64_t width, int64_t channels) {                      \
+#define EXPORT_POOLED(side, Number, format)                                                                         \
+    extern "C" void planes_to_pooled_##side##_##format(const Number* from, Number* to, uint8_t* places,             \
+                                                       int64_t images, int64_t height, int64_t width,               \
+                                                       int64_t channels) {                                          \
         planes_to_pooled<side>(from, to, places, Sizes(side, images, height, width, channels));                     \
     }                                                                                                               \
-    extern "C" void pooled_to_planes_##side(const float* from, const uint8_t* places, float* to, int64_t images,    \
-                                            int64_t height, int64_t width, int64_t channels) {                      \
+    extern "C" void pooled_to_planes_##side##_##format(const Number* from, const uint8_t* places, Number* to,       \
+                                                       int64_t images, int64_t height, int64_t width,               \
+                                                       int64_t channels) {                                          \
         pooled_to_planes<side>(from, places, to, Sizes(side, images, height, width, channels));                     \
     }
+#define EXPORT_WEIGHTS(side, Number, format)                                                                        \
+    extern "C" void weights_to_planes_##side##_##format(const float* from, Number* to, int64_t outputs,             \
+                                                        int64_t channels) {                                         \
+        weights_to_planes<side>(from, to, outputs, channels);                                                       \
+    }
+#define EXPORT_ALL(side, Number, format)               \
+    EXPORT_WEIGHTS(side, Number, format)               \
+    EXPORT(images_to_planes, side, Number, format)     \
+    EXPORT(gradient_to_planes, side, Number, format)   \
+    EXPORT(planes_to_outputs, side, Number, format)    \
+    EXPORT(planes_to_gradient, side, Number, format)
+#define EXPORT_GRADIENT_OF_WEIGHTS(side)                                                                            \
+    extern "C" void planes_to_weights_##side(const float* from, float* to, int64_t outputs, int64_t channels) {     \
+        planes_to_weights<side>(from, to, outputs, channels);                                                       \
+    }
 
-EXPORT_ALL(2)
-EXPORT_ALL(3)
-EXPORT_ALL(4)
-EXPORT_ALL(6)
-EXPORT_POOLED(2)
-EXPORT_POOLED(4)
-EXPORT_POOLED(6)
+EXPORT_ALL(2, float, float32)
+EXPORT_ALL(3, float, float32)
+EXPORT_ALL(4, float, float32)
+EXPORT_ALL(6, float, float32)
+EXPORT_POOLED(2, float, float32)
+EXPORT_POOLED(4, float, float32)
+EXPORT_POOLED(6, float, float32)
+EXPORT_ALL(2, bfloat16, bfloat16)
+EXPORT_ALL(3, bfloat16, bfloat16)
+EXPORT_ALL(4, bfloat16, bfloat16)
+EXPORT_POOLED(2, bfloat16, bfloat16)
+EXPORT_POOLED(4, bfloat16, bfloat16)
+EXPORT_GRADIENT_OF_WEIGHTS(2)
+EXPORT_GRADIENT_OF_WEIGHTS(3)
+EXPORT_GRADIENT_OF_WEIGHTS(4)
+EXPORT_GRADIENT_OF_WEIGHTS(6)
