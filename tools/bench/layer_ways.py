@@ -50,10 +50,10 @@ class Machine:
     def own_way(self, operation: Operation) -> Way:
         """As a step computes the operation."""
         kernel = OWN_KERNELS.get(operation.function, "")
-        if kernel == WINOGRAD and not _winograd_takes(operation):  # such a layer is direct for some sizes of images
-            kernel = ""
         in_half = self.precision.level == "O1" and operation.kind in ARITHMETIC  # AMP: autocast's choice
         dtype = self.precision.half if in_half else operation.feature.dtype
+        if kernel == WINOGRAD and not _winograd_takes(operation, dtype):  # a layer is direct for some sizes of images
+            kernel = ""
         return self.way(operation, dtype, self.channels_last, kernel)
 
     def way(self, operation: Operation, dtype: torch.dtype, channels_last: bool, kernel: str = "", **more: Any) -> Way:
@@ -92,8 +92,11 @@ class Machine:
                 self.way(operation, dtype, True, PRODUCTS, function=_weights_by_products, only=BY_WEIGHT)
                 for dtype in self.dtypes
             ]
-            if _winograd_takes(operation):
-                kernels.append(self.way(operation, torch.float32, True, WINOGRAD, function=_by_winograd))
+            kernels += [
+                self.way(operation, dtype, True, WINOGRAD, function=_by_winograd)
+                for dtype in self.dtypes
+                if _winograd_takes(operation, dtype)
+            ]
             ways += [way for way in kernels if way.name != own.name]
         if operation.kind == CONVOLUTION and self.device.type == "cpu" and _nnpack_takes(operation):
             kernel = "NNPACK's Winograd" if operation.weight.sizes[2:] == (3, 3) else "NNPACK"
@@ -136,8 +139,8 @@ def _by_winograd(
     return conv_winograd.convolve(images, weight, bias, _pair(stride), _pair(padding))
 
 
-def _winograd_takes(operation: Operation) -> bool:
-    images, weight = torch.empty(operation.feature.sizes), torch.empty(operation.weight.sizes)
+def _winograd_takes(operation: Operation, dtype: torch.dtype) -> bool:
+    images, weight = (torch.empty(each.sizes, dtype=dtype) for each in (operation.feature, operation.weight))
     stride, padding = _pair(operation.option("stride", 3, 1)), _pair(operation.option("padding", 4, 0))
     return has_compiler() and conv_winograd.choose_side(images, weight, stride, padding) is not None
 

@@ -1,4 +1,4 @@
-"""CONV: 3x3 convolutions on a CPU by Winograd's minimal filtering, in float32.
+"""CONV: 3x3 convolutions on a CPU by Winograd's minimal filtering, in float32 or bf16.
 
 A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural Networks" (arXiv:1509.09308): a tile of side x side
 outputs is A'[(G w G') * (B'xB)]A, with x the (side + 2) x (side + 2) pixels that it sees, w one kernel, and * number by
@@ -8,6 +8,8 @@ steps round: gradients are made by the transposed transforms and products of the
 transforms.
 
 A 2x2 max-pool behind a convolution is taken where tiles become outputs, which are then never in memory.
+
+In bf16 images and planes are bf16; weights become planes from float32, and their gradients are sums in float32.
 """
 
 import ctypes
@@ -26,10 +28,10 @@ from utils.training.compilers import build_kernels, compiles, failure_to_build, 
 from utils.training.keys import SpeedKeys
 from utils.training.precision import Precision
 
-# By the number format of images. In bf16 a rounding of planes, 0.3 % of what a convolution makes, is 0.4, 1.5 and 1.2 %
-# with sides of 2, 3 and 4, but 5 % with 6.
+# By the number format of images. Roundings to bf16 move what a direct convolution makes by 0.3 % of its deviation, with
+# sides of 2, 3 and 4 by 0.4, 1.5 and 1.2 %, but with 6 by 5 %.
 SIDES = {torch.float32: (2, 3, 4, 6), torch.bfloat16: (2, 3, 4)}
-# Four figures of one machine, with AVX2 and two threads
+# Figures of one machine with AVX2, and for bf16 of one with AVX-512 BF16, each with two threads
 # for each thread at a time: products of good size, and planes that stay in the cache
 TILES = {torch.float32: 128, torch.bfloat16: 256}
 ENOUGH = 32 * 32  # input times output channels: with fewer the transforms cost what the products save
@@ -169,8 +171,8 @@ def convolve(
 def choose_side(images: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> int | None:
     """The side of the tiles that `convolve` takes for images [N, C, H, W] and weights [O, C, kernel]; 1 where images
     are one pixel, which meets the kernel's centre alone. None where it is direct, as Winograd's method here needs
-    float32 on a CPU, a 3x3 kernel, stride 1, padding 1, and C and O multiples of `CHANNELS`; also where the two C
-    differ, which PyTorch then refuses.
+    float32 or bf16 on a CPU, a 3x3 kernel, stride 1, padding 1, and C and O multiples of `CHANNELS`; also where the two
+    C, or the number formats, differ, which PyTorch then refuses.
     """
     alike = images.dtype == weight.dtype or (weight.dtype == torch.float32 and torch.is_autocast_enabled("cpu"))
     here = images.is_cpu and images.dtype in SIDES and alike

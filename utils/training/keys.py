@@ -182,9 +182,8 @@ class SpeedKeys(OptimizerKeys, PrecisionKeys, DistributedKeys):
     """CONV: on a CPU, the gradient of a convolution's weights as matrix products. Needs enable_nhwc and an eager step;
     auto: in float32, where the step is so."""
     conv_winograd: Auto = False
-    """CONV: on a CPU, 3x3 convolutions by Winograd's method, with 2.25 to 5 times fewer multiplications. In float32
-    alone; needs a C++ compiler, enable_nhwc and an eager step; auto: where all that is so. A 2x2 max-pool behind one is
-    taken with it."""
+    """CONV: on a CPU, 3x3 convolutions by Winograd's method, with 2.25 to 5 times fewer multiplications. Needs a C++
+    compiler, enable_nhwc and an eager step; auto: where all that is so. A 2x2 max-pool behind one is taken with it."""
     enable_compile: Auto = False
     """COMPILE: forward, loss and backward through torch.compile; auto: on CUDA where there is a compiler. A CPU gains
     nothing by it. Validation stays eager, as a second compilation would cost more than it saves."""
