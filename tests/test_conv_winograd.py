@@ -18,7 +18,7 @@ from utils.training import conv_winograd
 from utils.training.classifier import build_classifier
 from utils.training.compilers import has_compiler
 from utils.training.conv_products import use_products
-from utils.training.conv_winograd import WinogradConv2d, best_side, convolve, use_winograd
+from utils.training.conv_winograd import SIDES, WinogradConv2d, best_side, convolve, use_winograd
 from utils.training.flops import flops_per_image
 from utils.training.precision import Precision
 
@@ -139,15 +139,12 @@ def test_numbers_become_bf16_as_pytorchs_do() -> None:
     assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("side", [2, 3, 4, 6])
+@pytest.mark.parametrize(("dtype", "side"), [(dtype, side) for dtype, sides in SIDES.items() for side in sides])
 @pytest.mark.parametrize(("height", "width"), [(2, 2), (1, 4), (2, 3), (8, 8), (9, 7), (12, 12), (12, 13)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pool_in_the_transform_gives_the_bits_of_one_behind_it(
     side: int, height: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Output and gradients, where tiles or squares of 2 x 2 reach beyond the image, of equal outputs, and for NaN."""
-    if side not in conv_winograd.SIDES[dtype]:
-        return
     set_side(monkeypatch, side, height, width)
     images, weight = random(5, 32, height, width, seed=0).to(dtype), random(48, 32, 3, 3, seed=1).to(dtype)
     images[1] = 0.0
@@ -272,14 +269,21 @@ def test_channels_that_do_not_match_are_refused_as_pytorch_does() -> None:
             layer(random(2, channels, 8, 8, seed=0))
 
 
-def test_no_number_of_memory_that_nothing_was_written_to_is_used() -> None:
+@pytest.mark.parametrize("in_half", [False, True])
+@pytest.mark.parametrize("pool", [False, True])
+def test_no_number_of_memory_that_nothing_was_written_to_is_used(in_half: bool, pool: bool) -> None:
     """PyTorch fills new memory with NaN in its deterministic mode."""
     inputs = random(6, 32, 7, 10, seed=0), random(32, 32, 3, 3, seed=1), random(32, seed=2)
-    expected = results(by_winograd, *inputs)
+
+    def function(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_half):
+            return convolve(images, weight, bias, (1, 1), (1, 1), pool=pool)
+
+    expected = results(function, *inputs)
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(3).isnan().all()
-        found = results(by_winograd, *inputs)
+        found = results(function, *inputs)
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(map(torch.equal, found, expected))
@@ -362,7 +366,11 @@ def test_where_it_is_on(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(tiny(**auto, model="resnet9", width=2)) == 7
     assert found(tiny(**auto, model="resnet9", width=1)) == 6, "16 to 32 channels are too few"
     assert not found(tiny(model="resnet9"))
+    monkeypatch.setattr(conv_winograd, "has_bf16_kernels", lambda: True)
     assert found(tiny(**auto, model="resnet9", width=2), bf16) == 7
+    monkeypatch.setattr(conv_winograd, "has_bf16_kernels", lambda: False)
+    assert not found(tiny(**auto, model="resnet9", width=2), bf16), "its products would be slow"
+    assert found(tiny(**ON, model="resnet9", width=2), bf16) == 7
     assert not found(tiny(**auto | {"enable_nhwc": False}, model="resnet9"))
     assert not found(tiny(**auto, enable_compile=True, model="resnet9"))
     cuda = torch.device("cuda", 0)

@@ -149,21 +149,25 @@ def test_every_way_computes_the_same(tiny, monkeypatch) -> None:
 
 
 def check_own_way(config: Config, name: str, kernel: str) -> tuple[Operation, Way]:
-    """An operation that the network computes by a kernel of this project, and that way. oneDNN's is another way, and
-    all agree."""
+    """An operation that the network computes by a kernel of this project, and that way. oneDNN's is another way, as is
+    each in bf16, and all agree."""
     (operation,) = (one for one in heard_in(config) if one.name == name)
     own, *others = Machine(config, CPU).ways(operation)
-    assert own.name == f"float32 NHWC, {kernel}" and "float32 NHWC" in [way.name for way in others]
+    names = [way.name for way in others]
+    assert own.name == f"float32 NHWC, {kernel}" and {"float32 NHWC", f"bf16 NHWC, {kernel}"} <= set(names)
     expected = results_of(operation, own)
     for way in others:
+        rounding = 1e-4 if way.dtype == torch.float32 else 0.1  # of a few numbers where a tile's are many times larger
         for which, (result, *_) in results_of(operation, way).items():
             scale = expected[which][0].abs().max().item()
-            torch.testing.assert_close(result, expected[which][0], rtol=0, atol=1e-4 * scale)
+            assert result.dtype == way.dtype
+            torch.testing.assert_close(result.float(), expected[which][0], rtol=0, atol=rounding * scale)
     return operation, own
 
 
 def test_products_for_weights_are_a_way_of_their_own_and_plain_ones_beside_them(tiny, monkeypatch) -> None:
     """Heard as one convolution each; in a network that computes them so, oneDNN's are the other way."""
+    monkeypatch.setattr("tools.bench.layer_ways.has_bf16_kernels", lambda: True)
     on = tiny(model="resnet9", width=4, enable_nhwc=True, conv_weight_products=True)
     assert counts(on) == counts(tiny(model="resnet9", width=4))
     operation, own = check_own_way(on, "convolution 3x3, 128x16x16 to 256", "weights by products")
@@ -180,10 +184,11 @@ def test_products_for_weights_are_a_way_of_their_own_and_plain_ones_beside_them(
     assert way.only == BY_WEIGHT
 
 
-def test_winograds_method_is_a_way_of_its_own(tiny) -> None:
+def test_winograds_method_is_a_way_of_its_own(tiny, monkeypatch) -> None:
     """For 3x3 convolutions of many channels; in a network that computes them so, oneDNN's are the other way."""
     if not has_compiler():
         pytest.skip("no C++ compiler")
+    monkeypatch.setattr("tools.bench.layer_ways.has_bf16_kernels", lambda: True)
     on = tiny(model="resnet9", width=2, enable_nhwc=True, conv_winograd=True)
     assert counts(on) == counts(tiny(model="resnet9", width=2))
     operation, _ = check_own_way(on, "convolution 3x3, 32x32x32 to 64", "Winograd")

@@ -126,7 +126,7 @@ class _Ear(TorchFunctionMode):
         """After it."""
         self.inside -= 1
         if type(module) is conv_winograd.PooledWinogradConv2d:
-            features = inputs[0].new_empty(len(output), module.out_channels, *inputs[0].shape[2:])
+            features = output.new_empty(len(output), module.out_channels, *inputs[0].shape[2:])
             self._note(POOLING, functional.max_pool2d, (features.requires_grad_(output.requires_grad), 2), {})
 
     def _note(self, kind: str, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -71,6 +71,15 @@ inline void store(Places value, uint8_t* to) {
     std::memcpy(to, &bytes, sizeof bytes);
 }
 
+// As it is once stored.
+inline Lanes rounded(Lanes value, const float*) { return value; }
+
+inline Lanes rounded(Lanes value, const bfloat16*) {
+    bfloat16 numbers[LANES];
+    store(value, numbers);
+    return load(numbers);
+}
+
 // Where `value`, at `place`, is larger than what was the largest, or no number, it is the largest.
 inline void take_larger(Lanes value, int place, Lanes& largest, Places& largest_place) {
     Half values[2], most[2];
@@ -431,11 +440,11 @@ void planes_to_pooled(const Number* planes, Number* pooled, uint8_t* places, con
             for (int i = 0; i < side / 2; ++i)
                 for (int j = 0; j < side / 2; ++j) {
                     if (offset[i][j] < 0) continue;
-                    Lanes largest = out[2 * i][2 * j];
+                    Lanes largest = rounded(out[2 * i][2 * j], pooled);
                     Places place = {};
 #pragma GCC unroll 4
                     for (int k = 1; k < 4; ++k)
-                        take_larger(out[2 * i + k / 2][2 * j + k % 2], k, largest, place);
+                        take_larger(rounded(out[2 * i + k / 2][2 * j + k % 2], pooled), k, largest, place);
                     store(largest, pooled + offset[i][j] + c);
                     store(place, places + offset[i][j] + c);
                 }

@@ -26,7 +26,7 @@ from torch.nn.functional import conv2d, max_pool2d
 from utils.errors import ConfigError
 from utils.training.compilers import build_kernels, compiles, failure_to_build, has_compiler, missing_compiler
 from utils.training.keys import SpeedKeys
-from utils.training.precision import Precision
+from utils.training.precision import Precision, has_bf16_kernels
 
 # By the number format of images. Roundings to bf16 move what a direct convolution makes by 0.3 % of its deviation, with
 # sides of 2, 3 and 4 by 0.4, 1.5 and 1.2 %, but with 6 by 5 %.
@@ -134,12 +134,13 @@ class _Convolution(torch.autograd.Function):
             planes = tiles.planes(part, channels)
             if wanted[1]:
                 tiles.call("images_to_planes", images[part], planes, channels=channels)
+                # `out`, as autocast changes the format of what has none, for those who go backward within it
                 if of_weights is None:
-                    of_weights = torch.bmm(met.mT, planes).float()
+                    of_weights = torch.bmm(met.mT, planes, out=torch.empty_like(weights)).float()
                 elif of_weights.dtype == planes.dtype:
                     torch.baddbmm(of_weights, met.mT, planes, out=of_weights)
                 else:  # a sum in float32
-                    of_weights += torch.bmm(met.mT, planes)
+                    of_weights += torch.bmm(met.mT, planes, out=torch.empty_like(weights))
             if of_images is not None:
                 planes = torch.bmm(met, weights, out=planes)
                 tiles.call("planes_to_gradient", planes, of_images[part], channels=channels)
@@ -209,7 +210,8 @@ def use_winograd(keys: SpeedKeys, model: nn.Module, precision: Precision, device
         return ["conv_winograd: left out, it is for CPUs"] if asked is True else []
     if asked is False or compiles(keys, device):
         return []
-    if asked == "auto" and not (keys.enable_nhwc and has_compiler()):
+    quick = precision.level == "O0" or has_bf16_kernels()
+    if asked == "auto" and not (keys.enable_nhwc and quick and has_compiler()):
         return []
     if missing := missing_compiler(device):
         raise ConfigError(f"conv_winograd true needs {missing}, or use conv_winograd false")
