@@ -219,6 +219,7 @@ def test_frozen_layers_have_rates_and_no_gradient_of_weights(tiny) -> None:
 
 
 def test_a_way_that_is_slow_or_refused_is_left_out(tiny, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("tools.bench.layer_ways.has_bf16_kernels", lambda: False)
     operation = next(operation for operation in listen(tiny(), Mixed()) if operation.kind == NORM)
     machine = Machine(tiny(), CPU)
 
