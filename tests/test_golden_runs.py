@@ -31,6 +31,10 @@ MEASURED = ("seconds", "images_per_sec", "data_wait", "memory_gb", "model_tflops
 SHAPES = {"dataset": "shapes", "num_classes": 10, "data_loader": "device", "model": "resnet8"}
 SHORT = {"limit_train_batches": 10, "limit_valid_batches": 4, "max_epochs": 3, "log_freq": 4, "enable_amp": False}
 ONEDNN = {"fuse_norm_relu": False, "conv_weight_products": False, "conv_winograd": False}
+SMALL_IMAGES = {"progressive_image_sizes": [16, 24], "progressive_image_shares": [0.35, 0.7]}
+SMALL_IMAGES |= {"optimizer": "muon", "lr": 0.03, "momentum": 0.95, "nesterov": True, "weight_decay": 0.05}
+SMALL_IMAGES |= {"label_smoothing": 0.1, "enable_alternating_flip": True, "test_time_flip": True, "test_time_shift": 1}
+SMALL_IMAGES |= {"validate_every_epochs": 7, "lr_schedule": "onecycle", "lr_warmup_epochs": 3}
 # slow on processors without such numbers
 BF16 = {"amp_dtype": "bf16", "batch_size": 16, "valid_batch_size_per_gpu": 20, "limit_valid_batches": 1}
 BF16 |= {"limit_train_batches": 4, "max_epochs": 3, "log_freq": 2}
@@ -41,7 +45,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], int, bool]] = {
     "quickstart": ("quickstart", {"limit_train_batches": 20, "enable_amp": False}, 1, False),
     "bf16": ("quickstart", SHORT | BF16 | {"enable_amp": True}, 1, False),
     "bs128": ("bs128", SHORT | {"model": "resnet8"}, 1, False),
-    "cifar100-cpu": ("cifar100-cpu", SHORT | ONEDNN | {"max_epochs": 5}, 1, False),
+    "small images": ("cifar100-cpu-plain", SHORT | ONEDNN | SMALL_IMAGES | {"max_epochs": 5}, 1, False),
     "accumulation": ("bs2048-opt", SHORT | {"model": "resnet8", "limit_train_batches": 2}, 1, False),
     "two ranks": ("bs128-opt", SHAPES | SHORT, 2, False),
     "average of weights": ("quickstart", SHORT | {"ema_decay": 0.9}, 1, False),
@@ -53,7 +57,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], int, bool]] = {
     "stop and resume": ("bs128-opt", RESUMED, 1, True),
     "two ranks, stop and resume": ("bs128-opt", RESUMED | {"ema_decay": 0.9}, 2, True),
 }
-NEEDS_CIFAR = ("bs128", "cifar100-cpu", "accumulation")
+NEEDS_CIFAR = ("bs128", "small images", "accumulation")
 
 
 def machine() -> dict[str, str]:
