@@ -20,6 +20,7 @@ from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.run.logger import RunLogger
+from utils.training import conv_products
 from utils.training.batches import prefetch
 from utils.training.compilers import compiles, has_compiler
 from utils.training.optimizer import build_optimizer, learning_rate, set_learning_rate
@@ -62,7 +63,8 @@ def _epoch(trainer, epoch):
 
 @pytest.fixture(autouse=True)
 def kernels_in_small_networks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("utils.training.conv_products.ENOUGH", 200)
+    for name in (torch.float32, torch.bfloat16):
+        monkeypatch.setitem(conv_products.ENOUGH, name, 200)
     monkeypatch.setattr("utils.training.conv_winograd.ENOUGH", 200)
 
 

@@ -3,6 +3,9 @@
 Per channel and offset of the kernel this gradient is a sum over all pixels of a batch, a product of two tall matrices.
 oneDNN's kernels for it are slower than those of the other two passes; where there are channels enough, products are
 faster: for 1x1 kernels of the images as they are, else of their windows, gathered for some images at a time.
+
+In bf16 oneDNN is slow, too, at the gradient of the images of a 1x1 convolution with a stride. It has the pixels alone
+that the stride meets, and stride 1.
 """
 
 from typing import Any
@@ -16,10 +19,11 @@ from utils.errors import ConfigError
 from utils.training.compilers import compiles
 from utils.training.conv_winograd import WinogradConv2d
 from utils.training.keys import SpeedKeys
-from utils.training.precision import Precision
+from utils.training.precision import Precision, has_bf16_kernels
 
 ROWS = 512  # pixels whose windows are gathered at a time: a product of good size, and windows that stay in the cache
-ENOUGH = 128 * 128  # input times output channels; measured with float32, AVX2 and two threads
+# Input times output channels. Measured with two threads; float32 with AVX2, bf16 with AVX-512 BF16
+ENOUGH = {torch.float32: 128 * 128, torch.bfloat16: 256 * 256}
 Pair = tuple[int, int]
 
 
@@ -51,6 +55,10 @@ def weight_gradient(images: Tensor, gradient: Tensor, kernel: Pair, stride: Pair
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
+        ctx.thinned = None
+        if images.dtype == torch.bfloat16 and weight.shape[2:] == (1, 1) and padding == (0, 0) and stride != (1, 1):
+            ctx.thinned, met = (images.shape, stride), images[:, :, :: stride[0], :: stride[1]]
+            images, stride = met.contiguous(memory_format=torch.channels_last), (1, 1)
         ctx.save_for_backward(images, weight)
         ctx.stride, ctx.padding = stride, padding
         return conv2d(images, weight, bias, stride, padding)
@@ -65,6 +73,10 @@ class _Convolution(torch.autograd.Function):
             of_images = torch.ops.aten.convolution_backward(
                 gradient, images, weight, None, ctx.stride, ctx.padding, (1, 1), False, (0, 0), 1, (True, False, False)
             )[0]
+            if ctx.thinned is not None:
+                of_met, (sizes, (down, across)) = of_images, ctx.thinned
+                of_images = torch.empty(sizes, dtype=of_met.dtype, memory_format=torch.channels_last).zero_()
+                of_images[:, :, ::down, ::across] = of_met
         if wanted[1]:
             of_weight = weight_gradient(images, gradient, weight.shape[2:], ctx.stride, ctx.padding)
         if wanted[2]:
@@ -100,9 +112,10 @@ def use_products(keys: SpeedKeys, model: nn.Module, precision: Precision, device
         return ["conv_weight_products: left out, it is for CPUs"] if asked is True else []
     if asked is False or compiles(keys, device):
         return []
-    if asked == "auto" and not (keys.enable_nhwc and precision.level == "O0"):
+    if asked == "auto" and not (keys.enable_nhwc and (precision.level == "O0" or has_bf16_kernels())):
         return []
-    found = [module for module in model.modules() if type(module) is nn.Conv2d and _fits(module)]
+    enough = ENOUGH[torch.float32 if precision.level == "O0" else torch.bfloat16]
+    found = [module for module in model.modules() if type(module) is nn.Conv2d and _fits(module, enough)]
     for module in found:
         module.__class__ = ProductConv2d
     if not found and any(isinstance(module, WinogradConv2d) for module in model.modules()):
@@ -110,11 +123,11 @@ def use_products(keys: SpeedKeys, model: nn.Module, precision: Precision, device
     if asked is True and not found:
         raise ConfigError(
             "conv_weight_products true: the network has no convolution with one group, no dilation, zeros around the "
-            f"images and more than {ENOUGH} pairs of input and output channels, where products are faster; use false"
+            f"images and more than {enough} pairs of input and output channels, where products are faster; use false"
         )
     return []
 
 
-def _fits(module: nn.Conv2d) -> bool:
+def _fits(module: nn.Conv2d, enough: int) -> bool:
     plain = module.groups == 1 and set(module.dilation) == {1} and module.padding_mode == "zeros"
-    return plain and not isinstance(module.padding, str) and module.in_channels * module.out_channels > ENOUGH
+    return plain and not isinstance(module.padding, str) and module.in_channels * module.out_channels > enough

@@ -180,7 +180,7 @@ class SpeedKeys(OptimizerKeys, PrecisionKeys, DistributedKeys):
     some in C++ on a CPU. Needs enable_nhwc and an eager step; auto: on a CPU with a compiler, where the step is so."""
     conv_weight_products: Auto = False
     """CONV: on a CPU, the gradient of a convolution's weights as matrix products. Needs enable_nhwc and an eager step;
-    auto: in float32, where the step is so."""
+    auto: where the step is so, and in bf16 where the processor has kernels for it."""
     conv_winograd: Auto = False
     """CONV: on a CPU, 3x3 convolutions by Winograd's method, with 2.25 to 5 times fewer multiplications. Needs a C++
     compiler, enable_nhwc and an eager step; auto: where all that is so. A 2x2 max-pool behind one is taken with it."""

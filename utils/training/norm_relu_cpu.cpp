@@ -119,6 +119,12 @@ void sum_blocks(Rows rows, int64_t channels, double* total, double* products, Ad
     }
 }
 
+// sums [parts][channels]: the first becomes the sum of all, in their order.
+void add_parts(std::vector<double>& sums, int64_t parts, int64_t channels) {
+    for (int64_t part = 1; part < parts; ++part)
+        for (int64_t c = 0; c < channels; ++c) sums[c] += sums[part * channels + c];
+}
+
 // total and squares [channels]: of a part's distances from `level`, and of their squares.
 template <typename T>
 void part_statistics(const T* x, const float* level, Rows rows, int64_t channels, double* total, double* squares) {
@@ -161,12 +167,10 @@ void forward(const T* x, const T* shortcut, const float* weight, const float* bi
     for (int64_t part = 0; part < parts; ++part)
         part_statistics(x, level.data(), rows_of(part, parts, pixels), channels, &totals[part * channels],
                         &squares[part * channels]);
+    add_parts(totals, parts, channels);
+    add_parts(squares, parts, channels);
     for (int64_t c = 0; c < channels; ++c) {
-        double total = 0, square = 0;
-        for (int64_t part = 0; part < parts; ++part) {
-            total += totals[part * channels + c];
-            square += squares[part * channels + c];
-        }
+        const double total = totals[c], square = squares[c];
         const double distance = total / count, middle = level[c] + distance;
         const double variance = std::max(square / count - distance * distance, 0.0);
         mean[c] = static_cast<float>(middle);
@@ -252,12 +256,10 @@ void backward(const T* gradient, const T* x, const T* out, const float* weight, 
     for (int64_t part = 0; part < parts; ++part)
         part_gradients<added, kind>(gradient, x, out, mean, scale.data(), bias, rows_of(part, parts, pixels), channels,
                                     kept, &totals[part * channels], &products[part * channels]);
+    add_parts(totals, parts, channels);
+    add_parts(products, parts, channels);
     for (int64_t c = 0; c < channels; ++c) {
-        double total = 0, product = 0;
-        for (int64_t part = 0; part < parts; ++part) {
-            total += totals[part * channels + c];
-            product += products[part * channels + c];
-        }
+        const double total = totals[c], product = products[c];
         of_bias[c] = static_cast<float>(total);
         of_weight[c] = static_cast<float>(product * invstd[c]);
         level[c] = static_cast<float>(total / count);
