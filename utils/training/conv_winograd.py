@@ -181,7 +181,8 @@ def choose_side(images: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> 
     whole = not any(count % CHANNELS for count in weight.shape[:2])
     if not (here and fits and whole and (*weight.shape[2:], *stride, *padding) == (3, 3, 1, 1, 1, 1)):
         return None
-    return 1 if images.shape[2:] == (1, 1) else best_side(*images.shape[2:], images.dtype)
+    height, width = images.shape[2:]
+    return 1 if (height, width) == (1, 1) else best_side(height, width, images.dtype)
 
 
 class WinogradConv2d(nn.Conv2d):
