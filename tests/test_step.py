@@ -310,14 +310,14 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.parametrize("has_bf16", [False, True])
 def test_fastest_is_what_each_device_can_do(tiny, alone, has_bf16, monkeypatch):
-    for module in ("precision", "conv_winograd"):
+    for module in ("precision", "conv_winograd", "conv_products"):
         monkeypatch.setattr(f"utils.training.{module}.has_bf16_kernels", lambda: has_bf16)
     config = tiny("fastest")
     learner = Trainer(config, alone).learner
     assert learner.optimizer.param_groups[0]["fused"]
     assert str(learner.precision).split(":")[0] == ("bf16 autocast" if has_bf16 else "float32")
     kinds = {type(module).__name__ for module in learner.model.modules()}
-    assert ("ProductConv2d" in kinds) == (not has_bf16) and ("NormReLU" in kinds) == has_compiler()
+    assert "ProductConv2d" in kinds and ("NormReLU" in kinds) == has_compiler()
     assert ("WinogradConv2d" in kinds) == has_compiler()
     assert not wants_graphs(config, alone.device)
     assert wants_graphs(config, torch.device("cuda", 0))
