@@ -1,0 +1,204 @@
+"""Whole runs of two revisions end with the same bits: weights, optimizer state, and every recorded value but times.
+
+    python tests/compare_revisions.py                  # the working tree against its parent commit
+    python tests/compare_revisions.py v0.1 --runs lars # against a named revision, one run only
+
+Rounding differs between processors and versions of PyTorch, so both revisions train here and now instead of being held
+to recorded numbers. The exit status is what `git bisect run` expects: 0 equal, 1 different, 125 where a revision cannot
+be compared. The file needs nothing of the project, so a copy outside the checkout can compare any two revisions:
+
+    cp tests/compare_revisions.py /tmp && git bisect run python /tmp/compare_revisions.py GOOD
+
+With CIFAR_DATA=DIR the runs on real images are compared too.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+EQUAL, DIFFERENT, NOT_COMPARED = 0, 1, 125  # 125: git bisect skips the revision
+TIMEOUT_SECONDS = 500
+LAUNCHERS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_", "OMPI_", "PMI")
+# values of metrics.jsonl that differ from run to run
+MEASURED = ("seconds", "images_per_sec", "data_wait", "memory_gb", "model_tflops", "mfu", "joules", "joules_per_image")
+COMPARED = ("model", "average", "optimizer", "plateau", "best", "step")  # of a checkpoint; not its random states
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of train.py."""
+
+    block: str
+    overrides: dict[str, Any]
+    ranks: int = 1
+    is_stopped: bool = False  # in mid-epoch by a signal, and then resumed
+    needs_cifar: bool = False
+
+
+SHAPES = {"dataset": "shapes", "num_classes": 10, "data_loader": "device", "model": "resnet8"}
+SHORT = {"limit_train_batches": 10, "limit_valid_batches": 4, "max_epochs": 3, "log_freq": 4, "enable_amp": False}
+ONEDNN = {"fuse_norm_relu": False, "conv_weight_products": False, "conv_winograd": False}
+SMALL_IMAGES = {"progressive_image_sizes": [16, 24], "progressive_image_shares": [0.35, 0.7]}
+SMALL_IMAGES |= {"optimizer": "muon", "lr": 0.03, "momentum": 0.95, "nesterov": True, "weight_decay": 0.05}
+SMALL_IMAGES |= {"label_smoothing": 0.1, "enable_alternating_flip": True, "test_time_flip": True, "test_time_shift": 1}
+SMALL_IMAGES |= {"validate_every_epochs": 7, "lr_schedule": "onecycle", "lr_warmup_epochs": 3}
+# slow on processors without such numbers
+BF16 = {"amp_dtype": "bf16", "batch_size": 16, "valid_batch_size_per_gpu": 20, "limit_valid_batches": 1}
+BF16 |= {"limit_train_batches": 4, "max_epochs": 3, "log_freq": 2}
+RESUMED = SHAPES | SHORT | {"checkpoint_every_steps": 1, "keep_checkpoints": 100, "limit_train_batches": 20}
+
+RUNS = {
+    "quickstart": Run("quickstart", {"limit_train_batches": 20, "enable_amp": False}),
+    "bf16": Run("quickstart", SHORT | BF16 | {"enable_amp": True}),
+    "bs128": Run("bs128", SHORT | {"model": "resnet8"}, needs_cifar=True),
+    "small-images": Run("cifar100-cpu-plain", SHORT | ONEDNN | SMALL_IMAGES | {"max_epochs": 5}, needs_cifar=True),
+    "accumulation": Run("bs2048-opt", SHORT | {"model": "resnet8", "limit_train_batches": 2}, needs_cifar=True),
+    "two-ranks": Run("bs128-opt", SHAPES | SHORT, ranks=2),
+    "average": Run("quickstart", SHORT | {"ema_decay": 0.9}),
+    "mixed": Run("quickstart", SHORT | {"cutmix_alpha": 1.0, "mixup_alpha": 0.2, "cutout_size": 8}),
+    "half-weights": Run("bs128", SHAPES | SHORT | BF16 | {"opt_level": "O2", "clip_grad_norm": 1.0}),
+    "lars": Run("bs128", SHAPES | SHORT | {"optimizer": "lars", "lr": 5.0, "weight_decay_bn_bias": False}),
+    "lamb": Run("bs128", SHAPES | SHORT | {"optimizer": "lamb", "lr": 0.01, "lr_schedule": "cosine"}),
+    "plateau": Run("bs128", SHAPES | SHORT | {"lr_plateau_patience": 0, "max_epochs": 5, "lr": 1e-4}),
+    "resumed": Run("bs128-opt", RESUMED, is_stopped=True),
+    "two-ranks-resumed": Run("bs128-opt", RESUMED | {"ema_decay": 0.9}, ranks=2, is_stopped=True),
+}
+
+
+class RunFailed(Exception):
+    """A revision could not finish a run."""
+
+
+@dataclass
+class Training:
+    """A run in processes of one thread each, in the checkout `tree`."""
+
+    run: Run
+    tree: Path
+    folder: Path
+    process: subprocess.Popen[str] = field(init=False)
+
+    def start(self) -> None:
+        launcher = [sys.executable]
+        if self.run.ranks > 1:
+            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.run.ranks}"]
+            launcher += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
+        data = {"data_path": os.environ.get("CIFAR_DATA", "nowhere"), "log_to_tensorboard": False, "device": "cpu"}
+        sets = [f"--set={key}={json.dumps(value)}" for key, value in (self.run.overrides | data).items()]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
+        self.process = subprocess.Popen(
+            [*launcher, "train.py", f"--config={self.run.block}", f"--run-dir={self.folder}", *sets],
+            cwd=self.tree,
+            env=environment | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def stop_in_mid_epoch(self) -> None:
+        """Send SIGUSR1 after a few steps and wait for the end."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while len(self._checkpoints()) < 3 and self.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.process.send_signal(signal.SIGUSR1)
+        _, errors = self.process.communicate(timeout=TIMEOUT_SECONDS)
+        if self.process.returncode == 0 or not self._checkpoints():
+            raise RunFailed(f"{self.tree}: the run was not stopped in mid-epoch\n{errors}")
+
+    def finish(self) -> dict[str, Any]:
+        """Wait for the end; the last checkpoint, and the records of metrics.jsonl without measured values."""
+        _, errors = self.process.communicate(timeout=TIMEOUT_SECONDS)
+        if self.process.returncode != 0:
+            raise RunFailed(f"{self.tree}: train.py ended with status {self.process.returncode}\n{errors}")
+        state = torch.load(max(self._checkpoints()), weights_only=True)
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        records = [record for line in lines if (record := json.loads(line))["kind"] in ("step", "epoch", "end")]
+        metrics = [{key: row[key] for key in row if not key.endswith(MEASURED)} for row in records]
+        return {name: state[name] for name in COMPARED} | {"metrics": metrics}
+
+    def _checkpoints(self) -> list[Path]:
+        return list(self.folder.glob("checkpoints/step-*.pt"))
+
+
+def differences(first: Any, second: Any, place: str) -> Iterator[str]:
+    """Names of the values in which two nested states differ; tensors are compared bit for bit."""
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        same = first.dtype == second.dtype and first.shape == second.shape
+        if not same or not torch.equal(*(value.flatten().view(torch.uint8) for value in (first, second))):
+            yield place
+    elif isinstance(first, dict) and isinstance(second, dict):
+        for key in [*first, *(key for key in second if key not in first)]:
+            yield from differences(first.get(key), second.get(key), f"{place}.{key}")
+    elif isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        if len(first) != len(second):
+            yield f"{place}: {len(first)} and {len(second)} entries"
+        for number, pair in enumerate(zip(first, second, strict=False)):
+            yield from differences(*pair, f"{place}[{number}]")
+    elif repr(first) != repr(second):
+        yield f"{place}: {first!r} and {second!r}"
+
+
+def compare(run: Run, trees: list[Path], work: Path) -> list[str]:
+    """Train one run in both checkouts, side by side, and return their differences."""
+    trainings = [Training(run, tree, work / str(number)) for number, tree in enumerate(trees)]
+    try:
+        for training in trainings:
+            training.start()
+        if run.is_stopped:
+            for training in trainings:
+                training.stop_in_mid_epoch()
+            for training in trainings:
+                training.start()
+        reference, here = [training.finish() for training in trainings]
+    finally:
+        for training in trainings:
+            training.process.kill()
+    return list(differences(reference, here, ""))
+
+
+@contextmanager
+def checkout(revision: str) -> Iterator[Path]:
+    """A temporary folder with the files of `revision`."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(["git", "archive", revision], capture_output=True, check=False)
+        if archive.returncode:
+            raise RunFailed(archive.stderr.decode().strip())
+        subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+        yield Path(folder)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compare the runs of the working tree with those of another revision.")
+    parser.add_argument("revision", nargs="?", default="HEAD^", help="default: the parent commit")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME", help=", ".join(RUNS))
+    arguments = parser.parse_args()
+    status = EQUAL
+    try:
+        with checkout(arguments.revision) as reference, tempfile.TemporaryDirectory() as work:
+            for name in arguments.runs:
+                if RUNS[name].needs_cifar and not os.environ.get("CIFAR_DATA"):
+                    print(f"{name}: skipped, CIFAR_DATA is not set", flush=True)
+                    continue
+                found = compare(RUNS[name], [reference, Path.cwd()], Path(work, name))
+                print(f"{name}: {'equal' if not found else f'{len(found)} differences, {found[:3]}'}", flush=True)
+                status = DIFFERENT if found else status
+    except (RunFailed, subprocess.TimeoutExpired) as error:
+        print(f"not compared: {error}", file=sys.stderr)
+        return NOT_COMPARED
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""The comparison of two revisions finds a changed bit, and no difference where nothing changed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from compare_revisions import DIFFERENT, EQUAL, NOT_COMPARED, differences
+from processes import ROOT
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A repository of its own with the files of this one, in one commit."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    archive = subprocess.run(["tar", "-c", "--null", "-T", "-"], cwd=ROOT, input=names, capture_output=True, check=True)
+    subprocess.run(["tar", "-x", "-C", tmp_path], input=archive.stdout, check=True)
+    for command in (
+        ["init", "-q"],
+        ["add", "."],
+        ["-c", "user.name=x", "-c", "user.email=x@x", "commit", "-qm", "all"],
+    ):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def compare(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "tests/compare_revisions.py", "HEAD", "--runs", "average"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_a_changed_learning_rate_is_found(copy: Path) -> None:
+    assert compare(copy).returncode == EQUAL
+    schedule = copy / "utils/training/schedule.py"
+    schedule.write_text(schedule.read_text() + "\n\nSchedule.factor = lambda *_: 0.5  # type: ignore\n")
+    ended = compare(copy)
+    assert ended.returncode == DIFFERENT, ended.stderr
+    assert "learning_rate" in ended.stdout
+
+
+@pytest.mark.slow
+def test_a_revision_that_cannot_train_is_skipped_by_bisect(copy: Path) -> None:
+    (copy / "train.py").write_text("raise SystemExit(1)\n")
+    assert compare(copy).returncode == NOT_COMPARED
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 0.5])),
+        (torch.tensor([0.0]), torch.tensor([-0.0])),
+        (torch.tensor(1.0), torch.tensor(1.0, dtype=torch.float64)),
+        ([1, 2], [1, 2, 3]),
+        ({"a": 1}, {"b": 1}),
+        (1, 1.0),
+    ],
+)
+def test_each_kind_of_difference_is_named(first: object, second: object) -> None:
+    assert list(differences({"x": first}, {"x": second}, ""))
+    assert not list(differences({"x": first}, {"x": first}, ""))
