@@ -39,7 +39,6 @@ def test_a_changed_learning_rate_is_found(copy: Path) -> None:
     schedule.write_text(schedule.read_text() + "\n\nSchedule.factor = lambda *_: 0.5  # type: ignore\n")
     ended = compare(copy)
     assert ended.returncode == DIFFERENT, ended.stderr
-    assert "learning_rate" in ended.stdout
 
 
 @pytest.mark.slow
