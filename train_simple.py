@@ -89,8 +89,8 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trainer = Trainer(ModelKeys(model="resnet50", num_classes=100), device)
-    loaders = (build_loader(options.data_path, training) for training in (True, False))
-    trainer.train(*loaders, epochs=options.epochs)
+    train_loader = build_loader(options.data_path, training=True)
+    trainer.train(train_loader, build_loader(options.data_path, training=False), options.epochs)
 
 
 if __name__ == "__main__":

@@ -324,10 +324,10 @@ def test_weights_and_their_average_are_validated_alike_with_and_without_it(
     images = random(4, 3, 32, 32, seed=0)
     configs = [tiny(ema_decay=0.9, **ON), tiny(ema_decay=0.9, enable_nhwc=True)]
     first, second = (build_classifier(config, build_model, alone) for config in configs)
-    assert "WinogradConv2d" in kinds(first.average.network) and "WinogradConv2d" not in kinds(second.average.network)
-    second.load_network({"model": first.weights.state_dict(), "average": first.average.state_dict()})
+    assert "WinogradConv2d" in kinds(first.ema.network) and "WinogradConv2d" not in kinds(second.validated)
+    second.load_network({"model": first.weights.state_dict(), "average": first.ema.state_dict()})
     for one in (first, second):
-        one.average.network.eval()
+        one.validated.eval()
     torch.testing.assert_close(first.predict(images), second.predict(images), rtol=1e-3, atol=1e-4)
 
 

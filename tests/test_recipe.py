@@ -277,21 +277,21 @@ def test_zero_init_changes_nothing_else(tiny):
 def test_average_equals_pytorchs_and_is_what_is_validated(tiny, alone, tmp_path):
     trainer, seen = Trainer(tiny(ema_decay=0.7, max_epochs=1), alone, tmp_path), []
     reference = AveragedModel(trainer.learner.model, multi_avg_fn=get_ema_multi_avg_fn(0.7), use_buffers=True)
-    update = trainer.learner.average.update
+    update = trainer.learner.ema.update
 
     def follow():
         reference.update_parameters(trainer.learner.model)
         update()
 
-    trainer.learner.average.update = follow
-    trainer.learner.average.network.fc.register_forward_hook(lambda *_: seen.append("average"))
+    trainer.learner.ema.update = follow
+    trainer.learner.ema.network.fc.register_forward_hook(lambda *_: seen.append("average"))
     trainer.learner.model.fc.register_forward_hook(
         lambda module, *_: seen.append("training" if module.training else "raw")
     )
     trainer.train()
     assert set(seen) == {"training", "average"}
     raw, expected = trainer.learner.model.state_dict(), reference.module.state_dict()
-    for name, value in trainer.learner.average.network.state_dict().items():
+    for name, value in trainer.learner.ema.network.state_dict().items():
         if value.is_floating_point():
             assert torch.equal(value, expected[name])
             assert not torch.equal(value, raw[name])
@@ -306,7 +306,7 @@ def test_average_is_saved_and_resumed_in_mid_epoch(tiny, alone, tmp_path):
         path = tmp_path / f"whole/checkpoints/step-{step:09d}.pt"
         parts = run(config, alone, tmp_path / f"from {step}", resume=str(path))
         assert epochs(tmp_path / f"from {step}")[-1]["loss/valid"] == epochs(tmp_path / "whole")[-1]["loss/valid"]
-        one, other = (trainer.learner.average.network.state_dict() for trainer in (whole, parts))
+        one, other = (trainer.learner.ema.network.state_dict() for trainer in (whole, parts))
         assert all(torch.equal(value, other[name]) for name, value in one.items())
     assert read_checkpoint(path)["average"]["updates"] == 4
 

@@ -108,7 +108,7 @@ def test_a_compiled_step_equals_the_eager_one_and_keeps_the_models_names(tiny, a
         images = torch.randn(8, 3, 32, 32, generator=generator)
         labels = torch.randint(0, 10, (8,), generator=generator)
         for training in trainings:
-            training.train(images, labels)
+            training.train_step(images, labels)
     eager, compiled = (training.model.state_dict() for training in trainings)
     assert list(eager) == list(compiled)
     for name, value in eager.items():
@@ -159,12 +159,12 @@ def test_compiling_needs_pythons_headers_and_for_cuda_a_c_compiler(tiny, monkeyp
 )
 def test_the_step_that_is_measured_is_the_one_that_trains(tiny, alone, changes):
     trainer, measured = (build(tiny(**changes), alone) for build in (Trainer, build_measured))
-    assert measured.step.clip_grad_norm == changes.get("clip_grad_norm")
+    assert measured.step.keys.clip_grad_norm == changes.get("clip_grad_norm")
     assert measured.step.accumulation == trainer.learner.batch.accumulation
     trainer.loaders.train.set_epoch(0)
     for images, labels in trainer.loaders.train:
-        trainer.learner.train(images, labels)
-        measured.train(images, labels)
+        trainer.learner.train_step(images, labels)
+        measured.train_step(images, labels)
     for name, value in trainer.learner.model.state_dict().items():
         assert torch.equal(value, measured.model.state_dict()[name]), name
     with pytest.raises(ConfigError, match="enable_sync_bn needs CUDA devices"):

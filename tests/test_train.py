@@ -101,7 +101,7 @@ def test_extra_opts_switch_their_members_and_members_stand_alone(tiny, alone):
     group = Trainer(tiny(enable_extra_opts=True, zero_grad_set_to_none=False), alone)
     assert group.learner.optimizer.param_groups[0]["fused"]
     assert torch.backends.cudnn.benchmark
-    assert not group.learner.step.set_to_none
+    assert not group.learner.keys.extra_opt("zero_grad_set_to_none")
     single = Trainer(tiny(fused_optimizer=True), alone)
     assert single.learner.optimizer.param_groups[0]["fused"]
     assert not torch.backends.cudnn.benchmark

@@ -33,7 +33,7 @@ def test_on_the_same_batches_its_weights_are_those_of_train_py(
     for fixed in losses:  # after 11 epochs without a better loss the rate is cut
         learner.model.train()
         for images, labels in train[:1] if fixed else train:
-            learner.train(images, labels)
+            learner.train_step(images, labels)
         found = simple.train_one_epoch(train[:1] if fixed else train)
         assert found == learner.sums.average_since_last(alone)["loss"]
         if fixed is None:

@@ -24,7 +24,7 @@ from utils.distributed.world import World
 from utils.errors import ConfigError, CorruptionError
 from utils.run.checkpoint import newest_good
 from utils.training.dry_run import describe, kept_bytes
-from utils.training.fingerprint import CHUNK, WORKING_BYTES, fingerprint, take_prints
+from utils.training.fingerprint import CHUNK, WORKING_BYTES, describe_verification, fingerprint, take_prints
 from utils.training.judge import Evidence, judge, odd_ranks, tell
 from utils.training.learner import Learner
 from utils.training.step_state import KeptState, gradients, own_tensors, shared_tensors
@@ -47,7 +47,7 @@ def some_steps(learner: Learner, verifier: Verifier, number: int) -> dict[str, T
     """What is left of the state after some steps, gradients included."""
     learner.model.train()
     for images, labels in itertools.islice(random_batches(learner, verifier.world), number):
-        verifier.train(learner, images, labels)
+        verifier.train_step(images, labels)
     everything = shared_tensors(learner) | own_tensors(learner) | gradients(learner)
     return {name: tensor.detach().clone() for name, tensor in everything.items()}
 
@@ -122,7 +122,7 @@ def test_flips_of_every_kind_are_caught(tiny, alone, name) -> None:
 
 
 def test_a_campaign_counts_what_a_blind_verifier_misses(tiny, alone, monkeypatch) -> None:
-    monkeypatch.setattr(Verifier, "_is_due", lambda verifier, learner: False)
+    monkeypatch.setattr(Verifier, "_is_due", lambda verifier: False)
     outcome = campaign(tiny(verify_every_steps=1, batch_size=16), alone, 14)
     assert len(outcome.missed) == flips_of(outcome)[1] > 0
     assert all("step" in line and "rank 0" in line for line in outcome.missed)
@@ -225,12 +225,14 @@ def test_a_device_that_rounds_differently_each_time_is_measured_first(tiny, alon
             some_steps(learner, verifier, 1)
 
 
-def test_a_verifier_says_what_it_promises(tiny, alone) -> None:
-    verifier = Verifier(tiny(verify_every_steps=3), alone)
-    assert verifier.notes() == ["verify_every_steps 3: one of 3 steps is trained twice; every bit of it must be equal"]
-    verifier.rounds = True
-    assert "deterministic: true" in verifier.notes()[0]
-    assert Verifier(tiny(), alone).notes() == []
+def test_the_log_says_what_is_promised(tiny, alone) -> None:
+    promise = "verify_every_steps 3: one of 3 steps is trained twice; every bit of it must be equal"
+    learner, _ = build_tiny(tiny(verify_every_steps=3), alone)
+    assert learner.notes == [promise]
+    cuda = torch.device("cuda", 0)
+    assert "deterministic: true" in describe_verification(tiny(verify_every_steps=3), cuda)[0]
+    assert describe_verification(tiny(verify_every_steps=3, deterministic=True), cuda) == [promise]
+    assert describe_verification(tiny(), cuda) == []
 
 
 def test_the_estimate_of_memory_counts_what_is_kept(tiny, alone) -> None:
