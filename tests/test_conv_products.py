@@ -158,17 +158,21 @@ def test_where_it_is_on(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_what_it_cannot_do_is_refused_by_name(tiny: Tiny) -> None:
+def test_what_it_cannot_do_is_refused_by_name(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     for changes, words in (
         ({"enable_nhwc": False}, "conv_weight_products is true, .*it needs enable_nhwc true"),
         ({"enable_compile": True}, "conv_weight_products is for eager steps; set it or enable_compile to false"),
     ):
         with pytest.raises(ValueError, match=words):
             tiny(**ON | changes)
+    monkeypatch.setitem(conv_products.ENOUGH, torch.float32, 16 * 16 - 1)
     others = nn.Sequential(
-        nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3, groups=2), nn.Conv2d(16, 16, 3, dilation=2),
+        nn.Conv2d(15, 16, 3), nn.Conv2d(16, 16, 3, groups=2), nn.Conv2d(16, 16, 3, dilation=2),
         nn.Conv2d(16, 16, 3, padding="same"), nn.Conv2d(16, 16, 3, padding=1, padding_mode="circular"),
     )  # fmt: skip
     with pytest.raises(ConfigError, match="conv_weight_products true: the network has no convolution"):
         use_products(tiny(**ON), others, Precision("cpu"), CPU)
     assert use_products(tiny(**ON | {"conv_weight_products": "auto"}), others, Precision("cpu"), CPU) == []
+    fitting = nn.Sequential(nn.Conv2d(16, 16, 3), *others)
+    assert use_products(tiny(**ON), fitting, Precision("cpu"), CPU) == []
+    assert [type(layer) for layer in fitting] == [ProductConv2d] + [nn.Conv2d] * len(others)

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 
 import numpy as np
 import pytest
@@ -205,18 +204,20 @@ def test_a_state_of_another_optimizer_is_refused(tiny, alone, tmp_path):
 # ---- weight decay, clipping
 
 
-def test_weight_decay_leaves_batchnorm_and_biases_alone(tiny):
-    """With gradients of zero, one step shrinks what is decayed and leaves the rest."""
+@pytest.mark.parametrize(("optimizer", "factor"), [("sgd", 0.9), ("lars", 0.9), ("lamb", 0.0)])
+def test_weight_decay_leaves_batchnorm_and_biases_alone(tiny, optimizer, factor):
+    """With gradients of zero, one step shrinks what is decayed, in LAMB by all of its length, and leaves the rest."""
     model = build_model(tiny())
     before = {name: value.clone() for name, value in model.named_parameters()}
-    optimizer = build_optimizer(tiny(weight_decay_bn_bias=False, weight_decay=0.1, lr=1.0), model.parameters())
+    config = tiny(optimizer=optimizer, weight_decay_bn_bias=False, weight_decay=0.1, lr=1.0)
+    optimizer = build_optimizer(config, model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     modules = dict(model.named_modules())
     for name, value in model.named_parameters():
         decayed = name.endswith("weight") and not isinstance(modules[name.rpartition(".")[0]], nn.BatchNorm2d)
-        torch.testing.assert_close(value, before[name] * (0.9 if decayed else 1.0))
+        torch.testing.assert_close(value, before[name] * (factor if decayed else 1.0))
 
 
 def test_weight_decay_on_everything_is_the_tutorials(tiny):
@@ -236,16 +237,15 @@ def test_clipped_gradient_has_the_given_length_and_the_direction_of_the_whole(ti
     assert torch.equal(gradients[1e6], gradients[None])
 
 
-def test_clipping_measures_the_gradient_without_the_loss_scale(tiny, alone):
-    lengths = []
-    for loss_scale in (None, 1024.0):
-        trainer = Trainer(tiny(clip_grad_norm=0.5, loss_scale=loss_scale), alone)
-        images, labels = next(iter(trainer.loaders.train))
-        trainer.learner.step(images, labels, trainer.learner.sums)
-        lengths.append(
-            torch.cat([parameter.grad.flatten() for parameter in trainer.learner.model.parameters()]).norm().item()
-        )
-    assert lengths == pytest.approx([0.5, 0.5], rel=1e-4)
+@pytest.mark.parametrize(
+    "changes", [{}, {"loss_scale": 1024.0}, {"opt_level": "O2", "amp_dtype": "bf16"}], ids=["plain", "scaled", "O2"]
+)
+def test_clipping_measures_the_gradient_that_the_optimizer_gets(tiny, alone, changes):
+    """Without the loss scale, and that of the master weights."""
+    learner = Trainer(tiny(clip_grad_norm=0.5, batch_size=8, **changes), alone).learner
+    learner.train_step(torch.randn(8, 3, 32, 32), torch.randint(10, (8,)))
+    gradients = [parameter.grad.flatten() for parameter in learner.weights.parameters()]
+    assert torch.cat(gradients).norm().item() == pytest.approx(0.5, rel=1e-4)
 
 
 # ---- zero init
@@ -311,11 +311,24 @@ def test_average_is_saved_and_resumed_in_mid_epoch(tiny, alone, tmp_path):
     assert read_checkpoint(path)["average"]["updates"] == 4
 
 
-def test_average_can_be_switched_on_in_a_run_that_goes_on(tiny, alone, tmp_path):
-    run(tiny(max_epochs=1), alone, tmp_path)
-    run(tiny(max_epochs=2, ema_decay=0.5), alone, tmp_path, resume=str(tmp_path))
-    run(tiny(max_epochs=3), alone, tmp_path, resume=str(tmp_path))
-    assert all(math.isfinite(row["loss/valid"]) for row in epochs(tmp_path))
+def test_average_can_be_switched_on_and_off_in_a_run_that_goes_on(tiny, alone):
+    """It begins with the weights that are there, and the first step behind takes their place."""
+    learners = [Trainer(tiny(batch_size=8, ema_decay=decay), alone).learner for decay in (None, 0.5)]
+    without, averaging = learners
+    batch = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
+    without.train_step(*batch)
+    averaging.load_state_dict(copy.deepcopy(without.state_dict()))
+    expected = [weight.clone() for weight in without.model.parameters()]
+    assert all(map(torch.equal, averaging.validated.parameters(), expected))
+    for learner in learners:
+        learner.train_step(*batch)
+    assert all(map(torch.equal, averaging.validated.parameters(), without.model.parameters()))
+    averaging.train_step(*batch)
+    saved = averaging.state_dict()
+    assert saved["average"]["updates"] == 2
+    assert not torch.equal(averaging.validated.fc.weight, averaging.model.fc.weight)
+    without.load_state_dict(saved)
+    assert without.validated is without.model and torch.equal(without.model.fc.weight, averaging.model.fc.weight)
 
 
 # ---- validation with mirrored and shifted images

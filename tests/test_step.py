@@ -5,11 +5,13 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,8 +19,9 @@ from tests.conftest import RECIPE, ROOT
 from tools.bench.training import build_measured
 from train import Trainer
 from utils.config import Config
+from utils.distributed.ddp import wrap_in_ddp
 from utils.distributed.world import World
-from utils.errors import ConfigError
+from utils.errors import ConfigError, ExpectedError
 from utils.run.logger import RunLogger
 from utils.training import conv_products
 from utils.training.batches import prefetch
@@ -275,6 +278,30 @@ def test_extra_opts_are_what_keeps_loss_scaling_from_asking(tiny, alone, monkeyp
     assert count_reads(asking, alone, monkeypatch, plain)[0] > 0
     silent = tiny("bs256-amp-nhwc-extra-opts", loss_scale=128, log_freq=1000)
     assert count_reads(silent, alone, monkeypatch, fused)[0] == 0
+
+
+def test_gradients_cross_the_ranks_once_a_step(tiny, alone):
+    """With the last of four micro-batches, in one bucket."""
+    buckets = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrap = partial(wrap_in_ddp, look=buckets.append)
+        learner = build_measured(tiny(micro_batch_size=2, batch_size=8), alone, wrap)
+        buckets.clear()  # of what settles them
+        learner.train_step(torch.randn(8, 3, 32, 32), torch.randint(10, (8,)))
+    finally:
+        dist.destroy_process_group()
+    assert learner.batch.accumulation == 4 and len(buckets) == 1
+
+
+def test_a_loss_that_is_not_finite_is_told_with_its_iteration(tiny, alone):
+    """Of a step, whatever the number of its micro-batches."""
+    trainer = Trainer(tiny(batch_size=8, micro_batch_size=2), alone)
+    for iteration in range(4):
+        images = torch.full((8, 3, 32, 32), torch.nan) if iteration == 2 else torch.randn(8, 3, 32, 32)
+        trainer.learner.train_step(images, torch.randint(10, (8,)))
+    with pytest.raises(ExpectedError, match="in epoch 1, iteration 2, learning rate"):
+        trainer.state.check_finite(trainer.learner.sums.average(alone))
 
 
 def test_prefetch_hands_on_what_comes(tiny):
