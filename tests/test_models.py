@@ -74,7 +74,7 @@ def test_a_step_along_the_gradient_lowers_the_loss_of_every_kind_of_network(tiny
     length = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
     with torch.no_grad():
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter -= 0.01 * gradient / length  # of a straight loss 0.01
+            parameter.sub_(0.01 * gradient / length)  # of a straight loss 0.01
         after = nn.functional.cross_entropy(built(images), labels)
     assert 0.005 < before - after < 0.015
 
