@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from models import build_model
-from tests.conftest import check_they_train_alike
-from train import Trainer
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import ConfigError
@@ -19,7 +17,6 @@ from utils.training.classifier import build_classifier
 from utils.training.compilers import HEADER, build_kernels, has_compiler
 from utils.training.conv_products import use_products
 from utils.training.conv_winograd import SIDES, WinogradConv2d, best_side, convolve, use_winograd
-from utils.training.flops import flops_per_image
 from utils.training.precision import Precision
 
 Tiny = Callable[..., Config]
@@ -320,17 +317,6 @@ def test_kernels_are_built_anew_when_what_they_share_changes(tmp_path: Path, mon
     assert len({*built}) == 4 and not any(HEADER in code for code in built)
 
 
-def test_training_continues_with_and_without_it(tiny: Tiny, alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps with it equal three without, up to rounding; then each goes on from the other's state."""
-    monkeypatch.setattr(conv_winograd, "ENOUGH", 1)
-    learners = [Trainer(tiny(lr=0.02, **changes), alone).learner for changes in ({"enable_nhwc": True}, ON)]
-    counts = [sum(isinstance(module, WinogradConv2d) for module in one.model.modules()) for one in learners]
-    assert counts == [0, 4]  # resnet8's 3x3 convolutions with stride 1, but for its first
-    check_they_train_alike(learners)
-    both = [flops_per_image(one.model, (3, 32, 32)) for one in learners]
-    assert both[0] == both[1]  # the network's, however they are computed
-
-
 def test_weights_and_their_average_are_validated_alike_with_and_without_it(
     tiny: Tiny, alone: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,12 +382,6 @@ def test_where_it_is_on(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_it_cannot_do_is_refused_by_name(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    for changes, words in (
-        ({"enable_nhwc": False}, "conv_winograd is true, .*it needs enable_nhwc true"),
-        ({"enable_compile": True}, "conv_winograd is for eager steps; set it or enable_compile to false"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            tiny(**ON | changes)
     on, auto, float32 = tiny(**ON), tiny(**ON | {"conv_winograd": "auto"}), Precision("cpu")
     others = nn.Sequential(
         nn.Conv2d(3, 512, 3, padding=1), nn.Conv2d(64, 64, 3), nn.Conv2d(64, 64, 3, padding=1, stride=2),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.conftest import RECIPE, ROOT
+from tests.conftest import RECIPE, ROOT, check_they_train_alike
 from tools.bench.training import build_measured
 from train import Trainer
 from utils.config import Config
@@ -26,7 +26,12 @@ from utils.run.logger import RunLogger
 from utils.training import conv_products
 from utils.training.batches import prefetch
 from utils.training.compilers import compiles, has_compiler
+from utils.training.conv_products import ProductConv2d
+from utils.training.conv_winograd import WinogradConv2d
+from utils.training.flops import flops_per_image
+from utils.training.norm_relu import NormReLU
 from utils.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from utils.training.stem import PaddedConvolution
 from utils.training.step import choose_step, wants_graphs
 
 # every switch of speed that a CPU can use, alone; the last one is all together
@@ -90,6 +95,31 @@ def test_a_switch_trains_like_float32_for_200_steps(tiny, alone, references, nam
         torch.testing.assert_close(losses[:10], reference[:10], rtol=0.03, atol=0.03)
     windows = (losses.view(4, 50).mean(1), reference.view(4, 50).mean(1))
     torch.testing.assert_close(*windows, rtol=0.08, atol=0.03)
+
+
+OWN_LAYERS = ("stem", "fused norm", "conv products", "conv winograd")  # by names of SWITCHES
+
+
+@pytest.mark.parametrize(("name", "layers"), zip(OWN_LAYERS, (1, 6, 8, 4), strict=True))
+def test_training_continues_with_and_without_our_own_layers(tiny, alone, name, layers):
+    """Three steps with them equal three without, up to rounding; then each goes on from the other's state."""
+    if name not in SWITCHES:
+        pytest.skip("no C++ compiler")
+    changes = {"lr": 0.02, "enable_nhwc": True}
+    learners = [Trainer(tiny(**changes | others), alone).learner for others in ({}, SWITCHES[name])]
+    own = (PaddedConvolution, NormReLU, ProductConv2d, WinogradConv2d)
+    assert [sum(isinstance(module, own) for module in one.model.modules()) for one in learners] == [0, layers]
+    check_they_train_alike(learners)
+    if name == "conv winograd":  # the network's operations are counted, however they are computed
+        assert len({flops_per_image(one.model, (3, 32, 32)) for one in learners}) == 1
+
+
+@pytest.mark.parametrize("key", ["fuse_norm_relu", "conv_weight_products", "conv_winograd"])
+def test_our_own_layers_need_nhwc_and_an_eager_step(tiny, key):
+    with pytest.raises(ValueError, match=f"{key} is true, .*it needs enable_nhwc true"):
+        tiny(**{key: True})
+    with pytest.raises(ValueError, match=f"{key} is for eager steps; set it or enable_compile to false"):
+        tiny(**{key: True}, enable_nhwc=True, enable_compile=True)
 
 
 class Small(nn.Module):
