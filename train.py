@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=8 train.py --config=bs2048-warmup-opt
     sbatch submit_multinode.slr
 
-The loop is `Trainer.train` -> `train_one_epoch` -> `Learner.train` -> `TrainStep` in utils/training/step.py. Every
+The loop is `Trainer.train` -> `train_one_epoch` -> `Learner.train_step` -> `TrainStep` in utils/training/step.py. Every
 speed-up is tagged where it acts: `grep -rn "DDP:" train.py utils`; the other tags are AMP, NHWC, EXTRA, STEM,
 FUSE, CONV, COMPILE, GRAPHS, PREFETCH, ALLOC and PROF.
 """
@@ -80,11 +80,9 @@ class Trainer:
         self.data = dataset.describe() | {"steps_per_epoch": len(self.loaders.train)}
 
         build = partial(build_model, image_side=self.data["shape"][-1])
-        self.verifier = Verifier(config, world)
-        self.learner = build_learner(
-            config, build, world, len(self.loaders.train),
-            wrap=self.verifier.wrap, preparing=partial(self.clock.during, "compile"),
-        )  # fmt: skip
+        preparing = partial(self.clock.during, "compile")
+        self.learner = build_learner(config, build, world, len(self.loaders.train), preparing=preparing)
+        self.verifier = Verifier(self.learner, world) if config.verify_every_steps is not None else None
         check_outputs(self.learner, config.model, self.data["shape"])
         self.watch = StepWatch(self.learner.model, world, self.clock)
         mix = build_mix(config, self.loaders.plan)
@@ -99,7 +97,7 @@ class Trainer:
             folder / "checkpoints", config.keep_checkpoints, config.checkpoint_async, before=self.log.sync
         )
         self.saved_step = 0
-        self.notes = notes + self.loaders.notes + self.learner.notes + self.verifier.notes()
+        self.notes = notes + self.loaders.notes + self.learner.notes
         self.requests = Requests(world, config.checkpoint_every_minutes)
         self.throughput = Throughput(world.world_size, self.clock)
         self.meters = Meters(config, self.learner, world, self.data["shape"])
@@ -149,7 +147,7 @@ class Trainer:
         """The rest of the current epoch, from batch `progress.batch` on."""
         self._start_epoch()
         for number, (images, labels) in self.batches.rest_of_epoch(self.progress.epoch, self.progress.batch):
-            self.verifier.train(self.learner, images, labels)
+            (self.verifier or self.learner).train_step(images, labels)
             self.clock.count_step(self.learner.steps)
             self.progress.batch = number + 1
             self.throughput.add(len(labels))
@@ -218,7 +216,10 @@ class Trainer:
         self.world.main_only(lambda: self.log.log_epoch(self.progress.epoch, self.learner.steps, values, left))
         self._report_unreadable()
         remedy = input_remedy(self.config.data_loader, self.config.num_data_workers)
-        for remark in [*self.watch.judge(remedy), *self.verifier.remarks()]:
+        remarks = self.watch.judge(remedy)
+        if self.verifier is not None:
+            remarks += self.verifier.remarks()
+        for remark in remarks:
             self.log.say(remark)
         if self.finished:  # before the last checkpoint: a run that is killed behind it has nothing left to do
             self._log_end(valid, test, confusion)

@@ -38,7 +38,7 @@ NETWORKS = {
     "airbench96": Network("models.airbench:build_airbench", own_stem=True),
     "vgg16": _VGG,
     "vgg16_bn": _VGG,
-    "alexnet": Network("models.torchvision_networks:build", only_imagenet=True, residual=False),
+    "alexnet": Network("models.vgg:build_imagenet", only_imagenet=True, residual=False),
 }
 TIMM = "timm:"
 FORMS = {OWN_FORM: OWN_PATTERN, "timm:NAME": r"^timm:[\w.-]+$"}

@@ -1,17 +1,23 @@
-"""VGG16 for 32x32 images, on torchvision's layers (Simonyan and Zisserman, arXiv:1409.1556, configuration D)."""
+"""VGG16 for 32x32 images, on torchvision's layers (Simonyan and Zisserman, arXiv:1409.1556, configuration D), and
+torchvision's own VGG16 and AlexNet for 224x224."""
 
+import torchvision
 from torch import Tensor, nn
 from torchvision.models.vgg import cfgs, make_layers
 
-from models import torchvision_networks
 from models.keys import ModelKeys
 
 
 def build_vgg(keys: ModelKeys) -> nn.Module:
     """VGG16 for small images, or with stem imagenet torchvision's own."""
     if keys.stem == "imagenet":
-        return torchvision_networks.build(keys)
+        return build_imagenet(keys)
     return SmallVgg(keys.num_classes, batch_norm=keys.model == "vgg16_bn")
+
+
+def build_imagenet(keys: ModelKeys) -> nn.Module:
+    """torchvision's VGG16 or AlexNet: images [N, 3, 224, 224] -> logits [N, num_classes]."""
+    return getattr(torchvision.models, keys.model)(num_classes=keys.num_classes)
 
 
 class SmallVgg(nn.Module):

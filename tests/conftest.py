@@ -142,11 +142,11 @@ def check_they_train_alike(learners: list[Learner]) -> None:
     for _ in range(3):
         for learner in learners:
             learner.model.train()
-            learner.train(images, labels)
+            learner.train_step(images, labels)
     states = [copy.deepcopy(learner.state_dict()) for learner in learners]
     for learner, state in zip(learners, reversed(states), strict=True):
         learner.load_state_dict(state)
-        learner.train(images, labels)
+        learner.train_step(images, labels)
     without, with_it = (learner.model.state_dict() for learner in learners)
     assert list(without) == list(with_it)
     for name, value in without.items():

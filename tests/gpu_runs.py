@@ -28,7 +28,7 @@ RECORDED = ("loss/train", "acc1/train", "loss/valid", "acc1/valid", "images/vali
 def train(config: Config, folder: Path, stop_after: int | None = None) -> tuple[Trainer, set[str]]:
     """A whole run, or one that SIGTERM stops after so many steps; and how the host waited in its last step."""
     trainer = Trainer(config, World(rank=0, local_rank=0, world_size=1, device=GPU), folder, "run", "auto")
-    train_step, waits = trainer.learner.train, set[str]()
+    train_step, waits = trainer.learner.train_step, set[str]()
 
     def watched(images: torch.Tensor, labels: torch.Tensor) -> None:
         with stand_in.record() if stand_in.is_active() else nullcontext() as ledger:
@@ -38,7 +38,7 @@ def train(config: Config, folder: Path, stop_after: int | None = None) -> tuple[
         if trainer.learner.steps == stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    trainer.learner.train = watched  # type: ignore[method-assign]
+    trainer.learner.train_step = watched  # type: ignore[method-assign]
     with pytest.raises(Stopped, match=r"after \d+ batches") if stop_after else nullcontext():
         trainer.train()
     return trainer, waits

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from train import Trainer
 from utils.config import Config
 from utils.distributed.world import World
-from utils.training.batch_norm import Counters
+from utils.training.batch_norm import COUNTER, defer_batch_counters
 
 Tiny = Callable[..., Config]
 
@@ -38,7 +38,7 @@ def equal_states(found: nn.Module, expected: nn.Module) -> bool:
 def test_counters_are_what_the_layers_alone_make_of_them() -> None:
     expected = Odd()
     found = copy.deepcopy(expected)
-    Counters(found)
+    defer_batch_counters(found)
     counter = found.twice.num_batches_tracked
     for number in range(3):
         images = torch.randn(4, 3, 5, 5)
@@ -69,9 +69,9 @@ class Raised(TorchDispatchMode):
 def test_one_operation_of_a_forward_pass_raises_them_all(tiny: Tiny, alone: World, changes: dict[str, object]) -> None:
     learner = Trainer(tiny(**changes), alone).learner
     with Raised() as raised:
-        learner.train(torch.randn(32, 3, 32, 32), torch.randint(10, (32,)))
+        learner.train_step(torch.randn(32, 3, 32, 32), torch.randint(10, (32,)))
     passes = learner.batch.accumulation
     assert (raised.together, raised.alone) == (passes, 0)
-    for network in (learner.model, learner.average.network):
-        counters = [value for name, value in network.state_dict().items() if name.endswith(Counters.NAME)]
+    for network in (learner.model, learner.validated):
+        counters = [value for name, value in network.state_dict().items() if name.endswith(COUNTER)]
         assert len(counters) == 9 and all(value == passes for value in counters)

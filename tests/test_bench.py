@@ -349,10 +349,10 @@ def test_nothing_is_timed_before_a_graph_is_captured(tiny, alone, monkeypatch) -
     assert training.capture_steps(config, alone.device) == 0
     for module in (training, loaders):
         monkeypatch.setattr(module, "capture_steps", lambda config, device: 5)
-    steps = counted(monkeypatch, "utils.training.learner.Learner.train", lambda *_: None)
+    steps = counted(monkeypatch, "utils.training.learner.Learner.train_step", lambda *_: None)
     rung = training.Rung(tiny())
     assert len(steps) == 5
-    case = loaders.Case(tiny(), rung.loader, rung.learner.train, alone, num_batches=1, num_steps=2)
+    case = loaders.Case(tiny(), rung.loader, rung.learner.train_step, alone, num_batches=1, num_steps=2)
     case()
     assert len(steps) == 5 + 5 + 2
 
@@ -381,7 +381,7 @@ def test_measured_steps_are_fed_as_the_trainer_feeds_its_own(tiny, alone, monkey
     feeding = [counted(monkeypatch, f"tools.bench.{name}.prefetch", prefetch) for name in ("training", "loaders")]
     step = peers.OurStep(config)
     step(0, 1)
-    loaders.Case(config, step.loader, step.learner.train, alone, num_batches=1, num_steps=1)()
+    loaders.Case(config, step.loader, step.learner.train_step, alone, num_batches=1, num_steps=1)()
     for calls in feeding:
         ((seen, _, device),) = calls
         assert (seen, device) == (config, alone.device)

@@ -7,10 +7,7 @@ import torch
 from torch import nn
 
 from models import build_model
-from tests.conftest import check_they_train_alike
-from train import Trainer
 from utils.config import Config
-from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.training import conv_products
 from utils.training.conv_products import ProductConv2d, use_products, weight_gradient
@@ -119,15 +116,6 @@ def test_frozen_weights_and_evaluation_are_pytorchs() -> None:
     assert layer.weight.grad is not None
 
 
-def test_training_continues_with_and_without_it(tiny: Tiny, alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps with it equal three without, up to the order of sums; then each goes on from the other's state."""
-    monkeypatch.setitem(conv_products.ENOUGH, torch.float32, 200)
-    learners = [Trainer(tiny(lr=0.02, **changes), alone).learner for changes in ({"enable_nhwc": True}, ON)]
-    counts = [sum(isinstance(module, ProductConv2d) for module in one.model.modules()) for one in learners]
-    assert counts == [0, 8]  # resnet8 but for its first layer
-    check_they_train_alike(learners)
-
-
 def test_where_it_is_on(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """ResNet50 has 53 convolutions: on in those of over 128 x 128 channels, whose products are faster, in bf16 in those
     of over 256 x 256."""
@@ -158,17 +146,15 @@ def test_where_it_is_on(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_what_it_cannot_do_is_refused_by_name(tiny: Tiny) -> None:
-    for changes, words in (
-        ({"enable_nhwc": False}, "conv_weight_products is true, .*it needs enable_nhwc true"),
-        ({"enable_compile": True}, "conv_weight_products is for eager steps; set it or enable_compile to false"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            tiny(**ON | changes)
+def test_what_it_cannot_do_is_refused_by_name(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(conv_products.ENOUGH, torch.float32, 16 * 16 - 1)
     others = nn.Sequential(
-        nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3, groups=2), nn.Conv2d(16, 16, 3, dilation=2),
+        nn.Conv2d(15, 16, 3), nn.Conv2d(16, 16, 3, groups=2), nn.Conv2d(16, 16, 3, dilation=2),
         nn.Conv2d(16, 16, 3, padding="same"), nn.Conv2d(16, 16, 3, padding=1, padding_mode="circular"),
     )  # fmt: skip
     with pytest.raises(ConfigError, match="conv_weight_products true: the network has no convolution"):
         use_products(tiny(**ON), others, Precision("cpu"), CPU)
     assert use_products(tiny(**ON | {"conv_weight_products": "auto"}), others, Precision("cpu"), CPU) == []
+    fitting = nn.Sequential(nn.Conv2d(16, 16, 3), *others)
+    assert use_products(tiny(**ON), fitting, Precision("cpu"), CPU) == []
+    assert [type(layer) for layer in fitting] == [ProductConv2d] + [nn.Conv2d] * len(others)

@@ -9,17 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from models import build_model
-from tests.conftest import check_they_train_alike
-from train import Trainer
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.training import conv_winograd
 from utils.training.classifier import build_classifier
-from utils.training.compilers import has_compiler
+from utils.training.compilers import HEADER, build_kernels, has_compiler
 from utils.training.conv_products import use_products
 from utils.training.conv_winograd import SIDES, WinogradConv2d, best_side, convolve, use_winograd
-from utils.training.flops import flops_per_image
 from utils.training.precision import Precision
 
 Tiny = Callable[..., Config]
@@ -305,15 +302,19 @@ def test_the_kernels_take_as_many_channels_at_a_time_as_python_asks_for() -> Non
     assert f"LANES = {conv_winograd.CHANNELS};" in kernels
 
 
-def test_training_continues_with_and_without_it(tiny: Tiny, alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps with it equal three without, up to rounding; then each goes on from the other's state."""
-    monkeypatch.setattr(conv_winograd, "ENOUGH", 1)
-    learners = [Trainer(tiny(lr=0.02, **changes), alone).learner for changes in ({"enable_nhwc": True}, ON)]
-    counts = [sum(isinstance(module, WinogradConv2d) for module in one.model.modules()) for one in learners]
-    assert counts == [0, 4]  # resnet8's 3x3 convolutions with stride 1, but for its first
-    check_they_train_alike(learners)
-    both = [flops_per_image(one.model, (3, 32, 32)) for one in learners]
-    assert both[0] == both[1]  # the network's, however they are computed
+def test_kernels_are_built_anew_when_what_they_share_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor builds a text that it does not know; the header is part of it."""
+    built: list[str] = []
+    monkeypatch.setattr("torch._inductor.codecache.CppCodeCache.load", lambda code, extra_flags: built.append(code))
+    folder = Path(conv_winograd.__file__).parent
+    for name in ("conv_winograd.cpp", "norm_relu_cpu.cpp", HEADER):
+        (tmp_path / name).write_text((folder / name).read_text())
+    for _ in range(2):
+        for name in ("conv_winograd.cpp", "norm_relu_cpu.cpp"):
+            build_kernels(tmp_path / name, "conv_winograd")
+        with (tmp_path / HEADER).open("a") as header:
+            header.write("// changed")
+    assert len({*built}) == 4 and not any(HEADER in code for code in built)
 
 
 def test_weights_and_their_average_are_validated_alike_with_and_without_it(
@@ -324,10 +325,10 @@ def test_weights_and_their_average_are_validated_alike_with_and_without_it(
     images = random(4, 3, 32, 32, seed=0)
     configs = [tiny(ema_decay=0.9, **ON), tiny(ema_decay=0.9, enable_nhwc=True)]
     first, second = (build_classifier(config, build_model, alone) for config in configs)
-    assert "WinogradConv2d" in kinds(first.average.network) and "WinogradConv2d" not in kinds(second.average.network)
-    second.load_network({"model": first.weights.state_dict(), "average": first.average.state_dict()})
+    assert "WinogradConv2d" in kinds(first.ema.network) and "WinogradConv2d" not in kinds(second.validated)
+    second.load_network({"model": first.weights.state_dict(), "average": first.ema.state_dict()})
     for one in (first, second):
-        one.average.network.eval()
+        one.validated.eval()
     torch.testing.assert_close(first.predict(images), second.predict(images), rtol=1e-3, atol=1e-4)
 
 
@@ -381,12 +382,6 @@ def test_where_it_is_on(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_it_cannot_do_is_refused_by_name(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    for changes, words in (
-        ({"enable_nhwc": False}, "conv_winograd is true, .*it needs enable_nhwc true"),
-        ({"enable_compile": True}, "conv_winograd is for eager steps; set it or enable_compile to false"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            tiny(**ON | changes)
     on, auto, float32 = tiny(**ON), tiny(**ON | {"conv_winograd": "auto"}), Precision("cpu")
     others = nn.Sequential(
         nn.Conv2d(3, 512, 3, padding=1), nn.Conv2d(64, 64, 3), nn.Conv2d(64, 64, 3, padding=1, stride=2),

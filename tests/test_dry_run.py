@@ -37,13 +37,13 @@ def test_the_memory_estimate_counts_what_a_step_leaves(tiny, alone, changes):
     config = tiny(fused_optimizer=False, **changes)
     trainer = train.Trainer(config, alone)
     trainer.learner.step(*next(iter(trainer.loaders.train)), trainer.learner.sums)
-    if trainer.learner.average is not None:
-        trainer.learner.average.update()
+    ema = trainer.learner.ema
+    if ema is not None:
+        ema.update()
     weights = {*trainer.learner.model.parameters(), *trainer.learner.weights.parameters()}
     states = trainer.learner.optimizer.state.values()
     moments = [value for state in states for name, value in state.items() if name != "step"]  # AdamW's has four bytes
-    averaged = trainer.learner.average.network
-    average = [] if averaged is trainer.learner.model else averaged.state_dict().values()
+    average = [] if ema is None else ema.network.state_dict().values()
     assert state_bytes(config, trainer.learner.weights) == 2 * size(weights) + size(moments) + size(average)
 
 

@@ -201,10 +201,10 @@ def test_an_overflow_in_the_first_fused_step_leaves_no_trace(tiny, gpu, graphs):
 
 def test_average_of_weights_waits_for_nothing(tiny, gpu):
     trainer = Trainer(on_gpu(tiny, ema_decay=0.9), gpu)
-    trainer.learner.average.update()
+    trainer.learner.ema.update()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        trainer.learner.average.update()
+        trainer.learner.ema.update()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -59,6 +59,14 @@ def test_others_are_refused_with_the_holders_name(
     earlier.lock.close()
 
 
+def test_a_start_that_still_reads_is_named_as_the_holder(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    def look() -> None:
+        with pytest.raises(FolderHeldError, match=r"--run-dir\nit is process \d+ on \S+$"):
+            lock_folder(tmp_path / "run")
+
+    open_run(tmp_path / "run", "auto", tiny(), {}, {}, begin=look).lock.close()
+
+
 def test_a_lock_that_nobody_has_signed_yet_names_nobody(tmp_path: Path) -> None:
     with lock_folder(tmp_path / "run") as lock:
         with pytest.raises(FolderHeldError) as refused:

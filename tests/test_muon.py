@@ -79,6 +79,16 @@ def test_steps_are_nearly_orthogonal_and_of_adamws_size(shape):
     assert orthogonalise(torch.zeros(shape)).abs().max() == 0
 
 
+def test_products_are_in_float32_and_tf32_is_as_before(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    monkeypatch.setattr(
+        "utils.training.muon._orthogonalise", lambda matrix: seen.append(torch.backends.cuda.matmul.allow_tf32)
+    )
+    orthogonalise(torch.ones(2, 2))
+    assert (seen, torch.backends.cuda.matmul.allow_tf32) == ([False], True)
+
+
 def test_channels_last_makes_no_difference(tiny):
     results = []
     for memory_format in (torch.contiguous_format, torch.channels_last):

@@ -121,11 +121,31 @@ def test_plateau_cuts_when_pytorch_does():
         reference = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=patience, eps=0)
         ours = Plateau(patience)
         schedule = Schedule(kind="plateau", warmup_steps=0, total_steps=1, decay_factor=0.5)
+        span = generator.choice((1.0, 3e-4))  # a loss that is better by less than 1e-4 of it is not
         for _ in range(40):
-            loss = generator.random()
+            loss = 1 - span * generator.random()
             reference.step(loss)
             ours.observe(loss)
             assert schedule.factor(0, ours.cuts) == pytest.approx(optimizer.param_groups[0]["lr"])
+
+
+def test_the_plateau_observes_the_validation_loss_of_epochs_behind_the_warmup(tiny, alone, tmp_path, monkeypatch):
+    observed = []
+    monkeypatch.setattr(Plateau, "observe", lambda plateau, loss: observed.append(loss))
+    config = tiny(lr_schedule="plateau", lr_warmup_epochs=1, max_epochs=3)
+    Trainer(config, alone, tmp_path, "tiny", "auto").train()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert observed == [row["loss/valid"] for row in records if row["kind"] == "epoch"][1:]
+
+
+def test_a_resumed_plateau_has_the_present_patience_and_the_earlier_course(tiny, alone):
+    before, after = (Trainer(tiny(lr_plateau_patience=patience), alone).learner for patience in (5, 2))
+    for loss in (1.0, 1.5, 1.5):
+        before.plateau.observe(loss)
+    after.load_state_dict(before.state_dict())
+    assert (after.plateau.patience, after.plateau.best, after.plateau.bad_epochs) == (2, 1.0, 2)
+    after.plateau.observe(1.5)
+    assert after.plateau.cuts == 1
 
 
 def test_plateau_never_takes_nan_for_progress():

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from models import build_model
-from tests.conftest import check_they_train_alike
 from train import Trainer
 from utils.config import Config
 from utils.distributed.world import World
@@ -52,12 +51,6 @@ def test_it_keeps_names_parameters_and_random_draws(tiny: Tiny, alone: World) ->
     assert not any(isinstance(module, PaddedConvolution) for module in plain.model.modules())
     parameters = list(padded.model.parameters())
     assert all(parameter.device.type == "cpu" for parameter in parameters)
-
-
-def test_training_continues_with_and_without_it(tiny: Tiny, alone: World) -> None:
-    """Three steps with it equal three without; then each takes the other's state and goes on alike."""
-    learners = [Trainer(tiny(stem_channels=channels, lr=0.02), alone).learner for channels in (3, 8)]
-    check_they_train_alike(learners)
 
 
 def test_any_first_convolution_is_padded_or_its_absence_told(tiny: Tiny) -> None:

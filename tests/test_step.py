@@ -5,25 +5,33 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.conftest import RECIPE, ROOT
+from tests.conftest import RECIPE, ROOT, check_they_train_alike
 from tools.bench.training import build_measured
 from train import Trainer
 from utils.config import Config
+from utils.distributed.ddp import wrap_in_ddp
 from utils.distributed.world import World
-from utils.errors import ConfigError
+from utils.errors import ConfigError, ExpectedError
 from utils.run.logger import RunLogger
 from utils.training import conv_products
 from utils.training.batches import prefetch
 from utils.training.compilers import compiles, has_compiler
+from utils.training.conv_products import ProductConv2d
+from utils.training.conv_winograd import WinogradConv2d
+from utils.training.flops import flops_per_image
+from utils.training.norm_relu import NormReLU
 from utils.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from utils.training.stem import PaddedConvolution
 from utils.training.step import choose_step, wants_graphs
 
 # every switch of speed that a CPU can use, alone; the last one is all together
@@ -89,6 +97,31 @@ def test_a_switch_trains_like_float32_for_200_steps(tiny, alone, references, nam
     torch.testing.assert_close(*windows, rtol=0.08, atol=0.03)
 
 
+OWN_LAYERS = ("stem", "fused norm", "conv products", "conv winograd")  # by names of SWITCHES
+
+
+@pytest.mark.parametrize(("name", "layers"), zip(OWN_LAYERS, (1, 6, 8, 4), strict=True))
+def test_training_continues_with_and_without_our_own_layers(tiny, alone, name, layers):
+    """Three steps with them equal three without, up to rounding; then each goes on from the other's state."""
+    if name not in SWITCHES:
+        pytest.skip("no C++ compiler")
+    changes = {"lr": 0.02, "enable_nhwc": True}
+    learners = [Trainer(tiny(**changes | others), alone).learner for others in ({}, SWITCHES[name])]
+    own = (PaddedConvolution, NormReLU, ProductConv2d, WinogradConv2d)
+    assert [sum(isinstance(module, own) for module in one.model.modules()) for one in learners] == [0, layers]
+    check_they_train_alike(learners)
+    if name == "conv winograd":  # the network's operations are counted, however they are computed
+        assert len({flops_per_image(one.model, (3, 32, 32)) for one in learners}) == 1
+
+
+@pytest.mark.parametrize("key", ["fuse_norm_relu", "conv_weight_products", "conv_winograd"])
+def test_our_own_layers_need_nhwc_and_an_eager_step(tiny, key):
+    with pytest.raises(ValueError, match=f"{key} is true, .*it needs enable_nhwc true"):
+        tiny(**{key: True})
+    with pytest.raises(ValueError, match=f"{key} is for eager steps; set it or enable_compile to false"):
+        tiny(**{key: True}, enable_nhwc=True, enable_compile=True)
+
+
 class Small(nn.Module):
     """Compiles in seconds: images [N, 3, 32, 32] -> logits [N, 10]."""
 
@@ -108,7 +141,7 @@ def test_a_compiled_step_equals_the_eager_one_and_keeps_the_models_names(tiny, a
         images = torch.randn(8, 3, 32, 32, generator=generator)
         labels = torch.randint(0, 10, (8,), generator=generator)
         for training in trainings:
-            training.train(images, labels)
+            training.train_step(images, labels)
     eager, compiled = (training.model.state_dict() for training in trainings)
     assert list(eager) == list(compiled)
     for name, value in eager.items():
@@ -159,12 +192,12 @@ def test_compiling_needs_pythons_headers_and_for_cuda_a_c_compiler(tiny, monkeyp
 )
 def test_the_step_that_is_measured_is_the_one_that_trains(tiny, alone, changes):
     trainer, measured = (build(tiny(**changes), alone) for build in (Trainer, build_measured))
-    assert measured.step.clip_grad_norm == changes.get("clip_grad_norm")
+    assert measured.step.keys.clip_grad_norm == changes.get("clip_grad_norm")
     assert measured.step.accumulation == trainer.learner.batch.accumulation
     trainer.loaders.train.set_epoch(0)
     for images, labels in trainer.loaders.train:
-        trainer.learner.train(images, labels)
-        measured.train(images, labels)
+        trainer.learner.train_step(images, labels)
+        measured.train_step(images, labels)
     for name, value in trainer.learner.model.state_dict().items():
         assert torch.equal(value, measured.model.state_dict()[name]), name
     with pytest.raises(ConfigError, match="enable_sync_bn needs CUDA devices"):
@@ -275,6 +308,30 @@ def test_extra_opts_are_what_keeps_loss_scaling_from_asking(tiny, alone, monkeyp
     assert count_reads(asking, alone, monkeypatch, plain)[0] > 0
     silent = tiny("bs256-amp-nhwc-extra-opts", loss_scale=128, log_freq=1000)
     assert count_reads(silent, alone, monkeypatch, fused)[0] == 0
+
+
+def test_gradients_cross_the_ranks_once_a_step(tiny, alone):
+    """With the last of four micro-batches, in one bucket."""
+    buckets = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrap = partial(wrap_in_ddp, look=buckets.append)
+        learner = build_measured(tiny(micro_batch_size=2, batch_size=8), alone, wrap)
+        buckets.clear()  # of what settles them
+        learner.train_step(torch.randn(8, 3, 32, 32), torch.randint(10, (8,)))
+    finally:
+        dist.destroy_process_group()
+    assert learner.batch.accumulation == 4 and len(buckets) == 1
+
+
+def test_a_loss_that_is_not_finite_is_told_with_its_iteration(tiny, alone):
+    """Of a step, whatever the number of its micro-batches."""
+    trainer = Trainer(tiny(batch_size=8, micro_batch_size=2), alone)
+    for iteration in range(4):
+        images = torch.full((8, 3, 32, 32), torch.nan) if iteration == 2 else torch.randn(8, 3, 32, 32)
+        trainer.learner.train_step(images, torch.randint(10, (8,)))
+    with pytest.raises(ExpectedError, match="in epoch 1, iteration 2, learning rate"):
+        trainer.state.check_finite(trainer.learner.sums.average(alone))
 
 
 def test_prefetch_hands_on_what_comes(tiny):

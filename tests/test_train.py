@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import train as train_module
-import train_simple
 from tests.conftest import ROOT, TINY
 from tests.processes import run_on_a_terminal, without_launcher
 from train import Trainer
@@ -40,29 +39,6 @@ def run(config, world, folder, resume="auto"):
 
 def without_times(rows):
     return [{key: value for key, value in row.items() if key not in MEASURED} for row in rows]
-
-
-def test_train_py_with_every_switch_off_equals_train_simple(tiny, alone, tmp_path, monkeypatch):
-    config = tiny("bs128", data_loader="torchvision", limit_train_batches=6, max_epochs=3)
-    run(config, alone, tmp_path / "run")
-    simple = train_simple.Trainer(config)
-    # the drawn shapes bring their own mean and deviation; train_simple is written for CIFAR-100 alone
-    dataset = train_module.open_dataset(config, alone)
-    simple.normalise = train_module.build_loaders(config, dataset, alone).train.normalise
-    history = simple.train()
-    ours = records(tmp_path / "run", "epoch")
-    assert [{key: row[key] for key in history[0]} for row in ours] == history
-
-
-def test_train_simple_is_float32_on_the_device_of_its_configuration(tiny, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = True
-    try:
-        simple = train_simple.Trainer(tiny("bs128", data_loader="torchvision"))
-        assert simple.device == torch.device("cpu") and not torch.backends.cudnn.allow_tf32
-    finally:
-        torch.backends.cudnn.allow_tf32 = before
 
 
 def test_two_epochs_equal_one_and_a_resumed_one(tiny, alone, tmp_path):
@@ -125,7 +101,7 @@ def test_extra_opts_switch_their_members_and_members_stand_alone(tiny, alone):
     group = Trainer(tiny(enable_extra_opts=True, zero_grad_set_to_none=False), alone)
     assert group.learner.optimizer.param_groups[0]["fused"]
     assert torch.backends.cudnn.benchmark
-    assert not group.learner.step.set_to_none
+    assert not group.learner.keys.extra_opt("zero_grad_set_to_none")
     single = Trainer(tiny(fused_optimizer=True), alone)
     assert single.learner.optimizer.param_groups[0]["fused"]
     assert not torch.backends.cudnn.benchmark
@@ -310,18 +286,6 @@ def test_a_linked_run_folder_stays_where_it_leads(tiny, alone, tmp_path):
         run(tiny(max_epochs=1), alone, tmp_path / "run", resume="never")
     assert (tmp_path / "run").is_symlink()
     assert (tmp_path / "disk/metrics.jsonl").exists() and (tmp_path / "disk.1/metrics.jsonl").exists()
-
-
-@pytest.mark.parametrize("arguments", [["--epochs", "0"], ["--data_path", "/nonexistent/data"]])
-def test_train_simple_says_what_is_wrong_in_a_line_or_two(arguments, monkeypatch, capsys):
-    def refuse(*_args, **_options):
-        raise DataError("CIFAR-100 is not there")
-
-    monkeypatch.setattr(train_simple, "load_dataset", refuse)
-    monkeypatch.setattr(sys, "argv", ["train_simple.py", *arguments])
-    monkeypatch.chdir(ROOT)
-    assert train_simple.main() == (2 if "--epochs" in arguments else 3)
-    assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_ctrl_c_during_the_imports_ends_without_a_traceback(tmp_path):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,14 @@ from utils.distributed.world import World
 from utils.errors import ConfigError, CorruptionError
 from utils.run.checkpoint import newest_good
 from utils.training.dry_run import describe, kept_bytes
-from utils.training.fingerprint import CHUNK, WORKING_BYTES, fingerprint, take_prints
+from utils.training.fingerprint import (
+    CHUNK,
+    WORKING_BYTES,
+    Prints,
+    describe_verification,
+    fingerprint,
+    take_prints,
+)
 from utils.training.judge import Evidence, judge, odd_ranks, tell
 from utils.training.learner import Learner
 from utils.training.step_state import KeptState, gradients, own_tensors, shared_tensors
@@ -47,7 +55,7 @@ def some_steps(learner: Learner, verifier: Verifier, number: int) -> dict[str, T
     """What is left of the state after some steps, gradients included."""
     learner.model.train()
     for images, labels in itertools.islice(random_batches(learner, verifier.world), number):
-        verifier.train(learner, images, labels)
+        verifier.train_step(images, labels)
     everything = shared_tensors(learner) | own_tensors(learner) | gradients(learner)
     return {name: tensor.detach().clone() for name, tensor in everything.items()}
 
@@ -122,7 +130,7 @@ def test_flips_of_every_kind_are_caught(tiny, alone, name) -> None:
 
 
 def test_a_campaign_counts_what_a_blind_verifier_misses(tiny, alone, monkeypatch) -> None:
-    monkeypatch.setattr(Verifier, "_is_due", lambda verifier, learner: False)
+    monkeypatch.setattr(Verifier, "_is_due", lambda verifier: False)
     outcome = campaign(tiny(verify_every_steps=1, batch_size=16), alone, 14)
     assert len(outcome.missed) == flips_of(outcome)[1] > 0
     assert all("step" in line and "rank 0" in line for line in outcome.missed)
@@ -154,10 +162,10 @@ def campaign_of_ranks(changes: dict[str, Any], flips: int) -> int:
     ("ranks", "changes"), [(3, {}), (2, {"micro_batch_size": 3, "broadcast_buffers": True, "ema_decay": 0.9})]
 )
 def test_the_rank_of_a_flip_is_named_among_several(tmp_path, ranks, changes) -> None:
-    ended = run_ranked(tmp_path / "job", ranks, campaign_of_ranks, changes, 14)
+    ended = run_ranked(tmp_path / "job", ranks, campaign_of_ranks, changes, len(KINDS))
     assert [process.status for process in ended] == [0] * ranks, complaints(ended)
     missed, misnamed, alarms, changed = json.loads(ended[0].output)
-    assert (missed, misnamed, alarms) == ([], [], []) and changed > 7
+    assert (missed, misnamed, alarms) == ([], [], []) and changed > 3
 
 
 def strike(folder: Path, settings: dict[str, Any], *options: str) -> int:
@@ -207,9 +215,15 @@ def test_what_cannot_be_flipped_is_said(tmp_path, capsys) -> None:
     assert "verify_every_steps is null: no step is checked" in ended.output
 
 
+class BesideARougherRank(World):
+    def gather(self, value: Any) -> list[Any]:
+        """What another rank has measured, too."""
+        return [value, {"of another rank": 0.5}] if isinstance(value, dict) else [value]
+
+
 def test_a_device_that_rounds_differently_each_time_is_measured_first(tiny, alone) -> None:
     learner, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=16), alone)
-    verifier.rounds, verifier.measured = True, False
+    verifier.rounds, verifier.measured, verifier.world = True, False, BesideARougherRank(0, 0, 1, alone.device)
     drawn = torch.Generator().manual_seed(0)
     for parameter in learner.model.parameters():  # as the order of a GPU's atomic additions does
         parameter.register_hook(lambda gradient: gradient * (1 + 1e-6 * torch.randn(gradient.shape, generator=drawn)))
@@ -218,6 +232,7 @@ def test_a_device_that_rounds_differently_each_time_is_measured_first(tiny, alon
     assert re.search(r"6 repetitions of one step differ.*gradient \d", measured)
     assert re.search(r"Verified 20 step\(s\), none wrong, in .* s: .*% of the training", verified)
     assert 0 < verifier.bounds["gradient"] < 1e-5
+    assert verifier.bounds["of another rank"] == 0.5
     assert verifier.remarks() == []
     with Flipper(learner, verifier, Flip("weight", 0, learner.steps, "1"), 0) as flipper:
         flipper._strike = lambda chosen: flip_bit(chosen[1], 0, 30)  # type: ignore[method-assign]
@@ -225,12 +240,14 @@ def test_a_device_that_rounds_differently_each_time_is_measured_first(tiny, alon
             some_steps(learner, verifier, 1)
 
 
-def test_a_verifier_says_what_it_promises(tiny, alone) -> None:
-    verifier = Verifier(tiny(verify_every_steps=3), alone)
-    assert verifier.notes() == ["verify_every_steps 3: one of 3 steps is trained twice; every bit of it must be equal"]
-    verifier.rounds = True
-    assert "deterministic: true" in verifier.notes()[0]
-    assert Verifier(tiny(), alone).notes() == []
+def test_the_log_says_what_is_promised(tiny, alone) -> None:
+    promise = "verify_every_steps 3: one of 3 steps is trained twice; every bit of it must be equal"
+    learner, _ = build_tiny(tiny(verify_every_steps=3), alone)
+    assert learner.notes == [promise]
+    cuda = torch.device("cuda", 0)
+    assert "deterministic: true" in describe_verification(tiny(verify_every_steps=3), cuda)[0]
+    assert describe_verification(tiny(verify_every_steps=3, deterministic=True), cuda) == [promise]
+    assert describe_verification(tiny(), cuda) == []
 
 
 def test_the_estimate_of_memory_counts_what_is_kept(tiny, alone) -> None:
@@ -267,6 +284,15 @@ def test_the_judgement() -> None:
     assert verdict is not None and (verdict.ranks, verdict.how) == ([1], "changed in memory since the step before")
     message = tell(7, [SEEN, replace(own, device="host b, H200 GPU-1")])
     assert "step 7, of rank 1 (host b, H200 GPU-1): own gradient x (and 1 more) differs" in message
+
+
+def test_a_distance_that_is_no_number_is_apart(tiny, alone) -> None:
+    _, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=8), alone)
+    verifier.bounds = {"gradient": 0.5}
+    right, *others = (
+        Prints({"gradient x": bits}, {"gradient x": (total, 4.0)}) for bits, total in enumerate((1.0, 2.0, math.nan))
+    )
+    assert [verifier._apart(right, other) for other in others] == [[], ["gradient x"]]
 
 
 def test_prints_tell_apart_what_is_missing() -> None:

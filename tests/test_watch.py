@@ -15,7 +15,7 @@ from utils.clock import Clock
 from utils.distributed.launch import torchrun_here
 from utils.distributed.world import World
 from utils.training.metrics import Confusion, worst_classes
-from utils.training.watch import StepWatch, Window, input_remedy, slow_ranks, waiting_share
+from utils.training.watch import JUDGED_WINDOWS, StepWatch, Window, input_remedy, slow_ranks, waiting_share
 
 
 @pytest.fixture
@@ -83,6 +83,18 @@ def test_waiting_for_input_is_measured_and_said_once(alone, clock):
     assert len(remarks) == 1 and "takes 30% of the time; more num_data_workers (now 6 a rank)" in remarks[0]
     epoch(watch, model, clock, waiting=3)
     assert watch.judge("") == []
+
+
+def test_a_rank_that_has_become_slow_is_named_whatever_it_was_before(alone, clock):
+    """Judged by the last windows alone."""
+    watch, remarks = StepWatch(nn.Conv2d(3, 1, 1), alone, running()), []
+    for seconds in (1.0, 1.5, 1.5):
+        others = ("other", [Window(seconds, 0, 1)] * JUDGED_WINDOWS)
+        watch.world = SimpleNamespace(gather=lambda mine, others=others: [mine, others])
+        watch._windows = [Window(1.0, 0, 1)] * JUDGED_WINDOWS
+        remarks.append(watch.judge(""))
+    assert [len(remark) for remark in remarks] == [0, 1, 0]
+    assert remarks[1][0].startswith("Rank 1 on other is slow: 1.50 times the median")
 
 
 def test_a_little_waiting_is_not_worth_a_line(alone, clock):

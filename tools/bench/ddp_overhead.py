@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
             def steps() -> Mapping[str, float]:
                 started, busy = time.perf_counter(), time.process_time()
                 for _ in range(options.steps):
-                    learner.train(images, labels)
+                    learner.train_step(images, labels)
                 common.synchronize(world.device)
                 seconds = time.perf_counter() - started, time.process_time() - busy
                 return {name: 1000 * spent / options.steps for name, spent in zip(QUANTITIES, seconds, strict=True)}

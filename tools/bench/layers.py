@@ -102,7 +102,7 @@ class WholeStep:
         return found | ({"system": 1e3 * in_system, "faults": faults} if self.device.type == "cpu" else {})
 
     def _train(self) -> None:
-        self.learner.train(self.images, self.labels)
+        self.learner.train_step(self.images, self.labels)
 
     @property
     def update_bytes(self) -> float:

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     def measure(world: World) -> None:
         prepare_backends(config, world.device)
         datasets: dict[str, Dataset] = {}
-        step = build_measured(config, world).train if options.steps else None
+        step = build_measured(config, world).train_step if options.steps else None
         cases: dict[str, Callable[[], Mapping[str, float]]] = {}
         for name, chosen in configs.items():
             if chosen.data_path not in datasets:

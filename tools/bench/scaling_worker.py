@@ -57,7 +57,7 @@ def _time_steps(learner: Learner, images: Tensor, labels: Tensor, world: World, 
     world.barrier()
     started = time.perf_counter()
     for _ in range(steps):
-        learner.train(images, labels)
+        learner.train_step(images, labels)
     common.synchronize(world.device)
     world.barrier()
     return max(world.gather((time.perf_counter() - started) / max(1, steps)))
@@ -70,7 +70,7 @@ def _time_epoch(learner: Learner, loaders: Loaders, config: Config, world: World
     loaders.train.set_epoch(0)
     batches = 0
     for images, labels in prefetch(config, iter(loaders.train), world.device):
-        learner.train(images, labels)
+        learner.train_step(images, labels)
         batches += 1
         if batches == steps:
             break

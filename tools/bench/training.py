@@ -50,12 +50,12 @@ class Rung:
         self.loader = build_loaders(config, open_dataset(config, self.world), self.world).train
         self.batch = next(iter(self.loader))
         for _ in range(capture_steps(config, self.world.device)):
-            self.learner.train(*self.batch)
+            self.learner.train_step(*self.batch)
 
     def __call__(self, warmup: int, iters: int) -> dict[str, float]:
         """{"compute", "io", "full": images/s, "seconds": of the whole trial, "memory": bytes at most}."""
         started = time.perf_counter()
-        device, train = self.world.device, self.learner.train
+        device, train = self.world.device, self.learner.train_step
         values = {
             "compute": images_per_sec(self.config, device, itertools.repeat(self.batch), warmup, iters, train),
             "io": images_per_sec(self.config, device, endless(self.loader), warmup, iters, lambda *_: None),
@@ -69,7 +69,7 @@ class Rung:
     def _full(self, warmup: int, iters: int) -> float:
         """Images per second of loader and step together."""
         batches = prefetch(self.config, endless(self.loader), self.world.device)
-        return images_per_sec(self.config, self.world.device, batches, warmup, iters, self.learner.train)
+        return images_per_sec(self.config, self.world.device, batches, warmup, iters, self.learner.train_step)
 
 
 def images_per_sec(

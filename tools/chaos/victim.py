@@ -18,7 +18,7 @@ def arm(faults: list[Fault], rank: int) -> None:
     from utils.training.learner import Learner
 
     mine = [fault for fault in faults if fault.rank == rank]
-    train: Callable[..., None] = Learner.train
+    train: Callable[..., None] = Learner.train_step
 
     def train_and_strike(self: Learner, *batch: object) -> None:
         train(self, *batch)
@@ -31,7 +31,7 @@ def arm(faults: list[Fault], rank: int) -> None:
                 else:
                     strike(fault)
 
-    Learner.train = train_and_strike  # type: ignore[method-assign, assignment]
+    Learner.train_step = train_and_strike  # type: ignore[method-assign, assignment]
     for fault in mine:
         if KINDS[fault.kind].before:
             strike(fault)

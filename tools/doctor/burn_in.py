@@ -49,7 +49,7 @@ def burn_in(config: "Config", world: "World", minutes: float) -> Finding:
     def train(steps: int) -> float:
         def action() -> None:
             for _ in range(steps):
-                learner.train(*batch)
+                learner.train_step(*batch)
 
         return time_action(world.device, action)
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from tools.inject.campaign import Outcome
     from utils.distributed.world import World
-    from utils.training.learner import Learner
 
 EXIT_STATUS = "0 nothing was missed, misnamed or alarmed falsely, 1 something was; with --strike that of training: 5"
 CAMPAIGN = {
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.strike:
         if config.verify_every_steps is None:
             say("verify_every_steps is null: no step is checked, so nothing finds the flip; --set verify_every_steps=1")
-        return strike(options)
+        return strike(options, config)
     if config.verify_every_steps != 1:
         raise ConfigError(f"verify_every_steps {config.verify_every_steps}: a campaign checks every step; use 1")
     from utils.distributed.ranks import run_ranks
@@ -89,24 +88,28 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def strike(options: argparse.Namespace) -> int:
+def strike(options: argparse.Namespace, config: Config) -> int:
     """train.py in this process, as one of the ranks, with one flip in it; returns its exit status."""
     from tools.inject.flips import Flip, Flipper
     from utils.distributed.launch import find_launch
+    from utils.training.learner import Learner
     from utils.training.verify import Verifier
 
-    ranks = find_launch(os.environ).world_size
+    launch = find_launch(os.environ)
+    rank, ranks = launch.rank, launch.world_size
     if not 0 <= options.rank < ranks:
         raise ConfigError(f"--rank {options.rank}: this run has ranks 0 to {ranks - 1}")
     flip = Flip(options.strike, options.rank, options.step - 1, str(options.seed), options.repetition)
-    check, flippers = Verifier.train, list[Flipper]()
+    trains: type[Verifier | Learner] = Learner if config.verify_every_steps is None else Verifier
+    train_step, flippers = trains.train_step, list[Flipper]()
 
-    def lie_in_wait(verifier: Verifier, learner: "Learner", images: "Tensor", labels: "Tensor") -> None:
-        Verifier.train = check  # type: ignore[method-assign]
-        flippers.append(Flipper(learner, verifier, flip, verifier.world.rank, told=print).__enter__())
-        verifier.train(learner, images, labels)
+    def lie_in_wait(trainer: Verifier | Learner, images: "Tensor", labels: "Tensor") -> None:
+        trains.train_step = train_step  # type: ignore[method-assign]
+        learner, verifier = (trainer.learner, trainer) if isinstance(trainer, Verifier) else (trainer, None)
+        flippers.append(Flipper(learner, verifier, flip, rank, told=print).__enter__())
+        trainer.train_step(images, labels)
 
-    Verifier.train = lie_in_wait  # type: ignore[method-assign, assignment]
+    trains.train_step = lie_in_wait  # type: ignore[method-assign, assignment]
     choice = [f"--config={options.config}", f"--yaml_config={options.yaml_config}", f"--run-dir={options.run_dir}"]
     sys.argv = [str(TRAIN), *choice, "--resume=never", *(f"--set={setting}" for setting in options.set)]
     try:

@@ -50,9 +50,8 @@ class Outcome:
 
 def build_tiny(config: Config, world: World) -> tuple[Learner, Verifier]:
     """Collective: what a campaign trains, and what checks its steps."""
-    verifier = Verifier(config, world)
-    learner = build_learner(config, lambda keys: tiny(keys.num_classes), world, 1000, wrap=verifier.wrap)
-    return learner, verifier
+    learner = build_learner(config, lambda keys: tiny(keys.num_classes), world, 1000)
+    return learner, Verifier(learner, world)
 
 
 def random_batches(learner: Learner, world: World) -> Iterator[Batch]:
@@ -89,7 +88,7 @@ def train_cleanly(learner: Learner, verifier: Verifier, batch: Batch, outcome: O
     """Collective: one checked step without a flip."""
     outcome.clean_steps += 1
     try:
-        verifier.train(learner, *batch)
+        verifier.train_step(*batch)
     except CorruptionError as error:
         outcome.alarms.append(str(error))
         verifier.left = None  # of a step that was not gone on from
@@ -106,7 +105,7 @@ def flip_once(learner: Learner, verifier: Verifier, flip: Flip, batch: Batch, ou
     """Collective: one flip in one checked step; afterwards everything is as before."""
     world = verifier.world
     before, left = KeptState(learner, batch), verifier.left
-    learner.train(*batch)
+    learner.train_step(*batch)
     right = {name: tensor.detach().clone() for name, tensor in _result(learner).items()}
     before.restore()
     changed = False
@@ -118,7 +117,7 @@ def flip_once(learner: Learner, verifier: Verifier, flip: Flip, batch: Batch, ou
     error = None
     with Flipper(learner, verifier, flip, world.rank, after_pass=compare) as flipper:
         try:
-            verifier.train(learner, *batch)
+            verifier.train_step(*batch)
         except CorruptionError as raised:
             error = raised
     struck = next(filter(None, world.gather(flipper.struck)), "nothing")

@@ -33,7 +33,7 @@ class Flipper:
     """Lets one flip happen in a learner's training; `struck` then says where."""
 
     learner: Learner
-    verifier: Verifier
+    verifier: Verifier | None
     flip: Flip
     rank: int
     struck: str = ""
@@ -50,21 +50,27 @@ class Flipper:
                 "enable_cuda_graphs and enable_compile to false, or flip a weight, optimizer or batch"
             )
         self._draw = random.Random(self.flip.seed)
-        self._train, self._check = self.learner.train, self.verifier.train
+        self._pass = self.learner.train_step
+        self._step = self._train_a_pass if self.verifier is None else self.verifier.train_step
 
     def __enter__(self) -> "Flipper":
-        self.learner.train = self._train_a_pass  # type: ignore[method-assign]
-        self.verifier.train = self._train_a_step  # type: ignore[method-assign]
+        if self.verifier is None:
+            self.learner.train_step = self._train_a_step  # type: ignore[method-assign]
+        else:
+            self.learner.train_step = self._train_a_pass  # type: ignore[method-assign]
+            self.verifier.train_step = self._train_a_step  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.learner.train, self.verifier.train = self._train, self._check  # type: ignore[method-assign]
+        self.learner.train_step = self._pass  # type: ignore[method-assign]
+        if self.verifier is not None:
+            self.verifier.train_step = self._step  # type: ignore[method-assign]
 
-    def _train_a_step(self, learner: Learner, images: Tensor, labels: Tensor) -> None:
+    def _train_a_step(self, images: Tensor, labels: Tensor) -> None:
         self.passes = 0
         if self._is_now() and self.flip.kind in AT_REST:
-            self._strike(self._choose(_state(learner, self.flip.kind.removesuffix(" at rest"))))
-        self._check(learner, images, labels)
+            self._strike(self._choose(_state(self.learner, self.flip.kind.removesuffix(" at rest"))))
+        self._step(images, labels)
 
     def _train_a_pass(self, images: Tensor, labels: Tensor) -> None:
         self.passes += 1
@@ -75,7 +81,7 @@ class Flipper:
         elif now and kind in IN_MEMORY:
             self._strike(self._choose(_state(self.learner, kind)))
         handle = self._lie_in_wait() if now and kind in IN_PYTHON else None
-        self._train(images, labels)
+        self._pass(images, labels)
         if handle is not None:
             handle.remove()
         if self._is_now(1) and self.passes == self.flip.repetition:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from utils.training.norm_relu import NormReLU
 
+COUNTER = "num_batches_tracked"
 COUNT_BY_ADD = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward, NormReLU.forward)
 
 
@@ -48,7 +49,7 @@ class RunningStatistics:
             torch._foreach_div_(self.buffers, self.collected)
 
 
-class Tally:
+class PassCount:
     """Stands in a layer's counter's place during a forward pass."""
 
     def __init__(self) -> None:
@@ -58,36 +59,30 @@ class Tally:
         self.count += number
 
 
-class Counters:
-    """Raises the counts of batches, `num_batches_tracked`, of all BatchNorm layers at once behind each forward pass of
-    `model`, to the values that the layers themselves give them: on a GPU one kernel in place of one a layer."""
+def defer_batch_counters(model: nn.Module) -> None:
+    """Let the counts of batches, `num_batches_tracked`, of all BatchNorm layers rise at once behind each forward pass
+    of `model`, to the values that the layers themselves give them: on a GPU one kernel in place of one a layer."""
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+    # a class of the user's own may count otherwise than by add_
+    layers = [layer for layer in layers if type(layer).forward in COUNT_BY_ADD]
+    # without momentum a layer computes with its count
+    layers = [layer for layer in layers if layer.momentum is not None and layer.num_batches_tracked is not None]
+    counters: list[Any] = []
 
-    NAME = "num_batches_tracked"
-
-    def __init__(self, model: nn.Module) -> None:
-        layers = [layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
-        # a class of the user's own may count otherwise than by add_
-        layers = [layer for layer in layers if type(layer).forward in COUNT_BY_ADD]
-        # without momentum a layer computes with its count
-        self.layers = [
-            layer for layer in layers if layer.momentum is not None and layer.num_batches_tracked is not None
-        ]
-        self.waiting: list[tuple[Tensor, Tally]] = []
-        # on the network itself, not on what spreads it over ranks: DDP broadcasts its buffers before
-        model.register_forward_pre_hook(self._start)
-        model.register_forward_hook(self._finish, always_call=True)
-
-    def _start(self, model: nn.Module, inputs: Any) -> None:
-        self.waiting = [(layer._buffers[self.NAME], Tally()) for layer in self.layers]  # type: ignore[misc]
-        for layer, (_, tally) in zip(self.layers, self.waiting, strict=True):
-            layer._buffers[self.NAME] = tally  # type: ignore[assignment]
+    def start(model: nn.Module, inputs: Any) -> None:
+        counters[:] = [layer._buffers[COUNTER] for layer in layers]
+        for layer in layers:
+            layer._buffers[COUNTER] = PassCount()  # type: ignore[assignment]
 
     @torch.no_grad()
-    def _finish(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
-        for layer, (counter, _) in zip(self.layers, self.waiting, strict=True):
-            layer._buffers[self.NAME] = counter
-        counted = [(counter, tally.count) for counter, tally in self.waiting if tally.count]
-        self.waiting = []
+    def finish(model: nn.Module, inputs: Any, outputs: Any) -> None:
+        passes: list[Any] = [layer._buffers[COUNTER] for layer in layers]
+        for layer, counter in zip(layers, counters, strict=True):
+            layer._buffers[COUNTER] = counter
+        counted = [(counter, one.count) for counter, one in zip(counters, passes, strict=True) if one.count]
         if counted:
-            counters, counts = zip(*counted, strict=True)
-            torch._foreach_add_(counters, counts)
+            torch._foreach_add_([counter for counter, _ in counted], [count for _, count in counted])
+
+    # on the network itself, not on what spreads it over ranks: DDP broadcasts its buffers before
+    model.register_forward_pre_hook(start)
+    model.register_forward_hook(finish, always_call=True)

@@ -1,11 +1,11 @@
 """An epoch's batches on their way to the step: prefetched, watched, mixed, resized."""
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from utils.data.loader import Loader
 from utils.profiling.profiler import Profiler
 from utils.training.keys import SpeedKeys, TrainingKeys
 from utils.training.recipe import resize, training_size
@@ -15,21 +15,11 @@ Batch = tuple[Tensor, Tensor]  # images [N, 3, H, W] and labels [N], or shares o
 Mix = Callable[[Tensor, Tensor, int, int], Batch]  # (images, labels, epoch, batch) -> mixed ones
 
 
-class Epochs(Protocol):
-    """What is needed of a loader: its contract is in utils/data/__init__.py."""
-
-    def __iter__(self) -> Iterator[Batch]: ...
-
-    def __len__(self) -> int: ...
-
-    def set_epoch(self, epoch: int, first_batch: int = 0) -> None: ...
-
-
 class TrainingBatches:
     """The batches of a training loader, as the step takes them."""
 
     def __init__(
-        self, keys: TrainingKeys, loader: Epochs, mix: Mix, watch: StepWatch, profiler: Profiler, device: torch.device
+        self, keys: TrainingKeys, loader: Loader, mix: Mix, watch: StepWatch, profiler: Profiler, device: torch.device
     ) -> None:
         self.keys, self.loader, self.mix = keys, loader, mix
         self.watch, self.profiler, self.device = watch, profiler, device

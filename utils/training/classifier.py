@@ -17,7 +17,7 @@ from utils.training.conv_winograd import use_winograd
 from utils.training.keys import TrainingKeys
 from utils.training.norm_relu import fuse_norm_relu
 from utils.training.precision import MasterWeights, Precision, choose_precision
-from utils.training.recipe import NoAverage, WeightAverage, build_average
+from utils.training.recipe import Ema, build_ema
 from utils.training.stem import pad_stem
 
 SomeKeys = TypeVar("SomeKeys", bound=TrainingKeys)
@@ -31,8 +31,13 @@ class Classifier:
     model: nn.Module
     precision: Precision
     weights: MasterWeights
-    average: WeightAverage | NoAverage
+    ema: Ema | None
     notes: list[str]
+
+    @property
+    def validated(self) -> nn.Module:
+        """The network that is validated: the moving average where there is one."""
+        return self.model if self.ema is None else self.ema.network
 
     def predict(self, images: Tensor) -> Tensor:
         """Images [N, 3, H, W] -> float32 logits [N, classes] of the network that is validated.
@@ -42,7 +47,7 @@ class Classifier:
 
     def predict_plain(self, images: Tensor) -> Tensor:
         """`predict` of the images as they are alone."""
-        return self.precision.forward(self.average.network, images)
+        return self.precision.forward(self.validated, images)
 
     def average_views(self, outputs: Tensor, images: Tensor) -> Tensor:
         """`predict`, where `outputs` are those of `predict_plain`."""
@@ -52,15 +57,15 @@ class Classifier:
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """BatchNorm's buffers of the network and of its average."""
         yield from self.model.named_buffers()
-        if self.average.network is not self.model:
-            yield from self.average.network.named_buffers(prefix="average")
+        if self.ema is not None:
+            yield from self.ema.network.named_buffers(prefix="average")
 
     def load_network(self, state: dict[str, Any]) -> None:
         """Weights and average from these keys of a checkpoint's table: model, average."""
         self.weights.load_state_dict(state["model"])
-        self.average = build_average(self.keys, self.model)  # where none was saved, it begins with these weights
-        if state["average"] is not None:
-            self.average.load_state_dict(state["average"])
+        self.ema = build_ema(self.keys, self.model)  # where none was saved, it begins with these weights
+        if self.ema is not None and state["average"] is not None:
+            self.ema.load_state_dict(state["average"])
 
 
 def other_views(keys: TrainingKeys, images: Tensor) -> Iterator[Tensor]:
@@ -97,4 +102,4 @@ def build_classifier(keys: SomeKeys, build_model: Callable[[SomeKeys], nn.Module
     if keys.enable_nhwc:
         # NHWC: weights in the channels_last memory format; the loaders bring the images in the same one
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return Classifier(keys, model, precision, MasterWeights(model, precision), build_average(keys, model), notes)
+    return Classifier(keys, model, precision, MasterWeights(model, precision), build_ema(keys, model), notes)

@@ -7,16 +7,21 @@ import sysconfig
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from utils.errors import ConfigError
 from utils.training.keys import SpeedKeys
 
 # Inductor switches both off for its own kernels, which name their vectors. Without the first no comparison is
 # vectorised; no sum changes its order. The second is gcc's: clang vectorises without.
+HEADER = "cpu_kernels.h"
 FLAGS = ("-fno-trapping-math", "-ftree-loop-vectorize")
+
+
+SwitchKey = Literal["fuse_norm_relu", "conv_weight_products", "conv_winograd"]
 
 
 def compiles(keys: SpeedKeys, device: torch.device) -> bool:
@@ -56,7 +61,8 @@ def build_kernels(source: Path, key: str) -> Any:
 
     # which warns of a CUDA toolkit beside no GPU, of which nothing is used here
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    code = source.read_text()
+    # in one text: its hash is how Inductor knows whether it has been built
+    code = source.read_text().replace(f'#include "{HEADER}"', source.with_name(HEADER).read_text())
     try:
         try:
             return CppCodeCache.load(code, extra_flags=FLAGS)
@@ -68,6 +74,38 @@ def build_kernels(source: Path, key: str) -> Any:
             f"{key}: its kernels could not be built: {lines[-1]}; use {key} false, or mend the "
             "compiler, or the folder that TORCHINDUCTOR_CACHE_DIR names"
         ) from error
+
+
+def wants_own_layers(keys: SpeedKeys, key: SwitchKey, device: torch.device, *, auto: bool) -> bool:
+    """Whether `key` puts our own layers in the place of PyTorch's: true always, auto on a CPU that steps eagerly over
+    NHWC memory, where `auto` says so too."""
+    asked = getattr(keys, key)
+    here = device.type == "cpu" and keys.enable_nhwc and not compiles(keys, device)
+    return asked is True or (asked == "auto" and here and auto)
+
+
+def replace_convolutions(
+    keys: SpeedKeys, key: SwitchKey, model: nn.Module, device: torch.device, fits: Callable[[nn.Conv2d], bool],
+    kind: type[nn.Conv2d], *, auto: bool, missing: str, build: Callable[[], Any] | None = None,
+) -> list[str]:  # fmt: skip
+    """Make a `kind` of each Conv2d of `model` that `fits`, where `key` asks for it; returns notes for the log. `build`
+    makes its kernels. `ConfigError` where it is asked for by name and the network is `missing` such convolutions."""
+    asked = getattr(keys, key)
+    if device.type != "cpu":
+        return [f"{key}: left out, it is for CPUs"] if asked is True else []
+    if not wants_own_layers(keys, key, device, auto=auto):
+        return []
+    compiler = missing_compiler(device) if build is not None else ""
+    if compiler:
+        raise ConfigError(f"{key} true needs {compiler}, or use {key} false")
+    found = [module for module in model.modules() if type(module) is nn.Conv2d and fits(module)]
+    if asked is True and not found:
+        raise ConfigError(f"{key} true: the network has no {missing}; use false")
+    if found and build is not None and (failure := failure_to_build(build, asked)):
+        return [failure]
+    for module in found:
+        module.__class__ = kind
+    return []
 
 
 def failure_to_build(build: Callable[[], Any], asked: object) -> str:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import conv2d, pad
 
-from utils.errors import ConfigError
-from utils.training.compilers import compiles
+from utils.training.compilers import replace_convolutions
 from utils.training.conv_winograd import WinogradConv2d
 from utils.training.keys import SpeedKeys
 from utils.training.precision import Precision, has_bf16_kernels
@@ -52,7 +51,7 @@ def weight_gradient(images: Tensor, gradient: Tensor, kernel: Pair, stride: Pair
     return total.to(images.dtype).view(outputs, *kernel, channels).permute(0, 3, 1, 2)
 
 
-class _Convolution(torch.autograd.Function):
+class _ProductConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
         ctx.thinned = None
@@ -86,7 +85,7 @@ class _Convolution(torch.autograd.Function):
 
 def convolve(images: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
     """`conv2d` with one group and no dilation, whose weights' gradient is made of products."""
-    return _Convolution.apply(images, weight, bias, stride, padding)  # type: ignore[no-any-return]
+    return _ProductConvolution.apply(images, weight, bias, stride, padding)  # type: ignore[no-any-return]
 
 
 class ProductConv2d(nn.Conv2d):
@@ -107,25 +106,18 @@ class ProductConv2d(nn.Conv2d):
 def use_products(keys: SpeedKeys, model: nn.Module, precision: Precision, device: torch.device) -> list[str]:
     """Make `ProductConv2d` of the convolutions of `model`, as `conv_weight_products` asks; returns notes for the log.
     `ConfigError` where the network has none that fits."""
-    asked = keys.conv_weight_products
-    if device.type != "cpu":
-        return ["conv_weight_products: left out, it is for CPUs"] if asked is True else []
-    if asked is False or compiles(keys, device):
-        return []
-    if asked == "auto" and not (keys.enable_nhwc and (precision.level == "O0" or has_bf16_kernels())):
-        return []
     enough = ENOUGH[torch.float32 if precision.level == "O0" else torch.bfloat16]
-    found = [module for module in model.modules() if type(module) is nn.Conv2d and _fits(module, enough)]
-    for module in found:
-        module.__class__ = ProductConv2d
-    if not found and any(isinstance(module, WinogradConv2d) for module in model.modules()):
-        return ["conv_weight_products: left out, conv_winograd has the convolutions"] if asked is True else []
-    if asked is True and not found:
-        raise ConfigError(
-            "conv_weight_products true: the network has no convolution with one group, no dilation, zeros around the "
-            f"images and more than {enough} pairs of input and output channels, where products are faster; use false"
-        )
-    return []
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    left = any(type(module) is nn.Conv2d and _fits(module, enough) for module in convolutions)
+    if device.type == "cpu" and not left and any(isinstance(module, WinogradConv2d) for module in convolutions):
+        note = "conv_weight_products: left out, conv_winograd has the convolutions"
+        return [note] if keys.conv_weight_products is True else []
+    return replace_convolutions(
+        keys, "conv_weight_products", model, device, lambda module: _fits(module, enough), ProductConv2d,
+        auto=precision.level == "O0" or has_bf16_kernels(),
+        missing="convolution with one group, no dilation, zeros around the images and more than "
+        f"{enough} pairs of input and output channels, where products are faster",
+    )  # fmt: skip
 
 
 def _fits(module: nn.Conv2d, enough: int) -> bool:

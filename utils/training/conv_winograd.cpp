@@ -2,19 +2,13 @@
 // that each plane is a matrix. It has one more row, of zeros: the places of a tile would else share few sets of the
 // cache. Nothing is summed in an order that depends on the number of threads.
 
-#include <cstdint>
-#include <cstring>
-#include <vector>
+#include "cpu_kernels.h"
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
 
 namespace {
-
-struct bfloat16 {
-    uint16_t bits;
-};
 
 constexpr int64_t LANES = 16;  // channels at a time, 64 bytes; their number is a multiple of it
 typedef float Lanes __attribute__((vector_size(LANES * sizeof(float))));
@@ -23,7 +17,6 @@ typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 // gcc compares and selects number by number where a vector is larger than the machine's
 typedef float Half __attribute__((vector_size(LANES / 2 * sizeof(float))));
 typedef int32_t HalfPlaces __attribute__((vector_size(LANES / 2 * sizeof(int32_t))));
-#pragma GCC diagnostic ignored "-Wpsabi"  // of vectors as arguments, but all these functions are inlined
 
 inline Lanes load(const float* from) {
     Lanes value;
@@ -45,7 +38,7 @@ inline Lanes load(const bfloat16* from) {
     return value;
 }
 
-inline void store(Lanes value, bfloat16* to) {  // to the nearest, of two to the even one; no number stays no number
+inline void store(Lanes value, bfloat16* to) {
 #ifdef __AVX512BF16__
     __m512 lanes;
     std::memcpy(&lanes, &value, sizeof lanes);
@@ -53,9 +46,7 @@ inline void store(Lanes value, bfloat16* to) {  // to the nearest, of two to the
 #else
     Bits bits;
     std::memcpy(&bits, &value, sizeof bits);
-    const Bits is_no_number = ((bits & 0x7FFFFFFF) + 0x7FFFFF) >> 31;  // 1 or 0: such bits are more than infinity's
-    bits += (0x7FFF + ((bits >> 16) & 1)) * (1 - is_no_number);
-    const HighBits high = __builtin_convertvector((bits >> 16) | (is_no_number << 6), HighBits);
+    const HighBits high = __builtin_convertvector(round_to_bfloat16(bits), HighBits);
 #endif
     std::memcpy(to, &high, sizeof high);
 }

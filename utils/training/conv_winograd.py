@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import conv2d, max_pool2d
 
-from utils.errors import ConfigError
-from utils.training.compilers import build_kernels, compiles, failure_to_build, has_compiler, missing_compiler
+from utils.training.compilers import build_kernels, has_compiler, replace_convolutions
 from utils.training.keys import SpeedKeys
 from utils.training.precision import Precision, has_bf16_kernels
 
@@ -96,7 +95,7 @@ class _Tiles:
         return tensors[-1]
 
 
-class _Convolution(torch.autograd.Function):
+class _WinogradConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, side: int, pool: bool) -> Tensor:
         images = images.contiguous(memory_format=torch.channels_last)
@@ -164,7 +163,7 @@ def convolve(
     else:
         whole = pool and not side % 2 and min(images.shape[2:]) > 1  # tiles are whole squares of 2 x 2
         # weights become planes from float32, and their gradients are sums in it
-        out = _Convolution.apply(images, weight.float(), bias, side, whole)
+        out = _WinogradConvolution.apply(images, weight.float(), bias, side, whole)
         pool = pool and not whole
     return max_pool2d(out, 2) if pool else out
 
@@ -206,28 +205,17 @@ class PooledWinogradConv2d(WinogradConv2d):
 def use_winograd(keys: SpeedKeys, model: nn.Module, precision: Precision, device: torch.device) -> list[str]:
     """Make `WinogradConv2d` of the convolutions of `model`, as `conv_winograd` asks; returns notes for the log.
     `ConfigError` where it cannot be had, or the network has none that fits."""
-    asked = keys.conv_winograd
-    if device.type != "cpu":
-        return ["conv_winograd: left out, it is for CPUs"] if asked is True else []
-    if asked is False or compiles(keys, device):
-        return []
     quick = precision.level == "O0" or has_bf16_kernels()
-    if asked == "auto" and not (keys.enable_nhwc and quick and has_compiler()):
-        return []
-    if missing := missing_compiler(device):
-        raise ConfigError(f"conv_winograd true needs {missing}, or use conv_winograd false")
-    found = [module for module in model.modules() if type(module) is nn.Conv2d and _fits(module)]
-    if asked is True and not found:
-        raise ConfigError(
-            "conv_winograd true: the network has no 3x3 convolution with stride 1, padding 1, one group and at least "
-            f"{ENOUGH} pairs of input and output channels, both multiples of {CHANNELS}; use false"
-        )
-    if found and (failure := failure_to_build(build, asked)):
-        return [failure]
-    for module in found:
-        module.__class__ = WinogradConv2d
+    missing = (
+        f"3x3 convolution with stride 1, padding 1, one group and at least {ENOUGH} pairs of input and output "
+        f"channels, both multiples of {CHANNELS}"
+    )
+    notes = replace_convolutions(
+        keys, "conv_winograd", model, device, _fits, WinogradConv2d,
+        auto=quick and has_compiler(), missing=missing, build=build,
+    )  # fmt: skip
     _take_pools(model)
-    return []
+    return notes
 
 
 @cache

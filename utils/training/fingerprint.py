@@ -8,11 +8,14 @@ with a probability of at most about 2^-32.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from utils.training.keys import TrainingKeys
 
 CHUNK = 2**20  # numbers at once: what bounds the memory for factors and products
 CHUNK_FACTOR = 0x1E3779B97F4A7C15  # odd
@@ -91,3 +94,56 @@ def read_prints(names: list[str], bits: Tensor, sketches: Tensor | None) -> Prin
     """Brings them to the host."""
     drawn = [] if sketches is None else [(total, squares) for total, squares in sketches.tolist()]
     return Prints(dict(zip(names, bits.tolist(), strict=True)), dict(zip(names, drawn, strict=False)))
+
+
+@dataclass
+class OwnGradients:
+    """Fingerprints of this rank's gradients before they are averaged, where a CUDA graph can write them too."""
+
+    model: nn.Module
+    device: torch.device
+    sketched: bool
+    wanted: bool = False
+    places: dict[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.names = [f"own gradient {name}" for name, _ in self.model.named_parameters()]
+        self.places = {id(parameter): place for place, parameter in enumerate(self.model.parameters())}
+        self.bits = torch.zeros(len(self.names), dtype=torch.int64, device=self.device)
+        self.sketches = torch.zeros(len(self.names), 2, dtype=torch.float64, device=self.device)
+        factors(self.device)  # a capture allocates nothing that must stay
+
+    @torch.no_grad()
+    def look(self, bucket: dist.GradBucket) -> None:
+        """At a bucket before it is averaged; a graph has no Python in it, and so always looks."""
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not (self.wanted or capturing):
+            return
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            place = self.places[id(parameter)]
+            self.bits[place] = fingerprint(gradient)
+            if self.sketched:
+                self.sketches[place] = sketch(gradient)
+
+    def take(self) -> Prints:
+        """Of the last step; waits for the device."""
+        return read_prints(self.names, self.bits, self.sketches if self.sketched else None)
+
+
+def rounds_each_time_anew(keys: TrainingKeys, device: torch.device) -> bool:
+    """Whether repetitions of a step may differ in their last digits on this device."""
+    return device.type == "cuda" and not keys.deterministic
+
+
+def describe_verification(keys: TrainingKeys, device: torch.device) -> list[str]:
+    """What `verify_every_steps` promises here, for the log."""
+    every = keys.verify_every_steps
+    if every is None:
+        return []
+    promise = "every bit of it must be equal"
+    if rounds_each_time_anew(keys, device):
+        promise = (
+            "without deterministic: true a GPU may round differently each time, so that the first check measures "
+            "how far repetitions lie apart, and only what is further is found"
+        )
+    return [f"verify_every_steps {every}: one of {every} steps is trained twice; {promise}"]

@@ -19,7 +19,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """The ranks that are to blame, all of them where none can be told from the others, and what was seen there."""
 
     ranks: list[int]
@@ -28,7 +28,7 @@ class Verdict:
     remedy: str = "start the same command again"
 
 
-def judge(ranks: Sequence[Evidence]) -> Verdict | None:
+def judge(ranks: Sequence[Evidence]) -> Judgement | None:
     """What the ranks' evidence comes to; None where nothing is wrong. The kinds are asked in the order in which one
     causes the next: a changed weight changes the gradients of its rank, and by the all-reduce the result of all."""
     for what, how in (
@@ -38,19 +38,19 @@ def judge(ranks: Sequence[Evidence]) -> Verdict | None:
     ):
         blamed = {rank: getattr(seen, what) for rank, seen in enumerate(ranks) if getattr(seen, what)}
         if blamed:
-            return Verdict([*blamed], next(iter(blamed.values())), _with_odd(how, ranks, [*blamed]))
+            return Judgement([*blamed], next(iter(blamed.values())), _with_odd(how, ranks, [*blamed]))
     differing = [rank for rank, seen in enumerate(ranks) if seen.result]
     if differing:
         how = "differs between two repetitions of the step"
         if len(ranks) > 1 and len(differing) == len(ranks):
             how += " though no rank's own gradients do: the sum over the ranks went wrong"
-        return Verdict(differing, ranks[differing[0]].result, _with_odd(how, ranks, differing))
+        return Judgement(differing, ranks[differing[0]].result, _with_odd(how, ranks, differing))
     blamed_ranks, tensors = odd_ranks([seen.state for seen in ranks])
     if not blamed_ranks:
         return None
     how = "is not what it is on the other ranks, since this step or an earlier one"
     # its gradients went into the sums of all since then
-    return Verdict(blamed_ranks, tensors, how, "go on with --resume from a checkpoint before the last checked step")
+    return Judgement(blamed_ranks, tensors, how, "go on with --resume from a checkpoint before the last checked step")
 
 
 def odd_ranks(states: Sequence[dict[str, int]]) -> tuple[list[int], list[str]]:

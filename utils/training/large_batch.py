@@ -1,8 +1,8 @@
 """LARS and LAMB: optimizers that give each layer a step in proportion to its weights, for large batches.
 
 In both, only matrices and filters are scaled so; a group with `adapt` false, for BatchNorm and biases, gets the plain
-update, as is usual. The learning rate multiplies the whole update, as in torch.optim.SGD. A test holds both equal to
-timm's, which however scale BatchNorm and biases too wherever these are decayed.
+update, as is usual. The learning rate multiplies the whole update, as in torch.optim.SGD. Tests hold both equal to the
+papers' formulas.
 """
 
 from abc import ABC, abstractmethod

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -11,11 +12,11 @@ from torch import Tensor, nn
 from utils import seeds
 from utils.distributed.ddp import distribute
 from utils.distributed.global_batch import GlobalBatch, divide_batch
-from utils.distributed.keys import DistributedKeys
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.profiling.profiler import Profiler
 from utils.training.classifier import Classifier, build_classifier
+from utils.training.fingerprint import OwnGradients, describe_verification, rounds_each_time_anew
 from utils.training.keys import TrainingKeys
 from utils.training.metrics import MetricSums
 from utils.training.optimizer import build_optimizer, fuses, learning_rate, load_optimizer, set_learning_rate
@@ -34,26 +35,30 @@ class Learner(Classifier):
     batch: GlobalBatch
     optimizer: torch.optim.Optimizer
     loss_scaler: LossScaler
-    schedule: Schedule
-    plateau: Plateau
     criterion: nn.Module
+    schedule: Schedule
     step: Step
     sums: MetricSums
     profiler: Profiler
+    own_gradients: OwnGradients | None  # where steps are verified on several ranks
     steps: int = field(default=0, init=False)
 
-    def train(self, images: Tensor, labels: Tensor) -> None:
+    def __post_init__(self) -> None:
+        self.plateau = Plateau(self.keys.lr_plateau_patience)
+
+    def train_step(self, images: Tensor, labels: Tensor) -> None:
         """One optimizer step on this rank's share of a global batch, at the learning rate of this step."""
         set_learning_rate(self.optimizer, self.schedule.factor(self.steps, self.plateau.cuts))
         self.step(images, labels, self.sums)
-        self.average.update()
+        if self.ema is not None:
+            self.ema.update()
         self.steps += 1
 
     def average_buffers(self, world: World) -> None:
         """Collective. DDP: each rank's BatchNorm statistics become the mean over all ranks."""
         world.average_buffers(self.model)
-        if self.average.network is not self.model:
-            world.average_buffers(self.average.network)
+        if self.ema is not None:
+            world.average_buffers(self.ema.network)
 
     def observe_validation(self, loss: float) -> None:
         """Tell the plateau schedule an epoch's validation loss; as in the tutorial, not in the warm-up's epochs."""
@@ -70,7 +75,7 @@ class Learner(Classifier):
         return {
             "step": self.steps,
             "model": self.weights.state_dict(),
-            "average": self.average.state_dict(),
+            "average": None if self.ema is None else self.ema.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "grad_scaler": self.loss_scaler.state_dict(),
             "plateau": asdict(self.plateau),
@@ -130,7 +135,7 @@ def build_learner(
     world: World,
     steps_per_epoch: int,
     *,
-    wrap: Callable[[DistributedKeys, nn.Module, World], nn.Module] = distribute,
+    wrap: Callable[..., nn.Module] = distribute,
     preparing: Preparing = nullcontext,
 ) -> Learner:
     """Collective: the network that `build_model` makes, and what trains it; `wrap` spreads it over the ranks.
@@ -141,46 +146,34 @@ def build_learner(
     """
     batch = divide_batch(keys.batch_size, world.world_size, keys.micro_batch_size)
     classifier = build_classifier(keys, build_model, world)
-    precision, weights = classifier.precision, classifier.weights
+    model, precision, weights, notes = classifier.model, classifier.precision, classifier.weights, classifier.notes
     seeds.seed_random_state(seeds.seed_of(keys.seed, world.rank, step=0))
     graphed = wants_graphs(keys, world.device)
     optimizer = build_optimizer(keys, weights.parameters(), graphed=graphed)
     loss_scaler = precision.loss_scaler()
     criterion = nn.CrossEntropyLoss(label_smoothing=keys.label_smoothing)
-    profiler = Profiler(world.device)
+    profiler, own_gradients = Profiler(world.device), None
+    if keys.verify_every_steps is not None and world.world_size > 1:
+        own_gradients = OwnGradients(model, world.device, rounds_each_time_anew(keys, world.device))
+        wrap = partial(wrap, look=own_gradients.look)
     with on_capture_stream(world.device, graphed=graphed):
-        spread = wrap(keys, classifier.model, world)
+        spread = wrap(keys, model, world)
     train_step = TrainStep(
-        model=spread,
-        weights=weights,
-        optimizer=optimizer,
-        criterion=criterion,
-        precision=precision,
-        loss_scaler=loss_scaler,
-        accumulation=batch.accumulation,
-        set_to_none=keys.extra_opt("zero_grad_set_to_none"),
-        clip_grad_norm=keys.clip_grad_norm,
-        communicate=keys.parallel != "no_communication",
-        profiler=profiler,
-        preparing=preparing,
+        keys, spread, weights, precision, criterion, optimizer, loss_scaler, batch.accumulation, profiler, preparing
     )
     step, step_notes = choose_step(keys, train_step, world.device)
+    notes += step_notes + describe_verification(keys, world.device)
     if keys.extra_opt("fused_optimizer") and not fuses(keys, weights.parameters()):
-        step_notes.append(f"fused_optimizer left out: torch {torch.__version__} is wrong for half weights on a CPU")
+        notes.append(f"fused_optimizer left out: torch {torch.__version__} is wrong for half weights on a CPU")
     return Learner(
-        keys=keys,
-        model=classifier.model,
-        precision=precision,
-        weights=weights,
-        average=classifier.average,
-        notes=classifier.notes + step_notes,
+        **vars(classifier),
         batch=batch,
         optimizer=optimizer,
         loss_scaler=loss_scaler,
-        schedule=build_schedule(keys, steps_per_epoch),
-        plateau=Plateau(keys.lr_plateau_patience),
         criterion=criterion,
+        schedule=build_schedule(keys, steps_per_epoch),
         step=step,
         sums=MetricSums(world.device),
         profiler=profiler,
+        own_gradients=own_gradients,
     )

@@ -18,7 +18,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from utils.errors import ConfigError
 from utils.training import norm_relu_cpu
-from utils.training.compilers import compiles, failure_to_build, missing_compiler
+from utils.training.compilers import compiles, failure_to_build, missing_compiler, wants_own_layers
 from utils.training.keys import SpeedKeys
 from utils.training.precision import choose_precision
 
@@ -163,11 +163,10 @@ def fuse_norm_relu(keys: SpeedKeys, model: nn.Module, device: torch.device) -> l
     """Make one of each BatchNorm2d and ReLU in `model`'s Sequentials, torchvision's blocks and its ResNets' stems, in
     Sequentials also of SiLU, as `fuse_norm_relu` asks; names and parameters stay. Returns notes for the log.
     `ConfigError` where there is none."""
-    eager = keys.enable_nhwc and not keys.enable_sync_bn and not compiles(keys, device)
-    wanted = keys.fuse_norm_relu == "auto" and device.type == "cpu" and eager and norm_relu_cpu.has_compiler()
     precision = choose_precision(keys, device)
     half_norms = precision.casts_weights and not precision.keep_batchnorm_fp32  # which the CPU's kernels do not take
-    if not (keys.fuse_norm_relu is True or (wanted and not half_norms)):
+    auto = not keys.enable_sync_bn and not half_norms and norm_relu_cpu.has_compiler()
+    if not wants_own_layers(keys, "fuse_norm_relu", device, auto=auto):
         return []
     if device.type == "cpu" and norm_relu_cpu.has_compiler():
         failure = failure_to_build(norm_relu_cpu.build, keys.fuse_norm_relu)

@@ -3,20 +3,15 @@
 // Rows are dealt to parts by the sizes alone, and the parts' sums are added in their order: the same bits in every run
 // and with any number of threads. BLOCK rows are summed in float32, blocks and parts in float64.
 
+#include "cpu_kernels.h"
+
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
 
 namespace {
 
 constexpr int64_t PARTS = 64, LEAST_PART = 65536;  // parts at most; numbers in one at least
 constexpr int64_t BLOCK = 64, GROUP = 4;           // rows; GROUP of them are added before they meet the sum in memory
-
-struct bfloat16 {
-    uint16_t bits;
-};
 
 inline float load(float value) { return value; }
 
@@ -29,11 +24,10 @@ inline float load(bfloat16 value) {
 
 inline void store(float value, float* to) { *to = value; }
 
-inline void store(float value, bfloat16* to) {  // to the nearest, of two to the even one; no number stays no number
+inline void store(float value, bfloat16* to) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
-    const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-    to->bits = static_cast<uint16_t>((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
+    to->bits = static_cast<uint16_t>(round_to_bfloat16(bits));
 }
 
 // e^x to a few units in the last place: 2^n e^r with r at most ln 2 / 2, whose series is cut behind r^7 / 7!. From 88.4 on

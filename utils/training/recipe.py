@@ -24,7 +24,7 @@ def resize(images: Tensor, size: int | None) -> Tensor:
     return nn.functional.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
 
 
-class WeightAverage:
+class Ema:
     """The exponential moving average of a network's weights and BatchNorm statistics, `network`.
 
     Computes what torch.optim.swa_utils.AveragedModel does, which on a GPU makes the host wait in every step. Each rank
@@ -60,19 +60,6 @@ def _where(tensors: list[Tensor], *, floating: bool) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.is_floating_point() == floating]
 
 
-class NoAverage:
-    """The null object for `WeightAverage`: the network itself is validated, and nothing is updated, saved or loaded."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.network = model
-
-    def update(self) -> None: ...
-
-    def state_dict(self) -> None: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-def build_average(keys: RecipeKeys, model: nn.Module) -> WeightAverage | NoAverage:
+def build_ema(keys: RecipeKeys, model: nn.Module) -> Ema | None:
     """The average that `ema_decay` asks for."""
-    return NoAverage(model) if keys.ema_decay is None else WeightAverage(model, keys.ema_decay)
+    return None if keys.ema_decay is None else Ema(model, keys.ema_decay)

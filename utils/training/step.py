@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.errors import ConfigError
 from utils.profiling.profiler import Profiler
-from utils.training.batch_norm import Counters, RunningStatistics
+from utils.training.batch_norm import RunningStatistics, defer_batch_counters
 from utils.training.compilers import compiles, missing_compiler
 from utils.training.keys import SpeedKeys
 from utils.training.metrics import MetricSums
@@ -35,16 +35,14 @@ class TrainStep:
     """zero_grad, forward, loss, backward over the micro-batches, optimizer step. `model` is the network as it is spread
     over the ranks; `weights` hold what the optimizer updates."""
 
+    keys: SpeedKeys
     model: nn.Module
     weights: MasterWeights
-    optimizer: torch.optim.Optimizer
-    criterion: nn.Module
     precision: Precision
+    criterion: nn.Module
+    optimizer: torch.optim.Optimizer
     loss_scaler: LossScaler
     accumulation: int
-    set_to_none: bool
-    clip_grad_norm: float | None
-    communicate: bool
     profiler: Profiler
     preparing: Preparing = nullcontext
 
@@ -70,7 +68,7 @@ class TrainStep:
     def __call__(self, images: Tensor, labels: Tensor, sums: MetricSums) -> None:
         with self.profiler.range("zero_grad"):
             # EXTRA: dropping the gradients saves writing zeros and adding to them
-            self.optimizer.zero_grad(set_to_none=self.set_to_none)
+            self.optimizer.zero_grad(set_to_none=self.keys.extra_opt("zero_grad_set_to_none"))
 
         with self.profiler.range("forward/loss/backward"):
             micro_batches = list(zip(images.chunk(self.accumulation), labels.chunk(self.accumulation), strict=True))
@@ -88,9 +86,9 @@ class TrainStep:
 
         with self.profiler.range("optimizer.step"):
             self.weights.take_gradients()
-            if self.clip_grad_norm is not None:
+            if self.keys.clip_grad_norm is not None:
                 self.loss_scaler.unscale_(self.optimizer)  # the length that counts is that of the true gradient
-                nn.utils.clip_grad_norm_(self.weights.parameters(), self.clip_grad_norm)
+                nn.utils.clip_grad_norm_(self.weights.parameters(), self.keys.clip_grad_norm)
             # AMP: unscales the gradients, and skips the step where they overflowed
             self.loss_scaler.step(self.optimizer)
             self.loss_scaler.update()
@@ -103,7 +101,8 @@ class TrainStep:
 
     def _reduce_gradients(self, last: bool) -> AbstractContextManager[None]:
         """DDP: gradients cross the ranks once a step, with the last micro-batch."""
-        if isinstance(self.model, DistributedDataParallel) and not (self.communicate and last):
+        communicates = last and self.keys.parallel != "no_communication"
+        if isinstance(self.model, DistributedDataParallel) and not communicates:
             return self.model.no_sync()
         return nullcontext()
 
@@ -152,7 +151,7 @@ def choose_step(keys: SpeedKeys, step: TrainStep, device: torch.device) -> tuple
         if missing:
             raise ConfigError(f"enable_compile needs {missing}, or set enable_compile to false or auto")
         graphs_of_its_own = device.type == "cuda" and keys.compile_mode in ("reduce-overhead", "max-autotune")
-        if graphs_of_its_own and (step.accumulation > 1 or not step.set_to_none):
+        if graphs_of_its_own and (step.accumulation > 1 or not keys.extra_opt("zero_grad_set_to_none")):
             raise ConfigError(
                 f"compile_mode {keys.compile_mode} captures CUDA graphs, which overwrite gradients that are kept: it "
                 "needs zero_grad_set_to_none true (or enable_extra_opts) and no accumulation (micro_batch_size null); "
@@ -161,7 +160,7 @@ def choose_step(keys: SpeedKeys, step: TrainStep, device: torch.device) -> tuple
         step.compile(keys.compile_mode)
         notes.append(f"compiled (mode {keys.compile_mode}): the first step takes up to minutes")
     elif keys.parallel != "dataparallel":  # whose copies of the network run in threads
-        Counters(step.weights.model)
+        defer_batch_counters(step.weights.model)
     if keys.enable_cuda_graphs is True and device.type != "cuda":
         raise ConfigError(f"enable_cuda_graphs needs a CUDA device, this run is on {device.type}; use false or auto")
     if wants_graphs(keys, device):

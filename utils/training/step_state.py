@@ -8,18 +8,17 @@ from torch import Tensor
 
 from utils import seeds
 from utils.training.learner import Learner
-from utils.training.recipe import WeightAverage
 
 Tensors = dict[str, Tensor]
 
 
 def shared_tensors(learner: Learner) -> Tensors:
     """What is equal on all ranks that average their gradients: weights, their average, optimizer, loss scale."""
-    model, average = learner.model, learner.average
+    model = learner.model
     tensors: Tensors = {f"weight {name}": parameter for name, parameter in model.named_parameters()}
     tensors |= {f"master weight {name}": master for name, master in learner.weights.masters.items()}
-    if isinstance(average, WeightAverage):
-        tensors |= {f"average {name}": parameter for name, parameter in average.network.named_parameters()}
+    if learner.ema is not None:
+        tensors |= {f"average {name}": parameter for name, parameter in learner.ema.network.named_parameters()}
     for name, parameter in updated_parameters(learner).items():
         entries = learner.optimizer.state.get(parameter, {})
         tensors |= {f"{key} {name}": value for key, value in entries.items() if isinstance(value, Tensor)}
@@ -57,7 +56,7 @@ class KeptState:
             parameter: dict(entries) for parameter, entries in learner.optimizer.state.items()
         }
         self.steps, self.random = learner.steps, seeds.random_state()
-        self.updates = learner.average.updates if isinstance(learner.average, WeightAverage) else 0
+        self.updates = 0 if learner.ema is None else learner.ema.updates
 
     def tensors(self) -> Tensors:
         """All that is kept, by name, as it is now."""
@@ -73,6 +72,6 @@ class KeptState:
             learner.optimizer.state[parameter] = dict(entries)
         torch._foreach_copy_([tensor.detach() for tensor, _ in self.pairs], [kept for _, kept in self.pairs])
         learner.steps = self.steps
-        if isinstance(learner.average, WeightAverage):
-            learner.average.updates = self.updates
+        if learner.ema is not None:
+            learner.ema.updates = self.updates
         seeds.restore_random_state(self.random)

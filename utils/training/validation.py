@@ -42,7 +42,7 @@ def validate(
 @torch.no_grad()
 def classify(classifier: Classifier, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
     """(float32 logits [N, classes], labels [N]) of one batch after the other."""
-    classifier.average.network.eval()
+    classifier.validated.eval()
     for images, labels in batches:
         yield classifier.predict(images), labels
 
@@ -58,7 +58,7 @@ def _views_near_target(
     """
     keys, kept = classifier.keys, list[tuple[Tensor, Tensor]]()
     counts = torch.zeros(2, dtype=torch.int64, device=world.device)  # hits and images
-    classifier.average.network.eval()
+    classifier.validated.eval()
     for number, (images, labels) in enumerate(batches, start=1):
         outputs = classifier.predict_plain(images)
         counts[0] += (outputs.argmax(1) == labels).sum()

@@ -15,17 +15,14 @@ import random
 import socket
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from utils.distributed.ddp import distribute
-from utils.distributed.keys import DistributedKeys
 from utils.distributed.world import World
 from utils.errors import CorruptionError
-from utils.training.fingerprint import Prints, factors, fingerprint, read_prints, sketch, start_prints, take_prints
+from utils.training.fingerprint import Prints, read_prints, rounds_each_time_anew, start_prints, take_prints
 from utils.training.judge import Evidence, tell
 from utils.training.keys import TrainingKeys
 from utils.training.learner import Learner
@@ -62,80 +59,25 @@ class Cost:
     steps: float = 0.0
 
 
-@dataclass
-class OwnGradients:
-    """Fingerprints of this rank's gradients before they are averaged, where a CUDA graph can write them too."""
-
-    model: nn.Module
-    device: torch.device
-    sketched: bool
-    wanted: bool = False
-    places: dict[int, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.names = [f"own gradient {name}" for name, _ in self.model.named_parameters()]
-        self.places = {id(parameter): place for place, parameter in enumerate(self.model.parameters())}
-        self.bits = torch.zeros(len(self.names), dtype=torch.int64, device=self.device)
-        self.sketches = torch.zeros(len(self.names), 2, dtype=torch.float64, device=self.device)
-        factors(self.device)  # a capture allocates nothing that must stay
-
-    @torch.no_grad()
-    def look(self, bucket: dist.GradBucket) -> None:
-        """At a bucket before it is averaged; a graph has no Python in it, and so always looks."""
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if not (self.wanted or capturing):
-            return
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            place = self.places[id(parameter)]
-            self.bits[place] = fingerprint(gradient)
-            if self.sketched:
-                self.sketches[place] = sketch(gradient)
-
-    def take(self) -> Prints:
-        """Of the last step; waits for the device."""
-        return read_prints(self.names, self.bits, self.sketches if self.sketched else None)
-
-
 class Verifier:
-    """Trains a learner's steps in its place, and checks some. Without `verify_every_steps` it does nothing else."""
+    """Trains a learner's steps in its place, and checks one of each `verify_every_steps`."""
 
-    def __init__(self, keys: TrainingKeys, world: World) -> None:
-        self.keys, self.world = keys, world
-        self.rounds = world.device.type == "cuda" and not keys.deterministic  # perhaps differently each time
+    def __init__(self, learner: Learner, world: World) -> None:
+        self.learner, self.keys, self.world = learner, learner.keys, world
+        self.rounds = rounds_each_time_anew(self.keys, world.device)
         self.bounds: dict[str, float] = {}  # {kind of tensor: distance that repetitions have by themselves}
         self.measured = not self.rounds
-        self.own_gradients: OwnGradients | None = None
         self.left: tuple[list[str], Tensor, Tensor | None] | None = None  # shared state after the last step
         self.cost, self.told = Cost(), Cost()
         self._remarks: list[str] = []
 
-    def wrap(self, keys: DistributedKeys, model: nn.Module, world: World) -> nn.Module:
-        """Collective: `distribute`, for `build_learner`."""
-        if self.keys.verify_every_steps is None or world.world_size == 1:
-            return distribute(keys, model, world)
-        self.own_gradients = OwnGradients(model, world.device, self.rounds)
-        return distribute(keys, model, world, self.own_gradients.look)
-
-    def notes(self) -> list[str]:
-        """What the checks promise here, for the log."""
-        every = self.keys.verify_every_steps
-        if every is None:
-            return []
-        promise = "every bit of it must be equal"
-        if self.rounds:
-            promise = (
-                "without deterministic: true a GPU may round differently each time, so that the first check measures "
-                "how far repetitions lie apart, and only what is further is found"
-            )
-        return [f"verify_every_steps {every}: one of {every} steps is trained twice; {promise}"]
-
-    def train(self, learner: Learner, images: Tensor, labels: Tensor) -> None:
+    def train_step(self, images: Tensor, labels: Tensor) -> None:
         """Collective: one step. Raises `CorruptionError` on all ranks where its check fails."""
-        if self._is_due(learner):
-            self._check(learner, images, labels)
+        if self._is_due():
+            self._check(images, labels)
         else:
-            learner.train(images, labels)
-        self.left = start_prints(shared_tensors(learner), sketched=False) if self._is_due(learner) else None
+            self.learner.train_step(images, labels)
+        self.left = start_prints(shared_tensors(self.learner), sketched=False) if self._is_due() else None
 
     def remarks(self) -> list[str]:
         """For the log: what was measured, and what the checks since the last call cost."""
@@ -148,15 +90,16 @@ class Verifier:
             self.told = Cost(self.cost.checks, self.cost.extra, self.cost.steps)
         return remarks
 
-    def _is_due(self, learner: Learner) -> bool:
-        if isinstance(learner.step, GraphedStep) and not learner.step.captured:
+    def _is_due(self) -> bool:
+        step = self.learner.step
+        if isinstance(step, GraphedStep) and not step.captured:
             return False  # a step that is launched one by one, and its graph, need not round alike
-        return is_due(self.keys, learner.steps)
+        return is_due(self.keys, self.learner.steps)
 
-    def _check(self, learner: Learner, images: Tensor, labels: Tensor) -> None:
+    def _check(self, images: Tensor, labels: Tensor) -> None:
         left = read_prints(*self.left).bits if self.left is not None else {}
         started = time.perf_counter()  # the device has caught up with the steps before
-        kept = KeptState(learner, (images, labels))
+        kept = KeptState(self.learner, (images, labels))
         before = take_prints(kept.tensors(), sketched=False)
         at_rest = [name for name, bits in left.items() if before.bits.get(name) != bits]
         first = self._repeat(kept)
@@ -176,26 +119,26 @@ class Verifier:
                 self._go_back(kept, before)
                 odd = self._which_is_odd(first, second, self._repeat(kept))
             evidence = Evidence(describe_device(self.world), at_rest, not_restored, own, result, odd, state)
-            raise CorruptionError(tell(learner.steps, self.world.gather(evidence)))
+            raise CorruptionError(tell(self.learner.steps, self.world.gather(evidence)))
         self.cost.checks += 1
         self.cost.steps += step_seconds
         self.cost.extra += time.perf_counter() - started - step_seconds
 
     def _repeat(self, kept: KeptState) -> Repetition:
         """One pass through the step."""
-        learner = kept.learner
-        if self.own_gradients is not None:
-            self.own_gradients.wanted = True
-        learner.train(*kept.batch)
+        learner, own_gradients = kept.learner, kept.learner.own_gradients
+        if own_gradients is not None:
+            own_gradients.wanted = True
+        learner.train_step(*kept.batch)
         everything = kept.tensors() | gradients(learner)
         own_names = {"images", "labels", *own_tensors(learner)}
         if self.keys.broadcast_buffers:
             own_names = {name for name in own_names if not name.startswith("buffer ")}
         prints = take_prints(everything, sketched=self.rounds)
         own, result = _split(prints, own_names)
-        if self.own_gradients is not None:
-            self.own_gradients.wanted = False
-            theirs = self.own_gradients.take()
+        if own_gradients is not None:
+            own_gradients.wanted = False
+            theirs = own_gradients.take()
             own = Prints(own.bits | theirs.bits, own.sketches | theirs.sketches)
         return Repetition(own, result)
 

@@ -1,0 +1,80 @@
+"""train_simple.py: plain PyTorch, and on the same batches the bits of train.py's block bs128."""
+
+import ast
+import itertools
+import re
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torchvision.datasets import FakeData
+
+import train_simple
+from models.keys import ModelKeys
+from tests.conftest import CIFAR100, ROOT
+from train import Trainer
+from utils.config import Config, load_config
+from utils.distributed.world import World
+from utils.training.validation import validate
+
+
+def test_on_the_same_batches_its_weights_are_those_of_train_py(
+    tiny: Callable[..., Config], alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, over an epoch of training, its validation, and a cut of the learning rate."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    config = tiny("bs128")
+    trainer = Trainer(config, alone)
+    simple = train_simple.Trainer(ModelKeys(model=config.model, num_classes=10), alone.device, config.seed)
+    assert not torch.backends.cudnn.allow_tf32
+    learner, train, valid = trainer.learner, list(trainer.loaders.train), list(trainer.loaders.valid)
+    losses = itertools.chain([None], itertools.repeat(2.0, 13))
+    for fixed in losses:  # after 11 epochs without a better loss the rate is cut
+        learner.model.train()
+        for images, labels in train[:1] if fixed else train:
+            learner.train_step(images, labels)
+        found = simple.train_one_epoch(train[:1] if fixed else train)
+        assert found == learner.sums.average_since_last(alone)["loss"]
+        if fixed is None:
+            theirs = validate(learner, valid, alone).average(alone)
+            assert simple.validate_one_epoch(valid) == pytest.approx((theirs["loss"], theirs["acc1"]), abs=0)
+        learner.observe_validation(fixed or 2.0)
+        simple.scheduler.step(fixed or 2.0)
+    assert simple.optimizer.param_groups[0]["lr"] == learner.learning_rate == 0.1 * 0.2
+    assert list(learner.model.state_dict()) == list(simple.model.state_dict())
+    for name, value in learner.model.state_dict().items():
+        assert torch.equal(value, simple.model.state_dict()[name]), name
+
+
+def test_its_settings_are_those_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = load_config(CIFAR100, "bs128")
+    monkeypatch.setattr(train_simple, "CIFAR100", lambda path, train, transform, download: FakeData(300, (3, 32, 32)))
+    train, valid = (train_simple.build_loader("", training) for training in (True, False))
+    assert [len(train), len(valid)] == [2, 3]  # a last batch that is not full is validated only
+    assert (train.batch_size, valid.batch_size) == (block.batch_size, block.valid_batch_size_per_gpu)
+    assert (
+        pytest.approx(block.cifar100_mean) == train_simple.MEAN
+        and pytest.approx(block.cifar100_std) == train_simple.STD
+    )
+
+
+def test_it_runs_and_needs_only_pytorch_torchvision_and_the_networks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def images(path: str, *, train: bool, transform: Callable[..., torch.Tensor], download: bool) -> FakeData:
+        return FakeData(128, (3, 36, 36), num_classes=100, transform=transform)
+
+    monkeypatch.setattr(train_simple, "CIFAR100", images)
+    small = train_simple.build_model(ModelKeys(model="resnet8", num_classes=100))
+    monkeypatch.setattr(train_simple, "build_model", lambda keys: small if keys.model == "resnet50" else None)
+    monkeypatch.setattr(sys, "argv", ["train_simple.py", "--epochs", "1"])
+    train_simple.main()
+    assert re.search(
+        r"^Time taken for epoch 1 is [\d.]+ sec, valid acc1=0\.\d+$", capsys.readouterr().out, re.MULTILINE
+    )
+    tree = ast.parse((ROOT / "train_simple.py").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = {getattr(node, "module", None) or node.names[0].name for node in imports}
+    packages = {module.partition(".")[0] for module in modules} - {*sys.stdlib_module_names}
+    assert packages == {"torch", "torchvision", "models"}
