@@ -27,9 +27,9 @@ STILL = {"lr": 1e-30, "weight_decay": 0.0, "max_epochs": 1}  # a run that leaves
 def begin(config, alone, folder):
     """The network's state, and the log, of a run that has begun, with BatchNorm's statistics as they began."""
     trainer = Trainer(config, alone, folder)
-    lock, _, notes = trainer._open_folder()
-    lock.close()
-    return trainer.learner.model.state_dict(), notes
+    opened = trainer._open_folder()
+    opened.lock.close()
+    return trainer.learner.model.state_dict(), opened.notes
 
 
 @pytest.fixture

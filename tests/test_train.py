@@ -181,7 +181,7 @@ def test_run_folder_holds_what_a_figure_needs_and_no_other_variable(tiny, alone,
     assert [path for path, content in contents.items() if secret.encode() in content] == []
     assert recorded.encode() in contents[tmp_path / "environment.json"]  # such a value would be found
     assert {path.name for path in tmp_path.iterdir()} == {
-        ".lock", "config.yaml", "environment.json", "train.log", "metrics.jsonl", "tb_logs", "checkpoints", "clock.bin"
+        ".lock", "config.yaml", "environment.json", "train.log", "metrics.jsonl", "tb_logs", "checkpoints"
     }  # fmt: skip
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
         "best.pt", "step-000000004.pt", "step-000000008.pt"
