@@ -20,7 +20,7 @@ from utils.distributed.launch import OPEN_MPI
 from utils.errors import ExpectedError, Stopped
 from utils.keys import Keys
 from utils.run.board import Board
-from utils.run.trackers import Start, Trackers
+from utils.run.trackers import TrackedRun, Trackers
 from utils.training.metrics import worst_classes
 
 logger = logging.getLogger("train")
@@ -147,7 +147,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         """What this start of the run is, before its first record."""
         self._show(lambda board: board.describe(keys, config_name, environment))
         if self.enabled and self.to:
-            self.trackers = Trackers(self.to, Start(self.folder, self.folder.name, keys.model_dump(mode="json")))
+            self.trackers = Trackers(self.to, TrackedRun(self.folder, self.folder.name, keys.model_dump(mode="json")))
 
     def log_step(
         self, epoch: int, iteration: int, step: int, values: dict[str, float], left: float | None = None,

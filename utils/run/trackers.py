@@ -39,7 +39,7 @@ IDS = "trackers.json"  # in the run's folder: the names that external runs have 
 
 
 @dataclass(frozen=True)
-class Start:
+class TrackedRun:
     """What a tracker is told when a run starts or resumes."""
 
     folder: Path
@@ -64,7 +64,7 @@ class Tracker(Protocol):
 class CsvTracker:
     """steps.csv and epochs.csv in the run's folder, for a spreadsheet."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: TrackedRun) -> None:
         self.folder, self.columns = start.folder, {name: list[str]() for name in TABLES.values()}
         with (start.folder / METRICS).open(encoding="utf-8") as lines:  # now: the next record is `record`'s
             self.earlier = [json.loads(line) for line in lines]
@@ -107,7 +107,7 @@ class CsvTracker:
 class WandbTracker:
     """Weights & Biases: online where this machine is logged in, else kept in the run's folder for `wandb sync`."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: TrackedRun) -> None:
         self.start, self.wandb = start, import_package("wandb")
 
     def open(self) -> None:
@@ -143,7 +143,7 @@ class WandbTracker:
 class MlflowTracker:
     """MLflow: the server of MLFLOW_TRACKING_URI, else a folder `mlruns` beside the run's."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: TrackedRun) -> None:
         self.start, self.mlflow = start, import_package("mlflow")
 
     def open(self) -> None:
@@ -178,7 +178,11 @@ class MlflowTracker:
         self.client.set_terminated(self.run, "FINISHED" if finished else "KILLED")
 
 
-TRACKERS: dict[str, Callable[[Start], Tracker]] = {"csv": CsvTracker, "wandb": WandbTracker, "mlflow": MlflowTracker}
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
+    "csv": CsvTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+}
 
 
 def _row(record: Record) -> Record:
@@ -232,7 +236,7 @@ def keep_id(folder: Path, name: str, identity: str) -> None:
 class Trackers:
     """All trackers of a run. Nothing here waits, but `close` for at most CLOSING_SECONDS."""
 
-    def __init__(self, names: Sequence[str], start: Start) -> None:
+    def __init__(self, names: Sequence[str], start: TrackedRun) -> None:
         self._threads = [_TrackerThread(name, start) for name in names]
 
     def record(self, record: Record) -> None:
@@ -259,7 +263,7 @@ class Trackers:
 class _TrackerThread(threading.Thread):
     """Feeds one tracker until it is closed or something goes wrong."""
 
-    def __init__(self, name: str, start: Start) -> None:
+    def __init__(self, name: str, start: TrackedRun) -> None:
         super().__init__(name=name, daemon=True)  # the run's end never waits for it
         self.waiting: queue.SimpleQueue[Record | bool] = queue.SimpleQueue()  # a truth value is the end
         self.faults: queue.SimpleQueue[str] = queue.SimpleQueue()
