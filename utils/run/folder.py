@@ -297,8 +297,8 @@ def _cut_records(path: Path, target: Path, step: int, epoch: int) -> None:
             kept.append(record)
             last = None
         else:
-            times = {name: record[name] for name in ("epoch", "step", "clock_seconds") if name in record}
-            last = {"kind": "lost", **times}
+            last = {"kind": "lost", "epoch": record["epoch"], "step": record["step"]}
+            last |= {"clock_seconds": record["clock_seconds"]} if "clock_seconds" in record else {}
     kept += [last] if last is not None else []
     write_atomically(target, "".join(json.dumps(record) + "\n" for record in kept).encode())
 

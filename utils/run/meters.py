@@ -56,9 +56,10 @@ class Meters(AbstractContextManager["Meters"]):
         """Collective: {"joules", "joules_per_image"} of all devices in this start, which trained so many images; empty
         where a device does not tell."""
         spent = self.world.gather(self.sensors.joules())
-        if not images or None in spent:
+        known = [joules for joules in spent if joules is not None]
+        if not images or len(known) < len(spent):
             return {}
-        joules = sum(spent)
+        joules = sum(known)
         return {"joules": joules, "joules_per_image": joules / images}
 
     def __enter__(self) -> "Meters":
