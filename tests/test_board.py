@@ -11,7 +11,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from train import Trainer
 from utils.config import Config
-from utils.keys import Fact
 from utils.run.board import ALWAYS_SHOWN, CHANGES, RESULTS, Board, compared, draw_matrix
 
 
@@ -71,7 +70,6 @@ def test_texts_pictures_layout_and_hparams(run):
     grid = events.Images("augmented batch")[-1]
     assert (grid.height, grid.width) == (3 * (4 * 33 + 1), 3 * (8 * 33 + 1))
     assert "custom_scalars__config__" in events.Tags()["tensors"]
-    assert "_hparams_/session_start_info" in events.summary_metadata
     assert {"result/best_acc1", "result/seconds"} <= set(events.Tags()["scalars"])
 
 
@@ -158,7 +156,3 @@ def test_matrix_is_white_without_and_dark_on_the_diagonal():
     assert image.dtype == np.uint8 and image.shape == (600, 600, 3)
     assert image[0, 599].tolist() == [255, 255, 255] and image[0, 0].tolist() == [8, 48, 107]
     assert 8 < image[599, 0, 0] < 255
-
-
-def test_keys_that_are_no_hyperparameters_exist():
-    assert "log_freq" in Config.with_fact(Fact.NO_HYPERPARAMETER)

@@ -44,7 +44,7 @@ class Sensors(AbstractContextManager["Sensors"]):
     def __init__(self, gpu: Gpu | None) -> None:
         self.gpu = gpu
         self._began: float | None = None  # the counter of energy when the block began, in joules
-        self._asking, self._lock, self._closing = threading.Lock(), threading.Lock(), threading.Event()
+        self._lock, self._closing = threading.Lock(), threading.Event()
         self._readings: list[dict[str, float]] = []
         self._thread: threading.Thread | None = None
 
@@ -60,14 +60,12 @@ class Sensors(AbstractContextManager["Sensors"]):
         """What was spent since the block began; None where it is not known."""
         if self.gpu is None or self._began is None:
             return None
-        with self._asking:
-            now = self.gpu.joules()
+        now = self.gpu.joules()
         return None if now is None else now - self._began
 
     def _measure(self) -> None:
         assert self.gpu is not None
-        with self._asking:  # which may take long; a log point waits for the other lock alone
-            reading = self.gpu.read()
+        reading = self.gpu.read()  # which may take long: a log point does not wait for it
         with self._lock:
             self._readings.append(reading)
 
