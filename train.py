@@ -26,8 +26,10 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from models import build_model
-from utils.clock import Clock, process_age
+from utils.clock import Clock, TimeLeft, process_age
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
 from utils.data.loader import Loader
@@ -39,14 +41,13 @@ from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import ExpectedError, Stopped
 from utils.run.checkpoint import Writer
-from utils.run.folder import open_run
-from utils.run.introduction import introduce
+from utils.run.environment import describe_environment
+from utils.run.folder import OpenedRun, open_run, write_description
 from utils.run.logger import RunLogger
 from utils.run.meters import Meters
 from utils.run.preemption import Asked, Requests, ignore_signals, listen
 from utils.run.pretrained import Pretrained, read_pretrained
 from utils.run.state import Progress, RunState
-from utils.run.time_left import TimeLeft
 from utils.training.batches import TrainingBatches
 from utils.training.dry_run import describe
 from utils.training.learner import build_learner, check_keys, check_outputs
@@ -54,6 +55,7 @@ from utils.training.metrics import Confusion, Throughput
 from utils.training.validation import Collector, validate
 from utils.training.verify import Verifier
 from utils.training.watch import StepWatch, input_remedy
+from utils.user_code import own_files
 
 Metrics = dict[str, float]
 
@@ -122,10 +124,13 @@ class Trainer:
 
     def train(self) -> None:
         """Train to the end, or go on to it; `Stopped` when a signal asked to stop and everything is saved."""
-        lock, resumed_from, notes = self._open_folder()
-        with listen(self.requests), lock, self.clock, self.meters, self._open_log() as log, self.writer:
-            notes, go_on = self.notes + self.meters.notes + notes, not self.finished
-            self.world.main_only(lambda: introduce(self.state, self.log, self.folder, resumed_from, notes, go_on=go_on))
+        opened = self._open_folder()
+        lock = opened.lock if opened else nullcontext()
+        with listen(self.requests), lock, self.meters, self._open_log() as log, self.writer:
+            go_on = not self.finished
+            if opened:
+                self.clock.go_on(self.learner.steps, opened.reached)
+            self.world.main_only(lambda: self._introduce(opened, go_on=go_on))
             self._report_unreadable()  # by a loader that has decoded all
             self.clock.switch("train")
             while not self.finished:
@@ -142,6 +147,24 @@ class Trainer:
             if self.config.log_to_tensorboard:
                 log.say(f"Look at the curves with: tensorboard --logdir {shlex.quote(str(self.folder.parent))}")
             log.say(self.progress.summarise(not go_on, self.throughput.overall()))
+
+    def _introduce(self, opened: OpenedRun | None, *, go_on: bool) -> None:
+        """What this start says about itself before it trains: in the log, in the folder, and in TensorBoard. One that
+        does not `go_on`, because the run is finished, keeps the description of what trained it."""
+        named, log, steps, world = self.config.model_dump(), self.log, self.learner.steps, self.world
+        environment = describe_environment(world.device, world.world_size)
+        environment["own_code"] = own_files(named["model"], named["dataset"])
+        if go_on:
+            write_description(self.folder, self.config, self.config_name, environment)
+            log.describe(self.config, self.config_name, environment)
+            source = opened.resumed_from if opened else None
+            log.log_start(self.progress.epoch, self.progress.batch, steps, source, world.world_size)
+        for note in self.notes + self.meters.notes + (opened.notes if opened else []):
+            log.say(note)
+        log.say(f"{named['model']} on {environment['device']}, torch {torch.__version__}, {self.learner.precision}")
+        log.say(f"batch {self.learner.batch}; writes to {self.folder}")
+        if go_on:
+            log.say("Starting Training Loop...")
 
     def train_one_epoch(self) -> None:
         """The rest of the current epoch, from batch `progress.batch` on."""
@@ -283,9 +306,8 @@ class Trainer:
             self.world.main_only(lambda: self.writer.save(state, is_best))
         self.saved_step = self.learner.steps
 
-    def _open_folder(self) -> tuple[AbstractContextManager[object], Path | None, list[str]]:
-        """Collective: take the run's folder and restore what is to be resumed; returns its lock, the checkpoint, and
-        notes for the log, on the main process."""
+    def _open_folder(self) -> OpenedRun | None:
+        """Collective: take the run's folder, which the main process then holds, and restore what is to be resumed."""
         weights = self.learner.model.state_dict()
         # less than the other ranks wait, and longer than an earlier start that is cut off from them still lives
         patience = 0.9 * self.config.collective_timeout_seconds
@@ -298,7 +320,7 @@ class Trainer:
         if state is not None:
             self.state.restore(state)
             self.saved_step = self.learner.steps
-        return (opened.lock, opened.resumed_from, opened.notes) if opened else (nullcontext(), None, [])
+        return opened
 
     def _read_pretrained(self) -> Pretrained | None:
         return read_pretrained(self.config.pretrained, self.learner.weights.state_dict(), self.config.num_classes)

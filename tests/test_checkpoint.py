@@ -6,7 +6,6 @@ import io
 import json
 import multiprocessing
 import os
-import pickle
 import random
 import re
 import shutil
@@ -29,7 +28,6 @@ from utils.errors import CheckpointError, ConfigError, ExpectedError
 from utils.run import checkpoint
 from utils.run import folder as run_folder
 from utils.run.checkpoint import Writer, encode, list_checkpoints, newest_good, read_checkpoint, save_last
-from utils.run.logger import RunLogger
 
 
 @pytest.fixture(scope="module")
@@ -90,28 +88,26 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path, state):
     assert torch.load(path, weights_only=True).keys() == state.keys()  # any PyTorch reads it
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_truncated_anywhere_it_is_passed_over_aloud(folder, seed):
+def truncate(content, draw):
+    return content[: draw.randrange(len(content))]
+
+
+def flip_a_byte(content, draw):
+    place = draw.randrange(len(content))
+    return content[:place] + bytes([content[place] ^ draw.randrange(1, 256)]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_byte])
+def test_damaged_anywhere_it_is_passed_over_aloud(folder, damage):
     newest = list_checkpoints(folder)[0]
-    content = newest.read_bytes()
-    newest.write_bytes(content[: random.Random(seed).randrange(len(content))])
-    path, good, complaints = newest_good(folder)
-    assert path.name == "step-000000008.pt"
-    assert good["step"] == 8
-    size = newest.stat().st_size
-    assert complaints == [f"{newest}: is damaged or no checkpoint of this program ({size} bytes, wrong digest)"]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_with_a_flipped_byte_it_is_passed_over_aloud(folder, seed):
-    newest, draw = list_checkpoints(folder)[0], random.Random(seed)
-    content = bytearray(newest.read_bytes())
-    content[draw.randrange(len(content))] ^= draw.randrange(1, 256)
-    newest.write_bytes(content)
-    path, _, complaints = newest_good(folder)
-    assert path.name == "step-000000008.pt"
-    assert len(complaints) == 1
-    assert str(newest) in complaints[0]
+    whole = newest.read_bytes()
+    for seed in range(20):
+        damaged = damage(whole, random.Random(seed))
+        newest.write_bytes(damaged)
+        path, good, complaints = newest_good(folder)
+        assert path.name == "step-000000008.pt" and good["step"] == 8
+        told = f"{newest}: is damaged or no checkpoint of this program ({len(damaged)} bytes, wrong digest)"
+        assert complaints == [told], seed
 
 
 def test_the_run_says_what_it_passed_over(tiny, alone, tmp_path):
@@ -135,6 +131,7 @@ def test_no_good_one_is_an_error_of_status_4(tiny, alone, tmp_path):
     before = _contents(tmp_path)
     with pytest.raises(CheckpointError, match=r"step-000000004.pt: is damaged .*\n.*--resume never") as raised:
         Trainer(tiny(), alone, tmp_path, "tiny", "auto").train()
+    assert f"--resume {tmp_path / 'checkpoints/best.pt'} goes on from the best one" in str(raised.value)
     assert raised.value.exit_status == 4
     assert _contents(tmp_path) == before
 
@@ -167,39 +164,25 @@ def test_missing_keys_are_named(tmp_path, state):
     ("place", "value"),
     [
         ("format", True),
-        ("format", 1.0),
         ("config", [1]),
         ("config_name", None),
         ("data", None),
         ("data.shape", (3, 8)),
-        ("data.mean", "half"),
-        ("epoch", "1"),
         ("epoch", -1),
-        ("batch", None),
         ("batch", True),
         ("batch", 9),
-        ("step", 1.5),
         ("step", 10**9),
-        ("model", torch.zeros(3)),
         ("model.weight", [0.5]),
         ("average", {"module": {}, "updates": 3}),
-        ("average", 5),
-        ("optimizer", []),
-        ("optimizer.param_groups", {}),
         ("optimizer.state", {0: {"momentum_buffer": "much"}}),
         ("grad_scaler", {"scale": 2.0}),
-        ("plateau.patience", None),
         ("plateau.unheard_of", 1),
         ("logged_sums", [0.0] * 3),
-        ("best", 0.5),
         ("best.acc1", float("nan")),
         ("seconds", "long"),
-        ("ranks", []),
         ("ranks.0.metric_sums", torch.zeros(3)),
-        ("ranks.0.random", {}),
         ("ranks.0.random.python", (3, (1, 2), None)),
         ("ranks.0.random.torch", torch.zeros(3, dtype=torch.uint8)),
-        ("ranks.0.random.cuda", 5),
         ("ranks.0.buffers", {"weight": torch.zeros(3)}),
         ("versions", {"torch": 2.14}),
     ],
@@ -237,20 +220,16 @@ def test_a_pipe_under_a_checkpoints_name_is_passed_over(tiny, alone, tmp_path):
     assert read_checkpoint(own / "best.pt")["epoch"] == 2
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
+def test_another_model_batch_or_order_is_refused_with_what_differs(tiny, alone, tmp_path):
+    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
+    before = _contents(tmp_path)
+    for change, named in (
         ({"model": "resnet20"}, "model 'resnet8' -> 'resnet20'"),
         ({"batch_size": 16}, "batch_size 32 -> 16"),
         ({"seed": 5}, "seed 0 -> 5"),
-    ],
-)
-def test_another_model_batch_or_order_is_refused_with_what_differs(tiny, alone, tmp_path, change, named):
-    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
-    before = _contents(tmp_path)
-    with pytest.raises(CheckpointError, match="does not fit this configuration") as raised:
-        Trainer(tiny(**change), alone, tmp_path, "tiny", str(tmp_path)).train()
-    assert named in str(raised.value)
+    ):
+        with pytest.raises(CheckpointError, match=f"does not fit this configuration: {named}\\n"):
+            Trainer(tiny(**change), alone, tmp_path, "tiny", str(tmp_path)).train()
     assert _contents(tmp_path) == before
 
 
@@ -290,14 +269,6 @@ def test_a_pickle_that_would_run_something_is_not_run(tmp_path, state):
     assert not (tmp_path / "sprung").exists()
     torch.load(path, weights_only=False)
     assert (tmp_path / "sprung").exists()  # the trap would have sprung
-
-
-def test_a_bare_pickle_with_a_digest_is_refused(tmp_path):
-    head = pickle.dumps({"format": 1}, protocol=2)
-    path = tmp_path / "step-000000001.pt"
-    path.write_bytes(head + b"sha256:" + sha256(head).hexdigest().encode())
-    with pytest.raises(CheckpointError):
-        read_checkpoint(path)
 
 
 def test_random_states_come_back(state):
@@ -465,23 +436,53 @@ def test_training_does_not_wait_for_what_is_flushed_before(tmp_path, state):
     assert len(list_checkpoints(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_metrics_are_on_the_disk_before_their_checkpoint(tiny, alone, tmp_path, monkeypatch, background):
-    """And in the background no other thread waits for that."""
-    order, really = [], RunLogger.sync
+def test_after_a_power_cut_the_records_reach_to_the_checkpoint(tiny, alone, tmp_path, monkeypatch):
+    """Of a file is then there what had been brought to the disk."""
+    metrics, durable, found = tmp_path / "metrics.jsonl", {}, []
+    really = os.fsync
 
-    def sync(logger):
-        order.append(threading.current_thread().name)
-        really(logger)
+    def fsync(descriptor):
+        really(descriptor)
+        durable[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
 
-    def save(*arguments):
-        order.append("saved")
-        return save_last(*arguments)
+    def save(folder, content, step, keep):
+        save_last(folder, content, step, keep)
+        lines = metrics.read_bytes()[: durable.get(metrics.stat().st_ino, 0)].splitlines()
+        found.append((step, [row["epoch"] for row in map(json.loads, lines) if row["kind"] == "epoch"]))
 
-    monkeypatch.setattr(RunLogger, "sync", sync)
+    monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(checkpoint, "save_last", save)
-    Trainer(tiny(checkpoint_async=background), alone, tmp_path, "tiny", "auto").train()
-    assert order and order == ["checkpoint writer" if background else "MainThread", "saved"] * (len(order) // 2)
+    Trainer(tiny(), alone, tmp_path, "tiny", "auto").train()
+    assert found == [(4, [1]), (8, [1, 2])]
+
+
+def test_a_kill_between_the_two_writes_loses_no_best_weights(tiny, alone, tmp_path, monkeypatch):
+    """Else the run would be finished, and its best weights never written."""
+    really = checkpoint.write_atomically
+
+    def write_and_die(path, content):
+        really(path, content)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_atomically", write_and_die)
+        with pytest.raises(KeyboardInterrupt):
+            Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
+    trainer = Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto")
+    trainer.train()
+    assert trainer.progress.best["epoch"] == 1 == read_checkpoint(tmp_path / "checkpoints/best.pt")["epoch"]
+
+
+def test_validation_does_not_save_again_what_was_saved_before_it(tiny, alone, tmp_path, monkeypatch):
+    saved = []
+
+    def save(folder, content, step, keep):
+        saved.append(step)
+        save_last(folder, content, step, keep)
+
+    monkeypatch.setattr(checkpoint, "save_last", save)
+    Trainer(tiny(max_epochs=1, checkpoint_every_steps=2), alone, tmp_path, "tiny", "auto").train()
+    assert saved == [2, 4, 4]  # the last one knows the result of the validation
 
 
 def test_an_error_of_the_writing_thread_surfaces(tmp_path, state, monkeypatch):
@@ -530,15 +531,12 @@ def test_a_second_run_in_one_folder_is_refused(tiny, alone, tmp_path, monkeypatc
     trainer = Trainer(tiny(max_epochs=1), alone, tmp_path)
     validate = trainer.validate_one_epoch
 
-    def look():  # the clock of the run that holds the folder goes on
-        return {name: content for name, content in _contents(tmp_path).items() if name != "clock.bin"}
-
     def start_another():
-        before = look()
+        before = _contents(tmp_path)
         for resume in ("auto", "never"):
             with pytest.raises(ConfigError, match="another run is writing here; wait for it or choose another"):
                 Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", resume).train()
-        assert look() == before
+        assert _contents(tmp_path) == before
         refused.append(True)
         return validate()
 
@@ -567,7 +565,7 @@ def test_loader_workers_of_a_killed_run_do_not_hold_its_folder(tmp_path):
     worker.join()
 
 
-@pytest.mark.parametrize("name", ["kept.pt", "checkpoints/best.pt", "deep/best.pt"])
+@pytest.mark.parametrize("name", ["checkpoints/best.pt", "deep/best.pt"])
 def test_a_checkpoint_within_the_run_that_is_moved_aside_can_be_gone_on_from(tiny, alone, tmp_path, name):
     folder = tmp_path / "run"
     Trainer(tiny(max_epochs=1), alone, folder, "tiny", "auto").train()
@@ -579,15 +577,13 @@ def test_a_checkpoint_within_the_run_that_is_moved_aside_can_be_gone_on_from(tin
     assert trainer.progress.epoch == 2 and len(list_checkpoints(folder / "checkpoints")) == 2
 
 
-@pytest.mark.parametrize("source", ["best.pt", "step-000000004.pt"])
-def test_a_checkpoint_under_the_name_of_a_later_step_is_gone_on_from(tiny, alone, tmp_path, source):
+def test_a_checkpoint_under_the_name_of_a_later_step_is_gone_on_from(tiny, alone, tmp_path):
     own = tmp_path / "checkpoints"
     Trainer(tiny(max_epochs=2, keep_checkpoints=2), alone, tmp_path, "tiny", "auto").train()
-    shutil.copy(own / source, own / "step-000000099.pt")
-    step = read_checkpoint(own / source)["step"]
+    shutil.copy(own / "step-000000004.pt", own / "step-000000099.pt")
     trainer = Trainer(tiny(max_epochs=3, keep_checkpoints=2), alone, tmp_path, "tiny", str(tmp_path))
     trainer.train()
-    assert f"Resuming from {own / 'step-000000099.pt'}: epoch {step // 4 + 1}, " in (tmp_path / "train.log").read_text()
+    assert f"Resuming from {own / 'step-000000099.pt'}: epoch 2, " in (tmp_path / "train.log").read_text()
     assert trainer.progress.epoch == 3 and list_checkpoints(own)[0].name == "step-000000012.pt"
 
 
@@ -620,7 +616,7 @@ def test_a_start_that_is_lost_while_it_goes_back_loses_nothing(tiny, alone, tmp_
     command = str(folder / "checkpoints/step-000000004.pt")
     with monkeypatch.context() as patch:
         left = iter(range(1, event))
-        for function in ("_set_aside", "_drop_after"):
+        for function in ("_set_aside", "_cut_records"):
             patch.setattr(run_folder, function, _until_none_is(left, getattr(run_folder, function)))
         with pytest.raises(KeyboardInterrupt):
             Trainer(tiny(max_epochs=3, keep_checkpoints=9), alone, folder, "tiny", command).train()
@@ -649,22 +645,12 @@ def _with_value(state, place, value):
     return state | {place[0]: _with_value(state.get(place[0]), place[1:], value)}
 
 
-@pytest.mark.parametrize("line", [b'\xff\xfe{"kind', b"[" * 100_000 + b"\n"])
-def test_a_damaged_line_of_the_metrics_does_not_keep_a_run_from_going_on(tiny, alone, tmp_path, line):
+def test_damaged_lines_of_the_metrics_do_not_keep_a_run_from_going_on(tiny, alone, tmp_path):
     Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
     metrics = tmp_path / "metrics.jsonl"
-    metrics.write_bytes(metrics.read_bytes() + line)
+    metrics.write_bytes(metrics.read_bytes() + b"[" * 100_000 + b"\n" + b'\xff\xfe{"kind')
     Trainer(tiny(max_epochs=2), alone, tmp_path, "tiny", str(tmp_path)).train()
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()][-1] == 8
-
-
-def test_with_only_the_best_one_left_the_command_that_goes_on_is_told(tiny, alone, tmp_path):
-    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
-    own = tmp_path / "checkpoints"
-    list_checkpoints(own)[0].write_bytes(b"")
-    with pytest.raises(CheckpointError) as raised:
-        Trainer(tiny(), alone, tmp_path, "tiny", "auto").train()
-    assert f"--resume {own / 'best.pt'} goes on from the best one" in str(raised.value)
 
 
 def test_a_folder_that_cannot_be_used_is_named(tiny, alone, tmp_path):
@@ -693,21 +679,19 @@ def test_the_lock_of_a_folder_that_is_moved_aside_is_not_that_of_the_new_one(tmp
     run_folder.lock_folder(tmp_path / "run").close()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
-def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, number):
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
     def refuse(file, operation):
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(ConfigError, match=rf"run: .*cannot lock a file \({os.strerror(number)}\).*--run-dir.*-o flock"):
+    with pytest.raises(ConfigError, match=r"run: .*cannot lock a file \(No locks available\).*--run-dir.*-o flock"):
         run_folder.lock_folder(tmp_path / "run")
 
 
-@pytest.mark.parametrize("text", [".", "deep/.."])
-def test_the_working_directory_can_be_the_run_folder(tiny, alone, tmp_path, monkeypatch, text):
+def test_the_working_directory_can_be_the_run_folder(tiny, alone, tmp_path, monkeypatch):
     (tmp_path / "run/deep").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "run")
-    folder = parse_arguments([f"--yaml_config={CIFAR100}", f"--run-dir={text}"]).run_dir
+    folder = parse_arguments([f"--yaml_config={CIFAR100}", "--run-dir=deep/.."]).run_dir
     for _ in range(2):
         Trainer(tiny(max_epochs=1), alone, folder, "tiny", "never").train()
     for run in ("run", "run.1"):

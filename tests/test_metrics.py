@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from utils.run import time_left
+from utils.clock import TimeLeft
 from utils.run.logger import RunLogger
 from utils.training.metrics import MetricSums
 
@@ -124,7 +124,7 @@ def test_the_log_has_loss_accuracy_rate_speed_and_time_left(tmp_path):
 
 def test_time_left_is_that_of_the_whole_run():
     clock = [0.0]
-    left = time_left.TimeLeft(3, 10, SimpleNamespace(elapsed=lambda: clock[0]))
+    left = TimeLeft(3, 10, SimpleNamespace(elapsed=lambda: clock[0]))
     left.start_epoch(4)  # a resumed one, whose first batch takes long
     clock[0] = 50.0
     assert left.seconds(0, 5) is None

@@ -1,11 +1,8 @@
 """utils.run.preemption: what a signal asks for, how soon, the second Ctrl-C. tests/test_resume.py stops whole runs."""
 
-import ctypes
 import itertools
 import json
-import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -60,39 +57,6 @@ def test_a_second_ctrl_c_stops_at_once(
         assert interrupts(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
     assert capfd.readouterr().err.count("Ctrl-C again stops without saving") == 1
-
-
-def test_the_answer_comes_within_a_slow_step(alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step is one long operation outside Python, which ends only when the answer has come."""
-    answered, written = threading.Event(), []
-
-    def write(descriptor: int, content: bytes) -> int:
-        if descriptor != 2:
-            return os.write(descriptor, content)
-        written.append(content.decode())
-        answered.set()
-        return len(content)
-
-    monkeypatch.setattr(preemption, "os", SimpleNamespace(**vars(os) | {"write": write}))
-    library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-    library.pthread_mutex_lock(mutex)
-    in_time = []
-
-    def ask_and_end_the_step() -> None:
-        time.sleep(0.2)  # until the main thread is in its step; if it is not, the test only shows less
-        os.kill(os.getpid(), signal.SIGTERM)
-        in_time.append(answered.wait(timeout=20))
-        library.pthread_mutex_unlock(mutex)
-
-    requests = Requests(alone, save_every_minutes=None)
-    with listen(requests):
-        thread = threading.Thread(target=ask_and_end_the_step)
-        thread.start()
-        library.pthread_mutex_lock(mutex)
-        thread.join()
-        assert requests.poll() == "stop"
-        signal.raise_signal(signal.SIGTERM)
-    assert in_time == [True] and len(written) == 1 and "saving after this step" in written[0]
 
 
 # Seconds of a batch on each of two ranks, in loops that follow each other; the signal comes in the last loop.

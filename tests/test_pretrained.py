@@ -27,9 +27,9 @@ STILL = {"lr": 1e-30, "weight_decay": 0.0, "max_epochs": 1}  # a run that leaves
 def begin(config, alone, folder):
     """The network's state, and the log, of a run that has begun, with BatchNorm's statistics as they began."""
     trainer = Trainer(config, alone, folder)
-    lock, _, notes = trainer._open_folder()
-    lock.close()
-    return trainer.learner.model.state_dict(), notes
+    opened = trainer._open_folder()
+    opened.lock.close()
+    return trainer.learner.model.state_dict(), opened.notes
 
 
 @pytest.fixture
@@ -45,8 +45,7 @@ def assert_equal(state, expected):
     assert [name for name, value in expected.items() if not torch.equal(state[name], value)] == []
 
 
-@pytest.mark.parametrize("changes", [{}, {"enable_nhwc": True, "ema_decay": 0.9}, {"fused_optimizer": True}])
-@pytest.mark.parametrize("kind", ["safetensors", "pth"])
+@pytest.mark.parametrize(("kind", "changes"), [("safetensors", {"enable_nhwc": True, "ema_decay": 0.9}), ("pth", {})])
 def test_a_run_begins_with_the_weights_of_a_file(tiny, alone, tmp_path, other, kind, changes):
     path = tmp_path / f"weights.{kind}"
     save_file(other, path) if kind == "safetensors" else torch.save(other, path)
@@ -115,8 +114,6 @@ def test_torchvisions_file_gives_all_but_the_head(tiny, alone, tmp_path):
 def write(kind, path, good):
     contents = {
         "missing": {name: value for name, value in good.items() if not name.startswith("layer3")},
-        "too many": good | {f"more.{number}": torch.ones(1) for number in range(5)},
-        "another shape": good | {"conv1.weight": torch.ones(16, 3, 5, 5)},
         "head and more": good | {"fc.weight": torch.ones(7, 64), "fc.bias": torch.ones(7), "bn1.bias": torch.ones(7)},
         "not finite": good | {"layer1.0.bn1.weight": torch.full((16,), float("nan"))},
         "everything": {"conv1.weight": torch.ones(2), "x": torch.ones(1)},
@@ -127,7 +124,7 @@ def write(kind, path, good):
     if kind in contents:
         torch.save(contents[kind], path)
     elif kind != "nowhere":
-        path.write_bytes({"no weights": b"weights", "nothing": b""}[kind])
+        path.write_bytes(b"weights")
 
 
 @pytest.mark.parametrize(
@@ -137,8 +134,6 @@ def write(kind, path, good):
             "missing",
             r"does not fit this network: not in the file: layer3.0.conv1.weight, .* and \d+ more\nchoose the net",
         ),
-        ("too many", "only in the file: more.0, more.1, more.2 and 2 more"),
-        ("another shape", r"of another shape: conv1.weight \(16, 3, 5, 5\) -> \(16, 3, 3, 3\)"),
         ("head and more", r"bn1.bias \(7,\) -> \(16,\), fc.weight \(7, 64\) -> \(10, 64\), fc.bias"),
         ("everything", r"not in the file: bn1.weight.*; only in the file: x; of another shape: conv1.weight \(2,\)"),
         ("not finite", r"holds numbers that are not finite: layer1.0.bn1.weight\nit is damaged"),
@@ -146,7 +141,6 @@ def write(kind, path, good):
         ("empty", "does not hold tensors by name and nothing else"),
         ("code", "cannot be read: Weights only load failed"),
         ("no weights", "cannot be read: .*\nexpected safetensors"),
-        ("nothing", "cannot be read: .*\nexpected safetensors"),
         ("nowhere", "cannot be read: No such file or directory"),
     ],
 )

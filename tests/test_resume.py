@@ -16,26 +16,27 @@ from tests.test_train import records, run, without_times
 from train import Trainer
 from utils.errors import ExpectedError, Stopped
 from utils.run import checkpoint
-from utils.run.checkpoint import list_checkpoints, read_checkpoint
+from utils.run.checkpoint import encode, list_checkpoints, read_checkpoint
 
 # Three epochs of 4 batches, then 2 of validation; a log point after batches 1 and 3, so that 2 is within a window.
+PLATEAU, ONECYCLE = "torchvision and plateau", "device and onecycle"
 LOADERS = {
     # the learning rate is too high, so that validation gets worse and the plateau cuts
-    "torchvision and plateau": {
+    PLATEAU: {
         "data_loader": "torchvision", "lr_schedule": "plateau", "lr_plateau_patience": 0, "lr_warmup_epochs": 0.5,
         "lr": 0.3,
     },
-    "device and onecycle": {
+    ONECYCLE: {
         "data_loader": "device", "lr_schedule": "onecycle", "lr_warmup_epochs": 1.5, "ema_decay": 0.8,
         "rnd_rotation_angle": 10.0, "cutmix_alpha": 1.0, "loss_scale": "dynamic",
     },
 }  # fmt: skip
 BATCHES, POLLS = 4, 4 + 2  # polls for requests: one after each batch, of training and of validation
 STOPS = {
-    "in mid-epoch, within a window": (POLLS + 2, "in epoch 2 after 2 batches", {"epoch": 1, "batch": 2}),
-    "before validation": (POLLS + BATCHES, "in epoch 2 in validation", {"epoch": 1, "batch": BATCHES}),
-    "in validation": (POLLS + BATCHES + 1, "in epoch 2 in validation", {"epoch": 1, "batch": BATCHES}),
-    "between epochs": (2 * POLLS + 1, "in epoch 3 after 1 batches", {"epoch": 2, "batch": 1}),
+    "in mid-epoch, within a window": (PLATEAU, POLLS + 2, "in epoch 2 after 2 batches", {"epoch": 1, "batch": 2}),
+    "before validation": (ONECYCLE, POLLS + BATCHES, "in epoch 2 in validation", {"epoch": 1, "batch": 4}),
+    "in validation": (PLATEAU, POLLS + BATCHES + 1, "in epoch 2 in validation", {"epoch": 1, "batch": 4}),
+    "between epochs": (ONECYCLE, 2 * POLLS + 1, "in epoch 3 after 1 batches", {"epoch": 2, "batch": 1}),
 }
 
 
@@ -106,20 +107,39 @@ def assert_same_run(folder, whole):
     assert same(best[0]["model"], best[1]["model"])
 
 
-@pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("where", STOPS)
-def test_stopped_and_continued_equals_uninterrupted(alone, tmp_path, whole, loader, where):
+def test_stopped_and_continued_equals_uninterrupted(alone, tmp_path, whole, where):
+    loader, poll, position, saved = STOPS[where]
     config, expected = whole(loader)
-    poll, position, saved = STOPS[where]
     trainer = Trainer(config, alone, tmp_path, "tiny", "auto")
     stop(trainer, poll)
     with pytest.raises(Stopped, match=f"stopped on SIGTERM {position} with everything saved") as stopped:
         trainer.train()
-    assert stopped.value.exit_status == 75
+    assert stopped.value.exit_status == 75 == records(tmp_path, "stop")[-1]["status"]
     state = read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])
     assert {key: state[key] for key in saved} == saved
     run(config, alone, tmp_path)
     assert_same_run(tmp_path, expected)
+
+
+def test_two_epochs_equal_one_and_a_resumed_one(tiny, alone, tmp_path):
+    whole = run(tiny(max_epochs=2), alone, tmp_path / "whole")
+    run(tiny(max_epochs=1), alone, tmp_path / "parts")
+    resumed = run(tiny(max_epochs=2), alone, tmp_path / "parts", resume=str(tmp_path / "parts"))
+    for kind in ("step", "epoch"):
+        assert without_times(records(tmp_path / "parts", kind)) == without_times(records(tmp_path / "whole", kind))
+    for name, value in whole.learner.model.state_dict().items():
+        assert torch.equal(value, resumed.learner.model.state_dict()[name]), name
+    assert whole.learner.steps == resumed.learner.steps == 8
+
+
+def test_seconds_of_training_go_on_from_those_of_earlier_starts(tiny, alone, tmp_path):
+    run(tiny(max_epochs=1), alone, tmp_path)
+    (path,) = list_checkpoints(tmp_path / "checkpoints")
+    path.write_bytes(encode(read_checkpoint(path) | {"seconds": 1000.0}))
+    run(tiny(max_epochs=2), alone, tmp_path, resume=str(tmp_path))
+    seconds = records(tmp_path, "epoch")[-1]["seconds"]
+    assert 1000 < seconds < 1600 and read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])["seconds"] > 1000
 
 
 def test_the_uninterrupted_runs_do_what_they_are_to_show(whole):
@@ -128,16 +148,16 @@ def test_the_uninterrupted_runs_do_what_they_are_to_show(whole):
     for folder in folders.values():
         rates = [row["learning_rate"] for row in records(folder, "step")]
         assert len(set(rates)) >= 3, rates
-    last = list_checkpoints(folders["torchvision and plateau"] / "checkpoints")[0]
+    last = list_checkpoints(folders[PLATEAU] / "checkpoints")[0]
     assert read_checkpoint(last)["plateau"]["cuts"] >= 1
-    last = list_checkpoints(folders["device and onecycle"] / "checkpoints")[0]
+    last = list_checkpoints(folders[ONECYCLE] / "checkpoints")[0]
     assert read_checkpoint(last)["grad_scaler"]["_growth_tracker"] == 3 * BATCHES
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
 def test_lost_without_a_word_goes_on_from_the_last_interval(alone, tmp_path, whole, background):
     """As after a SIGKILL: what was done since the checkpoint of step 6 is done again, its log lines too."""
-    config, expected = whole("device and onecycle")
+    config, expected = whole(ONECYCLE)
     config = config.model_copy(update={"checkpoint_every_steps": 3, "checkpoint_async": background})
     trainer = Trainer(config, alone, tmp_path, "tiny", "auto")
 
@@ -156,7 +176,7 @@ def test_lost_without_a_word_goes_on_from_the_last_interval(alone, tmp_path, who
 
 
 def test_stopped_while_writing_in_the_background_everything_is_on_the_disk(alone, tmp_path, whole):
-    config, expected = whole("torchvision and plateau")
+    config, expected = whole(PLATEAU)
     config = config.model_copy(update={"checkpoint_async": True, "checkpoint_every_steps": 1})
     trainer = Trainer(config, alone, tmp_path, "tiny", "auto")
     stop(trainer, POLLS + 2)
@@ -205,7 +225,7 @@ def test_minutes_between_checkpoints(tiny, alone, tmp_path, minutes, saved):
 
 def test_a_clock_that_is_set_back_changes_nothing(alone, tmp_path, whole, monkeypatch):
     """Neither order of checkpoints nor intervals come from the wall clock or from the times of files."""
-    config, expected = whole("device and onecycle")
+    config, expected = whole(ONECYCLE)
     trainer = Trainer(
         config.model_copy(update={"checkpoint_every_minutes": 1e-9, "keep_checkpoints": 99}),
         alone,

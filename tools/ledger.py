@@ -1,16 +1,19 @@
 """Where the time of a run went, over all of its starts: for `tools.runs --ledger` and the report. No torch.
 
-What each start did comes from its record in clock.bin (utils/clock.py), what lies between two of them was stopped. So
-the parts add up to the wall clock from the first start to the last sign of life.
+Each record of metrics.jsonl has the seconds of its start by activity. What lies between the last record of a start and
+the begin of the next counts as stopped. So the parts add up to the wall clock from the first start to the last record.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from tools.history import read_records, read_run_folder
-from utils.clock import ACTIVITIES, FILE, Start, read_starts
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+
+from tools.history import read_lines, read_run_folder
+from utils.clock import ACTIVITIES
 from utils.errors import DataError
 
 LABELS = {
@@ -24,30 +27,62 @@ USEFUL = ("train", "input", "validation", "test")
 USEFUL_SHARE = "useful (ETTR)"
 
 
-@dataclass(frozen=True)
-class Ledger:
-    """The starts of a run in their order, and records that cannot be read."""
+class _Line(BaseModel):
+    """What the ledger reads of a record of metrics.jsonl."""
 
-    starts: Sequence[Start]
+    model_config = ConfigDict(strict=True)
+
+    kind: str
+    step: int | None = None
+    time: FiniteFloat | None = None
+    clock_seconds: dict[str, FiniteFloat]
+
+
+@dataclass
+class StartTimes:
+    """One start of a run, as its records tell. Steps are optimizer steps since the beginning of the run."""
+
+    began: float  # seconds since 1970
+    first: int  # the step that it went on from
+    reached: int  # the last step of all earlier starts: up to there it trains again
+    step: int  # the last one that a record tells of
+    ended: bool = False  # in order or by an error; else it was killed, or still goes on
+    seconds: dict[str, float] = field(default_factory=dict)  # of each activity, up to its last record
+
+    @property
+    def alive(self) -> float:
+        """Seconds up to its last record."""
+        return sum(self.seconds.values())
+
+    @property
+    def replayed(self) -> int:
+        """Steps that an earlier start had trained already."""
+        return max(0, min(self.step, self.reached) - self.first)
+
+
+@dataclass(frozen=True)
+class TimeLedger:
+    """The starts of a run in their order, and the number of lines that cannot be read."""
+
+    starts: Sequence[StartTimes]
     damaged: int = 0
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds from the end of each start to the begin of the next; below 0 where their clocks disagree."""
+        """Seconds from the last record of each start to the begin of the next; below 0 where their clocks disagree."""
         pairs = zip(self.starts, self.starts[1:], strict=False)
         return [later.began - (earlier.began + earlier.alive) for earlier, later in pairs]
 
     @property
     def seconds(self) -> dict[str, float]:
         """Of each part in the order of LABELS."""
-        parts = [start.seconds() for start in self.starts]
-        spent = {activity: sum(part[activity] for part in parts) for activity in ACTIVITIES}
+        spent = {name: sum(start.seconds.get(name, 0.0) for start in self.starts) for name in ACTIVITIES}
         spent["stopped"] = sum(max(0.0, gap) for gap in self.gaps)
         return {name: spent[name] for name in LABELS}
 
     @property
     def wall(self) -> float:
-        """Seconds from the begin of the first start to the end of the last one: the sum of all parts."""
+        """Seconds from the begin of the first start to the last record: the sum of all parts."""
         return sum(self.seconds.values())
 
     @property
@@ -66,13 +101,25 @@ class Ledger:
         return sum(start.replayed for start in self.starts)
 
 
-def find_ledger(folder: Path) -> Ledger | None:
-    """The ledger of the run in `folder`; None where it has no record that can be read."""
-    try:
-        starts, damaged = read_starts(folder / FILE)
-    except OSError:
-        return None
-    return Ledger(starts, damaged) if starts else None
+def find_ledger(folder: Path) -> TimeLedger | None:
+    """The ledger of the run in `folder`; None where no record tells of a time."""
+    lines, damaged = read_lines(folder / "metrics.jsonl")
+    starts: list[StartTimes] = []
+    reached = 0
+    for line in lines:
+        with suppress(ValidationError):  # a record without times
+            record = _Line.model_validate(line)
+            seconds = {name: spent for name, spent in record.clock_seconds.items() if name in ACTIVITIES}
+            if record.kind in ("start", "resume") and record.time is not None:
+                first = record.step or 0
+                starts.append(StartTimes(record.time - sum(seconds.values()), first, reached, first))
+            if not starts or sum(seconds.values()) < starts[-1].alive:
+                continue  # of a start that failed before it told of itself
+            start = starts[-1]
+            start.step, start.seconds = max(start.step, record.step or 0), seconds
+            start.ended = record.kind in ("end", "stop")
+            reached = max(reached, start.step)
+    return TimeLedger(starts, damaged) if any(start.alive for start in starts) else None
 
 
 def show_ledger(folder: Path) -> list[str]:
@@ -81,7 +128,7 @@ def show_ledger(folder: Path) -> list[str]:
         raise DataError(f"{folder}: no such folder")
     ledger = find_ledger(folder)
     if ledger is None:
-        raise DataError(f"{folder}: holds no readable {FILE}, in which a run of this version records its times")
+        raise DataError(f"{folder}: holds no metrics.jsonl with clock_seconds, in which a run records its times")
     seconds, first, last = ledger.seconds, ledger.starts[0], ledger.starts[-1]
     running = read_run_folder(folder).state == "running"
     end = _moment(last.began + last.alive)
@@ -95,22 +142,19 @@ def show_ledger(folder: Path) -> list[str]:
         f"{'start':>5}  {'began':19} {'from step':>9} {'to':>9} {'replayed':>8} {'seconds':>10}  end",
     ]
     for number, start in enumerate(ledger.starts, start=1):
-        end = "by itself" if start.ended else f"killed, its last activity: {LABELS[ACTIVITIES[start.activity]]}"
+        end = "by itself" if start.ended else "killed: what came after its last record is not known"
         end = "still running" if running and start is last else end
         lines.append(
             f"{number:>5}  {_moment(start.began):19} {start.first:>9} {start.step:>9} {start.replayed:>8} "
             f"{start.alive:>10.1f}  {end}"
         )
-    return lines + _remarks(folder, ledger)
+    return lines + _remarks(ledger)
 
 
-def _remarks(folder: Path, ledger: Ledger) -> list[str]:
+def _remarks(ledger: TimeLedger) -> list[str]:
     remarks = []
-    told = len(read_records(folder / "metrics.jsonl", "start", "resume"))
-    if told > len(ledger.starts):
-        remarks.append(f"metrics.jsonl tells of {_count(told, 'start')}: the time of those without a record is missing")
     if ledger.damaged:
-        remarks.append(f"{_count(ledger.damaged, 'record')} cannot be read: that time is missing")
+        remarks.append(f"{_count(ledger.damaged, 'line')} of metrics.jsonl cannot be read: that time is missing")
     if (overlap := -sum(min(0.0, gap) for gap in ledger.gaps)) > 1.0:
         remarks.append(f"starts overlap by {overlap:.1f} s: the clocks of their hosts disagree, or one was set")
     return remarks

@@ -10,7 +10,7 @@ from typing import Any
 from tools.bench.reports import Rate, Report, rates
 from tools.figures import COLOURS
 from tools.history import Run
-from tools.ledger import LABELS, Ledger
+from tools.ledger import LABELS, TimeLedger
 
 LOSS_OUTLIER = 1.5  # times the 95th percentile of what is drawn: the first view cuts losses above it off
 EVERY_EPOCH = 12  # up to so many epochs each has its mark on the axis
@@ -173,7 +173,7 @@ def plot_scaling(curves: dict[str, list[tuple[int, float, float]]]) -> list[Plot
 # ---- where the time went
 
 
-def plot_ledgers(ledgers: Mapping[str, Ledger]) -> list[Plot]:
+def plot_ledgers(ledgers: Mapping[str, TimeLedger]) -> list[Plot]:
     """A bar for each run, the first on top, in which each part of its wall clock has its share; none of nothing."""
     names = [html.escape(name) for name in ledgers]
     traces = [

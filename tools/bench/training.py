@@ -1,7 +1,6 @@
 """The training step of a configuration, built by what the Trainer uses, and timed."""
 
 import itertools
-import resource
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,6 +19,7 @@ from utils.training.batches import Batch, prefetch
 from utils.training.flops import flops_per_image
 from utils.training.learner import Learner, build_learner
 from utils.training.step import GRAPH_WARMUP_STEPS, wants_graphs
+from utils.training.watch import peak_memory
 
 Consumer = Callable[[Tensor, Tensor], object]
 STEPS_PER_EPOCH = 1000  # for the schedule alone: no measurement lasts longer
@@ -60,7 +60,7 @@ class Rung:
             "compute": images_per_sec(self.config, device, itertools.repeat(self.batch), warmup, iters, train),
             "io": images_per_sec(self.config, device, endless(self.loader), warmup, iters, lambda *_: None),
             "full": self._full(warmup, iters),
-            "memory": peak_memory(device),
+            "memory": float(peak_memory(device)),
         }
         if device.type == "cuda":
             torch.cuda.empty_cache()  # for the other rungs; the next warm-up takes it again
@@ -95,13 +95,6 @@ def endless(loader: Loader) -> Iterator[Batch]:
     for epoch in itertools.count():
         loader.set_epoch(epoch)
         yield from loader
-
-
-def peak_memory(device: torch.device) -> float:
-    """Bytes that this process held at most: of the GPU, or of the machine."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_reserved(device))
-    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
 
 
 def training_flops_per_image(config: Config, image_shape: tuple[int, int, int]) -> float:

@@ -59,7 +59,7 @@ def burn_in(config: "Config", world: "World", minutes: float) -> Finding:
     known = _faults()  # the doctor's other lines tell of them
     began = time.monotonic()
     until = began + 60 * minutes
-    with Sensors(find_sensors(world.device, one_of_its_node=world.local_rank == 0)[0]) as sensors:
+    with Sensors(find_sensors(world.device)[0]) as sensors:
         while world.broadcast(len(rounds) < 2 or time.monotonic() < until):
             seconds = train(steps)
             faults = tuple(fault for fault in _faults() if fault not in known) if world.local_rank == 0 else ()

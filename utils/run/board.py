@@ -6,7 +6,7 @@
     result/...          at the end: the metrics of the HParams tab
 
 All in one folder, so that a run is one row with one colour. A resumed run cuts from the files what it trains again, as
-it does from metrics.jsonl. TensorBoard's own way, to mark all points behind a step as outdated, knows no unit of steps.
+it does from metrics.jsonl.
 """
 
 import json
@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from utils.keys import Keys, render
+from utils.keys import Fact, Keys, render
 from utils.run.event_files import cut_back
-from utils.run.hparams import end_summary, start_summary
 from utils.run.trackers import POSITIONS, Record, numbers
 from utils.training.metrics import worst_classes
 
@@ -50,6 +49,12 @@ LAYOUT = {
         "memory in use, GB": ["Multiline", ["step/gpu_memory_gb"]],
     },
 }
+# columns with which the HParams tab opens: what differs from `default`, by its name the first of them, and four keys
+CHANGES = "also changed"
+ALWAYS_SHOWN = ("batch_size", "lr", "max_epochs", "model")
+RESULTS = (
+    "best_acc1", "best_epoch", "last_acc1", "last_loss", "seconds", "images_per_sec", "test_acc1", "test_loss",
+)  # fmt: skip
 MATRIX_PIXELS = 600
 CODE = " " * 4  # before each line of a Markdown code block, which TensorBoard shows as it stands
 
@@ -92,7 +97,7 @@ class Board:
             self._writer.flush()
         elif record["kind"] == "end":
             self._add_scalars(values, record["epoch"])
-            self._writer.file_writer.add_summary(end_summary())
+            self._writer.file_writer.add_summary(self._hparams({})[2])
 
     def _add_scalars(self, values: Mapping[str, float], position: int) -> None:
         for tag, value in values.items():
@@ -103,7 +108,24 @@ class Board:
         writer, step = self._writer, self._epoch + 1
         writer.add_text("run/config", f"`{config_name}`\n\n{indent(render(keys), CODE)}", step)
         writer.add_text("run/environment", indent(json.dumps(environment, indent=1), CODE), step)
-        writer.file_writer.add_summary(start_summary(keys))
+        for summary in self._hparams(compared(keys))[:2]:
+            writer.file_writer.add_summary(summary)
+
+    def _hparams(self, row: dict[str, float | str]) -> tuple[Any, Any, Any]:
+        """The columns of the HParams tab, and the start and the end of this run's row, which has succeeded.
+
+        SummaryWriter.add_hparams writes the three at once, in a folder of its own, so that a run has no row before its
+        end; and the tab would open with the first five columns by name, as nothing marks others."""
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+        from torch.utils.tensorboard.summary import hparams
+
+        columns, start, end = hparams(row, dict.fromkeys(f"result/{name}" for name in RESULTS))
+        plugin = columns.value[0].metadata.plugin_data
+        data = HParamsPluginData.FromString(plugin.content)
+        for info in data.experiment.hparam_infos:
+            info.differs = info.name in (CHANGES, *ALWAYS_SHOWN)
+        plugin.content = data.SerializeToString()
+        return columns, start, end
 
     def add_images(self, images: Tensor) -> None:
         """A grid of an augmented batch, normalised [N, 3, H, W].
@@ -136,6 +158,17 @@ def _leave_full_disks_to_the_log(raised: threading.ExceptHookArgs) -> None:
     """TensorBoard's threads end with a traceback where they cannot write; the run's own log says so in a line."""
     if not (isinstance(raised.exc_value, OSError) and type(raised.thread).__module__.startswith("tensorboard")):
         threading.__excepthook__(raised)
+
+
+def compared(keys: Keys) -> dict[str, float | str]:
+    """The run's row in the HParams tab. TensorBoard takes the columns from any one run for all: so every run has the
+    same ones, a column of text for each key that can change a result but the four."""
+    values, defaults = keys.model_dump(mode="json"), type(keys)().model_dump(mode="json")
+    words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
+    silent = {*keys.with_fact(Fact.NO_HYPERPARAMETER), *ALWAYS_SHOWN}
+    others = {key: word for key, word in words.items() if key not in silent}
+    changed = ", ".join(f"{key}={word}" for key, word in others.items() if values[key] != defaults[key])
+    return {CHANGES: changed} | {key: values[key] for key in ALWAYS_SHOWN} | others
 
 
 def draw_matrix(counts: Tensor) -> np.ndarray:

@@ -1,13 +1,12 @@
 """A run's folder: expts/<config>/ with one run in it, never two, and never an old one overwritten.
 
-config.yaml[.N]  environment.json  train.log  metrics.jsonl  clock.bin  tb_logs/  checkpoints/{step-*.pt,best.pt}
+config.yaml[.N]  environment.json  train.log  metrics.jsonl  tb_logs/  checkpoints/{step-*.pt,best.pt}
 """
 
 import itertools
 import json
 import os
 import shlex
-import shutil
 import sys
 import textwrap
 import time
@@ -19,7 +18,6 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from utils.clock import FILE as CLOCK
 from utils.distributed.launch import job_name, was_restarted
 from utils.errors import CheckpointError, ExpectedError
 from utils.files import FolderHeldError, lock_folder, remove_leftovers, sign_lock, write_atomically
@@ -29,7 +27,8 @@ from utils.run.identity import check_same_run
 from utils.run.pretrained import Pretrained
 
 POLL_SECONDS = 1.0  # how often a folder's lock is tried that an earlier start holds
-STARTS_AND_STOPS = ("start", "resume", "stop")  # kinds of records in metrics.jsonl
+STARTS = ("start", "resume")  # kinds of records in metrics.jsonl that begin those of a start
+ALWAYS_KEPT = (*STARTS, "stop", "lost")  # kinds that a run keeps where it goes back; "lost": how far a start came
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,7 @@ class OpenedRun:
     resumed_from: Path | None
     pretrained: Pretrained | None  # what a new run begins with
     notes: list[str]  # what the reader should know
+    reached: int  # the last step that an earlier start has recorded
 
 
 def open_run(
@@ -96,13 +96,15 @@ def open_run(
                 notes.append(f"The earlier run in {folder} is now in {earlier_run}")
                 lock.close()
                 lock = lock_folder(really)
-                if source is None and (resume == "auto" or again):
-                    _keep_clock(earlier_run, folder, keys)
+                if source is None and (resume == "auto" or again) and _describes(earlier_run / "config.yaml", keys):
+                    # lost before its first checkpoint, it is the same run begun again: its ledger has that time too
+                    _cut_records(earlier_run / "metrics.jsonl", folder / "metrics.jsonl", 0, 0)
             own.mkdir(exist_ok=True)
         if source is not None:
             _adopt(folder, source)
         sign_lock(lock, job)
-        return OpenedRun(lock, source.state if source else None, source.path if source else None, pretrained, notes)
+        state, path = (source.state, source.path) if source else (None, None)
+        return OpenedRun(lock, state, path, pretrained, notes, _last_step(folder / "metrics.jsonl"))
 
 
 def _lock_in_time(folder: Path, job: str, patience: float) -> tuple[IO[str], list[str]]:
@@ -225,7 +227,8 @@ def _adopt(folder: Path, source: _Source) -> None:
         _put(own_best, source.best)
     elif own_best.exists():  # of a later step, or damaged
         _set_aside(own_best)
-    _drop_after(folder / "metrics.jsonl", step, source.state["epoch"])
+    metrics = folder / "metrics.jsonl"
+    _cut_records(metrics, metrics, step, source.state["epoch"])
 
 
 def _put(path: Path, content: bytes) -> None:
@@ -251,12 +254,9 @@ def _move_aside(folder: Path) -> Path:
         raise CheckpointError(f"{folder}: cannot be moved aside: {error.strerror}; choose another --run-dir") from None
 
 
-def _keep_clock(earlier: Path, folder: Path, keys: Keys) -> None:
-    """An earlier run of the same configuration that was lost before its first checkpoint is the same run begun again:
-    what it took belongs to its ledger."""
-    with suppress(FileNotFoundError):
-        if (earlier / "config.yaml").read_bytes().endswith(f"\n{_description(keys)}".encode()):
-            shutil.copy(earlier / CLOCK, folder / CLOCK)
+def _describes(config: Path, keys: Keys) -> bool:
+    """Whether a config.yaml holds these keys, under whatever name."""
+    return config.is_file() and config.read_bytes().endswith(f"\n{_description(keys)}".encode())
 
 
 def _free_name(path: Path) -> Path:
@@ -279,20 +279,43 @@ def write_description(folder: Path, keys: Keys, config_name: str, environment: d
     write_atomically(folder / "environment.json", (json.dumps(environment, indent=1) + "\n").encode())
 
 
-def _drop_after(path: Path, step: int, epoch: int) -> None:
-    """Keep the lines of metrics.jsonl up to `step` and the finished `epoch`, since what came after is done again, and
-    those of starts and stops. An epoch's and the run's last line have the step of the last log point, but come after a
-    validation: their epoch counts too."""
+def _cut_records(path: Path, target: Path, step: int, epoch: int) -> None:
+    """Write to `target` the lines of a metrics.jsonl up to `step` and the finished `epoch`, since what came after is
+    done again, and those of ALWAYS_KEPT. An epoch's and the run's last line have the step of the last log point, but
+    come after a validation: their epoch counts too. Of the lines that go, the last of each start is kept as "lost",
+    with its position and times alone."""
     if not path.exists():
         return
-    kept = []
+    kept: list[dict[str, Any]] = []
+    last: dict[str, Any] | None = None  # of the present start, one that goes
+    for record in _records(path):
+        if record["kind"] in STARTS and last is not None:
+            kept.append(last)
+        if record["kind"] in ALWAYS_KEPT or (
+            record["step"] <= step and (record["kind"] == "step" or record["epoch"] <= epoch)
+        ):
+            kept.append(record)
+            last = None
+        else:
+            last = {"kind": "lost", "epoch": record["epoch"], "step": record["step"]}
+            last |= {"clock_seconds": record["clock_seconds"]} if "clock_seconds" in record else {}
+    kept += [last] if last is not None else []
+    write_atomically(target, "".join(json.dumps(record) + "\n" for record in kept).encode())
+
+
+def _last_step(path: Path) -> int:
+    """The highest step in a metrics.jsonl; 0 where there is none."""
+    steps = [record.get("step") for record in _records(path)] if path.exists() else []
+    return max((step for step in steps if isinstance(step, int)), default=0)
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics.jsonl; other lines, which a kill cut short or which are damaged, are passed over."""
     for line in path.read_bytes().splitlines():
         try:
             record = json.loads(line)
-            if record["kind"] in STARTS_AND_STOPS or (
-                record["step"] <= step and (record["kind"] == "step" or record["epoch"] <= epoch)
-            ):
-                kept.append(line + b"\n")
-        except (ValueError, KeyError, TypeError, RecursionError):  # a line that a kill cut short, or that is damaged
+            known = record["kind"] in ALWAYS_KEPT or isinstance(record["epoch"] + record["step"], int)
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
-    write_atomically(path, b"".join(kept))
+        if known:
+            yield record

@@ -20,7 +20,7 @@ from utils.distributed.launch import OPEN_MPI
 from utils.errors import ExpectedError, Stopped
 from utils.keys import Keys
 from utils.run.board import Board
-from utils.run.trackers import Start, Trackers
+from utils.run.trackers import TrackedRun, Trackers
 from utils.training.metrics import worst_classes
 
 logger = logging.getLogger("train")
@@ -53,7 +53,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self, folder: Path, *, enabled: bool, to_screen: bool, to_tensorboard: bool, to: Sequence[str] = ()
     ) -> None:
         self.folder, self.enabled, self.to = folder, enabled, to
-        self.clock: Clock | None = None
+        self.clock = Clock()
         self.trackers: Trackers | None = None
         self.to_screen, self.to_tensorboard = to_screen, to_tensorboard
         self.board: Board | None = None
@@ -64,7 +64,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
 
     def open(self, *, epoch: int, step: int, clock: Clock | None = None) -> "RunLogger":
         """Go on after `epoch` and `step`; each record gets the times of `clock`."""
-        self.clock = clock
+        self.clock = clock or self.clock
         if not self.enabled:
             return self
         if self.to_tensorboard:
@@ -134,11 +134,11 @@ class RunLogger(AbstractContextManager["RunLogger"]):
             gap = "\n" + " " * len("epoch 123") if more and len(message + more) > console.width else ""
             console.print(message + gap + more, highlight=False, markup=False, soft_wrap=True)
 
-    def log_start(self, progress: dict[str, Any], step: int, resumed_from: Path | None, world_size: int) -> None:
-        """A start of the run: from the beginning, or from a checkpoint, at this progress ("epoch", "batch")."""
+    def log_start(self, epoch: int, batch: int, step: int, resumed_from: Path | None, world_size: int) -> None:
+        """A start of the run: from the beginning, or from a checkpoint, at this position."""
         self._record(
             "start" if resumed_from is None else "resume",
-            epoch=progress["epoch"], batch=progress["batch"], step=step, time=time.time(),
+            epoch=epoch, batch=batch, step=step, time=time.time(),
             host=socket.gethostname(), world_size=world_size,
             **({} if resumed_from is None else {"from": str(resumed_from)}),
         )  # fmt: skip
@@ -147,7 +147,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         """What this start of the run is, before its first record."""
         self._show(lambda board: board.describe(keys, config_name, environment))
         if self.enabled and self.to:
-            self.trackers = Trackers(self.to, Start(self.folder, self.folder.name, keys.model_dump(mode="json")))
+            self.trackers = Trackers(self.to, TrackedRun(self.folder, self.folder.name, keys.model_dump(mode="json")))
 
     def log_step(
         self, epoch: int, iteration: int, step: int, values: dict[str, float], left: float | None = None,
@@ -199,9 +199,8 @@ class RunLogger(AbstractContextManager["RunLogger"]):
 
     def _record(self, kind: str, **values: Any) -> None:
         """A line of metrics.jsonl, for all who follow the run."""
-        record = {"kind": kind, **values}
-        if self.clock is not None:  # of this start
-            record["clock_seconds"] = {name: round(spent, 3) for name, spent in self.clock.by_activity().items()}
+        seconds = {name: round(spent, 3) for name, spent in self.clock.by_activity().items()}  # of this start
+        record = {"kind": kind, **values, "clock_seconds": seconds}
         if self._metrics is not None:
             with _naming(self.folder):
                 self._metrics.write(json.dumps(record) + "\n")
@@ -242,7 +241,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         status = getattr(error, "exit_status", 130 if isinstance(error, KeyboardInterrupt) else 1)
         reason = f"{type(error).__name__}: {error}"
         with suppress(ExpectedError):
-            self._record("stop", time=time.time(), status=status, reason=reason)
+            self._record("stop", step=self.clock.step, time=time.time(), status=status, reason=reason)
         foreseen = isinstance(error, ExpectedError | KeyboardInterrupt)
         level = logging.INFO if isinstance(error, Stopped) else logging.ERROR
         trace = None if foreseen else (type(error), error, error.__traceback__)

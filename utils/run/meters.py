@@ -23,8 +23,8 @@ class Meters(AbstractContextManager["Meters"]):
 
     def __init__(self, keys: OutputKeys, learner: Learner, world: World, image_shape: Sequence[int]) -> None:
         self.learner, self.world, self.image_shape = learner, world, tuple(image_shape)
-        sensors, self.notes = find_sensors(world.device, one_of_its_node=world.local_rank == 0)
-        self.sensors = Sensors(sensors)
+        gpu, self.notes = find_sensors(world.device)
+        self.sensors = Sensors(gpu)
         sizes = {training_size(learner.keys, epoch) for epoch in range(learner.keys.max_epochs)}
         self.flops = {size: self._flops(size) for size in sizes}  # now: hooks that come later do not see it
         format_, device = number_format(learner.precision, learner.keys), device_name(world.device)
@@ -55,11 +55,12 @@ class Meters(AbstractContextManager["Meters"]):
     def totals(self, images: int) -> dict[str, float]:
         """Collective: {"joules", "joules_per_image"} of all devices in this start, which trained so many images; empty
         where a device does not tell."""
-        asked = self.world.device.type == "cuda" or self.world.local_rank == 0
-        spent = self.world.gather((self.sensors.joules(), asked))
-        known = [joules for joules, asked in spent if asked]
-        joules = sum(value for value in known if value is not None)
-        return {"joules": joules, "joules_per_image": joules / images} if known and None not in known and images else {}
+        spent = self.world.gather(self.sensors.joules())
+        known = [joules for joules in spent if joules is not None]
+        if not images or len(known) < len(spent):
+            return {}
+        joules = sum(known)
+        return {"joules": joules, "joules_per_image": joules / images}
 
     def __enter__(self) -> "Meters":
         self.sensors.__enter__()

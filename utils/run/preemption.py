@@ -12,10 +12,9 @@ common: as many as fit into a second, at the pace of the batches before.
 import math
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Literal
 
@@ -28,7 +27,6 @@ POLL_SECONDS = 1.0  # ranks compare their flags this often
 # seconds; a launcher passes Ctrl-C on to processes that the terminal has already sent it to: those two are one
 ONE_KEYSTROKE = 1.0
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-END = b"\0"  # ends the thread that answers: no signal has this number
 
 Asked = Literal["stop", "save"] | None
 
@@ -108,42 +106,16 @@ def listen(requests: Requests) -> Iterator[None]:
             raise KeyboardInterrupt
         if requests.signal is None:
             requests.signal, requests.since_signal = number, now
-
-    with _answering_at_once() if requests.world.is_main else nullcontext():
-        before = {number: signal.signal(number, remember) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-@contextmanager
-def _answering_at_once() -> Iterator[None]:
-    """The first signal is answered on the screen by a thread. Python runs handlers only between two operations of the
-    main thread, and a step on a CPU may be few long ones; the number of the signal arrives in a pipe at once."""
-    receiving, sending = os.pipe()
-    os.set_blocking(sending, False)
-
-    def answer() -> None:
-        while (number := os.read(receiving, 1)) != END:
-            if number[0] in SIGNALS:
+            if requests.world.is_main:
                 with suppress(OSError):  # the terminal may be gone
                     os.write(2, b"\nasked to stop: saving after this step; Ctrl-C again stops without saving\n")
-                return
 
-    thread = threading.Thread(target=answer, name="answer to signals", daemon=True)
-    before = signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
-    thread.start()
+    before = {number: signal.signal(number, remember) for number in SIGNALS}
     try:
         yield
     finally:
-        signal.set_wakeup_fd(before)
-        with suppress(BlockingIOError):  # full of signals: the thread has ended with the first
-            os.write(sending, END)
-        thread.join()
-        os.close(sending)
-        os.close(receiving)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def ignore_signals() -> None:

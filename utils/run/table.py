@@ -63,7 +63,7 @@ class _GradScaler(_Part):
     backoff_factor: FiniteFloat
     growth_interval: int
     growth_tracker: Annotated[int, Field(alias="_growth_tracker")]
-    skipped: FiniteFloat = 0.0
+    skipped: FiniteFloat
 
 
 class _Plateau(_Part):

@@ -39,7 +39,7 @@ IDS = "trackers.json"  # in the run's folder: the names that external runs have 
 
 
 @dataclass(frozen=True)
-class Start:
+class TrackedRun:
     """What a tracker is told when a run starts or resumes."""
 
     folder: Path
@@ -62,52 +62,42 @@ class Tracker(Protocol):
 
 
 class CsvTracker:
-    """steps.csv and epochs.csv in the run's folder, for a spreadsheet."""
+    """steps.csv and epochs.csv in the run's folder, for a spreadsheet: made of metrics.jsonl, anew after each epoch."""
 
-    def __init__(self, start: Start) -> None:
-        self.folder, self.columns = start.folder, {name: list[str]() for name in TABLES.values()}
-        with (start.folder / METRICS).open(encoding="utf-8") as lines:  # now: the next record is `record`'s
-            self.earlier = [json.loads(line) for line in lines]
+    def __init__(self, start: TrackedRun) -> None:
+        self.folder = start.folder
 
     def open(self) -> None:
-        """Without what metrics.jsonl has lost since, because it is trained again."""
-        for kind, name in TABLES.items():
-            rows = [_row(record) for record in self.earlier if record["kind"] == kind]
-            (self.folder / name).unlink(missing_ok=True)
-            if rows:
-                self._write(name, rows, list(dict.fromkeys(key for row in rows for key in row)))
-        self.earlier = []
+        self._write()  # without what is trained again
 
     def record(self, record: Record) -> None:
-        name = TABLES.get(record["kind"])
-        if name is None:
-            return
-        row, columns = _row(record), self.columns[name]
-        if added := [key for key in row if key not in columns]:
-            self._write(name, [*self._read(name), row], columns + added)
-        else:
-            with (self.folder / name).open("a", encoding="utf-8", newline="") as file:
-                file.write(_as_csv([row], columns))
-
-    def _read(self, name: str) -> list[dict[str, str]]:
-        if not self.columns[name]:
-            return []
-        with (self.folder / name).open(encoding="utf-8", newline="") as file:
-            return list(csv.DictReader(file))
-
-    def _write(self, name: str, rows: Sequence[Record], columns: list[str]) -> None:
-        self.columns[name] = columns
-        header = dict(zip(columns, columns, strict=True))
-        write_atomically(self.folder / name, _as_csv([header, *rows], columns).encode())
+        if record["kind"] == "epoch":
+            self._write()
 
     def close(self, finished: bool) -> None:
-        """Every row is on its way to the disk already."""
+        self._write()
+
+    def _write(self) -> None:
+        rows: dict[str, list[Record]] = {kind: [] for kind in TABLES}
+        for line in (self.folder / METRICS).read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):  # a line that is being written
+                record = json.loads(line)
+                if record["kind"] in rows:
+                    rows[record["kind"]].append(record)
+        for kind, name in TABLES.items():
+            text = io.StringIO()
+            columns = dict.fromkeys(key for row in rows[kind] for key in row if key not in ("kind", "clock_seconds"))
+            table = csv.DictWriter(text, list(columns), lineterminator="\n", extrasaction="ignore")
+            if columns:
+                table.writeheader()
+            table.writerows(rows[kind])
+            write_atomically(self.folder / name, text.getvalue().encode())
 
 
 class WandbTracker:
     """Weights & Biases: online where this machine is logged in, else kept in the run's folder for `wandb sync`."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: TrackedRun) -> None:
         self.start, self.wandb = start, import_package("wandb")
 
     def open(self) -> None:
@@ -143,7 +133,7 @@ class WandbTracker:
 class MlflowTracker:
     """MLflow: the server of MLFLOW_TRACKING_URI, else a folder `mlruns` beside the run's."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: TrackedRun) -> None:
         self.start, self.mlflow = start, import_package("mlflow")
 
     def open(self) -> None:
@@ -178,17 +168,11 @@ class MlflowTracker:
         self.client.set_terminated(self.run, "FINISHED" if finished else "KILLED")
 
 
-TRACKERS: dict[str, Callable[[Start], Tracker]] = {"csv": CsvTracker, "wandb": WandbTracker, "mlflow": MlflowTracker}
-
-
-def _row(record: Record) -> Record:
-    return {key: value for key, value in record.items() if key not in ("kind", "clock_seconds")}
-
-
-def _as_csv(rows: Sequence[Record], columns: Sequence[str]) -> str:
-    text = io.StringIO()
-    csv.DictWriter(text, columns, lineterminator="\n").writerows(rows)
-    return text.getvalue()
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
+    "csv": CsvTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+}
 
 
 def import_package(name: str) -> ModuleType:
@@ -232,7 +216,7 @@ def keep_id(folder: Path, name: str, identity: str) -> None:
 class Trackers:
     """All trackers of a run. Nothing here waits, but `close` for at most CLOSING_SECONDS."""
 
-    def __init__(self, names: Sequence[str], start: Start) -> None:
+    def __init__(self, names: Sequence[str], start: TrackedRun) -> None:
         self._threads = [_TrackerThread(name, start) for name in names]
 
     def record(self, record: Record) -> None:
@@ -259,7 +243,7 @@ class Trackers:
 class _TrackerThread(threading.Thread):
     """Feeds one tracker until it is closed or something goes wrong."""
 
-    def __init__(self, name: str, start: Start) -> None:
+    def __init__(self, name: str, start: TrackedRun) -> None:
         super().__init__(name=name, daemon=True)  # the run's end never waits for it
         self.waiting: queue.SimpleQueue[Record | bool] = queue.SimpleQueue()  # a truth value is the end
         self.faults: queue.SimpleQueue[str] = queue.SimpleQueue()
