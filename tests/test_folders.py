@@ -21,8 +21,8 @@ from utils.data import device_loader
 from utils.data.build import Loaders, build_loaders, open_dataset
 from utils.data.dali_loader import DaliFailure, DaliLoader
 from utils.data.folders import find_images
+from utils.data.loader import report_unreadable
 from utils.data.sampling import AugmentationRanges, resized_crop_box
-from utils.data.unreadable import report_unreadable
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
 from utils.run.environment import dali_version
@@ -319,11 +319,11 @@ def test_unreadable_images_are_named_listed_and_passed_over(
     _, labels = everything(built.valid)
     assert np.bincount(labels.tolist()).tolist() == [NUM_VALID, NUM_VALID, NUM_VALID - 1]
     listed = tmp_path / "unreadable.txt"
-    (line,) = report_unreadable(alone, built, tmp_path)
+    (line,) = report_unreadable(alone, built.every(), tmp_path)
     assert "train/ant/1.JPEG and 2 more" in line and str(listed) in line
     names = [row.split("\t")[0] for row in listed.read_text().splitlines()]
     assert names == [str(damaged / name) for name in ("train/ant/1.JPEG", "train/cat/7.JPEG", "val/cat/0.JPEG")]
-    assert report_unreadable(alone, built, tmp_path) == []  # nothing new
+    assert report_unreadable(alone, built.every(), tmp_path) == []  # nothing new
 
 
 def test_the_list_keeps_what_an_earlier_start_found_and_the_bytes_of_names(
@@ -332,7 +332,7 @@ def test_the_list_keeps_what_an_earlier_start_found_and_the_bytes_of_names(
     (tmp_path / "unreadable.txt").write_bytes(b"/earlier\xff.jpg\tcut\n")
     built = build(config("imagefolder"))
     built.valid.unreadable = {os.fsdecode(b"/a\xe9\nb.jpg"): "cut"}
-    (line,) = report_unreadable(alone, built, tmp_path)
+    (line,) = report_unreadable(alone, built.every(), tmp_path)
     assert line.isprintable() and "/a\\xe9" in line
     assert (tmp_path / "unreadable.txt").read_bytes() == b"/a\xe9\\nb.jpg\tcut\n/earlier\xff.jpg\tcut\n"
 

@@ -16,8 +16,7 @@ from train import Trainer, main
 from utils.config import Config, load_config
 from utils.config.command_line import Arguments
 from utils.data.build import build_loaders, find_dataset
-from utils.data.datasets import ImageArrays
-from utils.data.holdout import divide
+from utils.data.datasets import ImageArrays, divide
 from utils.data.image_files import EncodedImages, ImageFiles
 from utils.data.sampling import EpochPlan
 from utils.data.shards import ShardedImages

@@ -1,7 +1,7 @@
 """What a dataset is to the rest of the code, and `load_dataset()`, which finds or makes one by name."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from utils.data.shapes import CLASS_NAMES, draw_shapes
 from utils.errors import ConfigError
 
 NUM_SHAPES_TRAIN, NUM_SHAPES_VALID = 10_000, 2_000
+HOLDOUT_SEED = 0  # not the run's: runs with other seeds hold out the same images
 
 
 @dataclass(frozen=True)
@@ -94,3 +95,30 @@ def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[flo
     sums = [(int(count @ levels), int(count @ levels**2)) for count in counts]  # exact below 2^63
     means = tuple(total / (number * 255) for total, _ in sums)
     return means, tuple(math.sqrt(number * squares - total**2) / (number * 255) for total, squares in sums)
+
+
+def hold_out(dataset: Dataset, number: int) -> Dataset:
+    """The dataset with `number` training images as its validation set, and its own validation set as test set, which
+    then is read once, when training is over.
+
+    Mean and standard deviation stay those of all training images. `ConfigError` where too few are left."""
+    if not number:
+        return dataset
+    available = len(dataset.train.labels)
+    if number >= available:
+        raise ConfigError(f"holdout_images {number}: {dataset.name} has {available} training images; expected fewer")
+    kept, held = divide(dataset.train.labels, number)
+    return replace(dataset, train=dataset.train.take(kept), valid=dataset.train.take(held), test=dataset.valid)
+
+
+def divide(labels: IntArray, number: int) -> tuple[IntArray, IntArray]:
+    """(kept, held out): the indices of the samples with `labels` [N], ascending. Of each class its share of `number`,
+    to the next whole image, and within a class by chance."""
+    drawn = np.random.Generator(np.random.Philox(key=HOLDOUT_SEED)).permutation(len(labels))
+    by_class = drawn[np.argsort(labels[drawn], kind="stable")]
+    sizes = np.bincount(labels)
+    sizes = sizes[sizes > 0]
+    # the k-th of the n images of a class at (k + 1/2) / n: the first `number` of all take the same share of each class
+    place = np.concatenate([(np.arange(size) + 0.5) / size for size in sizes])
+    order = by_class[np.argsort(place, kind="stable")]
+    return np.sort(order[number:]), np.sort(order[:number])
