@@ -114,6 +114,14 @@ def test_classes_sizes_and_statistics_come_from_the_data(config: Callable[..., C
     assert open_dataset(config("imagenet", image_size=None), alone).train.image_shape == (3, 224, 224)
 
 
+def test_hidden_folders_are_no_classes(config: Callable[..., Config], made: Path, alone: World, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        shutil.copytree(made / "small" / split, tmp_path / split)
+        write_image(tmp_path / split / ".thumbnails/0.png", 0, 32, 32)
+    dataset = open_dataset(config("imagefolder", data_path=str(tmp_path)), alone)
+    assert dataset.class_names == CLASSES and len(dataset.train.labels) == 3 * NUM_TRAIN
+
+
 def test_folders_of_classes_are_found_by_the_names_that_the_run_gives_them(tmp_path: Path) -> None:
     """Names that cannot be printed are escaped there."""
     for name in (b"\xff", b"new\nline", b"cat"):
@@ -413,7 +421,14 @@ def empty_class(folder: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "class folder without images": (empty_class, "train/ant: class folder without images"),
     "no val": (lambda folder: shutil.rmtree(folder / "val"), "val: cannot be read: No such file"),
-    "other classes": (lambda folder: shutil.rmtree(folder / "val/cat"), "different classes, for example 'cat'"),
+    "a class in train alone": (
+        lambda folder: shutil.rmtree(folder / "val/cat"),
+        "different classes, for example 'cat'",
+    ),
+    "a class in val alone": (
+        lambda folder: shutil.rmtree(folder / "train/cat"),
+        "different classes, for example 'cat'",
+    ),
     "no classes": (lambda folder: [shutil.rmtree(path) for path in (folder / "train").iterdir()], "no class folders"),
 }
 

@@ -38,6 +38,13 @@ def test_each_class_gives_its_share(sizes: tuple[int, ...]) -> None:
     assert set(smaller) < set(larger)
 
 
+def test_which_images_of_a_class_are_held_out_is_drawn() -> None:
+    _, held = divide(np.repeat(np.arange(2), 50), 10)
+    for label in range(2):
+        places = held[held // 50 == label] % 50
+        assert len(places) == 5 and places.max() > 10 and places.min() < 40, "neither the first nor the last"
+
+
 def test_images_are_divided_between_training_and_validation_and_none_is_lost(tiny: Callable[..., Config]) -> None:
     whole, divided = find_dataset(tiny(), download=False), find_dataset(tiny(holdout_images=500), download=False)
     kept, held = divide(whole.train.labels, 500)
