@@ -32,9 +32,8 @@ from models import build_model
 from utils.clock import Clock, TimeLeft, process_age
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
-from utils.data.loader import Loader
+from utils.data.loader import Loader, report_unreadable
 from utils.data.mix import build_mix
-from utils.data.unreadable import report_unreadable
 from utils.distributed.affinity import pin_near_gpu
 from utils.distributed.ddp import describe_parallel
 from utils.distributed.ranks import run_ranks
@@ -329,7 +328,7 @@ class Trainer:
         return self.log.open(epoch=self.progress.epoch, step=self.learner.steps, clock=self.clock)
 
     def _report_unreadable(self) -> None:
-        for line in report_unreadable(self.world, self.loaders, self.folder):
+        for line in report_unreadable(self.world, self.loaders.every(), self.folder):
             self.log.say(line)
 
     def _profile(self) -> AbstractContextManager[None]:

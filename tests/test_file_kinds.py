@@ -22,12 +22,12 @@ from torchvision.datasets.folder import pil_loader
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
 from utils.data.dali_inputs import encode_for_dali
-from utils.data.jpeg import plain_jpeg_size
 from utils.distributed.world import World
 from utils.run.environment import dali_version
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = 32
+LEVELS_OF_DALI = 2  # of 255, by which the pixels of a JPEG may differ from PIL's; seen on a CPU: 0
 needs_dali = pytest.mark.skipif(dali_version() is None, reason="NVIDIA DALI is not installed")
 DALI = pytest.param("dali", marks=[needs_dali, pytest.mark.dali])
 LOADERS = pytest.mark.parametrize("loader", ["torchvision", "device", DALI])
@@ -111,19 +111,19 @@ def link_to_an_image(path: bytes) -> None:
 JPEG = encode("JPEG", quality=90)
 # kind of file: its name, its content, whether it is shown. Of several names of one row, all do the same.
 KINDS: dict[str, list[tuple[str | bytes, bytes | Callable[[bytes], object], str]]] = {
-    "JPEG: grey, colour, progressive, with restart markers": [
+    "JPEG: grey, colour, progressive, with restart markers, coded as RGB": [
         ("grey.jpg", encode("JPEG", picture().convert("L")), SHOWN),
         ("colour.JPEG", JPEG, SHOWN),
         ("444.jpg", encode("JPEG", subsampling=0), SHOWN),
         ("progressive.jpeg", encode("JPEG", progressive=True), SHOWN),
         ("restart.jpg", encode("JPEG", restart_marker_blocks=2), SHOWN),
+        ("rgb.jpg", encode("JPEG", keep_rgb=True), SHOWN),
     ],
     "JPEG with EXIF orientation 1 to 8: not turned": [
         (f"{orientation}.jpg", oriented("JPEG", orientation), SHOWN) for orientation in range(1, 9)
     ],
-    "JPEG: CMYK, coded as RGB, with bytes after its end": [
+    "JPEG: CMYK, with bytes after its end": [
         ("cmyk.jpg", encode("JPEG", picture().convert("CMYK")), SHOWN),
-        ("rgb.jpg", encode("JPEG", keep_rgb=True), SHOWN),
         ("longer.jpg", JPEG + bytes(100), SHOWN),
     ],
     "PNG, BMP, PPM, PGM, TIFF, WebP": [
@@ -243,11 +243,12 @@ def test_every_kind_of_file(loader: str, config: Callable[..., Config], kinds: P
     assert names == {os.fsencode(name) for _, name, _, outcome in ROWS if outcome == LEFT_OUT}
     dataset = open_dataset(chosen, World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu")))
     mean, std = (np.array(values).reshape(3, 1, 1) for values in (dataset.mean, dataset.std))
+    tolerance = LEVELS_OF_DALI / 255 if loader == "dali" else 1e-6
     for image, label in zip(images.numpy(), labels.tolist(), strict=True):
         kind, name, _, outcome = ROWS[label]
         path = kinds / "val" / f"{label:03}" / (os.fsdecode(name) if outcome == SHOWN else "good.png")
         pixels = expected_pixels(path.read_bytes(), path).transpose(2, 0, 1)
-        np.testing.assert_allclose(image * std + mean, pixels / 255, atol=1e-6, err_msg=f"{kind}: {name!r}")
+        np.testing.assert_allclose(image * std + mean, pixels / 255, atol=tolerance, err_msg=f"{kind}: {name!r}")
 
 
 def test_the_kinds_are_what_they_are_called() -> None:
@@ -270,10 +271,10 @@ def table() -> str:
     lines = ["| file | torchvision, device | dali |", "|---|---|---|"]
     for kind, files in KINDS.items():
         (outcome,) = {outcome for _, _, outcome in files}
-        regular = [content for _, content, _ in files if isinstance(content, bytes)]
-        passed = [plain_jpeg_size(content) is not None for content in regular]
-        by = {(True,): ", decoded by DALI", (False,): ", decoded by PIL"}.get(tuple(set(passed)), "")
-        lines.append(f"| {kind} | {outcome} | {outcome}{by if outcome == SHOWN else ''} |")
+        regular = [content for _, content, _ in files if isinstance(content, bytes) and outcome == SHOWN]
+        passed = {encode_for_dali(content, pass_jpeg=True)[0].tobytes() == content for content in regular}
+        by = {(True,): ", decoded by DALI", (False,): ", decoded by PIL"}.get(tuple(passed), "")
+        lines.append(f"| {kind} | {outcome} | {outcome}{by} |")
     return "\n".join(lines)
 
 
@@ -284,34 +285,6 @@ def test_the_documented_table_is_that_of_the_tests() -> None:
 
 
 # ---- what is passed on to DALI
-
-
-def test_plain_jpeg_is_passed_on_and_nothing_else() -> None:
-    for _, name, content, _ in ROWS:
-        if isinstance(content, bytes) and (size := plain_jpeg_size(content)):
-            assert size == (SIZE, SIZE) and content.startswith(b"\xff\xd8") and content.endswith(b"\xff\xd9"), name
-    plain = [content for _, _, content, _ in ROWS if isinstance(content, bytes) and plain_jpeg_size(content)]
-    assert len(plain) == 5 + 8 + 1 + 1 + 1 + 1  # rows one and two, under another's ending, not UTF-8, two damaged ones
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (b"\xff\xc0\x00\x11\x08", b"\xff\xc0\x00\x11\x0c"),  # 12 bits
-        (b"\xff\xc0\x00\x11", b"\xff\xc9\x00\x11"),  # arithmetic codes
-        (b"\xff\xc0\x00\x11", b"\xff\xc3\x00\x11"),  # lossless
-        (b"\x11\x08\x00\x20", b"\x11\x08\x00\x00"),  # a height that a later marker gives
-        (b"\x03\x01\x22\x00", b"\x03\x01\x41\x00"),  # brightness sampled otherwise
-        (b"\xff\xdb", b"\x00\xff\xdb"),  # a byte between two segments
-        (b"\xff\xdb", b"\xff\xff\xdb"),  # a byte that fills
-        (b"\xff\xdb\x00\x43", b"\xff\xdb\xff\x43"),  # a segment longer than the file
-        (b"\xff\xdb\x00\x43", b"\xff\xdb\x00\x01"),  # a segment shorter than its length
-        (b"\xff\xda", b"\xff\xc8"),  # no scan
-    ],
-)
-def test_a_jpeg_that_is_not_plain_is_not_passed_on(old: bytes, new: bytes) -> None:
-    assert old in JPEG and plain_jpeg_size(JPEG) == (SIZE, SIZE)
-    assert plain_jpeg_size(JPEG.replace(old, new, 1)) is None
 
 
 def test_what_pil_decodes_for_dali_is_the_image() -> None:

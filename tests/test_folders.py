@@ -21,8 +21,8 @@ from utils.data import device_loader
 from utils.data.build import Loaders, build_loaders, open_dataset
 from utils.data.dali_loader import DaliFailure, DaliLoader
 from utils.data.folders import find_images
+from utils.data.loader import report_unreadable
 from utils.data.sampling import AugmentationRanges, resized_crop_box
-from utils.data.unreadable import report_unreadable
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
 from utils.run.environment import dali_version
@@ -112,6 +112,14 @@ def test_classes_sizes_and_statistics_come_from_the_data(config: Callable[..., C
     np.testing.assert_allclose(dataset.mean, images.mean((0, 2, 3)) / 255, rtol=1e-9)
     np.testing.assert_allclose(dataset.std, images.std((0, 2, 3)) / 255, rtol=1e-9)
     assert open_dataset(config("imagenet", image_size=None), alone).train.image_shape == (3, 224, 224)
+
+
+def test_hidden_folders_are_no_classes(config: Callable[..., Config], made: Path, alone: World, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        shutil.copytree(made / "small" / split, tmp_path / split)
+        write_image(tmp_path / split / ".thumbnails/0.png", 0, 32, 32)
+    dataset = open_dataset(config("imagefolder", data_path=str(tmp_path)), alone)
+    assert dataset.class_names == CLASSES and len(dataset.train.labels) == 3 * NUM_TRAIN
 
 
 def test_folders_of_classes_are_found_by_the_names_that_the_run_gives_them(tmp_path: Path) -> None:
@@ -319,11 +327,11 @@ def test_unreadable_images_are_named_listed_and_passed_over(
     _, labels = everything(built.valid)
     assert np.bincount(labels.tolist()).tolist() == [NUM_VALID, NUM_VALID, NUM_VALID - 1]
     listed = tmp_path / "unreadable.txt"
-    (line,) = report_unreadable(alone, built, tmp_path)
+    (line,) = report_unreadable(alone, built.every(), tmp_path)
     assert "train/ant/1.JPEG and 2 more" in line and str(listed) in line
     names = [row.split("\t")[0] for row in listed.read_text().splitlines()]
     assert names == [str(damaged / name) for name in ("train/ant/1.JPEG", "train/cat/7.JPEG", "val/cat/0.JPEG")]
-    assert report_unreadable(alone, built, tmp_path) == []  # nothing new
+    assert report_unreadable(alone, built.every(), tmp_path) == []  # nothing new
 
 
 def test_the_list_keeps_what_an_earlier_start_found_and_the_bytes_of_names(
@@ -332,7 +340,7 @@ def test_the_list_keeps_what_an_earlier_start_found_and_the_bytes_of_names(
     (tmp_path / "unreadable.txt").write_bytes(b"/earlier\xff.jpg\tcut\n")
     built = build(config("imagefolder"))
     built.valid.unreadable = {os.fsdecode(b"/a\xe9\nb.jpg"): "cut"}
-    (line,) = report_unreadable(alone, built, tmp_path)
+    (line,) = report_unreadable(alone, built.every(), tmp_path)
     assert line.isprintable() and "/a\\xe9" in line
     assert (tmp_path / "unreadable.txt").read_bytes() == b"/a\xe9\\nb.jpg\tcut\n/earlier\xff.jpg\tcut\n"
 
@@ -413,7 +421,14 @@ def empty_class(folder: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "class folder without images": (empty_class, "train/ant: class folder without images"),
     "no val": (lambda folder: shutil.rmtree(folder / "val"), "val: cannot be read: No such file"),
-    "other classes": (lambda folder: shutil.rmtree(folder / "val/cat"), "different classes, for example 'cat'"),
+    "a class in train alone": (
+        lambda folder: shutil.rmtree(folder / "val/cat"),
+        "different classes, for example 'cat'",
+    ),
+    "a class in val alone": (
+        lambda folder: shutil.rmtree(folder / "train/cat"),
+        "different classes, for example 'cat'",
+    ),
     "no classes": (lambda folder: [shutil.rmtree(path) for path in (folder / "train").iterdir()], "no class folders"),
 }
 

@@ -16,8 +16,7 @@ from train import Trainer, main
 from utils.config import Config, load_config
 from utils.config.command_line import Arguments
 from utils.data.build import build_loaders, find_dataset
-from utils.data.datasets import ImageArrays
-from utils.data.holdout import divide
+from utils.data.datasets import ImageArrays, divide
 from utils.data.image_files import EncodedImages, ImageFiles
 from utils.data.sampling import EpochPlan
 from utils.data.shards import ShardedImages
@@ -37,6 +36,13 @@ def test_each_class_gives_its_share(sizes: tuple[int, ...]) -> None:
         assert np.abs(counts - number * np.array(sizes) / len(labels)).max() <= 1
     smaller, larger = divide(labels, 10)[1], divide(labels, 30)[1]
     assert set(smaller) < set(larger)
+
+
+def test_which_images_of_a_class_are_held_out_is_drawn() -> None:
+    _, held = divide(np.repeat(np.arange(2), 50), 10)
+    for label in range(2):
+        places = held[held // 50 == label] % 50
+        assert len(places) == 5 and places.max() > 10 and places.min() < 40, "neither the first nor the last"
 
 
 def test_images_are_divided_between_training_and_validation_and_none_is_lost(tiny: Callable[..., Config]) -> None:

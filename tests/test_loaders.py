@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,13 +27,20 @@ from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 from train import main
 from utils.config import Config
 from utils.config.command_line import Arguments
+from utils.data import mix, sampling, workers
 from utils.data import torchvision_loader as loaders
-from utils.data import workers
 from utils.data.augment import BatchAugmenter, Normalise, augment_each, pixel_maps
 from utils.data.build import Loader, Loaders, build_loaders, open_dataset
 from utils.data.datasets import Dataset, ImageArrays
-from utils.data.device_loader import DeviceLoader
-from utils.data.sampling import Augmentation, AugmentationRanges, EpochPlan
+from utils.data.device_loader import BATCHES_AT_ONCE, DeviceLoader
+from utils.data.sampling import (
+    Augmentation,
+    AugmentationRanges,
+    EpochPlan,
+    ShardGroups,
+    resized_crop_box,
+    uniform,
+)
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.run.environment import dali_version
@@ -302,6 +310,36 @@ def test_one_gather_turns_by_quarters_as_torchvision() -> None:
 # ---- what is drawn
 
 
+@pytest.mark.parametrize("groups", [None, ShardGroups(np.arange(NUM_TRAIN) % 6, 2)])
+def test_seed_and_epoch_each_choose_the_order(groups: ShardGroups | None, build: Callable[..., Loaders]) -> None:
+    """As two numbers: seed 1 in epoch 0 is not seed 0 in epoch 1."""
+    orders = set()
+    for seed in range(3):
+        plan = replace(build("synthetic", seed=seed).plan, groups=groups)
+        orders |= {np.concatenate(plan.batches(epoch)).tobytes() for epoch in range(3)}
+    assert len(orders) == 9
+
+
+def test_every_purpose_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[int] = []
+
+    def note(seed: int, epoch: int, indices: np.ndarray, stream: int) -> np.ndarray:
+        streams.append(stream)
+        return uniform(seed, epoch, indices, stream)
+
+    for module in (sampling, mix):
+        monkeypatch.setattr(module, "uniform", note)
+    AugmentationRanges(4, True, 15.0, resized_crop=True).draw(0, 0, np.arange(2))
+    mix.MixRanges(6, 0.4, 1.0).draw(0, 0, np.arange(2), 32, 32)
+    assert len(streams) == len(set(streams)) == 4 + 4 * sampling.CROP_ATTEMPTS + 7
+
+
+def test_a_window_reaches_every_border() -> None:
+    """A quarter of 100 x 100 pixels, placed by numbers in [0, 1)."""
+    places = [resized_crop_box(np.array([[17 / 92, 0.5, place, place]]), 100, 100) for place in (0.0, 1 - 2**-53)]
+    assert places == [(0, 0, 50, 50), (50, 50, 50, 50)]
+
+
 def test_draws_are_uniform() -> None:
     """10,000 draws; a chi-squared of k cells stays below k + 5 sqrt(2 k) but for one seed in millions."""
     number = 10_000
@@ -359,6 +397,16 @@ def test_device_loader_uses_the_images_where_they_are_on_a_cpu(tmp_path: Path) -
     assert loader.images.data_ptr() == mapped.ctypes.data
     for images, labels in loader:
         np.testing.assert_array_equal(images.round().numpy(), mapped[labels.numpy()])
+
+
+def test_device_loader_yields_every_batch_of_many(dataset: Dataset) -> None:
+    """More than it draws at once."""
+    plan = EpochPlan(NUM_TRAIN, 1, 0, 1, training=True, ranges=AugmentationRanges(4, True, 15.0))
+    assert NUM_TRAIN > BATCHES_AT_ONCE + 1
+    assert isinstance(dataset.train, ImageArrays)
+    normalise = Normalise(dataset.mean, dataset.std, CPU, torch.contiguous_format)
+    labels = [label for _, label in DeviceLoader(dataset.train, plan, normalise)]
+    assert torch.cat(labels).tolist() == np.concatenate(plan.batches(0)).tolist()
 
 
 def test_device_loader_needs_no_second_dataset_of_memory() -> None:

@@ -25,8 +25,10 @@ from utils.config import Config
 from utils.config.command_line import Arguments
 from utils.data import shards
 from utils.data.build import Loaders, build_loaders, open_dataset
+from utils.data.image_files import EncodedImages
 from utils.data.sampling import EpochPlan, ShardGroups
 from utils.data.shard_index import INDEX_FILE, encode_index, read_index
+from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
 
 Capture = pytest.CaptureFixture[str]
@@ -177,6 +179,16 @@ def test_a_rank_reads_the_bytes_of_its_own_samples(
             path = str(packed / index.shards[index.shard[sample]])
             expected[path].append((int(index.offset[sample]), int(index.length[sample])))
         assert {path: sorted(found) for path, found in reads.items()} == {p: sorted(r) for p, r in expected.items()}
+
+
+def test_a_read_that_ends_early_goes_on_where_it_ended(
+    folders: Path, packed: Path, config: Callable[..., Config], alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, files = (open_dataset(config(path), alone).train for path in (packed, folders))
+    assert isinstance(images, EncodedImages) and isinstance(files, EncodedImages)
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda descriptor, length, offset: pread(descriptor, min(length, 400), offset))
+    assert images.content(3) == files.content(3) and len(files.content(3)) > 800
 
 
 def test_with_groups_a_rank_opens_its_own_shards_only(

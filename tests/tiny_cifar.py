@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import gzip
 import hashlib
 import http.server
 import io
@@ -60,6 +59,14 @@ class TinyCifar:
         meta = self.version.dataset_class.meta
         return {meta["filename"]: pickle.dumps({meta["key"]: list(self.version.class_names)}, protocol=2)}
 
+    def python_archive(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """As torchvision downloads it, published: torchvision expects its checksum and those of its files."""
+        self.publish_python(monkeypatch)
+        files, dataset_class = {**self.pickles(), **self.meta_pickle()}, self.version.dataset_class
+        make_archive(path, {f"{dataset_class.base_folder}/{name}": content for name, content in files.items()})
+        monkeypatch.setattr(dataset_class, "tgz_md5", md5(path.read_bytes()))
+        return path
+
     def publish_python(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let torchvision expect the checksums of these pickles."""
         dataset_class = self.version.dataset_class
@@ -92,18 +99,11 @@ def make_tiny_cifar(name: str, monkeypatch: pytest.MonkeyPatch) -> TinyCifar:
     return TinyCifar(version, records)
 
 
-MemberList = list[tuple[tarfile.TarInfo, bytes]]
-
-
-def make_archive(path: Path, members: dict[str, bytes] | MemberList, *, packed: bool = True) -> Path:
-    if isinstance(members, dict):
-        members = [(tarfile.TarInfo(name), content) for name, content in members.items()]
-    with (
-        gzip.open(path, "wb", compresslevel=1) if packed else path.open("wb") as file,
-        tarfile.open(fileobj=file, mode="w") as tar,
-    ):
-        for info, content in members:
-            info.size = len(content)
+def make_archive(path: Path, members: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w:gz", compresslevel=1) as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mode = len(content), 0o644
             tar.addfile(info, io.BytesIO(content))
     return path
 

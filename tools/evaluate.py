@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
 def evaluate(trained: Trained, folder: Path | None, world: "World", *, test: bool = False) -> Row:
     """Collective: all figures as plain values, of the validation images, of the test images, or of `folder`.
     Accuracies, shares and confidences are in [0, 1]."""
-    from utils.data.build import gather_unreadable
+    from utils.data.loader import gather_unreadable
     from utils.training.calibration import Calibration, TopCounts, expected_calibration_error
     from utils.training.metrics import Confusion
     from utils.training.validation import validate

@@ -99,8 +99,8 @@ def predict(trained: Trained, paths: list[Path], world: "World") -> tuple[Predic
     import numpy as np
     import torch
 
-    from utils.data.build import gather_unreadable
     from utils.data.image_files import describe_unreadable
+    from utils.data.loader import gather_unreadable
     from utils.training.validation import classify
 
     split = find_split(trained, paths, world)

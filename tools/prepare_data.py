@@ -1,16 +1,15 @@
-"""Download CIFAR to a machine before the job, or take it from a local copy where there is no network; pack images in
-class folders into tar shards, or index shards that are there.
+"""Download CIFAR to a machine before the job, or unpack its archive where there is no network; pack images in class
+folders into tar shards, or index shards that are there.
 
     python -m tools.prepare_data --dataset cifar100 --data_path data
     python -m tools.prepare_data --dataset cifar100 --data_path data --from cifar-100-python.tar.gz
-    python -m tools.prepare_data --dataset cifar100 --data_path /shared/data --stage /local/data
     python -m tools.prepare_data --shards /shared/imagenet-shards --from /shared/imagenet
     python -m tools.prepare_data --shards /shared/imagenet-shards
 
-It writes the files of CIFAR's official binary version, verified, or the shards with their index, in one rename: an
-interrupted or failed run leaves nothing that could be taken for data, and two runs at once do the work once. Without
---from, --shards writes the index of DIR/train/*.tar and DIR/val/*.tar, which hold KEY.jpg (or .png, ...) and KEY.cls
-for each image, as the webdataset package has them.
+Torchvision downloads and unpacks CIFAR; its official archives, of the python or the binary version, are told by their
+published MD5. Data and shards appear in one rename: an interrupted or failed run leaves nothing that could be taken for
+data, and two runs at once do the work once. Without --from, --shards writes the index of DIR/train/*.tar and
+DIR/val/*.tar, which hold KEY.jpg (or .png, ...) and KEY.cls for each image, as the webdataset package has them.
 """
 
 import argparse
@@ -27,19 +26,18 @@ DATASETS = ("cifar10", "cifar100")
 def main(argv: list[str] | None = None) -> int:
     """Prepare the data; returns the exit status."""
     arguments = _parse_arguments(argv)
-    try:
-        if arguments.shards is not None:
-            return _make_shards(arguments)
-        from tools.fetch_cifar import prepare
-        from utils.data.cifar import VERSIONS  # here, since --help needs no numpy
+    if arguments.shards is not None:
+        return _make_shards(arguments)
+    return _bring_cifar(arguments.dataset, arguments.data_path, arguments.source)
 
-        version = VERSIONS[arguments.dataset]
-        print(prepare(version, arguments.data_path, arguments.source))
-        if arguments.stage is not None:
-            print(prepare(version, arguments.stage, arguments.data_path / version.folder))
-    except KeyboardInterrupt:
-        print("error: interrupted; nothing half-written is left. The same command starts again.", file=sys.stderr)
-        return 130
+
+def _bring_cifar(name: str, data_path: Path, archive: Path | None) -> int:
+    from utils.data.cifar import VERSIONS, find_folder, read_cifar  # here, since --help needs no numpy
+
+    version = VERSIONS[name]
+    there = find_folder(version, data_path)
+    read_cifar(version, data_path, download=True, archive=archive)
+    print(f"{find_folder(version, data_path)}: {version.title} {'is already' if there else 'is now'} there, verified")
     return 0
 
 
@@ -61,12 +59,9 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data_path", type=Path, metavar="DIR", help="CIFAR: where the data will be")
     parser.add_argument(
         "--from", dest="source", type=Path, metavar="ARCHIVE_OR_FOLDER",
-        help="CIFAR: a local tar.gz, tar or folder of the binary or the python version, instead of a download; "
+        help="CIFAR: a local copy of an official archive, instead of a download; "
         "shards: the folder with train/CLASS/ and val/CLASS/",
     )  # fmt: skip
-    parser.add_argument(
-        "--stage", type=Path, metavar="NODE_LOCAL_DIR", help="CIFAR: copy to this folder too, for fast reads"
-    )
     parser.add_argument("--shards", type=Path, metavar="DIR", help="where the shards will be, or are")
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
@@ -77,7 +72,7 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     sized = arguments.images_per_shard is not None or arguments.num_shards is not None
     if arguments.shards is None and (arguments.dataset is None or arguments.data_path is None or sized):
         parser.error("expected --dataset and --data_path, or --shards")
-    if arguments.shards is not None and (arguments.dataset or arguments.data_path or arguments.stage):
+    if arguments.shards is not None and (arguments.dataset or arguments.data_path):
         parser.error("--shards takes --from, --images_per_shard or --num_shards, none of CIFAR's options")
     if sized and arguments.source is None:
         parser.error("--images_per_shard and --num_shards need --from: without it, shards are only indexed")

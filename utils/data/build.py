@@ -13,10 +13,9 @@ import torch
 
 from utils.data.augment import Normalise
 from utils.data.cifar import IMAGE_SHAPE, VERSIONS
-from utils.data.datasets import Dataset, ImageArrays, Split, load_dataset
+from utils.data.datasets import Dataset, ImageArrays, Split, hold_out, load_dataset
 from utils.data.device_loader import decode_all
 from utils.data.folders import IMAGENET_MEAN, IMAGENET_SIZE, IMAGENET_STD, open_folders
-from utils.data.holdout import hold_out
 from utils.data.image_files import describe_unreadable
 from utils.data.keys import LOADERS, DataKeys
 from utils.data.loader import Loader
@@ -208,12 +207,6 @@ def _plan_training(keys: DataKeys, split: Split, world: World) -> EpochPlan:
 def batch_bytes(keys: DataKeys, rank_batch_size: int, image_shape: tuple[int, int, int]) -> int:
     """Of the larger batch of a rank, training's or validation's, as a worker hands it over: uint8."""
     return max(rank_batch_size, keys.valid_batch_size_per_gpu) * math.prod(image_shape)
-
-
-def gather_unreadable(world: World, *loaders: Loader) -> dict[str, str]:
-    """Collective: {file: reason} of those that these loaders could not read so far, on any rank."""
-    mine = {path: reason for loader in loaders for path, reason in loader.unreadable.items()}
-    return {path: reason for unreadable in world.gather(mine) for path, reason in unreadable.items()}
 
 
 def _decode(keys: DataKeys, *splits: tuple[Split, bool]) -> tuple[list[ImageArrays], dict[str, str]]:

@@ -1,14 +1,15 @@
-"""The official binary version of CIFAR-10 and CIFAR-100: what its files hold, reading them, and telling damage.
+"""CIFAR-10 and CIFAR-100: read from the official binary version or from torchvision's folder, and brought there.
 
-A record is one label byte (CIFAR-10) or a coarse and a fine one (CIFAR-100, of which the fine one is used), then
-3072 bytes: 32 x 32 red, green and blue, row by row (https://www.cs.toronto.edu/~kriz/cifar.html).
-Nothing here is unpickled and nothing is downloaded.
+A record of the binary version is one label byte (CIFAR-10) or a coarse and a fine one (CIFAR-100, of which the fine one
+is used), then 3072 bytes: 32 x 32 red, green and blue, row by row (https://www.cs.toronto.edu/~kriz/cifar.html).
+Torchvision downloads, verifies and unpacks its version; no pickle is opened before its published MD5 is found right.
 """
 
 import hashlib
+import http.client
 import math
+import os
 import shlex
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from utils.errors import DataError
-from utils.files import open_regular
+from utils.files import partial_folder
 from utils.program import command
 
 IMAGE_SHAPE = (3, 32, 32)
+Arrays = tuple[np.ndarray, np.ndarray]  # images, uint8 [N, 3, 32, 32], and labels, int64 [N]
 
 
 @dataclass(frozen=True)
@@ -42,16 +44,14 @@ class CifarVersion:
     label_bytes: int  # the last one is the label that is used
     train: CifarSplit
     valid: CifarSplit
-    names_file: str
     class_names: tuple[str, ...]
     mean: tuple[float, float, float]  # of the training pixels in [0, 1]
     std: tuple[float, float, float]
-    archive: str  # of the binary version, on the home page above
-    archive_md5: str
+    binary_archive_md5: str
 
     @property
     def dataset_class(self) -> Any:
-        """Torchvision's, which knows the pickled version: its folder, its files and their MD5."""
+        """Torchvision's, which knows the pickled version: its archive, its folder, its files and their MD5."""
         import torchvision
 
         return getattr(torchvision.datasets, self.name.upper())
@@ -63,9 +63,6 @@ class CifarVersion:
     @property
     def splits(self) -> tuple[CifarSplit, CifarSplit]:
         return (self.train, self.valid)
-
-    def file_bytes(self, split: CifarSplit) -> int:
-        return split.records_per_file * self.record_bytes
 
 
 _CIFAR100_CLASSES = """
@@ -92,13 +89,11 @@ VERSIONS = {
         valid=CifarSplit(
             ("test_batch.bin",), 10_000, "ab21d127e2bbf4b95f1588dcadf3c8502b8fedb328dd5315bc7fa51b5ab965c0"
         ),
-        names_file="batches.meta.txt",
         class_names=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
         # Computed from the 50,000 training images by `datasets.channel_statistics` (a test repeats it).
         mean=(0.49139967861519607, 0.48215840839460783, 0.44653091444546567),
         std=(0.24703223246328201, 0.24348512800005553, 0.2615878417279645),
-        archive="cifar-10-binary.tar.gz",
-        archive_md5="c32a1d4ab5d03f1284b67883e8d87530",
+        binary_archive_md5="c32a1d4ab5d03f1284b67883e8d87530",
     ),
     "cifar100": CifarVersion(
         name="cifar100",
@@ -107,56 +102,122 @@ VERSIONS = {
         label_bytes=2,
         train=CifarSplit(("train.bin",), 50_000, "38687b68dab48bb273094c1b366473fcb718ca3d9136c8d50f53cdd7bbe0964f"),
         valid=CifarSplit(("test.bin",), 10_000, "4bdb8df876901fd525a2b0f3b17dfa05b56653fbc064870eae5c11955f179c3c"),
-        names_file="fine_label_names.txt",
         class_names=tuple(_CIFAR100_CLASSES.split()),
         # As the published recipes have them; the same computation agrees to 15 digits.
         mean=(0.5070751592371323, 0.48654887331495095, 0.4409178433670343),
         std=(0.2673342858792401, 0.2564384629170883, 0.27615047132568404),
-        archive="cifar-100-binary.tar.gz",
-        archive_md5="03b5dce01913d631647c71ecec9e9cb8",
+        binary_archive_md5="03b5dce01913d631647c71ecec9e9cb8",
     ),
 }
 
 
+def read_cifar(version: CifarVersion, data_path: Path, *, download: bool, archive: Path | None = None) -> list[Arrays]:
+    """Training and validation images, verified, from whichever folder is there. If neither is, `archive` is unpacked,
+    or torchvision downloads its own where `download` says so. `DataError` where the data are missing or damaged."""
+    try:
+        folder = find_folder(version, data_path)
+        if folder is None and not download:
+            raise DataError(f"{version.title} is not in {data_path}")
+        folder = folder or _fetch(version, data_path, archive)
+        if folder.name == version.folder:
+            return [_read_binary(folder, version, split) for split in version.splits]
+        return _read_pickles(folder, version)
+    except (DataError, OSError) as error:
+        problem = error if isinstance(error, DataError) else f"{error.filename or data_path}: {error.strerror}"
+        raise DataError(f"{problem}; to bring good data:\n{remedy(version, data_path)}") from error
+
+
 def remedy(version: CifarVersion, data_path: Path) -> str:
-    """The two commands that bring sound files, with and without a network."""
+    """The command that brings sound files, with and without a network."""
     prepare = " ".join(command("prepare_data"))
     fetch = f"{prepare} --dataset {version.name} --data_path {shlex.quote(str(data_path))}"
-    return f"With a network: {fetch}\nWithout one:    {fetch} --from ARCHIVE_OR_FOLDER"
+    return f"{fetch} (without a network: --from ARCHIVE)"
 
 
-def read_split(folder: Path, version: CifarVersion, split: CifarSplit) -> tuple[np.ndarray, np.ndarray]:
-    """Verified images, uint8 [N, 3, 32, 32], and labels, int64 [N].
+def find_folder(version: CifarVersion, data_path: Path) -> Path | None:
+    """The folder of the binary version or, without it, of torchvision's."""
+    binary = data_path / version.folder
+    if os.path.isdir(binary):  # where torchvision need not be imported
+        return binary
+    pickled = data_path / version.dataset_class.base_folder
+    return pickled if os.path.isdir(pickled) else None
+
+
+def _fetch(version: CifarVersion, data_path: Path, archive: Path | None) -> Path:
+    """Return the folder of the data, filled from a local archive or, without one, by torchvision's download.
+
+    It appears in one rename: nobody ever sees half of it, and of several processes one does the work.
+    """
+    from torchvision.datasets.utils import extract_archive
+
+    name = version.dataset_class.base_folder if archive is None else _identify(version, archive)
+    target = data_path / name
+    try:
+        data_path.mkdir(parents=True, exist_ok=True)
+        with partial_folder(target, data_path / f".{version.name}.lock") as partial:
+            if os.path.isdir(target):  # another process brought it while this one waited
+                return target
+            if archive is None:
+                version.dataset_class(partial, download=True)
+            else:
+                link = partial / "archive.tar.gz"  # torchvision unpacks by a file's ending
+                link.symlink_to(archive.resolve())
+                extract_archive(link, partial)
+            (partial / name).rename(target)
+    except (OSError, RuntimeError, http.client.HTTPException) as error:
+        if not os.path.isdir(target):  # else, without locks, another one was faster
+            what = "downloaded" if archive is None else f"unpacked from {archive}"
+            raise DataError(f"{version.title} cannot be {what} to {data_path}: {error}") from error
+    return target
+
+
+def _identify(version: CifarVersion, archive: Path) -> str:
+    """The folder that an official archive holds, told by its published MD5 before anything looks inside."""
+    from torchvision.datasets.utils import calculate_md5
+
+    dataset = version.dataset_class
+    folders = {dataset.tgz_md5: dataset.base_folder, version.binary_archive_md5: version.folder}
+    if not archive.is_file():
+        raise DataError(f"{archive}: no such archive")
+    found = calculate_md5(archive)
+    if found not in folders:
+        official = f"{dataset.filename} or {dataset.filename.replace('python', 'binary')}"
+        raise DataError(f"{archive}: MD5 {found}: cut off, altered, or not the official {official}")
+    return folders[found]
+
+
+def _read_pickles(folder: Path, version: CifarVersion) -> list[Arrays]:
+    """Through torchvision, which compares every file with its published MD5 before it unpickles any."""
+    try:
+        splits = [version.dataset_class(folder.parent, train=train) for train in (True, False)]
+    except RuntimeError as error:
+        raise DataError(f"{folder}: incomplete or altered ({error}). Move it away") from error
+    # torchvision hands out [N, 32, 32, 3], a view of planes: this view back is contiguous.
+    return [(split.data.transpose(0, 3, 1, 2), np.asarray(split.targets, np.int64)) for split in splits]
+
+
+def _read_binary(folder: Path, version: CifarVersion, split: CifarSplit) -> Arrays:
+    """The verified images and labels of one split.
 
     One file is memory-mapped, so that its pages are shared by all processes of a machine; the five of CIFAR-10's
     training split cannot be mapped as one array and are copied together (154 MB).
     """
-    verify_split(folder, version, split)
-    records = [map_records(folder / name, version) for name in split.files]
+    paths, expected_bytes = [folder / name for name in split.files], split.records_per_file * version.record_bytes
+    for path in paths:
+        if not path.is_file() or path.stat().st_size != expected_bytes:
+            found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
+            raise DataError(f"{path}: {found}, expected exactly {expected_bytes} bytes. Move {folder} away")
+    # plain arrays: memmap's own indexing is slower
+    records = [np.asarray(np.memmap(path, np.uint8, "r")).reshape(-1, version.record_bytes) for path in paths]
+    actual = fingerprint(records)
+    if actual != split.fingerprint:
+        raise DataError(
+            f"{' + '.join(map(str, paths))}: altered: the fingerprint of the records is {actual[:16]}, "
+            f"that of {version.title} {split.fingerprint[:16]}. Move {folder} away"
+        )
     joined = records[0] if len(records) == 1 else np.concatenate(records)  # [N, record_bytes]
     images = joined[:, version.label_bytes :].reshape(-1, *IMAGE_SHAPE)
     return images, joined[:, version.label_bytes - 1].astype(np.int64)
-
-
-def read_class_names(folder: Path, version: CifarVersion) -> tuple[str, ...]:
-    """One name for each label: from the file of the official archive, or, without it, the same names built in."""
-    path = folder / version.names_file
-    try:
-        with open_regular(path) as file:
-            names = tuple(line.strip() for line in file.read().decode().split("\n") if line.strip())
-        if len(names) != len(version.class_names):
-            raise ValueError(f"{len(names)} class names, expected {len(version.class_names)}")
-    except (FileNotFoundError, NotADirectoryError):
-        return version.class_names
-    except (OSError, ValueError) as error:  # not UTF-8 is a ValueError too
-        raise DataError(f"{path}: {error}. Remove it: the official names are built in.") from error
-    return names
-
-
-def map_records(path: Path, version: CifarVersion) -> np.ndarray:
-    """The file as a read-only map, uint8 [records, record_bytes]."""
-    mapped = np.memmap(path, np.uint8, mode="r")
-    return np.asarray(mapped).reshape(-1, version.record_bytes)  # a plain array: memmap's own indexing is slower
 
 
 def fingerprint(records: Iterable[np.ndarray]) -> str:
@@ -172,24 +233,3 @@ def fingerprint(records: Iterable[np.ndarray]) -> str:
         for start in range(0, len(content), size):
             total += int.from_bytes(hashlib.sha256(content[start : start + size]).digest(), "big")
     return f"{total % 2**256:064x}"
-
-
-def verify_split(folder: Path, version: CifarVersion, split: CifarSplit) -> None:
-    """Raise DataError or OSError where a file is missing, of another size, or the records are not the published ones.
-
-    It writes nothing: a start of a run leaves the folder of the data as it is.
-    """
-    paths, expected_bytes = [folder / name for name in split.files], version.file_bytes(split)
-    for path in paths:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size != expected_bytes:
-            raise DataError(
-                f"{path}: {status.st_size} bytes, expected exactly {expected_bytes}: truncated, or not the binary "
-                f"version of {version.title}."
-            )
-    actual = fingerprint(map_records(path, version) for path in paths)
-    if actual != split.fingerprint:
-        raise DataError(
-            f"{' + '.join(map(str, paths))}: altered. The records have fingerprint {actual[:16]}..., "
-            f"those of {version.title} have {split.fingerprint[:16]}...."
-        )

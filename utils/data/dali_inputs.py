@@ -3,6 +3,7 @@
 Only numpy: a torch array makes DALI look for a driver.
 """
 
+import io
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,9 +14,9 @@ import numpy as np
 
 from utils.data.datasets import ImageArrays, Split
 from utils.data.image_files import EncodedImages, central_square, decode_image
-from utils.data.jpeg import plain_jpeg_size
 from utils.data.sampling import EpochPlan, IntArray, resized_crop_box
 
+END_OF_JPEG = b"\xff\xd9"  # its last marker, which tells a file that was cut
 BLACK_PIXEL = b"P6 1 1 255\n\0\0\0"  # in the place of an empty batch, which DALI does not take
 
 
@@ -39,7 +40,7 @@ class Preparation:
     def run_ahead(self, epoch: int, batches: list[IntArray], *, pass_jpeg: bool) -> Iterator[PreparedBatch]:
         """One batch after the other: images in memory when asked for, files ahead in threads, a batch a thread.
 
-        Plain JPEG is passed on as it is with `pass_jpeg`; without, PIL decodes every file."""
+        JPEG is passed on as it is with `pass_jpeg`; without, PIL decodes every file."""
         if isinstance(self.split, ImageArrays):
             for indices in batches:
                 images = np.ascontiguousarray(self.split.images[indices])
@@ -99,11 +100,18 @@ class Preparation:
 
 
 def encode_for_dali(content: bytes, *, pass_jpeg: bool) -> tuple[np.ndarray, int, int]:
-    """An encoded image, uint8 [bytes], its height and width: a plain JPEG as it is, any other as PIL decodes it, in the
-    PPM format. Whatever PIL raises where it is no image."""
-    size = plain_jpeg_size(content) if pass_jpeg else None
-    if size is None:
+    """An encoded image, uint8 [bytes], its height and width: with `pass_jpeg` a whole JPEG, grey or RGB, as it is; any
+    other as PIL decodes it, in the PPM format. Whatever PIL raises where it is no image.
+
+    PIL reads the header of each: NVIDIA DALI 2.4 may die, with the whole process, of a file that it does not know.
+    """
+    from PIL import Image
+
+    with Image.open(io.BytesIO(content)) as header:
+        size = header.size
+        is_whole_jpeg = header.format == "JPEG" and header.mode in ("L", "RGB") and content.endswith(END_OF_JPEG)
+    if not (pass_jpeg and is_whole_jpeg):
         image = decode_image(content)
-        size = image.height, image.width
-        content = b"P6 %d %d 255\n" % image.size + image.tobytes()
-    return np.frombuffer(content, np.uint8), *size
+        size = image.size
+        content = b"P6 %d %d 255\n" % size + image.tobytes()
+    return np.frombuffer(content, np.uint8), size[1], size[0]

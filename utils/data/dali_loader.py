@@ -1,7 +1,7 @@
 """NVIDIA DALI behind the loader contract: a GPU pipeline where the training is on a GPU, else a CPU pipeline.
 
 Order and augmentation are the contract's: DALI decodes JPEG, on a GPU fused with the random crop, crops, resizes,
-flips, rotates and normalises, by what utils/data/dali_inputs.py gives it with each batch. Files that are not plain JPEG
+flips, rotates and normalises, by what utils/data/dali_inputs.py gives it with each batch. Files that are not whole JPEG
 are decoded there, by PIL, so that one rule holds for all loaders: DALI turns images by their EXIF orientation, reads
 16 bits, CMYK and alpha in its own way, and may die, with the whole process, of a file that it cannot read.
 """

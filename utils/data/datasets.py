@@ -1,21 +1,20 @@
 """What a dataset is to the rest of the code, and `load_dataset()`, which finds or makes one by name."""
 
-import http.client
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from utils.data.cifar import VERSIONS, CifarVersion, read_class_names, read_split, remedy
+from utils.data.cifar import VERSIONS, read_cifar
 from utils.data.image_files import DecodedImages, EncodedImages
 from utils.data.sampling import IntArray
 from utils.data.shapes import CLASS_NAMES, draw_shapes
-from utils.errors import ConfigError, DataError
-from utils.files import partial_folder
+from utils.errors import ConfigError
 
 NUM_SHAPES_TRAIN, NUM_SHAPES_VALID = 10_000, 2_000
+HOLDOUT_SEED = 0  # not the run's: runs with other seeds hold out the same images
 
 
 @dataclass(frozen=True)
@@ -78,47 +77,8 @@ def load_dataset(name: str, data_path: Path, *, download: bool, seed: int = 0) -
     if name not in VERSIONS:
         raise ConfigError(f"dataset={name!r} is not known; allowed: {', '.join(sorted(VERSIONS))}, shapes")
     version = VERSIONS[name]
-    folder = data_path / version.folder
-    try:
-        if folder.is_dir():
-            splits = [read_split(folder, version, split) for split in version.splits]
-        else:
-            splits = _read_python_version(version, data_path, download)
-    except (DataError, OSError) as error:
-        problem = error if isinstance(error, DataError) else f"{error.filename or data_path}: {error.strerror}."
-        raise DataError(f"{problem}\n{remedy(version, data_path)}") from error
-    train, valid = (ImageArrays(images, labels) for images, labels in splits)
-    return Dataset(name, train, valid, read_class_names(folder, version), version.mean, version.std)
-
-
-def _read_python_version(version: CifarVersion, data_path: Path, download: bool) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Through torchvision, which compares every file with its published MD5 before it unpickles any."""
-    target = data_path / version.dataset_class.base_folder
-    if not target.is_dir():
-        if not download:
-            raise DataError(
-                f"{version.title} is not in {data_path}: neither {version.folder} nor {target.name} is there."
-            )
-        _download_python_version(version, target)
-    try:
-        splits = [version.dataset_class(data_path, train=train) for train in (True, False)]
-    except (RuntimeError, OSError) as error:
-        raise DataError(f"{target}: incomplete or altered ({error}). Move it away, then:") from error
-    # torchvision hands out [N, 32, 32, 3], a view of planes: this view back is contiguous.
-    return [(split.data.transpose(0, 3, 1, 2), np.asarray(split.targets, np.int64)) for split in splits]
-
-
-def _download_python_version(version: CifarVersion, target: Path) -> None:
-    """Into a folder of our own beside the target, then one rename: nobody ever sees half a download."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with partial_folder(target, target.with_name(f".{version.name}.lock")) as partial:
-            if not target.is_dir():  # else another process brought it while this one waited
-                version.dataset_class(partial, download=True)
-                (partial / target.name).rename(target)
-    except (OSError, RuntimeError, http.client.HTTPException) as error:
-        if not target.is_dir():  # else, without locks, another one was faster
-            raise DataError(f"{version.title} cannot be downloaded: {error}") from error
+    train, valid = (ImageArrays(*arrays) for arrays in read_cifar(version, data_path, download=download))
+    return Dataset(name, train, valid, version.class_names, version.mean, version.std)
 
 
 def _draw_shapes_dataset(seed: int) -> Dataset:
@@ -135,3 +95,30 @@ def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[flo
     sums = [(int(count @ levels), int(count @ levels**2)) for count in counts]  # exact below 2^63
     means = tuple(total / (number * 255) for total, _ in sums)
     return means, tuple(math.sqrt(number * squares - total**2) / (number * 255) for total, squares in sums)
+
+
+def hold_out(dataset: Dataset, number: int) -> Dataset:
+    """The dataset with `number` training images as its validation set, and its own validation set as test set, which
+    then is read once, when training is over.
+
+    Mean and standard deviation stay those of all training images. `ConfigError` where too few are left."""
+    if not number:
+        return dataset
+    available = len(dataset.train.labels)
+    if number >= available:
+        raise ConfigError(f"holdout_images {number}: {dataset.name} has {available} training images; expected fewer")
+    kept, held = divide(dataset.train.labels, number)
+    return replace(dataset, train=dataset.train.take(kept), valid=dataset.train.take(held), test=dataset.valid)
+
+
+def divide(labels: IntArray, number: int) -> tuple[IntArray, IntArray]:
+    """(kept, held out): the indices of the samples with `labels` [N], ascending. Of each class its share of `number`,
+    to the next whole image, and within a class by chance."""
+    drawn = np.random.Generator(np.random.Philox(key=HOLDOUT_SEED)).permutation(len(labels))
+    by_class = drawn[np.argsort(labels[drawn], kind="stable")]
+    sizes = np.bincount(labels)
+    sizes = sizes[sizes > 0]
+    # the k-th of the n images of a class at (k + 1/2) / n: the first `number` of all take the same share of each class
+    place = np.concatenate([(np.arange(size) + 0.5) / size for size in sizes])
+    order = by_class[np.argsort(place, kind="stable")]
+    return np.sort(order[number:]), np.sort(order[:number])
