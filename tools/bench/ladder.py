@@ -182,7 +182,7 @@ def measure(
         return common.measure(cases, options.trials, warm_up=0, after_round=go_on)
 
 
-def per_image(config: Config, world: World, limits: Mapping[str, common.Sample]) -> dict[str, float]:
+def per_image(config: Config, world: World, limits: Mapping[str, common.Trials]) -> dict[str, float]:
     """What a training step does for one image, {"flops", "bytes"}, and "ceiling", the TFLOP/s in its precision."""
     precision = choose_precision(config, world.device)
     shape = open_dataset(config, world).train.image_shape
@@ -196,7 +196,7 @@ def per_image(config: Config, world: World, limits: Mapping[str, common.Sample])
 
 
 def evaluate(
-    samples: Mapping[str, common.Sample], image: Mapping[str, float], limits: Mapping[str, common.Sample]
+    samples: Mapping[str, common.Trials], image: Mapping[str, float], limits: Mapping[str, common.Trials]
 ) -> dict[str, Any]:
     """The samples with what follows from them: TFLOP/s and the shares of the measured ceilings."""
     teraflops = samples["full"].median * image["flops"] / 1e12

@@ -144,8 +144,8 @@ def summarise(records: Records) -> dict[str, dict[str, Any]]:
     return results
 
 
-def _sample(runs: Sequence[Mapping[str, Any]], quantity: str) -> common.Sample:
-    return common.Sample(tuple(run["values"][quantity] for run in runs))
+def _sample(runs: Sequence[Mapping[str, Any]], quantity: str) -> common.Trials:
+    return common.Trials(tuple(run["values"][quantity] for run in runs))
 
 
 def show(config: Config, results: Mapping[str, Mapping[str, Any]]) -> None:
