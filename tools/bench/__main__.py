@@ -19,8 +19,7 @@ COMMANDS = {
     "loaders": "images/s of each data loader, alone and feeding a training step",
     "ladder": "images/s of every rung of speed, as shares of what the machine can do",
     "limits": "what the machine can do: products, convolutions, memory, copies, disk, all-reduce",
-    "fabric": "steps of many ranks over networks of chosen bandwidth and delay, beside their forecast",
-    "layers": "where a step's time goes: each operation of the network alone, as configured and at its best",
+    "layers": "where a step's time goes: time, share and rate by kind of operation",
     "peers": "this project's training step against timm's and Lightning's",
 }
 

@@ -15,7 +15,7 @@ from utils.distributed.world import World
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def measure_limits(world: World, trials: int) -> dict[str, common.Sample]:
+def measure_limits(world: World, trials: int) -> dict[str, common.Trials]:
     """Collective: each ceiling by name with its unit; TFLOP/s count a multiply-add as two."""
     device = world.device
     cuda = device.type == "cuda"
@@ -40,7 +40,7 @@ def measure_limits(world: World, trials: int) -> dict[str, common.Sample]:
 
 def _rate(
     amount: float, action: Callable[[], object], device: torch.device, trials: int, unit: float = 1e9
-) -> common.Sample:
+) -> common.Trials:
     """How many times `unit` per second, where an action is `amount`; a trial repeats it for at least 50 ms."""
     action()
     repeats = max(1, int(0.05 / common.time_action(device, action)))
@@ -49,17 +49,17 @@ def _rate(
         for _ in range(repeats):
             action()
 
-    return common.Sample(tuple(repeats * amount / unit / common.time_action(device, repeat) for _ in range(trials)))
+    return common.Trials(tuple(repeats * amount / unit / common.time_action(device, repeat) for _ in range(trials)))
 
 
-def product(device: torch.device, dtype: torch.dtype, trials: int) -> common.Sample:
+def product(device: torch.device, dtype: torch.dtype, trials: int) -> common.Trials:
     """TFLOP/s of a large matrix product."""
     size = 8192 if device.type == "cuda" else 1024
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return _rate(2 * size**3, lambda: left @ right, device, trials, unit=1e12)
 
 
-def convolution(device: torch.device, dtype: torch.dtype, trials: int) -> common.Sample:
+def convolution(device: torch.device, dtype: torch.dtype, trials: int) -> common.Trials:
     """The 3x3 convolution of ResNet50's third stage, 256 channels on 8x8 pixels, forward only."""
     num_images, channels, size = (256 if device.type == "cuda" else 32), 256, 8
     images = torch.randn(num_images, channels, size, size, device=device).to(dtype, memory_format=torch.channels_last)
@@ -69,21 +69,21 @@ def convolution(device: torch.device, dtype: torch.dtype, trials: int) -> common
         return _rate(flops, lambda: torch.conv2d(images, kernel, padding=1), device, trials, unit=1e12)
 
 
-def memory(device: torch.device, trials: int) -> common.Sample:
+def memory(device: torch.device, trials: int) -> common.Trials:
     """GB/s read and written by a copy that no cache holds."""
     source = torch.ones((1 << 30 if device.type == "cuda" else 1 << 28) // 4, device=device)
     target = torch.empty_like(source)
     return _rate(2 * source.nbytes, lambda: target.copy_(source), device, trials)
 
 
-def host_to_device(device: torch.device, trials: int) -> common.Sample:
+def host_to_device(device: torch.device, trials: int) -> common.Trials:
     """GB/s from pinned memory of the host."""
     source = torch.ones(1 << 26).pin_memory()
     target = torch.empty_like(source, device=device)
     return _rate(source.nbytes, lambda: target.copy_(source, non_blocking=True), device, trials)
 
 
-def _disk(trials: int) -> dict[str, common.Sample]:
+def _disk(trials: int) -> dict[str, common.Trials]:
     """GB/s of a file of 64 MiB in the folder for temporary files, as a first epoch finds it and as a second does."""
     with tempfile.TemporaryFile() as file:
         file.write(os.urandom(1 << 26))
@@ -103,11 +103,11 @@ def _disk(trials: int) -> dict[str, common.Sample]:
         }
 
 
-def all_reduce(device: torch.device, trials: int) -> common.Sample:
+def all_reduce(device: torch.device, trials: int) -> common.Trials:
     """Collective: GB/s, bytes of the tensor over the time: the rate that DDP gets."""
     gradient: Tensor = torch.ones(25_000_000, device=device)
     values = []
     for _ in range(trials + 1):
         dist.barrier()
         values.append(gradient.nbytes / 1e9 / common.time_action(device, lambda: dist.all_reduce(gradient)))
-    return common.Sample(tuple(values[1:]))
+    return common.Trials(tuple(values[1:]))

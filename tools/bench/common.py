@@ -21,7 +21,7 @@ from utils.run.environment import describe_environment
 
 
 @dataclass(frozen=True)
-class Sample:
+class Trials:
     """The results of the trials of one case, in the order they ran."""
 
     values: tuple[float, ...]
@@ -39,7 +39,7 @@ class Sample:
         return f"{self.median:{spec}} ({min(self.values):{spec}}-{max(self.values):{spec}})"
 
 
-Results = dict[str, dict[str, Sample]]  # {case: {quantity: sample}}
+Results = dict[str, dict[str, Trials]]  # {case: {quantity: sample}}
 
 
 def measure(
@@ -77,7 +77,7 @@ def measure(
 
 def _samples(seen: Mapping[str, list[Mapping[str, float]]]) -> Results:
     return {
-        name: {quantity: Sample(tuple(values[quantity] for values in rows)) for quantity in rows[0]}
+        name: {quantity: Trials(tuple(values[quantity] for values in rows)) for quantity in rows[0]}
         for name, rows in seen.items()
     }
 
@@ -115,7 +115,7 @@ def write_results(path: Path, command: str, config: Config, results: Mapping[str
 
 def as_json(value: Any) -> Any:
     """For json.dumps: samples as median, range and values."""
-    if isinstance(value, Sample):
+    if isinstance(value, Trials):
         return value.as_json()
     raise TypeError(f"{value!r} has no JSON form")
 

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
             for quantity in QUANTITIES:
                 # each trial against the one next to it: a change of the machine affects both
                 pairs = zip(results[name][quantity].values, results["plain"][quantity].values, strict=True)
-                overheads[name, quantity] = common.Sample(tuple(100 * (mine / plain - 1) for mine, plain in pairs))
+                overheads[name, quantity] = common.Trials(tuple(100 * (mine / plain - 1) for mine, plain in pairs))
                 row += [f"{results[name][quantity].median:.1f}", f"{overheads[name, quantity].median:+.1f}"]
             rows.append(row)
         title = f"{config.model}, batch {config.batch_size}, {world.device}, torch {torch.__version__}: a training step"

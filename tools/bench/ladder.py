@@ -50,6 +50,7 @@ CANDIDATES = (
 )
 LISTS = {"ladder": RUNGS, "candidates": CANDIDATES}
 COMPARABLE = ("python", "torch", "torchvision", "cuda", "cudnn", "device", "threads", "world_size", "host")
+TOLERANCE = 5  # percent; a rung that is slower by more is a regression
 # What a step must move at least: each kept activation and its gradient is written once and read once.
 TRAFFIC_PER_ACTIVATION = 4
 
@@ -68,10 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for the whole command: fewer steps, and at last fewer trials, where they would exceed it (default: 10)",
     )  # fmt: skip
     parser.add_argument(
-        "--baseline", type=Path, metavar="PATH", help="an earlier report; status 1 where a rung is slower"
-    )
-    parser.add_argument(
-        "--tolerance", type=float, default=5, metavar="PERCENT", help="slower by more than this counts (default: 5)"
+        "--baseline",
+        type=Path,
+        metavar="PATH",
+        help=f"an earlier report; status 1 where a rung is over {TOLERANCE} % slower",
     )
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the ladder into this picture")
 
@@ -108,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
     show(results)
     if options.plot:
         draw(options.plot, results, environment["device"])
-    lines, regression = compare_with_baseline(results, baseline, options.tolerance)
+    lines, regression = compare_with_baseline(results, baseline)
     lines = [*compare_switches(results).values(), *lines]
     print(*lines, sep="\n", end="\n" if lines else "")
     return int(regression)
@@ -182,7 +183,7 @@ def measure(
         return common.measure(cases, options.trials, warm_up=0, after_round=go_on)
 
 
-def per_image(config: Config, world: World, limits: Mapping[str, common.Sample]) -> dict[str, float]:
+def per_image(config: Config, world: World, limits: Mapping[str, common.Trials]) -> dict[str, float]:
     """What a training step does for one image, {"flops", "bytes"}, and "ceiling", the TFLOP/s in its precision."""
     precision = choose_precision(config, world.device)
     shape = open_dataset(config, world).train.image_shape
@@ -196,7 +197,7 @@ def per_image(config: Config, world: World, limits: Mapping[str, common.Sample])
 
 
 def evaluate(
-    samples: Mapping[str, common.Sample], image: Mapping[str, float], limits: Mapping[str, common.Sample]
+    samples: Mapping[str, common.Trials], image: Mapping[str, float], limits: Mapping[str, common.Trials]
 ) -> dict[str, Any]:
     """The samples with what follows from them: TFLOP/s and the shares of the measured ceilings."""
     teraflops = samples["full"].median * image["flops"] / 1e12
@@ -281,17 +282,17 @@ def compare_switches(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]
 
 
 def compare_with_baseline(
-    results: Mapping[str, Mapping[str, Any]], baseline: Mapping[str, Mapping[str, float]], tolerance: float
+    results: Mapping[str, Mapping[str, Any]], baseline: Mapping[str, Mapping[str, float]]
 ) -> tuple[list[str], bool]:
     """A line for each rung of the baseline, and whether there is a regression: a median that fell by more than
-    `tolerance` percent, or a rung that was left out."""
+    TOLERANCE percent, or a rung that was left out."""
     lines = []
     for name, before in baseline.items():
         if name not in results:
             lines.append(f"{name}: in the baseline, left out now: REGRESSION")
             continue
         change = 100 * (results[name]["full"].median / before["median"] - 1)
-        lines.append(f"{name}: {change:+.1f} % against the baseline{' REGRESSION' if change < -tolerance else ''}")
+        lines.append(f"{name}: {change:+.1f} % against the baseline{' REGRESSION' if change < -TOLERANCE else ''}")
     return lines, any(line.endswith("REGRESSION") for line in lines)
 
 

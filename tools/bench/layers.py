@@ -1,38 +1,58 @@
-"""Where a step's time goes: each operation of the network alone, forward and backward, in the configuration's way and
-in the best way that this machine has, and their shares of the whole step.
+"""Where a training step's time goes: time, share of the step and achieved rate by kind of operation.
 
-    python -m tools.bench layers --config=fastest         # the same: python -m tools.bench limits --layers
+    python -m tools.bench layers --config=fastest
 
-The network is asked what it computes, so that any of them can be measured. Operations of one shape count once. The
-bound ("at least") is the larger of the arithmetic at the measured rate of products or convolutions, and of the bytes
-at the measured memory bandwidth, each feature map read or written once.
+Operations are timed inside of training steps on random images: forward where their function or layer is called,
+backward where autograd computes their gradients. So no network is known here by name. Beside the rate stands the
+measured rate of products or convolutions, whichever is faster, or of memory, each feature map read or written once.
 """
 
 import argparse
-import resource
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
 
 from tools.bench import common
 from tools.bench.ceilings import DTYPES, convolution, memory, product
-from tools.bench.layer_parts import Case, Row, measure_operation, rate, system_seconds
-from tools.bench.layer_summary import as_results, show_summary, summarise
-from tools.bench.layer_ways import Machine
-from tools.bench.onednn import name_kernels
-from tools.bench.operations import KINDS, NORM, hear
 from tools.bench.training import alone, build_measured, capture_steps
 from tools.output import print_table, say
 from utils.config import Config
 from utils.data.build import image_side
-from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.training.flops import measured_peak
-from utils.training.optimizer import set_learning_rate
-from utils.training.step import compiles, on_capture_stream
+from utils.training.compilers import compiles
+from utils.training.conv_products import ProductConv2d
+from utils.training.conv_winograd import PooledWinogradConv2d, WinogradConv2d
+from utils.training.flops import number_format
+from utils.training.learner import Learner
+from utils.training.norm_relu import NormReLU
+from utils.training.step import wants_graphs
 
+CONVOLUTION, LINEAR, NORM, RELU, ADDITION, POOLING, FUSED = (
+    "convolution", "linear", "BatchNorm", "ReLU", "addition", "pooling", "BatchNorm and activation",
+)  # fmt: skip
+UPDATE, REST, STEP = "update of the weights", "everything else", "whole step"
+# by the names of PyTorch's functions, which layers, torch.nn.functional and tensors call
+FUNCTIONS = {
+    "conv2d": CONVOLUTION,
+    "linear": LINEAR,
+    "batch_norm": NORM,
+    **dict.fromkeys(("relu", "relu_"), RELU),
+    **dict.fromkeys(("add", "add_"), ADDITION),
+    **dict.fromkeys(
+        ("max_pool2d", "avg_pool2d", "adaptive_max_pool2d", "adaptive_avg_pool2d", "amax", "mean"), POOLING
+    ),
+}
+# this project's layers, each one operation, whatever it calls
+LAYERS: dict[type[nn.Module], str] = {NormReLU: FUSED, ProductConv2d: CONVOLUTION, WinogradConv2d: CONVOLUTION}
 STEPS_TO_WARM_UP = 2
+HEAD_START = 200_000_000  # a GPU's clock cycles, about 0.1 s, in which the host queues operations
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,87 +61,173 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print both tables, write the report."""
+    """Measure, print the table, write the report."""
     config = common.read_config(options)
     world = alone(config)
-    machine = Machine(config, world.device)
-    step = WholeStep(config, world, machine)
-    limits = measure_ceilings(machine)
-    operations = hear(step.learner, step.images[: step.learner.batch.micro_batch_size])
-    if not operations:
+    learner = eager = build_measured(config, world)
+    if compiles(config, world.device) or wants_graphs(config, world.device):
+        say("The step is compiled or captured, its operations are timed without; 'everything else' may be negative.")
+        eager = build_measured(config.model_copy(update={"enable_compile": False, "enable_cuda_graphs": False}), world)
+    images, labels = random_batch(config, world.device)
+    timer = StepTimer(eager, world.device)
+    results = common.measure(
+        {
+            "step": lambda: {STEP: 1e3 * common.time_action(world.device, lambda: learner.train_step(images, labels))},
+            "kinds": lambda: timer.time_step(images, labels),
+        },
+        options.trials,
+        warm_up=max(STEPS_TO_WARM_UP, capture_steps(config, world.device)),
+    )
+    kinds, step = results["kinds"], results["step"][STEP]
+    if set(kinds) <= {UPDATE}:
         raise ConfigError(
-            f"model {config.model}: calls none of the functions that this bench times: {', '.join(KINDS)}"
+            f"model {config.model}: calls none of the functions that this bench times: {', '.join(FUNCTIONS)}"
         )
-    # a trial of the whole step before every so many operations, so that other load on the machine meets both
-    due = [number * len(operations) // options.trials for number in range(options.trials)]
-    rows: list[Row] = []
-    trials: list[Mapping[str, float]] = []
-    for number, operation in enumerate(operations):
-        trials += [step() for _ in range(due.count(number))]
-        rows += measure_operation(operation, machine, options.trials)
-    whole = {quantity: common.Sample(tuple(trial[quantity] for trial in trials)) for quantity in trials[0]}
-    kinds = summarise(rows, whole, step.learner.batch.accumulation, step.update_bytes)
-    layers = {row.name: as_result(row, limits, machine) for row in rows}
-    show(config, rows, layers)
-    if world.device.type == "cuda":
-        show_norms(config, rows)
-    show_summary(config, kinds, whole)
-    if compiles(config, world.device):
-        say(
-            "The step is compiled, which fuses operations; what that saves makes 'everything else' less, even negative."
-        )
-    results = {"layers": layers, "summary": as_results(kinds), "step": whole, "limits": limits}
-    common.write_report(options.json, "layers", config, world, results)
+    limits = measure_limits(number_format(learner.precision, config), world.device)
+    layers = {name: compare(sample, step, timer.work[name], limits) for name, sample in kinds.items()}
+    show(config, layers, step)
+    common.write_report(options.json, "layers", config, world, {"layers": layers, "step": step, "limits": limits})
     return 0
 
 
-class WholeStep:
-    """The configuration's training step on random images; a call is one timed step, and the update alone."""
-
-    def __init__(self, config: Config, world: World, machine: Machine) -> None:
-        self.device = world.device
-        self.learner = build_measured(config, world)
-        side = image_side(config)
-        layout = torch.channels_last if config.enable_nhwc else torch.contiguous_format
-        images = torch.randn(config.batch_size, 3, side, side, device=self.device)
-        self.images = images.contiguous(memory_format=layout)
-        self.labels = torch.randint(config.num_classes, (config.batch_size,), device=self.device)
-        for _ in range(STEPS_TO_WARM_UP + capture_steps(config, self.device)):
-            self._train()
-        with on_capture_stream(self.device, graphed=machine.graphed):
-            self.update = Case(self.learner.optimizer.step, machine)  # with the last step's gradients
-
-    def __call__(self) -> Mapping[str, float]:
-        """Milliseconds of a step ("step") and of the update alone ("update"); on a CPU also those that the step's
-        processors were in the kernel of the system ("system"), and its page faults ("faults")."""
-        in_system, faults = system_seconds(), page_faults()
-        step = common.time_action(self.device, self._train)
-        in_system, faults = system_seconds() - in_system, page_faults() - faults
-        set_learning_rate(self.learner.optimizer, 0.0)  # so that the weights stay
-        found = {"step": 1e3 * step, "update": self.update()["milliseconds"]}
-        return found | ({"system": 1e3 * in_system, "faults": faults} if self.device.type == "cpu" else {})
-
-    def _train(self) -> None:
-        self.learner.train_step(self.images, self.labels)
-
-    @property
-    def update_bytes(self) -> float:
-        """Weights and what the optimizer keeps of them read and written, gradients read."""
-        optimizer, total = self.learner.optimizer, 0
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            kept = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
-            total += 3 * parameter.nbytes + sum(2 * value.nbytes for value in kept)
-        return total
+def random_batch(config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Images of the configuration's size and layout, and labels."""
+    side = image_side(config)
+    layout = torch.channels_last if config.enable_nhwc else torch.contiguous_format
+    images = torch.randn(config.batch_size, 3, side, side, device=device).contiguous(memory_format=layout)
+    return images, torch.randint(config.num_classes, (config.batch_size,), device=device)
 
 
-def page_faults() -> int:
-    """Of this process, those that needed no disk."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+class StepTimer(TorchFunctionMode):
+    """Trains steps of an eager learner and times each call of FUNCTIONS and LAYERS, its backward pass and the update.
+
+    `work`: {kind: what its operations compute or move in the last step, (amount, unit)}, FLOPs or bytes.
+    """
+
+    def __init__(self, learner: Learner, device: torch.device) -> None:
+        super().__init__()
+        self.learner, self.device = learner, device
+        self.spans: list[tuple[str, Any, Any]] = []
+        self.work: dict[str, tuple[float, str]] = {}
+        self.called: list[tuple[Any, set[Node | None]]] = []  # a layer of LAYERS that has not returned yet
+        for module in learner.model.modules():
+            if isinstance(module, tuple(LAYERS)):
+                module.register_forward_pre_hook(self._enter)
+                module.register_forward_hook(self._leave)
+        started: list[Any] = []
+        learner.optimizer.register_step_pre_hook(lambda *_: started.append(self._now()))
+        learner.optimizer.register_step_post_hook(lambda *_: self._add(UPDATE, started.pop(), _update_bytes(learner)))
+
+    def time_step(self, images: Tensor, labels: Tensor) -> dict[str, float]:
+        """Train one step; milliseconds of each kind of operation in it."""
+        self.spans, self.work = [], {}
+        if self.device.type == "cuda":
+            torch.cuda._sleep(HEAD_START)  # so that the device does not wait for the host between two marks
+        with self:
+            self.learner.train_step(images, labels)
+        common.synchronize(self.device)
+        found: Counter[str] = Counter()
+        for kind, start, end in self.spans:
+            found[kind] += start.elapsed_time(end) if self.device.type == "cuda" else 1e3 * (end - start)
+        return dict(found)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind, kwargs = FUNCTIONS.get(getattr(function, "__name__", "")), kwargs or {}
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        # no gradients: the optimizer, an average of weights, and what autograd functions call
+        if kind is None or self.called or not torch.is_grad_enabled() or not _are_features(kind, tensors):
+            return function(*args, **kwargs)
+        features = tensors if kind in (ADDITION, POOLING) else tensors[:1]
+        before, start = {tensor.grad_fn for tensor in features}, self._now()
+        output = function(*args, **kwargs)
+        weight = tensors[1] if kind in (CONVOLUTION, LINEAR) else None
+        self._note(kind, start, before, features, weight, output, output.numel())
+        return output
+
+    def _enter(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self.called.append((self._now(), {tensor.grad_fn for tensor in inputs}))
+
+    def _leave(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        start, before = self.called.pop()
+        kind = next(kind for layer, kind in LAYERS.items() if isinstance(module, layer))
+        numbers = output.numel()
+        if isinstance(module, PooledWinogradConv2d):
+            numbers = len(output) * output.shape[1] * inputs[0].shape[2:].numel()  # before its pooling
+        weight: Any = module.weight if kind == CONVOLUTION else None
+        self._note(kind, start, before, inputs, weight, output, numbers)
+
+    def _note(
+        self, kind: str, start: Any, before: set[Node | None], features: Sequence[Tensor], weight: Tensor | None,
+        output: Tensor, numbers: int,
+    ) -> None:  # fmt: skip
+        """Add a forward pass that ends now, and its backward pass when autograd comes to it. `before`: the nodes of
+        what the operation took; `numbers`: how many a convolution or product computes."""
+        forward = backward = kind
+        if kind == CONVOLUTION:
+            assert weight is not None
+            height, width = weight.shape[2:]
+            size = f"{height}x{width}" if height == width and height in (1, 3) else "other"
+            forward, backward = (f"{kind} {size}, {which}" for which in ("forward", "backward"))
+        moved = sum(tensor.nbytes for tensor in features) + output.nbytes
+        work: tuple[float, str] = (moved, "bytes")
+        # the gradients of output and input, and what was kept for them; an addition passes its gradient on as it is
+        again = {ADDITION: 0, POOLING: moved}.get(kind, moved + features[0].nbytes)
+        work_of_backward: tuple[float, str] = (again, "bytes")
+        if weight is not None:
+            flops = 2.0 * numbers * math.prod(weight.shape[1:])
+            work = (flops, "FLOPs")
+            work_of_backward = (flops * (features[0].requires_grad + weight.requires_grad), "FLOPs")
+        self._add(forward, start, work)
+        for number, node in enumerate(_nodes(output.grad_fn, before)):
+            started: list[Any] = []
+            node.register_prehook(lambda *_, started=started: started.append(self._now()))
+            amount = work_of_backward if not number else (0.0, work_of_backward[1])
+            node.register_hook(lambda *_, started=started, amount=amount: self._add(backward, started.pop(), amount))
+
+    def _add(self, kind: str, start: Any, work: tuple[float, str]) -> None:
+        self.spans.append((kind, start, self._now()))
+        amount, unit = work
+        self.work[kind] = (self.work.get(kind, (0.0, unit))[0] + amount, unit)
+
+    def _now(self) -> Any:
+        """Seconds, or on a GPU a mark in its queue."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
-def measure_ceilings(machine: Machine) -> dict[str, common.Sample]:
-    """Those that bound the configuration's operations, by the names of `limits`."""
-    name, device = machine.format, machine.device
+def _are_features(kind: str, tensors: Sequence[Tensor]) -> bool:
+    """Whether a call computes feature maps, not a loss or a counter."""
+    if not tensors or tensors[0].ndim < 2 or not tensors[0].is_floating_point():
+        return False
+    return kind != ADDITION or (len(tensors) == 2 and tensors[0].shape == tensors[1].shape)
+
+
+def _nodes(last: Node | None, before: set[Node | None]) -> Iterator[Node]:
+    """The nodes of the graph from `last` back to those of `before` and to leaves, all without these."""
+    waiting, seen = [last], set(before)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or hasattr(node, "variable"):  # which the accumulation of a leaf has
+            continue
+        seen.add(node)
+        yield node
+        waiting += [following for following, _ in node.next_functions]
+
+
+def _update_bytes(learner: Learner) -> tuple[float, str]:
+    """Weights and what the optimizer keeps of them read and written, gradients read."""
+    optimizer, total = learner.optimizer, 0
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        kept = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
+        total += 3 * parameter.nbytes + sum(2 * value.nbytes for value in kept)
+    return total, "bytes"
+
+
+def measure_limits(name: str, device: torch.device) -> dict[str, common.Trials]:
+    """What bounds operations in this number format, by the names of `limits`."""
     dtype = DTYPES.get(name, torch.float32)  # tf32 as the configuration has set it
     return {
         f"product {name}, TFLOP/s": product(device, dtype, 3),
@@ -130,55 +236,31 @@ def measure_ceilings(machine: Machine) -> dict[str, common.Sample]:
     }
 
 
-def as_result(row: Row, limits: Mapping[str, common.Sample], machine: Machine) -> dict[str, Any]:
-    """A row for the report; `share` is the bound's share of the time that the configuration's way took."""
-    work, sample = row.work[row.own], row.milliseconds[row.own]
-    peak = measured_peak({name: value.median for name, value in limits.items()}, machine.format)
-    assert peak is not None
-    arithmetic, moved = work.flops / 1e9 / peak, work.bytes / 1e6 / limits["memory, GB/s"].median
-    bound, name = max((arithmetic, "arithmetic"), (moved, "memory"))
-    achieved, unit = rate(work, sample.median)
-    best = row.milliseconds[row.best]
+def compare(
+    sample: common.Trials,
+    step: common.Trials,
+    work: tuple[float, str],
+    limits: Mapping[str, common.Trials],
+) -> dict[str, Any]:
+    """A kind of operation for table and report: its rate beside the best one; `share` is their quotient."""
+    amount, what = work
+    unit, scale, bound = ("TFLOP/s", 1e12, "arithmetic") if what == "FLOPs" else ("GB/s", 1e9, "memory")
+    rate = amount / scale / (sample.median / 1e3)
+    best = max(limit.median for name, limit in limits.items() if name.endswith(unit))
     return {
-        "milliseconds": sample, "count": row.operation.count, "way": row.own, "rate": achieved, "unit": unit,
-        "best": {"way": row.best, "milliseconds": best, "rate": rate(row.work[row.best], best.median)[0]},
-        "ways": dict(row.milliseconds), "at_least": bound, "bound": name, "share": bound / sample.median,
-        "kernels": name_kernels(row.kernels), "is_reference": any(kernel.is_reference for kernel in row.kernels),
+        "milliseconds": sample, "share_of_step": sample.median / step.median, "rate": rate, "unit": unit,
+        "best": best, "share": rate / best, "bound": bound,
     }  # fmt: skip
 
 
-def show(config: Config, rows: Sequence[Row], layers: Mapping[str, Mapping[str, Any]]) -> None:
-    """The table of operations, and the names of what oneDNN computes with its reference kernels."""
-    on_onednn = any(row.kernels for row in rows)
-    lines = []
-    for row in rows:
-        result = layers[row.name]
-        best = "=" if row.best == row.own else f"{result['best']['rate']:.3g} {row.best}"
-        kernels = f"{result['kernels'] or '-'}{' REFERENCE' if result['is_reference'] else ''}"
-        lines.append(
-            (row.name, str(row.operation.count), f"{result['milliseconds']:.3g}", f"{result['rate']:.3g}", best,
-             f"{result['at_least']:.3g}", *([kernels] if on_onednn else []))
-        )  # fmt: skip
-    print_table(
-        f"{config.model}, each operation alone: median (min-max) in ms; TFLOP/s, or GB/s where there is no arithmetic",
-        (rows[0].own, "times", "ms", "rate", "best rate alone", "at least, ms",
-         *(["oneDNN's kernel"] if on_onednn else [])),
-        lines,
-    )  # fmt: skip
-    if slow := [row.name for row in rows if layers[row.name]["is_reference"]]:
-        say(f"oneDNN computes with a reference kernel: {'; '.join(slow)}")
-
-
-def show_norms(config: Config, rows: Sequence[Row]) -> None:
-    """BatchNorm on a GPU: its kernels beside each other, in the configuration's layout."""
-    norms, layout = [row for row in rows if row.operation.kind == NORM], "NHWC" if config.enable_nhwc else "NCHW"
-    if not norms:
-        return
-    kernels = [way for way in norms[0].milliseconds if f"{layout}, " in way]
-    ways = [norms[0].own, *kernels]
-    lines = [
-        (row.name, *(f"{row.milliseconds[way].median:.3g}" if way in row.milliseconds else "-" for way in ways))
-        for row in norms
-    ]
-    columns = ["as configured", *(way.replace(f" {layout}", "") for way in kernels)]
-    print_table(f"BatchNorm's kernels, {layout}: median in ms", (norms[0].own, *columns), lines)
+def show(config: Config, layers: Mapping[str, Mapping[str, Any]], step: common.Trials) -> None:
+    """The table, the longest first."""
+    rest = step.median - sum(layer["milliseconds"].median for layer in layers.values())
+    rows = [
+        (name, f"{layer['milliseconds']:.3g}", f"{layer['share_of_step']:.1%}", f"{layer['rate']:.3g} {layer['unit']}",
+         f"{layer['best']:.3g}")
+        for name, layer in sorted(layers.items(), key=lambda item: -item[1]["milliseconds"].median)
+    ]  # fmt: skip
+    rows += [(REST, f"{rest:.3g}", f"{rest / step.median:.1%}", "-", "-"), (STEP, f"{step:.4g}", "100.0%", "-", "-")]
+    title = f"{config.model}, batch {config.batch_size}, a training step: median (min-max)"
+    print_table(title, ("kind of operation", "ms", "share", "rate", "best measured rate"), rows)

@@ -1,8 +1,8 @@
-"""What this machine can do, in seconds. With --layers: `python -m tools.bench layers`, where a step's time goes."""
+"""What this machine can do, in seconds."""
 
 import argparse
 
-from tools.bench import common, layers
+from tools.bench import common
 from tools.bench.ceilings import measure_limits
 from tools.output import print_table
 from utils.distributed.world import World
@@ -10,14 +10,11 @@ from utils.distributed.world import World
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m tools.bench limits`."""
-    layers.add_arguments(parser)
-    parser.add_argument("--layers", action="store_true", help="each operation of the network, as bench layers does")
+    common.add_arguments(parser, config="fastest", trials=5)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print a table, write the report."""
-    if options.layers:
-        return layers.run(options)
     config = common.read_config(options)
 
     def measure(world: World) -> None:

@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
             if chosen.data_path not in datasets:
                 datasets[chosen.data_path] = open_dataset(chosen, world)
             built = build_loaders(chosen, datasets[chosen.data_path], world)
-            cases[name] = Case(chosen, built.train, step, world, options.batches, options.steps, options.cold)
+            cases[name] = LoaderTrial(chosen, built.train, step, world, options.batches, options.steps, options.cold)
             if world.is_main:
                 print(*(f"{name}: {note}" for note in built.notes), sep="\n", end="\n" if built.notes else "")
         # of several ranks all must go on, or none
@@ -101,7 +101,7 @@ def drop_page_cache() -> None:
 
 
 @dataclass
-class Case:
+class LoaderTrial:
     """One trial of one loader: it runs through the epochs, and each trial continues where the last one stopped."""
 
     config: Config
@@ -182,7 +182,7 @@ def show(config: Config, dataset: Dataset, world: World, results: Mapping[str, M
             row.append(f"{values['cold_images_per_sec']:,.0f}")
         if feeding:
             training = values["training_images_per_sec"]
-            percent = common.Sample(tuple(100 * share for share in values["waiting"].values))
+            percent = common.Trials(tuple(100 * share for share in values["waiting"].values))
             row += [f"{training:,.0f}", f"{percent:.1f}"]
             best = results["synthetic"]["training_images_per_sec"] if "synthetic" in results else None
             row.append("" if best is None else f"{100 * (1 - training.median / best.median):.1f}")

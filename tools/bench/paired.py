@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.bench.record import check_same_config, check_same_environment, read_json, run_seed, spread
+from tools.bench.record import check_same_config, check_same_environment, read_json, run_seed, show_mean, spread
 from tools.command_line import add_config_arguments, add_count
 from tools.output import make_folder, print_table, write_json
 from utils.config import load_config
@@ -110,17 +110,11 @@ def table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         [
             text,
             str(len(arm["seeds"])),
-            _shown(arm["acc1"], 100.0),
-            _shown(arm["gain"], 1.0, sign="+"),
+            show_mean(arm["acc1"], 100.0, ".2f"),
+            show_mean(arm["gain"], 1.0, "+.2f"),
             " ".join(f"{gain:+.2f}" for gain in arm["gains"].values()),
-            _shown(arm["time_ratio"], 1.0),
+            show_mean(arm["time_ratio"], 1.0, ".2f"),
         ]
         for text, arm in arms
     ]
     return ["settings", "seeds", "acc1, %", "gain, points", "by seed", "time, x without"], rows
-
-
-def _shown(values: Mapping[str, float | None], factor: float, sign: str = "") -> str:
-    mean, deviation = values["mean"], values["sd"]
-    assert mean is not None
-    return f"{factor * mean:{sign}.2f}" + ("" if deviation is None else f" ± {factor * deviation:.2f}")

@@ -186,19 +186,20 @@ def _row(folder: Path, summary: Mapping[str, Any]) -> list[str]:
         "-" if target is None else f"{target:.0%}",
         str(seeds),
         "-" if reached is None else f"{reached} of {seeds}",
-        _mean(summary["epochs"], 1.0, ".1f"),
-        _mean(summary["best_acc1"], 100.0, ".2f"),
-        *(_mean(summary["seconds"][time], 1.0, ".1f") for time in TIMES),
+        show_mean(summary["epochs"], 1.0, ".1f"),
+        show_mean(summary["best_acc1"], 100.0, ".2f"),
+        *(show_mean(summary["seconds"][time], 1.0, ".1f") for time in TIMES),
         str(environment["device"]),
         str(environment["commit"])[:8] + (" with changes" if "changes" in str(environment["commit"]) else ""),
         folder.name,
     ]
 
 
-def _mean(values: Mapping[str, float | None] | None, factor: float, form: str) -> str:
+def show_mean(values: Mapping[str, float | None] | None, factor: float, form: str) -> str:
+    """A `spread` times a factor, as mean ± deviation."""
     if values is None or values["mean"] is None:
         return "target missed"
-    deviation = "" if values["sd"] is None else f" ± {factor * values['sd']:{form}}"
+    deviation = "" if values["sd"] is None else f" ± {factor * values['sd']:{form.removeprefix('+')}}"
     return f"{factor * values['mean']:{form}}{deviation}"
 
 

@@ -12,25 +12,37 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from tools.bench import common
 from tools.bench.reports import read_report
+from tools.bench.training import build_measured, capture_steps
 from tools.command_line import add_count, read_counts
-from tools.output import print_table
+from tools.output import print_table, write_json
 from utils.config import Config
+from utils.data.build import Loaders, build_loaders, open_dataset
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import torchrun_here
+from utils.distributed.world import World
 from utils.errors import ConfigError, DataError, ExpectedError
 from utils.keys import REMOVED_KEYS
 from utils.program import CODE
+from utils.run.environment import describe_environment
+from utils.training.batches import prefetch
+from utils.training.learner import Learner
+from utils.training.metrics import MetricSums
 
-WORKER = CODE / "tools/bench/scaling_worker.py"
 MODES = ("strong", "weak")
 QUANTITIES = ("train_images_per_sec", "epoch_images_per_sec")
+ROUNDS = 3  # with and without communication take turns
 COMPARED = ("commit", "python", "torch", "torchvision", "cuda", "cudnn", "device", "threads")
 
 Records = dict[tuple[str, int], list[dict[str, Any]]]  # (mode, processes) -> one record a trial
@@ -93,7 +105,7 @@ def run_once(config: Config, processes: int, most: int, steps: int, dropped: int
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
         command, rendezvous = torchrun_here(processes, Path(folder) / "rendezvous")
-        command += [str(WORKER), config.model_dump_json(), str(steps), str(dropped), str(path)]
+        command += [__file__, config.model_dump_json(), str(steps), str(dropped), str(path)]
         threads = str(max(1, (os.cpu_count() or 1) // most))
         environment = {"OMP_NUM_THREADS": threads} | os.environ | rendezvous
         # by its path, and the code before the working directory, whose files may have the names of our modules
@@ -144,8 +156,8 @@ def summarise(records: Records) -> dict[str, dict[str, Any]]:
     return results
 
 
-def _sample(runs: Sequence[Mapping[str, Any]], quantity: str) -> common.Sample:
-    return common.Sample(tuple(run["values"][quantity] for run in runs))
+def _sample(runs: Sequence[Mapping[str, Any]], quantity: str) -> common.Trials:
+    return common.Trials(tuple(run["values"][quantity] for run in runs))
 
 
 def show(config: Config, results: Mapping[str, Mapping[str, Any]]) -> None:
@@ -171,3 +183,88 @@ def add_report(records: Records, path: Path) -> None:
         raise ConfigError(f"--add {path}: is no report of `python -m tools.bench scaling --json`") from None
     for case in report.trials:
         records.setdefault((case.mode, case.processes), []).extend(case.runs)
+
+
+# ---- one rank of a trial, under torchrun
+
+
+def measure_rank(config: Config, world: World, steps: int, dropped: int) -> dict[str, Any]:
+    """Collective: seconds of a training step with and without communication, and images/s of a whole epoch."""
+    loaders = build_loaders(config, open_dataset(config, world), world)
+    images, labels = next(iter(loaders.train))
+    cases = {"ddp": build_measured(config, world)}
+    if world.world_size > 1:
+        silent = Config(**config.model_dump() | {"parallel": "no_communication"})
+        cases["no_communication"] = build_measured(silent, world)
+    for learner in cases.values():
+        _time_steps(learner, images, labels, world, max(dropped, capture_steps(config, world.device)))
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(ROUNDS):
+        for name, learner in cases.items():
+            seconds[name].append(_time_steps(learner, images, labels, world, -(-steps // ROUNDS)))
+    medians = {name: median(values) for name, values in seconds.items()}
+    record = {
+        "step_seconds": medians["ddp"],
+        "train_images_per_sec": config.batch_size / medians["ddp"],
+        "epoch_images_per_sec": _time_epoch(cases["ddp"], loaders, config, world, steps),
+    }
+    if world.world_size > 1:
+        record["communication_share"] = 1 - medians["no_communication"] / medians["ddp"]
+    return record
+
+
+def _time_steps(learner: Learner, images: Tensor, labels: Tensor, world: World, steps: int) -> float:
+    """Seconds a step of the slowest rank."""
+    world.barrier()
+    started = time.perf_counter()
+    for _ in range(steps):
+        learner.train_step(images, labels)
+    common.synchronize(world.device)
+    world.barrier()
+    return max(world.gather((time.perf_counter() - started) / max(1, steps)))
+
+
+def _time_epoch(learner: Learner, loaders: Loaders, config: Config, world: World, steps: int) -> float:
+    """Training images/s over at most `steps` batches from the loader, with metrics and validation in the time."""
+    world.barrier()
+    started = time.perf_counter()
+    loaders.train.set_epoch(0)
+    batches = 0
+    for images, labels in prefetch(config, iter(loaders.train), world.device):
+        learner.train_step(images, labels)
+        batches += 1
+        if batches == steps:
+            break
+    learner.sums.average(world)
+    learner.average_buffers(world)
+    learner.model.eval()
+    sums = MetricSums(world.device)
+    with torch.no_grad():
+        loaders.valid.set_epoch(0)
+        for number, (images, labels) in enumerate(loaders.valid, start=1):
+            outputs = learner.predict(images)
+            sums.add(torch.nn.functional.cross_entropy(outputs, labels), outputs, labels)
+            if number >= max(1, len(loaders.valid) * batches // len(loaders.train)):
+                break  # of the validation the same share as of the training
+    sums.average(world)
+    learner.model.train()
+    return batches * config.batch_size / max(world.gather(time.perf_counter() - started))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure as one of the ranks, which `run_once` started: the configuration as JSON, steps, steps that are dropped
+    first, and the record's path. Returns the exit status."""
+    config, steps, dropped = Config(**json.loads(arguments[0])), int(arguments[1]), int(arguments[2])
+
+    def action(world: World) -> None:
+        record = measure_rank(config, world, steps, dropped)
+        environment = describe_environment(world.device, world.world_size)
+        if world.is_main:
+            content = {"values": record, "environment": environment, "config": config.model_dump(mode="json")}
+            write_json(Path(arguments[3]), content)
+
+    return common.on_all_ranks(config, action)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

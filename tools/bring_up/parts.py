@@ -69,7 +69,7 @@ PARTS = (
          "{settings}", 180, small=TRIALS),
     Part("limits", "what the machine can do", "-m tools.bench limits --json {folder}/report.json {settings}", 30,
          small="--trials 2"),
-    Part("layers", "where a step's time goes: each operation of the network alone",
+    Part("layers", "where a step's time goes, by kind of operation",
          "-m tools.bench layers --config=fastest --json {folder}/report.json {settings}", 240, small="--trials 2"),
     Part("loaders", "each loader alone and feeding a step",
          "-m tools.bench loaders --loaders torchvision,device,dali,synthetic --json {folder}/report.json {settings}",
