@@ -2,11 +2,11 @@
 
     python -m tests.slurm_chaos --faults 100 --seed 1
 
-Needs root and tests/install_slurm.sh. What tools.chaos does to the ranks of one machine is done here to a job: signals
-to its script and its steps, its requeue, a scontrol that does not answer, a rank or a torchrun that is killed, a rank
-that is stopped, a node that is powered off, a link that is cut for a moment or for longer than Slurm waits. A job that
-Slurm or its script queues again goes on by itself; one that has FAILED, as it should, is submitted again. Two jobs run
-at once. At the end: COMPLETED 0:0, everything equal to the uninterrupted run, and nothing left behind.
+Needs root and tests/install_slurm.sh. What tests.faults.chaos does to the ranks of one machine is done here to a job:
+signals to its script and its steps, its requeue, a scontrol that does not answer, a rank or a torchrun that is killed,
+a rank that is stopped, a node that is powered off, a link that is cut for a moment or for longer than Slurm waits. A
+job that Slurm or its script queues again goes on by itself; one that has FAILED, as it should, is submitted again. Two
+jobs run at once. At the end: COMPLETED 0:0, everything equal to the uninterrupted run, and nothing left behind.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.faults.chaos import find_leftovers, show
 from tests.slurm_cluster import FINAL_STATES, SlurmCluster, wait_until, why_not
 from tools.attempts import METRICS, add_limits, choose_seed, compare
-from tools.chaos.__main__ import find_leftovers, show
 from tools.command_line import add_count, new_parser
 from tools.history import read_records
 from utils.errors import ConfigError, exit_in_a_line
@@ -294,7 +294,7 @@ def leftovers(run: Run) -> list[str]:
 def campaign(
     cluster: SlurmCluster, project: Path, seed: int, faults: int, end: float
 ) -> tuple[Counter[str], list[str]]:
-    """As that of tools.chaos."""
+    """As that of tests.faults.chaos."""
     quiet = Run(cluster, project, "uninterrupted")
     assert cluster.wait(quiet.job, PATIENCE)["JobState"] == "COMPLETED", quiet.said()
     counts, problems, lock, numbers = Counter[str](), list[str](), threading.Lock(), itertools.count(1)
