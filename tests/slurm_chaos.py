@@ -28,9 +28,9 @@ from pathlib import Path
 from tests.conftest import ROOT
 from tests.faults.chaos import find_leftovers, show
 from tests.slurm_cluster import FINAL_STATES, SlurmCluster, wait_until, why_not
-from tools.attempts import METRICS, add_limits, choose_seed, compare
-from tools.command_line import add_count, new_parser
-from tools.history import read_records
+from tools.shared.command_line import add_count, new_parser
+from tools.shared.interrupted_runs import METRICS, add_limits, choose_seed, compare
+from tools.shared.read_runs import read_records
 from utils.errors import ConfigError, exit_in_a_line
 
 NODES, AT_ONCE, MOST_FAULTS = 5, 2, 4

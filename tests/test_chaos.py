@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 from tests.faults.chaos import EPOCHS, MOST_FAULTS, STEPS_PER_EPOCH, judge, meet_faults
 from tests.faults.kinds import KINDS, Fault, damage, draw
 from tests.faults.ranks import ForkedJob
-from tools.attempts import Started
+from tools.shared.interrupted_runs import Started
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
 

@@ -19,7 +19,7 @@ from tools.bench.fabric import Case, foretell, read_cases, table_row
 from tools.bench.fabric_rank import SleepingNetwork
 from tools.bench.wires import why_not
 from tools.predict_scaling import layer_costs
-from tools.scaling_model import make_buckets
+from tools.shared.scaling_model import make_buckets
 from utils.config import load_config
 from utils.data import workers
 from utils.errors import ConfigError

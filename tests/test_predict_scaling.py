@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import CIFAR100, ROOT
 from tools.predict_scaling import layer_costs, main, published_cases, published_table, read_published
-from tools.scaling_model import (
+from tools.shared.scaling_model import (
     Bucket,
     Machine,
     Work,

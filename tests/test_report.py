@@ -1,4 +1,4 @@
-"""tools.report, tools.runs, tools.history: published curves, whole runs, and all that can be wrong with a run."""
+"""tools.report, tools.runs and what they read: published curves, whole runs, and all that can be wrong with a run."""
 
 import fcntl
 import html
@@ -14,10 +14,10 @@ import pytest
 
 from tests.conftest import ROOT
 from tools import runs as runs_tool
-from tools.figures import COLOURS
-from tools.history import Run, differences, read, read_events, same_but_seed
-from tools.report import duration, goals, main
-from tools.report_plots import style
+from tools.report import duration, goals, main, same_but_seed
+from tools.shared.page_plots import style
+from tools.shared.png_plots import COLOURS
+from tools.shared.read_runs import Run, differences, read, read_events
 from train import Trainer
 
 plotly = pytest.importorskip("plotly.graph_objects", reason='plotly is missing: pip install ".[report]"')

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from tools.history import read_records, read_run_folder
+from tools.shared.read_runs import read_records, read_run_folder
 from utils.clock import ACTIVITIES, FILE, Start, read_starts
 from utils.errors import DataError
 

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from tools.command_line import at_least_one, new_parser
-from tools.output import make_folder, write_file
+from tools.shared.command_line import at_least_one, new_parser
+from tools.shared.output import make_folder, write_file
 from utils.errors import ConfigError, DataError, ExpectedError, exit_in_a_line
 from utils.program import CODE
 

@@ -4,7 +4,7 @@
     python -m tools.predict_scaling --from BENCH.json --gpus 8,16,64,1024,4096 --gpus-per-node 8 --intra 240 --inter 100
     python -m tools.predict_scaling --published        # the same model against published measurements
 
-The model is in tools/scaling_model.py, its assumptions and its errors in docs/scaling.md.
+The model is in tools/shared/scaling_model.py, its assumptions and its errors in docs/scaling.md.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from tools.bench.reports import rates, read_report
-from tools.command_line import new_parser, read_counts
-from tools.scaling_model import BACKWARD_SHARE, Forecast, Machine, Work, extremes, make_buckets, predict
+from tools.shared.command_line import new_parser, read_counts
+from tools.shared.scaling_model import BACKWARD_SHARE, Forecast, Machine, Work, extremes, make_buckets, predict
 from utils.config import Config, load_config
 from utils.errors import ConfigError, DataError, exit_in_a_line
 
@@ -260,7 +260,7 @@ def published_table(seen: bool) -> str:
 
 def plot(path: Path, weak: Sequence[Row], strong: Sequence[Row]) -> None:
     """Throughput and efficiency against GPUs; `ConfigError` where matplotlib is missing."""
-    from tools.figures import new_figure, save
+    from tools.shared.png_plots import new_figure, save
 
     figure, (left, right) = new_figure(1, 2)
     for name, rows in (("weak", weak), ("strong", strong)):

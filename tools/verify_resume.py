@@ -23,7 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.attempts import (
+from tools.shared.command_line import add_config_arguments, add_count, new_parser
+from tools.shared.interrupted_runs import (
     KINDS,
     METRICS,
     Attempt,
@@ -36,8 +37,7 @@ from tools.attempts import (
     moved_aside,
     send,
 )
-from tools.command_line import add_config_arguments, add_count, new_parser
-from tools.history import read_records
+from tools.shared.read_runs import read_records
 from utils.config import load_config
 from utils.errors import ConfigError, ExpectedError, Stopped, exit_in_a_line
 

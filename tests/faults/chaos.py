@@ -29,11 +29,11 @@ from pathlib import Path
 
 from tests.faults.kinds import KINDS, Fault, damage, draw
 from tests.faults.ranks import ForkedJob
-from tools.attempts import KINDS as RECORDS
-from tools.attempts import METRICS, Attempt, add_limits, choose_seed, compare, find_processes
-from tools.command_line import add_count, new_parser
-from tools.history import read_records
-from tools.output import print_table
+from tools.shared.command_line import add_count, new_parser
+from tools.shared.interrupted_runs import KINDS as RECORDS
+from tools.shared.interrupted_runs import METRICS, Attempt, add_limits, choose_seed, compare, find_processes
+from tools.shared.output import print_table
+from tools.shared.read_runs import read_records
 from utils.errors import ExpectedError, exit_in_a_line
 
 LIBRARIES_OWN = ("torchinductor_", "pymp-")  # a cache, and sockets of workers that were killed

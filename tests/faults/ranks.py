@@ -15,8 +15,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.faults.kinds import KINDS, Fault
-from tools.attempts import Job, Started
-from tools.follow import TRAIN
+from tools.shared.followed_run import TRAIN
+from tools.shared.interrupted_runs import Job, Started
 
 
 @dataclass(frozen=True)

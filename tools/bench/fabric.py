@@ -2,8 +2,8 @@
 
 Each rank is a host with a network of its own (wires.py), and gloo reduces DDP's buckets over it. The computing of the
 configuration's network is replaced by sleeping, layer by layer, so that ranks need no core each: what is measured is
-the communication and how much of it backward hides. The forecast (tools/scaling_model.py) is given the step of one
-rank, how much it varies, and the bandwidth and delay that were asked for, nothing else.
+the communication and how much of it backward hides. The forecast (tools/shared/scaling_model.py) is given the step of
+one rank, how much it varies, and the bandwidth and delay that were asked for, nothing else.
 """
 
 import argparse
@@ -23,10 +23,10 @@ import torch
 from tools.bench import common
 from tools.bench.fabric_rank import WARM_UP, run_carrier, run_rank
 from tools.bench.wires import why_not
-from tools.command_line import add_count
-from tools.output import print_table
 from tools.predict_scaling import layer_costs
-from tools.scaling_model import Forecast, Machine, Work, make_buckets, predict
+from tools.shared.command_line import add_count
+from tools.shared.output import print_table
+from tools.shared.scaling_model import Forecast, Machine, Work, make_buckets, predict
 from utils.config import Config
 from utils.data.workers import check_sockets
 from utils.errors import ConfigError, ExpectedError

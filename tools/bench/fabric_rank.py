@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tools.bench.wires import INTERFACE, become_host, carry, end_with_parent, receive_ends
-from tools.scaling_model import BACKWARD_SHARE
+from tools.shared.scaling_model import BACKWARD_SHARE
 from utils.distributed.ddp import wrap_in_ddp
 from utils.distributed.keys import DistributedKeys
 from utils.distributed.world import World

@@ -9,7 +9,7 @@ from tools.bench.common import Sample
 from tools.bench.layer_parts import Row, Work, rate
 from tools.bench.layer_ways import BACKWARD, BY_INPUT, BY_WEIGHT, FORWARD
 from tools.bench.operations import ADDITION, CONVOLUTION, FUSED, LINEAR, NORM, POOLING, RELU
-from tools.output import print_table
+from tools.shared.output import print_table
 from utils.config import Config
 
 UPDATE, MEMORY, REST, STEP = "update of the weights", "memory management", "everything else", "whole step"

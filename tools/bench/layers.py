@@ -23,7 +23,7 @@ from tools.bench.layer_ways import Machine
 from tools.bench.onednn import name_kernels
 from tools.bench.operations import KINDS, NORM, hear
 from tools.bench.training import alone, build_measured, capture_steps
-from tools.output import print_table, say
+from tools.shared.output import print_table, say
 from utils.config import Config
 from utils.data.build import image_side
 from utils.distributed.world import World

@@ -19,8 +19,8 @@ from typing import Any
 
 from tools.bench import common
 from tools.bench.reports import read_report
-from tools.command_line import add_count, read_counts
-from tools.output import print_table
+from tools.shared.command_line import add_count, read_counts
+from tools.shared.output import print_table
 from utils.config import Config
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import torchrun_here

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tools.bench import common
 from tools.bench.training import build_measured, capture_steps
-from tools.output import write_json
+from tools.shared.output import write_json
 from utils.config import Config
 from utils.data.build import Loaders, build_loaders, open_dataset
 from utils.distributed.world import World

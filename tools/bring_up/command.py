@@ -26,9 +26,9 @@ from tools.bring_up.machine import look
 from tools.bring_up.page import write_all
 from tools.bring_up.parts import Part, Setting, select, words
 from tools.bring_up.run import Clock, run_parts
-from tools.command_line import minutes, new_parser
-from tools.output import make_folder
 from tools.report import duration
+from tools.shared.command_line import minutes, new_parser
+from tools.shared.output import make_folder
 from utils.errors import ConfigError, exit_in_a_line
 
 UNFINISHED = 75

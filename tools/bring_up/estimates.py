@@ -7,7 +7,7 @@ from typing import Any
 
 from tools.bring_up.ledger import Entry, Ledger, read_object
 from tools.bring_up.parts import SMALL_SECONDS, Part, Setting
-from tools.history import read_run_folder
+from tools.shared.read_runs import read_run_folder
 
 START = 25.0  # seconds of a run of train.py: Python, imports, data, graphs
 VALIDATION = 50_000 + 10_000 / 3  # images of an epoch, where one of validation costs a third of one of training

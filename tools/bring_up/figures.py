@@ -9,7 +9,7 @@ from typing import Any
 
 from tools.bring_up.ledger import Entry, read_object
 from tools.bring_up.parts import PARTS, passed_tests
-from tools.history import read_run_folder
+from tools.shared.read_runs import read_run_folder
 
 GOAL = 0.75
 BATCH_UNITS = {"images_per_sec": "images/s alone", "training_images_per_sec": "images/s feeding a step"}

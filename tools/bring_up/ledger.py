@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.output import write_json
+from tools.shared.output import write_json
 from utils.errors import ConfigError
 
 SAME = ("device", "torch", "cuda", "cudnn", "torchvision", "python")  # of the machines whose figures stand together

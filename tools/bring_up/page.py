@@ -11,9 +11,9 @@ from tools.bring_up.ledger import Ledger
 from tools.bring_up.logs import pack_logs
 from tools.bring_up.parts import PARTS
 from tools.bring_up.published import PUBLISHED, verdicts
-from tools.output import printable, write_file, write_json
 from tools.report import Section, duration, gather, render_page, sections_of
-from tools.report_plots import Style
+from tools.shared.output import printable, write_file, write_json
+from tools.shared.page_plots import Style
 from utils.errors import DataError
 from utils.program import CODE
 

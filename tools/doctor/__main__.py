@@ -23,7 +23,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.command_line import add_config_arguments, minutes, new_parser
 from tools.doctor.compare import (
     Document,
     check_comparable,
@@ -32,7 +31,8 @@ from tools.doctor.compare import (
     read_document,
 )
 from tools.doctor.finding import Finding, render, render_json, worst_level
-from tools.output import check_writable
+from tools.shared.command_line import add_config_arguments, minutes, new_parser
+from tools.shared.output import check_writable
 from utils.config import Config, load_config
 from utils.distributed.launch import find_launch
 from utils.errors import ConfigError, exit_in_a_line

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tools.command_line import seconds
-from tools.follow import TRAIN
-from tools.history import read_records
+from tools.shared.command_line import seconds
+from tools.shared.followed_run import TRAIN
+from tools.shared.read_runs import read_records
 from utils.distributed.launch import torchrun_here
 from utils.errors import ExpectedError
 from utils.run.trackers import MEASURED

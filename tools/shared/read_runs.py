@@ -7,7 +7,6 @@ once.
 import fcntl
 import json
 import math
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -335,21 +334,3 @@ def differences(runs: list[Run]) -> dict[str, list[Any]]:
     keys = dict.fromkeys(key for config in known for key in config)
     table = {key: [config.get(key) for config in known] for key in keys}
     return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
-
-
-def same_but_seed(runs: list[Run]) -> list[list[Run]]:
-    """Runs grouped by configuration without its seed, in order; runs without a configuration stand alone."""
-    groups: dict[str, list[Run]] = {}
-    for number, run in enumerate(runs):
-        rest = {key: value for key, value in run.config.items() if key != "seed"}
-        groups.setdefault(json.dumps(rest, sort_keys=True) if rest else f"alone {number}", []).append(run)
-    return list(groups.values())
-
-
-def ago(moment: float) -> str:
-    """How long ago, in the largest fitting unit."""
-    seconds = max(0.0, time.time() - moment)
-    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} seconds"
