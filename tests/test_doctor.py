@@ -18,8 +18,8 @@ from PIL import Image
 from tests.conftest import CIFAR100, ROOT
 from tools.bench import ceilings
 from tools.doctor import __main__ as doctor
-from tools.doctor import devices, finding, fingerprints, gpus, hardware, machine, ranks
-from tools.doctor.finding import Finding
+from tools.doctor import fingerprints, gpus, hardware, machine, measured
+from tools.doctor.findings import Finding, render
 from utils.config import load_config
 from utils.data import workers
 from utils.distributed.launch import torchrun_here
@@ -192,20 +192,20 @@ def test_memory_threads_clocks_and_slow_devices(tmp_path):
         "OMP_NUM_THREADS=5" in machine.check_threads(cores=40, local_ranks=8, threads=40, workers=6, affinity="").remedy
     )
     assert "num_data_workers" in machine.check_threads(cores=8, local_ranks=8, threads=1, workers=6, affinity="").remedy
-    assert ranks.check_clocks([0.0, 0.1, -0.2]).level == "ok"
-    assert "rank 2" in ranks.check_clocks([0.0, 0.1, -90.0]).message
-    (finding,) = devices.check_rates([("gpu 0", 600.0), ("gpu 1", 610.0), ("gpu 2", 450.0)], "slow device")
+    assert measured.check_clocks([0.0, 0.1, -0.2]).level == "ok"
+    assert "rank 2" in measured.check_clocks([0.0, 0.1, -90.0]).message
+    (finding,) = measured.check_rates([("gpu 0", 600.0), ("gpu 1", 610.0), ("gpu 2", 450.0)], "slow device")
     assert finding.level == "fail" and finding.message == "gpu 2 takes 1.34 times the median of the others"
-    (finding,) = devices.check_rates([("gpu 0", 600.0), ("gpu 1", 500.0)], "slow device")
+    (finding,) = measured.check_rates([("gpu 0", 600.0), ("gpu 1", 500.0)], "slow device")
     assert finding.message == "gpu 1 takes 1.20 times the median of the others"
-    assert [finding.level for finding in devices.check_rates([("gpu 0", 600.0)], "slow device")] == ["ok"]
+    assert [finding.level for finding in measured.check_rates([("gpu 0", 600.0)], "slow device")] == ["ok"]
 
 
 def test_a_rank_with_other_software_is_named():
     same = {"torch": "2.14.1", "driver": "580"}
-    assert ranks.check_versions([("rank 0 on a", same), ("rank 1 on b", same)]).level == "ok"
+    assert measured.check_versions([("rank 0 on a", same), ("rank 1 on b", same)]).level == "ok"
     other = [("rank 0 on a", same), ("rank 1 on b", same), ("rank 2 on c", same | {"driver": "570"})]
-    finding = ranks.check_versions(other)
+    finding = measured.check_versions(other)
     assert (finding.level, finding.message) == ("fail", "driver 580, but 570 on rank 2 on c")
 
 
@@ -221,9 +221,9 @@ def test_strict_fails_for_a_warning(capsys, tmp_path, monkeypatch):
 SLOWED = """
 import os, sys
 from tools.doctor import __main__ as doctor
-from tools.doctor import devices
+from tools.doctor import measured
 
-devices.arithmetic = lambda device: 0.4 if os.environ["RANK"] == "1" else 1.0
+measured.arithmetic = lambda device: 0.4 if os.environ["RANK"] == "1" else 1.0
 sys.exit(doctor.main(["--config", "quickstart", "--set", "device=cpu", "--run-dir", sys.argv[1]]))
 """
 
@@ -266,14 +266,14 @@ def test_one_process_of_a_node_measures_all_its_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8e10, 8e10))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
-    monkeypatch.setattr(devices, "arithmetic", lambda device: 100.0 if device.index == 2 else 600.0)
+    monkeypatch.setattr(measured, "arithmetic", lambda device: 100.0 if device.index == 2 else 600.0)
     for name in ("memory", "host_to_device"):
         monkeypatch.setattr(ceilings, name, lambda device, trials: SimpleNamespace(median=1.0))
     first = torch.device("cuda", 0)
-    seen = devices.device_checks(first, alone=True)
+    seen = measured.device_checks(first, alone=True)
     assert [finding.check for finding in seen] == ["ceilings"] * 3 + ["slow device"]
     assert seen[-1].message == "GPU 2 takes 6.00 times the median of the others"
-    assert len(devices.device_checks(first, alone=False)) == 1
+    assert len(measured.device_checks(first, alone=False)) == 1
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -318,7 +318,7 @@ def test_lines_tell_level_remedy_and_what_is_alike():
         Finding("disk", "ok", "fine", where="b"),
         Finding("data", "fail", "missing", "fetch it", where="b"),
     ]
-    assert finding.render(findings, "fail") == [
+    assert render(findings, "fail") == [
         "ok    disk           fine  [2 alike]",
         "fail  data           missing  [b]",
         "                     -> fetch it",

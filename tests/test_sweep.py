@@ -8,7 +8,7 @@ import pytest
 from processes import run_job
 
 from tools.doctor import __main__ as doctor
-from tools.doctor.finding import worst_level
+from tools.doctor.findings import worst_level
 from tools.doctor.hardware import active_port_rates
 from tools.doctor.sweep import (
     Measured,
@@ -16,7 +16,6 @@ from tools.doctor.sweep import (
     check_pairs,
     check_sweep,
     expected_rate,
-    format_bytes,
     measure_pairs,
     rounds,
     sweep,
@@ -25,7 +24,7 @@ from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 
 
-@pytest.mark.parametrize("count", range(2, 10))
+@pytest.mark.parametrize("count", (2, 5, 8))
 def test_every_two_ranks_meet_once_and_none_is_asked_twice_in_a_round(count: int) -> None:
     ranks = list(range(10, 10 + count))
     found = rounds(ranks)
@@ -68,9 +67,9 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
     (finding,) = check_sweep([Measured("all-reduce", 10**9, 0.01, 2 * 7 / 8)], None)
     assert (
         finding.message
-        == "all-reduce up to 1 GB, best 1 GB: 100 GB/s by algorithm, 175 GB/s on the bus; 1 GB: 10,000 us"
+        == "all-reduce up to 1.0 GB, best 1.0 GB: 100 GB/s by algorithm, 175 GB/s on the bus; 1.0 GB: 10,000 us"
     )
-    assert finding.figures == {"all-reduce of 1 GB, bus GB/s": pytest.approx(175)}
+    assert finding.figures == {"all-reduce of 1.0 GB, bus GB/s": pytest.approx(175)}
 
 
 def test_a_node_without_its_nvlink_fails() -> None:
@@ -124,13 +123,6 @@ def test_one_process_alone_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: p
         monkeypatch.delenv(name)
     assert doctor.main(["--sweep"]) == 2
     assert capsys.readouterr().err.startswith("error: --sweep: one process has nobody to talk to")
-
-
-@pytest.mark.parametrize(
-    ("size", "shown"), [(8, "8 B"), (4096, "4.1 kB"), (2**20, "1.05 MB"), (2**30, "1.07 GB"), (10**12, "1e+03 GB")]
-)
-def test_sizes_in_words(size: int, shown: str) -> None:
-    assert format_bytes(size) == shown
 
 
 @pytest.mark.parametrize(("count", "rate"), [(3, 10.0), (4, 20.0), (5, 20.0)])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tools.doctor.finding import Finding
+from tools.doctor.findings import Finding
 
 if TYPE_CHECKING:
     from utils.config import Config

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.doctor.finding import Finding
+from tools.doctor.findings import Finding
 
 if TYPE_CHECKING:
     import torch

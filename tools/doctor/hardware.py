@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from tools.doctor.finding import Finding
+from tools.doctor.findings import Finding
 
 CPUS, NODES = Path("/sys/devices/system/cpu"), Path("/sys/devices/system/node")
 MEMORY_CONTROLLERS = Path("/sys/devices/system/edac/mc")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.doctor.finding import GIGABYTE, Finding
+from tools.doctor.findings import GIGABYTE, Finding
 from utils.config import Config
 from utils.errors import ConfigError, ExpectedError
 from utils.program import command

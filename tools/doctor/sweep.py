@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
+from rich.filesize import decimal
 
-from tools.doctor.finding import GIGABYTE, Finding
+from tools.doctor.findings import GIGABYTE, Finding
 
 if TYPE_CHECKING:
     from utils.distributed.world import World
@@ -195,9 +196,9 @@ def check_sweep(measured: Sequence[Measured], expected: tuple[float, str] | None
         own = [one for one in measured if one.name == name]
         best = max(own, key=lambda one: one.bus_rate)
         rates = f"{best.algorithm_rate:.3g} GB/s by algorithm, {best.bus_rate:.3g} GB/s on the bus"
-        shortest = f"{format_bytes(own[0].size)}: {1e6 * own[0].seconds:,.0f} us"
-        seen = f"{name} up to {format_bytes(own[-1].size)}, best {format_bytes(best.size)}: {rates}; {shortest}"
-        figures = {f"{name} of {format_bytes(one.size)}, bus GB/s": one.bus_rate for one in own}
+        shortest = f"{decimal(own[0].size)}: {1e6 * own[0].seconds:,.0f} us"
+        seen = f"{name} up to {decimal(own[-1].size)}, best {decimal(best.size)}: {rates}; {shortest}"
+        figures = {f"{name} of {decimal(one.size)}, bus GB/s": one.bus_rate for one in own}
         level, remedy = "ok", ""
         if expected is not None and best.bus_rate < HALF * expected[0]:
             level = "fail"
@@ -229,12 +230,3 @@ def check_pairs(pairs: Sequence[Pair], names: Mapping[int, str], allowed: float 
     seen += f"; slow: {listed}{more}" + (f"; all with {culprits[0]}" if culprits else "")
     where = culprits[0] if culprits else "these nodes"
     return Finding("pairs", "fail", seen, f"look at the cable, port and switch of {where}", figures=figures)
-
-
-def format_bytes(size: float) -> str:
-    """In the units of networks, powers of 1,000."""
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} GB"

@@ -1,24 +1,40 @@
-"""Figures of several nodes, or of now and an earlier time, beside each other: which node is slower than the others.
+"""What checks found, how it is shown, and the figures of several nodes, or of now and an earlier time, side by side.
 
 A document is what `python -m tools.doctor --json` prints. No torch.
 """
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tools.doctor.finding import Finding
 from utils.errors import ConfigError
 
-SLOW = 1.15  # times the median of the others, or the baseline: what `check_rates` allows too
+LEVELS = ("ok", "warn", "fail")
+GIGABYTE = 1e9
+SLOW = 1.15  # times the median of the others, or the baseline: what is more is a fault
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was checked, what was found, and the remedy."""
+
+    check: str
+    level: str
+    message: str
+    remedy: str = ""
+    where: str = ""  # host, and rank where it matters
+    figures: dict[str, float] = field(default_factory=dict)  # {what, with its unit: rate}; more is better
 
 
 class Document(BaseModel):
     """All findings of one examination, with what its figures depend on."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")
 
     worst: str
     device: str
@@ -111,3 +127,26 @@ def _judge(seen: str, values: Sequence[Compared], beside: str) -> Finding:
         remedy = "leave the node out, and look there for another process, heat, a power limit, a link that is down"
         return Finding("comparison", "fail", f"{seen}; {'; '.join(slow)}", remedy)
     return Finding("comparison", "ok", seen)
+
+
+def render(findings: Sequence[Finding], worst: str) -> list[str]:
+    """A line for each finding, its remedy below; what is the same on several nodes is printed once."""
+    merged: dict[tuple[str, str, str, str], list[str]] = {}
+    for finding in findings:
+        merged.setdefault((finding.check, finding.level, finding.message, finding.remedy), []).append(finding.where)
+    several = len({finding.where for finding in findings if finding.where}) > 1
+    lines = []
+    for (check, level, message, remedy), origins in merged.items():
+        named = [where for where in origins if where] if several else []
+        suffix = f"  [{named[0] if len(named) == 1 else f'{len(named)} alike'}]" if named else ""
+        lines.append(f"{level:4}  {check:14} {message}{suffix}")
+        if remedy and level != "ok":
+            lines.append(f"      {'':14} -> {remedy}")
+    counts = {level: sum(key[1] == level for key in merged) for level in LEVELS}
+    lines.append(f"{worst}: " + ", ".join(f"{count} {level}" for level, count in counts.items()))
+    return lines
+
+
+def worst_level(findings: Sequence[Finding]) -> str:
+    """Of all findings."""
+    return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
