@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tools.bring_up.command import UNFINISHED
 from tools.bring_up.parts import PARTS, Part
-from tools.bring_up.progress import Progress, read_progress
+from tools.bring_up.progress import BringUpProgress, read_progress
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 LIMIT = 300.0  # seconds that a part may need to come to the midst of its work
@@ -68,7 +68,7 @@ def cut_off(part: Part, number: signal.Signals, out: Path, arguments: Sequence[s
     tell(words, lines, process.wait(), out, f"    # {number.name} in its midst" if sent else "")
 
 
-def went_on(progress: Progress, out: Path) -> Iterator[str]:
+def went_on(progress: BringUpProgress, out: Path) -> Iterator[str]:
     """Of each part how it ended, after how many calls, and what shows that the last call went on."""
     for part in PARTS:
         entry = progress.of(part.name)

@@ -22,7 +22,7 @@ from tools.bring_up.baseline import Baseline, Change, read_baseline
 from tools.bring_up.figures import Figure, read_figures
 from tools.bring_up.page import pack_logs, write_all
 from tools.bring_up.parts import EAGER, PARTS, CallSettings, Part, words
-from tools.bring_up.progress import PartProgress, Progress, check_same, read_progress
+from tools.bring_up.progress import BringUpProgress, PartProgress, check_same, read_progress
 from tools.bring_up.published import GOAL, PUBLISHED, stand_beside
 from tools.bring_up.run import Deadline, eager_wins, run_parts, seconds_of
 from utils.errors import ConfigError, DataError, ExpectedError
@@ -56,14 +56,16 @@ def fake(program: Path, name: str, starts: int = 1, **rest: Any) -> Part:
     return Part(name, "a fake", f"{program} {{folder}} {starts} {kind}", rest.pop("seconds", 1.0), **rest)
 
 
-def progress_in(folder: Path) -> Progress:
+def progress_in(folder: Path) -> BringUpProgress:
     folder.mkdir(parents=True, exist_ok=True)
     found = read_progress(folder)
     found.machine = dict(MACHINE)
     return found
 
 
-def call(table: list[Part], out: Path, seconds: float, clock: Deadline | None = None) -> tuple[Progress, list[str]]:
+def call(
+    table: list[Part], out: Path, seconds: float, clock: Deadline | None = None
+) -> tuple[BringUpProgress, list[str]]:
     """One call: reads the progress, runs what there is time for."""
     progress, said = progress_in(out), []
     run_parts(
@@ -79,7 +81,7 @@ def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "LEAST", 0.5)
 
 
-def states(progress: Progress) -> list[str]:
+def states(progress: BringUpProgress) -> list[str]:
     return [part.state for part in progress.parts.values()]
 
 
@@ -276,7 +278,7 @@ def test_estimates_come_from_what_was_measured(tmp_path: Path) -> None:
 # ---- figures, page, baseline
 
 
-def bring_up(folder: Path, fastest: float = 20_000, spread: float = 0.01, **machine: Any) -> Progress:
+def bring_up(folder: Path, fastest: float = 20_000, spread: float = 0.01, **machine: Any) -> BringUpProgress:
     """A folder as a call leaves it: a ladder, limits, tests, a record."""
     rungs = {"bs256": rung(2_000), "bs256-amp": rung(5_000), "fastest": rung(fastest, spread)}
     report(folder, "ladder", {"limits": {}, "rungs": rungs})

@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.faults.chaos import EPOCHS, MOST_FAULTS, STEPS_PER_EPOCH, judge, meet_faults
 from tests.faults.kinds import KINDS, Fault, damage, draw
-from tests.faults.ranks import ForkedJob
+from tests.faults.ranks import ForkedRun
 from tools.shared.interrupted_runs import Started
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
@@ -30,7 +30,7 @@ sys.exit(int(status))
 
 
 @dataclass(frozen=True)
-class FakeJob(ForkedJob):
+class ScriptedRun(ForkedRun):
     """Starts PROGRAM; `train_arguments` are its status, what it says, and its records."""
 
     def start(self, folder, environment, output) -> Started:
@@ -39,7 +39,7 @@ class FakeJob(ForkedJob):
 
 
 def meet_one(folder, *program):
-    return meet_faults(FakeJob([*program], 1, 60, time.monotonic() + 60), [[Fault("USR1", 7, 0)]], folder)
+    return meet_faults(ScriptedRun([*program], 1, 60, time.monotonic() + 60), [[Fault("USR1", 7, 0)]], folder)
 
 
 def test_the_same_seed_and_number_draw_the_same_and_all_kinds_come():

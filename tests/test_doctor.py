@@ -348,8 +348,8 @@ def test_a_fixed_network_comes_to_the_same_and_leaves_no_trace():
 
 
 def test_a_device_that_computes_differently_fails():
-    def trained(where: str, *found: str, kind: str = "H200, torch 2") -> fingerprints.Trained:
-        return fingerprints.Trained(where, kind, list(found))
+    def trained(where: str, *found: str, kind: str = "H200, torch 2") -> fingerprints.DeviceFingerprints:
+        return fingerprints.DeviceFingerprints(where, kind, list(found))
 
     good = fingerprints.check_device(trained("cuda:0 of rank 0 on n1", "a", "a"), {"H200, torch 2": "a"})
     assert (good.level, "as known" in good.message) == ("ok", True)

@@ -12,7 +12,7 @@ from tools.doctor.findings import worst_level
 from tools.doctor.hardware import active_port_rates
 from tools.doctor.sweep import (
     Measured,
-    Pair,
+    PairRate,
     check_pairs,
     check_sweep,
     expected_rate,
@@ -106,7 +106,7 @@ def test_rates_of_ports_that_are_up(tmp_path: Path) -> None:
 
 def test_one_bad_cable_is_named() -> None:
     names = {rank: f"node{rank}" for rank in range(4)}
-    pairs = [Pair(a, b, 1.0 if 2 in (a, b) else 40.0 + a) for meetings in rounds(range(4)) for a, b in meetings]
+    pairs = [PairRate(a, b, 1.0 if 2 in (a, b) else 40.0 + a) for meetings in rounds(range(4)) for a, b in meetings]
     finding = check_pairs(pairs, names)
     assert finding.level == "fail"
     assert finding.message.endswith("; all with node2")
@@ -128,6 +128,6 @@ def test_one_process_alone_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: p
 @pytest.mark.parametrize(("count", "rate"), [(3, 10.0), (4, 20.0), (5, 20.0)])
 def test_one_bad_node_of_few_is_named(count: int, rate: float) -> None:
     names = {rank: f"node{rank}" for rank in range(count)}
-    pairs = [Pair(a, b, rate if 1 in (a, b) else 40.0) for a in range(count) for b in range(a + 1, count)]
+    pairs = [PairRate(a, b, rate if 1 in (a, b) else 40.0) for a in range(count) for b in range(a + 1, count)]
     finding = check_pairs(pairs, names)
     assert (finding.level, finding.message.endswith("; all with node1")) == ("fail", True), finding

@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import ROOT, TINY
 from tools import verify_resume
 from tools.shared import interrupted_runs
-from tools.shared.interrupted_runs import Job, compare
+from tools.shared.interrupted_runs import RunCommand, compare
 from tools.verify_resume import main
 from train import Trainer
 from utils.errors import ExpectedError
@@ -103,7 +103,7 @@ def test_a_start_that_does_not_go_on_is_found_out(tiny, alone, tmp_path, monkeyp
     script.write_text(FORGETFUL)
     monkeypatch.setattr(interrupted_runs, "TRAIN", script)
     monkeypatch.chdir(ROOT)
-    job = Job([*ARGUMENTS, *QUICK], nproc=1, timeout=120, end=time.monotonic() + 240)
+    job = RunCommand([*ARGUMENTS, *QUICK], nproc=1, timeout=120, end=time.monotonic() + 240)
     with pytest.raises(ExpectedError, match="a start did not go on from its good checkpoint"):
         list(verify_resume._train_through(job, tmp_path / "run", []))
 

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from tools.bench.reports import rates, read_report
 from tools.shared.command_line import new_parser, read_counts
-from tools.shared.scaling_model import BACKWARD_SHARE, Forecast, Machine, Work, extremes, make_buckets, predict
+from tools.shared.scaling_model import BACKWARD_SHARE, Cluster, Forecast, MeasuredStep, extremes, make_buckets, predict
 from utils.config import Config, load_config
 from utils.errors import ConfigError, DataError, exit_in_a_line
 
@@ -29,7 +29,7 @@ BYTES = 4  # of a gradient: DistributedDataParallel reduces float32, under autoc
 
 
 @dataclass(frozen=True)
-class Row:
+class ForecastRow:
     """A forecast, and the efficiencies between which it lies when its uncertain inputs vary."""
 
     forecast: Forecast
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    default = Machine()
+    default = Cluster()
     parser = new_parser("predict_scaling", __doc__)
     parser.add_argument(
         "--from", dest="source", type=Path, metavar="BENCH.json", help="a report of tools.bench, measured on one GPU"
@@ -104,12 +104,12 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_machine(options: argparse.Namespace) -> Machine:
+def read_machine(options: argparse.Namespace) -> Cluster:
     """The cluster of the command line."""
     for name in ("gpus_per_node", "intra", "inter", "input"):
         if getattr(options, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0")
-    return Machine(
+    return Cluster(
         gpus_per_node=options.gpus_per_node,
         intra=options.intra * 1e9,
         inter=options.inter * 1e9,
@@ -119,7 +119,7 @@ def read_machine(options: argparse.Namespace) -> Machine:
     )
 
 
-def read_work(path: Path, case: str | None, bucket_mb: float) -> tuple[Work, str]:
+def read_work(path: Path, case: str | None, bucket_mb: float) -> tuple[MeasuredStep, str]:
     """The step that a report of tools.bench measured, and a line that names it."""
     report = read_report(path)
     alone = {name: rate for name, rate in rates(report).items() if rate.ranks == 1 and rate.training}
@@ -139,7 +139,7 @@ def read_work(path: Path, case: str | None, bucket_mb: float) -> tuple[Work, str
     buckets = make_buckets(layer_costs(config), int(bucket_mb * 2**20))
     device = report.environment.get("device", "one device")
     described = f"measured: {chosen}, {rate:,.0f} images/s with batch {batch} on {device} ({path})"
-    return Work(batch / rate, batch, buckets), described
+    return MeasuredStep(batch / rate, batch, buckets), described
 
 
 def layer_costs(config: Config | str) -> list[tuple[int, float]]:
@@ -179,13 +179,13 @@ def layer_costs(config: Config | str) -> list[tuple[int, float]]:
     return [(BYTES * size, costs.get(module, 0.0)) for module, size in sizes if size]
 
 
-def forecast_row(work: Work, gpus: int, machine: Machine, batch_per_gpu: float | None = None) -> Row:
+def forecast_row(work: MeasuredStep, gpus: int, machine: Cluster, batch_per_gpu: float | None = None) -> ForecastRow:
     """A forecast with its interval."""
     low, high = (predict(work, gpus, end, batch_per_gpu=batch_per_gpu).efficiency for end in extremes(machine))
-    return Row(predict(work, gpus, machine, batch_per_gpu=batch_per_gpu), low, high)
+    return ForecastRow(predict(work, gpus, machine, batch_per_gpu=batch_per_gpu), low, high)
 
 
-def assumptions(work: Work, machine: Machine) -> list[str]:
+def assumptions(work: MeasuredStep, machine: Cluster) -> list[str]:
     """The lines that state what the forecast assumes."""
     gradients = sum(bucket.size for bucket in work.buckets)
     limited = math.isfinite(machine.input_rate)
@@ -205,7 +205,7 @@ def assumptions(work: Work, machine: Machine) -> list[str]:
     ]
 
 
-def table(kind: str, rows: Sequence[Row]) -> list[str]:
+def table(kind: str, rows: Sequence[ForecastRow]) -> list[str]:
     """Lines of a table, one forecast each."""
     held = {"weak": "batch per GPU stays", "strong": "global batch stays"}[kind]
     heading = "  GPUs  batch/GPU     step, ms      images/s  efficiency (interval)        limited by"
@@ -219,13 +219,13 @@ def table(kind: str, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def read_published() -> list[tuple[dict[str, Any], Work, Machine]]:
+def read_published() -> list[tuple[dict[str, Any], MeasuredStep, Cluster]]:
     """The published measurements, each with what its forecast may know."""
     return [
         (
             case,
-            Work(case["step_ms"] / 1e3, case["batch"], make_buckets(layer_costs(case["model"]))),
-            replace(Machine(), **case["machine"]),
+            MeasuredStep(case["step_ms"] / 1e3, case["batch"], make_buckets(layer_costs(case["model"]))),
+            replace(Cluster(), **case["machine"]),
         )
         for case in json.loads(PUBLISHED.read_text(encoding="utf-8"))["cases"]
     ]
@@ -258,7 +258,7 @@ def published_table(seen: bool) -> str:
     return "\n".join(lines)
 
 
-def plot(path: Path, weak: Sequence[Row], strong: Sequence[Row]) -> None:
+def plot(path: Path, weak: Sequence[ForecastRow], strong: Sequence[ForecastRow]) -> None:
     """Throughput and efficiency against GPUs; `ConfigError` where matplotlib is missing."""
     from tools.shared.png_plots import new_figure, save
 

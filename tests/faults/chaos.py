@@ -28,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.faults.kinds import KINDS, Fault, damage, draw
-from tests.faults.ranks import ForkedJob
+from tests.faults.ranks import ForkedRun
 from tools.shared.command_line import add_count, new_parser
 from tools.shared.interrupted_runs import KINDS as RECORDS
 from tools.shared.interrupted_runs import METRICS, Attempt, add_limits, choose_seed, compare, find_processes
@@ -47,7 +47,7 @@ SETTINGS = {
 
 
 def campaign(
-    job: ForkedJob, seed: int, numbers: Iterator[int], faults: int, work: Path
+    job: ForkedRun, seed: int, numbers: Iterator[int], faults: int, work: Path
 ) -> tuple[Counter[str], list[str]]:
     """({"KIND: met", "KIND: survived", "KIND: named": how often}, what was not as expected), over runs with at least
     this many faults in all; the runs of the latter are kept in `work`."""
@@ -80,7 +80,7 @@ def campaign(
     return counts, problems
 
 
-def meet_faults(job: ForkedJob, starts: list[list[Fault]], folder: Path) -> tuple[list[tuple[Fault, bool]], list[str]]:
+def meet_faults(job: ForkedRun, starts: list[list[Fault]], folder: Path) -> tuple[list[tuple[Fault, bool]], list[str]]:
     """Start the run until it is finished; returns the faults that struck with whether they were named, and what went
     wrong."""
     met: list[tuple[Fault, bool]] = []
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     numbers = iter(range(1, options.faults + 1) if options.only is None else [options.only])
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:  # not below --work-dir: sockets need a short path
         os.environ["TMPDIR"] = tempfile.tempdir = temporary  # what forked ranks inherit
-        job = ForkedJob(train, options.nproc, options.timeout, end)
+        job = ForkedRun(train, options.nproc, options.timeout, end)
         counts, problems = campaign(job, seed, numbers, options.faults, work)
         left = [path for path in Path(temporary).iterdir() if not path.name.startswith(LIBRARIES_OWN)]
         problems += [f"left behind in TMPDIR: {path.name}" for path in left]

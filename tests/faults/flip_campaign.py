@@ -22,7 +22,7 @@ SIDE = 16  # pixels
 
 
 @dataclass
-class Tally:
+class FlipCounts:
     """Of one kind of tensor."""
 
     flips: int = 0
@@ -37,7 +37,7 @@ class Tally:
 class Outcome:
     """What a campaign came to."""
 
-    flips: dict[str, Tally] = field(default_factory=lambda: {kind: Tally() for kind in KINDS})
+    flips: dict[str, FlipCounts] = field(default_factory=lambda: {kind: FlipCounts() for kind in KINDS})
     missed: list[str] = field(default_factory=list)
     misnamed: list[str] = field(default_factory=list)
     clean_steps: int = 0

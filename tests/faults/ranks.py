@@ -16,11 +16,11 @@ from pathlib import Path
 
 from tests.faults.kinds import KINDS, Fault
 from tools.shared.followed_run import TRAIN
-from tools.shared.interrupted_runs import Job, Started
+from tools.shared.interrupted_runs import RunCommand, Started
 
 
 @dataclass(frozen=True)
-class ForkedJob(Job):
+class ForkedRun(RunCommand):
     """A run of `nproc` forked ranks, which meet at rank 0, as under `srun` and `mpirun`."""
 
     faults: Sequence[Fault] = ()

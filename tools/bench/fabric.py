@@ -26,7 +26,7 @@ from tools.bench.wires import why_not
 from tools.predict_scaling import layer_costs
 from tools.shared.command_line import add_count
 from tools.shared.output import print_table
-from tools.shared.scaling_model import Forecast, Machine, Work, make_buckets, predict
+from tools.shared.scaling_model import Cluster, Forecast, MeasuredStep, make_buckets, predict
 from utils.config import Config
 from utils.data.workers import check_sockets
 from utils.errors import ConfigError, ExpectedError
@@ -151,7 +151,7 @@ def compare(
 
 def foretell(case: Case, step: float, noise: float, config: Config, layers: Sequence[tuple[int, float]]) -> Forecast:
     """The model's forecast. gloo reduces in one ring over all ranks, as NCCL does within a node; nothing else costs."""
-    machine = Machine(
+    machine = Cluster(
         gpus_per_node=case.ranks,
         intra=case.megabits * 1e6 / 8,
         intra_latency=case.milliseconds / 1e3,
@@ -161,7 +161,7 @@ def foretell(case: Case, step: float, noise: float, config: Config, layers: Sequ
         floor=0.0,
     )
     buckets = make_buckets(layers, int(config.bucket_cap_mb * 2**20))
-    return predict(Work(step, config.batch_size, buckets), case.ranks, machine)
+    return predict(MeasuredStep(step, config.batch_size, buckets), case.ranks, machine)
 
 
 def run_case(

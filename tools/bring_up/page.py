@@ -9,7 +9,7 @@ from pathlib import Path
 from tools.bring_up.baseline import Baseline, Change
 from tools.bring_up.figures import Figure, read_figures
 from tools.bring_up.parts import PARTS
-from tools.bring_up.progress import Progress
+from tools.bring_up.progress import BringUpProgress
 from tools.bring_up.published import stand_beside
 from tools.report import Section, duration, gather, render_page, sections_of
 from tools.shared.output import printable, write_file, write_json
@@ -30,7 +30,7 @@ PIECES = 6  # at most: 8 files with the page and the figures
 LEFT_OUT = (".pt", ".tmp", ".lock")
 
 
-def write_all(out: Path, progress: Progress, baseline: Baseline | None = None) -> list[str]:
+def write_all(out: Path, progress: BringUpProgress, baseline: Baseline | None = None) -> list[str]:
     """Write everything in packed/; returns a line for each regression against the baseline."""
     figures = read_figures(out, progress.parts)
     changes = baseline.changes(figures) if baseline else []
@@ -99,7 +99,7 @@ def _drawn(out: Path) -> tuple[Mapping[str, Style], list[Section], list[str]]:
     return *sections_of(found._replace(reports=named)), found.problems
 
 
-def _tables(progress: Progress, figures: Sequence[Figure], changes: Sequence[Change]) -> list[Section]:
+def _tables(progress: BringUpProgress, figures: Sequence[Figure], changes: Sequence[Change]) -> list[Section]:
     compared = [
         (change.now.key, change.before.text(), change.now.text(), f"{change.percent:+.1f} %",
          "REGRESSION" if change.regressed else "")

@@ -28,7 +28,7 @@ class PartProgress(BaseModel):
         return self.state in ("done", "failed")
 
 
-class Progress(BaseModel):
+class BringUpProgress(BaseModel):
     """The file, and what is in it."""
 
     path: Path = Field(exclude=True)
@@ -44,15 +44,15 @@ class Progress(BaseModel):
         write_json(self.path, self.model_dump())
 
 
-def read_progress(folder: Path) -> Progress:
+def read_progress(folder: Path) -> BringUpProgress:
     """What DIR holds; nothing done where it holds none. A part that was running when its call was killed is cut off.
 
     `ConfigError` where the file is damaged."""
     path = folder / "state.json"
     if not path.exists():
-        return Progress(path=path)
+        return BringUpProgress(path=path)
     try:
-        progress = Progress.model_validate({**json.loads(path.read_text("utf-8")), "path": path})
+        progress = BringUpProgress.model_validate({**json.loads(path.read_text("utf-8")), "path": path})
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path}: is no state of a bring-up: {error!r}; give another --out") from None
     for entry in progress.parts.values():
@@ -61,7 +61,7 @@ def read_progress(folder: Path) -> Progress:
     return progress
 
 
-def check_same(progress: Progress, machine: dict[str, Any], small: bool, settings: list[str]) -> None:
+def check_same(progress: BringUpProgress, machine: dict[str, Any], small: bool, settings: list[str]) -> None:
     """`ConfigError` where DIR holds figures that cannot stand beside those of this call."""
     before, folder = progress.machine, progress.path.parent
     different = [

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools.bring_up.parts import EAGER, SMALL_SECONDS, CallSettings, Part, absent, passed_tests, words
-from tools.bring_up.progress import PartProgress, Progress, read_results
+from tools.bring_up.progress import BringUpProgress, PartProgress, read_results
 from tools.shared.read_runs import read_run_folder
 from utils.program import CODE
 
@@ -75,7 +75,7 @@ def seconds_of(part: Part, call: CallSettings, entry: PartProgress) -> float:
 
 
 def run_parts(
-    parts: Sequence[Part], call: CallSettings, progress: Progress, deadline: Deadline, save: Callable[[], None],
+    parts: Sequence[Part], call: CallSettings, progress: BringUpProgress, deadline: Deadline, save: Callable[[], None],
     say: Callable[[str], None] = print,
 ) -> None:  # fmt: skip
     """Run what is not settled yet, in order; what does not fit the time left waits. `save` is called after each."""
@@ -112,7 +112,7 @@ def run_parts(
 
 
 def _run(
-    part: Part, call: CallSettings, progress: Progress, limit: float, deadline: Deadline, *, had_time: bool
+    part: Part, call: CallSettings, progress: BringUpProgress, limit: float, deadline: Deadline, *, had_time: bool
 ) -> None:
     """Run a part: it is done, failed or cut off. `had_time`: it has all that a part can have."""
     entry, folder = progress.of(part.name), call.folder(part)

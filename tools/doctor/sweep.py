@@ -53,7 +53,7 @@ class Measured(NamedTuple):
         return self.algorithm_rate * self.bus_factor
 
 
-class Pair(NamedTuple):
+class PairRate(NamedTuple):
     """Two ranks that sent to each other at the same time, while other pairs did; GB/s in one direction."""
 
     first: int
@@ -131,7 +131,7 @@ def _time(world: "World", action: Callable[[], object], trials: int = TRIALS) ->
     return statistics.median(max(times) for times in zip(*world.gather(seconds[1:]), strict=True))
 
 
-def measure_pairs(world: "World", size: int = PAIR_BYTES) -> list[Pair]:
+def measure_pairs(world: "World", size: int = PAIR_BYTES) -> list[PairRate]:
     """Collective: every two nodes send to each other, by the first rank of each; on one node every two ranks.
 
     In each round every node has one partner, so that n nodes need n - 1 rounds, and a slow cable shows in its own
@@ -156,7 +156,7 @@ def measure_pairs(world: "World", size: int = PAIR_BYTES) -> list[Pair]:
                     torch.cuda.synchronize(world.device)
             seconds.append(time.perf_counter() - started)
         medians = world.gather(statistics.median(seconds[1:]))
-        found += [Pair(a, b, size / max(medians[a], medians[b]) / GIGABYTE) for a, b in meetings]
+        found += [PairRate(a, b, size / max(medians[a], medians[b]) / GIGABYTE) for a, b in meetings]
     return found
 
 
@@ -208,7 +208,7 @@ def check_sweep(measured: Sequence[Measured], expected: tuple[float, str] | None
     return findings
 
 
-def check_pairs(pairs: Sequence[Pair], names: Mapping[int, str], allowed: float = SLOW_PAIR) -> Finding:
+def check_pairs(pairs: Sequence[PairRate], names: Mapping[int, str], allowed: float = SLOW_PAIR) -> Finding:
     """Names the pairs that take more than `allowed` times the median, and the node that all of them have in common.
 
     `names`: of the ranks that met.

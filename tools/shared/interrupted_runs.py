@@ -42,7 +42,7 @@ class Started(Protocol):
 
 
 @dataclass(frozen=True)
-class Job:
+class RunCommand:
     """How to start the run that is put to the test."""
 
     train_arguments: list[str]
@@ -72,7 +72,7 @@ class Job:
 class Attempt:
     """One start of the run, in processes of its own; leaving the `with` block ends every one of them."""
 
-    def __init__(self, job: Job, folder: Path) -> None:
+    def __init__(self, job: RunCommand, folder: Path) -> None:
         self.folder, self.deadline = folder, min(time.monotonic() + job.timeout, job.end)
         self.log = output_of(folder)
         self.status_file = folder.with_name(f"{folder.name}.status")

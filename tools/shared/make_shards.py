@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Sample:
+class ShardImage:
     """One image of a shard."""
 
     key: str
@@ -147,7 +147,7 @@ def _index_split(folder: Path, split: str) -> ShardSplit:
     return ShardSplit(**{field: np.array(columns[field], kind) for field, kind in FIELDS.items()})
 
 
-def _scan(path: Path) -> tuple[int, list[Sample]]:
+def _scan(path: Path) -> tuple[int, list[ShardImage]]:
     """Size of a shard in bytes, and its samples; `DataError` where it is not as the webdataset package writes one."""
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[str, int] = {}
@@ -175,7 +175,7 @@ def _scan(path: Path) -> tuple[int, list[Sample]]:
                 lacking = "cls" if unpaired[0] in images else "image"
                 raise DataError(f"{path}: {unpaired[0]} has no {lacking}; expected KEY.jpg and KEY.cls for each image")
             return size, [
-                Sample(key, name, labels[key], offset, length, _checksum(descriptor, offset, length))
+                ShardImage(key, name, labels[key], offset, length, _checksum(descriptor, offset, length))
                 for key, (name, offset, length) in images.items()
             ]
     except (tarfile.TarError, ValueError, OSError) as error:  # ValueError: what tarfile lets out of a broken header
