@@ -168,7 +168,7 @@ def test_gpu_software_that_does_not_fit():
     assert check("13.0", True, "580.65.06", {"nvidia-dali-cuda110": "1.34"}).level == "warn"
 
 
-def test_version_of_the_driver_and_affinity(tmp_path, monkeypatch):
+def test_version_of_the_driver(tmp_path, monkeypatch):
     file = tmp_path / "version"
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert machine.driver_version(file) is None
@@ -177,9 +177,6 @@ def test_version_of_the_driver_and_affinity(tmp_path, monkeypatch):
     for kind in ("Kernel Module ", "Open Kernel Module for x86_64 "):
         file.write_text(f"NVRM version: NVIDIA UNIX x86_64 {kind} 580.65.06  Tue Aug 5\nGCC version: gcc 12.3.0\n")
         assert machine.driver_version(file) == "580.65.06"
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 7, 9, 10})
-    monkeypatch.setenv("OMP_PROC_BIND", "close")
-    assert machine.describe_affinity() == "cores 0-2,7,9-10, OMP_PROC_BIND=close"
 
 
 def test_memory_threads_clocks_and_slow_devices(tmp_path):
@@ -187,11 +184,9 @@ def test_memory_threads_clocks_and_slow_devices(tmp_path):
     assert machine.check_memory(tmp_path / "meminfo", 1).level == "ok"
     assert machine.check_memory(tmp_path / "meminfo", 16).level == "warn"
     assert machine.check_memory(tmp_path / "gone", 1).level == "warn"
-    assert machine.check_threads(cores=40, local_ranks=8, threads=5, workers=6, affinity="").level == "ok"
-    assert (
-        "OMP_NUM_THREADS=5" in machine.check_threads(cores=40, local_ranks=8, threads=40, workers=6, affinity="").remedy
-    )
-    assert "num_data_workers" in machine.check_threads(cores=8, local_ranks=8, threads=1, workers=6, affinity="").remedy
+    assert machine.check_threads(cores=40, local_ranks=8, threads=5, workers=6).level == "ok"
+    assert "OMP_NUM_THREADS=5" in machine.check_threads(cores=40, local_ranks=8, threads=40, workers=6).remedy
+    assert "num_data_workers" in machine.check_threads(cores=8, local_ranks=8, threads=1, workers=6).remedy
     assert measured.check_clocks([0.0, 0.1, -0.2]).level == "ok"
     assert "rank 2" in measured.check_clocks([0.0, 0.1, -90.0]).message
     (finding,) = measured.check_rates([("gpu 0", 600.0), ("gpu 1", 610.0), ("gpu 2", 450.0)], "slow device")

@@ -214,8 +214,6 @@ def test_command_prints_both_curves_and_its_assumptions(report, capsys, tmp_path
     one = next(line for line in printed.splitlines() if line.split()[:1] == ["1"])
     assert one.split()[2:9] == ["100.00", "2,560", "100.0%", "(100.0%", "to", "100.0%)", "compute"]
     assert "interval: bandwidths half to 1.25 x" in printed
-    assert main(["--from", str(path), "--case", "slow", "--gpus", "8"]) == 0
-    assert "measured: slow" in capsys.readouterr().out
 
 
 def test_plot(report, tmp_path):
@@ -232,7 +230,6 @@ def test_plot(report, tmp_path):
         (["--from", "REPORT", "--gpus", "many"], 2, "--gpus many"),
         (["--from", "REPORT", "--gpus", "8,0"], 2, "--gpus 8,0: expected whole numbers of at least 1"),
         (["--from", "REPORT", "--gpus=-8"], 2, "--gpus -8: expected whole numbers of at least 1"),
-        (["--from", "REPORT", "--case", "other"], 2, "the report has fast"),
         (["--from", "REPORT", "--inter", "0"], 2, "must be above 0"),
     ],
 )

@@ -8,14 +8,11 @@ import pytest
 from processes import run_job
 
 from tools.doctor import __main__ as doctor
-from tools.doctor.findings import worst_level
-from tools.doctor.hardware import active_port_rates
 from tools.doctor.sweep import (
     Measured,
     PairRate,
     check_pairs,
     check_sweep,
-    expected_rate,
     measure_pairs,
     rounds,
     sweep,
@@ -63,45 +60,10 @@ def test_three_ranks(tmp_path: Path) -> None:
 
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:
-    """8 ranks, 1 GB in 10 ms: 100 GB/s by algorithm, 175 GB/s on the bus of an all-reduce."""
-    (finding,) = check_sweep([Measured("all-reduce", 10**9, 0.01, 2 * 7 / 8)], None)
-    assert (
-        finding.message
-        == "all-reduce up to 1.0 GB, best 1.0 GB: 100 GB/s by algorithm, 175 GB/s on the bus; 1.0 GB: 10,000 us"
-    )
+    """8 ranks, 1 GB in 10 ms: 175 GB/s on the bus of an all-reduce."""
+    (finding,) = check_sweep([Measured("all-reduce", 10**9, 0.01, 2 * 7 / 8)])
+    assert finding.message == "all-reduce up to 1.0 GB, best 1.0 GB: 175 GB/s on the bus; 1.0 GB: 10,000 us"
     assert finding.figures == {"all-reduce of 1.0 GB, bus GB/s": pytest.approx(175)}
-
-
-def test_a_node_without_its_nvlink_fails() -> None:
-    expected = expected_rate("NVIDIA H200", False, [])
-    assert expected == (450.0, "NVLink of H200")
-    levels = [
-        worst_level(check_sweep([Measured("all-reduce", 10**9, 10**9 / (rate * 1e9), 1.0)], expected))
-        for rate in (20.0, 224.0, 226.0)
-    ]
-    assert levels == ["fail", "fail", "ok"]
-
-
-def test_what_is_expected() -> None:
-    assert expected_rate("NVIDIA H100 PCIe", False, []) is None
-    assert expected_rate("NVIDIA H200 NVL", False, [400]) is None
-    assert expected_rate("Some GPU", False, [400]) is None
-    assert expected_rate("Some GPU", True, [400]) == (50.0, "1 InfiniBand port of the node")
-    assert expected_rate("NVIDIA H100 80GB HBM3", True, [400] * 8) == (400.0, "8 InfiniBand ports of the node")
-    assert expected_rate("NVIDIA H100 80GB HBM3", True, [400] * 16) == (450.0, "NVLink of H100")
-    assert expected_rate("NVIDIA H100 80GB HBM3", True, []) is None
-
-
-def test_rates_of_ports_that_are_up(tmp_path: Path) -> None:
-    for number, (state, rate) in enumerate(
-        [("4: ACTIVE", "400 Gb/sec (4X NDR)"), ("1: DOWN", "10 Gb/sec (4X SDR)"), ("4: ACTIVE", "odd")]
-    ):
-        port = tmp_path / f"mlx5_{number}" / "ports" / "1"
-        port.mkdir(parents=True)
-        (port / "state").write_text(state + "\n")
-        (port / "rate").write_text(rate + "\n")
-    assert active_port_rates(tmp_path) == [400.0]
-    assert active_port_rates(tmp_path / "absent") == []
 
 
 def test_one_bad_cable_is_named() -> None:

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.source is None:
         raise ConfigError("--from is missing: give a report of tools.bench, or --published")
     gpus = read_counts("--gpus", options.gpus)
-    work, described = read_work(options.source, options.case, options.bucket_mb)
+    work, described = read_work(options.source)
     machine = read_machine(options)
     weak = [forecast_row(work, count, machine) for count in gpus]
     strong = [forecast_row(work, count, machine, work.batch / count) for count in gpus if count <= work.batch]
@@ -87,16 +87,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--from", dest="source", type=Path, metavar="BENCH.json", help="a report of tools.bench, measured on one GPU"
     )
-    parser.add_argument("--case", metavar="NAME", help="which case of the report (default: the fastest)")
     parser.add_argument("--gpus", default="8,16,64,1024,4096", metavar="N,M", help="for how many GPUs")
     parser.add_argument("--gpus-per-node", type=int, default=default.gpus_per_node, metavar="N")
     for option, value, unit, meaning in (
         ("--intra", default.intra / 1e9, "GB/s", "that an all-reduce reaches in a node"),
         ("--inter", default.inter / 1e9, "GB/s", "of one node to the others, all cards"),
-        ("--latency", default.inter_latency * 1e6, "us", "a network hop"),
-        ("--noise", 100 * default.noise, "PERCENT", "of a rank's step time"),
         ("--input", math.inf, "IMG/s", "that a node's loaders deliver"),
-        ("--bucket-mb", 25.0, "MB", "DistributedDataParallel's buckets"),
     ):
         parser.add_argument(option, type=float, default=value, metavar=unit, help=meaning)
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw both curves")
@@ -113,21 +109,17 @@ def read_machine(options: argparse.Namespace) -> Cluster:
         gpus_per_node=options.gpus_per_node,
         intra=options.intra * 1e9,
         inter=options.inter * 1e9,
-        inter_latency=options.latency * 1e-6,
-        noise=options.noise / 100,
         input_rate=options.input,
     )
 
 
-def read_work(path: Path, case: str | None, bucket_mb: float) -> tuple[MeasuredStep, str]:
-    """The step that a report of tools.bench measured, and a line that names it."""
+def read_work(path: Path) -> tuple[MeasuredStep, str]:
+    """The fastest step that a report of tools.bench measured, and a line that names it."""
     report = read_report(path)
     alone = {name: rate for name, rate in rates(report).items() if rate.ranks == 1 and rate.training}
     if not alone:
         raise DataError(f"{path}: a forecast begins with images/s of training on one GPU; this report has none")
-    chosen = case or max(alone, key=lambda name: alone[name].images_per_sec)
-    if chosen not in alone:
-        raise ConfigError(f"--case {chosen}: the report has {', '.join(alone)}")
+    chosen = max(alone, key=lambda name: alone[name].images_per_sec)
     try:
         config = Config.model_validate(alone[chosen].config)
     except ValidationError as error:
@@ -136,7 +128,7 @@ def read_work(path: Path, case: str | None, bucket_mb: float) -> tuple[MeasuredS
         found = f"the configuration of {chosen} does not fit this version: {problem}"
         raise DataError(f"{path}: {found}; measure it again") from None
     rate, batch = alone[chosen].images_per_sec, config.batch_size
-    buckets = make_buckets(layer_costs(config), int(bucket_mb * 2**20))
+    buckets = make_buckets(layer_costs(config))
     device = report.environment.get("device", "one device")
     described = f"measured: {chosen}, {rate:,.0f} images/s with batch {batch} on {device} ({path})"
     return MeasuredStep(batch / rate, batch, buckets), described

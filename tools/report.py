@@ -3,7 +3,7 @@
     python -m tools.report expts/bs256-amp expts/bs256-amp-nhwc --out report
     python -m tools.report expts results/reference/sc20_curves.json BENCH.json
 
-Takes run folders, folders of runs, TensorBoard event files, published curves and reports of tools.bench. The page
+Takes run folders, folders of runs, published curves and reports of tools.bench. The page
 names what is damaged, empty or still going, and shows the rest. It needs no network; plotly draws the curves.
 """
 
@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
     parser = new_parser("report", __doc__, "0 written, 2 bad usage, 3 nothing that could be shown")
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN",
-        help="run folders, folders of runs, event files, files of curves, reports of tools.bench",
+        help="run folders, folders of runs, files of curves, reports of tools.bench",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="default: report")
     return parser

@@ -153,15 +153,14 @@ def examine(options: argparse.Namespace, config: Config, world: "World", seconds
     if len(everywhere := [device for part in world.gather(trained) for device in part]) > 1:
         everything.append(fingerprints.compare_devices(everywhere))
     if world.world_size > 1:
-        from tools.doctor.sweep import find_expected_rate, sweep_checks
+        from tools.doctor.sweep import sweep_checks
 
         everything += measured.check_rates(world.gather((name, measured.arithmetic(world.device))), "slow rank")
         everything.append(measured.check_versions(world.gather((name, machine.software_versions()))))
         everything.append(measured.check_meeting(seconds_to_meet, world.world_size))
         everything.append(measured.check_clocks(measured.clock_offsets(world)))
-        expected, rate = find_expected_rate(world), all_reduce(world.device, measured.TRIALS).median
-        everything.append(measured.check_all_reduce(rate, world, expected))
-        everything += sweep_checks(world, expected) if options.sweep else []
+        everything.append(measured.check_all_reduce(all_reduce(world.device, measured.TRIALS).median, world))
+        everything += sweep_checks(world) if options.sweep else []
     return everything
 
 

@@ -31,6 +31,28 @@ class Finding:
     figures: dict[str, float] = field(default_factory=dict)  # {what, with its unit: rate}; more is better
 
 
+def judge(
+    check: str,
+    seen: str,
+    remedy: str,
+    *,
+    warn: bool = False,
+    fail: bool = False,
+    figures: dict[str, float] | None = None,
+) -> Finding:
+    """A finding, with its remedy where it warns or fails."""
+    level = "fail" if fail else "warn" if warn else "ok"
+    return Finding(check, level, seen, remedy if warn or fail else "", figures=figures or {})
+
+
+def read_text(file: Path) -> str | None:
+    """What a file of the kernel says; None where it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
+
+
 class Document(BaseModel):
     """All findings of one examination, with what its figures depend on."""
 
@@ -100,14 +122,14 @@ def _over_nodes(name: str, values: Sequence[tuple[str, float]]) -> Finding:
     for row, (where, value) in enumerate(values):
         others = rates[:row] + rates[row + 1 :]
         compared.append(Compared(where, value, statistics.median(others or rates)))
-    return _judge(seen, compared, "the median of the others")
+    return _judge_rates(seen, compared, "the median of the others")
 
 
 def compare_with_baseline(now: Document, baseline: Document) -> list[Finding]:
     """Each figure of this examination beside the baseline's median of it."""
     earlier = {name: statistics.median(value for _, value in values) for name, values in baseline.figures().items()}
     return [
-        _judge(
+        _judge_rates(
             f"{name}: the baseline has {earlier[name]:,.4g}",
             [Compared(where, value, earlier[name]) for where, value in values],
             "the baseline",
@@ -117,16 +139,14 @@ def compare_with_baseline(now: Document, baseline: Document) -> list[Finding]:
     ]
 
 
-def _judge(seen: str, values: Sequence[Compared], beside: str) -> Finding:
+def _judge_rates(seen: str, values: Sequence[Compared], beside: str) -> Finding:
     slow = [
         f"{where} {value:,.4g}, {expected / value:.2f} times slower than {beside}"
         for where, value, expected in values
         if not value * SLOW >= expected  # NaN is no figure to pass with
     ]
-    if slow:
-        remedy = "leave the node out, and look there for another process, heat, a power limit, a link that is down"
-        return Finding("comparison", "fail", f"{seen}; {'; '.join(slow)}", remedy)
-    return Finding("comparison", "ok", seen)
+    remedy = "leave the node out, and look there for another process, heat, a power limit, a link that is down"
+    return judge("comparison", "; ".join([seen, *slow]), remedy, fail=bool(slow))
 
 
 def render(findings: Sequence[Finding], worst: str) -> list[str]:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tools.doctor.findings import GIGABYTE, SLOW, Finding
+from tools.doctor.findings import GIGABYTE, SLOW, Finding, judge
 
 if TYPE_CHECKING:
     import torch
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from utils.distributed.world import World
 
 TRIALS = 3
-SLOW_BUS = 3.0  # GB/s, where the link's sheet is not known: less than one card of 25 Gb/s reaches
+SLOW_BUS = 3.0  # GB/s: less than one card of 25 Gb/s reaches
 
 
 def device_checks(own: "torch.device", *, alone: bool) -> list[Finding]:
@@ -38,9 +38,9 @@ def device_checks(own: "torch.device", *, alone: bool) -> list[Finding]:
             f"{free / GIGABYTE:.0f} of {total / GIGABYTE:.0f} GB free"
         )
         busy = free < 0.8 * total
-        remedy = "another process holds its memory: nvidia-smi shows which" if busy else ""
+        remedy = "another process holds its memory: nvidia-smi shows which"
         figures = {"bf16 TFLOP/s": rate, "memory GB/s": copied, "from the host GB/s": from_host}
-        findings.append(Finding("ceilings", "warn" if busy else "ok", seen, remedy, figures=figures))
+        findings.append(judge("ceilings", seen, remedy, warn=busy, figures=figures))
     return findings + [finding for finding in check_rates(rates, "slow device") if finding.level != "ok"]
 
 
@@ -81,9 +81,7 @@ def check_rates(rates: Sequence[tuple[str, float]], check: str) -> list[Finding]
 def check_meeting(seconds: float, world_size: int) -> Finding:
     """How long the ranks took to find each other, the import of PyTorch included."""
     seen = f"{world_size} ranks met after {seconds:.1f} s"
-    if seconds > 60:
-        return Finding("rendezvous", "warn", seen, "a slow file system under Python?")
-    return Finding("rendezvous", "ok", seen)
+    return judge("rendezvous", seen, "a slow file system under Python?", warn=seconds > 60)
 
 
 def check_versions(versions: Sequence[tuple[str, Mapping[str, str]]]) -> Finding:
@@ -117,20 +115,13 @@ def check_clocks(offsets: Sequence[float], allowed: float = 1.0) -> Finding:
     """Whether the clocks agree: logs of several nodes are read together."""
     worst = max(range(len(offsets)), key=lambda rank: abs(offsets[rank]))
     seen = f"clocks differ by at most {abs(offsets[worst]):.3f} s (rank {worst})"
-    if abs(offsets[worst]) > allowed:
-        return Finding("clocks", "warn", seen, "is chrony or ntpd running on its node?")
-    return Finding("clocks", "ok", seen)
+    return judge("clocks", seen, "is chrony or ntpd running on its node?", warn=abs(offsets[worst]) > allowed)
 
 
-def check_all_reduce(rate: float, world: "World", expected: tuple[float, str] | None) -> Finding:
-    """The bandwidth that gradients get, GB/s, and what the links should give: `sweep.expected_rate`."""
+def check_all_reduce(rate: float, world: "World") -> Finding:
+    """The bandwidth that gradients get, GB/s."""
     bus = 2 * (world.world_size - 1) / world.world_size * rate
     seen = f"100 MB over {world.world_size} ranks: {rate:.2f} GB/s, {bus:.2f} GB/s on the bus"
-    figures = {"GB/s": rate}
-    limit, by = SLOW_BUS, ""
-    if expected is not None:
-        limit, by = expected[0] / 3, f", less than a third of the {expected[0]:g} GB/s of {expected[1]}"
-    if world.device.type == "cuda" and bus < limit:
-        remedy = "NCCL_DEBUG=INFO prints which network it took; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose another"
-        return Finding("all-reduce", "warn", seen + by, remedy, figures=figures)
-    return Finding("all-reduce", "ok", seen, figures=figures)
+    remedy = "NCCL_DEBUG=INFO prints which network it took; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose another"
+    slow = world.device.type == "cuda" and bus < SLOW_BUS
+    return judge("all-reduce", seen, remedy, warn=slow, figures={"GB/s": rate})
