@@ -204,13 +204,11 @@ def test_a_rank_with_other_software_is_named():
     assert (finding.level, finding.message) == ("fail", "driver 580, but 570 on rank 2 on c")
 
 
-def test_strict_fails_for_a_warning(capsys, tmp_path, monkeypatch):
-    warning = [Finding("numa", "warn", "node1: cores without memory", "look")]
-    monkeypatch.setattr(hardware, "hardware_checks", lambda: warning)
-    monkeypatch.setattr(gpus, "gpu_checks", list)
-    arguments = ["--config", "quickstart", "--run-dir", str(tmp_path)]
-    assert look(capsys, *arguments)[0] == 0
-    assert look(capsys, *arguments, "--strict")[0] == 1
+def test_strict_fails_for_a_warning(capsys, monkeypatch):
+    warning = Finding("numa", "warn", "node1: cores without memory", "look")
+    monkeypatch.setattr(doctor, "examine", lambda *_: [warning])
+    assert look(capsys)[0] == 0
+    assert look(capsys, "--strict")[0] == 1
 
 
 SLOWED = """

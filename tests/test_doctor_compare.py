@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tools.doctor import __main__ as doctor
-from tools.doctor import gpus, hardware, measured
 from tools.doctor.findings import Document, Finding, compare_documents, read_document, worst_level
 from utils.errors import ConfigError
 
@@ -24,12 +23,9 @@ def write_document(path: Path, findings: list[Finding], device: str = "H200", to
     return path
 
 
-def document(path: Path, *rates: tuple[str, float], device: str = "H200", torch: str = "2.14.1") -> Path:
+def document(path: Path, *rates: tuple[str, float], **what: str) -> Path:
     findings = [Finding("ceilings", "ok", "", where=where, figures={"bf16 TFLOP/s": rate}) for where, rate in rates]
-    path.write_text(
-        Document(worst="ok", device=device, software=SOFTWARE | {"torch": torch}, findings=findings).model_dump_json()
-    )
-    return path
+    return write_document(path, findings, **what)
 
 
 def test_the_slow_node_is_named_by_value(tmp_path: Path) -> None:
@@ -45,15 +41,7 @@ def test_the_slow_node_is_named_by_value(tmp_path: Path) -> None:
 
 
 def test_what_failed_on_a_node_fails_here_too(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(
-        Document(
-            worst="fail",
-            device="H200",
-            software=SOFTWARE,
-            findings=[Finding("pcie", "fail", "4 of 16 lanes", "look", "a")],
-        ).model_dump_json()
-    )
+    path = write_document(tmp_path / "a.json", [Finding("pcie", "fail", "4 of 16 lanes", "look", "a")])
     assert worst_level(compare([path])) == "fail"
 
 
@@ -83,15 +71,13 @@ def test_a_damaged_document_is_a_line(
 def test_a_baseline_tells_what_has_become_slower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(hardware, "hardware_checks", list)
-    monkeypatch.setattr(gpus, "gpu_checks", list)
     rates = {"now": 1.0}
 
-    def measure(device: Any, *, alone: bool) -> list[Finding]:
+    def examine(*_: Any) -> list[Finding]:
         return [Finding("ceilings", "ok", "", figures={"float32 TFLOP/s": rates["now"]})]
 
-    monkeypatch.setattr(measured, "device_checks", measure)
-    path, same = tmp_path / "baseline.json", ["--config", "quickstart", "--run-dir", str(tmp_path)]
+    monkeypatch.setattr(doctor, "examine", examine)
+    path, same = tmp_path / "baseline.json", ["--config", "quickstart"]
     assert doctor.main([*same, "--json"]) == 0
     path.write_text(capsys.readouterr().out)
     rates["now"] = 0.9

@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,7 @@ def table(kind: str, rows: Sequence[ForecastRow]) -> list[str]:
     return lines
 
 
+@cache
 def read_published() -> list[tuple[dict[str, Any], MeasuredStep, Cluster]]:
     """The published measurements, each with what its forecast may know."""
     return [
@@ -223,6 +225,7 @@ def read_published() -> list[tuple[dict[str, Any], MeasuredStep, Cluster]]:
     ]
 
 
+@cache
 def published_cases() -> list[PublishedCase]:
     """Each published measurement with its forecast and the forecast's interval."""
     cases = []
