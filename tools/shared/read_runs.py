@@ -260,17 +260,9 @@ def _published(path: Path, name: str, curves: dict[str, list[float]]) -> Run:
     for number in range(len(curves.get("epoch", []))):
         row = {key: float(values[number]) for key, values in columns.items() if number < len(values)}
         run.epochs.append({"seconds": 0.0} | row)
-    _turn_percent_into_shares(run.epochs)
     if not run.epochs:
         run.problems.append("holds no epochs")
     return run
-
-
-def _turn_percent_into_shares(rows: list[dict[str, float]]) -> None:
-    """Of accuracies that are percent, which they are where one of them is above 1.5."""
-    if max((row.get("acc1/valid", 0.0) for row in rows), default=0.0) > 1.5:
-        for row in rows:
-            row |= {tag: row[tag] / 100 for tag in ("acc1/train", "acc1/valid") if tag in row}
 
 
 # ---- comparing
