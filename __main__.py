@@ -31,8 +31,6 @@ COMMANDS = {
     "stage_data": ("tools.stage_data", "copy data to a disk of the node"),
     "torchrun": ("tools.torchrun", "start ranks, with torchrun's own words in a file"),
     "predict_scaling": ("tools.predict_scaling", "estimate the speed on more GPUs"),
-    "chaos": ("tools.chaos", "let runs meet faults of many kinds and check how they end"),
-    "inject": ("tools.inject", "flip single bits and check that verified steps find them"),
     "verify_resume": ("tools.verify_resume", "kill runs and check that nothing is lost"),
 }
 

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tools.bring_up.command import UNFINISHED
-from tools.bring_up.ledger import Ledger, read_ledger
 from tools.bring_up.parts import PARTS, Part
+from tools.bring_up.progress import BringUpProgress, read_progress
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 LIMIT = 300.0  # seconds that a part may need to come to the midst of its work
@@ -68,10 +68,10 @@ def cut_off(part: Part, number: signal.Signals, out: Path, arguments: Sequence[s
     tell(words, lines, process.wait(), out, f"    # {number.name} in its midst" if sent else "")
 
 
-def went_on(ledger: Ledger, out: Path) -> Iterator[str]:
+def went_on(progress: BringUpProgress, out: Path) -> Iterator[str]:
     """Of each part how it ended, after how many calls, and what shows that the last call went on."""
     for part in PARTS:
-        entry = ledger.entry(part.name)
+        entry = progress.of(part.name)
         logs = sorted((out / "parts" / part.name).glob("log-*.txt"), key=lambda path: int(path.stem[4:]))
         text = logs[-1].read_text("utf-8", "replace") if logs else ""
         resumed = re.search(r"Resuming from .*?(epoch \d+, batch \d+, step \d+)", text)
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
         lines, _ = process.communicate()
         status = process.wait()
         tell(rest, lines.splitlines(), status, out)
-    print(*went_on(read_ledger(out), out), sep="\n")
+    print(*went_on(read_progress(out), out), sep="\n")
     for path in sorted((out / "packed").iterdir()):
         print(f"DIR/packed/{path.name}: {path.stat().st_size:,} bytes")
     return status

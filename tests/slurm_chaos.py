@@ -2,11 +2,11 @@
 
     python -m tests.slurm_chaos --faults 100 --seed 1
 
-Needs root and tests/install_slurm.sh. What tools.chaos does to the ranks of one machine is done here to a job: signals
-to its script and its steps, its requeue, a scontrol that does not answer, a rank or a torchrun that is killed, a rank
-that is stopped, a node that is powered off, a link that is cut for a moment or for longer than Slurm waits. A job that
-Slurm or its script queues again goes on by itself; one that has FAILED, as it should, is submitted again. Two jobs run
-at once. At the end: COMPLETED 0:0, everything equal to the uninterrupted run, and nothing left behind.
+Needs root and tests/install_slurm.sh. What tests.faults.chaos does to the ranks of one machine is done here to a job:
+signals to its script and its steps, its requeue, a scontrol that does not answer, a rank or a torchrun that is killed,
+a rank that is stopped, a node that is powered off, a link that is cut for a moment or for longer than Slurm waits. A
+job that Slurm or its script queues again goes on by itself; one that has FAILED, as it should, is submitted again. Two
+jobs run at once. At the end: COMPLETED 0:0, everything equal to the uninterrupted run, and nothing left behind.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.faults.chaos import find_leftovers, show
 from tests.slurm_cluster import FINAL_STATES, SlurmCluster, wait_until, why_not
-from tools.attempts import METRICS, add_limits, choose_seed, compare
-from tools.chaos.__main__ import find_leftovers, show
-from tools.command_line import add_count, new_parser
-from tools.history import read_records
+from tools.shared.command_line import add_count, new_parser
+from tools.shared.interrupted_runs import METRICS, add_limits, choose_seed, compare
+from tools.shared.read_runs import read_records
 from utils.errors import ConfigError, exit_in_a_line
 
 NODES, AT_ONCE, MOST_FAULTS = 5, 2, 4
@@ -59,7 +59,7 @@ exec {scontrol} "$@"
 """
 
 
-class Run:
+class SlurmRun:
     """One training, over all of its jobs."""
 
     def __init__(self, cluster: SlurmCluster, project: Path, name: str) -> None:
@@ -107,62 +107,62 @@ class Run:
 RANK, AGENT = r"python\S* -u train\.py", r"python\S* -m tools\.torchrun"
 
 
-def _to_script(run: Run, node: int) -> None:
+def _to_script(run: SlurmRun, node: int) -> None:
     run.cluster.cancel(run.job, "-b", "-s", "USR1")
 
 
-def _to_steps(run: Run, node: int) -> None:
+def _to_steps(run: SlurmRun, node: int) -> None:
     run.cluster.cancel(run.job, "-s", "TERM")
 
 
-def _to_both(run: Run, node: int) -> None:
+def _to_both(run: SlurmRun, node: int) -> None:
     _to_script(run, node)
     _to_steps(run, node)
 
 
-def _storm(run: Run, node: int) -> None:
+def _storm(run: SlurmRun, node: int) -> None:
     for _ in range(4):
         _to_both(run, node)
 
 
-def _silence_scontrol(run: Run, node: int) -> None:
+def _silence_scontrol(run: SlurmRun, node: int) -> None:
     (run.commands / "scontrol.fails").write_text(str(1 + node))
     _to_script(run, node)
 
 
-def _requeue(run: Run, node: int) -> None:
+def _requeue(run: SlurmRun, node: int) -> None:
     run.cluster.client("scontrol", "requeue", str(run.job))
 
 
-def _kill(pattern: str) -> Callable[[Run, int], None]:
-    def strike(run: Run, node: int) -> None:
+def _kill(pattern: str) -> Callable[[SlurmRun, int], None]:
+    def strike(run: SlurmRun, node: int) -> None:
         os.kill(run.processes(run.nodes()[node], pattern)[0], signal.SIGKILL)
 
     return strike
 
 
-def _stop(run: Run, node: int) -> None:
+def _stop(run: SlurmRun, node: int) -> None:
     (rank, *_) = run.processes(run.nodes()[node], RANK)
     os.kill(rank, signal.SIGSTOP)
     time.sleep(STOPPED)
     os.kill(rank, signal.SIGCONT)
 
 
-def _power_off(run: Run, node: int) -> None:
+def _power_off(run: SlurmRun, node: int) -> None:
     name = run.nodes()[node]
     run.cluster.kill_node(name)
     _wait_for_restart(run, name)
     run.cluster.boot_node(name)
 
 
-def _cut(run: Run, node: int) -> None:
+def _cut(run: SlurmRun, node: int) -> None:
     name = run.nodes()[node]
     run.cluster.client("ip", "link", "set", f"v-{name}", "down")
     time.sleep(SHORT_CUT)
     run.cluster.client("ip", "link", "set", f"v-{name}", "up")
 
 
-def _cut_for_long(run: Run, node: int) -> None:
+def _cut_for_long(run: SlurmRun, node: int) -> None:
     """The isolated rank has to end by itself."""
     name = run.nodes()[node]
     run.cluster.client("ip", "link", "set", f"v-{name}", "down")
@@ -171,7 +171,7 @@ def _cut_for_long(run: Run, node: int) -> None:
     run.cluster.client("ip", "link", "set", f"v-{name}", "up")
 
 
-def _wait_for_restart(run: Run, name: str) -> None:
+def _wait_for_restart(run: SlurmRun, name: str) -> None:
     before = int(run.cluster.job(run.job)["Restarts"])
     wait_until(
         f"restart without {name}", PATIENCE, lambda: run.ended() or int(run.cluster.job(run.job)["Restarts"]) > before
@@ -179,10 +179,10 @@ def _wait_for_restart(run: Run, name: str) -> None:
 
 
 @dataclass(frozen=True)
-class Kind:
+class SlurmFaultKind:
     """One kind of fault: what it does to a node of a run, what follows, and what the log must say."""
 
-    strike: Callable[[Run, int], None]
+    strike: Callable[[SlurmRun, int], None]
     then: str = "goes on"
     sides: int = 1  # of a network that is cut: neither hears the other, and each says so
     named: str = ""  # what the job's log must say, or Slurm's own; `{rank}` is that of the node `{name}`
@@ -190,23 +190,25 @@ class Kind:
 
 LOST = "requeue job JobId={job} due to failure of node {name}"
 KINDS = {
-    "USR1 to the script": Kind(_to_script, "queued again", named="stopped on SIGUSR1"),
-    "TERM to the steps": Kind(_to_steps, "queued again", named="stopped on SIGTERM"),
-    "USR1 and TERM": Kind(_to_both, "queued again", named="stopped on SIG(USR1|TERM)"),
-    "storm of signals": Kind(_storm, "queued again", named="stopped on SIG(USR1|TERM)|ended by a signal"),
-    "scontrol fails": Kind(_silence_scontrol, "queued again", named="stopped on SIGUSR1"),
-    "requeue": Kind(_requeue, "queued again", named="stopped on SIGTERM"),
-    "kill of a rank": Kind(_kill(RANK), "fails", named=r"rank {rank}\b"),
-    "kill of torchrun": Kind(_kill(AGENT), "fails", named="train.py failed, was killed|rank {rank}|lost contact"),
-    "stop of a rank": Kind(_stop),
-    "node off": Kind(_power_off, "queued again", named=LOST),
-    "link cut": Kind(_cut),
-    "link cut for long": Kind(_cut_for_long, "queued again", named=LOST, sides=2),
+    "USR1 to the script": SlurmFaultKind(_to_script, "queued again", named="stopped on SIGUSR1"),
+    "TERM to the steps": SlurmFaultKind(_to_steps, "queued again", named="stopped on SIGTERM"),
+    "USR1 and TERM": SlurmFaultKind(_to_both, "queued again", named="stopped on SIG(USR1|TERM)"),
+    "storm of signals": SlurmFaultKind(_storm, "queued again", named="stopped on SIG(USR1|TERM)|ended by a signal"),
+    "scontrol fails": SlurmFaultKind(_silence_scontrol, "queued again", named="stopped on SIGUSR1"),
+    "requeue": SlurmFaultKind(_requeue, "queued again", named="stopped on SIGTERM"),
+    "kill of a rank": SlurmFaultKind(_kill(RANK), "fails", named=r"rank {rank}\b"),
+    "kill of torchrun": SlurmFaultKind(
+        _kill(AGENT), "fails", named="train.py failed, was killed|rank {rank}|lost contact"
+    ),
+    "stop of a rank": SlurmFaultKind(_stop),
+    "node off": SlurmFaultKind(_power_off, "queued again", named=LOST),
+    "link cut": SlurmFaultKind(_cut),
+    "link cut for long": SlurmFaultKind(_cut_for_long, "queued again", named=LOST, sides=2),
 }
 
 
 @dataclass(frozen=True)
-class Fault:
+class SlurmFault:
     """As drawn: after so many steps of a start, and a moment."""
 
     kind: str
@@ -215,17 +217,17 @@ class Fault:
     node: int
 
 
-def draw(seed: int, number: int) -> list[Fault]:
+def draw(seed: int, number: int) -> list[SlurmFault]:
     """The faults of one run; half of the kinds cost a start, which is dear, and so the others come as often again."""
     source = random.Random(f"slurm/{seed}/{number}")
     weights = [3 if kind.then == "goes on" else 1 for kind in KINDS.values()]
     names = source.choices(list(KINDS), weights, k=source.randint(2, MOST_FAULTS))
-    return [Fault(name, source.randint(4, 9), source.uniform(0, 0.3), source.randrange(2)) for name in names]
+    return [SlurmFault(name, source.randint(4, 9), source.uniform(0, 0.3), source.randrange(2)) for name in names]
 
 
-def meet(run: Run, faults: list[Fault]) -> tuple[list[tuple[Fault, bool]], list[str]]:
+def meet(run: SlurmRun, faults: list[SlurmFault]) -> tuple[list[tuple[SlurmFault, bool]], list[str]]:
     """Drive one run through its faults to its end: those that struck, and whether they were named; what is wrong."""
-    met: list[tuple[Fault, bool]] = []
+    met: list[tuple[SlurmFault, bool]] = []
     wrong: list[str] = []
     starts = steps = 0
     for fault in faults:
@@ -264,7 +266,7 @@ def meet(run: Run, faults: list[Fault]) -> tuple[list[tuple[Fault, bool]], list[
     return met, wrong
 
 
-def _follow(run: Run, kind: Kind, restarts: int) -> list[str]:
+def _follow(run: SlurmRun, kind: SlurmFaultKind, restarts: int) -> list[str]:
     """Wait for what has to follow a fault; what came in its place, where something else did."""
 
     def settled() -> bool:
@@ -283,7 +285,7 @@ def _follow(run: Run, kind: Kind, restarts: int) -> list[str]:
     return []
 
 
-def leftovers(run: Run) -> list[str]:
+def leftovers(run: SlurmRun) -> list[str]:
     """What a finished run must not leave."""
     left = find_leftovers(run.folder)
     left += [f"left behind: {path.name}" for path in run.folder.parent.glob(f".slurm-{run.job}")]
@@ -294,8 +296,8 @@ def leftovers(run: Run) -> list[str]:
 def campaign(
     cluster: SlurmCluster, project: Path, seed: int, faults: int, end: float
 ) -> tuple[Counter[str], list[str]]:
-    """As that of tools.chaos."""
-    quiet = Run(cluster, project, "uninterrupted")
+    """As that of tests.faults.chaos."""
+    quiet = SlurmRun(cluster, project, "uninterrupted")
     assert cluster.wait(quiet.job, PATIENCE)["JobState"] == "COMPLETED", quiet.said()
     counts, problems, lock, numbers = Counter[str](), list[str](), threading.Lock(), itertools.count(1)
 
@@ -305,7 +307,7 @@ def campaign(
                 number = next(numbers)
                 if sum(count for name, count in counts.items() if name.endswith(": met")) >= faults:
                     return
-            run = Run(cluster, project, f"run-{number}")
+            run = SlurmRun(cluster, project, f"run-{number}")
             drawn = draw(seed, number)
             try:
                 met, wrong = meet(run, drawn)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import build_model
 from models.resnet import LOGIT_SCALE
-from tools.attempts import compare
+from tools.shared.interrupted_runs import compare
 from train import Trainer
 from utils.config import Config
 from utils.distributed.world import World

@@ -18,7 +18,7 @@ from tools.bench import common, ladder, loaders, peers, training
 from tools.bench.__main__ import main
 from tools.bench.common import Trials, measure
 from tools.bench.ladder import COMPARABLE, compare_with_baseline, evaluate, per_image, read_baseline
-from tools.output import check_writable
+from tools.shared.output import check_writable
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
 from utils.distributed.world import World

@@ -1,46 +1,57 @@
-"""tools.chaos: what it draws, that it finds out what goes wrong, and a small campaign."""
+"""tests.faults.chaos: what it draws, that it finds out what goes wrong, and a small campaign."""
 
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 
 import pytest
 
 from tests.conftest import ROOT
-from tools.attempts import Job
-from tools.chaos.__main__ import EPOCHS, MOST_FAULTS, STEPS_PER_EPOCH, judge, main, meet_faults
-from tools.chaos.faults import KINDS, Fault, damage, decode, draw, encode
+from tests.faults.chaos import EPOCHS, MOST_FAULTS, STEPS_PER_EPOCH, judge, meet_faults
+from tests.faults.kinds import KINDS, Fault, damage, draw
+from tests.faults.ranks import ForkedRun
+from tools.shared.interrupted_runs import Started
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
 # A run that meets its fault and ends as it is told, with these words; the next start finds it finished.
 PROGRAM = """
-import json, os, pathlib, sys
-(folder,) = [pathlib.Path(word.split("=")[1]) for word in sys.argv if word.startswith("--run-dir=")]
-folder.mkdir(exist_ok=True)
-with (folder / "metrics.jsonl").open("a") as metrics:
-    for kind in ["start", "end"]:
+import json, pathlib, sys
+folder, status, said, kinds = sys.argv[1:]
+pathlib.Path(folder).mkdir(exist_ok=True)
+with pathlib.Path(folder, "metrics.jsonl").open("a") as metrics:
+    for kind in kinds.split():
         metrics.write(json.dumps({"kind": kind}) + "\\n")
 print("chaos: USR1, rank 0, step 7.")
-print(os.environ["SAID"])
-sys.exit(int(os.environ["STATUS"]))
+print(said)
+sys.exit(int(status))
 """
 
 
+@dataclass(frozen=True)
+class ScriptedRun(ForkedRun):
+    """Starts PROGRAM; `train_arguments` are its status, what it says, and its records."""
+
+    def start(self, folder, environment, output) -> Started:
+        with output.open("wb") as file:
+            return subprocess.Popen([sys.executable, "-c", PROGRAM, str(folder), *self.train_arguments], stdout=file)
+
+
+def meet_one(folder, *program):
+    return meet_faults(ScriptedRun([*program], 1, 60, time.monotonic() + 60), [[Fault("USR1", 7, 0)]], folder)
+
+
 def test_the_same_seed_and_number_draw_the_same_and_all_kinds_come():
-    drawn = [draw(3, number, STEPS, 2, MOST_FAULTS, True) for number in range(300)]
-    assert drawn == [draw(3, number, STEPS, 2, MOST_FAULTS, True) for number in range(300)]
+    drawn = [draw(3, number, STEPS, 2, MOST_FAULTS) for number in range(300)]
+    assert drawn == [draw(3, number, STEPS, 2, MOST_FAULTS) for number in range(300)]
     assert {fault.kind for starts in drawn for faults in starts for fault in faults} == KINDS.keys()
-    forked = [draw(3, number, STEPS, 2, MOST_FAULTS, False) for number in range(300)]
-    not_there = KINDS.keys() - {fault.kind for starts in forked for faults in starts for fault in faults}
-    assert not_there == {"kill of torchrun"}
     for starts in drawn:
         steps = [fault.step for faults in starts for fault in faults]
         assert steps == sorted(set(steps)) and 1 <= len(steps) <= MOST_FAULTS
         assert not any(KINDS[fault.kind].statuses for faults in starts for fault in faults[:-1])
         assert not any(KINDS[fault.kind].before for fault in starts[0])
         assert not starts[-1] or not KINDS[starts[-1][-1].kind].statuses
-    assert decode(encode(drawn[0][0])) == drawn[0][0]
 
 
 @pytest.mark.parametrize(
@@ -53,20 +64,13 @@ def test_the_same_seed_and_number_draw_the_same_and_all_kinds_come():
     ],
 )
 def test_an_end_that_is_not_the_expected_one_is_found_out(tmp_path, status, said, wrong):
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    environment = {"STATUS": str(status), "SAID": said}
-    job = Job([], 1, 60, time.monotonic() + 60, program, environment)
-    met, found = meet_faults(job, [[Fault("USR1", 7, 0)]], tmp_path / "run")
+    met, found = meet_one(tmp_path / "run", str(status), said, "start end")
     assert [problem.split(":")[0] for problem in found] == [problem.split(":")[0] for problem in wrong]
     assert [(fault.kind, named) for fault, named in met] == [("USR1", "SIGUSR1" in said)]
 
 
 def test_a_start_that_left_no_record_is_found_out(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM.replace('"start", "end"', '"start", "start", "end"'))
-    job = Job([], 1, 60, time.monotonic() + 60, program, {"STATUS": "75", "SAID": "stopped on SIGUSR1"})
-    _, found = meet_faults(job, [[Fault("USR1", 7, 0)]], tmp_path / "run")
+    _, found = meet_one(tmp_path / "run", "75", "stopped on SIGUSR1", "start start end")
     assert found == ["2 starts in metrics.jsonl, 1 that trained"]
 
 
@@ -88,11 +92,6 @@ def test_what_is_expected_of_a_start(kind, status, said, nproc, finished, named,
     assert (is_named, len(problems)) == ([named], wrong), problems
 
 
-def test_torchrun_needs_several_ranks(capsys):
-    assert main(["--torchrun"]) == 2
-    assert capsys.readouterr().err == "error: --torchrun needs --nproc 2 or more\n"
-
-
 def test_a_checkpoint_is_damaged(tmp_path):
     path = tmp_path / "step-1.pt"
     for cut, expected in ((False, b"ab\x62d"), (True, b"ab")):
@@ -105,7 +104,15 @@ def test_a_checkpoint_is_damaged(tmp_path):
 @pytest.mark.timeout(900)
 def test_a_small_campaign(tmp_path):
     """In a process of its own, from which the ranks are forked."""
-    command = [sys.executable, "-m", "tools.chaos", "--faults=4", "--nproc=2", "--seed=1", f"--work-dir={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.faults.chaos",
+        "--faults=4",
+        "--nproc=2",
+        "--seed=1",
+        f"--work-dir={tmp_path}",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "verdict: every run ended as the uninterrupted one" in done.stdout

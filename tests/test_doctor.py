@@ -18,8 +18,8 @@ from PIL import Image
 from tests.conftest import CIFAR100, ROOT
 from tools.bench import ceilings
 from tools.doctor import __main__ as doctor
-from tools.doctor import devices, finding, fingerprints, gpus, hardware, machine, ranks
-from tools.doctor.finding import Finding
+from tools.doctor import fingerprints, gpus, hardware, machine, measured
+from tools.doctor.findings import Finding, render
 from utils.config import load_config
 from utils.data import workers
 from utils.distributed.launch import torchrun_here
@@ -168,7 +168,7 @@ def test_gpu_software_that_does_not_fit():
     assert check("13.0", True, "580.65.06", {"nvidia-dali-cuda110": "1.34"}).level == "warn"
 
 
-def test_version_of_the_driver_and_affinity(tmp_path, monkeypatch):
+def test_version_of_the_driver(tmp_path, monkeypatch):
     file = tmp_path / "version"
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert machine.driver_version(file) is None
@@ -177,9 +177,6 @@ def test_version_of_the_driver_and_affinity(tmp_path, monkeypatch):
     for kind in ("Kernel Module ", "Open Kernel Module for x86_64 "):
         file.write_text(f"NVRM version: NVIDIA UNIX x86_64 {kind} 580.65.06  Tue Aug 5\nGCC version: gcc 12.3.0\n")
         assert machine.driver_version(file) == "580.65.06"
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 7, 9, 10})
-    monkeypatch.setenv("OMP_PROC_BIND", "close")
-    assert machine.describe_affinity() == "cores 0-2,7,9-10, OMP_PROC_BIND=close"
 
 
 def test_memory_threads_clocks_and_slow_devices(tmp_path):
@@ -187,43 +184,39 @@ def test_memory_threads_clocks_and_slow_devices(tmp_path):
     assert machine.check_memory(tmp_path / "meminfo", 1).level == "ok"
     assert machine.check_memory(tmp_path / "meminfo", 16).level == "warn"
     assert machine.check_memory(tmp_path / "gone", 1).level == "warn"
-    assert machine.check_threads(cores=40, local_ranks=8, threads=5, workers=6, affinity="").level == "ok"
-    assert (
-        "OMP_NUM_THREADS=5" in machine.check_threads(cores=40, local_ranks=8, threads=40, workers=6, affinity="").remedy
-    )
-    assert "num_data_workers" in machine.check_threads(cores=8, local_ranks=8, threads=1, workers=6, affinity="").remedy
-    assert ranks.check_clocks([0.0, 0.1, -0.2]).level == "ok"
-    assert "rank 2" in ranks.check_clocks([0.0, 0.1, -90.0]).message
-    (finding,) = devices.check_rates([("gpu 0", 600.0), ("gpu 1", 610.0), ("gpu 2", 450.0)], "slow device")
+    assert machine.check_threads(cores=40, local_ranks=8, threads=5, workers=6).level == "ok"
+    assert "OMP_NUM_THREADS=5" in machine.check_threads(cores=40, local_ranks=8, threads=40, workers=6).remedy
+    assert "num_data_workers" in machine.check_threads(cores=8, local_ranks=8, threads=1, workers=6).remedy
+    assert measured.check_clocks([0.0, 0.1, -0.2]).level == "ok"
+    assert "rank 2" in measured.check_clocks([0.0, 0.1, -90.0]).message
+    (finding,) = measured.check_rates([("gpu 0", 600.0), ("gpu 1", 610.0), ("gpu 2", 450.0)], "slow device")
     assert finding.level == "fail" and finding.message == "gpu 2 takes 1.34 times the median of the others"
-    (finding,) = devices.check_rates([("gpu 0", 600.0), ("gpu 1", 500.0)], "slow device")
+    (finding,) = measured.check_rates([("gpu 0", 600.0), ("gpu 1", 500.0)], "slow device")
     assert finding.message == "gpu 1 takes 1.20 times the median of the others"
-    assert [finding.level for finding in devices.check_rates([("gpu 0", 600.0)], "slow device")] == ["ok"]
+    assert [finding.level for finding in measured.check_rates([("gpu 0", 600.0)], "slow device")] == ["ok"]
 
 
 def test_a_rank_with_other_software_is_named():
     same = {"torch": "2.14.1", "driver": "580"}
-    assert ranks.check_versions([("rank 0 on a", same), ("rank 1 on b", same)]).level == "ok"
+    assert measured.check_versions([("rank 0 on a", same), ("rank 1 on b", same)]).level == "ok"
     other = [("rank 0 on a", same), ("rank 1 on b", same), ("rank 2 on c", same | {"driver": "570"})]
-    finding = ranks.check_versions(other)
+    finding = measured.check_versions(other)
     assert (finding.level, finding.message) == ("fail", "driver 580, but 570 on rank 2 on c")
 
 
-def test_strict_fails_for_a_warning(capsys, tmp_path, monkeypatch):
-    warning = [Finding("numa", "warn", "node1: cores without memory", "look")]
-    monkeypatch.setattr(hardware, "hardware_checks", lambda: warning)
-    monkeypatch.setattr(gpus, "gpu_checks", list)
-    arguments = ["--config", "quickstart", "--run-dir", str(tmp_path)]
-    assert look(capsys, *arguments)[0] == 0
-    assert look(capsys, *arguments, "--strict")[0] == 1
+def test_strict_fails_for_a_warning(capsys, monkeypatch):
+    warning = Finding("numa", "warn", "node1: cores without memory", "look")
+    monkeypatch.setattr(doctor, "examine", lambda *_: [warning])
+    assert look(capsys)[0] == 0
+    assert look(capsys, "--strict")[0] == 1
 
 
 SLOWED = """
 import os, sys
 from tools.doctor import __main__ as doctor
-from tools.doctor import devices
+from tools.doctor import measured
 
-devices.arithmetic = lambda device: 0.4 if os.environ["RANK"] == "1" else 1.0
+measured.arithmetic = lambda device: 0.4 if os.environ["RANK"] == "1" else 1.0
 sys.exit(doctor.main(["--config", "quickstart", "--set", "device=cpu", "--run-dir", sys.argv[1]]))
 """
 
@@ -266,14 +259,14 @@ def test_one_process_of_a_node_measures_all_its_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8e10, 8e10))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
-    monkeypatch.setattr(devices, "arithmetic", lambda device: 100.0 if device.index == 2 else 600.0)
+    monkeypatch.setattr(measured, "arithmetic", lambda device: 100.0 if device.index == 2 else 600.0)
     for name in ("memory", "host_to_device"):
         monkeypatch.setattr(ceilings, name, lambda device, trials: SimpleNamespace(median=1.0))
     first = torch.device("cuda", 0)
-    seen = devices.device_checks(first, alone=True)
+    seen = measured.device_checks(first, alone=True)
     assert [finding.check for finding in seen] == ["ceilings"] * 3 + ["slow device"]
     assert seen[-1].message == "GPU 2 takes 6.00 times the median of the others"
-    assert len(devices.device_checks(first, alone=False)) == 1
+    assert len(measured.device_checks(first, alone=False)) == 1
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -318,7 +311,7 @@ def test_lines_tell_level_remedy_and_what_is_alike():
         Finding("disk", "ok", "fine", where="b"),
         Finding("data", "fail", "missing", "fetch it", where="b"),
     ]
-    assert finding.render(findings, "fail") == [
+    assert render(findings, "fail") == [
         "ok    disk           fine  [2 alike]",
         "fail  data           missing  [b]",
         "                     -> fetch it",
@@ -348,8 +341,8 @@ def test_a_fixed_network_comes_to_the_same_and_leaves_no_trace():
 
 
 def test_a_device_that_computes_differently_fails():
-    def trained(where: str, *found: str, kind: str = "H200, torch 2") -> fingerprints.Trained:
-        return fingerprints.Trained(where, kind, list(found))
+    def trained(where: str, *found: str, kind: str = "H200, torch 2") -> fingerprints.DeviceFingerprints:
+        return fingerprints.DeviceFingerprints(where, kind, list(found))
 
     good = fingerprints.check_device(trained("cuda:0 of rank 0 on n1", "a", "a"), {"H200, torch 2": "a"})
     assert (good.level, "as known" in good.message) == ("ok", True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tools.doctor import gpus, hardware
-from tools.doctor.finding import Finding
+from tools.doctor.findings import Finding
 from tools.doctor.gpus import GpuFacts, check_gpu, read_gpus
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import ROOT, TINY
 from tests.processes import without_launcher
 from tests.test_layout import commands
-from tools.command_line import as_settings
+from tools.shared.command_line import as_settings
 
 SETTINGS = [f"--set={setting}" for setting in as_settings(TINY | {"data_loader": "torchvision", "num_data_workers": 1})]
 

@@ -13,7 +13,7 @@ from slurm_cluster import wait_until
 
 from tests.conftest import ROOT, TINY
 from tests.processes import free_port, without_launcher
-from tools.command_line import as_settings
+from tools.shared.command_line import as_settings
 
 MANIFEST: dict[str, Any] = YAML(typ="safe").load(ROOT / "jobset.yaml")
 JOB = MANIFEST["spec"]["replicatedJobs"][0]["template"]["spec"]

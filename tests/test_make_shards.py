@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 from tiny_shards import CLASSES, NUM_TRAIN, NUM_VALID, make_folders, rewrite
 
-from tools import make_shards, prepare_data
+from tools import prepare_data
+from tools.shared import make_shards
 from utils.data.image_files import ImageFiles
 from utils.data.shard_index import INDEX_FILE, read_index
 

@@ -10,7 +10,7 @@ from conftest import TINY
 
 from tools.bench import __main__ as bench
 from tools.bench import paired
-from tools.command_line import as_settings
+from tools.shared.command_line import as_settings
 from utils.config import load_config
 
 SETTINGS = [f"--set={setting}" for setting in as_settings(TINY)]

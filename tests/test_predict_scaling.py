@@ -10,10 +10,10 @@ import pytest
 
 from tests.conftest import CIFAR100, ROOT
 from tools.predict_scaling import layer_costs, main, published_cases, published_table, read_published
-from tools.scaling_model import (
+from tools.shared.scaling_model import (
     Bucket,
-    Machine,
-    Work,
+    Cluster,
+    MeasuredStep,
     all_reduce,
     expected_maximum,
     extremes,
@@ -25,10 +25,10 @@ from tools.scaling_model import (
 )
 from utils.config import load_config
 
-FREE = Machine(
+FREE = Cluster(
     intra=math.inf, inter=math.inf, call_latency=0, intra_latency=0, inter_latency=0, memory=math.inf, noise=0, floor=0
 )
-WORK = Work(step=0.3, batch=64, buckets=(Bucket(10_000_000, 0.5), Bucket(10_000_000, 1.0)))
+WORK = MeasuredStep(step=0.3, batch=64, buckets=(Bucket(10_000_000, 0.5), Bucket(10_000_000, 1.0)))
 
 
 def test_expected_maximum_of_normals():
@@ -46,7 +46,7 @@ def test_ring_and_tree_all_reduce():
 
 
 def test_hierarchical_all_reduce_takes_the_slower_stage_and_the_better_algorithm():
-    machine = Machine(gpus_per_node=4, intra=100e9, inter=10e9, call_latency=0, intra_latency=1e-6, inter_latency=10e-6)
+    machine = Cluster(gpus_per_node=4, intra=100e9, inter=10e9, call_latency=0, intra_latency=1e-6, inter_latency=10e-6)
     assert all_reduce(1e8, 4, machine) == pytest.approx(ring(1e8, 4, 100e9, 1e-6))
     assert all_reduce(1e8, 8, machine) == pytest.approx(6e-6 + ring(1e8, 2, 10e9, 10e-6)), "network is the bottleneck"
     assert all_reduce(100, 4 * 256, machine) == pytest.approx(6e-6 + tree(100, 256, 10e9, 10e-6), rel=1e-3)
@@ -84,7 +84,7 @@ def test_a_perfect_machine_scales_perfectly_and_each_cost_shows_alone():
     assert (fed.step, fed.limit) == (pytest.approx(0.8), "input")
     wired = predict(WORK, 8, replace(FREE, intra=1e9, interference=0))
     assert wired.step == pytest.approx(0.3 + ring(1e7, 8, 1e9, 0)), "only the last bucket is exposed"
-    assert predict(WORK, 1, Machine()).step == 0.3
+    assert predict(WORK, 1, Cluster()).step == 0.3
 
 
 def test_strong_scaling_ends_at_the_floor():
@@ -106,7 +106,7 @@ def test_the_hosts_work_adds_to_a_step_of_several_gpus():
 
 def test_every_input_that_varies_widens_the_interval():
     """Each end of each input alone lies on its side of the forecast, within the interval of all."""
-    machine = Machine(noise=0.02)
+    machine = Cluster(noise=0.02)
     worst, best = extremes(machine)
     varied = {"intra", "inter", "noise", "interference", "host", "floor"}
     changed = {name for name in vars(machine) if len({getattr(end, name) for end in (machine, worst, best)}) > 1}
@@ -214,8 +214,6 @@ def test_command_prints_both_curves_and_its_assumptions(report, capsys, tmp_path
     one = next(line for line in printed.splitlines() if line.split()[:1] == ["1"])
     assert one.split()[2:9] == ["100.00", "2,560", "100.0%", "(100.0%", "to", "100.0%)", "compute"]
     assert "interval: bandwidths half to 1.25 x" in printed
-    assert main(["--from", str(path), "--case", "slow", "--gpus", "8"]) == 0
-    assert "measured: slow" in capsys.readouterr().out
 
 
 def test_plot(report, tmp_path):
@@ -232,7 +230,6 @@ def test_plot(report, tmp_path):
         (["--from", "REPORT", "--gpus", "many"], 2, "--gpus many"),
         (["--from", "REPORT", "--gpus", "8,0"], 2, "--gpus 8,0: expected whole numbers of at least 1"),
         (["--from", "REPORT", "--gpus=-8"], 2, "--gpus -8: expected whole numbers of at least 1"),
-        (["--from", "REPORT", "--case", "other"], 2, "the report has fast"),
         (["--from", "REPORT", "--inter", "0"], 2, "must be above 0"),
     ],
 )

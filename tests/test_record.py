@@ -12,8 +12,8 @@ from conftest import ROOT, TINY
 
 from tools.bench import __main__ as bench
 from tools.bench import record
-from tools.command_line import as_settings
-from tools.follow import FollowedRun
+from tools.shared.command_line import as_settings
+from tools.shared.followed_run import FollowedRun
 from utils.config import Config
 from utils.errors import ConfigError, ExpectedError
 from utils.run import environment

@@ -1,4 +1,4 @@
-"""tools.report, tools.runs, tools.history: published curves, whole runs, and all that can be wrong with a run."""
+"""tools.report, tools.runs and what they read: published curves, whole runs, and all that can be wrong with a run."""
 
 import fcntl
 import html
@@ -14,10 +14,10 @@ import pytest
 
 from tests.conftest import ROOT
 from tools import runs as runs_tool
-from tools.figures import COLOURS
-from tools.history import Run, differences, read, read_events, same_but_seed
-from tools.report import duration, goals, main
-from tools.report_plots import style
+from tools.report import duration, goals, main, same_but_seed
+from tools.shared.page_plots import style
+from tools.shared.png_plots import COLOURS
+from tools.shared.read_runs import Run, differences, read
 from train import Trainer
 
 plotly = pytest.importorskip("plotly.graph_objects", reason='plotly is missing: pip install ".[report]"')
@@ -159,31 +159,6 @@ def test_the_accuracies_whose_times_are_listed():
     assert goals([reaching(0.01)]) == goals([]) == []
 
 
-def test_our_run_reads_alike_from_its_folder_and_from_its_event_files(run):
-    folder = run("both", log_to_tensorboard=True)
-    (ours,), _, _ = read(folder)
-    (events,), _, _ = read(folder / "tb_logs")
-    assert ours.state == "finished" and not ours.problems and not events.problems
-    for tag in ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate"):
-        assert [row[tag] for row in events.epochs] == pytest.approx([row[tag] for row in ours.epochs])
-    assert events.name == "both"
-
-
-def test_time_counts_from_the_first_event(tmp_path):
-    """The first epoch's own time is part of it."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(str(tmp_path / "old/tb_logs")) as writer:
-        (file,) = (tmp_path / "old/tb_logs").iterdir()
-        writer.flush()
-        began = next(iter(read_events(file))).wall_time
-        for epoch in (1, 2):
-            writer.add_scalar("acc1/valid", 0.5, epoch, walltime=began + 20 * epoch + 5)
-    (run,), _, _ = read(tmp_path)
-    assert [row["seconds"] for row in run.epochs] == pytest.approx([25, 45])
-    assert run.clock == "since the first event"
-
-
 def test_published_curves_say_what_their_times_count_from(page, tmp_path):
     curves = {"epoch": [1, 2], "acc1/valid": [0.1, 0.2]}
     for clock, said in (("wall_s_since_first_event", "since the first event"), ("", "not recorded")):
@@ -249,26 +224,6 @@ def test_measurements_become_bars_and_scaling(page, tmp_path):
 # ---- what can be wrong
 
 
-def test_a_damaged_event_file_is_told_and_read_up_to_the_damage(run, page):
-    folder = run("hurt", log_to_tensorboard=True) / "tb_logs"
-    whole = len(read(folder)[0][0].epochs)
-    file = min(folder.glob("events.out.tfevents.*"))
-    content = bytearray(file.read_bytes())
-    content[-100] ^= 255
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match="damaged at byte"):
-        list(read_events(file))
-    text, _ = page(folder)
-    assert "a checksum is wrong; what came before it is shown" in text and whole == 2
-    file.write_bytes(content[: len(content) // 2])
-    assert "cut short" in page(folder)[0]
-    file.write_bytes(b"")
-    for other in folder.glob("events.out.tfevents.*"):
-        other.write_bytes(b"nonsense")
-    text, tables = page(folder)
-    assert "nothing could be read" in text and tables["results"][1][2] == "0"
-
-
 def test_a_run_without_metrics_and_one_that_was_cut_short(run, page, tmp_path):
     empty = run("empty")
     (empty / "metrics.jsonl").unlink()
@@ -287,7 +242,7 @@ def test_a_run_without_metrics_and_one_that_was_cut_short(run, page, tmp_path):
     ("name", "problem"),
     [
         ("gone", "there is no such file or folder"),
-        ("void", "holds neither a run nor TensorBoard event files"),
+        ("void", "holds no run"),
         ("strange.json", "is neither a file of curves nor a report of tools.bench"),
         ("peers.json", "a report of tools.bench peers, of which this page has no figure"),
     ],

@@ -10,8 +10,8 @@ import pytest
 from conftest import TINY
 
 from tools import search
-from tools.command_line import as_settings
-from tools.follow import FailedRun, FollowedRun
+from tools.shared.command_line import as_settings
+from tools.shared.followed_run import FailedRun, FollowedRun
 from utils.errors import ConfigError
 
 SETTINGS = [f"--set={setting}" for setting in as_settings(TINY)]

@@ -8,15 +8,11 @@ import pytest
 from processes import run_job
 
 from tools.doctor import __main__ as doctor
-from tools.doctor.finding import worst_level
-from tools.doctor.hardware import active_port_rates
 from tools.doctor.sweep import (
     Measured,
-    Pair,
+    PairRate,
     check_pairs,
     check_sweep,
-    expected_rate,
-    format_bytes,
     measure_pairs,
     rounds,
     sweep,
@@ -25,7 +21,7 @@ from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 
 
-@pytest.mark.parametrize("count", range(2, 10))
+@pytest.mark.parametrize("count", (2, 5, 8))
 def test_every_two_ranks_meet_once_and_none_is_asked_twice_in_a_round(count: int) -> None:
     ranks = list(range(10, 10 + count))
     found = rounds(ranks)
@@ -64,50 +60,15 @@ def test_three_ranks(tmp_path: Path) -> None:
 
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:
-    """8 ranks, 1 GB in 10 ms: 100 GB/s by algorithm, 175 GB/s on the bus of an all-reduce."""
-    (finding,) = check_sweep([Measured("all-reduce", 10**9, 0.01, 2 * 7 / 8)], None)
-    assert (
-        finding.message
-        == "all-reduce up to 1 GB, best 1 GB: 100 GB/s by algorithm, 175 GB/s on the bus; 1 GB: 10,000 us"
-    )
-    assert finding.figures == {"all-reduce of 1 GB, bus GB/s": pytest.approx(175)}
-
-
-def test_a_node_without_its_nvlink_fails() -> None:
-    expected = expected_rate("NVIDIA H200", False, [])
-    assert expected == (450.0, "NVLink of H200")
-    levels = [
-        worst_level(check_sweep([Measured("all-reduce", 10**9, 10**9 / (rate * 1e9), 1.0)], expected))
-        for rate in (20.0, 224.0, 226.0)
-    ]
-    assert levels == ["fail", "fail", "ok"]
-
-
-def test_what_is_expected() -> None:
-    assert expected_rate("NVIDIA H100 PCIe", False, []) is None
-    assert expected_rate("NVIDIA H200 NVL", False, [400]) is None
-    assert expected_rate("Some GPU", False, [400]) is None
-    assert expected_rate("Some GPU", True, [400]) == (50.0, "1 InfiniBand port of the node")
-    assert expected_rate("NVIDIA H100 80GB HBM3", True, [400] * 8) == (400.0, "8 InfiniBand ports of the node")
-    assert expected_rate("NVIDIA H100 80GB HBM3", True, [400] * 16) == (450.0, "NVLink of H100")
-    assert expected_rate("NVIDIA H100 80GB HBM3", True, []) is None
-
-
-def test_rates_of_ports_that_are_up(tmp_path: Path) -> None:
-    for number, (state, rate) in enumerate(
-        [("4: ACTIVE", "400 Gb/sec (4X NDR)"), ("1: DOWN", "10 Gb/sec (4X SDR)"), ("4: ACTIVE", "odd")]
-    ):
-        port = tmp_path / f"mlx5_{number}" / "ports" / "1"
-        port.mkdir(parents=True)
-        (port / "state").write_text(state + "\n")
-        (port / "rate").write_text(rate + "\n")
-    assert active_port_rates(tmp_path) == [400.0]
-    assert active_port_rates(tmp_path / "absent") == []
+    """8 ranks, 1 GB in 10 ms: 175 GB/s on the bus of an all-reduce."""
+    (finding,) = check_sweep([Measured("all-reduce", 10**9, 0.01, 2 * 7 / 8)])
+    assert finding.message == "all-reduce up to 1.0 GB, best 1.0 GB: 175 GB/s on the bus; 1.0 GB: 10,000 us"
+    assert finding.figures == {"all-reduce of 1.0 GB, bus GB/s": pytest.approx(175)}
 
 
 def test_one_bad_cable_is_named() -> None:
     names = {rank: f"node{rank}" for rank in range(4)}
-    pairs = [Pair(a, b, 1.0 if 2 in (a, b) else 40.0 + a) for meetings in rounds(range(4)) for a, b in meetings]
+    pairs = [PairRate(a, b, 1.0 if 2 in (a, b) else 40.0 + a) for meetings in rounds(range(4)) for a, b in meetings]
     finding = check_pairs(pairs, names)
     assert finding.level == "fail"
     assert finding.message.endswith("; all with node2")
@@ -126,16 +87,9 @@ def test_one_process_alone_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert capsys.readouterr().err.startswith("error: --sweep: one process has nobody to talk to")
 
 
-@pytest.mark.parametrize(
-    ("size", "shown"), [(8, "8 B"), (4096, "4.1 kB"), (2**20, "1.05 MB"), (2**30, "1.07 GB"), (10**12, "1e+03 GB")]
-)
-def test_sizes_in_words(size: int, shown: str) -> None:
-    assert format_bytes(size) == shown
-
-
 @pytest.mark.parametrize(("count", "rate"), [(3, 10.0), (4, 20.0), (5, 20.0)])
 def test_one_bad_node_of_few_is_named(count: int, rate: float) -> None:
     names = {rank: f"node{rank}" for rank in range(count)}
-    pairs = [Pair(a, b, rate if 1 in (a, b) else 40.0) for a in range(count) for b in range(a + 1, count)]
+    pairs = [PairRate(a, b, rate if 1 in (a, b) else 40.0) for a in range(count) for b in range(a + 1, count)]
     finding = check_pairs(pairs, names)
     assert (finding.level, finding.message.endswith("; all with node1")) == ("fail", True), finding

@@ -41,8 +41,6 @@ def without_times(rows):
     return [{key: value for key, value in row.items() if key not in MEASURED} for row in rows]
 
 
-
-
 def test_accumulated_micro_batches_give_the_gradient_of_the_whole_batch(tiny, alone):
     """BatchNorm in eval mode, as it would see other statistics."""
     gradients = []

@@ -8,8 +8,9 @@ import time
 import pytest
 
 from tests.conftest import ROOT, TINY
-from tools import attempts, verify_resume
-from tools.attempts import Job, compare
+from tools import verify_resume
+from tools.shared import interrupted_runs
+from tools.shared.interrupted_runs import RunCommand, compare
 from tools.verify_resume import main
 from train import Trainer
 from utils.errors import ExpectedError
@@ -74,14 +75,14 @@ def test_a_run_that_hangs_is_ended_and_reported(tmp_path, monkeypatch, capsys):
         "print('going', flush=True)\ntime.sleep(600)\n"
     )
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(attempts, "TRAIN", script)
+    monkeypatch.setattr(interrupted_runs, "TRAIN", script)
     assert main([*ARGUMENTS, "--timeout=1", "--seed=5", f"--work-dir={tmp_path}"]) == 1
     out = capsys.readouterr().out
     assert "verdict: FAILED" in out
     assert "so it may hang; its last words:\ngoing" in out
     assert "--seed 5" in out
     (work,) = tmp_path.glob("verify-resume-*")
-    assert attempts.find_processes(work / "uninterrupted") == {}
+    assert interrupted_runs.find_processes(work / "uninterrupted") == {}
 
 
 # train.py that, as it were, has forgotten how to find its checkpoints: every start begins anew, and all end equal
@@ -100,15 +101,15 @@ def test_a_start_that_does_not_go_on_is_found_out(tiny, alone, tmp_path, monkeyp
     Trainer(tiny(max_epochs=1), alone, tmp_path / "run", "tiny", "auto").train()
     script = tmp_path / "train.py"
     script.write_text(FORGETFUL)
-    monkeypatch.setattr(attempts, "TRAIN", script)
+    monkeypatch.setattr(interrupted_runs, "TRAIN", script)
     monkeypatch.chdir(ROOT)
-    job = Job([*ARGUMENTS, *QUICK], nproc=1, timeout=120, end=time.monotonic() + 240)
+    job = RunCommand([*ARGUMENTS, *QUICK], nproc=1, timeout=120, end=time.monotonic() + 240)
     with pytest.raises(ExpectedError, match="a start did not go on from its good checkpoint"):
         list(verify_resume._train_through(job, tmp_path / "run", []))
 
 
 def test_a_run_that_says_it_goes_on_and_moves_its_folder_is_found_out(tmp_path):
-    run = attempts.Attempt.__new__(attempts.Attempt)
+    run = interrupted_runs.Attempt.__new__(interrupted_runs.Attempt)
     run.folder, run.log, run.starts_before = tmp_path / "run", tmp_path / "run.output", []
     (tmp_path / "run.1").mkdir()
     run.log.write_text("")

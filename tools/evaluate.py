@@ -17,10 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.command_line import new_parser
-from tools.history import read_records
-from tools.output import check_writable, print_table, say, write_json
-from tools.trained import Trained, add_arguments, build_loader, find_split, load_classifier, run_trained
+from tools.shared.command_line import new_parser
+from tools.shared.output import check_writable, print_table, say, write_json
+from tools.shared.read_runs import read_records
+from tools.shared.trained import Trained, add_arguments, build_loader, find_split, load_classifier, run_trained
 from utils.errors import DataError, exit_in_a_line
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.command_line import new_parser
-from tools.output import make_folder
-from tools.trained import read_config
+from tools.shared.command_line import new_parser
+from tools.shared.output import make_folder
+from tools.shared.trained import read_config
 from utils.config.command_line import not_empty
 from utils.errors import CheckpointError, ExpectedError, exit_in_a_line
 from utils.user_code import blamed

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
-from tools.history import read_lines, read_run_folder
+from tools.shared.read_runs import read_lines, read_run_folder
 from utils.clock import ACTIVITIES
 from utils.errors import DataError
 

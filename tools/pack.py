@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from tools.command_line import at_least_one, new_parser
-from tools.output import make_folder, write_file
+from tools.shared.command_line import at_least_one, new_parser
+from tools.shared.output import make_folder, write_file
 from utils.errors import ConfigError, DataError, ExpectedError, exit_in_a_line
 from utils.program import CODE
 
@@ -52,17 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups = [name for name in GROUPS if name not in options.without]
     with tempfile.TemporaryDirectory() as folder:
         wheels = download(wanted(groups), Path(folder), options.python, options.platform) if groups else []
-        pieces = Pieces(options.out, options.size * MEBIBYTE)
-        with tarfile.open(fileobj=pieces, mode="w|gz") as archive:  # type: ignore[call-overload]
+        packed = Path(folder, NAME)
+        with tarfile.open(packed, mode="w:gz") as archive:
             add_tree(archive)
             for wheel in wheels:
                 archive.add(wheel, f"wheels/{wheel.name}")
             for path in options.data:
                 archive.add(path, f"project/data/{path.resolve().name}")
-        pieces.close()
-    write_file(options.out / "SHA256SUMS", "".join(f"{sum_}  {name}\n" for name, sum_ in pieces.sums.items()).encode())
+        sums = split(packed, options.out, options.size * MEBIBYTE)
+    write_file(options.out / "SHA256SUMS", "".join(f"{sum_}  {name}\n" for name, sum_ in sums.items()).encode())
     total = sum(path.stat().st_size for path in options.out.iterdir())
-    print(f"{options.out}: {len(pieces.sums)} piece(s), {total / MEBIBYTE:.1f} MiB; wheels: {len(wheels)}")
+    print(f"{options.out}: {len(sums)} piece(s), {total / MEBIBYTE:.1f} MiB; wheels: {len(wheels)}")
     print("\n".join(advice(bool(wheels))))
     return 0
 
@@ -81,34 +81,15 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-class Pieces(io.RawIOBase):
-    """A stream that is written into files of at most `size` bytes, NAME.000 and so on, with their sums."""
-
-    def __init__(self, folder: Path, size: int) -> None:
-        self.folder, self.size = folder, size
-        self.sums: dict[str, str] = {}
-        self.waiting = bytearray()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, content: Any) -> int:
-        self.waiting += content
-        while len(self.waiting) >= self.size:
-            self._write_piece()
-        return len(content)
-
-    def close(self) -> None:
-        if self.waiting:
-            self._write_piece()
-        super().close()
-
-    def _write_piece(self) -> None:
-        content = bytes(self.waiting[: self.size])
-        del self.waiting[: self.size]
-        name = f"{NAME}.{len(self.sums):03}"
-        (self.folder / name).write_bytes(content)
-        self.sums[name] = hashlib.sha256(content).hexdigest()
+def split(path: Path, folder: Path, size: int) -> dict[str, str]:
+    """Cut a file into NAME.000 and so on in `folder`, of at most `size` bytes; returns their sums (SHA-256)."""
+    sums: dict[str, str] = {}
+    with path.open("rb") as file:
+        while content := file.read(size):
+            name = f"{NAME}.{len(sums):03}"
+            (folder / name).write_bytes(content)
+            sums[name] = hashlib.sha256(content).hexdigest()
+    return sums
 
 
 def wanted(groups: Iterable[str]) -> dict[str, str]:

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.command_line import add_count, new_parser
-from tools.output import make_folder, printable, say, write_file
-from tools.trained import Trained, add_arguments, build_loader, find_split, load_classifier, run_trained
+from tools.shared.command_line import add_count, new_parser
+from tools.shared.output import make_folder, printable, say, write_file
+from tools.shared.trained import Trained, add_arguments, build_loader, find_split, load_classifier, run_trained
 from utils.errors import DataError, exit_in_a_line
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@
     python -m tools.predict_scaling --from BENCH.json --gpus 8,16,64,1024,4096 --gpus-per-node 8 --intra 240 --inter 100
     python -m tools.predict_scaling --published        # the same model against published measurements
 
-The model is in tools/scaling_model.py, its assumptions and its errors in docs/scaling.md.
+The model is in tools/shared/scaling_model.py, its assumptions and its errors in docs/scaling.md.
 """
 
 import argparse
@@ -13,14 +13,15 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from tools.bench.reports import rates, read_report
-from tools.command_line import new_parser, read_counts
-from tools.scaling_model import BACKWARD_SHARE, Forecast, Machine, Work, extremes, make_buckets, predict
+from tools.shared.command_line import new_parser, read_counts
+from tools.shared.scaling_model import BACKWARD_SHARE, Cluster, Forecast, MeasuredStep, extremes, make_buckets, predict
 from utils.config import Config, load_config
 from utils.errors import ConfigError, DataError, exit_in_a_line
 
@@ -29,7 +30,7 @@ BYTES = 4  # of a gradient: DistributedDataParallel reduces float32, under autoc
 
 
 @dataclass(frozen=True)
-class Row:
+class ForecastRow:
     """A forecast, and the efficiencies between which it lies when its uncertain inputs vary."""
 
     forecast: Forecast
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.source is None:
         raise ConfigError("--from is missing: give a report of tools.bench, or --published")
     gpus = read_counts("--gpus", options.gpus)
-    work, described = read_work(options.source, options.case, options.bucket_mb)
+    work, described = read_work(options.source)
     machine = read_machine(options)
     weak = [forecast_row(work, count, machine) for count in gpus]
     strong = [forecast_row(work, count, machine, work.batch / count) for count in gpus if count <= work.batch]
@@ -82,21 +83,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    default = Machine()
+    default = Cluster()
     parser = new_parser("predict_scaling", __doc__)
     parser.add_argument(
         "--from", dest="source", type=Path, metavar="BENCH.json", help="a report of tools.bench, measured on one GPU"
     )
-    parser.add_argument("--case", metavar="NAME", help="which case of the report (default: the fastest)")
     parser.add_argument("--gpus", default="8,16,64,1024,4096", metavar="N,M", help="for how many GPUs")
     parser.add_argument("--gpus-per-node", type=int, default=default.gpus_per_node, metavar="N")
     for option, value, unit, meaning in (
         ("--intra", default.intra / 1e9, "GB/s", "that an all-reduce reaches in a node"),
         ("--inter", default.inter / 1e9, "GB/s", "of one node to the others, all cards"),
-        ("--latency", default.inter_latency * 1e6, "us", "a network hop"),
-        ("--noise", 100 * default.noise, "PERCENT", "of a rank's step time"),
         ("--input", math.inf, "IMG/s", "that a node's loaders deliver"),
-        ("--bucket-mb", 25.0, "MB", "DistributedDataParallel's buckets"),
     ):
         parser.add_argument(option, type=float, default=value, metavar=unit, help=meaning)
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw both curves")
@@ -104,30 +101,26 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_machine(options: argparse.Namespace) -> Machine:
+def read_machine(options: argparse.Namespace) -> Cluster:
     """The cluster of the command line."""
     for name in ("gpus_per_node", "intra", "inter", "input"):
         if getattr(options, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0")
-    return Machine(
+    return Cluster(
         gpus_per_node=options.gpus_per_node,
         intra=options.intra * 1e9,
         inter=options.inter * 1e9,
-        inter_latency=options.latency * 1e-6,
-        noise=options.noise / 100,
         input_rate=options.input,
     )
 
 
-def read_work(path: Path, case: str | None, bucket_mb: float) -> tuple[Work, str]:
-    """The step that a report of tools.bench measured, and a line that names it."""
+def read_work(path: Path) -> tuple[MeasuredStep, str]:
+    """The fastest step that a report of tools.bench measured, and a line that names it."""
     report = read_report(path)
     alone = {name: rate for name, rate in rates(report).items() if rate.ranks == 1 and rate.training}
     if not alone:
         raise DataError(f"{path}: a forecast begins with images/s of training on one GPU; this report has none")
-    chosen = case or max(alone, key=lambda name: alone[name].images_per_sec)
-    if chosen not in alone:
-        raise ConfigError(f"--case {chosen}: the report has {', '.join(alone)}")
+    chosen = max(alone, key=lambda name: alone[name].images_per_sec)
     try:
         config = Config.model_validate(alone[chosen].config)
     except ValidationError as error:
@@ -136,10 +129,10 @@ def read_work(path: Path, case: str | None, bucket_mb: float) -> tuple[Work, str
         found = f"the configuration of {chosen} does not fit this version: {problem}"
         raise DataError(f"{path}: {found}; measure it again") from None
     rate, batch = alone[chosen].images_per_sec, config.batch_size
-    buckets = make_buckets(layer_costs(config), int(bucket_mb * 2**20))
+    buckets = make_buckets(layer_costs(config))
     device = report.environment.get("device", "one device")
     described = f"measured: {chosen}, {rate:,.0f} images/s with batch {batch} on {device} ({path})"
-    return Work(batch / rate, batch, buckets), described
+    return MeasuredStep(batch / rate, batch, buckets), described
 
 
 def layer_costs(config: Config | str) -> list[tuple[int, float]]:
@@ -179,13 +172,13 @@ def layer_costs(config: Config | str) -> list[tuple[int, float]]:
     return [(BYTES * size, costs.get(module, 0.0)) for module, size in sizes if size]
 
 
-def forecast_row(work: Work, gpus: int, machine: Machine, batch_per_gpu: float | None = None) -> Row:
+def forecast_row(work: MeasuredStep, gpus: int, machine: Cluster, batch_per_gpu: float | None = None) -> ForecastRow:
     """A forecast with its interval."""
     low, high = (predict(work, gpus, end, batch_per_gpu=batch_per_gpu).efficiency for end in extremes(machine))
-    return Row(predict(work, gpus, machine, batch_per_gpu=batch_per_gpu), low, high)
+    return ForecastRow(predict(work, gpus, machine, batch_per_gpu=batch_per_gpu), low, high)
 
 
-def assumptions(work: Work, machine: Machine) -> list[str]:
+def assumptions(work: MeasuredStep, machine: Cluster) -> list[str]:
     """The lines that state what the forecast assumes."""
     gradients = sum(bucket.size for bucket in work.buckets)
     limited = math.isfinite(machine.input_rate)
@@ -205,7 +198,7 @@ def assumptions(work: Work, machine: Machine) -> list[str]:
     ]
 
 
-def table(kind: str, rows: Sequence[Row]) -> list[str]:
+def table(kind: str, rows: Sequence[ForecastRow]) -> list[str]:
     """Lines of a table, one forecast each."""
     held = {"weak": "batch per GPU stays", "strong": "global batch stays"}[kind]
     heading = "  GPUs  batch/GPU     step, ms      images/s  efficiency (interval)        limited by"
@@ -219,18 +212,20 @@ def table(kind: str, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def read_published() -> list[tuple[dict[str, Any], Work, Machine]]:
+@cache
+def read_published() -> list[tuple[dict[str, Any], MeasuredStep, Cluster]]:
     """The published measurements, each with what its forecast may know."""
     return [
         (
             case,
-            Work(case["step_ms"] / 1e3, case["batch"], make_buckets(layer_costs(case["model"]))),
-            replace(Machine(), **case["machine"]),
+            MeasuredStep(case["step_ms"] / 1e3, case["batch"], make_buckets(layer_costs(case["model"]))),
+            replace(Cluster(), **case["machine"]),
         )
         for case in json.loads(PUBLISHED.read_text(encoding="utf-8"))["cases"]
     ]
 
 
+@cache
 def published_cases() -> list[PublishedCase]:
     """Each published measurement with its forecast and the forecast's interval."""
     cases = []
@@ -258,9 +253,9 @@ def published_table(seen: bool) -> str:
     return "\n".join(lines)
 
 
-def plot(path: Path, weak: Sequence[Row], strong: Sequence[Row]) -> None:
+def plot(path: Path, weak: Sequence[ForecastRow], strong: Sequence[ForecastRow]) -> None:
     """Throughput and efficiency against GPUs; `ConfigError` where matplotlib is missing."""
-    from tools.figures import new_figure, save
+    from tools.shared.png_plots import new_figure, save
 
     figure, (left, right) = new_figure(1, 2)
     for name, rows in (("weak", weak), ("strong", strong)):

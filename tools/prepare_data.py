@@ -16,7 +16,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.command_line import at_least_one, new_parser
+from tools.shared.command_line import at_least_one, new_parser
 from utils.errors import exit_in_a_line
 
 DATASETS = ("cifar10", "cifar100")
@@ -42,7 +42,7 @@ def _bring_cifar(name: str, data_path: Path, archive: Path | None) -> int:
 
 
 def _make_shards(arguments: argparse.Namespace) -> int:
-    from tools.make_shards import index_shards, make_shards
+    from tools.shared.make_shards import index_shards, make_shards
 
     folder, source = arguments.shards, arguments.source
     if source is None:

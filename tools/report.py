@@ -3,11 +3,12 @@
     python -m tools.report expts/bs256-amp expts/bs256-amp-nhwc --out report
     python -m tools.report expts results/reference/sc20_curves.json BENCH.json
 
-Takes run folders, folders of runs, TensorBoard event files, published curves and reports of tools.bench. The page
+Takes run folders, folders of runs, published curves and reports of tools.bench. The page
 names what is damaged, empty or still going, and shows the rest. It needs no network; plotly draws the curves.
 """
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -20,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.reports import Report, rates
-from tools.command_line import new_parser
-from tools.history import Found, Run, differences, read, same_but_seed
 from tools.ledger import LABELS, USEFUL, USEFUL_SHARE, find_ledger
-from tools.output import make_folder, printable, write_file
-from tools.report_plots import (
+from tools.shared.command_line import new_parser
+from tools.shared.output import make_folder, printable, write_file
+from tools.shared.page_plots import (
     Plot,
     Style,
     efficiencies,
@@ -37,6 +37,7 @@ from tools.report_plots import (
     style,
     title_of,
 )
+from tools.shared.read_runs import Found, Run, differences, read
 from utils.errors import ConfigError, DataError, exit_in_a_line
 from utils.keys import as_yaml
 
@@ -86,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
     parser = new_parser("report", __doc__, "0 written, 2 bad usage, 3 nothing that could be shown")
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN",
-        help="run folders, folders of runs, event files, files of curves, reports of tools.bench",
+        help="run folders, folders of runs, files of curves, reports of tools.bench",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="default: report")
     return parser
@@ -280,6 +281,15 @@ def _ledgers(runs: Sequence[Run]) -> Section:
     header = ("run", "starts", "wall clock", USEFUL_SHARE, "steps replayed", *LABELS.values())
     note = f"Useful, as in arXiv:2410.21680: {', '.join(LABELS[name] for name in USEFUL)}, of the wall clock."
     return Section("Where the time went", "ledger", header, rows, note if rows else "", plot_ledgers(ledgers))
+
+
+def same_but_seed(runs: list[Run]) -> list[list[Run]]:
+    """Runs grouped by configuration without its seed, in order; runs without a configuration stand alone."""
+    groups: dict[str, list[Run]] = {}
+    for number, run in enumerate(runs):
+        rest = {key: value for key, value in run.config.items() if key != "seed"}
+        groups.setdefault(json.dumps(rest, sort_keys=True) if rest else f"alone {number}", []).append(run)
+    return list(groups.values())
 
 
 def _seeds(runs: Sequence[Run]) -> Section:

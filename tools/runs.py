@@ -7,13 +7,14 @@ python -m tools.runs --ledger expts/bs256
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.command_line import new_parser
-from tools.history import Run, ago, differences, read, read_run_folder
 from tools.ledger import show_ledger
-from tools.output import printable
+from tools.shared.command_line import new_parser
+from tools.shared.output import printable
+from tools.shared.read_runs import Run, differences, read, read_run_folder
 from utils.errors import DataError, exit_in_a_line
 
 
@@ -39,6 +40,15 @@ def parser() -> argparse.ArgumentParser:
     choice.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="two run folders: what differed")
     choice.add_argument("--ledger", type=Path, metavar="RUN", help="a run folder: where its time went, over all starts")
     return parser
+
+
+def ago(moment: float) -> str:
+    """How long ago, in the largest fitting unit."""
+    seconds = max(0.0, time.time() - moment)
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
 
 
 def show_runs(folder: Path) -> list[str]:

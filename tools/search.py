@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.command_line import add_config_arguments, as_settings, new_parser
-from tools.follow import FollowedRun
-from tools.output import make_folder
+from tools.shared.command_line import add_config_arguments, as_settings, new_parser
+from tools.shared.followed_run import FollowedRun
+from tools.shared.output import make_folder
 from utils.config import Config, load_config
 from utils.errors import ConfigError, DataError, ExpectedError, exit_in_a_line
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.command_line import new_parser
+from tools.shared.command_line import new_parser
 from utils.errors import ConfigError, DataError, exit_in_a_line
 from utils.files import partial_folder
 

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.command_line import new_parser
+from tools.shared.command_line import new_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,11 +23,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.attempts import (
+from tools.shared.command_line import add_config_arguments, add_count, new_parser
+from tools.shared.interrupted_runs import (
     KINDS,
     METRICS,
     Attempt,
-    Job,
+    RunCommand,
     add_limits,
     choose_seed,
     compare,
@@ -36,8 +37,7 @@ from tools.attempts import (
     moved_aside,
     send,
 )
-from tools.command_line import add_config_arguments, add_count, new_parser
-from tools.history import read_records
+from tools.shared.read_runs import read_records
 from utils.config import load_config
 from utils.errors import ConfigError, ExpectedError, Stopped, exit_in_a_line
 
@@ -56,7 +56,7 @@ class Kill:
     victim: int | None  # a rank; None: all processes
 
 
-def verify(job: Job, kills: int, number: signal.Signals, seed: int, work: Path) -> list[str]:
+def verify(job: RunCommand, kills: int, number: signal.Signals, seed: int, work: Path) -> list[str]:
     """What differs between the uninterrupted run and the killed ones, which should be nothing."""
     draw = random.Random(seed)
     began = time.monotonic()
@@ -99,7 +99,7 @@ def _draw_kill(draw: random.Random, number: signal.Signals, mean: float, startin
     return Kill(number, moment, delay, draw.uniform(0, 0.003), victim)
 
 
-def _train_through(job: Job, folder: Path, kills: list[Kill]) -> Iterator[str]:
+def _train_through(job: RunCommand, folder: Path, kills: list[Kill]) -> Iterator[str]:
     """Start the run again and again until it is finished; yields where each kill struck."""
     from utils.run.checkpoint import newest_good
 
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         named = f"--work-dir {options.work_dir}: " if options.work_dir else ""
         raise ConfigError(f"{named}{error.strerror}; name a folder that can be written with --work-dir") from None
-    job = Job(train, options.nproc, options.timeout, time.monotonic() + options.total_timeout)
+    job = RunCommand(train, options.nproc, options.timeout, time.monotonic() + options.total_timeout)
     try:
         verdict = "NOT EQUAL"
         differences = verify(job, options.kills, signal.Signals[f"SIG{options.signal}"], seed, work)

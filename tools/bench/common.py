@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from tools.command_line import add_config_arguments, add_count
-from tools.output import check_writable, write_json
+from tools.shared.command_line import add_config_arguments, add_count
+from tools.shared.output import check_writable, write_json
 from utils.config import Config, load_config
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from tools.bench import common
 from tools.bench.training import build_measured, capture_steps
-from tools.command_line import add_count
-from tools.output import print_table
+from tools.shared.command_line import add_count
+from tools.shared.output import print_table
 from utils.data.build import build_loaders, open_dataset
 from utils.distributed.ddp import distribute, wrap_in_ddp
 from utils.distributed.world import World

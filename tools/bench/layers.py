@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from tools.bench import common
 from tools.bench.ceilings import DTYPES, convolution, memory, product
 from tools.bench.training import alone, build_measured, capture_steps
-from tools.output import print_table, say
+from tools.shared.output import print_table, say
 from utils.config import Config
 from utils.data.build import image_side
 from utils.errors import ConfigError

@@ -4,7 +4,7 @@ import argparse
 
 from tools.bench import common
 from tools.bench.ceilings import measure_limits
-from tools.output import print_table
+from tools.shared.output import print_table
 from utils.distributed.world import World
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tools.bench import common
 from tools.bench.training import build_measured, capture_steps
-from tools.command_line import add_count
-from tools.output import print_table
+from tools.shared.command_line import add_count
+from tools.shared.output import print_table
 from utils.config import Config, load_config
 from utils.data.build import Dataset, Loader, build_loaders, open_dataset
 from utils.distributed.world import World

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.record import check_same_config, check_same_environment, read_json, run_seed, show_mean, spread
-from tools.command_line import add_config_arguments, add_count
-from tools.output import make_folder, print_table, write_json
+from tools.shared.command_line import add_config_arguments, add_count
+from tools.shared.output import make_folder, print_table, write_json
 from utils.config import load_config
 from utils.distributed.world import choose_device
 from utils.errors import ConfigError

@@ -19,8 +19,8 @@ from models import build_model
 from tools.bench import common
 from tools.bench.training import Rung, alone, endless, images_per_sec
 from tools.bench.workers import Worker
-from tools.command_line import add_count
-from tools.output import print_table
+from tools.shared.command_line import add_count
+from tools.shared.output import print_table
 from utils.config import Config
 from utils.data.build import build_loaders, image_side, open_dataset
 from utils.errors import ConfigError

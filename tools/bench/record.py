@@ -20,10 +20,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from tools.command_line import add_config_arguments, add_count, as_settings
-from tools.follow import FollowedRun
-from tools.history import read_records
-from tools.output import make_folder, print_table, write_file, write_json
+from tools.shared.command_line import add_config_arguments, add_count, as_settings
+from tools.shared.followed_run import FollowedRun
+from tools.shared.output import make_folder, print_table, write_file, write_json
+from tools.shared.read_runs import read_records
 from utils.config import Config, list_blocks, load_config
 from utils.distributed.world import choose_device
 from utils.errors import ConfigError

@@ -25,8 +25,8 @@ from torch import Tensor
 from tools.bench import common
 from tools.bench.reports import read_report
 from tools.bench.training import build_measured, capture_steps
-from tools.command_line import add_count, read_counts
-from tools.output import print_table, write_json
+from tools.shared.command_line import add_count, read_counts
+from tools.shared.output import print_table, write_json
 from utils.config import Config
 from utils.data.build import Loaders, build_loaders, open_dataset
 from utils.distributed.global_batch import divide_batch

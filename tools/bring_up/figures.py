@@ -1,5 +1,5 @@
-"""What the parts measured, read from what they wrote: one list of figures, each with its spread and its share of the
-ceilings that `limits` measured. No torch."""
+"""What the parts measured, read from what they wrote: one list of figures, each with its spread and, where the bench
+knows it, its share of a measured ceiling. No torch."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.bring_up.ledger import Entry, read_object
 from tools.bring_up.parts import PARTS, passed_tests
-from tools.history import read_run_folder
+from tools.bring_up.progress import PartProgress, read_results
+from tools.shared.read_runs import read_run_folder
 
 GOAL = 0.75
 BATCH_UNITS = {"images_per_sec": "images/s alone", "training_images_per_sec": "images/s feeding a step"}
@@ -42,91 +42,54 @@ class Figure:
         return f"{self.median:,.{digits}f} ({self.low:,.{digits}f}-{self.high:,.{digits}f})"
 
 
-def read_figures(out: Path, parts: Mapping[str, Entry]) -> list[Figure]:
+def read_figures(out: Path, parts: Mapping[str, PartProgress]) -> list[Figure]:
     """All figures of a bring-up's folder, in the order of the parts."""
-    reports = {part.name: read_object(out / "parts" / part.name / "report.json").get("results", {}) for part in PARTS}
-    ceiling = _Ceiling(reports)
     figures: list[Figure] = []
     for part in PARTS:
-        folder, results = out / "parts" / part.name, reports[part.name]
+        folder = out / "parts" / part.name
         if "pytest" in part.command and folder.exists():
             figures += _tests(part.name, folder)
         elif part.epochs and (folder / "run" / "metrics.jsonl").exists():
-            entry = parts.get(part.name)
-            figures += _training(part.name, folder / "run", ceiling, done=entry is not None and entry.state == "done")
-        elif part.name in ("compile", "ladder"):
-            figures += _rungs(part.name, results)
-        elif part.name == "limits":
-            figures += _limits(part.name, results)
-        elif part.name == "layers":
-            figures += _layers(part.name, results)
+            done = part.name in parts and parts[part.name].state == "done"
+            figures += _training(part.name, folder / "run", done=done)
         else:
-            figures += _rates(part.name, results, ceiling)
+            figures += _bench(part.name, read_results(out, part.name))
     return figures
-
-
-def _sample(part: str, name: str, unit: str, sample: Mapping[str, float], **more: Any) -> Figure:
-    return Figure(part, name, sample["median"], sample["min"], sample["max"], unit, **more)
-
-
-class _Ceiling:
-    """The share of the measured arithmetic that training at some images/s is."""
-
-    def __init__(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
-        rungs = [*reports["ladder"].get("rungs", {}).values(), *reports["compile"].get("rungs", {}).values()]
-        # the network is the same in all parts, so that any rung tells what an image costs
-        self.per_image = next((rung["tflops"] / rung["full"]["median"] for rung in rungs if "tflops" in rung), None)
-        limits = reports["limits"] or reports["ladder"].get("limits", {})
-        kinds = re.compile(r"(product|convolution) (bf16|fp16)")
-        half = [value["median"] for name, value in limits.items() if kinds.match(name)]
-        self.half = max(half, default=None)
-
-    def of(self, images_per_sec: float) -> dict[str, Any]:
-        if self.per_image is None or self.half is None:
-            return {}
-        return {"share": images_per_sec * self.per_image / self.half, "of": "half-precision arithmetic"}
 
 
 def _tests(part: str, folder: Path) -> list[Figure]:
     """The tests that passed in any call, and those that failed in the last one."""
     logs = sorted(folder.glob("log-*.txt"), key=lambda path: int(path.stem.removeprefix("log-")))
     last = logs[-1].read_text("utf-8", "replace") if logs else ""
-    counts = {
-        "passed": (len(set(passed_tests(folder))), "higher"),
-        "failed": (len(re.findall(r"^tests/\S+::.* (?:FAILED|ERROR)", last, re.MULTILINE)), "lower"),
-    }
-    return [Figure(part, name, count, count, count, "tests", better) for name, (count, better) in counts.items()]
+    passed, failed = len(set(passed_tests(folder))), len(re.findall(r"^tests/\S+::.* (?:FAILED|ERROR)", last, re.M))
+    return [
+        Figure(part, "passed", passed, passed, passed, "tests"),
+        Figure(part, "failed", failed, failed, failed, "tests", "lower"),
+    ]
 
 
-def _rungs(part: str, results: Mapping[str, Any]) -> Iterator[Figure]:
+def _bench(part: str, results: Mapping[str, Any]) -> Iterator[Figure]:
+    """Of a report of tools.bench: ladders, limits, layers, loaders, peers."""
+
+    def figure(name: str, unit: str, sample: Mapping[str, float], **more: Any) -> Figure:
+        return Figure(part, name, sample["median"], sample["min"], sample["max"], unit, **more)
+
     for name, rung in results.get("rungs", {}).items():
-        share = {"share": rung.get("arithmetic_share"), "of": "arithmetic in its number format"}
-        yield _sample(part, name, "images/s", rung["full"], **share)
-        share = {"share": rung.get("memory_share"), "of": "memory"}
-        yield _sample(part, f"{name}, step alone", "images/s", rung["compute"], **share)
-
-
-def _limits(part: str, results: Mapping[str, Any]) -> Iterator[Figure]:
-    for label, sample in results.items():
-        name, _, unit = label.rpartition(", ")
-        yield _sample(part, name, unit, sample)
-
-
-def _layers(part: str, results: Mapping[str, Any]) -> Iterator[Figure]:
+        arithmetic = {"share": rung.get("arithmetic_share"), "of": "arithmetic in its number format"}
+        yield figure(name, "images/s", rung["full"], **arithmetic)
+        yield figure(f"{name}, step alone", "images/s", rung["compute"], share=rung.get("memory_share"), of="memory")
     for name, layer in results.get("layers", {}).items():
-        yield _sample(part, name, "ms", layer["milliseconds"], better="lower", share=layer["share"], of=layer["bound"])
-
-
-def _rates(part: str, results: Mapping[str, Any], ceiling: _Ceiling) -> Iterator[Figure]:
-    """Loaders and peers."""
+        yield figure(name, "ms", layer["milliseconds"], better="lower", share=layer["share"], of=layer["bound"])
     for name, values in results.items():
-        for quantity, unit in ({"full": "images/s"} | BATCH_UNITS).items():
+        if part == "limits":
+            what, _, unit = name.rpartition(", ")
+            yield figure(what, unit, values)
+        for quantity, unit in ({"full": "images/s"} | BATCH_UNITS).items() if part in ("loaders", "peers") else ():
             if quantity in values:
-                share = {} if quantity == "images_per_sec" else ceiling.of(values[quantity]["median"])
-                yield _sample(part, name, unit, values[quantity], **share)
+                yield figure(name, unit, values[quantity])
 
 
-def _training(part: str, folder: Path, ceiling: _Ceiling, *, done: bool) -> Iterator[Figure]:
+def _training(part: str, folder: Path, *, done: bool) -> Iterator[Figure]:
     run = read_run_folder(folder)
     best, reached, rate = run.best(), run.reached(GOAL), run.last("images_per_sec")
 
@@ -138,4 +101,4 @@ def _training(part: str, folder: Path, ceiling: _Ceiling, *, done: bool) -> Iter
     if reached:
         yield single(f"time to {GOAL:.0%}", reached[1], "s", better="lower")
     if rate:
-        yield single("training", rate, "images/s", **ceiling.of(rate))
+        yield single("training", rate, "images/s")

@@ -7,12 +7,14 @@ Words of a command in braces are filled in when it starts (`words`): {folder} is
 
 import importlib.util
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from utils.errors import ConfigError
 from utils.program import CODE
 
 # Two epochs of four steps of the smallest network: what a rehearsal trains. Its figures measure nothing.
@@ -93,7 +95,7 @@ PARTS = (
 
 
 @dataclass(frozen=True)
-class Setting:
+class CallSettings:
     """What all parts of a call share."""
 
     out: Path
@@ -106,25 +108,21 @@ class Setting:
         return self.out / "parts" / part.name
 
 
-def words(part: Part, setting: Setting) -> list[str]:
+def words(part: Part, call: CallSettings) -> list[str]:
     """The command of a part, for subprocess."""
-    folder = setting.folder(part)
-    chosen = [*(SMALL_SETTINGS if setting.small else ()), *setting.settings]
+    folder = call.folder(part)
+    chosen = [*(SMALL_SETTINGS if call.small else ()), *call.settings]
     expanded = {
         "{settings}": [f"--set={text}" for text in chosen],
-        "{checkpoints}": [f"--set=save_checkpoint={str(setting.checkpoints).lower()}"],
-        "{compile}": [EAGER] if setting.eager_wins else [],
+        "{checkpoints}": [f"--set=save_checkpoint={str(call.checkpoints).lower()}"],
+        "{compile}": [EAGER] if call.eager_wins else [],
         "{tests}": gpu_test_files(CODE / "tests"),
         "{passed}": [f"--deselect={test}" for test in passed_tests(folder)],
     }
     found = [sys.executable]
-    for word in _split(f"{part.command} {part.small if setting.small else ''}"):
+    for word in shlex.split(f"{part.command} {part.small if call.small else ''}"):
         found += expanded.get(word, [word.replace("{folder}", str(folder.resolve()))])
     return found
-
-
-def _split(command: str) -> list[str]:
-    return [quoted or plain for quoted, plain in re.findall(r"'([^']*)'|(\S+)", command)]
 
 
 def gpu_test_files(folder: Path) -> list[str]:
@@ -141,17 +139,13 @@ def passed_tests(folder: Path) -> list[str]:
 
 def absent(needs: Sequence[str], machine: Mapping[str, Any]) -> list[str]:
     """Those of `needs` that this machine lacks."""
-    return [name for name in needs if (not machine.get("cuda") if name == "cuda" else not _installed(name))]
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+    return [name for name in needs if not (machine.get("cuda") if name == "cuda" else importlib.util.find_spec(name))]
 
 
 def select(names: Sequence[str] | None) -> list[Part]:
-    """The parts of these names in the table's order; all of them for None. KeyError with what is unknown."""
-    known = {part.name: part for part in PARTS}
+    """The parts of these names in the table's order; all of them for None. `ConfigError` with what is unknown."""
+    known = [part.name for part in PARTS]
     for name in names or ():
         if name not in known:
-            raise KeyError(name)
+            raise ConfigError(f"there is no part {name}; expected one of: {', '.join(known)}")
     return [part for part in PARTS if names is None or part.name in names]

@@ -1,7 +1,5 @@
-"""What a bring-up's figures are held against: published ones (docs/sources.md), and this project's goals."""
+"""What a bring-up's figures stand beside: published ones (docs/sources.md), and this project's goals."""
 
-import re
-import statistics
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -9,15 +7,16 @@ from tools.bring_up.figures import Figure
 
 
 class Published(NamedTuple):
-    """A figure of docs/sources.md, and the key of ours that it stands beside."""
+    """A published figure or a goal, and the key of ours that stands beside it."""
 
     what: str
-    device: str
+    where: str
     value: float
     key: str
 
 
 SC20 = "1 V100 (SC20 tutorial)"
+GOAL, GOAL_H200 = "goal", "goal for an H200"
 PUBLISHED = (
     Published("float32", SC20, 680, "ladder: bs256, images/s"),
     Published("mixed precision", SC20, 1795, "ladder: bs256-amp, images/s"),
@@ -30,66 +29,44 @@ PUBLISHED = (
     Published("best accuracy, all epochs, %", SC20, 75.87, "bs128-opt-all-epochs: best accuracy, %"),
     Published("large batches without a warm-up, %", "16 V100 (SC20 tutorial)", 71.17, "bs2048-opt: best accuracy, %"),
     Published("and with it, %", "16 V100 (SC20 tutorial)", 75.48, "bs2048-warmup-opt: best accuracy, %"),
+    Published("everything that only a GPU can show", GOAL, 0, "gpu-tests: failed, tests"),
+    Published("each switch trains like float32", GOAL, 0, "switches: failed, tests"),
+    Published("22,000 images/s", GOAL_H200, 22_000, "ladder: fastest, images/s"),
+    Published("75 % within 60 s", GOAL_H200, 60, "record-75: time to 75%, s"),
+    Published("75 % within 30 s", GOAL_H200, 30, "record-75: time to 75%, s"),
+    Published("the tutorial's accuracy, %", GOAL, 75.9, "bs128-opt-all-epochs: best accuracy, %"),
+    Published("a high accuracy, %", GOAL, 80, "accuracy: best accuracy, %"),
+    Published("the highest accuracy, %", GOAL, 85, "accuracy: best accuracy, %"),
 )
-H200 = "H200"  # the device that the goals in seconds and images/s are for
 
 
-class Verdict(NamedTuple):
-    """A goal, what was measured, and whether it is met; None: not measured."""
+class Standing(NamedTuple):
+    """One of our figures beside a published one; `met`: at least as good, None where it is not measured."""
 
-    goal: str
-    here: str
+    what: str
+    where: str
+    there: float
+    here: Figure | None
     met: bool | None
 
     @property
-    def word(self) -> str:
-        return {None: "not measured", True: "yes", False: "NO"}[self.met]
+    def better_by(self) -> str:
+        """As a factor, or in points or numbers where a factor says nothing."""
+        if self.here is None:
+            return "-"
+        if self.here.unit in ("%", "tests"):
+            return f"{self.here.median - self.there:+.2f}"
+        higher = self.here.better == "higher"
+        return f"{self.here.median / self.there if higher else self.there / self.here.median:.2f} x"
 
 
-def verdicts(figures: Mapping[str, Figure], device: str) -> list[Verdict]:
-    """The tests, which hold on any GPU, then the goals in speed and accuracy."""
-    found = [_tests("everything that only a GPU can show", figures, "gpu-tests"),
-             _tests("each switch trains like float32", figures, "switches"), _compile(figures)]  # fmt: skip
-    rungs = {key: figure.median for key, figure in figures.items() if _is_rung(figure)}
-    start, best = rungs.get("ladder: bs256, images/s"), max(rungs.values(), default=None)
-    gain = best / start if best and start else None
-    found.append(_at_least("ladder: 10 x its float32 start", gain, 10, "{:.1f} x"))
-    seeds = [figure for key, figure in figures.items() if re.match(r"record-75(-seed-\d)?: time", key)]
-    seconds = [figure.median for figure in seeds]
-    mean = statistics.mean(seconds) if seconds else None
-    if H200 in device:
-        found.append(_at_least("ladder: 22,000 images/s", best, 22_000, "{:,.0f}"))
-        for wanted in (60, 30):
-            text = f"{{:.1f}} s, mean of {len(seconds)} seed(s)"
-            met = _at_least(f"75 % within {wanted} s", mean, 0, text)
-            found.append(met._replace(met=None if mean is None else mean <= wanted))
-    for name, goal in (("bs128-opt-all-epochs", 75.9), ("accuracy", 80.0), ("accuracy", 85.0)):
-        accuracy = figures.get(f"{name}: best accuracy, %")
-        found.append(_at_least(f"{name}: {goal:g} %", accuracy.median if accuracy else None, goal, "{:.2f} %"))
+def stand_beside(figures: Mapping[str, Figure]) -> list[Standing]:
+    """All published figures and goals."""
+    found = []
+    for what, where, value, key in PUBLISHED:
+        here = figures.get(key)
+        met = None
+        if here is not None:
+            met = here.median >= value if here.better == "higher" else here.median <= value
+        found.append(Standing(what, where, value, here, met))
     return found
-
-
-def _is_rung(figure: Figure) -> bool:
-    return figure.part == "ladder" and figure.unit == "images/s" and "step alone" not in figure.name
-
-
-def _at_least(goal: str, value: float | None, least: float, text: str) -> Verdict:
-    return Verdict(goal, "" if value is None else text.format(value), None if value is None else value >= least)
-
-
-def _tests(goal: str, figures: Mapping[str, Figure], part: str) -> Verdict:
-    passed, failed = (figures.get(f"{part}: {word}, tests") for word in ("passed", "failed"))
-    if passed is None or failed is None:
-        return Verdict(goal, "", None)
-    return Verdict(goal, f"{passed.median:.0f} passed, {failed.median:.0f} failed", failed.median == 0 < passed.median)
-
-
-def _compile(figures: Mapping[str, Figure]) -> Verdict:
-    """Whether compilation wins, under CUDA graphs where these run."""
-    goal = "torch.compile is not slower than eager"
-    for pair in (("eager-graphs", "compiled-graphs"), ("eager", "compiled")):
-        eager, compiled = (figures.get(f"compile: {name}, images/s") for name in pair)
-        if eager and compiled:
-            text = f"{compiled.text()} against {eager.text()} images/s ({pair[1]}, {pair[0]})"
-            return Verdict(goal, text, compiled.median >= eager.median)
-    return Verdict(goal, "", None)

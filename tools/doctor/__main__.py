@@ -19,20 +19,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.command_line import add_config_arguments, minutes, new_parser
-from tools.doctor.compare import (
+from tools.doctor.findings import (
     Document,
+    Finding,
     check_comparable,
     compare_documents,
     compare_with_baseline,
     read_document,
+    render,
+    worst_level,
 )
-from tools.doctor.finding import Finding, render, render_json, worst_level
-from tools.output import check_writable
+from tools.shared.command_line import add_config_arguments, minutes, new_parser
+from tools.shared.output import check_writable
 from utils.config import Config, load_config
 from utils.distributed.launch import find_launch
 from utils.errors import ConfigError, exit_in_a_line
@@ -53,68 +55,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.compare and (options.sweep or options.burn_in):
         raise ConfigError("--compare examines nothing: give --sweep and --burn-in where the documents are made")
     if options.compare:
-        documents = [read_document(path) for path in options.compare]
-        findings = compare_documents(dict(zip(options.compare, documents, strict=True)))
-        if options.html is not None:
-            compared = [finding for finding in findings if finding.check == "comparison"]
-            everything = [finding for document in documents for finding in document.findings]
-            write_page(options.html, documents[0].model_copy(update={"findings": everything + compared}))
-        worst = worst_level(findings)
-        document = render_json(findings, worst, documents[0].device, documents[0].software)
-        print(document if options.json else "\n".join(render(findings, worst)))
-        return int(worst in failing(options))
+        documents = {path: read_document(path) for path in options.compare}
+        findings = compare_documents(documents)
+        document = next(iter(documents.values())).model_copy(update={"findings": findings})
+        compared = [finding for finding in findings if finding.check == "comparison"]
+        return report(options, document, [*(one for each in documents.values() for one in each.findings), *compared])
     if options.sweep and find_launch(os.environ).world_size == 1:
         raise ConfigError("--sweep: one process has nobody to talk to; start the doctor with torchrun or srun")
-    check_writable("--save-baseline", options.save_baseline)
     baseline = None if options.baseline is None else read_document(options.baseline)
     config = load_config(options.yaml_config, options.config, options.set)
     from utils.distributed.ranks import run_ranks
 
     # cuBLAS is deterministic only with it, as fingerprints demand; PyTorch reads it at the first product, for good
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    worst = "ok"
-    started = time.perf_counter()
+    started, failed = time.perf_counter(), 0
 
     def look(world: "World") -> None:
-        nonlocal worst
+        nonlocal failed
         from tools.doctor.machine import software_versions
         from utils.run.environment import describe_environment
 
-        device, software = describe_environment(world.device, world.world_size)["device"], software_versions()
+        device = describe_environment(world.device, world.world_size)["device"]
+        document = Document(worst="ok", device=device, software=software_versions(), findings=[])
         if baseline is not None:  # refused before anything is measured
-            now = Document(worst="ok", device=device, software=software, findings=[])
-            check_comparable(f"this machine and {options.baseline}", now, baseline)
-        seconds = time.perf_counter() - started
-        findings = examine(config, options.run_dir, world, seconds, options.sweep, options.burn_in)
+            check_comparable(f"this machine and {options.baseline}", document, baseline)
+        document.findings = examine(options, config, world, time.perf_counter() - started)
         if baseline is not None:
-            now.findings = findings
-            findings = [*findings, *compare_with_baseline(now, baseline)]
-        worst = worst_level(findings)
-        if world.is_main:
-            document = render_json(findings, worst, device, software)
-            print(document if options.json else "\n".join(render(findings, worst)))
-            if options.save_baseline is not None:
-                write_atomically(options.save_baseline, document.encode())
-            if options.html is not None:
-                write_page(options.html, Document.model_validate_json(document))
+            document.findings += compare_with_baseline(document, baseline)
+        failed = report(options, document, document.findings, say=world.is_main)
 
     # auto where cuda is asked for: what keeps it from use is a finding
     device = "auto" if config.device == "cuda" else config.device
-    status = run_ranks(look, device, config.start_timeout_seconds, config.collective_timeout_seconds)
-    return status or int(worst in failing(options))
+    return run_ranks(look, device, config.start_timeout_seconds, config.collective_timeout_seconds) or failed
 
 
-def write_page(path: Path, document: Document) -> None:
-    """`--html`."""
-    from tools.doctor.page import render_page
+def report(options: argparse.Namespace, document: Document, on_page: Sequence[Finding], *, say: bool = True) -> int:
+    """Print the document, and write the page; returns the exit status."""
+    document.worst = worst_level(document.findings)
+    if say:
+        lines = render(document.findings, document.worst)
+        print(document.model_dump_json(indent=1) if options.json else "\n".join(lines))
+    if say and options.html is not None:
+        from tools.doctor.page import render_page
 
-    write_atomically(path, render_page(document).encode())
-    print(f"page: {path}", file=sys.stderr)
-
-
-def failing(options: argparse.Namespace) -> tuple[str, ...]:
-    """The levels that make the exit status 1."""
-    return ("warn", "fail") if options.strict else ("fail",)
+        page = render_page(document.model_copy(update={"findings": list(on_page)}))
+        write_atomically(options.html, page.encode())
+        print(f"page: {options.html}", file=sys.stderr)
+    return int(document.worst == "fail" or (options.strict and document.worst == "warn"))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -124,23 +111,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-dir", type=Path, default=Path("expts"), metavar="DIR", help="where runs will write")
     parser.add_argument("--nodes", action="store_true", help="look at every node of this Slurm allocation, by srun")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
-    parser.add_argument(
-        "--compare",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="examine nothing, but compare the figures in what --json printed on several nodes",
-    )
-    parser.add_argument(
-        "--sweep",
-        action="store_true",
-        help="measure all-reduce, all-gather, reduce-scatter at all sizes, and all pairs",
-    )
-    parser.add_argument(
-        "--burn-in", type=minutes, metavar="MINUTES", help="train for so long, and watch rate, bits, heat and faults"
-    )
-    parser.add_argument("--save-baseline", type=Path, metavar="FILE", help="keep this examination's figures")
-    parser.add_argument("--baseline", type=Path, metavar="FILE", help="fail for what is 15 %% slower than it was then")
+    help_text = "examine nothing, but compare the figures in what --json printed on several nodes"
+    parser.add_argument("--compare", nargs="+", type=Path, metavar="FILE", help=help_text)
+    help_text = "measure all-reduce, all-gather, reduce-scatter at all sizes, and all pairs"
+    parser.add_argument("--sweep", action="store_true", help=help_text)
+    help_text = "train for so long, and watch rate, bits, heat and faults"
+    parser.add_argument("--burn-in", type=minutes, metavar="MINUTES", help=help_text)
+    help_text = "what --json printed when it was well: fail for what is 15 %% slower than it was then"
+    parser.add_argument("--baseline", type=Path, metavar="FILE", help=help_text)
     parser.add_argument("--html", type=Path, metavar="FILE", help="also as a page: nodes by checks, in colours")
     parser.add_argument("--strict", action="store_true", help="a warning counts as a failure: exit status 1")
     return parser
@@ -153,42 +131,36 @@ def _on_every_node(arguments: list[str]) -> list[str]:
     return ["srun", "--ntasks-per-node=1", *module_command("doctor"), *rest]
 
 
-def examine(
-    config: Config, run_dir: Path, world: "World", seconds_to_meet: float, sweep: bool, burn_in_minutes: float | None
-) -> list[Finding]:
-    """Collective: all checks of all ranks; `sweep` adds all sizes of all collectives, and every pair of nodes."""
+def examine(options: argparse.Namespace, config: Config, world: "World", seconds_to_meet: float) -> list[Finding]:
+    """Collective: all checks of all ranks; `--sweep` adds all sizes of all collectives, and every pair of nodes."""
     from tools.bench.ceilings import all_reduce
-    from tools.doctor.burn_in import burn_in
-    from tools.doctor.devices import TRIALS, arithmetic, check_rates, device_checks, devices_of_a_rank
-    from tools.doctor.fingerprints import check_device, compare_devices, read_known, train_on
-    from tools.doctor.gpus import gpu_checks
-    from tools.doctor.hardware import hardware_checks
-    from tools.doctor.machine import machine_checks, software_versions
-    from tools.doctor.ranks import check_all_reduce, check_clocks, check_meeting, check_versions, clock_offsets
-    from tools.doctor.sweep import find_expected_rate, sweep_checks
+    from tools.doctor import fingerprints, gpus, hardware, machine, measured
 
     host, first = socket.gethostname(), world.local_rank == 0
-    findings = machine_checks(config, run_dir, world) + hardware_checks() if first else []
+    name = f"rank {world.rank} on {host}"
+    findings = machine.machine_checks(config, options.run_dir, world) + hardware.hardware_checks() if first else []
     alone = world.gather(host).count(host) == 1
-    findings += device_checks(world.device, alone=alone)
-    trained = train_on(devices_of_a_rank(world.device, alone=alone), f"rank {world.rank} on {host}")
-    findings += [check_device(device, read_known()) for device in trained]
-    findings += gpu_checks() if first else []  # while the measurements' heat shows
+    findings += measured.device_checks(world.device, alone=alone)
+    trained = fingerprints.train_on(measured.devices_of_a_rank(world.device, alone=alone), name)
+    findings += [fingerprints.check_device(device, fingerprints.read_known()) for device in trained]
+    findings += gpus.gpu_checks() if first else []  # while the measurements' heat shows
     where = f"{host}, rank {world.rank}" if world.world_size > 1 else host
-    mine = [Finding(**asdict(finding) | {"where": where}) for finding in findings]
-    everything = [finding for part in world.gather(mine) for finding in part]
-    if burn_in_minutes is not None:
-        everything += world.gather(replace(burn_in(config, world, burn_in_minutes), where=where))
+    everything = [finding for part in world.gather([replace(one, where=where) for one in findings]) for finding in part]
+    if options.burn_in is not None:
+        from tools.doctor.burn_in import burn_in
+
+        everything += world.gather(replace(burn_in(config, world, options.burn_in), where=where))
     if len(everywhere := [device for part in world.gather(trained) for device in part]) > 1:
-        everything.append(compare_devices(everywhere))
+        everything.append(fingerprints.compare_devices(everywhere))
     if world.world_size > 1:
-        rates = world.gather((f"rank {world.rank} on {host}", arithmetic(world.device)))
-        everything += check_rates(rates, "slow rank")
-        everything += [check_versions(world.gather((f"rank {world.rank} on {host}", software_versions())))]
-        everything += [check_meeting(seconds_to_meet, world.world_size), check_clocks(clock_offsets(world))]
-        expected = find_expected_rate(world)
-        everything += [check_all_reduce(all_reduce(world.device, TRIALS).median, world, expected)]
-        everything += sweep_checks(world, expected) if sweep else []
+        from tools.doctor.sweep import sweep_checks
+
+        everything += measured.check_rates(world.gather((name, measured.arithmetic(world.device))), "slow rank")
+        everything.append(measured.check_versions(world.gather((name, machine.software_versions()))))
+        everything.append(measured.check_meeting(seconds_to_meet, world.world_size))
+        everything.append(measured.check_clocks(measured.clock_offsets(world)))
+        everything.append(measured.check_all_reduce(all_reduce(world.device, measured.TRIALS).median, world))
+        everything += sweep_checks(world) if options.sweep else []
     return everything
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tools.doctor.finding import Finding
+from tools.doctor.findings import Finding
 
 if TYPE_CHECKING:
     from utils.config import Config
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 ROUND_SECONDS = 5.0  # of training
 DRIFT = 0.1  # of the rate, from the first quarter to the last; what is more is a warning
 WARM_UP_STEPS = 3  # and those that capture a graph
+EXTREMES = (
+    ("gpu_temperature_c", max, "at most {:.0f} °C"),
+    ("gpu_power_w", max, "at most {:.0f} W"),
+    ("gpu_clock_mhz", min, "at least {:.0f} MHz"),
+)
 REMEDY = "look at its heat, clocks and power, and for another process there; python -m tools.doctor tells of its faults"
 
 
@@ -96,11 +101,8 @@ def judge(rounds: Sequence[Round], minutes: float) -> Finding:
 
 def _extremes(rounds: Sequence[Round]) -> list[str]:
     """The hottest, hungriest and slowest round, as far as sensors tell."""
-    wanted = {"gpu_temperature_c": (max, "at most {:.0f} °C"), "gpu_power_w": (max, "at most {:.0f} W"),
-              "gpu_clock_mhz": (min, "at least {:.0f} MHz")}  # fmt: skip
     found = []
-    for name, (choose, text) in wanted.items():
-        values = [one.sensors[name] for one in rounds if name in one.sensors]
-        if values:
+    for name, choose, text in EXTREMES:
+        if values := [one.sensors[name] for one in rounds if name in one.sensors]:
             found.append(text.format(choose(values)))
     return found

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.doctor.finding import Finding
+from tools.doctor.findings import Finding
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ REMEDY = "leave the device out, and look whether it does so again: python -m too
 
 
 @dataclass(frozen=True)
-class Trained:
+class DeviceFingerprints:
     """What one device came to."""
 
     where: str
@@ -34,9 +34,9 @@ class Trained:
     fingerprints: list[str]  # of each repetition
 
 
-def train_on(devices: Sequence["torch.device"], host: str) -> list[Trained]:
+def train_on(devices: Sequence["torch.device"], host: str) -> list[DeviceFingerprints]:
     """Trains on each of these devices of `host`."""
-    return [Trained(f"{device} of {host}", describe(device), repeat(device, SECONDS)) for device in devices]
+    return [DeviceFingerprints(f"{device} of {host}", describe(device), repeat(device, SECONDS)) for device in devices]
 
 
 def read_known(path: Path = KNOWN) -> dict[str, str]:
@@ -109,7 +109,7 @@ def train_fixed_network(device: "torch.device") -> str:
     return f"{int(total) % 2**64:016x}"
 
 
-def check_device(trained: Trained, known: Mapping[str, str]) -> Finding:
+def check_device(trained: DeviceFingerprints, known: Mapping[str, str]) -> Finding:
     """One device against itself, and against what is `known` of its kind."""
     found, kind = trained.fingerprints, trained.kind
     usual, count = Counter(found).most_common(1)[0]
@@ -123,7 +123,7 @@ def check_device(trained: Trained, known: Mapping[str, str]) -> Finding:
     return Finding("fingerprint", "ok", f"{told}: {usual}, {beside}")
 
 
-def compare_devices(devices: Sequence[Trained]) -> Finding:
+def compare_devices(devices: Sequence[DeviceFingerprints]) -> Finding:
     """All devices of one kind must come to the same: names those that do not come to what most do."""
     odd = []
     for kind in dict.fromkeys(trained.kind for trained in devices):

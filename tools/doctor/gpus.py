@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tools.doctor.finding import LEVELS, Finding
+from tools.doctor.findings import LEVELS, Finding
 
 # NVML's reasons for a clock below its maximum that no program asked for (nvml.h, nvmlClocksEventReasons)
 SLOWING = {0x4: "power limit", 0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat, by the hardware",

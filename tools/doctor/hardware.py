@@ -6,11 +6,11 @@ last start of the machine or of the driver. Every check takes the folder or text
 
 import os
 import re
-from collections.abc import Iterable
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from tools.doctor.finding import Finding
+from tools.doctor.findings import Finding, judge, read_text
 
 CPUS, NODES = Path("/sys/devices/system/cpu"), Path("/sys/devices/system/node")
 MEMORY_CONTROLLERS = Path("/sys/devices/system/edac/mc")
@@ -42,16 +42,9 @@ def hardware_checks() -> list[Finding]:
     return [*told, Finding("hardware", "ok", f"{NOT_READABLE}: {', '.join(unread)}")] if unread else told
 
 
-def _read(file: Path) -> str | None:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return None
-
-
 def _count(file: Path) -> int:
     """The counter in a file; 0 where it is not there or says nothing."""
-    found = re.match(r"\d+", _read(file) or "")
+    found = re.match(r"\d+", read_text(file) or "")
     return int(found[0]) if found else 0
 
 
@@ -67,20 +60,20 @@ def _unreadable(check: str, where: Path) -> Finding:
 
 def check_governor(cpus: Path) -> Finding:
     """Whether the cores may run at their full clock."""
-    governors: dict[str, int] = {}
+    governors = Counter[str]()
     for cpu in _numbered(cpus, "cpu"):
-        governor = _read(cpu / "cpufreq/scaling_governor")
+        governor = read_text(cpu / "cpufreq/scaling_governor")
         # the drivers intel_pstate and amd-pstate-epp choose the clock themselves, under either governor
-        if governor == "powersave" and (_read(cpu / "cpufreq/scaling_driver") or "").endswith(("pstate", "pstate-epp")):
+        if governor == "powersave" and (read_text(cpu / "cpufreq/scaling_driver") or "").endswith(
+            ("pstate", "pstate-epp")
+        ):
             governor = "powersave of the processor's own"
         if governor:
-            governors[governor] = governors.get(governor, 0) + 1
+            governors[governor] += 1
     if not governors:
         return _unreadable("governor", cpus / "cpu0/cpufreq")
     seen = ", ".join(f"{count} cores {name}" for name, count in sorted(governors.items()))
-    if "powersave" in governors:
-        return Finding("governor", "warn", seen, "cpupower frequency-set -g performance")
-    return Finding("governor", "ok", seen)
+    return judge("governor", seen, "cpupower frequency-set -g performance", warn="powersave" in governors)
 
 
 def check_processor_heat(cpus: Path) -> Finding:
@@ -91,10 +84,10 @@ def check_processor_heat(cpus: Path) -> Finding:
         return _unreadable("processor heat", cpus / "cpu0/thermal_throttle")
     most = max(counters, key=lambda folder: _count(folder / "core_throttle_count"))
     times, packages = (_count(most / f"{name}_throttle_count") for name in ("core", "package"))
+    seen = f"none of {len(counters)} cores was slowed down"
     if times or packages:
         seen = f"{most.parent.name} was slowed down {times} times for heat, its package {packages} times"
-        return Finding("processor heat", "warn", seen, "look at cooling and power of the node")
-    return Finding("processor heat", "ok", f"none of {len(counters)} cores was slowed down")
+    return judge("processor heat", seen, "look at cooling and power of the node", warn=bool(times or packages))
 
 
 def check_memory_errors(controllers: Path) -> Finding:
@@ -119,13 +112,12 @@ def check_numa(nodes: Path) -> Finding:
         return _unreadable("numa", nodes)
     empty = []
     for folder in folders:
-        found = re.search(r"MemTotal:\s+(\d+) kB", _read(folder / "meminfo") or "")
-        if found and not int(found[1]) and _read(folder / "cpulist"):
+        found = re.search(r"MemTotal:\s+(\d+) kB", read_text(folder / "meminfo") or "")
+        if found and not int(found[1]) and read_text(folder / "cpulist"):
             empty.append(folder.name)
-    if empty:
-        remedy = "its cores reach memory through another node: look at the memory modules of that socket"
-        return Finding("numa", "warn", f"{', '.join(empty)}: cores without memory", remedy)
-    return Finding("numa", "ok", f"{len(folders)} node(s)")
+    seen = f"{', '.join(empty)}: cores without memory" if empty else f"{len(folders)} node(s)"
+    remedy = "its cores reach memory through another node: look at the memory modules of that socket"
+    return judge("numa", seen, remedy, warn=bool(empty))
 
 
 def check_pcie(devices: Path) -> Finding:
@@ -133,14 +125,14 @@ def check_pcie(devices: Path) -> Finding:
     gpus = [
         device
         for device in sorted(devices.glob("*"))
-        if _read(device / "vendor") == NVIDIA and (_read(device / "class") or "").startswith(DISPLAY_CONTROLLER)
+        if read_text(device / "vendor") == NVIDIA and (read_text(device / "class") or "").startswith(DISPLAY_CONTROLLER)
     ]
     if not gpus:
         return Finding("pcie", "ok", "no NVIDIA GPU on it")
     narrow, slow = [], []
     for gpu in gpus:
         width, most = (_count(gpu / f"{which}_link_width") for which in ("current", "max"))
-        speed, fastest = (_read(gpu / f"{which}_link_speed") for which in ("current", "max"))
+        speed, fastest = (read_text(gpu / f"{which}_link_speed") for which in ("current", "max"))
         if width < most:
             narrow.append(f"{gpu.name}: {width} of {most} lanes")
         elif speed != fastest:
@@ -160,31 +152,19 @@ def check_infiniband(infiniband: Path) -> Finding:
     down, errors, rates = [], [], set()
     for port in ports:
         name = f"{port.parent.parent.name}/{port.name}"
-        state = (_read(port / "state") or "unknown").partition(": ")[2] or "unknown"
+        state = (read_text(port / "state") or "unknown").partition(": ")[2] or "unknown"
         if state != "ACTIVE":
             down.append(f"{name} is {state}")
             continue
-        rates.add(_read(port / "rate") or "unknown rate")
+        rates.add(read_text(port / "rate") or "unknown rate")
         counts = ((error, _count(port / "counters" / error)) for error in PORT_ERRORS)
         if counted := [f"{error} {count}" for error, count in counts if count]:
             errors.append(f"{name}: {', '.join(counted)}")
     up = f"{len(ports) - len(down)} of {len(ports)} ports up at {', '.join(sorted(rates)) or 'no rate'}"
     if down and len(down) == len(ports):
         return Finding("infiniband", "fail", f"{up}: {'; '.join(down)}", "look at cable, switch and subnet manager")
-    if errors or down or len(rates) > 1:
-        remedy = "look at cable and switch of this port; counters begin at 0 after perfquery -R"
-        return Finding("infiniband", "warn", "; ".join([up, *down, *errors]), remedy)
-    return Finding("infiniband", "ok", up)
-
-
-def active_port_rates(infiniband: Path) -> list[float]:
-    """Gb/s of every port that is up."""
-    rates = []
-    for port in infiniband.glob("*/ports/*"):
-        found = re.match(r"([\d.]+) Gb/sec", _read(port / "rate") or "")
-        if found and (_read(port / "state") or "").endswith("ACTIVE"):
-            rates.append(float(found[1]))
-    return rates
+    remedy = "look at cable and switch of this port; counters begin at 0 after perfquery -R"
+    return judge("infiniband", "; ".join([up, *down, *errors]), remedy, warn=bool(errors or down or len(rates) > 1))
 
 
 def read_kernel_log(log: Path) -> str | None:
@@ -215,17 +195,11 @@ def check_kernel_log(text: str | None) -> Finding:
     """NVIDIA's Xid errors, by device."""
     if text is None:
         return _unreadable("gpu faults", KERNEL_LOG)
-    found: dict[tuple[str, int], int] = {}
-    for device, number in XID.findall(text):
-        found[device, int(number)] = found.get((device, int(number)), 0) + 1
+    found = Counter((device, int(number)) for device, number in XID.findall(text))
     if not found:
         return Finding("gpu faults", "ok", "no Xid in the kernel's log")
     seen = "; ".join(f"Xid {number} of {device}, {count} times" for (device, number), count in sorted(found.items()))
-    if _any_of_hardware(number for _, number in found):
+    if not HARDWARE_XIDS.isdisjoint(number for _, number in found):
         remedy = "take the node out and run NVIDIA's field diagnostics; NVIDIA's list of Xid errors names the fault"
         return Finding("gpu faults", "fail", seen, remedy)
     return Finding("gpu faults", "warn", seen, "mostly faults of a program; NVIDIA's list of Xid errors names them")
-
-
-def _any_of_hardware(numbers: Iterable[int]) -> bool:
-    return not HARDWARE_XIDS.isdisjoint(numbers)

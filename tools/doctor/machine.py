@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.doctor.finding import GIGABYTE, Finding
+from tools.doctor.findings import GIGABYTE, Finding, judge, read_text
 from utils.config import Config
 from utils.errors import ConfigError, ExpectedError
 from utils.program import command
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from utils.distributed.world import World
 
 MINIMUM_TORCH = (2, 11)
-BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "SLURM_CPU_BIND_TYPE")
 
 
 def machine_checks(config: Config, run_dir: Path, world: "World") -> list[Finding]:
@@ -50,7 +49,7 @@ def machine_checks(config: Config, run_dir: Path, world: "World") -> list[Findin
         check_disk(run_dir),
         data,
         check_names(names_to_resolve(os.environ)),
-        check_threads(usable_cores(), local_ranks, torch.get_num_threads(), workers, describe_affinity()),
+        check_threads(usable_cores(), local_ranks, torch.get_num_threads(), workers),
     ]
 
 
@@ -96,15 +95,8 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | No
     """Of NVIDIA's driver, from its kernel module; None where its tools are missing."""
     if shutil.which("nvidia-smi") is None:
         return None
-    found = re.search(r"Module.*?\s(\d+\.[\d.]+)", _read_text(file))
+    found = re.search(r"Module.*?\s(\d+\.[\d.]+)", read_text(file) or "")
     return found[1] if found else "of unknown version"
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError:
-        return ""
 
 
 def check_gpu_stack(
@@ -134,15 +126,13 @@ def check_gpu_stack(
 
 def check_memory(meminfo: Path, local_ranks: int) -> Finding:
     """Available memory of the host, for this many ranks."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", _read_text(meminfo), re.MULTILINE)
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", read_text(meminfo) or "", re.MULTILINE)
     if found is None:
         return Finding("memory", "warn", "how much is available is not known", f"look at {meminfo}")
     available = int(found[1]) * 1024
     seen = f"{available / GIGABYTE:.1f} GB available for {local_ranks} rank(s)"
-    if available < 2 * GIGABYTE * local_ranks:
-        remedy = "2 GB a rank: fewer ranks, fewer num_data_workers, or more memory from the scheduler (--mem)"
-        return Finding("memory", "warn", seen, remedy)
-    return Finding("memory", "ok", seen)
+    remedy = "2 GB a rank: fewer ranks, fewer num_data_workers, or more memory from the scheduler (--mem)"
+    return judge("memory", seen, remedy, warn=available < 2 * GIGABYTE * local_ranks)
 
 
 def check_shared_memory(batch_bytes: int, workers: int) -> Finding:
@@ -174,9 +164,8 @@ def check_disk(folder: Path, needed: int = 2**30) -> Finding:
     except OSError as error:
         return Finding("disk", "fail", f"{there}: cannot be written: {error.strerror}", remedy)
     seen = f"{there}: {free / GIGABYTE:,.0f} GB free, writes {rate / 1e6:,.0f} MB/s"
-    if rate < 50e6:
-        return Finding("disk", "warn", seen, "checkpoints will take seconds: a faster disk, or checkpoint_async")
-    return Finding("disk", "ok", seen)
+    remedy = "checkpoints will take seconds: a faster disk, or checkpoint_async"
+    return judge("disk", seen, remedy, warn=rate < 50e6)
 
 
 def write_rate(folder: Path, size: int = 2**26) -> float:
@@ -229,23 +218,11 @@ def check_names(names: Sequence[str], resolve: Callable[[str], Any] | None = Non
     return Finding("host names", "ok", f"{', '.join(names)} resolve")
 
 
-def describe_affinity() -> str:
-    """The cores that this process may use, and what in its environment binds threads to some of them."""
-    allowed = os.sched_getaffinity(0)
-    starts = sorted(core for core in allowed if core - 1 not in allowed)
-    ends = sorted(core for core in allowed if core + 1 not in allowed)
-    spans = zip(starts, ends, strict=True)
-    cores = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-    return ", ".join([f"cores {cores}", *(f"{name}={os.environ[name]}" for name in BINDING if name in os.environ)])
-
-
-def check_threads(cores: int, local_ranks: int, threads: int, workers: int, affinity: str) -> Finding:
+def check_threads(cores: int, local_ranks: int, threads: int, workers: int) -> Finding:
     """Whether threads and loader workers of all ranks fit the cores that this process may use."""
-    seen = f"{cores} cores for {local_ranks} rank(s) of {threads} thread(s) and {workers} loader worker(s); {affinity}"
+    seen = f"{cores} cores for {local_ranks} rank(s) of {threads} thread(s) and {workers} loader worker(s)"
     if local_ranks * threads > cores:
         remedy = f"OMP_NUM_THREADS={max(1, cores // local_ranks)}: more threads than cores are slower than one"
         return Finding("threads", "warn", seen, remedy)
-    if local_ranks * (workers + 1) > 2 * cores:
-        remedy = "more cores from the scheduler (--cpus-per-task), fewer num_data_workers, or data_loader=device"
-        return Finding("threads", "warn", seen, remedy)
-    return Finding("threads", "ok", seen)
+    remedy = "more cores from the scheduler (--cpus-per-task), fewer num_data_workers, or data_loader=device"
+    return judge("threads", seen, remedy, warn=local_ranks * (workers + 1) > 2 * cores)

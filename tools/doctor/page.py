@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.doctor.compare import Document
-from tools.doctor.finding import Finding, worst_level
+from tools.doctor.findings import Document, Finding, worst_level
 
 PAGE = Path(__file__).with_name("page.html")  # a template of Jinja2, which PyTorch needs too
 TOGETHER = "all together"  # the row of what was found out by all nodes

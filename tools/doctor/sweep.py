@@ -1,13 +1,12 @@
-"""Collectives from 8 bytes to a gigabyte, and every pair of nodes by itself: which link is slower than it should be.
+"""Collectives from 8 bytes to a gigabyte, and every pair of nodes by itself: which link is slower than the others.
 
-Bandwidths are as nccl-tests defines them (doc/PERFORMANCE.md there). The algorithm's: the bytes of the whole result of
-an all-reduce or all-gather, or of the whole input of a reduce-scatter, over the time. The bus's: that times 2(n-1)/n
-for all-reduce and (n-1)/n for the others, n being the ranks, which is what the slowest link carries.
+Bandwidths are those of the bus, as nccl-tests defines them (doc/PERFORMANCE.md there): the bytes of the whole result of
+an all-reduce or all-gather, or of the whole input of a reduce-scatter, over the time, times 2(n-1)/n for all-reduce and
+(n-1)/n for the others, n being the ranks, which is what the slowest link carries.
 """
 
 import math
 import os
-import re
 import socket
 import statistics
 import time
@@ -17,8 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
+from rich.filesize import decimal
 
-from tools.doctor.finding import GIGABYTE, Finding
+from tools.doctor.findings import GIGABYTE, Finding
 
 if TYPE_CHECKING:
     from utils.distributed.world import World
@@ -28,11 +28,6 @@ PAIR_BYTES = 2**25
 TRIALS = 5
 SECONDS = 2.0  # for one size of one collective, after which no larger one is tried
 SLOW_PAIR = 1.5  # times the median of all pairs
-HALF = 0.5  # of what the links' sheet says; what is less is a fault, not a matter of tuning
-
-# GB/s that one GPU sends to others in its node by NVLink: half of the bidirectional figure in NVIDIA's data sheets
-# (V100 300, A100 600, H100 and H200 900, B200 1,800 GB/s). Cards in PCIe slots have other links, or none.
-NVLINK = {"V100": 150.0, "A100": 300.0, "H100": 450.0, "H200": 450.0, "B200": 900.0}
 
 
 class Measured(NamedTuple):
@@ -44,15 +39,11 @@ class Measured(NamedTuple):
     bus_factor: float
 
     @property
-    def algorithm_rate(self) -> float:
-        return self.size / self.seconds / GIGABYTE
-
-    @property
     def bus_rate(self) -> float:
-        return self.algorithm_rate * self.bus_factor
+        return self.size / self.seconds / GIGABYTE * self.bus_factor
 
 
-class Pair(NamedTuple):
+class PairRate(NamedTuple):
     """Two ranks that sent to each other at the same time, while other pairs did; GB/s in one direction."""
 
     first: int
@@ -60,26 +51,14 @@ class Pair(NamedTuple):
     rate: float
 
 
-def sweep_checks(world: "World", expected: tuple[float, str] | None) -> list[Finding]:
+def sweep_checks(world: "World") -> list[Finding]:
     """Collective: all of this module."""
     hosts = world.gather(socket.gethostname())
     one_node = len(set(hosts)) == 1
     names = {rank: f"rank {rank}" if one_node else host for rank, host in enumerate(hosts)}
     # processes that share a host's cores differ by chance
     allowed = SLOW_PAIR if world.device.type == "cuda" or not one_node else math.inf
-    return [*check_sweep(sweep(world), expected), check_pairs(measure_pairs(world), names, allowed)]
-
-
-def find_expected_rate(world: "World") -> tuple[float, str] | None:
-    """Collective: `expected_rate` of these ranks; of the slowest, where nodes differ."""
-    from tools.doctor.hardware import INFINIBAND, active_port_rates
-
-    if world.device.type != "cuda":
-        return None
-    several = len(set(world.gather(socket.gethostname()))) > 1
-    own = expected_rate(torch.cuda.get_device_name(world.device), several, active_port_rates(INFINIBAND))
-    found = world.gather(own)
-    return None if None in found else min(one for one in found if one is not None)
+    return [*check_sweep(sweep(world)), check_pairs(measure_pairs(world), names, allowed)]
 
 
 def sweep(world: "World", sizes: Sequence[int] = SIZES) -> list[Measured]:
@@ -130,7 +109,7 @@ def _time(world: "World", action: Callable[[], object], trials: int = TRIALS) ->
     return statistics.median(max(times) for times in zip(*world.gather(seconds[1:]), strict=True))
 
 
-def measure_pairs(world: "World", size: int = PAIR_BYTES) -> list[Pair]:
+def measure_pairs(world: "World", size: int = PAIR_BYTES) -> list[PairRate]:
     """Collective: every two nodes send to each other, by the first rank of each; on one node every two ranks.
 
     In each round every node has one partner, so that n nodes need n - 1 rounds, and a slow cable shows in its own
@@ -155,7 +134,7 @@ def measure_pairs(world: "World", size: int = PAIR_BYTES) -> list[Pair]:
                     torch.cuda.synchronize(world.device)
             seconds.append(time.perf_counter() - started)
         medians = world.gather(statistics.median(seconds[1:]))
-        found += [Pair(a, b, size / max(medians[a], medians[b]) / GIGABYTE) for a, b in meetings]
+        found += [PairRate(a, b, size / max(medians[a], medians[b]) / GIGABYTE) for a, b in meetings]
     return found
 
 
@@ -171,43 +150,22 @@ def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
     return result
 
 
-def expected_rate(device: str, several_nodes: bool, port_rates: Sequence[float]) -> tuple[float, str] | None:
-    """GB/s that the bus of these ranks should reach by its sheet, and by which; None where there is no figure.
-
-    `port_rates`: of the node's active InfiniBand ports, Gb/s. Between nodes all of a node's ports together are the
-    limit, unless NVLink is less.
-    """
-    in_slot = re.search("pcie|nvl", device, re.IGNORECASE)
-    links = [(rate, f"NVLink of {name}") for name, rate in NVLINK.items() if name in device and not in_slot]
-    link = links[0] if links else None
-    if not several_nodes:
-        return link
-    if not port_rates:
-        return None
-    ports = sum(port_rates) / 8, f"{len(port_rates)} InfiniBand port{'s' if len(port_rates) > 1 else ''} of the node"
-    return min(ports, link) if link else ports
-
-
-def check_sweep(measured: Sequence[Measured], expected: tuple[float, str] | None) -> list[Finding]:
+def check_sweep(measured: Sequence[Measured]) -> list[Finding]:
     """A line for each collective: its best bus bandwidth, and its time for the fewest bytes."""
     findings = []
     for name in dict.fromkeys(one.name for one in measured):
         own = [one for one in measured if one.name == name]
         best = max(own, key=lambda one: one.bus_rate)
-        rates = f"{best.algorithm_rate:.3g} GB/s by algorithm, {best.bus_rate:.3g} GB/s on the bus"
-        shortest = f"{format_bytes(own[0].size)}: {1e6 * own[0].seconds:,.0f} us"
-        seen = f"{name} up to {format_bytes(own[-1].size)}, best {format_bytes(best.size)}: {rates}; {shortest}"
-        figures = {f"{name} of {format_bytes(one.size)}, bus GB/s": one.bus_rate for one in own}
-        level, remedy = "ok", ""
-        if expected is not None and best.bus_rate < HALF * expected[0]:
-            level = "fail"
-            seen += f", less than half of the {expected[0]:g} GB/s of {expected[1]}"
-            remedy = "NCCL_DEBUG=INFO prints which links it took; nvidia-smi topo -m and nvlink -s show which there are"
-        findings.append(Finding("sweep", level, seen, remedy, figures=figures))
+        shortest = f"{decimal(own[0].size)}: {1e6 * own[0].seconds:,.0f} us"
+        most = f"best {decimal(best.size)}: {best.bus_rate:.3g} GB/s on the bus"
+        figures = {f"{name} of {decimal(one.size)}, bus GB/s": one.bus_rate for one in own}
+        findings.append(
+            Finding("sweep", "ok", f"{name} up to {decimal(own[-1].size)}, {most}; {shortest}", figures=figures)
+        )
     return findings
 
 
-def check_pairs(pairs: Sequence[Pair], names: Mapping[int, str], allowed: float = SLOW_PAIR) -> Finding:
+def check_pairs(pairs: Sequence[PairRate], names: Mapping[int, str], allowed: float = SLOW_PAIR) -> Finding:
     """Names the pairs that take more than `allowed` times the median, and the node that all of them have in common.
 
     `names`: of the ranks that met.
@@ -229,12 +187,3 @@ def check_pairs(pairs: Sequence[Pair], names: Mapping[int, str], allowed: float 
     seen += f"; slow: {listed}{more}" + (f"; all with {culprits[0]}" if culprits else "")
     where = culprits[0] if culprits else "these nodes"
     return Finding("pairs", "fail", seen, f"look at the cable, port and switch of {where}", figures=figures)
-
-
-def format_bytes(size: float) -> str:
-    """In the units of networks, powers of 1,000."""
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} GB"

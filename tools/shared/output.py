@@ -1,7 +1,6 @@
 """What the commands write: tables for the terminal, and files that are written whole or not at all."""
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -32,13 +31,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def say(text: str) -> None:
-    """Print, whatever the names in it and the terminal's encoding. That a pipe's reader, such as `head`, wants no more
-    of it is no fault."""
-    try:
-        print(printable(text, sys.stdout.encoding or "utf-8"), flush=True)
-    except BrokenPipeError:
-        with open(os.devnull, "wb") as nowhere:  # takes what Python still has to write, now and at its end
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    """Print, whatever the names in it and the terminal's encoding."""
+    print(printable(text, sys.stdout.encoding or "utf-8"), flush=True)
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:

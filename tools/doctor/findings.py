@@ -1,24 +1,62 @@
-"""Figures of several nodes, or of now and an earlier time, beside each other: which node is slower than the others.
+"""What checks found, how it is shown, and the figures of several nodes, or of now and an earlier time, side by side.
 
 A document is what `python -m tools.doctor --json` prints. No torch.
 """
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tools.doctor.finding import Finding
 from utils.errors import ConfigError
 
-SLOW = 1.15  # times the median of the others, or the baseline: what `check_rates` allows too
+LEVELS = ("ok", "warn", "fail")
+GIGABYTE = 1e9
+SLOW = 1.15  # times the median of the others, or the baseline: what is more is a fault
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was checked, what was found, and the remedy."""
+
+    check: str
+    level: str
+    message: str
+    remedy: str = ""
+    where: str = ""  # host, and rank where it matters
+    figures: dict[str, float] = field(default_factory=dict)  # {what, with its unit: rate}; more is better
+
+
+def judge(
+    check: str,
+    seen: str,
+    remedy: str,
+    *,
+    warn: bool = False,
+    fail: bool = False,
+    figures: dict[str, float] | None = None,
+) -> Finding:
+    """A finding, with its remedy where it warns or fails."""
+    level = "fail" if fail else "warn" if warn else "ok"
+    return Finding(check, level, seen, remedy if warn or fail else "", figures=figures or {})
+
+
+def read_text(file: Path) -> str | None:
+    """What a file of the kernel says; None where it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
 
 
 class Document(BaseModel):
     """All findings of one examination, with what its figures depend on."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")
 
     worst: str
     device: str
@@ -84,14 +122,14 @@ def _over_nodes(name: str, values: Sequence[tuple[str, float]]) -> Finding:
     for row, (where, value) in enumerate(values):
         others = rates[:row] + rates[row + 1 :]
         compared.append(Compared(where, value, statistics.median(others or rates)))
-    return _judge(seen, compared, "the median of the others")
+    return _judge_rates(seen, compared, "the median of the others")
 
 
 def compare_with_baseline(now: Document, baseline: Document) -> list[Finding]:
     """Each figure of this examination beside the baseline's median of it."""
     earlier = {name: statistics.median(value for _, value in values) for name, values in baseline.figures().items()}
     return [
-        _judge(
+        _judge_rates(
             f"{name}: the baseline has {earlier[name]:,.4g}",
             [Compared(where, value, earlier[name]) for where, value in values],
             "the baseline",
@@ -101,13 +139,34 @@ def compare_with_baseline(now: Document, baseline: Document) -> list[Finding]:
     ]
 
 
-def _judge(seen: str, values: Sequence[Compared], beside: str) -> Finding:
+def _judge_rates(seen: str, values: Sequence[Compared], beside: str) -> Finding:
     slow = [
         f"{where} {value:,.4g}, {expected / value:.2f} times slower than {beside}"
         for where, value, expected in values
         if not value * SLOW >= expected  # NaN is no figure to pass with
     ]
-    if slow:
-        remedy = "leave the node out, and look there for another process, heat, a power limit, a link that is down"
-        return Finding("comparison", "fail", f"{seen}; {'; '.join(slow)}", remedy)
-    return Finding("comparison", "ok", seen)
+    remedy = "leave the node out, and look there for another process, heat, a power limit, a link that is down"
+    return judge("comparison", "; ".join([seen, *slow]), remedy, fail=bool(slow))
+
+
+def render(findings: Sequence[Finding], worst: str) -> list[str]:
+    """A line for each finding, its remedy below; what is the same on several nodes is printed once."""
+    merged: dict[tuple[str, str, str, str], list[str]] = {}
+    for finding in findings:
+        merged.setdefault((finding.check, finding.level, finding.message, finding.remedy), []).append(finding.where)
+    several = len({finding.where for finding in findings if finding.where}) > 1
+    lines = []
+    for (check, level, message, remedy), origins in merged.items():
+        named = [where for where in origins if where] if several else []
+        suffix = f"  [{named[0] if len(named) == 1 else f'{len(named)} alike'}]" if named else ""
+        lines.append(f"{level:4}  {check:14} {message}{suffix}")
+        if remedy and level != "ok":
+            lines.append(f"      {'':14} -> {remedy}")
+    counts = {level: sum(key[1] == level for key in merged) for level in LEVELS}
+    lines.append(f"{worst}: " + ", ".join(f"{count} {level}" for level, count in counts.items()))
+    return lines
+
+
+def worst_level(findings: Sequence[Finding]) -> str:
+    """Of all findings."""
+    return max((finding.level for finding in findings), key=LEVELS.index, default="ok")

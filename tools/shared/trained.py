@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.command_line import as_settings
+from tools.shared.command_line import as_settings
 from utils.config import Config, override
 from utils.config.command_line import not_empty, report_error
 from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError

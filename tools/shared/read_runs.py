@@ -1,4 +1,4 @@
-"""Read what runs left behind: run folders, TensorBoard event files, published curves, reports of tools.bench.
+"""Read what runs left behind: run folders, published curves, reports of tools.bench.
 
 What is damaged or missing is named as a problem, and the rest is shown. No torch, so that these commands answer at
 once.
@@ -7,7 +7,6 @@ once.
 import fcntl
 import json
 import math
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +19,8 @@ from typing_extensions import Required, TypedDict  # of pydantic; Python's own l
 
 from tools.bench.reports import Report
 from utils.errors import Stopped
-from utils.run.event_files import read_events
 
 State = Literal["running", "finished", "stopped", "failed", "published", "unknown"]
-CURVES = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
 # what the times of published curves count from
 CLOCKS = {
     "wall_s_since_first_event": "since the first event",
@@ -116,17 +113,10 @@ def read(path: Path) -> Found:
         return Found([read_run_folder(path)], [], [])
     inner = sorted({file.parent for name in ("metrics.jsonl", "config.yaml") for file in path.glob(f"*/{name}")})
     runs = [read_run_folder(folder) for folder in inner]
-    claimed = {folder.resolve() for folder in inner}
-    for folder in sorted({file.parent for file in path.rglob("events.out.tfevents.*")}):
-        if not any(parent in claimed for parent in folder.resolve().parents):
-            runs.append(_read_event_folder(folder, path))
-    runs = [run for run in runs if run.epochs or run.problems or run.state != "unknown"]
-    return Found(runs, [], [] if runs else [f"{path}: holds neither a run nor TensorBoard event files"])
+    return Found(runs, [], [] if runs else [f"{path}: holds no run"])
 
 
 def _read_file(path: Path) -> Found:
-    if path.name.startswith("events.out.tfevents."):
-        return Found([_read_event_folder(path.parent, path.parent)], [], [])
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content, dict) and isinstance(content.get("runs"), dict):
@@ -139,7 +129,7 @@ def _read_file(path: Path) -> Found:
     except ValidationError as error:
         problem = f"its {error.errors()[0]['loc'][0]} is no mapping; skipped"
     except ValueError:
-        problem = "is no JSON; give run folders, event files, curves or reports of tools.bench"
+        problem = "is no JSON; give run folders, curves or reports of tools.bench"
     return Found([], [], [f"{path}: {problem}"])
 
 
@@ -270,60 +260,9 @@ def _published(path: Path, name: str, curves: dict[str, list[float]]) -> Run:
     for number in range(len(curves.get("epoch", []))):
         row = {key: float(values[number]) for key, values in columns.items() if number < len(values)}
         run.epochs.append({"seconds": 0.0} | row)
-    _turn_percent_into_shares(run.epochs)
     if not run.epochs:
         run.problems.append("holds no epochs")
     return run
-
-
-def _turn_percent_into_shares(rows: list[dict[str, float]]) -> None:
-    """Of accuracies that are percent, which they are where one of them is above 1.5."""
-    if max((row.get("acc1/valid", 0.0) for row in rows), default=0.0) > 1.5:
-        for row in rows:
-            row |= {tag: row[tag] / 100 for tag in ("acc1/train", "acc1/valid") if tag in row}
-
-
-# ---- TensorBoard's event files
-
-
-def _read_event_folder(folder: Path, root: Path) -> Run:
-    """The five curves by epoch from the event files of one folder."""
-    shown = folder.parent if folder.name == "tb_logs" else folder
-    name = shown.name if shown == root or root not in shown.parents else str(shown.relative_to(root))
-    run = Run(name, folder, clock="since the first event")
-    points: dict[int, dict[str, tuple[float, float]]] = {}  # epoch -> {curve: (value, when it was written)}
-    first = math.inf  # when the first event was written, before the first epoch
-    files = sorted(folder.glob("events.out.tfevents.*"))
-    for file in files:
-        run.changed = max(run.changed, file.stat().st_mtime)
-        try:
-            for event in read_events(file):
-                first = min(first, event.wall_time)
-                if event.session_log.status == event.session_log.START and event.step > 0:
-                    # what came later is trained again
-                    points = {epoch: values for epoch, values in points.items() if epoch < event.step}
-                for value in event.summary.value:
-                    if value.tag in CURVES:
-                        points.setdefault(event.step, {})[value.tag] = (_scalar(value), event.wall_time)
-        except ValueError as error:
-            run.problems.append(f"{file.name}: {error}; what came before it is shown")
-    for epoch, values in sorted(points.items()):
-        seconds = max(when for _, when in values.values()) - first
-        curves = {tag: value for tag, (value, _) in values.items()}
-        run.epochs.append({"epoch": float(epoch), "seconds": seconds} | curves)
-    _turn_percent_into_shares(run.epochs)
-    if not run.epochs and run.problems:
-        run.problems.append("nothing could be read")
-    return run
-
-
-def _scalar(value: Any) -> float:
-    """A summary's number, in the old and the new way of writing it."""
-    if value.HasField("simple_value"):
-        return float(value.simple_value)
-    from tensorboard.util.tensor_util import make_ndarray
-
-    return float(make_ndarray(value.tensor))
 
 
 # ---- comparing
@@ -335,21 +274,3 @@ def differences(runs: list[Run]) -> dict[str, list[Any]]:
     keys = dict.fromkeys(key for config in known for key in config)
     table = {key: [config.get(key) for config in known] for key in keys}
     return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
-
-
-def same_but_seed(runs: list[Run]) -> list[list[Run]]:
-    """Runs grouped by configuration without its seed, in order; runs without a configuration stand alone."""
-    groups: dict[str, list[Run]] = {}
-    for number, run in enumerate(runs):
-        rest = {key: value for key, value in run.config.items() if key != "seed"}
-        groups.setdefault(json.dumps(rest, sort_keys=True) if rest else f"alone {number}", []).append(run)
-    return list(groups.values())
-
-
-def ago(moment: float) -> str:
-    """How long ago, in the largest fitting unit."""
-    seconds = max(0.0, time.time() - moment)
-    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} seconds"

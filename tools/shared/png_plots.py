@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.output import write_file
+from tools.shared.output import write_file
 from utils.errors import ConfigError
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish

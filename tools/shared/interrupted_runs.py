@@ -1,6 +1,6 @@
 """Starts of train.py that are meant to be interrupted: started, watched and ended, and their outcome compared.
 
-For tools.verify_resume and tools.chaos. Needs Linux's /proc.
+For tools.verify_resume and tests.faults. Needs Linux's /proc.
 """
 
 import argparse
@@ -13,13 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tools.command_line import seconds
-from tools.follow import TRAIN
-from tools.history import read_records
+from tools.shared.command_line import seconds
+from tools.shared.followed_run import TRAIN
+from tools.shared.read_runs import read_records
 from utils.distributed.launch import torchrun_here
 from utils.errors import ExpectedError
 from utils.run.trackers import MEASURED
@@ -42,15 +42,13 @@ class Started(Protocol):
 
 
 @dataclass(frozen=True)
-class Job:
+class RunCommand:
     """How to start the run that is put to the test."""
 
     train_arguments: list[str]
     nproc: int
     timeout: float  # seconds that one start may take before it counts as hanging
     end: float  # of everything, by the monotonic clock
-    program: Path | None = None  # in the place of train.py
-    environment: dict[str, str] = field(default_factory=dict)  # beside this process's own
 
     def command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
         """The command line, the same at every start, and what it needs in its environment."""
@@ -60,7 +58,7 @@ class Job:
             start, environment = torchrun_here(self.nproc, rendezvous)
         else:
             start, environment = [sys.executable], {}
-        return [*start, str(self.program or TRAIN), *self.train_arguments, f"--run-dir={folder}"], environment
+        return [*start, str(TRAIN), *self.train_arguments, f"--run-dir={folder}"], environment
 
     def start(self, folder: Path, environment: Mapping[str, str], output: Path) -> Started:
         """Start the run; all of its processes, orphans too, are known by their standard output."""
@@ -74,13 +72,13 @@ class Job:
 class Attempt:
     """One start of the run, in processes of its own; leaving the `with` block ends every one of them."""
 
-    def __init__(self, job: Job, folder: Path) -> None:
+    def __init__(self, job: RunCommand, folder: Path) -> None:
         self.folder, self.deadline = folder, min(time.monotonic() + job.timeout, job.end)
         self.log = output_of(folder)
         self.status_file = folder.with_name(f"{folder.name}.status")
         self.status_file.unlink(missing_ok=True)
         self.starts_before = read_records(folder / METRICS, "start", "resume")
-        environment = os.environ | job.environment | {"TRAIN_EXIT_STATUS_FILE": str(self.status_file)}
+        environment = os.environ | {"TRAIN_EXIT_STATUS_FILE": str(self.status_file)}
         self.process = job.start(folder, environment, self.log)
 
     def wait_until(self, reached: Callable[[], bool], pause: float = 0.001) -> bool:

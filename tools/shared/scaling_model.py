@@ -13,7 +13,7 @@ FIRST_BUCKET = 2**20  # bytes; DistributedDataParallel's first bucket is small, 
 
 
 @dataclass(frozen=True)
-class Machine:
+class Cluster:
     """What a forecast assumes about a cluster. Bandwidths are what an all-reduce reaches, not the cable's peak."""
 
     gpus_per_node: int = 8
@@ -41,7 +41,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Work:
+class MeasuredStep:
     """A measured step on one GPU."""
 
     step: float  # seconds
@@ -91,7 +91,7 @@ def tree(size: float, members: int, bandwidth: float, latency: float) -> float:
     return 2 * (size / bandwidth + math.ceil(math.log2(members)) * latency) if members > 1 else 0.0
 
 
-def all_reduce(size: float, gpus: int, machine: Machine) -> float:
+def all_reduce(size: float, gpus: int, machine: Cluster) -> float:
     """Seconds to sum `size` bytes over `gpus` GPUs, by the faster of ring and tree between nodes.
 
     Over several nodes: a ring within each (reduce-scatter, all-gather) around an all-reduce between them. The stages
@@ -138,7 +138,7 @@ def expected_maximum(count: int) -> float:
     return step * sum(-math.expm1(count * math.log1p(-tail)) - tail**count for tail in tails)
 
 
-def extremes(machine: Machine) -> tuple[Machine, Machine]:
+def extremes(machine: Cluster) -> tuple[Cluster, Cluster]:
     """The machine with every uncertain input as unfavourable as published measurements have it, and as favourable.
 
     - Bandwidth: half of what is assumed, to the links' peak where 80 % of it is assumed.
@@ -170,7 +170,7 @@ def extremes(machine: Machine) -> tuple[Machine, Machine]:
     return worst, best
 
 
-def predict(work: Work, gpus: int, machine: Machine, *, batch_per_gpu: float | None = None) -> Forecast:
+def predict(work: MeasuredStep, gpus: int, machine: Cluster, *, batch_per_gpu: float | None = None) -> Forecast:
     """One point of a scaling curve: weak (each GPU has `work.batch` images) or with another batch of each GPU."""
     batch = float(work.batch) if batch_per_gpu is None else batch_per_gpu
     alone = max(work.step * batch / work.batch, min(machine.floor, work.step))

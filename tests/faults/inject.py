@@ -1,14 +1,13 @@
-"""Flip single bits on purpose, and see whether the checked steps (`verify_every_steps`) find them. For tests only.
+"""Flip single bits on purpose, and see whether the checked steps (`verify_every_steps`) find them.
 
-    python -m tools.inject --flips 1000 --clean 10000 --json flips.json       # a campaign, on this process's device
-    torchrun --nproc_per_node=4 -m tools.inject --flips 1000 --clean 10000    # the same, over ranks
-    python -m tools.inject --strike weight --step 5 --set verify_every_steps=1     # a run that a flip strikes
+    python -m tests.faults.inject --flips 1000 --clean 10000                     # a campaign, on this process's device
+    torchrun --nproc_per_node=4 -m tests.faults.inject --flips 1000 --clean 10000         # the same, over ranks
+    python -m tests.faults.inject --strike weight --step 5 --set verify_every_steps=1     # a run that a flip strikes
 
 A campaign trains a tiny network with every step checked: first --clean steps without flips, then --flips flips, each in
 a step of its own that is undone. Kinds, ranks, tensors, numbers and bits are drawn from --seed. Whether a flip changed
 its step's result is found out by comparing all of it with that of the same step without the flip, and never by a
-fingerprint. --strike trains the block as train.py does, in a folder of its own, with one flip in it: kinds are weight,
-optimizer, batch, gradient, activation, and at rest between two steps "weight at rest" and "optimizer at rest".
+fingerprint. --strike trains the block as train.py does, in a folder of its own, with one flip in it.
 """
 
 import argparse
@@ -18,24 +17,25 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tools.command_line import add_config_arguments, add_count, as_settings, at_least_one, new_parser
-from tools.follow import TRAIN
-from tools.inject.kinds import KINDS
-from tools.output import check_writable, print_table, say, write_json
+from torch import Tensor
+
+from tests.faults.flip_campaign import Outcome, build_tiny, random_batches, run_campaign
+from tests.faults.flips import KINDS
+from tools.shared.command_line import add_config_arguments, add_count, as_settings, at_least_one, new_parser
+from tools.shared.followed_run import TRAIN
+from tools.shared.output import print_table, say
 from utils.config import Config, load_config
+from utils.distributed.launch import find_launch
+from utils.distributed.ranks import run_ranks
+from utils.distributed.world import World
 from utils.errors import ConfigError, exit_in_a_line
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tools.inject.campaign import Outcome
-    from utils.distributed.world import World
+from utils.training.learner import Learner
+from utils.training.verify import Verifier
 
 EXIT_STATUS = "0 nothing was missed, misnamed or alarmed falsely, 1 something was; with --strike that of training: 5"
 CAMPAIGN = {
- "batch_size": 16, "verify_every_steps": 1, "deterministic": True, "lr_schedule": "constant",
+    "batch_size": 16, "verify_every_steps": 1, "deterministic": True, "lr_schedule": "constant",
     "lr": 0.01, "lr_warmup_epochs": 0, "enable_amp": False, "log_to_screen": False, "log_to_tensorboard": False,
 }  # fmt: skip
 
@@ -44,11 +44,8 @@ CAMPAIGN = {
 def main(argv: Sequence[str] | None = None) -> int:
     """A campaign, or one run; returns the exit status."""
     options = parser().parse_args(argv)
-    if options.strike is None and options.step is not None:
-        raise ConfigError("--step belongs to --strike KIND; a campaign strikes in every step")
-    if options.strike is not None and options.step is None:
-        raise ConfigError("--strike: in which step? name it with --step N")
-    check_writable("--json", options.json)
+    if (options.strike is None) != (options.step is None):
+        raise ConfigError("--strike KIND and --step N belong together; a campaign strikes in every step")
     settings = [] if options.strike else as_settings(CAMPAIGN)
     config = load_config(options.yaml_config, options.config, settings + options.set)
     if options.strike:
@@ -57,11 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return strike(options, config)
     if config.verify_every_steps != 1:
         raise ConfigError(f"verify_every_steps {config.verify_every_steps}: a campaign checks every step; use 1")
-    from utils.distributed.ranks import run_ranks
-
     status = 0
 
-    def act(world: "World") -> None:
+    def act(world: World) -> None:
         nonlocal status
         status = campaign(options, config, world)
 
@@ -75,15 +70,11 @@ def parser() -> argparse.ArgumentParser:
     add_count(parser, "--flips", 1000, "flips of a campaign")
     add_count(parser, "--clean", 1000, "checked steps of a campaign without flips")
     parser.add_argument("--seed", type=int, default=0, help="what is flipped (default: 0)")
-    parser.add_argument(
-        "--run-dir", type=Path, default=Path("expts/inject"), metavar="DIR", help="--strike: the run's folder"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what a campaign came to")
-    parser.add_argument("--strike", choices=KINDS, metavar="KIND", help="train with one flip of this kind")
+    parser.add_argument("--strike", choices=KINDS, metavar="KIND", help=f"train with one flip: {', '.join(KINDS)}")
     parser.add_argument("--step", type=at_least_one, metavar="N", help="--strike: in this step, counted from 1")
     parser.add_argument("--rank", type=int, default=0, metavar="RANK", help="--strike: on this rank (default: 0)")
     parser.add_argument(
-        "--repetition", type=int, choices=(1, 2), default=1, help="--strike: of a checked step (default: 1)"
+        "--run-dir", type=Path, default=Path("expts/inject"), metavar="DIR", help="--strike: the run's folder"
     )
     return parser
 
@@ -91,19 +82,16 @@ def parser() -> argparse.ArgumentParser:
 def strike(options: argparse.Namespace, config: Config) -> int:
     """train.py in this process, as one of the ranks, with one flip in it; returns its exit status."""
     from tools.inject.flips import Flip, Flipper
-    from utils.distributed.launch import find_launch
-    from utils.training.learner import Learner
-    from utils.training.verify import Verifier
 
     launch = find_launch(os.environ)
     rank, ranks = launch.rank, launch.world_size
     if not 0 <= options.rank < ranks:
         raise ConfigError(f"--rank {options.rank}: this run has ranks 0 to {ranks - 1}")
-    flip = Flip(options.strike, options.rank, options.step - 1, str(options.seed), options.repetition)
+    flip = Flip(options.strike, options.rank, options.step - 1, str(options.seed))
     trains: type[Verifier | Learner] = Learner if config.verify_every_steps is None else Verifier
     train_step, flippers = trains.train_step, list[Flipper]()
 
-    def lie_in_wait(trainer: Verifier | Learner, images: "Tensor", labels: "Tensor") -> None:
+    def lie_in_wait(trainer: Verifier | Learner, images: Tensor, labels: Tensor) -> None:
         trains.train_step = train_step  # type: ignore[method-assign]
         learner, verifier = (trainer.learner, trainer) if isinstance(trainer, Verifier) else (trainer, None)
         flippers.append(Flipper(learner, verifier, flip, rank, told=print).__enter__())
@@ -117,28 +105,21 @@ def strike(options: argparse.Namespace, config: Config) -> int:
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else 1
     if status == 0 and not any(flipper.struck for flipper in flippers) and options.rank == flippers[0].rank:
-        raise ConfigError(f"nothing was flipped: --step {options.step} --repetition {options.repetition} never came")
+        raise ConfigError(f"nothing was flipped: --step {options.step} never came")
     return status
 
 
-def campaign(options: argparse.Namespace, config: Config, world: "World") -> int:
+def campaign(options: argparse.Namespace, config: Config, world: World) -> int:
     """Collective: many flips; returns the exit status."""
-    from tools.inject.campaign import build_tiny, random_batches, run_campaign
-    from utils.run.environment import describe_environment
-
     learner, verifier = build_tiny(config, world)
     batches = random_batches(learner, world)
     outcome = run_campaign(learner, verifier, batches, flips=options.flips, clean=options.clean, seed=options.seed)
-    good = not (outcome.missed or outcome.misnamed or outcome.alarms)
     if world.is_main:
         show(outcome, world.world_size)
-        if options.json is not None:
-            environment = describe_environment(world.device, world.world_size)
-            write_json(options.json, {"environment": environment, "config": config.model_dump(), **asdict(outcome)})
-    return int(not good)
+    return int(bool(outcome.missed or outcome.misnamed or outcome.alarms))
 
 
-def show(outcome: "Outcome", ranks: int) -> None:
+def show(outcome: Outcome, ranks: int) -> None:
     """The table by kind of tensor, and the verdict."""
     columns = ("kind of tensor", "flips", "changed the step", "caught", "rank named", "changed nothing", "seen though")
     rows = [(kind, *map(str, asdict(tally).values())) for kind, tally in outcome.flips.items()]

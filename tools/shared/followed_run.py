@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.history import read_records
+from tools.shared.read_runs import read_records
 from utils.config import find_file
 from utils.errors import ExpectedError
 from utils.program import CODE

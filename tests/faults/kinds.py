@@ -6,7 +6,6 @@ validation or the write of a checkpoint.
 """
 
 import errno
-import json
 import multiprocessing
 import os
 import random
@@ -15,17 +14,16 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-VARIABLE = "CHAOS_FAULTS"  # the faults of one start, as JSON, for tools/chaos/victim.py
 STOPPED_SECONDS = 0.5
 LONGEST_DELAY = 0.04  # seconds: some steps
 
 
 @dataclass(frozen=True)
-class Kind:
+class FaultKind:
     """One kind of fault, and what has to follow."""
 
     strike: Callable[[], None]
@@ -33,7 +31,6 @@ class Kind:
     named: str = ""  # what its output must say, as a regular expression; `{rank}` is the rank that it met, `{who}`
     # how messages of several ranks begin
     only_main: bool = False  # of what only the main process does
-    only_torchrun: bool = False  # of what only torchrun has
     before: bool = False  # at the start, which has to have two checkpoints by then; not after a step
     outside: bool = False  # comes at any moment
 
@@ -59,13 +56,6 @@ def _send(*numbers: signal.Signals) -> Callable[[], None]:
             os.kill(os.getpid(), number)
 
     return strike
-
-
-def _kill_torchrun() -> None:
-    """The parent, if it is torchrun: of a rank whose torchrun has gone it is another process."""
-    parent = os.getppid()
-    if b"torch.distributed.run" in Path(f"/proc/{parent}/cmdline").read_bytes():
-        os.kill(parent, signal.SIGKILL)
 
 
 def _kill_worker() -> None:
@@ -126,32 +116,31 @@ def _fail_read() -> None:
 
 
 def _damaged() -> None:
-    """Before the start: tools/chaos/__main__.py does it to the file."""
+    """Before the start: chaos.py does it to the file."""
 
 
-KILLED = (-signal.SIGKILL, 1)  # of the process; of torchrun above it, or of a rank beside it
+KILLED = (-signal.SIGKILL, 1)  # of the process; of a rank beside it
 BOTH = (signal.SIGUSR1, signal.SIGTERM)
 STOP = f"kill -STOP $1; sleep {STOPPED_SECONDS}; kill -CONT $1"
 THROTTLE = "for _ in 1 2 3 4 5 6 7 8 9 10; do kill -STOP $1; sleep 0.05; kill -CONT $1; sleep 0.005; done"
 NO_WRITE = "error: {who}.*cannot be written: "
-KINDS: Mapping[str, Kind] = {
-    "kill of a rank": Kind(_send(signal.SIGKILL), KILLED, r"rank {rank}\b", outside=True),
-    "kill of torchrun": Kind(_kill_torchrun, KILLED, only_torchrun=True, outside=True),
-    "kill of a worker": Kind(_kill_worker, (1,), "error: {who}loader worker .* was killed by SIGKILL"),
-    "USR1": Kind(_send(signal.SIGUSR1), (75,), "stopped on SIGUSR1", outside=True),
-    "TERM": Kind(_send(signal.SIGTERM), (75,), "stopped on SIGTERM", outside=True),
-    "USR1 and TERM": Kind(_send(*BOTH), (75,), "stopped on SIG(USR1|TERM)", outside=True),
-    "storm of signals": Kind(_send(*BOTH * 15), (75,), "stopped on SIG(USR1|TERM)", outside=True),
-    "stopped for a while": Kind(_in_a_shell(STOP), outside=True),
-    "throttled core": Kind(_in_a_shell(THROTTLE), outside=True),
-    "clock set back": Kind(_set_clock_back),
-    "disk full": Kind(_fail_writes(errno.ENOSPC), (1,), f"{NO_WRITE}No space left on device", only_main=True),
-    "disk of logs full": Kind(_fill_disk_of_logs, (1,), f"{NO_WRITE}No space left on device", only_main=True),
-    "disk read-only": Kind(_fail_writes(errno.EROFS), (1,), f"{NO_WRITE}Read-only file system", only_main=True),
-    "write error": Kind(_fail_writes(errno.EIO), (1,), f"{NO_WRITE}Input/output error", only_main=True),
-    "read error": Kind(_fail_read, named="Passed over: .*Input/output error", only_main=True, before=True),
-    "damaged checkpoint": Kind(_damaged, named="Passed over: .*is damaged", only_main=True, before=True),
-    "cut-off checkpoint": Kind(_damaged, named="Passed over: .*is damaged", only_main=True, before=True),
+KINDS: Mapping[str, FaultKind] = {
+    "kill of a rank": FaultKind(_send(signal.SIGKILL), KILLED, r"rank {rank}\b", outside=True),
+    "kill of a worker": FaultKind(_kill_worker, (1,), "error: {who}loader worker .* was killed by SIGKILL"),
+    "USR1": FaultKind(_send(signal.SIGUSR1), (75,), "stopped on SIGUSR1", outside=True),
+    "TERM": FaultKind(_send(signal.SIGTERM), (75,), "stopped on SIGTERM", outside=True),
+    "USR1 and TERM": FaultKind(_send(*BOTH), (75,), "stopped on SIG(USR1|TERM)", outside=True),
+    "storm of signals": FaultKind(_send(*BOTH * 15), (75,), "stopped on SIG(USR1|TERM)", outside=True),
+    "stopped for a while": FaultKind(_in_a_shell(STOP), outside=True),
+    "throttled core": FaultKind(_in_a_shell(THROTTLE), outside=True),
+    "clock set back": FaultKind(_set_clock_back),
+    "disk full": FaultKind(_fail_writes(errno.ENOSPC), (1,), f"{NO_WRITE}No space left on device", only_main=True),
+    "disk of logs full": FaultKind(_fill_disk_of_logs, (1,), f"{NO_WRITE}No space left on device", only_main=True),
+    "disk read-only": FaultKind(_fail_writes(errno.EROFS), (1,), f"{NO_WRITE}Read-only file system", only_main=True),
+    "write error": FaultKind(_fail_writes(errno.EIO), (1,), f"{NO_WRITE}Input/output error", only_main=True),
+    "read error": FaultKind(_fail_read, named="Passed over: .*Input/output error", only_main=True, before=True),
+    "damaged checkpoint": FaultKind(_damaged, named="Passed over: .*is damaged", only_main=True, before=True),
+    "cut-off checkpoint": FaultKind(_damaged, named="Passed over: .*is damaged", only_main=True, before=True),
 }
 
 
@@ -165,28 +154,17 @@ def damage(path: Path, cut: bool) -> None:
     path.write_bytes(content)
 
 
-def draw(seed: int, number: int, steps: int, nproc: int, most: int, torchrun: bool) -> list[list[Fault]]:
+def draw(seed: int, number: int, steps: int, nproc: int, most: int) -> list[list[Fault]]:
     """The faults of run `number`, at most `most`: a list for each start that one of them ends, and one for the last.
 
     `steps` are those of a whole run. No step has two, and none comes before the second checkpoint can be there."""
     source = random.Random(f"{seed}/{number}")
-    names = [name for name, kind in KINDS.items() if torchrun or not kind.only_torchrun]
     starts: list[list[Fault]] = [[]]
     for step in sorted(source.sample(range(5, steps), source.randint(1, most))):
-        allowed = [name for name in names if not KINDS[name].before or (len(starts) > 1 and not starts[-1])]
+        allowed = [name for name in KINDS if not KINDS[name].before or (len(starts) > 1 and not starts[-1])]
         kind = KINDS[name := source.choices(allowed, [3 if KINDS[name].before else 1 for name in allowed])[0]]
         rank, delay = source.randrange(nproc), source.uniform(0, LONGEST_DELAY)
         starts[-1].append(Fault(name, step, 0 if kind.only_main else rank, delay if kind.outside else 0.0))
         if kind.statuses:
             starts.append([])
     return starts
-
-
-def encode(faults: list[Fault]) -> dict[str, str]:
-    """For the environment of a start."""
-    return {VARIABLE: json.dumps([asdict(fault) for fault in faults])}
-
-
-def decode(environment: Mapping[str, str]) -> list[Fault]:
-    """What `encode` wrote."""
-    return [Fault(**fault) for fault in json.loads(environment[VARIABLE])]

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.reports import Rate, Report, rates
-from tools.figures import COLOURS
-from tools.history import Run
 from tools.ledger import LABELS, TimeLedger
+from tools.shared.png_plots import COLOURS
+from tools.shared.read_runs import Run
 
 LOSS_OUTLIER = 1.5  # times the 95th percentile of what is drawn: the first view cuts losses above it off
 EVERY_EPOCH = 12  # up to so many epochs each has its mark on the axis

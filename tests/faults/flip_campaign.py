@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tools.inject.flips import Flip, Flipper
-from tools.inject.kinds import KINDS
-from tools.inject.network import tiny
+from tests.faults.flips import KINDS, Flip, Flipper
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import CorruptionError
@@ -21,11 +19,10 @@ from utils.training.step_state import KeptState, Tensors, gradients, own_tensors
 from utils.training.verify import Verifier
 
 SIDE = 16  # pixels
-PROGRESS = 100  # flips between two lines
 
 
 @dataclass
-class Tally:
+class FlipCounts:
     """Of one kind of tensor."""
 
     flips: int = 0
@@ -40,7 +37,7 @@ class Tally:
 class Outcome:
     """What a campaign came to."""
 
-    flips: dict[str, Tally] = field(default_factory=lambda: {kind: Tally() for kind in KINDS})
+    flips: dict[str, FlipCounts] = field(default_factory=lambda: {kind: FlipCounts() for kind in KINDS})
     missed: list[str] = field(default_factory=list)
     misnamed: list[str] = field(default_factory=list)
     clean_steps: int = 0
@@ -48,9 +45,18 @@ class Outcome:
     seconds: float = 0.0
 
 
+def tiny_network(num_classes: int) -> nn.Module:
+    """Images [N, 3, H, W] of at least 16 pixels -> logits [N, num_classes]: the smallest with a layer of each kind."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=4, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(16, num_classes),
+    )  # fmt: skip
+
+
 def build_tiny(config: Config, world: World) -> tuple[Learner, Verifier]:
     """Collective: what a campaign trains, and what checks its steps."""
-    learner = build_learner(config, lambda keys: tiny(keys.num_classes), world, 1000)
+    learner = build_learner(config, lambda keys: tiny_network(keys.num_classes), world, 1000)
     return learner, Verifier(learner, world)
 
 
@@ -67,19 +73,15 @@ def run_campaign(
     learner: Learner, verifier: Verifier, batches: Iterator[Batch], *, flips: int, clean: int, seed: int
 ) -> Outcome:
     """Collective: `clean` checked steps, then `flips` flips, each in a checked step that is undone."""
-    outcome, started, world = Outcome(), time.perf_counter(), verifier.world
+    outcome, started = Outcome(), time.perf_counter()
     learner.model.train()
-    for number in range(clean):
+    for _ in range(clean):
         train_cleanly(learner, verifier, next(batches), outcome)
-        if world.is_main and (number + 1) % (10 * PROGRESS) == 0:
-            print(f"{number + 1} clean steps, {len(outcome.alarms)} alarms", flush=True)
     for number in range(flips):
         images, labels = next(batches)
-        flip = draw_flip(number, seed, world.world_size, learner.steps)
+        flip = draw_flip(number, seed, verifier.world.world_size, learner.steps)
         flip_once(learner, verifier, flip, (images.clone(), labels.clone()), outcome)
         train_cleanly(learner, verifier, (images, labels), outcome)
-        if world.is_main and (number + 1) % PROGRESS == 0:
-            print(f"{number + 1} flips, {len(outcome.missed)} missed", flush=True)
     outcome.seconds = time.perf_counter() - started
     return outcome
 

@@ -1,19 +1,16 @@
 """Draw faults, let runs meet them, and check that each run ends as an uninterrupted one, and says what happened.
 
-    python -m tools.chaos --faults 300 --seed 1
-    python -m tools.chaos --faults 30 --seed 1 --nproc 2 --only 7
-    python -m tools.chaos --faults 30 --seed 1 --nproc 2 --torchrun
+    python -m tests.faults.chaos --faults 300 --seed 1
+    python -m tests.faults.chaos --faults 30 --seed 1 --nproc 2 --only 7
 
-Each run meets up to eight faults: kills of a rank, of a loader's worker, of torchrun, signals and storms of them, a
-process that is stopped for a while or gets little of its core, a clock set back, disks that are full, read-only or
-broken, a newest checkpoint that is damaged or cannot be read. They strike after drawn steps, so that the same seed and
-number give the same run again (`--only NUMBER`), up to the moment at which a signal arrives. The same command is
+Each run meets up to eight faults: kills of a rank, of a loader's worker, signals and storms of them, a process that is
+stopped for a while or gets little of its core, a clock set back, disks that are full, read-only or broken, a newest
+checkpoint that is damaged or cannot be read. They strike after drawn steps, so that the same seed and number give the
+same run again (`--only NUMBER`), up to the moment at which a signal arrives. The same command is
 started until the run is finished. Then final weights, optimizer, random states and metrics.jsonl must equal the
 uninterrupted run's; every start must have ended with the expected status and have named its fault, in one error
 message at most and with the rank's name; no process, temporary file or lock may be left, and the starts in
 metrics.jsonl must be those that trained.
-
-Ranks are forked from this process, which takes tenths of a second. With --torchrun, torchrun starts them, in seconds.
 """
 
 import argparse
@@ -30,19 +27,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tools.attempts import KINDS as RECORDS
-from tools.attempts import METRICS, Attempt, Job, add_limits, choose_seed, compare, find_processes
-from tools.chaos.faults import KINDS, Fault, damage, draw, encode
-from tools.chaos.forked import ForkedJob
-from tools.command_line import add_count, new_parser
-from tools.history import read_records
-from tools.output import print_table
-from utils.errors import ConfigError, ExpectedError, exit_in_a_line
+from tests.faults.kinds import KINDS, Fault, damage, draw
+from tests.faults.ranks import ForkedRun
+from tools.shared.command_line import add_count, new_parser
+from tools.shared.interrupted_runs import KINDS as RECORDS
+from tools.shared.interrupted_runs import METRICS, Attempt, add_limits, choose_seed, compare, find_processes
+from tools.shared.output import print_table
+from tools.shared.read_runs import read_records
+from utils.errors import ExpectedError, exit_in_a_line
 
-SHARED_MEMORY = "/dev/shm"
-VICTIM = Path(__file__).with_name("victim.py")
-PYTORCHS_OWN = ("torchinductor_", "torchelastic_")  # its cache, and an empty folder of each torchrun: it keeps both
-PYTHONS_OWN = "pymp-"  # of multiprocessing: empty, where a process was killed or had to leave at once
+LIBRARIES_OWN = ("torchinductor_", "pymp-")  # a cache, and sockets of workers that were killed
 EPOCHS, STEPS_PER_EPOCH, MOST_FAULTS = 2, 16, 8
 SETTINGS = {
     "dataset": "shapes", "num_classes": 10, "data_loader": "torchvision", "num_data_workers": 1, "device": "cpu",
@@ -52,22 +46,23 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def campaign(job: Job, seed: int, numbers: Iterator[int], faults: int, work: Path) -> tuple[Counter[str], list[str]]:
+def campaign(
+    job: ForkedRun, seed: int, numbers: Iterator[int], faults: int, work: Path
+) -> tuple[Counter[str], list[str]]:
     """({"KIND: met", "KIND: survived", "KIND: named": how often}, what was not as expected), over runs with at least
     this many faults in all; the runs of the latter are kept in `work`."""
     uninterrupted = work / "uninterrupted"
-    with Attempt(replace(job, environment=job.environment | encode([])), uninterrupted) as attempt:
+    with Attempt(job, uninterrupted) as attempt:
         if (status := attempt.wait()) != 0:
             raise ExpectedError(f"the uninterrupted run failed with status {status}:\n{attempt.last_words()}")
     counts: Counter[str] = Counter()
     problems: list[str] = []
     for number in numbers:
         folder = work / f"run-{number}"
-        steps, torchrun = EPOCHS * STEPS_PER_EPOCH, not isinstance(job, ForkedJob)
         met: list[tuple[Fault, bool]] = []
         wrong: list[str] = []
         try:
-            met, wrong = meet_faults(job, draw(seed, number, steps, job.nproc, MOST_FAULTS, torchrun), folder)
+            met, wrong = meet_faults(job, draw(seed, number, EPOCHS * STEPS_PER_EPOCH, job.nproc, MOST_FAULTS), folder)
         except ExpectedError as error:  # it hangs
             wrong.append(str(error))
         wrong += [f"differs: {difference}" for difference in compare(uninterrupted, folder)] if not wrong else []
@@ -85,7 +80,7 @@ def campaign(job: Job, seed: int, numbers: Iterator[int], faults: int, work: Pat
     return counts, problems
 
 
-def meet_faults(job: Job, starts: list[list[Fault]], folder: Path) -> tuple[list[tuple[Fault, bool]], list[str]]:
+def meet_faults(job: ForkedRun, starts: list[list[Fault]], folder: Path) -> tuple[list[tuple[Fault, bool]], list[str]]:
     """Start the run until it is finished; returns the faults that struck with whether they were named, and what went
     wrong."""
     met: list[tuple[Fault, bool]] = []
@@ -95,7 +90,7 @@ def meet_faults(job: Job, starts: list[list[Fault]], folder: Path) -> tuple[list
         for fault in faults:
             if fault.kind in ("damaged checkpoint", "cut-off checkpoint"):
                 damage(max((folder / "checkpoints").glob("step-*.pt")), cut=fault.kind.startswith("cut"))
-        with Attempt(replace(job, environment=job.environment | encode(faults)), folder) as attempt:
+        with Attempt(replace(job, faults=faults), folder) as attempt:
             status = attempt.wait()
             wait_for_orphans(folder, attempt.deadline)
             trained += attempt.has_begun()
@@ -137,7 +132,7 @@ def judge(struck: list[Fault], status: int, said: str, nproc: int, finished: boo
 
 
 def wait_for_orphans(folder: Path, deadline: float) -> None:
-    """Ranks whose torchrun was killed end by themselves, or train to the end; `ExpectedError` where they hang."""
+    """Workers whose rank was killed end by themselves; `ExpectedError` where they hang."""
     while find_processes(folder):
         if time.monotonic() > deadline:
             raise ExpectedError(f"processes {sorted(find_processes(folder))} of {folder} do not end")
@@ -168,36 +163,25 @@ def show(counts: Counter[str], speaks: Mapping[str, bool]) -> None:
     print_table("", ["fault", "met", "survived", "named right", "unexpected"], rows)
 
 
-def _of_a_library(path: Path) -> bool:
-    """What a program cannot keep its libraries from leaving."""
-    return path.name.startswith(PYTORCHS_OWN) or (path.name.startswith(PYTHONS_OWN) and not any(path.iterdir()))
-
-
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table; returns the exit status."""
     options = parser().parse_args(argv)
-    if options.torchrun and options.nproc == 1:
-        raise ConfigError("--torchrun needs --nproc 2 or more")
     seed = choose_seed(options.seed)
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: threads do not survive a fork
     work = Path(tempfile.mkdtemp(prefix="chaos-", dir=options.work_dir))
     print(f"seed {seed}, in {work}", flush=True)
     train = ["--config=default", *(f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items())]
     end = time.monotonic() + options.total_timeout
-    kind = Job if options.torchrun else ForkedJob
-    shared = set(os.listdir(SHARED_MEMORY))
     numbers = iter(range(1, options.faults + 1) if options.only is None else [options.only])
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:  # not below --work-dir: sockets need a short path
-        job = kind(train, options.nproc, options.timeout, end, VICTIM, {"TMPDIR": temporary})
+        os.environ["TMPDIR"] = tempfile.tempdir = temporary  # what forked ranks inherit
+        job = ForkedRun(train, options.nproc, options.timeout, end)
         counts, problems = campaign(job, seed, numbers, options.faults, work)
-        left = [path for path in Path(temporary).iterdir() if not _of_a_library(path)]
+        left = [path for path in Path(temporary).iterdir() if not path.name.startswith(LIBRARIES_OWN)]
         problems += [f"left behind in TMPDIR: {path.name}" for path in left]
-    if options.alone:
-        problems += [f"left behind in {SHARED_MEMORY}: {name}" for name in {*os.listdir(SHARED_MEMORY)} - shared]
     show(counts, {kind: bool(properties.named) for kind, properties in KINDS.items()})
-    how = f"--nproc {options.nproc}{' --torchrun' if options.torchrun else ''}"
-    repeat = f"python -m tools.chaos --faults {options.faults} {how} --seed {seed}"
+    repeat = f"python -m tests.faults.chaos --faults {options.faults} --nproc {options.nproc} --seed {seed}"
     if problems:
         print("\n".join(problems))
         print(f"verdict: {len(problems)} UNEXPECTED; the runs are in {work}\nrepeat with: {repeat}")
@@ -213,9 +197,7 @@ def parser() -> argparse.ArgumentParser:
     parser = new_parser("chaos", __doc__, statuses)
     add_count(parser, "--faults", 10, "faults in all, at least")
     add_count(parser, "--nproc", 1, "ranks", "K")
-    parser.add_argument("--torchrun", action="store_true", help="let torchrun start them, and kill it, too")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="only the run of this number")
-    parser.add_argument("--alone", action="store_true", help="nothing else uses /dev/shm: check it, too")
     add_limits(parser, 300.0)
     return parser
 

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tools.inject.kinds import AT_REST, IN_MEMORY, IN_PYTHON
 from utils.errors import ConfigError
 from utils.training.learner import Learner
 from utils.training.step import GraphedStep, TrainStep
 from utils.training.step_state import Tensors, shared_tensors
 from utils.training.verify import Verifier
 
+IN_MEMORY = ("weight", "optimizer", "batch")  # change before the step reads them
+IN_PYTHON = ("gradient", "activation")  # change while the step is on its way: not where it is captured or compiled
+AT_REST = ("weight at rest", "optimizer at rest")  # change between two steps
+KINDS = (*IN_MEMORY, *IN_PYTHON, *AT_REST)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 
 

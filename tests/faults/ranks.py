@@ -1,0 +1,120 @@
+"""Ranks with faults in them, forked from this process, which has imported torch: a start takes tenths of a second.
+
+This process must not have run anything of torch on several threads.
+"""
+
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from tests.faults.kinds import KINDS, Fault
+from tools.shared.followed_run import TRAIN
+from tools.shared.interrupted_runs import RunCommand, Started
+
+
+@dataclass(frozen=True)
+class ForkedRun(RunCommand):
+    """A run of `nproc` forked ranks, which meet at rank 0, as under `srun` and `mpirun`."""
+
+    faults: Sequence[Fault] = ()
+
+    def start(self, folder: Path, environment: Mapping[str, str], output: Path) -> Started:
+        """One process a rank."""
+        import utils.data.build
+        import utils.distributed.ranks
+        import utils.run.environment
+        import utils.training.learner  # noqa: F401 - with torch: so that the ranks have them already
+
+        output.write_bytes(b"")
+        fork, processes = multiprocessing.get_context("fork"), []
+        shared = {"WORLD_SIZE": str(self.nproc), "LOCAL_WORLD_SIZE": str(self.nproc), "MASTER_ADDR": "127.0.0.1"}
+        shared |= {"MASTER_PORT": _free_port()}
+        for rank in range(self.nproc):
+            own = {**environment, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            arguments = [str(TRAIN), *self.train_arguments, f"--run-dir={folder}"]
+            mine = [fault for fault in self.faults if fault.rank == rank]
+            processes.append(fork.Process(target=_train, args=(arguments, own, output, mine)))
+            processes[-1].start()
+        return ForkedRanks(processes)
+
+
+@dataclass
+class ForkedRanks:
+    """The processes of one start, as `subprocess.Popen` has one."""
+
+    processes: Sequence[BaseProcess]
+    returncode: int | None = field(default=None, init=False)
+
+    def poll(self) -> int | None:
+        """None until all have ended; then that of a rank that a signal killed, else the first that is not 0."""
+        statuses = [process.exitcode for process in self.processes]
+        if None not in statuses:
+            ended = [status for status in statuses if status is not None]
+            self.returncode = min(ended) if min(ended) < 0 else next(filter(None, ended), 0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, once all have ended; `TimeoutError` after so many seconds."""
+        for process in self.processes:
+            process.join(timeout)
+        if (status := self.poll()) is None:
+            raise TimeoutError(f"the ranks {self.processes} do not end")
+        return status
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def _train(arguments: list[str], environment: Mapping[str, str], output: Path, faults: Sequence[Fault]) -> None:
+    """train.py in this forked process, as the rank that its environment says."""
+    os.setsid()
+    said = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(said, descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    from utils.data import datasets
+
+    datasets.NUM_SHAPES_TRAIN, datasets.NUM_SHAPES_VALID = 200, 100  # to draw all takes a second
+    _arm(faults)
+    sys.argv = arguments
+    runpy.run_path(str(TRAIN), run_name="__main__")
+
+
+def _arm(faults: Sequence[Fault]) -> None:
+    """Let the faults of this rank strike: some at once, the others after their steps."""
+    from utils.training.learner import Learner
+
+    train: Callable[..., None] = Learner.train_step
+
+    def train_and_strike(self: Learner, *batch: object) -> None:
+        train(self, *batch)
+        for fault in faults:
+            if fault.step == self.steps and not KINDS[fault.kind].before:
+                if fault.delay:
+                    timer = threading.Timer(fault.delay, _strike, [fault])
+                    timer.daemon = True
+                    timer.start()
+                else:
+                    _strike(fault)
+
+    Learner.train_step = train_and_strike  # type: ignore[method-assign, assignment]
+    for fault in faults:
+        if KINDS[fault.kind].before:
+            _strike(fault)
+
+
+def _strike(fault: Fault) -> None:
+    """One write for the whole line, which another thread's words may not divide."""
+    os.write(1, f"{fault.mark}\n".encode())
+    KINDS[fault.kind].strike()

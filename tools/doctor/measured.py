@@ -1,0 +1,127 @@
+"""What devices can do, and which is slower than the others; what several ranks show: clocks, all-reduce."""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from tools.doctor.findings import GIGABYTE, SLOW, Finding, judge
+
+if TYPE_CHECKING:
+    import torch
+
+    from utils.distributed.world import World
+
+TRIALS = 3
+SLOW_BUS = 3.0  # GB/s: less than one card of 25 Gb/s reaches
+
+
+def device_checks(own: "torch.device", *, alone: bool) -> list[Finding]:
+    """Ceilings of this rank's own device, or of all that it sees where it is alone on its node."""
+    import torch
+
+    from tools.bench.ceilings import host_to_device, memory
+
+    if own.type != "cuda":
+        rate, copied = arithmetic(own), memory(own, TRIALS).median
+        seen = f"CPU: {1e3 * rate:,.0f} GFLOP/s in float32, memory {copied:.1f} GB/s"
+        return [Finding("ceilings", "ok", seen, figures={"float32 TFLOP/s": rate, "memory GB/s": copied})]
+    findings, rates = [], []
+    for device in devices_of_a_rank(own, alone=alone):
+        free, total = torch.cuda.mem_get_info(device)
+        rate, copied = arithmetic(device), memory(device, TRIALS).median
+        from_host = host_to_device(device, TRIALS).median
+        name = f"{torch.cuda.get_device_name(device)} {device.index}"
+        rates.append((name, rate))
+        seen = (
+            f"{name}: {rate:,.0f} TFLOP/s in bf16, memory {copied:,.0f} GB/s, from the host {from_host:.1f} GB/s, "
+            f"{free / GIGABYTE:.0f} of {total / GIGABYTE:.0f} GB free"
+        )
+        busy = free < 0.8 * total
+        remedy = "another process holds its memory: nvidia-smi shows which"
+        figures = {"bf16 TFLOP/s": rate, "memory GB/s": copied, "from the host GB/s": from_host}
+        findings.append(judge("ceilings", seen, remedy, warn=busy, figures=figures))
+    return findings + [finding for finding in check_rates(rates, "slow device") if finding.level != "ok"]
+
+
+def devices_of_a_rank(own: "torch.device", *, alone: bool) -> list["torch.device"]:
+    """Its own, or all that it sees where it is alone on its node."""
+    import torch
+
+    if own.type != "cuda" or not alone:
+        return [own]
+    return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+
+
+def arithmetic(device: "torch.device") -> float:
+    """TFLOP/s in the number format that training on this device uses; the best of the trials, since others may use the
+    machine for a moment."""
+    import torch
+
+    from tools.bench.ceilings import product
+
+    return max(product(device, torch.bfloat16 if device.type == "cuda" else torch.float32, TRIALS).values)
+
+
+def check_rates(rates: Sequence[tuple[str, float]], check: str) -> list[Finding]:
+    """Names every one that is slower than the median of the others by 15 %: all wait for it. `rates`: (name, per
+    second)."""
+    from utils.training.watch import medians_of_the_others
+
+    others = medians_of_the_others([rate for _, rate in rates]) if len(rates) > 1 else []
+    remedy = "look for another process, heat or a power limit there (nvidia-smi -q -d PERFORMANCE); leave the node out"
+    slow = [
+        Finding(check, "fail", f"{name} takes {other / rate:.2f} times the median of the others", remedy)
+        for (name, rate), other in zip(rates, others, strict=False)
+        if rate * SLOW < other
+    ]
+    return slow or [Finding(check, "ok", f"none of {len(rates)} is 15 % slower than the others")]
+
+
+def check_meeting(seconds: float, world_size: int) -> Finding:
+    """How long the ranks took to find each other, the import of PyTorch included."""
+    seen = f"{world_size} ranks met after {seconds:.1f} s"
+    return judge("rendezvous", seen, "a slow file system under Python?", warn=seconds > 60)
+
+
+def check_versions(versions: Sequence[tuple[str, Mapping[str, str]]]) -> Finding:
+    """Whether all ranks have the same software. `versions`: (where, {name: version}), one for each rank."""
+    differing = []
+    for name in versions[0][1]:
+        groups: dict[str, list[str]] = {}
+        for where, found in versions:
+            groups.setdefault(found[name], []).append(where)
+        if len(groups) > 1:
+            most = max(groups, key=lambda version: len(groups[version]))
+            others = (f"{version} on {wheres[0]}" for version, wheres in groups.items() if version != most)
+            differing.append(f"{name} {most}, but {', '.join(others)}")
+    if differing:
+        return Finding("versions", "fail", "; ".join(differing), "one environment or image for all nodes")
+    return Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in versions[0][1].items()))
+
+
+def clock_offsets(world: "World", rounds: int = 5) -> list[float]:
+    """Collective: seconds by which each rank's clock is ahead of rank 0's; the rounds' median, since leaving a barrier
+    takes a moment that differs."""
+    seen = []
+    for _ in range(rounds):
+        world.barrier()
+        times = world.gather(time.time())
+        seen.append([moment - times[0] for moment in times])
+    return [statistics.median(column) for column in zip(*seen, strict=True)]
+
+
+def check_clocks(offsets: Sequence[float], allowed: float = 1.0) -> Finding:
+    """Whether the clocks agree: logs of several nodes are read together."""
+    worst = max(range(len(offsets)), key=lambda rank: abs(offsets[rank]))
+    seen = f"clocks differ by at most {abs(offsets[worst]):.3f} s (rank {worst})"
+    return judge("clocks", seen, "is chrony or ntpd running on its node?", warn=abs(offsets[worst]) > allowed)
+
+
+def check_all_reduce(rate: float, world: "World") -> Finding:
+    """The bandwidth that gradients get, GB/s."""
+    bus = 2 * (world.world_size - 1) / world.world_size * rate
+    seen = f"100 MB over {world.world_size} ranks: {rate:.2f} GB/s, {bus:.2f} GB/s on the bus"
+    remedy = "NCCL_DEBUG=INFO prints which network it took; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose another"
+    slow = world.device.type == "cuda" and bus < SLOW_BUS
+    return judge("all-reduce", seen, remedy, warn=slow, figures={"GB/s": rate})

@@ -1,1 +1,0 @@
-"""Flipped bits, on purpose: whether a checked step finds them."""
