@@ -326,6 +326,15 @@ def test_unreadable_images_are_named_listed_and_passed_over(
     assert report_unreadable(alone, built, tmp_path) == []  # nothing new
 
 
+def test_the_image_behind_one_that_cannot_be_read_takes_its_place(
+    config: Callable[..., Config], damaged: Path, alone: World
+) -> None:
+    """Behind the last one comes the first."""
+    train = open_dataset(config("imagenet", data_path=str(damaged)), alone).train
+    shown = train.read(np.array([0, 1, 2, 3 * NUM_TRAIN - 1]), None, replace=True).indices
+    assert shown.tolist() == [0, 2, 2, 0]
+
+
 def test_the_list_keeps_what_an_earlier_start_found_and_the_bytes_of_names(
     config: Callable[..., Config], made: Path, alone: World, tmp_path: Path
 ) -> None:
