@@ -106,8 +106,8 @@ PACES = {
 
 
 def stop_in_the_middle(folder: Path, pace: list[tuple[float, float]]) -> int:
-    """Signals to either rank, or both, after several numbers of batches: when they came, when each rank stopped, by a clock that
-    only batches move, and how many messages there were."""
+    """Signals to either rank, or to both, after several numbers of batches: when they came, when each rank stopped, by
+    a clock that only batches move, and how many messages there were."""
 
     def stop_after(world: World, batches: int, asked: int) -> tuple[int, float, int]:
         clock, sent = [0.0], [0]
