@@ -215,6 +215,7 @@ def test_weight_decay_leaves_batchnorm_and_biases_alone(tiny):
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(before)
     modules = dict(model.named_modules())
     for name, value in model.named_parameters():
         decayed = name.endswith("weight") and not isinstance(modules[name.rpartition(".")[0]], nn.BatchNorm2d)
