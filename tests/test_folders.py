@@ -181,6 +181,9 @@ def test_windows_have_the_area_and_aspect_ratio_of_torchvision() -> None:
     others = np.array([RandomResizedCrop.get_params(blank, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(number)])
     # means of draws whose deviations are at most a quarter of the sides
     np.testing.assert_allclose(boxes.mean(0), others.mean(0), atol=6 * 0.25 * width / number**0.5)
+    # as often wide as high, where either fits; the deviation of one is a sixth
+    square = np.array([resized_crop_box(drawn, 1000, 1000)[2:] for drawn in crop])
+    assert abs(np.log(square[:, 1] / square[:, 0]).mean()) < 6 / 6 / number**0.5
     # a window that never fits: the largest central one
     assert resized_crop_box(crop[0], 10, 400) == (0, 193, 10, 13)
 

@@ -101,7 +101,7 @@ def test_checked_steps_train_what_unchecked_ones_do(tiny, alone, changes) -> Non
     checked = some_steps(learner, verifier, 4)
     assert checked.keys() == unchecked.keys()
     assert [name for name in checked if not torch.equal(checked[name], unchecked[name])] == []
-    assert verifier.cost.checks == 4
+    assert verifier.cost.checks == learner.steps == 4
 
 
 def campaign(config: Config, world: World, flips: int) -> Outcome:
