@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -286,6 +287,11 @@ def test_random_states_start_no_cuda_on_a_machine_with_a_gpu(monkeypatch):
     drawn = seeds.random_state()
     assert drawn["cuda"] is None
     seeds.restore_random_state(drawn | {"cuda": torch.zeros(16, dtype=torch.uint8)})
+
+
+def test_every_rank_and_step_draws_from_a_seed_of_its_own():
+    places = [*itertools.product(range(3), repeat=3)]
+    assert len({seeds.seed_of(*place) for place in places}) == len(places)
 
 
 # ---- writing

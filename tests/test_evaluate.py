@@ -210,6 +210,9 @@ def test_calibration_of_the_certain_and_of_the_wrong(alone):
     assert expected_calibration_error(right.collect(alone)) == 0
     assert expected_calibration_error(wrong.collect(alone)) == 1
     assert [part.images for part in right.collect(alone)] == [0] * 14 + [4]
+    border = Calibration(alone.device, num_bins=4)
+    border.add(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64))  # 0.5, the upper end of (0.25, 0.5]
+    assert [part.images for part in border.collect(alone)] == [0, 1, 0, 0]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:

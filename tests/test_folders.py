@@ -189,6 +189,9 @@ def test_windows_have_the_area_and_aspect_ratio_of_torchvision() -> None:
     others = np.array([RandomResizedCrop.get_params(blank, [0.08, 1.0], [3 / 4, 4 / 3]) for _ in range(number)])
     # means of draws whose deviations are at most a quarter of the sides
     np.testing.assert_allclose(boxes.mean(0), others.mean(0), atol=6 * 0.25 * width / number**0.5)
+    # as often wide as high, where either fits; the deviation of one is a sixth
+    square = np.array([resized_crop_box(drawn, 1000, 1000)[2:] for drawn in crop])
+    assert abs(np.log(square[:, 1] / square[:, 0]).mean()) < 6 / 6 / number**0.5
     # a window that never fits: the largest central one
     assert resized_crop_box(crop[0], 10, 400) == (0, 193, 10, 13)
 
@@ -332,6 +335,15 @@ def test_unreadable_images_are_named_listed_and_passed_over(
     names = [row.split("\t")[0] for row in listed.read_text().splitlines()]
     assert names == [str(damaged / name) for name in ("train/ant/1.JPEG", "train/cat/7.JPEG", "val/cat/0.JPEG")]
     assert report_unreadable(alone, built.every(), tmp_path) == []  # nothing new
+
+
+def test_the_image_behind_one_that_cannot_be_read_takes_its_place(
+    config: Callable[..., Config], damaged: Path, alone: World
+) -> None:
+    """Behind the last one comes the first."""
+    train = open_dataset(config("imagenet", data_path=str(damaged)), alone).train
+    shown = train.read(np.array([0, 1, 2, 3 * NUM_TRAIN - 1]), None, replace=True).indices
+    assert shown.tolist() == [0, 2, 2, 0]
 
 
 def test_the_list_keeps_what_an_earlier_start_found_and_the_bytes_of_names(

@@ -33,6 +33,7 @@ from utils.distributed.launch import (
     was_restarted,
 )
 from utils.distributed.ranks import run_ranks
+from utils.distributed.rendezvous import Meeting
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError, Stopped
 from utils.files import FolderHeldError, lock_folder, sign_lock
@@ -61,6 +62,7 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
         ({"WORLD_SIZE": "1"}, Launch()),
         (TORCHRUN, Launch(3, 4, 1, 2, "node1", 1234, "abc", hosts_store=False)),
         (SRUN, Launch(5, 6, 1, 2, "gpu03", 27009, "1001.2")),
+        (SRUN | {"SLURM_STEP_NODELIST": "gpu9"}, Launch(5, 6, 1, 2, "gpu9", 27009, "1001.2")),  # a part of the job
         (OPEN_MPI, Launch(1, 2, 1, 2, "127.0.0.1", 22358, "95158273")),
         (MPICH, Launch(1, 2, 1, 2, "127.0.0.1", 5000, "")),
         (SRUN | TORCHRUN, Launch(3, 4, 1, 2, "node1", 1234, "abc", hosts_store=False)),
@@ -536,6 +538,20 @@ def test_strangers_at_one_port_do_not_meet(tmp_path: Path) -> None:
     ended = Job(tmp_path / "one", add_up, (2,), first).wait()
     assert [(process.status, process.output) for process in ended] == [(0, "3.0 True\n")] * 2
     assert stranger.wait()[0].status != 0
+
+
+def test_a_second_process_of_one_rank_is_told_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has arrived; the meeting is complete without the second."""
+    monkeypatch.setattr(utils.distributed.rendezvous, "ROLL_CALL_SECONDS", 0.1)
+    meeting = Meeting.__new__(Meeting)
+    meeting.launch, meeting.start_timeout = Launch(rank=1, world_size=2), 0.0
+    meeting._deadline, meeting._where, meeting._lobby = time.monotonic(), "host:1", dist.HashStore()
+    meeting._set_name("nobody")
+    meeting._lobby.set("meeting", "now")
+    for key in ("arrived/1", "complete"):
+        dist.PrefixStore("now", meeting._lobby).set(key, "the first")
+    with pytest.raises(ConfigError, match="another process is already rank 1 at host:1"):
+        meeting.assemble()
 
 
 # ---- the launchers themselves

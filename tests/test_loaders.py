@@ -340,6 +340,13 @@ def test_a_window_reaches_every_border() -> None:
     assert places == [(0, 0, 50, 50), (50, 50, 50, 50)]
 
 
+def test_seed_epoch_and_purpose_each_make_other_draws() -> None:
+    """Also where their sum is the same."""
+    places = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2, 0, 0), (1, 1, 0), (0, 2, 0)]
+    drawn = np.stack([uniform(seed, epoch, np.arange(100), stream) for seed, epoch, stream in places])
+    assert len(np.unique(drawn)) == drawn.size
+
+
 def test_draws_are_uniform() -> None:
     """10,000 draws; a chi-squared of k cells stays below k + 5 sqrt(2 k) but for one seed in millions."""
     number = 10_000
@@ -479,6 +486,16 @@ def test_a_full_shared_memory_is_an_error_that_names_the_remedy(
         build("torchvision", num_data_workers=1)
     build("torchvision", num_data_workers=0)
     build("device", num_data_workers=1)
+
+
+def test_each_worker_needs_room_for_all_batches_that_it_prepares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=6 * workers.PREFETCHED, f_frsize=100))
+    workers.check_shared_memory(batch_bytes=200, num_workers=3)
+    with pytest.raises(ConfigError, match="has 0 MB free; 3 data workers"):
+        workers.check_shared_memory(batch_bytes=201, num_workers=3)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="107 bytes are Linux's limit")

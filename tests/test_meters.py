@@ -16,7 +16,7 @@ from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.run.environment import device_name
-from utils.run.meters import Meters, read_peak
+from utils.run.meters import Meters, count_devices, read_peak
 from utils.run.sensors import Gpu, Sensors, find_gpu
 from utils.run.trackers import MEASURED
 from utils.training.flops import flops_per_image, measured_peak, published_peak
@@ -136,6 +136,24 @@ def test_a_run_records_them(tiny: Callable[..., Config], alone: World, tmp_path:
         assert row["model_tflops"] == pytest.approx(row["images_per_sec"] * flops / 1e12)
         assert row["mfu"] == pytest.approx(row["model_tflops"] / 0.5)
     assert len(steps) == 2 and end["joules"] == 2 and end["joules_per_image"] == 2 / (4 * 32)
+
+
+def test_the_share_of_the_peak_is_of_all_devices_and_ranks_of_a_host_share_one(
+    tiny: Callable[..., Config], alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Four(World):
+        def gather(self, value: Any) -> list[Any]:
+            return ["gpu01", "gpu01", "gpu02", "gpu02"]
+
+    cpu, gpu = (Four(0, 0, 4, torch.device(kind)) for kind in ("cpu", "cuda"))
+    assert (count_devices("ddp", cpu), count_devices("ddp", gpu)) == (2, 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert count_devices("dataparallel", gpu) == 8
+    limits = str(report(tmp_path / "limits.json", device_name(alone.device)))
+    meters = Trainer(tiny(limits_report=limits, enable_amp=False), alone, tmp_path).meters
+    one = meters.window(100.0, 0)["mfu"]
+    meters.devices = 2
+    assert meters.window(100.0, 0)["mfu"] == pytest.approx(one / 2)
 
 
 class Looks(nn.Module):

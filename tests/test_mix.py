@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from train import Trainer, main
 from utils.config import Config
 from utils.config.command_line import Arguments
-from utils.data.mix import BatchMix, MixRanges, build_mix, leave_unmixed, symmetric_beta
-from utils.data.sampling import EpochPlan, epoch_order
+from utils.data.mix import STREAM_CUTMIX, BatchMix, MixRanges, build_mix, leave_unmixed, symmetric_beta
+from utils.data.sampling import EpochPlan, epoch_order, uniform
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.training.metrics import MetricSums
@@ -88,6 +88,22 @@ def test_mixing_keeps_the_memory_format_and_its_input(name: str) -> None:
     mixed, _ = BatchMix(RANGES[name], plan(), CLASSES)(batch, labels[indices], 0, 0)
     assert mixed.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(batch, before) and not torch.equal(mixed, before)
+
+
+def test_the_share_of_a_target_is_that_of_the_pixels() -> None:
+    """Of a patch as the image's border cuts it off, whose sides are the square root of its share of the image."""
+    height, width, indices = 20, 40, np.arange(2000)
+    drawn = MixRanges(0, 0, 1.0).draw(9, 0, indices, height, width)
+    top, left, bottom, right = drawn.patch.T
+    np.testing.assert_allclose(drawn.label_share, 1 - (bottom - top) * (right - left) / (height * width), atol=1e-6)
+    sides = np.sqrt(1 - symmetric_beta(uniform(9, 0, indices, STREAM_CUTMIX), 1.0))
+    whole = (top > 0) & (left > 0) & (bottom < height) & (right < width)
+    assert 200 < whole.sum() < 1800 and (np.abs(bottom - top - sides * height)[whole] <= 2).all()
+    assert (np.abs(right - left - sides * width)[whole] <= 2).all()
+    mixup = MixRanges(0, 0.4, 0).draw(9, 0, indices, height, width)
+    assert np.array_equal(mixup.label_share, mixup.share) and not mixup.patch.any()
+    both = MixRanges(0, 0.4, 1.0).draw(9, 0, indices, height, width)
+    assert not ((both.share < 1) & both.patch.any(1)).any() and 900 < (both.share < 1).sum() < 1100
 
 
 def test_shares_follow_the_beta_distribution() -> None:

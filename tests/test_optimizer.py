@@ -94,6 +94,7 @@ def test_cosine_and_linear_equal_pytorch(kind, theirs, options):
         optimizer.step()
         reference.step()
     assert factors(Schedule(kind=kind, warmup_steps=0, total_steps=50), 50) == pytest.approx(expected)
+    assert factors(Schedule(kind=kind, warmup_steps=10, total_steps=60), 60)[10:] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("warmup", "total"), [(10, 40), (2, 5), (7, 9)])

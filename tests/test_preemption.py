@@ -70,8 +70,8 @@ PACES = {
 
 
 def stop_in_the_middle(folder: Path, pace: list[tuple[float, float]]) -> int:
-    """Signals to either rank after several numbers of batches: when they came, when each rank stopped, by a clock that
-    only batches move, and how many messages there were."""
+    """Signals to either rank, or to both, after several numbers of batches: when they came, when each rank stopped, by
+    a clock that only batches move, and how many messages there were."""
 
     def stop_after(world: World, batches: int, asked: int) -> tuple[int, float, int]:
         clock, sent = [0.0], [0]
@@ -93,9 +93,10 @@ def stop_in_the_middle(folder: Path, pace: list[tuple[float, float]]) -> int:
             requests.start_loop()
             for number in itertools.count(1):
                 clock[0] += pace[-1][world.rank]
-                if number == batches and world.rank == asked:
+                if number == batches and (world.rank == asked or batches == 2):
                     signal.raise_signal(signal.SIGTERM)
                 if requests.poll() == "stop":
+                    assert requests.name() == "SIGTERM"
                     return number, clock[0], sent[0]
         raise AssertionError
 

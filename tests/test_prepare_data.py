@@ -219,7 +219,14 @@ def test_command_line_knows_every_dataset() -> None:
     assert sorted(VERSIONS) == list(prepare_data.DATASETS)
 
 
-@pytest.mark.parametrize("arguments", [["--dataset", "mnist", "--data_path", "x"], ["--dataset", "cifar10"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--dataset", "mnist", "--data_path", "x"],
+        ["--dataset", "cifar10"],
+        ["--dataset", "cifar10", "--data_path", "x", "--from", "y", "--num_shards", "2"],
+    ],
+)
 def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         prepare_data.main(arguments)

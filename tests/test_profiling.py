@@ -126,6 +126,20 @@ def test_gpu_work_that_runs_after_the_host_is_done_counts(tmp_path):
     assert "host synchronisations: 0.0 an iteration, 0.0 %" in lines
 
 
+def test_a_gpu_that_is_busy_in_another_stream_is_not_idle(tmp_path):
+    """The short kernel runs and ends while the long one does."""
+    rows = [
+        event("iteration 0", "user_annotation", 0, 1000),
+        event("cudaLaunchKernel", "cuda_runtime", 10, 5, 1),
+        event("cudaLaunchKernel", "cuda_runtime", 20, 5, 2),
+        event("cudaLaunchKernel", "cuda_runtime", 30, 5, 3),
+        event("conv", "kernel", 0, 500, 1, thread=7),
+        event("copy", "kernel", 100, 50, 2, thread=8),
+        event("sgd", "kernel", 600, 400, 3, thread=7),
+    ]
+    assert "the GPU is idle 10.0 % of the time, 1 gaps, the longest 0.10 ms" in describe(tmp_path, rows)
+
+
 def test_one_item_of_a_gpu_is_one_wait(tmp_path):
     rows = [
         event("iteration 0", "user_annotation", 0, 1000),

@@ -11,9 +11,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from models import build_model
 from train import Trainer
+from utils.clock import Clock
 from utils.config import Config
 from utils.errors import CheckpointError
 from utils.run.checkpoint import read_checkpoint
+from utils.run.state import Progress
 from utils.training.classifier import build_classifier
 from utils.training.large_batch import ADAM_BETA2, LAMB_EPSILON, LARS_TRUST_COEFFICIENT
 from utils.training.optimizer import build_optimizer, load_optimizer
@@ -157,6 +159,7 @@ def test_weight_decay_leaves_batchnorm_and_biases_alone(tiny, optimizer, factor)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(before)
     modules = dict(model.named_modules())
     for name, value in model.named_parameters():
         decayed = name.endswith("weight") and not isinstance(modules[name.rpartition(".")[0]], nn.BatchNorm2d)
@@ -380,6 +383,21 @@ def test_run_ends_at_its_target_and_stays_ended(tiny, alone, tmp_path):
     assert "Already finished" in (tmp_path / "train.log").read_text()
     run(tiny(max_epochs=4, stop_at_accuracy=0.999), alone, tmp_path, resume=str(tmp_path))
     assert len(epochs(tmp_path)) == 4
+
+
+def test_an_accuracy_that_equals_the_target_is_enough(tiny, alone, tmp_path):
+    accuracy = run(tiny(max_epochs=1), alone, tmp_path / "one").progress.best["acc1"]
+    run(tiny(max_epochs=3, stop_at_accuracy=accuracy), alone, tmp_path / "three")
+    assert len(epochs(tmp_path / "three")) == 1
+
+
+def test_of_equal_accuracies_the_first_is_the_best():
+    progress = Progress(Clock())
+    seen = []
+    for accuracy in (0.5, 0.5, 0.4, 0.6):
+        seen.append(progress.see_accuracy(accuracy))
+        progress.finish_epoch()
+    assert seen == [True, False, False, True] and progress.best == {"acc1": 0.6, "epoch": 4}
 
 
 # ---- what is refused

@@ -339,6 +339,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another type": (lambda folder: change_index(folder, offset=np.full(24, 1.5)), "offset is an array of float64"),
     "shard missing": (lambda folder: (folder / SHARD).unlink(), f"{SHARD}: cannot be read: No such file"),
     "shard cut off": (lambda folder: os.truncate(folder / SHARD, 9000), f"{SHARD}: 9000 bytes, the index says"),
+    "shard grown": (lambda folder: os.truncate(folder / SHARD, 10**6), f"{SHARD}: 1000000 bytes, the index says"),
     "shard altered": (lambda folder: change_byte(folder / SHARD, 1000), "these bytes are not the indexed ones"),
     "shards swapped": (swap, "these bytes are not the indexed ones"),
 }  # fmt: skip

@@ -108,7 +108,7 @@ def test_checked_steps_train_what_unchecked_ones_do(tiny, alone, changes) -> Non
     checked = some_steps(learner, verifier, 4)
     assert checked.keys() == unchecked.keys()
     assert [name for name in checked if not torch.equal(checked[name], unchecked[name])] == []
-    assert verifier.cost.checks == 4
+    assert verifier.cost.checks == learner.steps == 4
 
 
 def campaign(config: Config, world: World, flips: int) -> Outcome:
@@ -296,3 +296,20 @@ def test_a_distance_that_is_no_number_is_apart(tiny, alone) -> None:
 def test_prints_tell_apart_what_is_missing() -> None:
     one, two = (take_prints({name: torch.ones(2)}, sketched=False) for name in "ab")
     assert set(one.distances(two)) == {"a", "b"}
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_odd_one_of_three_repetitions_is_named(tiny, alone, monkeypatch, number: int) -> None:
+    learner, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=8), alone)
+    train, repetitions = learner.train, itertools.count(1)
+
+    def spoil(images: Tensor, labels: Tensor) -> None:
+        train(images, labels)
+        if next(repetitions) == number:
+            with torch.no_grad():
+                next(learner.model.parameters()).view(-1)[0] += 1
+
+    monkeypatch.setattr(learner, "train", spoil)
+    odd = ("first", "second")[number - 1]
+    with pytest.raises(CorruptionError, match=f"the {odd} of three repetitions is the odd one"):
+        some_steps(learner, verifier, 1)

@@ -1,0 +1,157 @@
+"""Mutation test: each mutant breaks one promise of the code by a small change, and the tests named with it must fail.
+
+    python -m tests.mutants                        # all of them
+    python -m tests.mutants --only seed Slurm      # those whose names contain one of these texts
+    python -m tests.mutants --list
+
+The mutants are in the YAML files of this folder: {changed file: [{name, old, new, tests, k}]}. `name` says what goes
+wrong; `old` must occur exactly once in the file; `tests` are files of tests, `k` is pytest's -k for them. Each mutant
+is tried in a copy of the tracked files, as they are in the working tree. Not a part of CI: it takes most of an hour.
+
+Exit status: 0 all killed; 1 some survived; 2 some could not be tried, since `old` is stale, or no test is selected or
+passes without the mutant.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ruamel.yaml import YAML
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+NO_TESTS = 5  # pytest's exit status
+State = Literal["killed", "survived", "stale", "untested"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One wrong change, and what should notice it."""
+
+    table: str  # the YAML file that it is from
+    file: str
+    name: str
+    old: str
+    new: str
+    tests: str  # files, with spaces between
+    k: str = ""  # empty: all tests of these files
+
+
+def read_mutants(folder: Path) -> list[Mutant]:
+    """Those of all YAML files in `folder`."""
+    return [
+        Mutant(path.stem, file, **fields)
+        for path in sorted(folder.glob("*.yaml"))
+        for file, listed in YAML(typ="safe").load(path).items()
+        for fields in listed
+    ]
+
+
+@contextmanager
+def copied(root: Path) -> Iterator[Path]:
+    """A temporary folder with the tracked files of `root`."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        for name in filter(None, listed.split("\0")):
+            if os.path.lexists(root / name):
+                target = Path(folder, name)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(root / name, target, follow_symlinks=False)
+        yield Path(folder)
+
+
+def run_tests(folder: Path, tests: str, k: str, limit: float) -> int:
+    """pytest's exit status; -1 where it takes longer than `limit` seconds."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests.split()]
+    process = subprocess.Popen(
+        [*command, *(["-k", k] if k else [])],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return -1
+    finally:
+        if process.poll() is None:  # with what it has started
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def find_sound(root: Path, mutants: Sequence[Mutant], limit: float, pool: ThreadPoolExecutor) -> Mapping[str, bool]:
+    """{files of tests: whether what the mutants select of them passes without a mutant}."""
+    selected: dict[str, set[str]] = {}
+    for mutant in mutants:
+        selected.setdefault(mutant.tests, set()).add(mutant.k)
+
+    def passes(tests: str) -> bool:
+        parts = selected[tests]
+        k = "" if "" in parts else " or ".join(f"({part})" for part in sorted(parts))
+        with copied(root) as folder:
+            return run_tests(folder, tests, k, limit * len(parts)) == 0
+
+    return dict(zip(selected, pool.map(passes, selected), strict=True))
+
+
+def try_mutant(root: Path, mutant: Mutant, limit: float) -> State:
+    """What becomes of a mutant whose tests pass without it."""
+    with copied(root) as folder:
+        path = folder / mutant.file
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if text.count(mutant.old) != 1:
+            return "stale"
+        path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+        status = run_tests(folder, mutant.tests, mutant.k, limit)
+    return {0: "survived", NO_TESTS: "untested"}.get(status, "killed")  # type: ignore[return-value]
+
+
+def try_all(root: Path, mutants: Sequence[Mutant], jobs: int, limit: float) -> dict[Mutant, State]:
+    """Every mutant's fate, told as it is known."""
+    with ThreadPoolExecutor(jobs) as pool:
+        sound = find_sound(root, mutants, limit, pool)
+
+        def decide(mutant: Mutant) -> State:
+            state = try_mutant(root, mutant, limit) if sound[mutant.tests] else "untested"
+            print(f"{state:9} {mutant.table}: {mutant.name} ({mutant.file}; {mutant.tests})", flush=True)
+            return state
+
+        return dict(zip(mutants, pool.map(decide, mutants), strict=True))
+
+
+def main(argv: Sequence[str] | None = None, folder: Path = HERE, root: Path = ROOT) -> int:
+    """Prints a line for each mutant and the score; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="mutants whose names contain one of these")
+    parser.add_argument("--list", action="store_true", help="print their names, and leave")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="mutants at a time (default: 2)")
+    parser.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="a longer test is a kill")
+    options = parser.parse_args(argv)
+    mutants = read_mutants(folder)
+    if options.only:
+        mutants = [mutant for mutant in mutants if any(text in mutant.name for text in options.only)]
+    if options.list:
+        print("\n".join(f"{mutant.table}: {mutant.name} ({mutant.file})" for mutant in mutants))
+        return 0
+    fates = try_all(root, mutants, options.jobs, options.limit)
+    for table in sorted({mutant.table for mutant in mutants}):
+        states = Counter(state for mutant, state in fates.items() if mutant.table == table)
+        print(f"{table}: {states['killed']} of {states.total()} killed, " + str(dict(states)))
+    found = set(fates.values())
+    return 2 if found & {"stale", "untested"} else int("survived" in found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

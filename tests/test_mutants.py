@@ -1,0 +1,56 @@
+"""The mutation test tells apart what it is there to tell: killed, survived, stale and untested mutants."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.__main__ import main
+
+TABLE = """\
+sums.py:
+- {name: adds one more, old: return 1 + 1, new: return 1 + 2, tests: check_sums.py, k: right}
+- {name: is never tested, old: return 2 + 2, new: return 2 + 3, tests: check_sums.py, k: right}
+- {name: was changed since, old: return 9, new: return 8, tests: check_sums.py, k: right}
+- {name: has no test, old: return 1 + 1, new: return 1 + 2, tests: check_sums.py, k: nothing}
+- {name: has a test that fails anyway, old: return 1 + 1, new: return 1 + 2, tests: check_wrong.py}
+"""
+FILES = {
+    "sums.py": "def two():\n    return 1 + 1\n\n\ndef four():\n    return 2 + 2\n",
+    "check_sums.py": "import sums\n\n\ndef test_right():\n    assert sums.two() == 2\n",
+    "check_wrong.py": "def test_wrong():\n    assert False\n",
+    "pytest.ini": "[pytest]\npython_files = check_*.py\n",
+}
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A repository of two functions, of which one is tested."""
+    folder = tmp_path / "tree"
+    folder.mkdir()
+    for name, content in FILES.items():
+        (folder / name).write_text(content)
+    for arguments in (["init", "-q"], ["add", "."]):
+        subprocess.run(["git", *arguments], cwd=folder, check=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "only, status, fates",
+    [
+        (["adds one", "never tested"], 1, ["killed", "survived"]),
+        (["adds one", "was changed", "has no test", "fails anyway"], 2, ["killed", "stale", "untested", "untested"]),
+        (["adds one"], 0, ["killed"]),
+    ],
+)
+def test_each_fate_is_told(
+    tree: Path, tmp_path: Path, only: list[str], status: int, fates: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = tmp_path / "tables"
+    tables.mkdir()
+    (tables / "sums.yaml").write_text(TABLE)
+    assert main(["--jobs", "1", "--only", *only], tables, tree) == status
+    *told, score = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in told] == fates
+    assert score.startswith(f"sums: 1 of {len(fates)} killed")
+    assert (tree / "sums.py").read_text() == FILES["sums.py"]
