@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import random
-import re
 import shutil
 import struct
 import subprocess
@@ -66,13 +65,11 @@ def folder(tmp_path, state):
     return tmp_path
 
 
-def test_the_table_names_every_key_and_no_other(tiny, alone, tmp_path):
+def test_a_checkpoint_holds_the_keys_of_the_table_and_no_other(tiny, alone, tmp_path):
     trainer = Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto")
     trainer.train()
-    rows = re.findall(r"^\| ([a-z_, ]+) \|", checkpoint.__doc__, re.MULTILINE)
-    in_table = {key.strip() for row in rows for key in row.split(",")} - {"key"}
     state = read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])
-    assert in_table == checkpoint.KEYS == state.keys()
+    assert state.keys() == checkpoint.KEYS
     assert state["config_digest"] == checkpoint.config_digest(state["config"])
     assert state["config_digest"] != checkpoint.config_digest(state["config"] | {"lr": 0.123})
 

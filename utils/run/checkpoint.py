@@ -1,24 +1,4 @@
-"""Checkpoints: what they hold, atomic writing, checked reading, choosing.
-
-| key | holds |
-|---|---|
-| format | version of this table |
-| config, config_name, config_digest | the resolved configuration, plain values; its block's name; its SHA-256 |
-| data | what it learns from: {"train_images", "steps_per_epoch", "class_names", "shape" (channels, height, width),
-  "mean", "std" (both of pixels in [0, 1]), and of the user's own data a "fingerprint"} |
-| epoch, batch, step | position: finished epochs, batches trained in the next one, optimizer steps in all |
-| model | weights and buffers, keys without `module.` |
-| average | the moving average that is validated: {"module", "updates"}; null where ema_decay is |
-| optimizer, grad_scaler, plateau | their states; the learning rate is a function of step and plateau |
-| logged_sums | the epoch's sums over all ranks at the last log point |
-| best | {"acc1", "epoch"} of the best validation so far |
-| seconds | training time so far, over all interruptions |
-| ranks | of each rank: states of the random generators, sums of the epoch so far (loss, correct, images), and
-  BatchNorm's buffers where they differ between ranks |
-| versions | Python and torch that wrote it |
-
-The loaders have no state beside (epoch, batch): order and augmentation are functions of seed, epoch and sample index.
-`batch` equal to the batches of an epoch means that its validation is still to be done.
+"""Checkpoints: atomic writing, checked reading, choosing. utils/run/table.py says what they hold.
 
 Only tensors and plain values, read with `weights_only=True`. The file is what torch.save writes, with the SHA-256 of
 its content as the comment of the zip archive: PyTorch itself does not notice a flipped bit.

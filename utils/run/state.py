@@ -1,4 +1,4 @@
-"""A run's whole state: gathered from all ranks for a checkpoint, and restored (table in utils/run/checkpoint.py)."""
+"""A run's whole state: gathered from all ranks for a checkpoint, and restored (table in utils/run/table.py)."""
 
 import math
 import platform

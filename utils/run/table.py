@@ -1,7 +1,8 @@
-"""The types of what a checkpoint holds, so that a file is refused whole before anything is done with it.
+"""What a checkpoint holds, with types, so that a file is refused whole before anything is done with it.
 
-The digest shows that a file is what was written, not that this program wrote it. utils/run/checkpoint.py has the table
-in words.
+The digest shows that a file is what was written, not that this program wrote it.
+
+The loaders have no state beside (epoch, batch): order and augmentation are functions of seed, epoch and sample index.
 """
 
 from typing import Annotated, Any, Literal
@@ -33,11 +34,13 @@ class _Part(BaseModel):
 
 
 class _Data(_Part):
+    """What it learns from; the user's own data have a fingerprint too."""
+
     train_images: Count
     steps_per_epoch: Count
     class_names: list[str] | tuple[str, ...]
-    shape: tuple[int, int, int]
-    mean: list[float] | tuple[float, ...]
+    shape: tuple[int, int, int]  # channels, height, width
+    mean: list[float] | tuple[float, ...]  # of pixels in [0, 1], as std
     std: list[float] | tuple[float, ...]
 
 
@@ -76,14 +79,16 @@ class _Plateau(_Part):
 
 
 class _Best(_Part):
+    """The best validation so far."""
+
     acc1: FiniteFloat
     epoch: Count
 
 
 class _Rank(_Part):
-    random: dict[str, Any]
-    metric_sums: Tensor
-    buffers: Tensors
+    random: dict[str, Any]  # states of the random generators
+    metric_sums: Tensor  # of the epoch so far: loss, correct, images
+    buffers: Tensors  # BatchNorm's, where they differ between ranks
 
     @model_validator(mode="after")
     def _check_values(self) -> "_Rank":
@@ -97,24 +102,24 @@ class _Rank(_Part):
 class Table(_Part):
     """A checkpoint. A key beside these is not looked at."""
 
-    format: Literal[1]
-    config: dict[str, Any]
-    config_name: str
-    config_digest: str
+    format: Literal[1]  # version of this table
+    config: dict[str, Any]  # the resolved configuration, plain values
+    config_name: str  # of its block
+    config_digest: str  # SHA-256 of `config`
     data: _Data
-    epoch: Count
-    batch: Count
-    step: Count
-    model: Tensors
-    average: _Average | None
-    optimizer: _Optimizer
+    epoch: Count  # finished ones
+    batch: Count  # trained in the next epoch; where it is all of them, their validation is still to be done
+    step: Count  # optimizer steps in all
+    model: Tensors  # weights and buffers, keys without `module.`
+    average: _Average | None  # the moving average that is validated
+    optimizer: _Optimizer  # the learning rate is a function of step and plateau
     grad_scaler: _GradScaler | Nothing
     plateau: _Plateau
-    logged_sums: FourSums
+    logged_sums: FourSums  # the epoch's sums over all ranks at the last log point
     best: _Best
-    seconds: FiniteFloat
+    seconds: FiniteFloat  # training time so far, over all interruptions
     ranks: Annotated[list[_Rank], Field(min_length=1)]
-    versions: dict[str, str]
+    versions: dict[str, str]  # Python and torch that wrote it
 
     @model_validator(mode="after")
     def _check_parts_against_each_other(self) -> "Table":
