@@ -249,7 +249,6 @@ REFUSALS = [
     (["--momentun=0.8"], "unrecognized arguments: --momentun=0.8; write --set momentum=0.8"),
     (["--explain", "learning_rate"], "--explain: unknown key 'learning_rate'. Did you mean 'lr'?"),
     (["--explain", "lr", "xyzzy"], "--explain: unknown key 'xyzzy'; --explain lists every key"),
-    (["--explain", "static_graph"], "--explain: static_graph is gone, every run has false; remove it"),
     *(
         ([f"--set={name}=1"], f"--set {name}=1: unknown key {name!r}. Did you mean {key!r}?")
         for name, key in (

@@ -76,18 +76,6 @@ def test_a_block_that_merges_nothing_takes_the_defaults(tmp_path: Path) -> None:
     assert list_blocks(path) == {"default": {}, "x": {"seed": 0, "lr": 1}}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "results").rglob("config.yaml")), ids=lambda path: path.parts[-3])
-def test_configurations_of_earlier_runs_can_be_read(path: Path) -> None:
-    (name,) = list_blocks(path)
-    assert load_config(path, name).max_epochs > 0
-
-
-def test_a_key_that_is_gone_is_read_with_the_value_that_is_fixed_now() -> None:
-    assert load_config(CIFAR100, "bs128", ["static_graph=false"]) == load_config(CIFAR100, "bs128")
-    with pytest.raises(ConfigError, match="static_graph is gone, every run has false; remove it"):
-        load_config(CIFAR100, "bs128", ["static_graph=true"])
-
-
 def test_every_field_has_a_docstring() -> None:
     assert [key for key, field in Config.model_fields.items() if not field.description] == []
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from utils.config.config import Config
 from utils.config.other_names import OTHER_NAMES
-from utils.keys import REMOVED_KEYS, as_yaml
+from utils.keys import as_yaml
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,6 @@ def explain(error: ValidationError, block: str, entries: Mapping[str, Entry]) ->
 
 
 def wrong_value(key: str, what: str, origin: str) -> str:
-    if key in REMOVED_KEYS:
-        return f"{origin}: {key} is gone, every run has {as_yaml(REMOVED_KEYS[key])}; remove it"
     if key not in Config.model_fields:
         near = nearest_key(key)
         hint = f". Did you mean {near!r}?" if near else "; --explain lists every key"
