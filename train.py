@@ -43,7 +43,7 @@ from utils.run.folder import open_run
 from utils.run.introduction import introduce
 from utils.run.logger import RunLogger
 from utils.run.meters import Meters
-from utils.run.preemption import Asked, Requests, ignore_signals, listen
+from utils.run.preemption import Requests, ignore_signals, listen
 from utils.run.pretrained import Pretrained, read_pretrained
 from utils.run.state import Progress, RunState
 from utils.run.time_left import TimeLeft
@@ -69,13 +69,14 @@ class Trainer:
         config_name: str = "default",
         resume: str = "auto",
         clock: Clock | None = None,
+        fetch: bool = True,
     ) -> None:
         self.config, self.world, self.folder, self.config_name, self.resume = config, world, folder, config_name, resume
         self.clock = clock or Clock()
         check_keys(config, world)
-        notes = describe_parallel(config) + pin_near_gpu(config, world)
+        notes = describe_parallel(config) + pin_near_gpu(world)
 
-        dataset = open_dataset(config, world)
+        dataset = open_dataset(config, world, fetch=fetch)
         self.loaders = build_loaders(config, dataset, world)
         self.data = dataset.describe() | {"steps_per_epoch": len(self.loaders.train)}
 
@@ -95,12 +96,10 @@ class Trainer:
         self.state = RunState(config, config_name, self.data, self.learner, self.progress, world)
         screen, board = config.log_to_screen, config.log_to_tensorboard
         self.log = RunLogger(folder, enabled=world.is_main, to_screen=screen, to_tensorboard=board, to=config.log_to)
-        self.writer = Writer(
-            folder / "checkpoints", config.keep_checkpoints, config.checkpoint_async, before=self.log.sync
-        )
+        self.writer = Writer(folder / "checkpoints", config.keep_checkpoints, before=self.log.sync)
         self.saved_step = 0
         self.notes = notes + self.loaders.notes + self.learner.notes + self.verifier.notes()
-        self.requests = Requests(world, config.checkpoint_every_minutes)
+        self.requests = Requests(world)
         self.throughput = Throughput(world.world_size, self.clock)
         self.meters = Meters(config, self.learner, world, self.data["shape"])
         self.time_left = TimeLeft(config.max_epochs, len(self.batches), self.clock)
@@ -125,7 +124,7 @@ class Trainer:
     def train(self) -> None:
         """Train to the end, or go on to it; `Stopped` when a signal asked to stop and everything is saved."""
         lock, resumed_from, notes = self._open_folder()
-        with listen(self.requests), lock, self.clock, self.meters, self._open_log() as log, self.writer:
+        with listen(self.requests), lock, self.clock, self.meters, self._open_log() as log:
             notes, go_on = self.notes + self.meters.notes + notes, not self.finished
             self.world.main_only(lambda: introduce(self.state, self.log, self.folder, resumed_from, notes, go_on=go_on))
             self._report_unreadable()  # by a loader that has decoded all
@@ -139,8 +138,6 @@ class Trainer:
                 self.throughput.close_window()
                 valid_metrics, confusion = self.validate_one_epoch()
                 self._finish_epoch(train_metrics, valid_metrics, confusion, before)
-            with self.clock.during("checkpoint"):
-                self.world.main_only(self.writer.wait)
             if self.config.log_to_tensorboard:
                 log.say(f"Look at the curves with: tensorboard --logdir {shlex.quote(str(self.folder.parent))}")
             log.say(self.progress.summarise(not go_on, self.throughput.overall()))
@@ -251,12 +248,12 @@ class Trainer:
 
     # ---- stop, save, go on
 
-    def _obey(self, asked: Asked) -> None:
-        """Collective: what is asked for between two batches, by a signal or by the checkpoint intervals."""
+    def _obey(self, stop: bool) -> None:
+        """Collective: what is asked for between two batches, by a signal or by checkpoint_every_steps."""
         every, steps = self.config.checkpoint_every_steps, self.learner.steps
-        if asked == "stop":
+        if stop:
             self._save_and_leave()
-        elif (asked == "save" or (every and steps % every == 0)) and steps > self.saved_step:
+        elif every and steps % every == 0 and steps > self.saved_step:
             self.state.check_finite(self.learner.sums.average(self.world))
             self._save(is_best=False)
 
@@ -269,7 +266,6 @@ class Trainer:
         self.state.check_finite(self.learner.sums.average(self.world))
         with self.clock.during("checkpoint"):
             self._save(is_best=False)
-            self.world.main_only(self.writer.wait)
         but = "" if self.resume == "auto" else " with --resume auto"
         raise Stopped(f"stopped on {where} with everything saved; run the same command again{but} to go on")
 
@@ -324,11 +320,11 @@ def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None, cl
     `clock`: of this process."""
     config = arguments.config
     if arguments.dry_run:
-        config = config.model_copy(update={"download": False})  # it fetches nothing, and so leaves no file
-        sys.dont_write_bytecode = True  # nor __pycache__ beside a network or dataset of the user's own
+        sys.dont_write_bytecode = True  # no __pycache__ beside a network or dataset of the user's own
 
     def run(world: World) -> None:
-        trainer = Trainer(config, world, arguments.run_dir, arguments.config_name, arguments.resume, clock)
+        fetch = not arguments.dry_run  # which leaves no file
+        trainer = Trainer(config, world, arguments.run_dir, arguments.config_name, arguments.resume, clock, fetch)
         if arguments.dry_run:
             description = trainer.describe()  # on every rank, since a forward pass may have to wait for the others'
             if world.is_main:

@@ -68,7 +68,7 @@ def test_every_block_trains_two_short_epochs_on_stand_ins(
 ) -> None:
     """The smallest network in place of the block's; drawn shapes in place of CIFAR, small pictures of ImageNet."""
     config = load_config(path, name)
-    changes = {"num_classes": CLASSES, "model": "resnet8", "stem": "7x7", "zero_init_residual": False, "width": 1}
+    changes = {"num_classes": CLASSES, "model": "resnet8", "stem": "7x7", "width": 1}
     changes |= {"batch_size": 8, "valid_batch_size_per_gpu": 8, "save_checkpoint": False}
     if config.dataset == "imagenet":
         changes |= {"data_path": str(pictures(32)), "image_size": 32}

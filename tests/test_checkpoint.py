@@ -13,7 +13,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import threading
 from hashlib import sha256
 from pathlib import Path
 
@@ -377,8 +376,7 @@ print(newest_good(folder / "run/checkpoints")[1]["epoch"])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
-@pytest.mark.parametrize("background", [False, True])
-def test_a_really_full_disk(tmp_path, state, background):
+def test_a_really_full_disk(tmp_path, state):
     """4 MB hold the first checkpoint and not the next: it stays, whole, and nothing half-written is beside it."""
     script = f"""
 import torch
@@ -386,13 +384,12 @@ from pathlib import Path
 from utils.run.checkpoint import Writer, newest_good
 from utils.errors import ExpectedError
 folder = Path({str(tmp_path)!r})
-writer = Writer(folder, keep=1, background={background})
+writer = Writer(folder, keep=1)
 for step, megabytes in ((1, 2), (2, 3)):
     state = torch.load({str(tmp_path.parent / "state.pt")!r})
     state |= {{"step": step, "model": {{"weight": torch.zeros(megabytes, 250_000)}}}}
     try:
         writer.save(state, is_best=False)
-        writer.wait()
     except ExpectedError as error:
         print("error:", error, "; status", error.exit_status)
 print(newest_good(folder)[0].name, sorted(path.name for path in folder.iterdir()))
@@ -411,7 +408,7 @@ print(newest_good(folder)[0].name, sorted(path.name for path in folder.iterdir()
     [("weight", "its update did it, at"), ("bn.running_var", "all are BatchNorm's statistics, .* too large, at")],
 )
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, state, bad, cause):
-    writer = Writer(tmp_path, keep=2, background=False)
+    writer = Writer(tmp_path, keep=2)
     broken = {"fine": torch.ones(2), bad: torch.tensor([1.0, float("inf")])}
     message = (
         f"after step 8, 1 of the network's 2 tensors .* first {bad};.*\n.* finite: {cause} learning rate 0.1; a lower"
@@ -421,57 +418,11 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, state, bad, cause
     assert not list(tmp_path.iterdir())
 
 
-@pytest.fixture
-def slow_disk(monkeypatch):
-    """Writes wait for `release`; `started` tells that one is under way."""
-    started, release = threading.Event(), threading.Event()
-    really = checkpoint.write_atomically
-
-    def write(path, content):
-        started.set()
-        assert release.wait(60)
-        really(path, content)
-
-    monkeypatch.setattr(checkpoint, "write_atomically", write)
-    return started, release
-
-
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, state, slow_disk):
-    started, release = slow_disk
-    writer = Writer(tmp_path, keep=2, background=True)
-    weight = torch.zeros(2)
-    for step, is_best in ((1, False), (2, True), (3, False)):
-        weight.fill_(step)
-        writer.save(state | {"step": step, "model": {"weight": weight}}, is_best)  # returns although nothing is written
-        assert started.wait(60)
-    assert not list_checkpoints(tmp_path)
-    weight.fill_(99)  # training changes its weights: the copies must not change with them
-    release.set()
-    writer.wait()
-    written = {path.name: read_checkpoint(path)["model"]["weight"].tolist() for path in tmp_path.iterdir()}
-    # step 2 waited and gave its place to step 3; as the best one it was written all the same
-    assert written == {
-        "step-000000001.pt": [1.0, 1.0], "step-000000003.pt": [3.0, 3.0], "best.pt": [2.0, 2.0],
-    }  # fmt: skip
-
-
-def test_training_does_not_wait_for_what_is_flushed_before(tmp_path, state):
-    release = threading.Event()
-    writer = Writer(tmp_path, keep=2, background=True, before=lambda: release.wait(60) or pytest.fail("never released"))
-    writer.save(state, is_best=False)
-    assert not list_checkpoints(tmp_path)
-    release.set()
-    writer.wait()
-    assert len(list_checkpoints(tmp_path)) == 1
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_metrics_are_on_the_disk_before_their_checkpoint(tiny, alone, tmp_path, monkeypatch, background):
-    """And in the background no other thread waits for that."""
+def test_metrics_are_on_the_disk_before_their_checkpoint(tiny, alone, tmp_path, monkeypatch):
     order, really = [], RunLogger.sync
 
     def sync(logger):
-        order.append(threading.current_thread().name)
+        order.append("synced")
         really(logger)
 
     def save(*arguments):
@@ -480,38 +431,8 @@ def test_metrics_are_on_the_disk_before_their_checkpoint(tiny, alone, tmp_path, 
 
     monkeypatch.setattr(RunLogger, "sync", sync)
     monkeypatch.setattr(checkpoint, "save_last", save)
-    Trainer(tiny(checkpoint_async=background), alone, tmp_path, "tiny", "auto").train()
-    assert order and order == ["checkpoint writer" if background else "MainThread", "saved"] * (len(order) // 2)
-
-
-def test_an_error_of_the_writing_thread_surfaces(tmp_path, state, monkeypatch):
-    writer = Writer(tmp_path, keep=2, background=True)
-    writer.save(state, is_best=False)
-    writer.wait()
-    monkeypatch.setattr(os, "fsync", _no_space)
-    writer.save(state | {"step": 9}, is_best=False)
-    with pytest.raises(ExpectedError, match="No space left on device"):
-        writer.wait()
-    writer.save(state | {"step": 10}, is_best=False)
-    while writer._thread is not None:
-        writer._thread.join()
-    with pytest.raises(ExpectedError, match="No space left on device"):
-        writer.save(state | {"step": 11}, is_best=False)
-    assert newest_good(tmp_path)[0].name == "step-000000008.pt"
-
-
-def test_the_last_state_is_written_when_training_fails(tmp_path, state, slow_disk):
-    _, release = slow_disk
-
-    def fail():
-        with Writer(tmp_path, keep=2, background=True) as writer:
-            writer.save(state, is_best=True)
-            release.set()
-            raise ValueError("training failed")
-
-    with pytest.raises(ValueError, match="training failed"):
-        fail()
-    assert {path.name for path in tmp_path.iterdir()} == {"step-000000008.pt", "best.pt"}
+    Trainer(tiny(), alone, tmp_path, "tiny", "auto").train()
+    assert order and order == ["synced", "saved"] * (len(order) // 2)
 
 
 def test_what_a_killed_writer_left_is_removed(tiny, alone, tmp_path):

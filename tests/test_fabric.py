@@ -142,7 +142,7 @@ def test_command_measures_beside_a_forecast_and_leaves_nothing(tmp_path):
     wait_until_gone(marker)
 
 
-@pytest.mark.parametrize("setting", ["gradient_compression=bf16", "parallel=dataparallel", "enable_sync_bn=true"])
+@pytest.mark.parametrize("setting", ["parallel=dataparallel", "enable_sync_bn=true"])
 def test_what_the_forecast_does_not_know_is_refused(setting, capsys):
     assert main(["fabric", "--set", setting]) == 2
     assert f"error: {setting.partition('=')[0]} " in capsys.readouterr().err

@@ -248,29 +248,6 @@ def test_clipping_measures_the_gradient_without_the_loss_scale(tiny, alone):
     assert lengths == pytest.approx([0.5, 0.5], rel=1e-4)
 
 
-# ---- zero init
-
-
-@pytest.mark.parametrize("model", ["resnet8", "resnet9", "resnet18", "resnet50"])
-def test_zero_init_makes_residual_blocks_the_identity(tiny, model):
-    built = build_model(tiny(model=model, zero_init_residual=True)).eval()
-    block = built.layer1[-1] if model != "resnet8" else built.layer1[0]
-    features = torch.randn(2, next(block.parameters()).shape[1], 8, 8).relu()
-    with torch.no_grad():
-        shortcut = getattr(block, "downsample", None)
-        assert torch.equal(block(features), features if shortcut is None else shortcut(features).relu())
-
-
-def test_zero_init_changes_nothing_else(tiny):
-    torch.manual_seed(0)
-    plain = build_model(tiny(model="resnet8")).state_dict()
-    torch.manual_seed(0)
-    changed = build_model(tiny(model="resnet8", zero_init_residual=True)).state_dict()
-    assert {name for name in plain if not torch.equal(plain[name], changed[name])} == {
-        f"layer{stage}.0.bn2.weight" for stage in (1, 2, 3)
-    }
-
-
 # ---- moving average
 
 
@@ -456,7 +433,6 @@ def test_run_ends_at_its_target_and_stays_ended(tiny, alone, tmp_path):
         ),
         ({"optimizer": "lars", "enable_cuda_graphs": "auto"}, "needs optimizer sgd or adamw; lars reads"),
         ({"optimizer": "adamw", "enable_cuda_graphs": "auto"}, "without it PyTorch's adamw reads the learning rate"),
-        ({"model": "vgg16", "zero_init_residual": True}, "model vgg16 has no residual blocks"),
         ({"model": "alexnet"}, "stem must be imagenet"),
         ({"model": "resnet8", "stem": "imagenet"}, "is for small images"),
         ({"model": "resnet18", "width": 2}, "width 2 is for resnet8"),

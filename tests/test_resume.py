@@ -134,16 +134,13 @@ def test_the_uninterrupted_runs_do_what_they_are_to_show(whole):
     assert read_checkpoint(last)["grad_scaler"]["_growth_tracker"] == 3 * BATCHES
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
-def test_lost_without_a_word_goes_on_from_the_last_interval(alone, tmp_path, whole, background):
+def test_lost_without_a_word_goes_on_from_the_last_interval(alone, tmp_path, whole):
     """As after a SIGKILL: what was done since the checkpoint of step 6 is done again, its log lines too."""
     config, expected = whole("device and onecycle")
-    config = config.model_copy(update={"checkpoint_every_steps": 3, "checkpoint_async": background})
+    config = config.model_copy(update={"checkpoint_every_steps": 3})
     trainer = Trainer(config, alone, tmp_path, "tiny", "auto")
 
     def die():
-        if background:  # what waits for the disk at that moment may be lost or not; here it is not
-            trainer.writer.wait()
         raise KeyboardInterrupt
 
     interrupt(trainer, 2 * POLLS - 2, die)  # after step 8, before its epoch's validation
@@ -151,18 +148,6 @@ def test_lost_without_a_word_goes_on_from_the_last_interval(alone, tmp_path, who
         trainer.train()
     assert list_checkpoints(tmp_path / "checkpoints")[0].name == "step-000000006.pt"
     assert records(tmp_path, "step")[-1]["step"] == 7
-    run(config, alone, tmp_path)
-    assert_same_run(tmp_path, expected)
-
-
-def test_stopped_while_writing_in_the_background_everything_is_on_the_disk(alone, tmp_path, whole):
-    config, expected = whole("torchvision and plateau")
-    config = config.model_copy(update={"checkpoint_async": True, "checkpoint_every_steps": 1})
-    trainer = Trainer(config, alone, tmp_path, "tiny", "auto")
-    stop(trainer, POLLS + 2)
-    with pytest.raises(Stopped):
-        trainer.train()
-    assert list_checkpoints(tmp_path / "checkpoints")[0].name == "step-000000006.pt"
     run(config, alone, tmp_path)
     assert_same_run(tmp_path, expected)
 
@@ -195,19 +180,11 @@ def run_validation(config, world, folder):
         assert trainer.progress.batch == 1
 
 
-@pytest.mark.parametrize(("minutes", "saved"), [(1e-9, [1, 2, 3, 4, 5, 6, 7, 8]), (60, [4, 8])])
-def test_minutes_between_checkpoints(tiny, alone, tmp_path, minutes, saved):
-    """Over after each of the steps, or never: then the ends of the epochs are left."""
-    run(tiny(checkpoint_every_minutes=minutes, keep_checkpoints=99), alone, tmp_path)
-    names = [path.name for path in list_checkpoints(tmp_path / "checkpoints")]
-    assert names == [f"step-{step:09d}.pt" for step in reversed(saved)]
-
-
 def test_a_clock_that_is_set_back_changes_nothing(alone, tmp_path, whole, monkeypatch):
     """Neither order of checkpoints nor intervals come from the wall clock or from the times of files."""
     config, expected = whole("device and onecycle")
     trainer = Trainer(
-        config.model_copy(update={"checkpoint_every_minutes": 1e-9, "keep_checkpoints": 99}),
+        config.model_copy(update={"checkpoint_every_steps": 1, "keep_checkpoints": 99}),
         alone,
         tmp_path,
         "tiny",

@@ -107,7 +107,7 @@ def table_row(name: str, values: Mapping[str, Any]) -> list[str]:
 
 def check_keys(config: Config) -> None:
     """`ConfigError` for what would change the measurement and not the forecast."""
-    for key, value in {"gradient_compression": "none", "parallel": "ddp", "enable_sync_bn": False}.items():
+    for key, value in {"parallel": "ddp", "enable_sync_bn": False}.items():
         if getattr(config, key) != value:
             found = json.dumps(getattr(config, key))
             raise ConfigError(f"{key} {found}: bench fabric forecasts only {json.dumps(value)}; --set {key}={value}")

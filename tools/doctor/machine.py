@@ -175,7 +175,7 @@ def check_disk(folder: Path, needed: int = 2**30) -> Finding:
         return Finding("disk", "fail", f"{there}: cannot be written: {error.strerror}", remedy)
     seen = f"{there}: {free / GIGABYTE:,.0f} GB free, writes {rate / 1e6:,.0f} MB/s"
     if rate < 50e6:
-        return Finding("disk", "warn", seen, "checkpoints will take seconds: a faster disk, or checkpoint_async")
+        return Finding("disk", "warn", seen, "checkpoints will take seconds: use a faster disk")
     return Finding("disk", "ok", seen)
 
 

@@ -30,9 +30,8 @@ import json
 import os
 import re
 import struct
-import threading
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -114,77 +113,22 @@ def save_last(folder: Path, content: bytes, step: int, keep: int) -> Path:
     return path
 
 
-class Writer(AbstractContextManager["Writer"]):
-    """Writes the checkpoints of a run: before `save` returns, or (`background`) in a thread while training goes on.
+class Writer:
+    """Writes the checkpoints of a run. `before` is called before each write, and flushes the records up to it."""
 
-    In the background one state is being written and the newest one waits, as copies in host memory: a state that is
-    due while the disk is slow replaces the one that waits. So training waits for the disk only in `wait`, at its end.
-    A failed write is raised by the next call. `before` is called before each write, in the same thread: it flushes
-    what a checkpoint is to be newer than.
-    """
-
-    def __init__(self, folder: Path, keep: int, background: bool, before: Callable[[], None] = lambda: None) -> None:
-        self.folder, self.keep, self.background, self.before = folder, keep, background, before
-        self._lock = threading.Lock()
-        self._best: dict[str, Any] | None = None
-        self._last: dict[str, Any] | None = None
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
+    def __init__(self, folder: Path, keep: int, before: Callable[[], None] = lambda: None) -> None:
+        self.folder, self.keep, self.before = folder, keep, before
 
     def save(self, state: dict[str, Any], is_best: bool) -> None:
-        """Write `state` as the last checkpoint, and as the best one too where it is."""
+        """Write `state` as the last checkpoint, and as the best one too where it is.
+
+        The best one first: after a kill between the two, the run goes on from before it and finds it again."""
         check_finite(state)
-        if not self.background:
-            self._write(state if is_best else None, state)
-            return
-        self._raise_failure()
-        state = _copy_to_host(state)
-        with self._lock:
-            self._last = state
-            self._best = state if is_best else self._best
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._write_waiting, name="checkpoint writer", daemon=True)
-                self._thread.start()
-
-    def wait(self) -> None:
-        self._join()
-        self._raise_failure()
-
-    def _join(self) -> None:
-        if (thread := self._thread) is not None:
-            thread.join()
-
-    def _write_waiting(self) -> None:
-        while True:
-            with self._lock:
-                best, last, self._best, self._last = self._best, self._last, None, None
-                if last is None or self._failure is not None:
-                    self._thread = None
-                    return
-            try:
-                self._write(best, last)
-            except Exception as error:
-                self._failure = error
-
-    def _write(self, best: dict[str, Any] | None, last: dict[str, Any]) -> None:
-        """The best one first: after a kill between the two, the run goes on from before it and finds it again."""
         self.before()
-        content = encode(last)
-        if best is not None:
-            write_atomically(self.folder / "best.pt", content if best is last else encode(best))
-        save_last(self.folder, content, last["step"], self.keep)
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """After an error what waits is still written, but a failure of that is not raised; Ctrl-C waits for nothing."""
-        if error is None:
-            self.wait()
-        elif isinstance(error, Exception):
-            self._join()
+        content = encode(state)
+        if is_best:
+            write_atomically(self.folder / "best.pt", content)
+        save_last(self.folder, content, state["step"], self.keep)
 
 
 def check_finite(state: dict[str, Any]) -> None:
@@ -204,16 +148,6 @@ def check_finite(state: dict[str, Any]) -> None:
         f"the loss of that step was finite: {cause}, at learning rate "
         f"{float(state['optimizer']['param_groups'][0]['lr']):.4g}; {REMEDIES}"
     )
-
-
-def _copy_to_host(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copy_to_host(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copy_to_host(item) for item in value)
-    return value
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

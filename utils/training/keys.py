@@ -174,8 +174,6 @@ class SpeedKeys(OptimizerKeys, PrecisionKeys, DistributedKeys):
     enable_compile: Auto = False
     """COMPILE: forward, loss and backward through torch.compile; auto: on CUDA where there is a compiler. A CPU gains
     nothing by it. Validation stays eager, as a second compilation would cost more than it saves."""
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    """COMPILE: torch.compile's mode; reduce-overhead and max-autotune capture CUDA graphs of their own."""
     enable_cuda_graphs: Auto = False
     """GRAPHS: capture the training step once and replay it; auto: on CUDA, except for dataparallel. Needs the fused
     optimizer."""
@@ -255,10 +253,5 @@ class TrainingKeys(SpeedKeys, RecipeKeys, VerifyKeys):
             raise ValueError(
                 f"{asked} needs fused_optimizer true (or enable_extra_opts): without it PyTorch's {self.optimizer} "
                 "reads the learning rate on the host"
-            )
-        if self.compile_mode in ("reduce-overhead", "max-autotune"):
-            raise ValueError(
-                f"compile_mode {self.compile_mode} captures CUDA graphs itself; with enable_cuda_graphs use default or "
-                "max-autotune-no-cudagraphs"
             )
         return self
