@@ -44,7 +44,7 @@ from utils.run.environment import describe_environment
 from utils.run.folder import OpenedRun, open_run, write_description
 from utils.run.logger import RunLogger
 from utils.run.meters import Meters
-from utils.run.preemption import Asked, Requests, ignore_signals, listen
+from utils.run.preemption import Requests, ignore_signals, listen
 from utils.run.pretrained import Pretrained, read_pretrained
 from utils.run.state import Progress, RunState
 from utils.training.batches import TrainingBatches
@@ -70,13 +70,14 @@ class Trainer:
         config_name: str = "default",
         resume: str = "auto",
         clock: Clock | None = None,
+        fetch: bool = True,
     ) -> None:
         self.config, self.world, self.folder, self.config_name, self.resume = config, world, folder, config_name, resume
         self.clock = clock or Clock()
         check_keys(config, world)
-        notes = describe_parallel(config) + pin_near_gpu(config, world)
+        notes = describe_parallel(config) + pin_near_gpu(world)
 
-        dataset = open_dataset(config, world)
+        dataset = open_dataset(config, world, fetch=fetch)
         self.loaders = build_loaders(config, dataset, world)
         self.data = dataset.describe() | {"steps_per_epoch": len(self.loaders.train)}
 
@@ -99,7 +100,7 @@ class Trainer:
         )
         self.saved_step = 0
         self.notes = notes + self.loaders.notes + self.learner.notes
-        self.requests = Requests(world, config.checkpoint_every_minutes)
+        self.requests = Requests(world)
         self.throughput = Throughput(world.world_size, self.clock)
         self.meters = Meters(config, self.learner, world, self.data["shape"])
         self.time_left = TimeLeft(config.max_epochs, len(self.batches), self.clock)
@@ -274,12 +275,12 @@ class Trainer:
 
     # ---- stop, save, go on
 
-    def _obey(self, asked: Asked) -> None:
-        """Collective: what is asked for between two batches, by a signal or by the checkpoint intervals."""
+    def _obey(self, stop: bool) -> None:
+        """Collective: what is asked for between two batches, by a signal or by checkpoint_every_steps."""
         every, steps = self.config.checkpoint_every_steps, self.learner.steps
-        if asked == "stop":
+        if stop:
             self._save_and_leave()
-        elif (asked == "save" or (every and steps % every == 0)) and steps > self.saved_step:
+        elif every and steps % every == 0 and steps > self.saved_step:
             self.state.check_finite(self.learner.sums.average(self.world))
             self._save(is_best=False)
 
@@ -346,11 +347,11 @@ def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None, cl
     `clock`: of this process."""
     config = arguments.config
     if arguments.dry_run:
-        config = config.model_copy(update={"download": False})  # it fetches nothing, and so leaves no file
-        sys.dont_write_bytecode = True  # nor __pycache__ beside a network or dataset of the user's own
+        sys.dont_write_bytecode = True  # no __pycache__ beside a network or dataset of the user's own
 
     def run(world: World) -> None:
-        trainer = Trainer(config, world, arguments.run_dir, arguments.config_name, arguments.resume, clock)
+        fetch = not arguments.dry_run  # which leaves no file
+        trainer = Trainer(config, world, arguments.run_dir, arguments.config_name, arguments.resume, clock, fetch)
         if arguments.dry_run:
             description = trainer.describe()  # on every rank, since a forward pass may have to wait for the others'
             if world.is_main:

@@ -16,8 +16,7 @@ from models.resnet import LOGIT_SCALE, PlainResidual, convolution, initialise
 
 def build_airbench(keys: ModelKeys) -> nn.Module:
     """`airbench` or `airbench96`."""
-    residual = keys.model == "airbench96"
-    return Airbench(keys.num_classes, width=keys.width, residual=residual, zero_init=keys.zero_init_residual)
+    return Airbench(keys.num_classes, width=keys.width, residual=keys.model == "airbench96")
 
 
 class Airbench(nn.Module):
@@ -25,7 +24,7 @@ class Airbench(nn.Module):
     airbench does. With ten classes 2.50 M parameters, 0.28 GFLOP per image of 32x32 and forward pass; `residual` 4.12 M
     and 0.35."""
 
-    def __init__(self, num_classes: int, *, width: int, residual: bool = False, zero_init: bool = False) -> None:
+    def __init__(self, num_classes: int, *, width: int, residual: bool = False) -> None:
         super().__init__()
         stem, *stages = (8 * width * factor for factor in (1, 2, 6, 12))
         layers: list[nn.Module] = [convolution(3, stem, activation=nn.SiLU)]
@@ -37,7 +36,7 @@ class Airbench(nn.Module):
                 layers.append(PlainResidual(channels, nn.SiLU))
         self.features = nn.Sequential(*layers)
         self.fc = nn.Linear(stages[-1], num_classes)
-        initialise(self, zero_init=zero_init)
+        initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.fc(self.features(images).amax((2, 3))) * LOGIT_SCALE

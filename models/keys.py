@@ -17,12 +17,11 @@ class Network:
     from_elsewhere: bool = False  # its builder takes the image's side too, and the keys below are not for it
     own_stem: bool = False  # made for small images, with a stem of its own; such networks have a width, too
     only_imagenet: bool = False  # made for large images
-    residual: bool = True
 
 
 _LARGE = Network("models.resnet:build_large_resnet")
 _SMALL = Network("models.resnet:build_small_resnet", own_stem=True)
-_VGG = Network("models.vgg:build_vgg", residual=False)
+_VGG = Network("models.vgg:build_vgg")
 
 NETWORKS = {
     "resnet18": _LARGE,
@@ -34,16 +33,16 @@ NETWORKS = {
     "resnet20": _SMALL,
     "resnet56": _SMALL,
     "resnet9": Network("models.resnet:build_resnet9", own_stem=True),
-    "airbench": Network("models.airbench:build_airbench", own_stem=True, residual=False),
+    "airbench": Network("models.airbench:build_airbench", own_stem=True),
     "airbench96": Network("models.airbench:build_airbench", own_stem=True),
     "vgg16": _VGG,
     "vgg16_bn": _VGG,
-    "alexnet": Network("models.vgg:build_imagenet", only_imagenet=True, residual=False),
+    "alexnet": Network("models.vgg:build_imagenet", only_imagenet=True),
 }
 TIMM = "timm:"
 FORMS = {OWN_FORM: OWN_PATTERN, "timm:NAME": r"^timm:[\w.-]+$"}
-_OWN = Network("models.own:build_own", from_elsewhere=True, residual=False)
-_TIMM = Network("models.own:build_timm", from_elsewhere=True, residual=False)
+_OWN = Network("models.own:build_own", from_elsewhere=True)
+_TIMM = Network("models.own:build_timm", from_elsewhere=True)
 
 
 def find_network(model: str) -> Network:
@@ -66,8 +65,6 @@ class ModelKeys(SharedKeys):
     own, for 224 pixels; so are VGG16 and AlexNet with it."""
     width: Annotated[int, Field(ge=1, le=64), Fact.FIXED] = 1
     """Small ResNets and airbench: times 16 channels in the first stage. He's have 1, Page's and Jordan's 4."""
-    zero_init_residual: bool = False
-    """ResNets: each residual block starts as the identity, its last BatchNorm at 0."""
 
     pretrained: Annotated[str, Field(min_length=1)] | None = None
     """A file of weights that a new run begins with; null: random ones. safetensors, a checkpoint of this program, or a
@@ -79,8 +76,6 @@ class ModelKeys(SharedKeys):
         small = [name for name, other in NETWORKS.items() if other.own_stem]
         if self.width != 1 and not network.own_stem:
             raise ValueError(f"width {self.width} is for {', '.join(small)}; model {self.model} needs 1")
-        if self.zero_init_residual and not network.residual:
-            raise ValueError(f"zero_init_residual is true, but model {self.model} has no residual blocks; use false")
         if network.only_imagenet and self.stem != "imagenet":
             raise ValueError(f"model {self.model} is for large images: stem must be imagenet, not {self.stem}")
         if network.from_elsewhere and self.stem != "7x7":

@@ -27,7 +27,7 @@ def build_large_resnet(keys: ModelKeys) -> nn.Module:
     """torchvision's ResNet with the stem of the keys: images [N, 3, 32, 32], with stem imagenet [N, 3, 224, 224] ->
     logits [N, num_classes]."""
     build = getattr(torchvision.models, keys.model)
-    model = build(num_classes=keys.num_classes, zero_init_residual=keys.zero_init_residual)
+    model = build(num_classes=keys.num_classes)
     if keys.stem == "imagenet":
         return model
     kernel_size = int(keys.stem[0])
@@ -39,13 +39,12 @@ def build_large_resnet(keys: ModelKeys) -> nn.Module:
 
 def build_small_resnet(keys: ModelKeys) -> nn.Module:
     """He's CIFAR ResNet with 8, 20 or 56 layers."""
-    blocks = BLOCKS_PER_STAGE[keys.model]
-    return SmallResNet(blocks, keys.num_classes, width=keys.width, zero_init=keys.zero_init_residual)
+    return SmallResNet(BLOCKS_PER_STAGE[keys.model], keys.num_classes, width=keys.width)
 
 
 def build_resnet9(keys: ModelKeys) -> nn.Module:
     """Page's network."""
-    return ResNet9(keys.num_classes, width=keys.width, zero_init=keys.zero_init_residual)
+    return ResNet9(keys.num_classes, width=keys.width)
 
 
 class SmallResNet(nn.Module):
@@ -54,7 +53,7 @@ class SmallResNet(nn.Module):
     `width` times as many channels as He's, as in wide ResNets (arXiv:1605.07146).
     """
 
-    def __init__(self, blocks_per_stage: int, num_classes: int, *, width: int = 1, zero_init: bool = False) -> None:
+    def __init__(self, blocks_per_stage: int, num_classes: int, *, width: int = 1) -> None:
         super().__init__()
         channels = [16 * width, 32 * width, 64 * width]
         self.conv1 = nn.Conv2d(3, channels[0], 3, padding=1, bias=False)
@@ -68,8 +67,6 @@ class SmallResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            if isinstance(module, BasicBlock) and zero_init:
-                nn.init.zeros_(module.bn2.weight)
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.relu(self.bn1(self.conv1(images)))
@@ -92,7 +89,7 @@ class ResNet9(nn.Module):
     function where BatchNorm's weight is positive, at a quarter of the memory traffic.
     """
 
-    def __init__(self, num_classes: int, *, width: int, zero_init: bool = False) -> None:
+    def __init__(self, num_classes: int, *, width: int) -> None:
         super().__init__()
         first, second, third, fourth = (16 * width * factor for factor in (1, 2, 4, 8))
         self.prep = convolution(3, first)
@@ -100,7 +97,7 @@ class ResNet9(nn.Module):
         self.layer2 = convolution(second, third, pool=True)  # [N, 64 x width, 8, 8]
         self.layer3 = nn.Sequential(convolution(third, fourth, pool=True), PlainResidual(fourth))  # [N, 128w, 4, 4]
         self.fc = nn.Linear(fourth, num_classes)
-        initialise(self, zero_init=zero_init)
+        initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.layer3(self.layer2(self.layer1(self.prep(images))))
@@ -129,10 +126,8 @@ def convolution(
     return nn.Sequential(conv, *pools, nn.BatchNorm2d(channels), activation())
 
 
-def initialise(model: nn.Module, *, zero_init: bool) -> None:
-    """Convolutions as in He et al.'s initialisation; with `zero_init` each `PlainResidual` begins as the identity."""
+def initialise(model: nn.Module) -> None:
+    """Convolutions as in He et al.'s initialisation."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        if isinstance(module, PlainResidual) and zero_init:
-            nn.init.zeros_(module.conv2.get_parameter("1.weight"))

@@ -714,10 +714,3 @@ def test_the_archive_comment_is_the_digest_of_what_stands_before_it(state):
     head, comment = content[:-71], content[-71:]
     assert comment == b"sha256:" + sha256(head).hexdigest().encode()
     assert head[-2:] == struct.pack("<H", 71)
-
-
-def test_a_key_that_is_gone_must_have_had_the_value_that_is_fixed_now(tmp_path):
-    path, current = tmp_path / "step.pt", {"lr": 0.1}
-    assert checkpoint.check_fit(path, {"lr": 0.2, "lars_trust_coefficient": 0.001}, current, ["seed"]) == ["lr"]
-    with pytest.raises(CheckpointError, match=r"lars_trust_coefficient 0\.02 -> 0\.001, the only value now"):
-        checkpoint.check_fit(path, {"lr": 0.1, "lars_trust_coefficient": 0.02}, current, ["seed"])

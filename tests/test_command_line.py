@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from utils.config import Config, list_blocks, load_config
+from utils.config import Config, load_config
 from utils.config.command_line import parse_arguments
-from utils.config.other_names import OTHER_NAMES
+from utils.config.messages import OTHER_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 CIFAR100 = ROOT / "config/cifar100.yaml"
@@ -90,7 +90,8 @@ def test_help_names_every_option_and_exit_status(capsys: pytest.CaptureFixture[s
 def test_listed_changes_can_be_given_to_set(capsys: pytest.CaptureFixture[str]) -> None:
     """Every block's line, `NAME  KEY=VALUE, ...`, repeated as --set on default gives the block."""
     lines = answered(capsys, "--list-configs").splitlines()
-    assert [line.split()[0] for line in lines] == list(list_blocks(CIFAR100))
+    names = re.findall(r"^([\w.+-]+):", CIFAR100.read_text(encoding="utf-8"), re.MULTILINE)
+    assert names[0] == "default" and [line.split()[0] for line in lines] == names
     for line in lines:
         name, changes = line.split(maxsplit=1)
         overrides = [] if changes == "every key as in default" else re.split(r", (?=\w+=)", changes)
@@ -212,32 +213,22 @@ def test_a_file_of_the_tutorials_shape_is_read_unchanged(tmp_path: Path, refused
 
 REFUSALS = [
     (["--set", "lr"], "--set lr: expected KEY=VALUE, for example --set lr=0.2"),
-    (["--set", "=3"], "--set =3: expected KEY=VALUE, for example --set lr=0.2"),
     (["--set", "lr="], f"--set lr=: lr has no value; {RATE}"),
-    (["--set", "micro_batch_size= "], "--set micro_batch_size= : micro_batch_size has no value; allowed: a whole"),
     (["--set", "lr=[1"], "--set lr=[1: the value is not valid YAML 1.2: "),
-    (["--set", "lr=*X"], "--set lr=*X: the value is not valid YAML 1.2: found undefined alias 'X'"),
     (["--set", "lrr=1"], "--set lrr=1: unknown key 'lrr'. Did you mean 'lr'?"),
     (["--set", "xyzzy=1"], "--set xyzzy=1: unknown key 'xyzzy'; --explain lists every key"),
     (["--set", "<<=3"], "--set <<=3: unknown key '<<'; --explain lists every key"),
     (["--set", "lr=0.2", "--set", "lr=-1"], f"--set lr=-1: lr is -1; {RATE}"),
-    (["--set", "lr=0.1=2"], f'--set lr=0.1=2: lr is "0.1=2"; {RATE}'),
-    (["--set", "enable_nhwc=on"], '--set enable_nhwc=on: enable_nhwc is "on"; allowed: true or false; write true'),
     (["--set", "lr=!!python/object:os.x y"], "--set lr=!!python/object:os.x y: lr has the tag !!python/object:os.x"),
     (["--set", "lr=" + "[" * 1000], f"--set lr={'[' * 54}...: the value is nested too deeply"),
     (["--set", "lr=1\nseed: 2"], '--set "lr=1\\nseed: 2": the value is not valid YAML 1.2: '),
-    (["--set", "max_epochs=1"], "--set max_epochs=1: lr_warmup_epochs 16 must not exceed max_epochs 1"),
     (["--config=bs256_amp"], "--config=bs256_amp: config/cifar100.yaml has no such block. Did you mean 'bs256-amp'?"),
-    (["--config=../x"], "--config=../x: config/cifar100.yaml has no such block. It has: default, bs128, "),
-    (["--config="], "--config=: config/cifar100.yaml has no such block. It has: "),
     (["--config=a\nb"], '--config="a\\nb": config/cifar100.yaml has no such block. '),
     (["--config=" + "x" * 300], f"--config={'x' * 57}...: config/cifar100.yaml has no such block. It has: "),
     (["--confg=bs256"], "unrecognized arguments: --confg=bs256; did you mean --config?"),
     ([""], "an argument is empty; is a variable of the command line not set?"),
-    (["", " "], "an argument is empty; is a variable of the command line not set?"),
     (["=3"], "unrecognized arguments: =3; --help lists the options"),
     (["bs256"], "unrecognized arguments: bs256; write --config=bs256"),
-    (["bs257"], "unrecognized arguments: bs257; --help lists the options"),
     (["bs256", "--yaml_config=/nosuch"], "unrecognized arguments: bs256; --help lists the options"),
     (["lr=0.1"], "unrecognized arguments: lr=0.1; write --set lr=0.1"),
     (["epochs=3"], "unrecognized arguments: epochs=3; write --set max_epochs=3"),
@@ -246,19 +237,14 @@ REFUSALS = [
     (["-b", "64"], "unrecognized arguments: -b 64; write --set batch_size=64"),
     (["--amp"], "unrecognized arguments: --amp; write --set enable_amp=true"),
     (["--epochs", "--lr", "3"], "unrecognized arguments: --epochs --lr 3; write --set max_epochs=VALUE"),
-    (["--momentun=0.8"], "unrecognized arguments: --momentun=0.8; write --set momentum=0.8"),
     (["--explain", "learning_rate"], "--explain: unknown key 'learning_rate'. Did you mean 'lr'?"),
-    (["--explain", "lr", "xyzzy"], "--explain: unknown key 'xyzzy'; --explain lists every key"),
-    (["--explain", "static_graph"], "--explain: static_graph is gone, every run has false; remove it"),
     *(
         ([f"--set={name}=1"], f"--set {name}=1: unknown key {name!r}. Did you mean {key!r}?")
         for name, key in (
-            ("learning_rate", "lr"), ("epochs", "max_epochs"), ("bs", "batch_size"), ("optim", "optimizer"),
-            ("workers", "num_data_workers"), ("amp", "enable_amp"), ("learnig_rate", "lr"),
-            ("Num-Epochs", "max_epochs"),
+            ("learning_rate", "lr"), ("bs", "batch_size"), ("optim", "optimizer"), ("workers", "num_data_workers"),
+            ("amp", "enable_amp"), ("learnig_rate", "lr"), ("Num-Epochs", "max_epochs"),
         )
     ),
-    (["--set"], "argument --set: expected one argument"),
     (["--run-dir="], "argument --run-dir: is empty; is a variable of the command line not set?"),
     (["--resume="], "argument --resume: is empty; is a variable of the command line not set?"),
 ]  # fmt: skip
@@ -270,24 +256,10 @@ def test_bad_usage_is_refused_in_one_line(arguments: list[str], message: str, re
     assert refused("--config=bs2048-warmup-opt", *arguments).startswith("error: " + message)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--config=nope"], "--config=nope: config/cifar100.yaml has no such block."),
-        (["--set", "lr=fast"], f'--set lr=fast: lr is "fast"; {RATE}'),
-        (["--set", "batch=1"], "--set batch=1: unknown key 'batch'. Did you mean 'batch_size'?"),
-        (["--yaml_config=config"], "config: cannot read the configuration file: Is a directory"),
-        (["--yaml_config=train.py"], "train.py"),
-        (["--config=bs2048-warmup-opt", "--set", "max_epochs=8"], "--set max_epochs=8: lr_warmup_epochs 16 must not"),
-        (["--lr=3"], "unrecognized arguments: --lr=3"),
-    ],
-    ids=lambda part: " ".join(part)[:30] if isinstance(part, list) else "",
-)
-def test_train_refuses_without_a_traceback(arguments: list[str], message: str) -> None:
-    process = run_train(*arguments)
+def test_train_refuses_without_a_traceback() -> None:
+    process = run_train("--config=bs2048-warmup-opt", "--set", "max_epochs=8")
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr.startswith(f"error: {message}")
-    assert process.stderr.count("\n") <= 2
+    assert process.stderr == "error: --set max_epochs=8: lr_warmup_epochs 16 must not exceed max_epochs 8\n"
 
 
 def answered(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

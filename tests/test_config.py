@@ -16,6 +16,7 @@ from utils.config import Config, list_blocks, load_config
 from utils.config import blocks as config_module
 from utils.config.command_line import parse_arguments
 from utils.config.config import default_block, schema
+from utils.distributed.global_batch import divide_batch
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.keys import as_yaml, render
@@ -46,27 +47,16 @@ def test_default_of_cifar100_is_what_the_fields_say() -> None:
     assert load_config(CIFAR100, "default") == Config()
 
 
-@pytest.mark.parametrize("name", ["cifar10", "imagenet"])
-def test_default_of_other_files_states_only_differences(name: str) -> None:
-    defaults = Config().model_dump(mode="json")
-    own = _unmerged(ROOT / f"config/{name}.yaml")["default"]
-    assert [key for key, value in own.items() if defaults[key] == value] == []
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_blocks_state_only_differences(path: Path) -> None:
-    for name, block in _unmerged(path).items():
-        own = {key: value for key, value in block.items() if key != "merged"}
-        merged = _merge(block.get("merged", {}))
-        repeated = [key for key, value in own.items() if key in merged and merged[key] == value]
-        assert not repeated, f"{path.name}: block {name} repeats what it merges: {repeated}"
-
-
-def test_the_check_for_repeated_values_sees_one(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text("a: &A {lr: 1, seed: 2}\nb: {<<: *A, lr: 1}\n", encoding="utf-8")
-    with pytest.raises(AssertionError, match=r"block b repeats what it merges: \['lr'\]"):
-        test_blocks_state_only_differences(path)
+    """From what they merge, else from the defaults; `default` of cifar100 alone lists every key."""
+    blocks = YAML(typ="safe").load(path.read_text(encoding="utf-8").replace("<<:", "merged:"))
+    names = {id(block): name for name, block in blocks.items()}
+    for name, own in blocks.items():
+        merged = own.pop("merged", None)
+        base = Config() if merged is None else load_config(path, names[id(merged)])
+        repeated = [key for key, value in own.items() if base.model_dump(mode="json")[key] == value]
+        assert not repeated or (path, name) == (CIFAR100, "default"), f"{name} repeats {repeated}"
 
 
 def test_a_block_that_merges_nothing_takes_the_defaults(tmp_path: Path) -> None:
@@ -74,18 +64,6 @@ def test_a_block_that_merges_nothing_takes_the_defaults(tmp_path: Path) -> None:
     path.write_text("default:\n  seed: 3\nx:\n  lr: 1\n", encoding="utf-8")
     assert load_config(path, "x") == Config(lr=1)
     assert list_blocks(path) == {"default": {}, "x": {"seed": 0, "lr": 1}}
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "results").rglob("config.yaml")), ids=lambda path: path.parts[-3])
-def test_configurations_of_earlier_runs_can_be_read(path: Path) -> None:
-    (name,) = list_blocks(path)
-    assert load_config(path, name).max_epochs > 0
-
-
-def test_a_key_that_is_gone_is_read_with_the_value_that_is_fixed_now() -> None:
-    assert load_config(CIFAR100, "bs128", ["static_graph=false"]) == load_config(CIFAR100, "bs128")
-    with pytest.raises(ConfigError, match="static_graph is gone, every run has false; remove it"):
-        load_config(CIFAR100, "bs128", ["static_graph=true"])
 
 
 def test_every_field_has_a_docstring() -> None:
@@ -187,12 +165,10 @@ LINE_1 = f"default: &DEFAULT {{{PAIRS}}}\n"
     [
         ("weight_decay", "5e-4", 0.0005),  # a string to YAML 1.1 parsers
         ("lr", "1", 1.0),
-        ("lr", ".5", 0.5),
         ("batch_size", "0x100", 256),
         ("enable_amp", "True", True),
-        ("enable_amp", "TRUE", True),
         ("micro_batch_size", "~", None),
-        ("download", "false", False),
+        ("enable_amp", "auto", "auto"),
         ("data_path", "on", "on"),  # True to YAML 1.1 parsers
         ("data_path", "2026-01-01", "2026-01-01"),  # a date to YAML 1.1 parsers
         ("data_path", "12:30", "12:30"),  # 750 to YAML 1.1 parsers
@@ -241,40 +217,22 @@ BROKEN_VALUES = [
     ("lr: fast", 'lr is "fast"; ' + RATE),
     ("lr: -0.1", "lr is -0.1; " + RATE),
     ("lr: .nan", f"lr is NaN; {RATE}; it must be finite"),
-    ("lr: -.inf", f"lr is -Infinity; {RATE}; it must be finite"),
-    ("lr: 1e400", f"lr is Infinity; {RATE}; it must be finite"),
-    ("lr: 1e300", "lr is 1e+300; " + RATE),
     ("lr: true", "lr is true; " + RATE),
-    ("lr:", "lr is null; " + RATE),
     ('lr: "0.1"', f'lr is "0.1"; {RATE}; write 0.1 without quotes'),
-    ("lr: 1:30", 'lr is "1:30"; ' + RATE),
     ("lr: [0.1]", "lr is [0.1]; " + RATE),
     ("lr: {start: 0.1}", "lr holds a mapping; " + RATE),
     ("batch_size: 1.0", f"batch_size is 1.0; {COUNT}; write 1"),
-    ("batch_size: 1e3", f"batch_size is 1000.0; {COUNT}; write 1000"),
-    ("batch_size: 128.5", "batch_size is 128.5; " + COUNT),
     ('batch_size: "8"', f'batch_size is "8"; {COUNT}; write 8 without quotes'),
-    ("batch_size: 0", "batch_size is 0; " + COUNT),
     ("batch_size: 99999999999999999999", "batch_size is 99999999999999999999; " + COUNT),
     ("batch_size: " + "9" * 5000, f'batch_size is "{"9" * 56}..., which cannot be read as int; {COUNT}'),
-    ("seed: -1", "seed is -1; allowed: a whole number from 0 to 2147483647"),
     ("momentum: 1", "momentum is 1; allowed: a number at least 0 and below 1"),
     ("enable_nhwc: yes", 'enable_nhwc is "yes"; allowed: true or false; write true'),
-    ("enable_nhwc: off", 'enable_nhwc is "off"; allowed: true or false; write false'),
     ("enable_nhwc: 1", "enable_nhwc is 1; allowed: true or false; write true"),
-    ('enable_nhwc: "true"', 'enable_nhwc is "true"; allowed: true or false; write true without quotes'),
-    ("download: on", 'download is "on"; allowed: auto or true or false; write true'),
-    ("download: 1", "download is 1; allowed: auto or true or false; write true"),
     ("micro_batch_size: None", f'micro_batch_size is "None"; {COUNT} or null; write null'),
-    ("lr_schedule: poly", 'lr_schedule is "poly"; allowed: plateau, onecycle, cosine, linear'),
     ("stem: 3", "stem is 3; allowed: 7x7, 3x3"),
     ('data_path: ""', 'data_path is ""; allowed: a text that is not empty'),
-    ("data_path: 3", "data_path is 3; allowed: a text that is not empty"),
     ("cifar100_mean: []", "cifar100_mean is []; " + MEAN),
-    ("cifar100_mean: [0.5, 0.5]", "cifar100_mean is [0.5, 0.5]; " + MEAN),
-    ('cifar100_mean: [0.5, "0.4", 0.5]', 'cifar100_mean is [0.5, "0.4", 0.5]; ' + MEAN),
     ("cifar100_mean: [129.3, 124.1, 112.4]", "cifar100_mean is [129.3, 124.1, 112.4]; " + MEAN),
-    ("cifar100_mean: [true, true, true]", "cifar100_mean is [true, true, true]; " + MEAN),
     ("lr_milestones: [1.0]", "lr_milestones is [1.0]; allowed: a list of values, each a whole number from 1"),
     ("lr_milestones: &L [*L]", "lr_milestones holds a list in a list; allowed: a list of values"),
     ("lr: " + "[" * 300 + "]" * 300, "lr holds a list in a list; " + RATE),
@@ -283,11 +241,8 @@ BROKEN_VALUES = [
     ("enable_nhwc: !!bool maybe", 'enable_nhwc is "maybe", which cannot be read as bool; allowed: true or false'),
     ("bacth_size: 64", "unknown key 'bacth_size'. Did you mean 'batch_size'?"),
     ("xyzzy: 64", "unknown key 'xyzzy'; --explain lists every key"),
-    ("learning_rate: 64", "unknown key 'learning_rate'. Did you mean 'lr'?"),
-    ("the_optimizer: {name: sgd}", "unknown key 'the_optimizer'. Did you mean 'optimizer'?"),
     ("lr_warmup_epochs: 200", "lr_warmup_epochs 200 must not exceed max_epochs 100"),
     ("lr_schedule: onecycle", "lr_schedule onecycle rises over lr_warmup_epochs, which is 0; allowed: above 0 and"),
-    ("lr_warmup_by: epochs", 'lr_warmup_by is "epochs"; allowed: step, epoch'),
     ("lr_schedule: step", "lr_schedule step cuts at lr_milestones, which is []; list at least one epoch"),
     ("micro_batch_size: 33", "batch_size 128 must be a multiple of micro_batch_size 33"),
 ]
@@ -338,13 +293,11 @@ BROKEN_FILES = {
     "tab": ("x:\n  <<: *DEFAULT\n\tlr: 1\n", "FILE:4: is not valid YAML 1.2: found character '\\t'"),
     "no colon": ("x:\n  lr 3\n", "FILE:2: block 'x' is \"lr 3\"; expected keys below it, for example lr: 0.1"),
     "bad indentation": ("x:\n   lr: 3\n  seed: 4\n", "FILE:4: is not valid YAML 1.2: "),
-    "block is a list": ("x: [1, 2]\n", "FILE:2: block 'x' is a list; expected keys below it"),
     "block is a number": ("x: 3\n", "FILE:2: block 'x' is \"3\"; expected keys below it"),
     "block is empty": ("x:\n", "FILE:2: block 'x' is empty; expected keys below it"),
     "unknown block": ("y: *DEFAULT\n", "--config=x: FILE has no such block. It has: default, y"),
     "cyclic merge": ("x: &X\n  <<: *X\n", "FILE:2: block 'x' merges itself; remove the cyclic <<"),
     "cyclic merge of two": ("x: &X\n  <<: &Y\n    <<: *X\n", "FILE:2: block 'x' merges itself; remove the cyclic <<"),
-    "merge of a number": ("x:\n  <<: 3\n", "FILE:3: block 'x': << merges \"3\"; expected a block by its"),
     "merge of a name": ("x:\n  <<: DEFAULT\n", "FILE:3: block 'x': << merges \"DEFAULT\"; expected a block by its"),
     "merge of a list": ("x:\n  <<: [*DEFAULT, 3]\n", "FILE:3: block 'x': << merges \"3\"; expected a block by its"),
     "missing anchor": ("x:\n  <<: *NOPE\n", "FILE:3: is not valid YAML 1.2: found undefined alias 'NOPE'; its anchor"),
@@ -357,7 +310,7 @@ BROKEN_FILES |= {
         f"FILE:2: block name {shown} cannot name a folder; allowed: up to 100 letters, digits and . _ + -, beginning",
     )
     for name, shown in [
-        *((name, json.dumps(name)) for name in ("../x", "a/b", "/x", "..", ".x", "-x", "", "a b", "x\n", "a\\b", "~")),
+        *((name, json.dumps(name)) for name in ("../x", ".x", "-x", "", "a b", "x\n", "~")),
         ("x" * 300, f'"{"x" * 56}...'),
     ]
 }
@@ -380,14 +333,11 @@ NO_TEXT = "FILE: is no UTF-8 text; expected a YAML file of configuration blocks"
     ("content", "message"),
     [
         pytest.param(b"", NO_BLOCKS, id="empty"),
-        pytest.param(b"# later\n", NO_BLOCKS, id="only a comment"),
         pytest.param(b"- default\n- x\n", NO_BLOCKS, id="a list"),
-        pytest.param(b"hello\n", NO_BLOCKS, id="a word"),
         pytest.param(bytes(range(256)), NO_TEXT, id="binary"),
-        pytest.param("x: é".encode("latin-1"), NO_TEXT, id="Latin-1"),
         pytest.param("x: 1".encode("utf-16"), NO_TEXT, id="UTF-16"),
         pytest.param(b"x:\n  lr: \x00\n", "FILE: is not valid YAML 1.2: unacceptable character", id="NUL"),
-        pytest.param(b"[" * 1000, "FILE: is nested too deeply; expected blocks of flat keys", id="deep"),
+        pytest.param(b"[" * 1000, "FILE: is nested too deeply; expected flat keys", id="deep"),
     ],
 )
 def test_a_broken_file_is_named(content: bytes, message: str, tmp_path: Path, refused: Callable[..., str]) -> None:
@@ -406,10 +356,16 @@ def test_every_key_says_what_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path, refused: Callable[..., str]) -> None:
+    """What is no file is not waited for, and what has no end is not read."""
     cannot = "cannot read the configuration file:"
-    missing = tmp_path / "no.yaml"
+    missing, pipe, large = tmp_path / "no.yaml", tmp_path / "pipe.yaml", tmp_path / "large.yaml"
+    os.mkfifo(pipe)
+    large.write_bytes(b"default:\n  lr: 1\n" + b"#" * 1_000_000)
     assert refused(f"--yaml_config={missing}") == f"error: {missing}: {cannot} No such file or directory\n"
     assert refused(f"--yaml_config={tmp_path}") == f"error: {tmp_path}: {cannot} Is a directory\n"
+    for special in (pipe, Path("/dev/zero")):
+        assert refused(f"--yaml_config={special}") == f"error: {special}: {cannot} not a regular file\n"
+    assert refused(f"--yaml_config={large}").startswith(f"error: {large}: has over 1,000,000 bytes; expected a YAML")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
@@ -417,6 +373,40 @@ def test_a_file_without_permission_is_named(tmp_path: Path, refused: Callable[..
     path = tmp_path / "c.yaml"
     path.touch(mode=0)
     assert "cannot read the configuration file: Permission denied" in refused(f"--yaml_config={path}")
+
+
+@pytest.mark.timeout(60)
+def test_merges_of_merges_cost_no_more_than_their_lines(tmp_path: Path) -> None:
+    """Resolved anew for each <<, the last of these blocks would be the first one 8 ** 40 times."""
+    path = tmp_path / "c.yaml"
+    blocks = [f"b{n}: &B{n}\n  <<: [{', '.join(8 * [f'*B{n - 1}'])}]\n" for n in range(1, 41)]
+    path.write_text("b0: &B0 {lr: 0.5}\n" + "".join(blocks), encoding="utf-8")
+    assert load_config(path, "b40").lr == 0.5
+
+
+@pytest.mark.parametrize("link", ["<<: *B{}", "extends: c.yaml#b{}"])
+def test_a_chain_of_blocks_has_an_end(link: str, tmp_path: Path) -> None:
+    """Whether it is met from its far end, in the order of the file, or from its near one."""
+    path = tmp_path / "c.yaml"
+    lines = [f"b{n}: &B{n}\n  {link.format(n - 1)}\n" for n in range(1, 51)]
+    for order in (1, -1) if link.startswith("extends") else (1,):
+        path.write_text("b0: &B0 {lr: 0.5}\n" + "".join(lines[:49][::order]), encoding="utf-8")
+        assert load_config(path, "b49").lr == 0.5
+        path.write_text("b0: &B0 {lr: 0.5}\n" + "".join(lines[::order]), encoding="utf-8")
+        with pytest.raises(ConfigError, match="stands in a chain of over 50 << and extends; make it shorter"):
+            load_config(path, "b49")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro", "split"), [(2, None, (1, 16)), (1, 8, (4, 8)), (2, 32, (1, 16)), (1, 2000, (1, 32))]
+)
+def test_a_batch_is_split_over_ranks_and_micro_batches(
+    ranks: int, micro: int | None, split: tuple[int, int], tiny: Callable[..., Config]
+) -> None:
+    """A micro-batch is what fits on a device: one that is larger than a rank's share takes the whole share."""
+    config = tiny(batch_size=32, micro_batch_size=micro)
+    divided = divide_batch(config.batch_size, ranks, config.micro_batch_size)
+    assert (divided.accumulation, divided.micro_batch_size) == split
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused(tiny: Callable[..., Config]) -> None:
@@ -429,7 +419,7 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(tiny: Callable[..., Conf
 # ---- where a block may write
 
 
-@pytest.mark.parametrize("name", ["x", "bs256-amp", "a.b", "v1_2+3", "0", "null", "x" * 100])
+@pytest.mark.parametrize("name", ["v1.2_b+3", "0", "null", "x" * 100])
 def test_a_block_writes_into_its_own_folder_of_expts(name: str, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(f"{LINE_1}{json.dumps(name)}: *DEFAULT\n", encoding="utf-8")
@@ -439,21 +429,6 @@ def test_a_block_writes_into_its_own_folder_of_expts(name: str, tmp_path: Path) 
 
 def _with(**changes: Any) -> Config:
     return Config(**(DEFAULT.model_dump() | changes))
-
-
-def _unmerged(path: Path) -> dict[str, dict[str, Any]]:
-    """Every block with its own keys, and what it merges under the key `merged`."""
-    return YAML(typ="safe").load(path.read_text(encoding="utf-8").replace("<<:", "merged:"))
-
-
-def _merge(source: dict[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
-    if isinstance(source, list):
-        merged: dict[str, Any] = {}
-        for block in reversed(source):
-            merged |= _merge(block)
-        return merged
-    own = {key: value for key, value in source.items() if key != "merged"}
-    return _merge(source.get("merged", [])) | own
 
 
 # ---- blocks of other files

@@ -247,9 +247,9 @@ def test_a_batch_job_does_not_download_by_itself(
         monkeypatch.delenv(name, raising=False)
     if variable is not None:
         monkeypatch.setenv(variable, "17.server")
-    for download in ("auto", "true", "false"):
-        utils.data.build.open_dataset(load_config(CIFAR100, "default", [f"download={download}"]), alone)
-    assert asked == [variable not in BATCH_JOBS, True, False]
+    for fetch in (True, False):
+        utils.data.build.open_dataset(load_config(CIFAR100, "default"), alone, fetch=fetch)
+    assert asked == [variable not in BATCH_JOBS, False]
 
 
 # ---- shapes

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tools.bench.ladder import LISTS
 from utils.config import list_blocks, load_config
 from utils.config.command_line import parse_arguments
 
@@ -105,6 +106,9 @@ def test_configurations_exist(path: Path):
     known = {name for file in (ROOT / "config").glob("*.yaml") for name in list_blocks(file)}
     text = path.read_text(encoding="utf-8")
     named = set(re.findall(r"--config(?:=| (?=bs\d))([a-z0-9][\w.+-]*)", text))
+    named |= {name for names in re.findall(r"--configs=([a-z0-9][a-z0-9,-]+)", text) for name in names.split(",")} - {
+        *LISTS
+    }
     named |= set(re.findall(r"TRAIN_CONFIG:-([\w.+-]+)", text))
     own = {name for block in OWN_FILE.findall(text) for name in re.findall(r"^([\w.+-]+):", block, re.MULTILINE)}
     assert named <= known | own

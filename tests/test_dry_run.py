@@ -68,12 +68,11 @@ def test_a_dry_run_describes_on_every_rank_and_prints_on_one(tmp_path):
     assert ended[1].output == ""
 
 
-@pytest.mark.parametrize("download", ["auto", True])
-def test_a_dry_run_without_data_fetches_nothing_and_leaves_no_file(tiny, tmp_path, monkeypatch, capsys, download):
+def test_a_dry_run_without_data_fetches_nothing_and_leaves_no_file(tiny, tmp_path, monkeypatch, capsys):
     """It says what is missing and what brings it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(VERSIONS["cifar100"].dataset_class, "download", lambda _: pytest.fail("a download"))
-    config = tiny(dataset="cifar100", num_classes=100, data_path="deep/data", download=download)
+    config = tiny(dataset="cifar100", num_classes=100, data_path="deep/data")
     assert train.main(Arguments(config, "tiny", Path("expts/tiny"), "auto", dry_run=True)) == 3
     said = capsys.readouterr()
     assert said.out == ""

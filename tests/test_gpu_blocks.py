@@ -15,10 +15,10 @@ from utils.config import Config, list_blocks, load_config
 pytestmark = pytest.mark.gpu
 
 SMALL: dict[str, Any] = {
-    "num_classes": CLASSES, "model": "resnet8", "stem": "7x7", "width": 1, "zero_init_residual": False,
+    "num_classes": CLASSES, "model": "resnet8", "stem": "7x7", "width": 1,
     "batch_size": 8, "valid_batch_size_per_gpu": 8, "limit_valid_batches": 1, "max_epochs": 2,
     "lr_milestones": (1,), "num_data_workers": 0, "log_freq": 1000, "log_to_screen": False, "log_to_tensorboard": False,
-    "enable_profiling": False, "stop_at_accuracy": None, "test_time_flip_within": None, "device": "cuda",
+    "enable_profiling": False, "stop_at_accuracy": None, "device": "cuda",
     "save_checkpoint": True,
     "enable_compile": False,  # compiled kernels compute nothing on the stand-in
 }  # fmt: skip
@@ -43,7 +43,7 @@ def distinct() -> list[Any]:
         for name in list_blocks(path):
             config = shrink(load_config(path, name))
             schedule = config.lr_schedule, config.lr_warmup_by, config.lr_warmup_epochs > 0
-            around = config.test_time_flip, config.checkpoint_every_steps, config.checkpoint_async
+            around = config.test_time_flip, config.checkpoint_every_steps
             found.setdefault((key_of(config), schedule, around), pytest.param(config, id=f"{path.stem}-{name}"))
     return list(found.values())
 

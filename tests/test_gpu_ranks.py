@@ -42,13 +42,11 @@ GRAPHS: dict[str, Any] = {"enable_cuda_graphs": True}
 ACCUMULATION: dict[str, Any] = {"micro_batch_size": 4, "zero_grad_set_to_none": False}
 SWITCHES: dict[str, Any] = {
     "bucket_cap_mb": 0.02,
-    "broadcast_buffers": True,
     "enable_prefetch": True,
     "ema_decay": 0.8,
     "verify_every_steps": 1,
 }
-BF16: dict[str, Any] = {"gradient_compression": "bf16"}
-RUNS = {"plain": {}, "switches": ACCUMULATION | SWITCHES | BF16}
+RUNS = {"plain": {}, "switches": ACCUMULATION | SWITCHES}
 ON_GPUS = {name: changes | GRAPHS for name, changes in RUNS.items()}
 NOT_ON_A_CPU = dict.fromkeys(("enable_cuda_graphs", "enable_prefetch", "enable_sync_bn"), False)
 

@@ -296,7 +296,6 @@ def test_a_misspelt_name_shows_every_name_and_form(refused, word):
     [
         ({"width": 2}, "width 2 is for"),
         ({"stem": "3x3"}, "stem 3x3 is for this program's"),
-        ({"zero_init_residual": True}, "no res"),
     ],
 )
 def test_keys_of_the_projects_networks_are_not_for_others(tiny, changes, message):

@@ -42,7 +42,7 @@ def test_a_second_ctrl_c_stops_at_once(
     first: signal.Signals, alone: World, set_clock: Callable[[float], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """But not what a launcher passes on of the same keystroke, nor any other signal."""
-    requests = Requests(alone, save_every_minutes=None)
+    requests = Requests(alone)
     before = signal.getsignal(signal.SIGINT)
     set_clock(100)
     with listen(requests):
@@ -76,7 +76,7 @@ def stop_in_the_middle(folder: Path, pace: list[tuple[float, float]]) -> int:
     def stop_after(world: World, batches: int, asked: int) -> tuple[int, float, int]:
         clock, sent = [0.0], [0]
         preemption.time = SimpleNamespace(monotonic=lambda: clock[0])  # type: ignore[assignment]
-        requests = Requests(world, save_every_minutes=None)
+        requests = Requests(world)
         send = requests._send
 
         def count_and_send() -> object:

@@ -61,7 +61,6 @@ def config(tiny: Callable[..., Config]) -> Callable[..., Config]:
             "data_loader": "torchvision",
             "num_classes": len(CLASSES),
             "image_size": 48,
-            "centre_crop_share": 0.875,
             "rnd_resized_crop": True,
             "rnd_crop_padding": 0,
             "rnd_rotation_angle": 0.0,

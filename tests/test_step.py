@@ -209,26 +209,7 @@ def test_graphs_need_cuda_and_the_fused_optimizer(tiny, alone):
         Trainer(tiny(enable_cuda_graphs=True, fused_optimizer=True), alone)
     with pytest.raises(ValueError, match="enable_cuda_graphs true needs fused_optimizer true"):
         tiny(enable_cuda_graphs=True)
-    with pytest.raises(ValueError, match="compile_mode reduce-overhead captures CUDA graphs itself"):
-        tiny(enable_cuda_graphs="auto", fused_optimizer=True, compile_mode="reduce-overhead")
     assert Trainer(tiny(enable_cuda_graphs="auto", fused_optimizer=True), alone).learner.step.forward  # eager on a CPU
-
-
-def test_compile_modes_with_graphs_of_their_own_need_gradients_that_are_dropped(tiny, alone, monkeypatch):
-    monkeypatch.setattr("utils.training.step.missing_compiler", lambda device: "")
-    cuda, fitting = torch.device("cuda", 0), {"enable_compile": True, "zero_grad_set_to_none": True}
-
-    def choose(mode, **changes):
-        config = tiny(compile_mode=mode, **fitting | changes)
-        return choose_step(
-            config, Trainer(tiny(**fitting | changes | {"enable_compile": False}), alone).learner.step, cuda
-        )
-
-    for changes in ({"zero_grad_set_to_none": False}, {"micro_batch_size": 16}):
-        with pytest.raises(ConfigError, match="compile_mode max-autotune captures CUDA graphs"):
-            choose("max-autotune", **changes)
-        assert choose("max-autotune-no-cudagraphs", **changes)
-    assert choose("reduce-overhead")
 
 
 @pytest.mark.parametrize("graphed", [False, True])

@@ -383,7 +383,7 @@ def test_wrong_number_of_classes_is_refused(tiny, alone):
 
 def test_missing_data_is_refused(tiny, alone, tmp_path):
     with pytest.raises(DataError, match=r"python -m tools\.prepare_data"):
-        Trainer(tiny(dataset="cifar100", num_classes=100, data_path=str(tmp_path), download=False), alone)
+        Trainer(tiny(dataset="cifar100", num_classes=100, data_path=str(tmp_path)), alone, fetch=False)
 
 
 def test_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys):

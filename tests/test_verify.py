@@ -157,9 +157,7 @@ def campaign_of_ranks(changes: dict[str, Any], flips: int) -> int:
     return run_ranks(act, "cpu", 200, 200)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "changes"), [(3, {}), (2, {"micro_batch_size": 3, "broadcast_buffers": True, "ema_decay": 0.9})]
-)
+@pytest.mark.parametrize(("ranks", "changes"), [(3, {}), (2, {"micro_batch_size": 3, "ema_decay": 0.9})])
 def test_the_rank_of_a_flip_is_named_among_several(tmp_path, ranks, changes) -> None:
     ended = run_ranked(tmp_path / "job", ranks, campaign_of_ranks, changes, len(KINDS))
     assert [process.status for process in ended] == [0] * ranks, complaints(ended)

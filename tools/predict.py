@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from utils.distributed.world import World
 
 PAGE = Path(__file__).with_name("predict_page.html")
-CHANGES = {"limit_valid_batches": None, "fail_on_unreadable": False}  # every image that can be read
+CHANGES = {"limit_valid_batches": None}  # every image that can be read
 
 
 @dataclass(frozen=True)

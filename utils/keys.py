@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import CoreSchema, core_schema
 
 # Whole numbers fit into 32 bits everywhere: PyTorch and NumPy overflow at larger ones.
@@ -20,10 +20,6 @@ PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-# Keys of earlier versions, and the value that every run has now: files and checkpoints with it are read all the same.
-REMOVED_KEYS = {"static_graph": False, "gradient_as_bucket_view": True, "lars_trust_coefficient": 0.001}
 
 
 class Fact(Enum):
@@ -59,14 +55,6 @@ class Keys(BaseModel):
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_removed_keys(cls, values: Any) -> Any:
-        """One with another value stays, and is refused as unknown."""
-        if not isinstance(values, dict):
-            return values
-        return {key: value for key, value in values.items() if key not in REMOVED_KEYS or value != REMOVED_KEYS[key]}
 
     @classmethod
     def with_fact(cls, fact: Fact) -> list[str]:

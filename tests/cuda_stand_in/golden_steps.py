@@ -45,10 +45,10 @@ TABLE = Path(__file__).with_suffix(".txt")
 FILES = sorted((ROOT / "config").glob("*.yaml"))
 # Blocks that differ in these keys alone have the same step, and are counted once.
 NOT_OF_THE_STEP = re.compile(
-    r"(lr|log|limit|checkpoint|profiling|cifar100|start_timeout|collective_timeout)_.*|lr|seed|data_path|download"
-    "|max_epochs|weight_decay|momentum|stop_at_accuracy|test_time_(flip|flip_within|shift)|valid_batch_size_per_gpu"
-    "|validate_every_epochs|save_checkpoint|num_data_workers|enable_profiling|enable_cpu_affinity|centre_crop_share|fail_on_unreadable"
-    "|pretrained|zero_init_residual|keep_checkpoints|keep_cpu_memory"
+    r"(lr|log|limit|checkpoint|profiling|cifar100|start_timeout|collective_timeout)_.*|lr|seed|data_path"
+    "|max_epochs|weight_decay|momentum|stop_at_accuracy|test_time_(flip|shift)|valid_batch_size_per_gpu"
+    "|validate_every_epochs|save_checkpoint|num_data_workers|enable_profiling"
+    "|pretrained|keep_checkpoints|keep_cpu_memory"
 )
 COMPILED = "compiled"
 WIDTHS = (9, 7, 8, 6, 11, 8)

@@ -111,7 +111,7 @@ def timm_trial(config: Config) -> Trial:
         group["fused"], group["foreach"] = config.extra_opt("fused_optimizer") or None, None
     task = ClassificationTask(model, criterion=nn.CrossEntropyLoss(), device=world.device, verbose=False)
     if compiles(config, world.device):
-        task.compile(mode=config.compile_mode)
+        task.compile()
     scaler = NativeScaler(device=world.device.type) if precision.loss_scale is not None else None
     loader = build_loaders(config, open_dataset(config, world), world).train
     task.train()
@@ -142,7 +142,7 @@ def lightning_trial(config: Config) -> Trial:
     prepare_backends(config, world.device)
     torch.manual_seed(config.seed)
     model, precision = _model(config, world.device), choose_precision(config, world.device)
-    forward = torch.compile(model, mode=config.compile_mode, dynamic=False) if compiles(config, world.device) else model
+    forward = torch.compile(model, dynamic=False) if compiles(config, world.device) else model
     loader = build_loaders(config, open_dataset(config, world), world).train
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]

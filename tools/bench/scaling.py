@@ -33,7 +33,6 @@ from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import torchrun_here
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError, ExpectedError
-from utils.keys import REMOVED_KEYS
 from utils.program import CODE
 from utils.run.environment import describe_environment
 from utils.training.batches import prefetch
@@ -139,7 +138,7 @@ def check_comparable(records: Records) -> None:
 
 def _with_its_share(config: Mapping[str, Any], mode: str, processes: int) -> dict[str, Any]:
     """The configuration with the batch size that all runs share: weak scaling multiplies it by the processes."""
-    return {**REMOVED_KEYS, **config, "batch_size": Fraction(config["batch_size"], processes if mode == "weak" else 1)}
+    return {**config, "batch_size": Fraction(config["batch_size"], processes if mode == "weak" else 1)}
 
 
 def summarise(records: Records) -> dict[str, dict[str, Any]]:

@@ -59,7 +59,7 @@ def make_shards(folder: Path, source: Path, images_per_shard: int | None, num_sh
     """
     if os.path.lexists(folder):
         raise DataError(f"{folder}: is there already; move it away, or index the shards in it by leaving out --from")
-    images = open_folders("imagenet", source, image_size=1, centre_share=1.0)  # its fixed statistics: no image is read
+    images = open_folders("imagenet", source, image_size=1)  # its fixed statistics: no image is read
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with partial_folder(folder, folder.with_name(f".{folder.name}-shards.lock")) as partial:

@@ -134,7 +134,7 @@ def find_split(trained: Trained, paths: list[Path], world: "World", *, test: boo
     """Collective: the images of `paths`, or without any the run's own validation set, or with `test` its test set.
     `DataError` where they have other classes."""
     from utils.data.build import open_dataset
-    from utils.data.folders import find_images
+    from utils.data.folders import centre_share, find_images
     from utils.data.keys import LOADERS
 
     config, (_, height, width) = trained.config, trained.state["data"]["shape"]
@@ -150,7 +150,7 @@ def find_split(trained: Trained, paths: list[Path], world: "World", *, test: boo
         raise ConfigError(f"data_loader {config.data_loader} reads no images; use --set data_loader=torchvision")
     if height != width:
         raise ConfigError(f"the run's images are {height} x {width} pixels; files are cut to squares only")
-    return find_images(paths, trained.class_names, height, config.centre_crop_share)
+    return find_images(paths, trained.class_names, height, centre_share(config.dataset))
 
 
 def _check_dataset(trained: Trained, dataset: "Dataset") -> None:

@@ -3,21 +3,25 @@
 import argparse
 import difflib
 import os
+import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import NoReturn
 
 from utils.config import Config, list_blocks, load_config
-from utils.config.messages import key_named, nearest_key, shortened
-from utils.config.reference import explain_keys
+from utils.config.config import declaring_group, section
+from utils.config.messages import OTHER_NAMES, allowed, nearest_key, shortened, wrong_value
 from utils.distributed.launch import SLURM_FIELDS, fill_in_job, find_launch
 from utils.errors import ConfigError, ExpectedError
 from utils.keys import as_yaml, render
 from utils.program import command
 
+WIDTH = 100  # of explanations
 DESCRIPTION = """\
 Train a ResNet from a named configuration block.
 
@@ -106,7 +110,7 @@ class _Parser(argparse.ArgumentParser):
         name = first.lstrip("-")
         if not first.startswith("-"):
             if equals:
-                key = key_named(name)
+                key = nearest_key(name)
                 return f"write --set {key}={shortened(value)}" if key else ""
             with suppress(ConfigError):  # of a file that cannot be read: then none of its blocks was meant
                 if name in list_blocks(yaml_config):
@@ -115,7 +119,8 @@ class _Parser(argparse.ArgumentParser):
         if not equals and len(words) > 1 and not words[1].startswith("--"):
             value = words[1]
         options = difflib.get_close_matches(first, self._option_string_actions, n=1)
-        key = key_named(name) or (None if options else nearest_key(name))
+        known = name.replace("-", "_") in {*Config.model_fields, *OTHER_NAMES}
+        key = nearest_key(name) if known or not options else None
         if key:
             example = "true" if Config.model_fields[key].default is False else "VALUE"
             return f"write --set {key}={shortened(value) or example}"
@@ -183,6 +188,44 @@ def _describe_blocks(path: Path) -> str:
         changes = ", ".join(f"{key}={as_yaml(value)}" for key, value in differences.items())
         lines.append(f"{name:{width}}  {changes or 'every key as in default'}\n")
     return "".join(lines)
+
+
+def explain_keys(names: Sequence[str], config: Config, block: str) -> str:
+    """A paragraph for each key, with its value in `config`, the block `block`; without names, all keys by group."""
+    if names:
+        return "\n".join(_explain(name, config, block) for name in names)
+    groups = groupby(Config.model_fields, key=section)
+    lines = [
+        textwrap.fill(", ".join(keys), WIDTH, initial_indent=f"{title}: ", subsequent_indent="  ")
+        for title, keys in groups
+    ]
+    return "\n".join([*lines, "Of one or several: --explain KEY ..."]) + "\n"
+
+
+def _explain(key: str, config: Config, block: str) -> str:
+    if key not in Config.model_fields:
+        raise ConfigError(wrong_value(key, "", "--explain"))
+    meaning = " ".join((Config.model_fields[key].description or "").split())
+    default, value = (as_yaml(keys.model_dump(mode="json")[key]) for keys in (Config(), config))
+    here = "" if value == default else f"; in {block}: {value}"
+    lines = [
+        f"{key} ({section(key)})",
+        textwrap.fill(meaning, WIDTH, initial_indent="  ", subsequent_indent="  "),
+        f"  allowed: {allowed(key)}",
+        f"  default: {default}{here}",
+        f"  acts in: {_where(key, meaning)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _where(key: str, meaning: str) -> str:
+    """The tag that the docstring begins with, else the package that declares the key."""
+    tag = re.match(r"[A-Z]+(?=:)", meaning)
+    if tag:
+        return f'lines with the tag {tag[0]}: grep -rnI "\\b{tag[0]}:" train.py utils'
+    package = declaring_group(key).__module__.rpartition(".")[0].replace(".", "/")
+    places = "train.py utils models" if package == "utils" else f"train.py {package}"
+    return f"{package}/: grep -rnwI {key} {places}"
 
 
 def _leave_with(text: str) -> NoReturn:

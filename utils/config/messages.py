@@ -11,8 +11,40 @@ from typing import Any
 from pydantic import ValidationError
 
 from utils.config.config import Config
-from utils.config.other_names import OTHER_NAMES
-from utils.keys import REMOVED_KEYS, as_yaml
+from utils.keys import as_yaml
+
+# Other programs' names of keys that are spelt too differently to be found by `nearest_key`: timm, Lightning, Hugging
+# Face, Keras, PyTorch's examples, apex, MLPerf.
+_NAMES = {
+    "amp_dtype": "bf16 fp16 half precision",
+    "batch_size": "b bs mini_batch_size per_device_train_batch_size",
+    "checkpoint_every_steps": "save_every save_freq save_interval save_steps",
+    "clip_grad_norm": "clip grad_clip gradient_clip gradient_clip_val",
+    "data_path": "data data_dir dataset_dir root",
+    "device": "accelerator",
+    "ema_decay": "ema model_ema",
+    "enable_amp": "amp autocast mixed_precision",
+    "enable_nhwc": "channels_last memory_format",
+    "enable_profiling": "prof profile profiler",
+    "enable_sync_bn": "sync_batchnorm",
+    "fused_optimizer": "fused",
+    "image_size": "input_size resolution",
+    "log_freq": "log_every_n_steps log_interval logging_steps",
+    "lr": "base_lr learning_rate max_lr peak_lr",
+    "lr_decay_factor": "gamma lr_gamma",
+    "lr_plateau_patience": "patience_epochs",
+    "lr_schedule": "sched",
+    "lr_warmup_epochs": "lr_warmup warmup",
+    "micro_batch_size": "accumulate_grad_batches accumulation_steps grad_accum gradient_accumulation_steps",
+    "model": "a arch architecture backbone net network",
+    "num_data_workers": "j",
+    "rnd_horizontal_flip": "flip hflip",
+    "test_time_flip": "tta",
+    "valid_batch_size_per_gpu": "eval_batch_size test_batch_size val_batch_size",
+    "validate_every_epochs": "eval_freq eval_interval val_freq val_interval",
+    "weight_decay": "l2 wd",
+}
+OTHER_NAMES = {name: key for key, names in _NAMES.items() for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -41,8 +73,6 @@ def explain(error: ValidationError, block: str, entries: Mapping[str, Entry]) ->
 
 
 def wrong_value(key: str, what: str, origin: str) -> str:
-    if key in REMOVED_KEYS:
-        return f"{origin}: {key} is gone, every run has {as_yaml(REMOVED_KEYS[key])}; remove it"
     if key not in Config.model_fields:
         near = nearest_key(key)
         hint = f". Did you mean {near!r}?" if near else "; --explain lists every key"
@@ -82,16 +112,10 @@ def _hint(key: str, value: Any) -> str:
 
 def nearest_key(word: str) -> str | None:
     """The key that was probably meant: by another program's name for it, or by the spelling."""
-    if known := key_named(word):
-        return known
-    near = difflib.get_close_matches(word, [*Config.model_fields, *OTHER_NAMES], n=1, cutoff=0.5)
-    return key_named(near[0]) if near else None
-
-
-def key_named(word: str) -> str | None:
-    """The key that has this name here or in another program, however it is hyphenated."""
+    keys = {key: key for key in Config.model_fields} | OTHER_NAMES
     name = word.lower().replace("-", "_")
-    return name if name in Config.model_fields else OTHER_NAMES.get(name)
+    near = [name] if name in keys else difflib.get_close_matches(name, keys, n=1, cutoff=0.5)
+    return keys[near[0]] if near else None
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:

@@ -16,7 +16,6 @@ from utils.data.cifar import IMAGE_SHAPE, VERSIONS
 from utils.data.datasets import Dataset, ImageArrays, Split, hold_out, load_dataset
 from utils.data.device_loader import decode_all
 from utils.data.folders import IMAGENET_MEAN, IMAGENET_SIZE, IMAGENET_STD, open_folders
-from utils.data.image_files import describe_unreadable
 from utils.data.keys import LOADERS, DataKeys
 from utils.data.loader import Loader
 from utils.data.own import load_own
@@ -48,9 +47,10 @@ class Loaders:
         return [loader for loader in (self.train, self.valid, self.test) if loader is not None]
 
 
-def open_dataset(keys: DataKeys, world: World) -> Dataset:
-    """Collective: the dataset `dataset`; one process fetches what is missing, where `download` allows it."""
-    download = not in_batch_job(os.environ) if keys.download == "auto" else keys.download
+def open_dataset(keys: DataKeys, world: World, *, fetch: bool = True) -> Dataset:
+    """Collective: the dataset `dataset`; with `fetch` one process downloads what is missing, except in a batch job,
+    whose nodes often have no network."""
+    download = fetch and not in_batch_job(os.environ)
     dataset = world.main_first(lambda: find_dataset(keys, download=download))
     if dataset.fingerprint is not None:
         fingerprints = world.gather(dataset.fingerprint)
@@ -74,7 +74,7 @@ def find_dataset(keys: DataKeys, *, download: bool) -> Dataset:
     elif keys.dataset in ("imagefolder", "imagenet"):
         folder = Path(keys.data_path)
         opened = open_shards if has_index(folder) else open_folders
-        dataset = opened(keys.dataset, folder, keys.image_size, keys.centre_crop_share)
+        dataset = opened(keys.dataset, folder, keys.image_size)
     else:
         dataset = load_dataset(keys.dataset, Path(keys.data_path), download=download)
     if keys.dataset == "cifar100":  # its mean and deviation are keys, as in the tutorial; others bring their own
@@ -213,8 +213,6 @@ def _decode(keys: DataKeys, *splits: tuple[Split, bool]) -> tuple[list[ImageArra
     """Each split with every image in memory, and the files that could not be read; True: replace them by others."""
     decoded = [decode_all(split, replace=replace) for split, replace in splits]
     unreadable = {path: reason for _, failed in decoded for path, reason in failed.items()}
-    if unreadable and keys.fail_on_unreadable:
-        raise DataError(f"{describe_unreadable(unreadable)}; mend them, or --set fail_on_unreadable=false")
     return [arrays for arrays, _ in decoded], unreadable
 
 

@@ -52,10 +52,8 @@ def dali_version() -> int:
 class DaliLoader(Loader):
     """One pipeline an epoch, with `num_threads` threads, which prepares `AHEAD` batches."""
 
-    def __init__(
-        self, split: Split, plan: EpochPlan, normalise: Normalise, num_threads: int, fail_on_unreadable: bool
-    ) -> None:
-        super().__init__(plan, normalise, fail_on_unreadable)
+    def __init__(self, split: Split, plan: EpochPlan, normalise: Normalise, num_threads: int) -> None:
+        super().__init__(plan, normalise)
         self.fn, self.types, self.pipeline_class = import_dali()
         self.split, self.num_threads = split, num_threads
         self.preparation = Preparation(split, plan, num_threads)
@@ -176,4 +174,4 @@ class DaliLoader(Loader):
 
 def build(keys: DataKeys, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> Loader:
     """The loader for one split."""
-    return DaliLoader(split, plan, normalise, max(1, num_workers), keys.fail_on_unreadable)
+    return DaliLoader(split, plan, normalise, max(1, num_workers))

@@ -26,7 +26,7 @@ LAYOUT = "expected DATA_PATH/train/CLASS/IMAGE and DATA_PATH/val/CLASS/IMAGE"
 INDEX_COMMAND = "python -m tools.prepare_data --shards DATA_PATH"  # where shards are, their index is missing
 
 
-def open_folders(name: str, data_path: Path, image_size: int | None, centre_share: float) -> Dataset:
+def open_folders(name: str, data_path: Path, image_size: int | None) -> Dataset:
     """The dataset `name`, "imagefolder" or "imagenet", in `data_path`; DataError where the folders are not as expected.
 
     `image_size` None: 224 for imagenet, else the median of the training images' shorter sides, of a sample of them.
@@ -37,35 +37,41 @@ def open_folders(name: str, data_path: Path, image_size: int | None, centre_shar
     if differing := sorted({*class_names} ^ {*others}):
         raise DataError(f"{data_path}: train/ and val/ hold different classes, for example {differing[0]!r}; {LAYOUT}")
     lists = ((folder, *_list_files(folder, class_names)) for folder in folders)
-    train, valid = (ImageFiles(labels, 0, centre_share, folder, names) for folder, names, labels in lists)
+    train, valid = (ImageFiles(labels, 0, 1.0, folder, names) for folder, names, labels in lists)
     return complete(name, tuple(class_names), train, valid, image_size)
 
 
 def complete(
     name: str, class_names: tuple[str, ...], train: EncodedImages, valid: EncodedImages, image_size: int | None
 ) -> Dataset:
-    """The dataset of two splits whose `size` is not set yet, wherever their images lie; see `open_folders`."""
+    """The dataset of two splits whose size and crop are not set yet, wherever their images lie; see `open_folders`."""
     notes = list[str]()
     size = image_size or (IMAGENET_SIZE if name == "imagenet" else None)
     if size is None:
         size, note = _median_side(train)
         notes.append(note)
-    train, valid = replace(train, size=size), replace(valid, size=size)
+    train, valid = (replace(split, size=size, centre_share=centre_share(name)) for split in (train, valid))
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if name == "imagenet" else _statistics(train)
     # names that are not UTF-8 would end whatever prints or draws them
     printable = tuple(map(readable_name, class_names))
     return Dataset(name, train, valid, printable, mean, std, notes=tuple(notes))
 
 
-def find_images(paths: Sequence[Path], class_names: Sequence[str], size: int, centre_share: float) -> ImageFiles:
-    """The images that a user names, as one split: files, folders of images, and folders of class folders.
+def centre_share(name: str) -> float:
+    """The central square's share of the shorter side of the images of the dataset `name`: ImageNet's is the usual."""
+    return 0.875 if name == "imagenet" else 1.0
+
+
+def find_images(paths: Sequence[Path], class_names: Sequence[str], size: int, share: float) -> ImageFiles:
+    """The images that a user names, as one split: files, folders of images, and folders of class folders. `share`: of
+    the shorter side, for the central square.
 
     Labels are those of `class_names`, -1 for an image that is not in a class folder. `DataError` where a path is not
     there or holds no images, or a folder is not one of the classes.
     """
     found = [pair for path in paths for pair in _find_images(path, {name: i for i, name in enumerate(class_names)})]
     names = np.array([os.fsencode(name) for name, _ in found])
-    return ImageFiles(np.array([label for _, label in found], np.int64), size, centre_share, Path(), names)
+    return ImageFiles(np.array([label for _, label in found], np.int64), size, share, Path(), names)
 
 
 def _find_images(path: Path, labels: Mapping[str, int]) -> list[tuple[str, int]]:

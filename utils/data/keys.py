@@ -1,7 +1,7 @@
 """The data keys, and the table of loaders. No torch: a loader's module is imported when it is built."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -41,8 +41,6 @@ class DatasetKeys(SharedKeys):
     your own, package.module:function, which is called with data_path and returns what utils/data/own.py says."""
     data_path: Annotated[str, Field(min_length=1), Fact.NO_HYPERPARAMETER] = "./data"
     """Holds cifar-100-binary/ or torchvision's folder; of class folders train/ and val/, of shards shards.index."""
-    download: Annotated[Literal["auto"] | bool, Fact.NO_HYPERPARAMETER] = "auto"
-    """Fetch a missing dataset; auto: yes, except inside a job of Slurm, PBS or LSF. Nodes often have no network."""
     cifar100_mean: Annotated[
         tuple[Annotated[float, Field(ge=0, le=1)], ...], PerChannel, Fact.NO_HYPERPARAMETER
     ] = (0.5070751592371323, 0.48654887331495095, 0.4409178433670343)  # fmt: skip
@@ -57,12 +55,6 @@ class DatasetKeys(SharedKeys):
     stop_at_accuracy, a search) looks better than it is on images that nobody has seen."""
     image_size: PositiveInt | None = None
     """Image files: pixels; null: 224 for imagenet, else the median shorter side."""
-    centre_crop_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Image files: the central square's share of the shorter side; 0.875 is usual for ImageNet. The shorter side is
-    resized to image_size / this, then the square is cut; of training images too, unless rnd_resized_crop."""
-    fail_on_unreadable: bool = False
-    """Image files: end the run at an unreadable image; false: count it and go on. Training takes another image in its
-    place, validation leaves it out."""
     shard_groups: Annotated[PositiveInt, Fact.FIXED] = 1
     """Shards: deal them out to this many groups in each epoch, so that a rank reads the shards of its groups only. A
     multiple of the ranks that divides batch_size; 1: one order over all images, the same as of class folders."""

@@ -19,9 +19,8 @@ from utils.files import open_regular, write_atomically
 class Loader(ABC):
     """Batches of one split by its plan, on the device of `normalise`."""
 
-    def __init__(self, plan: EpochPlan, normalise: Normalise, fail_on_unreadable: bool = False) -> None:
+    def __init__(self, plan: EpochPlan, normalise: Normalise) -> None:
         self.plan, self.normalise, self.device = plan, normalise, normalise.device
-        self.fail_on_unreadable = fail_on_unreadable
         self.epoch, self.first_batch = 0, 0
         self.unreadable: dict[str, str] = {}  # files that were passed over so far, and why
 
@@ -33,11 +32,8 @@ class Loader(ABC):
         self.epoch, self.first_batch = epoch, first_batch
 
     def count_unreadable(self, unreadable: dict[str, str], num_images: int) -> None:
-        """Count the files that a batch of `num_images` could not show. `DataError` where none is to be passed over, or
-        none could take their place."""
+        """Count the files that a batch of `num_images` could not show; `DataError` where none can take their place."""
         self.unreadable |= unreadable
-        if unreadable and self.fail_on_unreadable:
-            raise DataError(describe_unreadable(unreadable) + "; mend them, or --set fail_on_unreadable=false")
         if self.plan.training and num_images < self.plan.batch_size:
             raise DataError(f"not one training image can be read: {describe_unreadable(self.unreadable)}")
 

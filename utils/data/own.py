@@ -49,8 +49,7 @@ def load_own(keys: DatasetKeys) -> Dataset:
         )
     class_names = _read_class_names(what, returned["class_names"])
     train, valid = (
-        _read_split(f"{what}, {name}", returned[name], len(class_names), data_path, keys.centre_crop_share)
-        for name in ("train", "valid")
+        _read_split(f"{what}, {name}", returned[name], len(class_names), data_path) for name in ("train", "valid")
     )
     dataset = _put_together(what, keys, class_names, train, valid)
     mean, std = (
@@ -82,7 +81,7 @@ def _read_class_names(what: str, names: Any) -> tuple[str, ...]:
     return tuple(map(str, names))
 
 
-def _read_split(what: str, pair: Any, num_classes: int, data_path: Path, centre_share: float) -> Split:
+def _read_split(what: str, pair: Any, num_classes: int, data_path: Path) -> Split:
     if not isinstance(pair, list | tuple) or len(pair) != 2:
         raise DataError(f"{what}: is {_kind(pair)}; expected the pair (images, labels)")
     images, labels = pair
@@ -97,7 +96,7 @@ def _read_split(what: str, pair: Any, num_classes: int, data_path: Path, centre_
         if wrong := [path for path in images if not isinstance(path, str | os.PathLike)]:
             raise DataError(f"{what}: among the paths of the images is a value {_kind(wrong[0])}; expected paths only")
         names = np.array([os.fsencode(path) for path in images])
-        return ImageFiles(checked, 0, centre_share, data_path, names)
+        return ImageFiles(checked, 0, 1.0, data_path, names)
     return ImageArrays(_read_images(what, images), checked)
 
 

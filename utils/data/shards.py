@@ -94,7 +94,7 @@ class ShardedImages(EncodedImages):
         return replace(self, labels=index.labels, index=index)
 
 
-def open_shards(name: str, data_path: Path, image_size: int | None, centre_share: float) -> Dataset:
+def open_shards(name: str, data_path: Path, image_size: int | None) -> Dataset:
     """The dataset `name`, "imagefolder" or "imagenet", in the shards of `data_path`; see `folders.open_folders`.
 
     `DataError` where the index is damaged, or a shard is missing or of another size."""
@@ -102,9 +102,7 @@ def open_shards(name: str, data_path: Path, image_size: int | None, centre_share
     for split in (index.train, index.valid):
         check_shards(data_path, split)
     allow_open_files(len(index.train.shards) + len(index.valid.shards))
-    train, valid = (
-        ShardedImages(split.labels, 0, centre_share, data_path, split) for split in (index.train, index.valid)
-    )
+    train, valid = (ShardedImages(split.labels, 0, 1.0, data_path, split) for split in (index.train, index.valid))
     return complete(name, index.class_names, train, valid, image_size)
 
 

@@ -65,10 +65,8 @@ class BatchSampler(Sampler[tuple[int, IntArray]]):
 class TorchvisionLoader(Loader):
     """Image by image with torchvision's transforms, in worker processes; pinned and copied without blocking on CUDA."""
 
-    def __init__(
-        self, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int, fail_on_unreadable: bool
-    ) -> None:
-        super().__init__(plan, normalise, fail_on_unreadable)
+    def __init__(self, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> None:
+        super().__init__(plan, normalise)
         self.has_workers, self.sampler = False, BatchSampler(plan)
         self.loader = DataLoader(
             AugmentedImages(split, plan),
@@ -121,4 +119,4 @@ class TorchvisionLoader(Loader):
 
 def build(keys: DataKeys, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> Loader:
     """The loader for one split."""
-    return TorchvisionLoader(split, plan, normalise, num_workers, keys.fail_on_unreadable)
+    return TorchvisionLoader(split, plan, normalise, num_workers)

@@ -6,21 +6,20 @@ from typing import Any
 
 import torch
 
-from utils.distributed.keys import DistributedKeys
 from utils.distributed.world import World
 
 
-def pin_near_gpu(keys: DistributedKeys, world: World) -> list[str]:
+def pin_near_gpu(world: World) -> list[str]:
     """Pin this process and its loader workers to the cores nearest its GPU; returns lines for the log."""
-    if not keys.enable_cpu_affinity or world.world_size == 1 or world.device.type != "cuda":
+    if world.world_size == 1 or world.device.type != "cuda":
         return []
     gpu: Any = torch.cuda.get_device_properties(world.device)
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     cores = cores_near(address) & os.sched_getaffinity(0)
     if not cores:
-        return [f"enable_cpu_affinity: the kernel names no usable cores near GPU {address}; left as is"]
+        return [f"the kernel names no usable cores near GPU {address}; left as is"]
     os.sched_setaffinity(0, cores)
-    return [f"enable_cpu_affinity: rank {world.rank} is pinned to the {len(cores)} cores nearest GPU {address}"]
+    return [f"rank {world.rank} is pinned to the {len(cores)} cores nearest GPU {address}"]
 
 
 def cores_near(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:

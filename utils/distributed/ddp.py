@@ -19,14 +19,8 @@ WARNINGS = {
     "dataparallel": "WARNING: parallel=dataparallel: one process drives all GPUs and copies the network to them every "
     "step; it is here to be compared with ddp",
 }
-HOOKS = {
-    "none": default_hooks.allreduce_hook,
-    "fp16": default_hooks.fp16_compress_hook,
-    "bf16": default_hooks.bf16_compress_hook,
-}
 # Sees this rank's own gradients, before they are averaged.
 Look = Callable[[dist.GradBucket], None]
-Reduce = Callable[[dist.ProcessGroup, dist.GradBucket], Future[Tensor]]
 
 
 def describe_parallel(keys: DistributedKeys) -> list[str]:
@@ -73,22 +67,19 @@ def wrap_in_ddp(
         device_ids=[world.device.index] if on_gpu else None,
         bucket_cap_mb=keys.bucket_cap_mb,
         gradient_as_bucket_view=True,  # gradients live inside the buckets: no copy, and less memory
-        **{renamed if renamed in options else "broadcast_buffers": keys.broadcast_buffers},  # type: ignore[arg-type]
+        **{renamed if renamed in options else "broadcast_buffers": False},  # type: ignore[arg-type]
     )
-    reduce = HOOKS[keys.gradient_compression]
     if look is not None:
-        distributed.register_comm_hook(None, _looked_at(reduce, look))
-    elif keys.gradient_compression != "none":
-        distributed.register_comm_hook(None, reduce)
+        distributed.register_comm_hook(None, _looked_at(look))
     if keys.deterministic or not on_gpu:
         _settle_buckets(distributed)
     return distributed
 
 
-def _looked_at(reduce: Reduce, look: Look) -> Reduce:
+def _looked_at(look: Look) -> Callable[[dist.ProcessGroup, dist.GradBucket], Future[Tensor]]:
     def look_and_reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
         look(bucket)
-        return reduce(group, bucket)
+        return default_hooks.allreduce_hook(group, bucket)
 
     return look_and_reduce
 

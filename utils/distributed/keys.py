@@ -13,14 +13,8 @@ class DistributedKeys(SharedKeys):
     GPUs (torch.nn.DataParallel); no_communication never averages gradients, so its accuracy means nothing."""
     bucket_cap_mb: PositiveFloat = 25
     """DDP: MiB of gradients in one all-reduce. Buckets are reduced while backward still computes the others."""
-    broadcast_buffers: bool = False
-    """DDP: BatchNorm statistics from rank 0 in every step; false: averaged before validation."""
     enable_sync_bn: bool = False
     """DDP: BatchNorm over the whole global batch; CUDA only. Without it each rank sees its own micro-batch."""
-    gradient_compression: Literal["none", "fp16", "bf16"] = "none"
-    """DDP: send gradients in half the bytes, rounded."""
-    enable_cpu_affinity: Annotated[bool, Fact.NO_HYPERPARAMETER] = True
-    """Pin each process to the processor cores nearest its GPU. Without a GPU, or with one process, it does nothing."""
     start_timeout_seconds: Annotated[PositiveFloat, Fact.NO_HYPERPARAMETER] = 600
     """Seconds to wait at the start for all ranks; then the run ends and names the missing ones."""
     collective_timeout_seconds: Annotated[PositiveFloat, Fact.NO_HYPERPARAMETER] = 600

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from utils.errors import CheckpointError, ExpectedError
 from utils.files import open_regular, write_atomically
-from utils.keys import REMOVED_KEYS
 from utils.run.table import Table, explain_misfit
 
 FORMAT = 1
@@ -220,8 +219,6 @@ def check_fit(path: Path, saved: dict[str, Any], current: dict[str, Any], fixed:
     """The keys whose change is allowed on resuming; `CheckpointError` where one of `fixed` differs."""
     different = _differences(saved, current)
     refused = [f"{key} {old!r} -> {new!r}" for key, (old, new) in different.items() if key in fixed]
-    gone = {key: (saved.get(key, now), now) for key, now in REMOVED_KEYS.items()}
-    refused += [f"{key} {old!r} -> {now!r}, the only value now" for key, (old, now) in gone.items() if old != now]
     if refused:
         raise CheckpointError(
             f"{path}: does not fit this configuration: {', '.join(refused)}\n"

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from utils.keys import Fact, OneOf, PositiveFloat, PositiveInt, SharedKeys
+from utils.keys import Fact, OneOf, PositiveInt, SharedKeys
 from utils.run.trackers import TRACKERS
 
 
@@ -27,8 +27,6 @@ class OutputKeys(SharedKeys):
     """Write the last and the best checkpoint, every epoch and when asked to stop."""
     checkpoint_every_steps: Annotated[PositiveInt | None, Fact.NO_HYPERPARAMETER] = None
     """Write a checkpoint every so many optimizer steps too; null: no."""
-    checkpoint_every_minutes: Annotated[PositiveFloat | None, Fact.NO_HYPERPARAMETER] = None
-    """Write a checkpoint every so many minutes too; null: no."""
     checkpoint_async: Annotated[bool, Fact.NO_HYPERPARAMETER] = False
     """Write checkpoints from a copy in host memory while training goes on."""
     keep_checkpoints: Annotated[PositiveInt, Fact.NO_HYPERPARAMETER] = 2

@@ -1,5 +1,4 @@
-"""Stop or save on request: a signal or the clock sets a flag, the ranks agree on it between two batches, and the
-Trainer saves and, where asked to, leaves.
+"""Stop on request: a signal sets a flag, the ranks agree on it between two batches, and the Trainer saves and leaves.
 
 Nothing is saved inside a signal handler: it may interrupt anything, a checkpoint being written included.
 
@@ -9,14 +8,12 @@ where a batch takes longer than half a second. The time is counted in batches, s
 common: as many as fit into a second, at the pace of the batches before.
 """
 
-import math
 import os
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -28,8 +25,6 @@ POLL_SECONDS = 1.0  # ranks compare their flags this often
 ONE_KEYSTROKE = 1.0
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
-Asked = Literal["stop", "save"] | None
-
 
 class Requests:
     """What is asked of the run, polled by every rank after the same batch.
@@ -38,12 +33,10 @@ class Requests:
     Where no two batches fit into `POLL_SECONDS` every batch has a message and waits for it, which is little beside it.
     """
 
-    def __init__(self, world: World, save_every_minutes: float | None) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
         self.signal: int | None = None
         self.since_signal = 0.0
-        self._interval = math.inf if save_every_minutes is None else 60 * save_every_minutes
-        self._saved_at = time.monotonic()
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self.start_loop()
 
@@ -52,48 +45,35 @@ class Requests:
         self._every = 1  # batches from one message to the next, the same on all ranks
         self._batches, self._since = 0, time.monotonic()
 
-    def poll(self) -> Asked:
-        """Collective: "stop" on every rank once any of them got a signal, "save" once the interval has passed."""
+    def poll(self) -> bool:
+        """Collective: whether to stop, true on every rank once any of them got a signal."""
         self._batches += 1
         if self.world.world_size == 1:
-            return self._answer(*self._flags().tolist())
+            return self.signal is not None
         if self._pending is None:
             if self._batches < self._every:
-                return None
+                return False
             self._pending = self._send()
             if self._every > 1:
-                return None
+                return False
         flags, work = self._pending
         work.wait()
         self._pending = None
-        number, save, microseconds = flags.tolist()
+        number, microseconds = flags.tolist()
         # at most twice as many as before: the host may run ahead of a GPU for some batches, which then seem short
         self._every = max(1, min(2 * self._every, int(1e6 * POLL_SECONDS / max(1, microseconds))))
         self._batches, self._since = 0, time.monotonic()
-        return self._answer(number, save)
+        self.signal = number or self.signal
+        return bool(number)
 
     def name(self) -> str:
         return signal.Signals(self.signal).name if self.signal else "no signal"
 
-    def _flags(self) -> torch.Tensor:
-        """[signal or 0, whether a save is due by the main process's clock, microseconds of a batch], on the CPU: goes
-        over gloo, not through the GPU's queue."""
-        now = time.monotonic()
-        due = self.world.is_main and now - self._saved_at >= self._interval
-        return torch.tensor([self.signal or 0, int(due), int(1e6 * (now - self._since) / self._batches)])
-
     def _send(self) -> tuple[torch.Tensor, dist.Work]:
-        flags = self._flags()
+        """[signal or 0, microseconds of a batch], on the CPU: goes over gloo, not through the GPU's queue."""
+        microseconds = int(1e6 * (time.monotonic() - self._since) / self._batches)
+        flags = torch.tensor([self.signal or 0, microseconds])
         return flags, dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True)  # type: ignore[return-value]
-
-    def _answer(self, number: int, save: int, *_: int) -> Asked:
-        if number:
-            self.signal = number
-            return "stop"
-        if save:
-            self._saved_at = time.monotonic()
-            return "save"
-        return None
 
 
 @contextmanager

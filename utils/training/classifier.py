@@ -43,16 +43,9 @@ class Classifier:
         """Images [N, 3, H, W] -> float32 logits [N, classes] of the network that is validated.
 
         AMP: in the precision of training."""
-        return self.average_views(self.predict_plain(images), images)
-
-    def predict_plain(self, images: Tensor) -> Tensor:
-        """`predict` of the images as they are alone."""
-        return self.precision.forward(self.validated, images)
-
-    def average_views(self, outputs: Tensor, images: Tensor) -> Tensor:
-        """`predict`, where `outputs` are those of `predict_plain`."""
-        of_views = [outputs, *map(self.predict_plain, other_views(self.keys, images))]
-        return reduce(torch.add, of_views) / len(of_views) if len(of_views) > 1 else outputs
+        views = [images, *other_views(self.keys, images)]
+        outputs = [self.precision.forward(self.validated, view) for view in views]
+        return reduce(torch.add, outputs) / len(outputs) if len(outputs) > 1 else outputs[0]
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """BatchNorm's buffers of the network and of its average."""

@@ -108,9 +108,6 @@ class RecipeKeys(ScheduleKeys):
     test_time_shift: Annotated[int, Field(ge=0, le=32)] = 0
     """Validate on shifted images too: by so many pixels, to the lower right and to the upper left. Pixels of the border
     are repeated where none come in; each of these is mirrored too with test_time_flip. 0: none."""
-    test_time_flip_within: Fraction | None = None
-    """Mirrored and shifted images only where the accuracy without them is at most so far below stop_at_accuracy; null:
-    always."""
     stop_at_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
     """End the run at this validation accuracy, a share in [0, 1]; null: never."""
     progressive_image_sizes: Annotated[tuple[Annotated[int, Field(ge=8, le=1024)], ...], Field(strict=False)] = ()
@@ -118,16 +115,6 @@ class RecipeKeys(ScheduleKeys):
     ones; []: training too."""
     progressive_image_shares: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(strict=False)] = ()
     """The share of max_epochs at which each of progressive_image_sizes ends, rising."""
-
-    @model_validator(mode="after")
-    def _check_views(self) -> "RecipeKeys":
-        has_views = self.test_time_flip or self.test_time_shift
-        if self.test_time_flip_within is not None and not (has_views and self.stop_at_accuracy):
-            raise ValueError(
-                f"test_time_flip_within {self.test_time_flip_within:g} needs stop_at_accuracy, and test_time_flip or "
-                "test_time_shift; set them, or leave it null"
-            )
-        return self
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "RecipeKeys":
@@ -187,8 +174,6 @@ class SpeedKeys(OptimizerKeys, PrecisionKeys, DistributedKeys):
     enable_compile: Auto = False
     """COMPILE: forward, loss and backward through torch.compile; auto: on CUDA where there is a compiler. A CPU gains
     nothing by it. Validation stays eager, as a second compilation would cost more than it saves."""
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    """COMPILE: torch.compile's mode; reduce-overhead and max-autotune capture CUDA graphs of their own."""
     enable_cuda_graphs: Auto = False
     """GRAPHS: capture the training step once and replay it; auto: on CUDA, except for dataparallel. Needs the fused
     optimizer."""
@@ -268,10 +253,5 @@ class TrainingKeys(SpeedKeys, RecipeKeys, VerifyKeys):
             raise ValueError(
                 f"{asked} needs fused_optimizer true (or enable_extra_opts): without it PyTorch's {self.optimizer} "
                 "reads the learning rate on the host"
-            )
-        if self.compile_mode in ("reduce-overhead", "max-autotune"):
-            raise ValueError(
-                f"compile_mode {self.compile_mode} captures CUDA graphs itself; with enable_cuda_graphs use default or "
-                "max-autotune-no-cudagraphs"
             )
         return self

@@ -50,10 +50,10 @@ class TrainStep:
         self.statistics = RunningStatistics(self.model) if self.accumulation > 1 else None
         self.forward: Forward = self._forward
 
-    def compile(self, mode: str) -> None:
+    def compile(self) -> None:
         """COMPILE: forward and loss, and with them their backward. The model itself, its state's keys and validation
         stay as they are; a batch of another size would be compiled anew, but training batches have one size."""
-        compiled: Forward = torch.compile(self._forward, mode=mode, dynamic=False)
+        compiled: Forward = torch.compile(self._forward, dynamic=False)
         known = set[torch.Size]()
 
         def forward(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,15 +150,8 @@ def choose_step(keys: SpeedKeys, step: TrainStep, device: torch.device) -> tuple
         missing = missing_compiler(device)
         if missing:
             raise ConfigError(f"enable_compile needs {missing}, or set enable_compile to false or auto")
-        graphs_of_its_own = device.type == "cuda" and keys.compile_mode in ("reduce-overhead", "max-autotune")
-        if graphs_of_its_own and (step.accumulation > 1 or not keys.extra_opt("zero_grad_set_to_none")):
-            raise ConfigError(
-                f"compile_mode {keys.compile_mode} captures CUDA graphs, which overwrite gradients that are kept: it "
-                "needs zero_grad_set_to_none true (or enable_extra_opts) and no accumulation (micro_batch_size null); "
-                "or use max-autotune-no-cudagraphs"
-            )
-        step.compile(keys.compile_mode)
-        notes.append(f"compiled (mode {keys.compile_mode}): the first step takes up to minutes")
+        step.compile()
+        notes.append("compiled: the first step takes up to minutes")
     elif keys.parallel != "dataparallel":  # whose copies of the network run in threads
         defer_batch_counters(step.weights.model)
     if keys.enable_cuda_graphs is True and device.type != "cuda":

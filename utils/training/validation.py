@@ -27,11 +27,9 @@ def validate(
     after_batch: Callable[[int], None] = lambda number: None,
 ) -> MetricSums:
     """Loss and accuracy of this rank; each of `collectors` is given every batch too, and `after_batch` its number
-    from 1 on. Collective with test_time_flip_within, which goes over the batches up to twice."""
-    results, sums = classify(classifier, batches), MetricSums(world.device)
-    if classifier.keys.test_time_flip_within is not None:
-        results = _views_near_target(classifier, batches, world, after_batch)
-    for number, (outputs, labels) in enumerate(results, start=1):
+    from 1 on."""
+    sums = MetricSums(world.device)
+    for number, (outputs, labels) in enumerate(classify(classifier, batches), start=1):
         sums.add(nn.functional.cross_entropy(outputs, labels), outputs, labels)
         for collector in collectors:
             collector.add(outputs, labels)
@@ -45,30 +43,3 @@ def classify(classifier: Classifier, batches: Batches) -> Iterator[tuple[Tensor,
     classifier.validated.eval()
     for images, labels in batches:
         yield classifier.predict(images), labels
-
-
-@torch.no_grad()
-def _views_near_target(
-    classifier: Classifier, batches: Batches, world: World, after_batch: Callable[[int], None]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Collective: what `classify` gives where the accuracy of the images as they are is near the target; else theirs.
-
-    It follows from weights and images alone, so that a checkpoint that is evaluated later has the accuracy that
-    training recorded. Keeps all logits on the device: 4 MB for CIFAR-100, 200 MB for ImageNet on one rank.
-    """
-    keys, kept = classifier.keys, list[tuple[Tensor, Tensor]]()
-    counts = torch.zeros(2, dtype=torch.int64, device=world.device)  # hits and images
-    classifier.validated.eval()
-    for number, (images, labels) in enumerate(batches, start=1):
-        outputs = classifier.predict_plain(images)
-        counts[0] += (outputs.argmax(1) == labels).sum()
-        counts[1] += len(labels)
-        kept.append((outputs, labels))
-        after_batch(number)
-    hits, seen = world.sum(counts).tolist()
-    assert keys.stop_at_accuracy is not None and keys.test_time_flip_within is not None
-    if hits < (keys.stop_at_accuracy - keys.test_time_flip_within) * seen:
-        yield from kept
-        return
-    for (outputs, _), (images, labels) in zip(kept, batches, strict=True):
-        yield classifier.average_views(outputs, images), labels

@@ -132,8 +132,6 @@ class Verifier:
         learner.train_step(*kept.batch)
         everything = kept.tensors() | gradients(learner)
         own_names = {"images", "labels", *own_tensors(learner)}
-        if self.keys.broadcast_buffers:
-            own_names = {name for name in own_names if not name.startswith("buffer ")}
         prints = take_prints(everything, sketched=self.rounds)
         own, result = _split(prints, own_names)
         if own_gradients is not None:
