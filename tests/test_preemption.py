@@ -62,15 +62,6 @@ def test_a_second_ctrl_c_stops_at_once(
     assert capfd.readouterr().err.count("Ctrl-C again stops without saving") == 1
 
 
-def test_minutes_between_checkpoints_are_of_sixty_seconds(alone: World, set_clock: Callable[[float], None]) -> None:
-    set_clock(100)
-    requests, asked = Requests(alone, save_every_minutes=1.5), []
-    for now in (189, 190, 191, 279, 280):
-        set_clock(now)
-        asked.append(requests.poll())
-    assert asked == [None, "save", None, None, "save"]
-
-
 def test_the_answer_comes_within_a_slow_step(alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is one long operation outside Python, which ends only when the answer has come."""
     answered, written = threading.Event(), []
