@@ -6,6 +6,7 @@ import shutil
 import time
 
 import pytest
+import torch
 
 from tests.conftest import ROOT, TINY
 from tools import verify_resume
@@ -53,8 +54,8 @@ def test_comparison_finds_each_difference(two_runs):
     shutil.copy(uninterrupted / "metrics.jsonl", killed)
 
     _, state, _ = newest_good(killed / "checkpoints")
-    state["model"]["fc.weight"][0, 0] += 1e-6
-    state["optimizer"]["state"][0]["momentum_buffer"].view(-1)[0] += 1e-6
+    for changed in (state["model"]["fc.weight"], state["optimizer"]["state"][0]["momentum_buffer"]):
+        changed.view(-1).view(torch.int32)[0] ^= 1  # the last bit
     save_last(killed / "checkpoints", encode(state), state["step"], keep=2)
     found = [line.split(":")[0] for line in compare(uninterrupted, killed)]
     assert found == ["model.fc.weight", "optimizer.state.0.momentum_buffer"]
