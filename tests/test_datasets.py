@@ -49,8 +49,9 @@ def assert_holds(dataset: Dataset, tiny: TinyCifar) -> None:
 
 
 def test_binary_version_holds_every_record(tiny: TinyCifar, tmp_path: Path) -> None:
-    tiny.write_binary(tmp_path)
+    folder = tiny.write_binary(tmp_path)
     assert_holds(load(tiny, tmp_path), tiny)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(tiny.records), "reading writes nothing"
 
 
 def test_one_file_is_mapped_and_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -72,12 +73,6 @@ def lengthen(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\0")
 
 
-def alter_first_byte(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[0] ^= 1
-    path.write_bytes(content)
-
-
 def alter_last_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 128
@@ -89,7 +84,7 @@ def replace_by_folder(path: Path) -> None:
     path.mkdir()
 
 
-@pytest.mark.parametrize("damage", [cut, lengthen, alter_first_byte, alter_last_byte, Path.unlink, replace_by_folder])
+@pytest.mark.parametrize("damage", [cut, lengthen, alter_last_byte, Path.unlink, replace_by_folder])
 @pytest.mark.parametrize("which", [0, -1])
 def test_damage_is_an_error_that_names_the_file_and_the_remedy(
     tiny: TinyCifar, tmp_path: Path, damage: Callable[[Path], None], which: int
@@ -125,12 +120,6 @@ def test_the_same_records_in_another_order_are_as_good(tiny: TinyCifar, tmp_path
         tiny.records[name][:] = tiny.records[name][::-1].copy()
     tiny.write_binary(tmp_path)
     assert_holds(load(tiny, tmp_path), tiny)
-
-
-def test_reading_leaves_the_folder_as_it_is(tiny: TinyCifar, tmp_path: Path) -> None:
-    folder = tiny.write_binary(tmp_path)
-    assert_holds(load(tiny, tmp_path), tiny)
-    assert sorted(path.name for path in folder.iterdir()) == sorted(tiny.records)
 
 
 @pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")

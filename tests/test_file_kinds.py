@@ -17,19 +17,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from test_folders import DALI, needs_dali
 from torchvision.datasets.folder import pil_loader
 
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
 from utils.data.dali_inputs import encode_for_dali
 from utils.distributed.world import World
-from utils.run.environment import dali_version
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = 32
 LEVELS_OF_DALI = 2  # of 255, by which the pixels of a JPEG may differ from PIL's; seen on a CPU: 0
-needs_dali = pytest.mark.skipif(dali_version() is None, reason="NVIDIA DALI is not installed")
-DALI = pytest.param("dali", marks=[needs_dali, pytest.mark.dali])
 LOADERS = pytest.mark.parametrize("loader", ["torchvision", "device", DALI])
 
 SHOWN, LEFT_OUT = "shown", "unreadable"

@@ -133,14 +133,6 @@ def test_folders_of_classes_are_found_by_the_names_that_the_run_gives_them(tmp_p
         find_images([tmp_path], ["cat"], 32, 1.0)
 
 
-def test_small_images_are_read_as_they_are(config: Callable[..., Config], made: Path, alone: World) -> None:
-    files = open_dataset(config("imagefolder"), alone).train
-    batch = files.read(np.array([NUM_TRAIN + 2]), None, replace=False)
-    expected = np.asarray(Image.open(made / "small/train" / CLASSES[1] / "2.png")).transpose(2, 0, 1)
-    np.testing.assert_array_equal(batch.images[0], expected)
-    assert files.labels[batch.indices[0]] == 1
-
-
 def test_validation_resizes_the_shorter_side_and_cuts_the_centre(
     config: Callable[..., Config], made: Path, alone: World
 ) -> None:
@@ -211,30 +203,6 @@ def test_every_world_size_sees_the_same_set(backend: str, dataset: str, config: 
     assert seen[0] == seen[1] == seen[2]
 
 
-@pytest.mark.parametrize("backend", ["torchvision", "device", DALI])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_validation_yields_every_image_once(backend: str, world_size: int, config: Callable[..., Config]) -> None:
-    alone, expected_labels = everything(build(config("imagefolder", data_loader=backend)).valid)
-    ranks = [
-        everything(build(config("imagefolder", data_loader=backend, batch_size=24), rank, world_size).valid)
-        for rank in range(world_size)
-    ]
-    images, labels = (torch.cat(parts) for parts in zip(*ranks, strict=True))
-    assert sorted(labels.tolist()) == sorted(expected_labels.tolist())
-    assert sorted(image.numpy().tobytes() for image in images) == sorted(image.numpy().tobytes() for image in alone)
-
-
-@pytest.mark.parametrize("backend", ["device", DALI])
-def test_backends_agree_on_small_images(backend: str, config: Callable[..., Config]) -> None:
-    """Crop and flip included; nothing is resized."""
-    expected, expected_labels = everything(build(config("imagefolder", rnd_rotation_angle=0.0)).train, epoch=2)
-    images, labels = everything(
-        build(config("imagefolder", rnd_rotation_angle=0.0, data_loader=backend)).train, epoch=2
-    )
-    assert torch.equal(labels, expected_labels)
-    torch.testing.assert_close(images, expected, rtol=0, atol=0 if backend == "device" else 1e-6)
-
-
 @needs_dali
 @pytest.mark.dali
 @pytest.mark.parametrize(("part", "resized_crop"), [("train", False), ("train", True), ("valid", False)])
@@ -250,18 +218,6 @@ def test_dali_decodes_cuts_and_resizes_nearly_as_pil(
     assert torch.equal(labels, expected_labels)
     levels = (images - expected).abs() * 255 * 0.225
     assert levels.max() < RESAMPLING_LEVELS
-
-
-@needs_dali
-@pytest.mark.dali
-def test_dali_begins_in_mid_epoch_with_the_same_windows(config: Callable[..., Config]) -> None:
-    loader = build(config("imagenet", data_loader="dali", enable_nhwc=True)).train
-    loader.set_epoch(2)
-    whole = [images for images, _ in loader]
-    loader.set_epoch(2, first_batch=2)
-    rest = [images for images, _ in loader]
-    assert len(whole) == 4 and len(rest) == 2
-    assert all(torch.equal(images, again) for images, again in zip(whole[2:], rest, strict=True))
 
 
 # ---- what is wrong with the data
@@ -457,19 +413,6 @@ def test_a_class_folder_that_may_not_be_read_is_named(
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(DataError, match="train/cat: cannot be read: Permission denied"):
         open_dataset(config("imagefolder"), alone)
-
-
-@pytest.mark.parametrize("backend", ["torchvision", "device", DALI])
-def test_a_fifo_in_place_of_an_image_is_not_waited_for(
-    backend: str, config: Callable[..., Config], made: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(made / "small", tmp_path / "data")
-    path = tmp_path / "data/train/ant/0.png"
-    path.unlink()
-    os.mkfifo(path)
-    built = build(config("imagefolder", data_path=str(tmp_path / "data"), data_loader=backend))
-    assert len(everything(built.train)[0]) == 3 * NUM_TRAIN
-    assert built.train.unreadable[str(path)] == "not a regular file"
 
 
 def test_all_images_unreadable(config: Callable[..., Config], made: Path, tmp_path: Path) -> None:

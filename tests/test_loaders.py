@@ -4,7 +4,6 @@ import multiprocessing
 import multiprocessing.util
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from test_folders import DALI, needs_dali, pretend
 from torch import Tensor
 from torch._C import _remove_worker_pids, _set_worker_pids
 from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
@@ -43,29 +43,16 @@ from utils.data.sampling import (
 )
 from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.run.environment import dali_version
 
 WORLD_SIZES = (1, 2, 3, 8)
 BATCH = 24  # divisible by each of them
 NUM_TRAIN, NUM_VALID = 5 * BATCH + 7, 83  # neither divides
 CPU = torch.device("cpu")
 
-needs_dali = pytest.mark.skipif(dali_version() is None, reason="NVIDIA DALI is not installed")
-DALI = pytest.param("dali", marks=[needs_dali, pytest.mark.dali])
 REAL = pytest.mark.parametrize("backend", ["torchvision", "device", DALI])
 OTHERS = pytest.mark.parametrize("backend", ["device", DALI])
 EVERY = pytest.mark.parametrize("backend", ["torchvision", "device", "synthetic", DALI])
 NO_AUGMENTATION = {"rnd_crop_padding": 0, "rnd_horizontal_flip": False, "rnd_rotation_angle": 0.0}
-
-
-def world(rank: int = 0, world_size: int = 1) -> World:
-    """A rank that gathers without the others: each of them would say the same."""
-
-    class Pretended(World):
-        def gather(self, value: Any) -> list[Any]:
-            return [value] * self.world_size
-
-    return Pretended(rank=rank, local_rank=rank, world_size=world_size, device=CPU)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +72,7 @@ def build(tiny: Callable[..., Config], dataset: Dataset) -> Callable[..., Loader
     base = tiny(batch_size=BATCH, valid_batch_size_per_gpu=10, num_classes=NUM_TRAIN, **whole).model_dump()
 
     def build(backend: str, where: World | None = None, **changes: Any) -> Loaders:
-        return build_loaders(Config(**base | {"data_loader": backend} | changes), dataset, where or world())
+        return build_loaders(Config(**base | {"data_loader": backend} | changes), dataset, where or pretend())
 
     return build
 
@@ -135,7 +122,7 @@ def test_every_world_size_renders_the_same_set_of_images(backend: str, build: Ca
         expected = images_of(alone, epoch, first_batch)
         assert expected.total() == len(expected) == (NUM_TRAIN // BATCH - first_batch) * BATCH
         for world_size in WORLD_SIZES[1:]:
-            loaders_of_ranks = [build(backend, world(rank, world_size)).train for rank in range(world_size)]
+            loaders_of_ranks = [build(backend, pretend(rank, world_size)).train for rank in range(world_size)]
             assert all(len(loader) == NUM_TRAIN // BATCH for loader in loaders_of_ranks)
             assert sum((images_of(loader, epoch, first_batch) for loader in loaders_of_ranks), Counter()) == expected
 
@@ -207,7 +194,7 @@ def test_validation_yields_every_image_once_at_every_world_size(backend: str, bu
     for world_size in WORLD_SIZES:
         labels: list[int] = []
         for rank in range(world_size):
-            loader = build(backend, world(rank, world_size)).valid
+            loader = build(backend, pretend(rank, world_size)).valid
             for epoch in (0, 1):  # the same again
                 loader.set_epoch(epoch)
                 batches = [batch_labels for _, batch_labels in loader]
@@ -449,17 +436,10 @@ def test_batches_on_a_gpu_equal_those_on_the_cpu(backend: str, build: Callable[.
     gpu = World(0, 0, 1, torch.device("cuda", 0))
     changes = {"rnd_rotation_angle": 0.0} if backend == "dali" else {}
     for part in ("train", "valid"):
-        loaders_of_both = [getattr(build(backend, where, **changes), part) for where in (gpu, world())]
+        loaders_of_both = [getattr(build(backend, where, **changes), part) for where in (gpu, pretend())]
         for (images, labels), (expected, expected_labels) in zip(*loaders_of_both, strict=True):
             assert images.device == labels.device == gpu.device and torch.equal(labels.cpu(), expected_labels)
             assert_agree(backend, expected, images.cpu())
-
-
-def test_zero_workers_load_in_this_process(build: Callable[..., Loaders]) -> None:
-    before = set(multiprocessing.active_children())
-    built = build("torchvision", num_data_workers=0)
-    assert images_of(built.train, 0) and set(multiprocessing.active_children()) == before
-    assert built.notes == []
 
 
 @pytest.mark.parametrize(("cores", "ranks", "workers"), [(2, 1, 2), (8, 1, 8), (8, 3, 2), (2, 8, 1)])
@@ -467,8 +447,9 @@ def test_workers_are_capped_to_the_ranks_share_of_the_cores(
     cores: int, ranks: int, workers: int, build: Callable[..., Loaders], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    built = build("torchvision", world(0, ranks), num_data_workers=64)
+    built = build("torchvision", pretend(0, ranks), num_data_workers=64)
     assert built.train.loader.num_workers == workers  # type: ignore[attr-defined]
+    assert build("torchvision", num_data_workers=0).notes == []
     (note,) = built.notes
     assert note.startswith(f"num_data_workers: {workers} instead of 64, there are {cores} cores")
 
@@ -527,31 +508,6 @@ def test_workers_that_cannot_make_sockets_are_not_waited_for(
         build("torchvision", num_data_workers=1)
     build("torchvision", num_data_workers=0)
     build("device", num_data_workers=1)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("unshare") is None,
-    reason="needs root, to mount a small /dev/shm of its own",
-)
-def test_a_run_with_the_shared_memory_of_a_bare_container(tmp_path: Path) -> None:
-    """With 64 KB of /dev/shm; then the remedy that the message names, in the same place."""
-    train = f"{sys.executable} train.py --config=quickstart --run-dir={tmp_path} --set max_epochs=3 " + " ".join(
-        f"--set {change}" for change in ("data_loader=torchvision", "limit_train_batches=2", "limit_valid_batches=1")
-    )
-    small = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
-
-    def run(workers: int) -> subprocess.CompletedProcess[str]:
-        script = f"{small} && exec {train} --set num_data_workers={workers}"
-        command = ["unshare", "-m", "sh", "-c", script]
-        return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-
-    failed = run(1)
-    if "mount" in failed.stderr or "unshare" in failed.stderr:
-        pytest.skip(f"this machine does not let us mount: {failed.stderr.strip()}")
-    assert failed.returncode == 2
-    assert "error: /dev/shm has 0 MB free" in failed.stderr and "--ipc=host" in failed.stderr
-    assert run(0).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -620,19 +576,13 @@ def test_any_other_error_of_a_worker_is_passed_on() -> None:
 def test_synthetic_needs_no_files_and_keeps_one_batch(tiny: Callable[..., Config], tmp_path: Path) -> None:
     config = tiny(dataset="cifar100", num_classes=100, data_loader="synthetic", data_path=str(tmp_path / "nothing"))
     config = config.model_copy(update={"limit_train_batches": None})
-    built = build_loaders(config, open_dataset(config, world()), world())
+    built = build_loaders(config, open_dataset(config, pretend()), pretend())
     assert len(built.train) == 50_000 // config.batch_size
     batches = iter(built.train)
     (images, labels), (images_again, labels_again) = next(batches), next(batches)
     assert images.data_ptr() == images_again.data_ptr() and torch.equal(labels, labels_again)
     assert len(labels.unique()) > 10
     assert abs(images.mean()) < 0.5 and images.std() > 0.5
-
-
-@pytest.mark.parametrize("backend", ["torchvision", "synthetic", DALI])
-def test_train_runs_with_the_loader(backend: str, tiny: Callable[..., Config], tmp_path: Path) -> None:
-    config = tiny(data_loader=backend, num_data_workers=1)
-    assert main(Arguments(config, "default", tmp_path, "auto", dry_run=False)) == 0
 
 
 def test_missing_dali_is_bad_usage_with_the_command_that_installs_it(

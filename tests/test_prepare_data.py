@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import tarfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 from tiny_cifar import TinyCifar, make_archive, make_tiny_cifar, md5, serve
 
 from tools import prepare_data
-from utils.data import cifar
 from utils.data.cifar import VERSIONS
 from utils.data.datasets import load_dataset
 
@@ -190,26 +188,6 @@ def test_interruption_leaves_nothing(
     (tmp_path / "data/.cifar-100-python.0badcafe").mkdir()
     assert run(tiny100, tmp_path / "data", "--from", archive) == 0
     assert_prepared(tiny100, tmp_path / "data", "cifar-100-python")
-
-
-def test_several_at_once_do_the_work_once(
-    tiny100: TinyCifar, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    statuses: list[int] = []
-    filled: list[Path] = []
-    rename = Path.rename
-    monkeypatch.setattr(cifar.Path, "rename", lambda path, target: (filled.append(target), rename(path, target)))
-    threads = [
-        threading.Thread(target=lambda: statuses.append(run(tiny100, tmp_path / "data", "--from", archive)))
-        for _ in range(4)
-    ]  # a file lock keeps threads apart as it does processes: each opens the file for itself
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert statuses == [0] * 4 and len(filled) == 1
-    assert_prepared(tiny100, tmp_path / "data", "cifar-100-python")
-    assert "waiting for another process" in capsys.readouterr().err
 
 
 # ---- the command
