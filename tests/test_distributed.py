@@ -67,7 +67,7 @@ def train_some_steps(world: World, num_steps: int, **changes: Any) -> dict[str, 
     rounding to 2e-4 within 20 steps, with one process and another order of summation too. So in float64.
     """
     torch.set_default_dtype(torch.float64)
-    train.open_dataset = lambda config, world: shapes()
+    train.open_dataset = lambda config, world, fetch: shapes()
     trainer = train.Trainer(configuration(limit_train_batches=num_steps, **changes), world)
     trainer.learner.model.train()
     for module in trainer.learner.model.modules():
@@ -210,7 +210,7 @@ def run_program_in_float64(folder: Path, changes: dict[str, Any]) -> int:
     Normalise.__call__ = lambda self, images: really(self, images).double()  # type: ignore[method-assign]
     assert isinstance(whole.valid, ImageArrays)
     few = ImageArrays(whole.valid.images[:101], whole.valid.labels[:101])
-    train.open_dataset = lambda config, world: replace(whole, valid=few)
+    train.open_dataset = lambda config, world, fetch: replace(whole, valid=few)
     return run_program(folder, changes)
 
 
@@ -494,7 +494,7 @@ def test_cores_near_a_gpu(tmp_path: Path, alone: World) -> None:
     (tmp_path / "0000:3b:00.0/local_cpulist").write_text("0-2,8,10-11\n")
     assert cores_near("0000:3b:00.0", tmp_path) == {0, 1, 2, 8, 10, 11}
     assert cores_near("0000:af:00.0", tmp_path) == set()
-    assert pin_near_gpu(configuration(), alone) == []
+    assert pin_near_gpu(alone) == []
 
 
 def test_a_rank_is_pinned_to_the_usable_cores_near_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

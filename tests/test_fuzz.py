@@ -15,11 +15,11 @@ from utils.errors import CheckpointError, ConfigError
 from utils.run.checkpoint import encode, list_checkpoints, read_checkpoint
 
 QUICK = settings(
-    max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 LONG = settings(QUICK, max_examples=3000)
 BOTH = [
-    pytest.param(QUICK, id="300"),
+    pytest.param(QUICK, id="150"),
     pytest.param(LONG, id="3000", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
 ]
 

@@ -158,7 +158,7 @@ def test_compile_without_a_compiler_says_what_to_do(tiny, alone, monkeypatch):
     monkeypatch.delenv("CXX")
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr("utils.training.step.missing_compiler", lambda device: "")
-    assert any("compiled (mode default)" in note for note in Trainer(tiny(enable_compile=True), alone).notes)
+    assert any("compiled: the first step" in note for note in Trainer(tiny(enable_compile=True), alone).notes)
 
 
 def test_compiling_needs_pythons_headers_and_for_cuda_a_c_compiler(tiny, monkeypatch, tmp_path):

@@ -168,7 +168,7 @@ def prepare() -> None:
     def read(split: ImageArrays, indices: np.ndarray, crops: None, *, replace: bool) -> DecodedImages:
         return DecodedImages(blank(len(indices), split.image_shape), indices, {})
 
-    train.open_dataset = lambda keys, world: (
+    train.open_dataset = lambda keys, world, fetch: (
         data._stand_in(keys) if keys.dataset in data.DATASET_SIZES else opened(keys, world)
     )
     learner.build_optimizer = computed

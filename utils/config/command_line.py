@@ -108,10 +108,7 @@ class _Parser(argparse.ArgumentParser):
     def _instead(self, words: Sequence[str], yaml_config: Path) -> str:
         first, equals, value = words[0].strip().partition("=")
         name = first.lstrip("-")
-        if not first.startswith("-"):
-            if equals:
-                key = nearest_key(name)
-                return f"write --set {key}={shortened(value)}" if key else ""
+        if name == first and not equals:
             with suppress(ConfigError):  # of a file that cannot be read: then none of its blocks was meant
                 if name in list_blocks(yaml_config):
                     return f"write --config={name}"
