@@ -29,31 +29,31 @@ from pathlib import Path
 import torch
 
 from models import build_model
-from utils.clock import Clock, TimeLeft, process_age
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
 from utils.data.loader import Loader, report_unreadable
-from utils.data.mix import build_mix
+from utils.data.transforms.mix import build_mix
 from utils.distributed.affinity import pin_near_gpu
 from utils.distributed.ddp import describe_parallel
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import ExpectedError, Stopped
-from utils.run.checkpoint import Writer
-from utils.run.environment import describe_environment
+from utils.run.checkpoint.io import Writer
+from utils.run.checkpoint.pretrained import Pretrained, read_pretrained
+from utils.run.checkpoint.state import Progress, RunState
 from utils.run.folder import OpenedRun, open_run, write_description
-from utils.run.logger import RunLogger
-from utils.run.meters import Meters
+from utils.run.logging.environment import describe_environment
+from utils.run.logging.logger import RunLogger
 from utils.run.preemption import Requests, ignore_signals, listen
-from utils.run.pretrained import Pretrained, read_pretrained
-from utils.run.state import Progress, RunState
+from utils.run.telemetry.meters import Meters
+from utils.timing.clock import Clock, TimeLeft, process_age
 from utils.training.batches import TrainingBatches
-from utils.training.dry_run import describe
+from utils.training.checks.dry_run import describe
+from utils.training.checks.stragglers import StepWatch, input_remedy
+from utils.training.checks.verify_steps import Verifier
 from utils.training.learner import build_learner, check_keys, check_outputs
-from utils.training.metrics import Confusion, Throughput
+from utils.training.metrics.sums import Confusion, Throughput
 from utils.training.validation import Collector, validate
-from utils.training.verify import Verifier
-from utils.training.watch import StepWatch, input_remedy
 from utils.user_code import own_files
 
 Metrics = dict[str, float]

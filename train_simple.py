@@ -18,7 +18,7 @@ from torchvision import transforms
 from torchvision.datasets import CIFAR100
 
 from models import build_model
-from models.keys import ModelKeys
+from models.config import ModelConfig
 
 MEAN, STD = (0.5070752, 0.4865489, 0.4409178), (0.2673343, 0.2564385, 0.2761505)  # of CIFAR-100's training images
 Batches = Iterable[tuple[Tensor, Tensor]]  # images [N, 3, 32, 32], labels [N]
@@ -27,11 +27,11 @@ Batches = Iterable[tuple[Tensor, Tensor]]  # images [N, 3, 32, 32], labels [N]
 class Trainer:
     """A network with what trains it."""
 
-    def __init__(self, keys: ModelKeys, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, seed: int = 0) -> None:
         torch.backends.cudnn.allow_tf32 = False  # float32; PyTorch's default rounds to 10-bit mantissas
         torch.manual_seed(seed)
         self.device = device
-        self.model = build_model(keys).to(device)
+        self.model = build_model(config).to(device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
         self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, factor=0.2, patience=10)
         self.criterion = nn.CrossEntropyLoss()
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=100)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    trainer = Trainer(ModelKeys(model="resnet50", num_classes=100), device)
+    trainer = Trainer(ModelConfig(model="resnet50", num_classes=100), device)
     train_loader = build_loader(options.data_path, training=True)
     trainer.train(train_loader, build_loader(options.data_path, training=False), options.epochs)
 

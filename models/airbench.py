@@ -10,13 +10,13 @@ BatchNorm with weights; SiLU in place of GELU.
 
 from torch import Tensor, nn
 
-from models.keys import ModelKeys
+from models.config import ModelConfig
 from models.resnet import LOGIT_SCALE, PlainResidual, convolution, initialise
 
 
-def build_airbench(keys: ModelKeys) -> nn.Module:
+def build_airbench(config: ModelConfig) -> nn.Module:
     """`airbench` or `airbench96`."""
-    return Airbench(keys.num_classes, width=keys.width, residual=keys.model == "airbench96")
+    return Airbench(config.num_classes, width=config.width, residual=config.model == "airbench96")
 
 
 class Airbench(nn.Module):

@@ -5,46 +5,48 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from models.keys import TIMM, ModelKeys
+from models.config import TIMM, ModelConfig
 from utils.errors import ConfigError
 from utils.user_code import blamed, call
 
 
-def build_own(keys: ModelKeys, image_side: int | None) -> nn.Module:
+def build_own(config: ModelConfig, image_side: int | None) -> nn.Module:
     """What the user's function returns for `num_classes`. `ConfigError` where that is no network."""
-    model = call("model", keys.model, ConfigError, num_classes=keys.num_classes)
+    model = call("model", config.model, ConfigError, num_classes=config.num_classes)
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model {keys.model}: returned a {type(model).__name__}; expected a torch.nn.Module")
+        raise ConfigError(f"model {config.model}: returned a {type(model).__name__}; expected a torch.nn.Module")
     if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
         raise ConfigError(
-            f"model {keys.model}: has lazy layers, whose shapes are not known yet; give their shapes, or call the "
+            f"model {config.model}: has lazy layers, whose shapes are not known yet; give their shapes, or call the "
             "network once in the function"
         )
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise ConfigError(
-                f"model {keys.model}: has a {type(value).__name__} in its state, {name}; checkpoints hold tensors "
+                f"model {config.model}: has a {type(value).__name__} in its state, {name}; checkpoints hold tensors "
                 "only: register what it needs as a buffer"
             )
         if value.is_meta:
-            raise ConfigError(f"model {keys.model}: {name} is on the device meta, without values; build it on the CPU")
+            raise ConfigError(
+                f"model {config.model}: {name} is on the device meta, without values; build it on the CPU"
+            )
     return model
 
 
-def build_timm(keys: ModelKeys, image_side: int | None) -> nn.Module:
+def build_timm(config: ModelConfig, image_side: int | None) -> nn.Module:
     """timm's network NAME, freshly initialised, for images of `image_side` pixels where it is built for one size."""
-    name = keys.model.removeprefix(TIMM)
-    timm = import_timm(keys.model)
+    name = config.model.removeprefix(TIMM)
+    timm = import_timm(config.model)
     if not timm.is_model(name):
         near = timm.list_models(f"*{name.partition('.')[0]}*")[:3]
         raise ConfigError(
-            f"model {keys.model}: timm has no such network"
+            f"model {config.model}: timm has no such network"
             + (f"; did you mean {', '.join(near)}?" if near else "; python -c 'import timm; print(timm.list_models())'")
         )
-    options: dict[str, Any] = {"num_classes": keys.num_classes}
+    options: dict[str, Any] = {"num_classes": config.num_classes}
     if image_side is not None and timm.models.get_pretrained_cfg(name).fixed_input_size:
         options["img_size"] = image_side
-    with blamed(f"model {keys.model} cannot be built with {options}", ConfigError):
+    with blamed(f"model {config.model} cannot be built with {options}", ConfigError):
         return timm.create_model(name, pretrained=False, **options)
 
 

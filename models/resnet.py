@@ -16,35 +16,35 @@ import torchvision
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock
 
-from models.keys import ModelKeys
+from models.config import ModelConfig
 
 BLOCKS_PER_STAGE = {"resnet8": 1, "resnet20": 3, "resnet56": 9}
 LOGIT_SCALE = 0.125  # Page's
 ReLU = partial(nn.ReLU, inplace=True)
 
 
-def build_large_resnet(keys: ModelKeys) -> nn.Module:
+def build_large_resnet(config: ModelConfig) -> nn.Module:
     """torchvision's ResNet with the stem of the keys: images [N, 3, 32, 32], with stem imagenet [N, 3, 224, 224] ->
     logits [N, num_classes]."""
-    build = getattr(torchvision.models, keys.model)
-    model = build(num_classes=keys.num_classes)
-    if keys.stem == "imagenet":
+    build = getattr(torchvision.models, config.model)
+    model = build(num_classes=config.num_classes)
+    if config.stem == "imagenet":
         return model
-    kernel_size = int(keys.stem[0])
+    kernel_size = int(config.stem[0])
     model.conv1 = nn.Conv2d(3, 64, kernel_size, stride=1, padding=kernel_size // 2, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision does
     model.maxpool = nn.Identity()
     return model
 
 
-def build_small_resnet(keys: ModelKeys) -> nn.Module:
+def build_small_resnet(config: ModelConfig) -> nn.Module:
     """He's CIFAR ResNet with 8, 20 or 56 layers."""
-    return SmallResNet(BLOCKS_PER_STAGE[keys.model], keys.num_classes, width=keys.width)
+    return SmallResNet(BLOCKS_PER_STAGE[config.model], config.num_classes, width=config.width)
 
 
-def build_resnet9(keys: ModelKeys) -> nn.Module:
+def build_resnet9(config: ModelConfig) -> nn.Module:
     """Page's network."""
-    return ResNet9(keys.num_classes, width=keys.width)
+    return ResNet9(config.num_classes, width=config.width)
 
 
 class SmallResNet(nn.Module):

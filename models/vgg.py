@@ -5,19 +5,19 @@ import torchvision
 from torch import Tensor, nn
 from torchvision.models.vgg import cfgs, make_layers
 
-from models.keys import ModelKeys
+from models.config import ModelConfig
 
 
-def build_vgg(keys: ModelKeys) -> nn.Module:
+def build_vgg(config: ModelConfig) -> nn.Module:
     """VGG16 for small images, or with stem imagenet torchvision's own."""
-    if keys.stem == "imagenet":
-        return build_imagenet(keys)
-    return SmallVgg(keys.num_classes, batch_norm=keys.model == "vgg16_bn")
+    if config.stem == "imagenet":
+        return build_imagenet(config)
+    return SmallVgg(config.num_classes, batch_norm=config.model == "vgg16_bn")
 
 
-def build_imagenet(keys: ModelKeys) -> nn.Module:
+def build_imagenet(config: ModelConfig) -> nn.Module:
     """torchvision's VGG16 or AlexNet: images [N, 3, 224, 224] -> logits [N, num_classes]."""
-    return getattr(torchvision.models, keys.model)(num_classes=keys.num_classes)
+    return getattr(torchvision.models, config.model)(num_classes=config.num_classes)
 
 
 class SmallVgg(nn.Module):

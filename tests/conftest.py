@@ -20,7 +20,7 @@ from PIL import Image
 
 from utils.config import Config, load_config
 from utils.config.command_line import parse_arguments
-from utils.data import datasets
+from utils.data.datasets import dataset as datasets
 from utils.distributed.world import World
 from utils.training.learner import Learner
 

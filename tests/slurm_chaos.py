@@ -47,7 +47,7 @@ SETTINGS = {
 TRAIN = """
 import runpy, sys
 if "--print-config" not in sys.argv:
-    from utils.data import datasets
+    from utils.data.datasets import dataset as datasets
     datasets.NUM_SHAPES_TRAIN, datasets.NUM_SHAPES_VALID = 640, 100
 runpy.run_path("{train}", run_name="__main__")
 """

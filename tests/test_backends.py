@@ -18,7 +18,7 @@ from train import Trainer
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.training.backends import check_deterministic_kernels, prepare_backends
+from utils.training.kernels.backends import check_deterministic_kernels, prepare_backends
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from train import Trainer
 from utils.config import Config
 from utils.distributed.world import World
-from utils.training.batch_norm import COUNTER, defer_batch_counters
+from utils.training.kernels.batch_norm import COUNTER, defer_batch_counters
 
 Tiny = Callable[..., Config]
 

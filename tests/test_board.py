@@ -1,4 +1,4 @@
-"""utils.run.board: what a run's TensorBoard folder holds, read back from its event files."""
+"""utils.run.logging.tensorboard: what a run's TensorBoard folder holds, read back from its event files."""
 
 import json
 import time
@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from train import Trainer
 from utils.config import Config
-from utils.run.board import ALWAYS_SHOWN, CHANGES, RESULTS, Board, compared, draw_matrix
+from utils.run.logging.tensorboard import ALWAYS_SHOWN, CHANGES, RESULTS, Board, compared, draw_matrix
 
 
 def read(folder: Path) -> EventAccumulator:

@@ -25,9 +25,9 @@ from train import Trainer
 from utils import seeds
 from utils.config.command_line import parse_arguments
 from utils.errors import CheckpointError, ConfigError, ExpectedError
-from utils.run import checkpoint
 from utils.run import folder as run_folder
-from utils.run.checkpoint import Writer, encode, list_checkpoints, newest_good, read_checkpoint, save_last
+from utils.run.checkpoint import io as checkpoint
+from utils.run.checkpoint.io import Writer, encode, list_checkpoints, newest_good, read_checkpoint, save_last
 
 
 @pytest.fixture(scope="module")
@@ -324,7 +324,7 @@ def test_a_disk_that_becomes_read_only_in_mid_run(tmp_path, tiny):
 import subprocess, torch
 from pathlib import Path
 from train import Trainer
-from utils.run.checkpoint import newest_good
+from utils.run.checkpoint.io import newest_good
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import ExpectedError
@@ -357,7 +357,7 @@ def test_a_really_full_disk(tmp_path, state, background):
     script = f"""
 import torch
 from pathlib import Path
-from utils.run.checkpoint import Writer, newest_good
+from utils.run.checkpoint.io import Writer, newest_good
 from utils.errors import ExpectedError
 folder = Path({str(tmp_path)!r})
 writer = Writer(folder, keep=1, background={background})

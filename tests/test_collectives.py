@@ -11,12 +11,12 @@ import pytest
 import torch
 from processes import Job, complaints, free_port, torchrun_variables
 
-import utils.distributed.collectives
-import utils.distributed.heartbeat
+import utils.distributed.health.hangs
+import utils.distributed.health.heartbeat
 import utils.distributed.ranks
 import utils.distributed.rendezvous
-from utils.distributed.collectives import Collective, CollectiveWatch, Record, explain_hang
-from utils.distributed.heartbeat import Heartbeat
+from utils.distributed.health.hangs import Collective, CollectiveWatch, Record, explain_hang
+from utils.distributed.health.heartbeat import Heartbeat
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 
@@ -58,7 +58,7 @@ def kill_a_rank(world: World) -> None:
 def run(name: str, folder: Path) -> int:
     """One rank."""
     utils.distributed.rendezvous.GRACE_SECONDS = 0.5
-    for module in utils.distributed.heartbeat, utils.distributed.collectives:
+    for module in utils.distributed.health.heartbeat, utils.distributed.health.hangs:
         module.SHORTEST_SECONDS = LIMIT  # type: ignore[attr-defined]
     utils.distributed.ranks.Heartbeat = lambda store, launch, limit, leave: Heartbeat(store, launch, LIMIT, leave)  # type: ignore[assignment, misc]
     utils.distributed.ranks.CollectiveWatch = lambda store, limit, leave: CollectiveWatch(store, LIMIT, leave)  # type: ignore[assignment, misc]

@@ -35,7 +35,7 @@ def compare(folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_a_changed_learning_rate_is_found(copy: Path) -> None:
     assert compare(copy).returncode == EQUAL
-    schedule = copy / "utils/training/schedule.py"
+    schedule = copy / "utils/training/optimizers/schedule.py"
     schedule.write_text(schedule.read_text() + "\n\nSchedule.factor = lambda *_: 0.5  # type: ignore\n")
     ended = compare(copy)
     assert ended.returncode == DIFFERENT, ended.stderr

@@ -12,6 +12,7 @@ import torch
 from ruamel.yaml import YAML
 
 from train import Trainer
+from utils.base_config import as_yaml, render
 from utils.config import Config, list_blocks, load_config
 from utils.config import blocks as config_module
 from utils.config.command_line import parse_arguments
@@ -19,7 +20,6 @@ from utils.config.config import default_block, schema
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.keys import as_yaml, render
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "config").glob("*.yaml"))

@@ -9,8 +9,8 @@ from torch import nn
 from models import build_model
 from utils.config import Config
 from utils.errors import ConfigError
-from utils.training import conv_products
-from utils.training.conv_products import ProductConv2d, use_products, weight_gradient
+from utils.training.kernels.conv import weight_gradient as conv_products
+from utils.training.kernels.conv.weight_gradient import ProductConv2d, use_products, weight_gradient
 from utils.training.precision import Precision
 
 Tiny = Callable[..., Config]

@@ -12,11 +12,12 @@ from models import build_model
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.training import conv_winograd
 from utils.training.classifier import build_classifier
-from utils.training.compilers import HEADER, build_kernels, has_compiler
-from utils.training.conv_products import use_products
-from utils.training.conv_winograd import SIDES, WinogradConv2d, best_side, convolve, use_winograd
+from utils.training.kernels import compilers
+from utils.training.kernels.compilers import HEADER, build_kernels, has_compiler
+from utils.training.kernels.conv import winograd as conv_winograd
+from utils.training.kernels.conv.weight_gradient import use_products
+from utils.training.kernels.conv.winograd import SIDES, WinogradConv2d, best_side, convolve, use_winograd
 from utils.training.precision import Precision
 
 Tiny = Callable[..., Config]
@@ -302,18 +303,17 @@ def test_the_kernels_take_as_many_channels_at_a_time_as_python_asks_for() -> Non
     assert f"LANES = {conv_winograd.CHANNELS};" in kernels
 
 
-def test_kernels_are_built_anew_when_what_they_share_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_built_again_when_what_they_share_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor builds a text that it does not know; the header is part of it."""
     built: list[str] = []
     monkeypatch.setattr("torch._inductor.codecache.CppCodeCache.load", lambda code, extra_flags: built.append(code))
-    folder = Path(conv_winograd.__file__).parent
-    for name in ("conv_winograd.cpp", "norm_relu_cpu.cpp", HEADER):
-        (tmp_path / name).write_text((folder / name).read_text())
-    for _ in range(2):
-        for name in ("conv_winograd.cpp", "norm_relu_cpu.cpp"):
-            build_kernels(tmp_path / name, "conv_winograd")
-        with (tmp_path / HEADER).open("a") as header:
-            header.write("// changed")
+    kernels = Path(compilers.__file__).parent
+    sources = (kernels / "conv/winograd.cpp", kernels / "norm_relu/cpu.cpp")
+    header = (kernels / HEADER).read_text()
+    for addition in ("", "// changed"):
+        monkeypatch.setattr(compilers, "read_header", lambda addition=addition: header + addition)
+        for source in sources:
+            build_kernels(source, "conv_winograd")
     assert len({*built}) == 4 and not any(HEADER in code for code in built)
 
 

@@ -13,8 +13,8 @@ from tiny_cifar import RECORDS_PER_FILE, TinyCifar, make_tiny_cifar, serve
 
 import utils.data.build
 from utils.config import load_config
-from utils.data.cifar import VERSIONS, fingerprint
-from utils.data.datasets import Dataset, channel_statistics, load_dataset
+from utils.data.datasets.cifar import VERSIONS, fingerprint
+from utils.data.datasets.dataset import Dataset, channel_statistics, load_dataset
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
 

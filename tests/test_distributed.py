@@ -26,21 +26,21 @@ import utils.training.batches
 from models import build_model
 from utils.config import Config, load_config
 from utils.config.command_line import Arguments
-from utils.data.augment import Normalise
-from utils.data.datasets import Dataset, ImageArrays, load_dataset
-from utils.data.device_loader import DeviceLoader
+from utils.data.datasets.dataset import Dataset, ImageArrays, load_dataset
+from utils.data.loaders.device import DeviceLoader
+from utils.data.loaders.torchvision import AugmentedImages
 from utils.data.sampling import EpochPlan
-from utils.data.torchvision_loader import AugmentedImages
+from utils.data.transforms.augment import Normalise
 from utils.distributed import affinity
 from utils.distributed.affinity import cores_near, pin_near_gpu
 from utils.distributed.ddp import describe_parallel, distribute, synchronise_batch_norm
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.run.checkpoint import newest_good
-from utils.run.logger import RunLogger
-from utils.training.batch_norm import RunningStatistics
-from utils.training.optimizer import set_learning_rate
+from utils.run.checkpoint.io import newest_good
+from utils.run.logging.logger import RunLogger
+from utils.training.kernels.batch_norm import RunningStatistics
+from utils.training.optimizers.build import set_learning_rate
 
 BATCH = 24  # 1, 2, 3 and 4 ranks share it evenly
 

@@ -88,7 +88,7 @@ def test_jobs_shown_can_be_submitted(monkeypatch: pytest.MonkeyPatch):
 
 def test_nsys_captures_what_the_program_marks():
     """The names of torch.cuda.nvtx are not registered, so without the module's own options nsys captures nothing."""
-    [wanted] = nsys_options(ROOT / "utils/profiling/profiler.py")
+    [wanted] = nsys_options(ROOT / "utils/timing/profiler.py")
     assert "--env-var=NSYS_NVTX_PROFILER_REGISTER_ONLY=0" in wanted
     shown = {page.name: options for page in PAGES for options in nsys_options(page)}
     assert "tutorial.md" in shown

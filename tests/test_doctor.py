@@ -361,7 +361,7 @@ def test_a_device_that_computes_differently_fails():
 
 
 def test_a_flipped_bit_changes_the_fingerprint(monkeypatch):
-    from utils.training import fingerprint
+    from utils.training.checks import fingerprints as fingerprint
 
     device, really = torch.device("cpu"), fingerprint.fingerprint
     right = fingerprints.train_fixed_network(device)

@@ -13,8 +13,8 @@ from processes import run_job
 import train
 from utils.config import Config, load_config
 from utils.config.command_line import Arguments
-from utils.data.cifar import VERSIONS
-from utils.training.dry_run import state_bytes
+from utils.data.datasets.cifar import VERSIONS
+from utils.training.checks.dry_run import state_bytes
 
 
 @pytest.mark.parametrize(

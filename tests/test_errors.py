@@ -15,7 +15,7 @@ from tests.conftest import ROOT, TINY
 from tests.processes import without_launcher
 from utils.distributed.ranks import run_ranks
 from utils.errors import DataError, exit_in_a_line, explain
-from utils.run.checkpoint import newest_good
+from utils.run.checkpoint.io import newest_good
 
 REMEDY = "use a smaller micro_batch_size, which leaves batch_size as it is, a smaller batch_size, or enable_amp=true;"
 
@@ -78,7 +78,7 @@ import sys
 sys.path.insert(0, {str(ROOT)!r})
 import train
 from utils.config.command_line import parse_arguments
-from utils.data.torchvision_loader import AugmentedImages
+from utils.data.loaders.torchvision import AugmentedImages
 really, calls = AugmentedImages.__getitem__, []
 def faulty(self, batch):
     calls.append(batch)

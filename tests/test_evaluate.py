@@ -16,10 +16,10 @@ from tools import evaluate
 from train import Trainer
 from utils.config import Config, load_config
 from utils.config.command_line import Arguments
-from utils.data.datasets import load_dataset
+from utils.data.datasets.dataset import load_dataset
 from utils.distributed.world import World
-from utils.run.checkpoint import encode, read_checkpoint, step_path
-from utils.training.calibration import Calibration, TopCounts, expected_calibration_error
+from utils.run.checkpoint.io import encode, read_checkpoint, step_path
+from utils.training.metrics.calibration import Calibration, TopCounts, expected_calibration_error
 
 # slow on many processors
 BF16 = {"amp_dtype": "bf16", "batch_size": 8, "valid_batch_size_per_gpu": 12, "limit_train_batches": 2}

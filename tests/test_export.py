@@ -12,7 +12,7 @@ from models import build_model
 from tools import export
 from train import Trainer
 from utils.config import Config
-from utils.data.datasets import load_dataset
+from utils.data.datasets.dataset import load_dataset
 from utils.errors import ExpectedError
 
 torch_export_warns = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -22,7 +22,7 @@ from torchvision.datasets.folder import pil_loader
 
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
-from utils.data.dali_inputs import encode_for_dali
+from utils.data.loaders.dali_inputs import encode_for_dali
 from utils.distributed.world import World
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,15 +17,15 @@ from models import build_model
 from train import main
 from utils.config import Config
 from utils.config.command_line import Arguments
-from utils.data import device_loader
 from utils.data.build import Loaders, build_loaders, open_dataset
-from utils.data.dali_loader import DaliFailure, DaliLoader
-from utils.data.folders import find_images
+from utils.data.datasets.folders import find_images
 from utils.data.loader import report_unreadable
+from utils.data.loaders import device as device_loader
+from utils.data.loaders.dali import DaliFailure, DaliLoader
 from utils.data.sampling import AugmentationRanges, resized_crop_box
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
-from utils.run.environment import dali_version
+from utils.run.logging.environment import dali_version
 
 CLASSES = ("ant", "bée", "cat")
 NUM_TRAIN, NUM_VALID = 8, 5  # of each class

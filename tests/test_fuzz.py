@@ -12,7 +12,7 @@ from train import Trainer
 from utils.config import Config, load_config
 from utils.config import blocks as config_module
 from utils.errors import CheckpointError, ConfigError
-from utils.run.checkpoint import encode, list_checkpoints, read_checkpoint
+from utils.run.checkpoint.io import encode, list_checkpoints, read_checkpoint
 
 QUICK = settings(
     max_examples=150, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)

@@ -18,11 +18,11 @@ from utils import seeds
 from utils.config import Config
 from utils.distributed.ddp import wrap_in_ddp
 from utils.distributed.world import World
-from utils.profiling.trace import find_ranges, read_trace
-from utils.run.logger import RunLogger
+from utils.run.logging.logger import RunLogger
+from utils.timing.trace import find_ranges, read_trace
 from utils.training.batches import prefetch
-from utils.training.metrics import MetricSums
-from utils.training.optimizer import learning_rate, set_learning_rate
+from utils.training.metrics.sums import MetricSums
+from utils.training.optimizers.build import learning_rate, set_learning_rate
 from utils.training.step import GRAPH_WARMUP_STEPS, GraphedStep
 
 pytestmark = pytest.mark.gpu

@@ -21,15 +21,15 @@ from conftest import CIFAR100, TINY
 from processes import Ended, Job, complaints, free_port, torchrun_variables
 from torch import Tensor
 
-import utils.distributed.heartbeat
+import utils.distributed.health.heartbeat
 import utils.distributed.ranks
 from tests.cuda_stand_in import arithmetic, stand_in
 from train import Trainer
 from utils.config import Config, load_config
-from utils.distributed.heartbeat import Heartbeat
+from utils.distributed.health.heartbeat import Heartbeat
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
-from utils.training.batch_norm import RunningStatistics
+from utils.training.kernels.batch_norm import RunningStatistics
 from utils.training.step import GraphedStep
 
 pytestmark = [
@@ -99,7 +99,7 @@ def lose_a_rank(folder: Path) -> int:
     """Rank 1 is killed; rank 0 waits for it in the replay of a graph."""
 
     def short(store: Any, launch: Any, limit: float, leave: Callable[..., None]) -> Heartbeat:
-        utils.distributed.heartbeat.SHORTEST_SECONDS = 6
+        utils.distributed.health.heartbeat.SHORTEST_SECONDS = 6
         return Heartbeat(store, launch, 6, leave)
 
     utils.distributed.ranks.Heartbeat = short  # type: ignore[assignment, misc]

@@ -14,9 +14,9 @@ import pytest
 from tests.conftest import TINY
 from tests.gpu_runs import GPU, goes_on_as_if_not_stopped
 from utils.config import Config
-from utils.distributed.keys import DistributedKeys
+from utils.distributed.config import DistributedConfig
 from utils.errors import ConfigError
-from utils.training.keys import OptimizerKeys, PrecisionKeys, RecipeKeys, SpeedKeys
+from utils.training.config import OptimizerConfig, PrecisionConfig, RecipeConfig, SpeedConfig
 from utils.training.precision import choose_precision
 
 pytestmark = pytest.mark.gpu
@@ -63,7 +63,7 @@ def values_of(key: str) -> list[Any]:
 
 def switches() -> dict[str, list[Any]]:
     """{key: values} of all that acts on a step; a new key is among them by itself."""
-    groups = (OptimizerKeys, PrecisionKeys, RecipeKeys, DistributedKeys, SpeedKeys)
+    groups = (OptimizerConfig, PrecisionConfig, RecipeConfig, DistributedConfig, SpeedConfig)
     keys = dict.fromkeys(key for group in groups for key in vars(group)["__annotations__"])
     found = {key: values_of(key) for key in [*keys, *OTHERS] if key not in {*LEFT_OUT, *NUMBERS}}
     found["parallel"].remove("no_communication")  # compares several ranks

@@ -13,10 +13,10 @@ import pytest
 import torch.distributed as dist
 from processes import Ended, Job, complaints, free_port, torchrun_variables
 
-import utils.distributed.heartbeat
+import utils.distributed.health.heartbeat
 import utils.distributed.ranks
 import utils.distributed.rendezvous
-from utils.distributed.heartbeat import LOST_AFTER, Heartbeat, Silence
+from utils.distributed.health.heartbeat import LOST_AFTER, Heartbeat, Silence
 from utils.distributed.launch import Launch
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
@@ -28,7 +28,7 @@ RUN_SECONDS = 200  # that the main threads would wait
 def shorten() -> None:
     """In a rank's process."""
     utils.distributed.rendezvous.GRACE_SECONDS = 0.5
-    utils.distributed.heartbeat.SHORTEST_SECONDS = LIMIT
+    utils.distributed.health.heartbeat.SHORTEST_SECONDS = LIMIT
     utils.distributed.ranks.Heartbeat = lambda store, launch, limit, leave: Heartbeat(store, launch, LIMIT, leave)  # type: ignore[assignment, misc]
 
 

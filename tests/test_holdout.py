@@ -16,13 +16,13 @@ from train import Trainer, main
 from utils.config import Config, load_config
 from utils.config.command_line import Arguments
 from utils.data.build import build_loaders, find_dataset
-from utils.data.datasets import ImageArrays, divide
-from utils.data.image_files import EncodedImages, ImageFiles
+from utils.data.datasets.dataset import ImageArrays, divide
+from utils.data.datasets.image_files import EncodedImages, ImageFiles
+from utils.data.datasets.shards import ShardedImages
 from utils.data.sampling import EpochPlan
-from utils.data.shards import ShardedImages
 from utils.distributed.world import World
 from utils.errors import ConfigError, Stopped
-from utils.run.trackers import MEASURED
+from utils.run.logging.trackers import MEASURED
 
 
 @pytest.mark.parametrize("sizes", [(50, 50, 50), (100, 10, 40), (97, 1, 0, 3)])

@@ -13,7 +13,7 @@ from tools.bench.layers import ADDITION, FUSED, NORM, POOLING, RELU, UPDATE, Ste
 from tools.bench.training import build_measured, training_flops_per_image
 from utils.config import Config
 from utils.distributed.world import World
-from utils.training.compilers import has_compiler
+from utils.training.kernels.compilers import has_compiler
 
 IMAGES = 2
 OWN_LAYERS = {"enable_nhwc": True, "fuse_norm_relu": True, "conv_weight_products": True, "conv_winograd": True}

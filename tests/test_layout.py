@@ -51,12 +51,12 @@ def allowed(importer: str, imported: str) -> bool:
     house, _, rest = importer.partition(".")
     if house == "models":
         return (
-            imported in ("utils.errors", "utils.keys", "utils.user_code")
+            imported in ("utils.errors", "utils.base_config", "utils.user_code")
             or imported.split(".", maxsplit=1)[0] == "models"
         )
     if house == "utils" and rest:
         package, other = rest.split(".")[0], imported.split(".")
-        if package == "config" and imported == "models.keys":
+        if package == "config" and imported == "models.config":
             return True
         if other[0] != "utils":
             return False
@@ -102,7 +102,7 @@ def test_the_documented_imports_are_those_of_the_code() -> None:
 
 
 def test_keys_and_command_line_need_no_torch() -> None:
-    names = ["utils.config.command_line", *(name for name in MODULES if name.endswith("keys"))]
+    names = ["utils.config.command_line", *(name for name in MODULES if name.endswith(("config", "config.config")))]
     program = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60, check=False).returncode == 0
 
@@ -133,7 +133,7 @@ def test_imports_have_no_cycle() -> None:
         ("tools.report", "import train", False),
         ("utils.training.step", "from models import build_model", False),
         ("utils.training.step", "def f():\n    from tools.bench import common", False),
-        ("models.resnet", "from utils.training.optimizer import Schedule", False),
+        ("models.resnet", "from utils.training.optimizers.build import Schedule", False),
         ("models.resnet", "from utils import optim", False),
         ("utils.training.step", "if TYPE_CHECKING:\n    from train import Trainer", True),
         ("utils.training.step", "if TYPE_CHECKING:\n    pass\nelse:\n    from train import Trainer", False),
@@ -147,8 +147,8 @@ def test_the_check_of_imports_sees(importer: str, source: str, verdict: bool) ->
         "tools",
         "tools.bench",
         "tools.bench.common",
-        "utils.training.optimizer",
-        "utils.run.checkpoint",
+        "utils.training.optimizers.build",
+        "utils.run.checkpoint.io",
         "train",
         "models",
     }

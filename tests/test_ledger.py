@@ -1,4 +1,4 @@
-"""utils/clock.py and tools/ledger.py: where the time of a run went, over all of its starts."""
+"""utils/timing/clock.py and tools/ledger.py: where the time of a run went, over all of its starts."""
 
 import json
 import time
@@ -15,17 +15,17 @@ from tests.test_train import run as train_run
 from tools import report, runs
 from tools.ledger import find_ledger, show_ledger
 from train import Trainer
-from utils.clock import ACTIVITIES, LOOP, Clock, process_age
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import DataError
+from utils.timing.clock import ACTIVITIES, LOOP, Clock, process_age
 
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Time stands still until a test moves it: now.seconds += 1."""
     now = SimpleNamespace(seconds=1000.0)
-    monkeypatch.setattr("utils.clock.time", SimpleNamespace(perf_counter=lambda: now.seconds))
+    monkeypatch.setattr("utils.timing.clock.time", SimpleNamespace(perf_counter=lambda: now.seconds))
     return now
 
 

@@ -27,12 +27,11 @@ from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 from train import main
 from utils.config import Config
 from utils.config.command_line import Arguments
-from utils.data import mix, sampling, workers
-from utils.data import torchvision_loader as loaders
-from utils.data.augment import BatchAugmenter, Normalise, augment_each, pixel_maps
+from utils.data import sampling, workers
 from utils.data.build import Loader, Loaders, build_loaders, open_dataset
-from utils.data.datasets import Dataset, ImageArrays
-from utils.data.device_loader import BATCHES_AT_ONCE, DeviceLoader
+from utils.data.datasets.dataset import Dataset, ImageArrays
+from utils.data.loaders import torchvision as loaders
+from utils.data.loaders.device import BATCHES_AT_ONCE, DeviceLoader
 from utils.data.sampling import (
     Augmentation,
     AugmentationRanges,
@@ -41,6 +40,8 @@ from utils.data.sampling import (
     resized_crop_box,
     uniform,
 )
+from utils.data.transforms import mix
+from utils.data.transforms.augment import BatchAugmenter, Normalise, augment_each, pixel_maps
 from utils.distributed.world import World
 from utils.errors import ConfigError
 
@@ -408,9 +409,9 @@ def test_device_loader_needs_no_second_dataset_of_memory() -> None:
     program = """
 import resource
 import numpy as np, torch
-from utils.data.augment import Normalise
-from utils.data.datasets import ImageArrays
-from utils.data.device_loader import DeviceLoader
+from utils.data.transforms.augment import Normalise
+from utils.data.datasets.dataset import ImageArrays
+from utils.data.loaders.device import DeviceLoader
 from utils.data.sampling import AugmentationRanges, EpochPlan
 
 def run(count):

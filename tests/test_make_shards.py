@@ -16,8 +16,8 @@ from tiny_shards import CLASSES, NUM_TRAIN, NUM_VALID, make_folders, rewrite
 
 from tools import prepare_data
 from tools.shared import make_shards
-from utils.data.image_files import ImageFiles
-from utils.data.shard_index import INDEX_FILE, read_index
+from utils.data.datasets.image_files import ImageFiles
+from utils.data.datasets.shard_index import INDEX_FILE, read_index
 
 Capture = pytest.CaptureFixture[str]
 

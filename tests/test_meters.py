@@ -15,11 +15,11 @@ from train import Trainer
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.run.environment import device_name
-from utils.run.meters import Meters, count_devices, read_peak
-from utils.run.sensors import Gpu, Sensors, find_gpu
-from utils.run.trackers import MEASURED
-from utils.training.flops import flops_per_image, measured_peak, published_peak
+from utils.run.logging.environment import device_name
+from utils.run.logging.trackers import MEASURED
+from utils.run.telemetry.meters import Meters, count_devices, read_peak
+from utils.run.telemetry.sensors import Gpu, Sensors, find_gpu
+from utils.training.metrics.flops import flops_per_image, measured_peak, published_peak
 
 
 class NVMLError(Exception):

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from utils.clock import TimeLeft
-from utils.run.logger import RunLogger
-from utils.training.metrics import MetricSums
+from utils.run.logging.logger import RunLogger
+from utils.timing.clock import TimeLeft
+from utils.training.metrics.sums import MetricSums
 
 TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
 EPOCH = dict.fromkeys((*TAGS, "images_per_sec", "epoch_seconds", "seconds"), 0.5)

@@ -1,4 +1,4 @@
-"""utils.data.mix: cutout, mixup and cutmix against references that go image by image."""
+"""utils.data.transforms.mix: cutout, mixup and cutmix against references that go image by image."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from train import Trainer, main
 from utils.config import Config
 from utils.config.command_line import Arguments
-from utils.data.mix import STREAM_CUTMIX, BatchMix, MixRanges, build_mix, leave_unmixed, symmetric_beta
 from utils.data.sampling import EpochPlan, epoch_order, uniform
+from utils.data.transforms.mix import STREAM_CUTMIX, BatchMix, MixRanges, build_mix, leave_unmixed, symmetric_beta
 from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.training.metrics import MetricSums
+from utils.training.metrics.sums import MetricSums
 
 NUM_IMAGES, BATCH, CLASSES, SIZE = 60, 24, 7, 16
 RANGES = {

@@ -1,4 +1,4 @@
-"""utils.training.muon against torch.optim.Muon and AdamW, and what its step is."""
+"""utils.training.optimizers.muon against torch.optim.Muon and AdamW, and what its step is."""
 
 from types import SimpleNamespace
 
@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from train import Trainer
-from utils.training.muon import COEFFICIENTS, MATCHED, STEPS, orthogonalise
-from utils.training.optimizer import build_optimizer
+from utils.training.optimizers.build import build_optimizer
+from utils.training.optimizers.muon import COEFFICIENTS, MATCHED, STEPS, orthogonalise
 
 RATES = [0.01, 0.02, 0.01]
 SHAPES = {"convolution": (8, 4, 3, 3), "tall": (30, 2, 3, 3), "head": (5, 8), "norm": (8,)}
@@ -83,7 +83,8 @@ def test_products_are_in_float32_and_tf32_is_as_before(monkeypatch):
     seen = []
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     monkeypatch.setattr(
-        "utils.training.muon._orthogonalise", lambda matrix: seen.append(torch.backends.cuda.matmul.allow_tf32)
+        "utils.training.optimizers.muon._orthogonalise",
+        lambda matrix: seen.append(torch.backends.cuda.matmul.allow_tf32),
     )
     orthogonalise(torch.ones(2, 2))
     assert (seen, torch.backends.cuda.matmul.allow_tf32) == ([False], True)

@@ -18,8 +18,15 @@ from tests.conftest import ROOT
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.training import norm_relu_cpu
-from utils.training.norm_relu import NormReLU, NormSiLU, check_fusion, fuse_norm_relu, norm_relu, norm_relu_backward
+from utils.training.kernels.norm_relu import cpu as norm_relu_cpu
+from utils.training.kernels.norm_relu.module import (
+    NormReLU,
+    NormSiLU,
+    check_fusion,
+    fuse_norm_relu,
+    norm_relu,
+    norm_relu_backward,
+)
 
 Tiny = Callable[..., Config]
 CPU = torch.device("cpu")
@@ -114,7 +121,7 @@ def test_what_it_cannot_do_is_refused_by_name(tiny: Tiny, alone: World, monkeypa
         tiny(**ON, enable_sync_bn=True)
     with pytest.raises(ConfigError, match="no BatchNorm2d and ReLU, or SiLU, that can be one; use false"):
         fuse_norm_relu(tiny(**ON), nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.ReLU(), nn.BatchNorm2d(3)), CPU)
-    monkeypatch.setattr("utils.training.compilers.missing_compiler", lambda device: "")
+    monkeypatch.setattr("utils.training.kernels.compilers.missing_compiler", lambda device: "")
     with pytest.raises(ConfigError, match="enable_compile auto compiles here"):
         check_fusion(tiny(**ON, enable_compile="auto"), torch.device("cuda", 0))
 
@@ -308,7 +315,7 @@ def check_kernels(device: str) -> None:
     """Triton's kernels against the CPU's operations: for float32 within the rounding of its sums; bf16 is rounded once
     by the kernels, behind ReLU, and twice or thrice by the operations: up to 2 units in the last of 8 places. Where a
     sum rounds to 0 before ReLU in one of them, its gradient passes in that one alone: in 1 of 1000 at most."""
-    from utils.training import norm_relu_kernels
+    from utils.training.kernels.norm_relu import triton_kernels as norm_relu_kernels
 
     for shape in ((3, 5, 4, 4), (4, 70, 9, 9)):
         for added, silu in ((False, False), (True, False), (False, True)):
@@ -348,7 +355,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypa
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from utils.training import norm_relu_kernels as kernels
+    from utils.training.kernels.norm_relu import triton_kernels as kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     maps, numbers = ("x", "shortcut", "out", "gradient", "passed", "of_x"), ("momentum", "eps")

@@ -12,9 +12,9 @@ from tests.conftest import CIFAR100, ROOT
 from train import Trainer
 from utils.config import Config, list_blocks, load_config
 from utils.errors import ConfigError
-from utils.training import optimizer as optimizer_module
-from utils.training.optimizer import build_optimizer, load_optimizer, set_learning_rate
-from utils.training.schedule import Plateau, Schedule, build_schedule
+from utils.training.optimizers import build as optimizer_module
+from utils.training.optimizers.build import build_optimizer, load_optimizer, set_learning_rate
+from utils.training.optimizers.schedule import Plateau, Schedule, build_schedule
 
 
 def factors(schedule, steps):

@@ -21,10 +21,10 @@ from utils import user_code
 from utils.config import Config, load_config
 from utils.config.command_line import Arguments
 from utils.data.build import build_loaders, find_dataset, open_dataset
-from utils.data.own import load_own
-from utils.data.torchvision_loader import AugmentedImages
+from utils.data.datasets.custom import load_own
+from utils.data.loaders.torchvision import AugmentedImages
 from utils.errors import CheckpointError, ConfigError, DataError
-from utils.run.checkpoint import list_checkpoints, read_checkpoint
+from utils.run.checkpoint.io import list_checkpoints, read_checkpoint
 
 CODE = """
 import numpy as np

@@ -10,10 +10,10 @@ from torch import nn
 
 from train import Trainer
 from utils.errors import ConfigError
-from utils.run.checkpoint import read_checkpoint
+from utils.run.checkpoint.io import read_checkpoint
 from utils.training import precision as precision_module
-from utils.training.backends import prepare_backends
-from utils.training.optimizer import build_optimizer
+from utils.training.kernels.backends import prepare_backends
+from utils.training.optimizers.build import build_optimizer
 from utils.training.precision import LossScaler, MasterWeights, Precision, choose_precision
 
 CPU = torch.device("cpu")

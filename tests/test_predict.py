@@ -19,7 +19,7 @@ from processes import run_job
 from tools import evaluate, predict
 from train import Trainer
 from utils.config import Config, load_config
-from utils.data.datasets import load_dataset
+from utils.data.datasets.dataset import load_dataset
 from utils.distributed.world import World
 
 

@@ -13,8 +13,8 @@ import pytest
 from tiny_cifar import TinyCifar, make_archive, make_tiny_cifar, md5, serve
 
 from tools import prepare_data
-from utils.data.cifar import VERSIONS
-from utils.data.datasets import load_dataset
+from utils.data.datasets.cifar import VERSIONS
+from utils.data.datasets.dataset import load_dataset
 
 Capture = pytest.CaptureFixture[str]
 

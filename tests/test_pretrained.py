@@ -19,7 +19,7 @@ from train import Trainer
 from utils.config import Config, load_config
 from utils.config.command_line import Arguments
 from utils.errors import CheckpointError
-from utils.run.pretrained import read_pretrained
+from utils.run.checkpoint.pretrained import read_pretrained
 
 STILL = {"lr": 1e-30, "weight_decay": 0.0, "max_epochs": 1}  # a run that leaves its weights as they began
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from train import Trainer
-from utils.profiling.profiler import Profiler
-from utils.profiling.trace import RANGES, describe_trace, find_ranges, read_trace
+from utils.timing.profiler import Profiler
+from utils.timing.trace import RANGES, describe_trace, find_ranges, read_trace
 
 ITERATIONS = 3
 

@@ -11,15 +11,15 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from models import build_model
 from train import Trainer
-from utils.clock import Clock
 from utils.config import Config
 from utils.errors import CheckpointError
-from utils.run.checkpoint import read_checkpoint
-from utils.run.state import Progress
+from utils.run.checkpoint.io import read_checkpoint
+from utils.run.checkpoint.state import Progress
+from utils.timing.clock import Clock
 from utils.training.classifier import build_classifier
-from utils.training.large_batch import ADAM_BETA2, LAMB_EPSILON, LARS_TRUST_COEFFICIENT
-from utils.training.optimizer import build_optimizer, load_optimizer
-from utils.training.recipe import resize, training_size
+from utils.training.ema import resize, training_size
+from utils.training.optimizers.build import build_optimizer, load_optimizer
+from utils.training.optimizers.lars_lamb import ADAM_BETA2, LAMB_EPSILON, LARS_TRUST_COEFFICIENT
 
 STEPS = 6
 

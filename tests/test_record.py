@@ -16,8 +16,8 @@ from tools.shared.command_line import as_settings
 from tools.shared.followed_run import FollowedRun
 from utils.config import Config
 from utils.errors import ConfigError, ExpectedError
-from utils.run import environment
-from utils.run.environment import git_commit
+from utils.run.logging import environment
+from utils.run.logging.environment import git_commit
 
 RESULTS = ROOT / "results"
 SETTINGS = [f"--set={setting}" for setting in as_settings(TINY)]

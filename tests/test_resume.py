@@ -15,8 +15,8 @@ from tests.processes import without_launcher
 from tests.test_train import records, run, without_times
 from train import Trainer
 from utils.errors import ExpectedError, Stopped
-from utils.run import checkpoint
-from utils.run.checkpoint import encode, list_checkpoints, read_checkpoint
+from utils.run.checkpoint import io as checkpoint
+from utils.run.checkpoint.io import encode, list_checkpoints, read_checkpoint
 
 # Three epochs of 4 batches, then 2 of validation; a log point after batches 1 and 3, so that 2 is within a window.
 PLATEAU, ONECYCLE = "torchvision and plateau", "device and onecycle"

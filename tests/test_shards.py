@@ -23,11 +23,11 @@ from tools import prepare_data, verify_resume
 from train import main
 from utils.config import Config
 from utils.config.command_line import Arguments
-from utils.data import shards
 from utils.data.build import Loaders, build_loaders, open_dataset
-from utils.data.image_files import EncodedImages
+from utils.data.datasets import shards
+from utils.data.datasets.image_files import EncodedImages
+from utils.data.datasets.shard_index import INDEX_FILE, encode_index, read_index
 from utils.data.sampling import EpochPlan, ShardGroups
-from utils.data.shard_index import INDEX_FILE, encode_index, read_index
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
 

@@ -12,7 +12,7 @@ from train import Trainer
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.training.stem import PaddedConvolution, pad_stem
+from utils.training.kernels.stem import PaddedConvolution, pad_stem
 
 Tiny = Callable[..., Config]
 

@@ -22,16 +22,16 @@ from utils.config import Config
 from utils.distributed.ddp import wrap_in_ddp
 from utils.distributed.world import World
 from utils.errors import ConfigError, ExpectedError
-from utils.run.logger import RunLogger
-from utils.training import conv_products
+from utils.run.logging.logger import RunLogger
 from utils.training.batches import prefetch
-from utils.training.compilers import compiles, has_compiler
-from utils.training.conv_products import ProductConv2d
-from utils.training.conv_winograd import WinogradConv2d
-from utils.training.flops import flops_per_image
-from utils.training.norm_relu import NormReLU
-from utils.training.optimizer import build_optimizer, learning_rate, set_learning_rate
-from utils.training.stem import PaddedConvolution
+from utils.training.kernels.compilers import compiles, has_compiler
+from utils.training.kernels.conv import weight_gradient as conv_products
+from utils.training.kernels.conv.weight_gradient import ProductConv2d
+from utils.training.kernels.conv.winograd import WinogradConv2d
+from utils.training.kernels.norm_relu.module import NormReLU
+from utils.training.kernels.stem import PaddedConvolution
+from utils.training.metrics.flops import flops_per_image
+from utils.training.optimizers.build import build_optimizer, learning_rate, set_learning_rate
 from utils.training.step import choose_step, wants_graphs
 
 # every switch of speed that a CPU can use, alone; the last one is all together
@@ -73,7 +73,7 @@ def _epoch(trainer, epoch):
 def kernels_in_small_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (torch.float32, torch.bfloat16):
         monkeypatch.setitem(conv_products.ENOUGH, name, 200)
-    monkeypatch.setattr("utils.training.conv_winograd.ENOUGH", 200)
+    monkeypatch.setattr("utils.training.kernels.conv.winograd.ENOUGH", 200)
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def test_compiling_needs_pythons_headers_and_for_cuda_a_c_compiler(tiny, monkeyp
 )
 def test_the_step_that_is_measured_is_the_one_that_trains(tiny, alone, changes):
     trainer, measured = (build(tiny(**changes), alone) for build in (Trainer, build_measured))
-    assert measured.step.keys.clip_grad_norm == changes.get("clip_grad_norm")
+    assert measured.step.config.clip_grad_norm == changes.get("clip_grad_norm")
     assert measured.step.accumulation == trainer.learner.batch.accumulation
     trainer.loaders.train.set_epoch(0)
     for images, labels in trainer.loaders.train:
@@ -327,7 +327,7 @@ def test_kept_memory_is_not_faulted_in_again():
     program = """
 import resource, sys, torch
 from pathlib import Path
-from utils.training.backends import prepare_backends
+from utils.training.kernels.backends import prepare_backends
 from utils.config import load_config
 config = load_config(Path("config/cifar100.yaml"), "default", ["keep_cpu_memory=" + sys.argv[1]])
 prepare_backends(config, torch.device("cpu"))

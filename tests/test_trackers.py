@@ -1,4 +1,4 @@
-"""utils.run.trackers: CSV, Weights & Biases and MLflow get the records of metrics.jsonl, and can never hurt a run."""
+"""CSV, Weights & Biases and MLflow get the records of metrics.jsonl, and can never hurt a run."""
 
 import csv
 import json
@@ -17,8 +17,8 @@ from tests.conftest import ROOT
 from tests.test_train import records, run
 from train import Trainer
 from utils.errors import Stopped
-from utils.run import trackers
-from utils.run.trackers import TrackedRun, Trackers
+from utils.run.logging import trackers
+from utils.run.logging.trackers import TrackedRun, Trackers
 
 
 @pytest.fixture(autouse=True)

@@ -17,13 +17,13 @@ import train as train_module
 from tests.conftest import ROOT, TINY
 from tests.processes import run_on_a_terminal, without_launcher
 from train import Trainer
-from utils.clock import Clock
 from utils.config.command_line import Arguments
 from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError
 from utils.files import write_atomically
-from utils.run.checkpoint import encode, list_checkpoints, read_checkpoint, save_last
+from utils.run.checkpoint.io import encode, list_checkpoints, read_checkpoint, save_last
 from utils.run.folder import open_run
-from utils.run.trackers import MEASURED
+from utils.run.logging.trackers import MEASURED
+from utils.timing.clock import Clock
 
 
 def records(folder, kind):
@@ -91,7 +91,7 @@ def test_extra_opts_switch_their_members_and_members_stand_alone(tiny, alone):
     group = Trainer(tiny(enable_extra_opts=True, zero_grad_set_to_none=False), alone)
     assert group.learner.optimizer.param_groups[0]["fused"]
     assert torch.backends.cudnn.benchmark
-    assert not group.learner.keys.extra_opt("zero_grad_set_to_none")
+    assert not group.learner.config.extra_opt("zero_grad_set_to_none")
     single = Trainer(tiny(fused_optimizer=True), alone)
     assert single.learner.optimizer.param_groups[0]["fused"]
     assert not torch.backends.cudnn.benchmark
@@ -362,7 +362,7 @@ def test_non_finite_loss_stops_and_leaves_the_last_checkpoint(tiny, alone, tmp_p
 
 
 def test_throughput_leaves_the_first_window_out():
-    from utils.training.metrics import Throughput
+    from utils.training.metrics.sums import Throughput
 
     clock = Clock()
     clock.switch("train")
@@ -401,7 +401,7 @@ def test_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys):
 
 
 def test_memory_estimate_counts_what_autograd_keeps(tiny, alone):
-    from utils.training.dry_run import activation_bytes_per_image
+    from utils.training.checks.dry_run import activation_bytes_per_image
 
     trainer = Trainer(tiny(), alone)
     before = {name: value.clone() for name, value in trainer.learner.model.state_dict().items()}
@@ -414,7 +414,7 @@ def test_memory_estimate_counts_what_autograd_keeps(tiny, alone):
 
 
 def test_memory_estimate_counts_half_weights_once_for_a_batch_of_any_size(tiny, alone):
-    from utils.training.dry_run import activation_bytes_per_image
+    from utils.training.checks.dry_run import activation_bytes_per_image
 
     per_image = {}
     for name, changes in {"float32": {}, "bf16": {"enable_amp": True, "amp_dtype": "bf16"}}.items():

@@ -11,7 +11,7 @@ import torch
 from torchvision.datasets import FakeData
 
 import train_simple
-from models.keys import ModelKeys
+from models.config import ModelConfig
 from tests.conftest import CIFAR100, ROOT
 from train import Trainer
 from utils.config import Config, load_config
@@ -26,7 +26,7 @@ def test_on_the_same_batches_its_weights_are_those_of_train_py(
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     config = tiny("bs128")
     trainer = Trainer(config, alone)
-    simple = train_simple.Trainer(ModelKeys(model=config.model, num_classes=10), alone.device, config.seed)
+    simple = train_simple.Trainer(ModelConfig(model=config.model, num_classes=10), alone.device, config.seed)
     assert not torch.backends.cudnn.allow_tf32
     learner, train, valid = trainer.learner, list(trainer.loaders.train), list(trainer.loaders.valid)
     losses = itertools.chain([None], itertools.repeat(2.0, 13))
@@ -66,8 +66,8 @@ def test_it_runs_and_needs_only_pytorch_torchvision_and_the_networks(
         return FakeData(128, (3, 36, 36), num_classes=100, transform=transform)
 
     monkeypatch.setattr(train_simple, "CIFAR100", images)
-    small = train_simple.build_model(ModelKeys(model="resnet8", num_classes=100))
-    monkeypatch.setattr(train_simple, "build_model", lambda keys: small if keys.model == "resnet50" else None)
+    small = train_simple.build_model(ModelConfig(model="resnet8", num_classes=100))
+    monkeypatch.setattr(train_simple, "build_model", lambda config: small if config.model == "resnet50" else None)
     monkeypatch.setattr(sys, "argv", ["train_simple.py", "--epochs", "1"])
     train_simple.main()
     assert re.search(

@@ -22,9 +22,9 @@ from utils.config import Config, load_config
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, CorruptionError
-from utils.run.checkpoint import newest_good
-from utils.training.dry_run import describe, kept_bytes
-from utils.training.fingerprint import (
+from utils.run.checkpoint.io import newest_good
+from utils.training.checks.dry_run import describe, kept_bytes
+from utils.training.checks.fingerprints import (
     CHUNK,
     WORKING_BYTES,
     Prints,
@@ -32,10 +32,10 @@ from utils.training.fingerprint import (
     fingerprint,
     take_prints,
 )
-from utils.training.judge import Evidence, judge, odd_ranks, tell
+from utils.training.checks.judgement import Evidence, judge, odd_ranks, tell
+from utils.training.checks.step_state import KeptState, gradients, own_tensors, shared_tensors
+from utils.training.checks.verify_steps import Verifier, is_due
 from utils.training.learner import Learner
-from utils.training.step_state import KeptState, gradients, own_tensors, shared_tensors
-from utils.training.verify import Verifier, is_due
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
 MODES: dict[str, dict[str, Any]] = {
@@ -252,7 +252,7 @@ def test_the_estimate_of_memory_counts_what_is_kept(tiny, alone) -> None:
         some_steps(learner, verifier, 1)
         batch = next(random_batches(learner, alone))
         kept = sum(copy.nbytes for _, copy in KeptState(learner, batch).pairs)
-        counted = kept_bytes(learner.keys, learner.weights, len(batch[0]), tuple(batch[0].shape[1:]))
+        counted = kept_bytes(learner.config, learner.weights, len(batch[0]), tuple(batch[0].shape[1:]))
         few = 200  # the loss scale, sums, AdamW's counts of steps
         assert abs(counted - WORKING_BYTES - kept) < few
         assert kept_bytes(tiny(), learner.weights, 8, (3, 16, 16)) == 0

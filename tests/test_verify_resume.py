@@ -16,7 +16,7 @@ from tools.verify_resume import main
 from train import Trainer
 from utils.errors import ExpectedError
 from utils.files import write_atomically
-from utils.run.checkpoint import encode, newest_good, read_checkpoint, save_last
+from utils.run.checkpoint.io import encode, newest_good, read_checkpoint, save_last
 
 SETTINGS = TINY | {"limit_train_batches": 16, "max_epochs": 3, "checkpoint_every_steps": 5, "deterministic": True}
 ARGUMENTS = ["--config=default", *(f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items())]
@@ -91,7 +91,7 @@ FORGETFUL = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 import train
-from utils.run import checkpoint
+from utils.run.checkpoint import io as checkpoint
 from utils.config.command_line import parse_arguments
 checkpoint.newest_good = lambda folder: (None, None, [])
 sys.exit(train.main(parse_arguments()))

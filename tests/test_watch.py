@@ -1,4 +1,4 @@
-"""utils.training.watch: waiting for input, slow ranks, and which classes are taken for which."""
+"""utils.training.checks.stragglers: waiting for input, slow ranks, and which classes are taken for which."""
 
 import os
 import subprocess
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import ROOT
-from utils.clock import Clock
 from utils.distributed.launch import torchrun_here
 from utils.distributed.world import World
-from utils.training.metrics import Confusion, worst_classes
-from utils.training.watch import JUDGED_WINDOWS, StepWatch, Window, input_remedy, slow_ranks, waiting_share
+from utils.timing.clock import Clock
+from utils.training.checks.stragglers import JUDGED_WINDOWS, StepWatch, Window, input_remedy, slow_ranks, waiting_share
+from utils.training.metrics.sums import Confusion, worst_classes
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def clock(monkeypatch):
     """A clock that stands still until a test moves it: clock.now += seconds."""
     clock = SimpleNamespace(now=100.0)
     stopped = SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: clock.now)
-    for module in ("utils.training.watch", "utils.clock"):
+    for module in ("utils.training.checks.stragglers", "utils.timing.clock"):
         monkeypatch.setattr(f"{module}.time", stopped)
     return clock
 
@@ -158,8 +158,8 @@ SLOWED = """
 import time, torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from utils.clock import Clock
-from utils.training.watch import StepWatch
+from utils.timing.clock import Clock
+from utils.training.checks.stragglers import StepWatch
 from utils.distributed.ranks import run_ranks
 
 def action(world):

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from utils.data import cifar
-from utils.data.cifar import CifarSplit, CifarVersion, fingerprint
+from utils.data.datasets import cifar
+from utils.data.datasets.cifar import CifarSplit, CifarVersion, fingerprint
 
 RECORDS_PER_FILE = 6
 

@@ -58,7 +58,7 @@ def export(path: Path, folder: Path) -> list[str]:
     from safetensors.torch import save
 
     from utils.files import write_atomically
-    from utils.run.checkpoint import read_checkpoint
+    from utils.run.checkpoint.io import read_checkpoint
 
     state = read_checkpoint(path)
     network, weights = best_network(path, state)
@@ -83,8 +83,8 @@ def best_network(path: Path, state: dict[str, Any]) -> tuple["nn.Module", dict[s
     import torch
 
     from models import build_model
-    from utils.data.augment import Normalise
-    from utils.run.checkpoint import check_weights_fit
+    from utils.data.transforms.augment import Normalise
+    from utils.run.checkpoint.io import check_weights_fit
 
     config = read_config(path, state)
     model = build_model(config, state["data"]["shape"][-1]).eval()

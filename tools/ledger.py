@@ -13,8 +13,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from tools.shared.read_runs import read_lines, read_run_folder
-from utils.clock import ACTIVITIES
 from utils.errors import DataError
+from utils.timing.clock import ACTIVITIES
 
 LABELS = {
     "train": "training", "input": "waiting for input", "validation": "validation", "test": "test",

@@ -34,7 +34,7 @@ from utils.errors import DataError, exit_in_a_line
 if TYPE_CHECKING:
     import numpy as np
 
-    from utils.data.datasets import Split
+    from utils.data.datasets.dataset import Split
     from utils.distributed.world import World
 
 PAGE = Path(__file__).with_name("predict_page.html")
@@ -99,7 +99,7 @@ def predict(trained: Trained, paths: list[Path], world: "World") -> tuple[Predic
     import numpy as np
     import torch
 
-    from utils.data.image_files import describe_unreadable
+    from utils.data.datasets.image_files import describe_unreadable
     from utils.data.loader import gather_unreadable
     from utils.training.validation import classify
 
@@ -162,7 +162,7 @@ def digits(probability: float) -> float:
 
 def image_name(split: "Split", index: int) -> str:
     """The file as it was named, or the number of an image in an array."""
-    from utils.data.image_files import EncodedImages
+    from utils.data.datasets.image_files import EncodedImages
 
     return os.path.normpath(split.path(index)) if isinstance(split, EncodedImages) else str(index)
 

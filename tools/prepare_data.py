@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _bring_cifar(name: str, data_path: Path, archive: Path | None) -> int:
-    from utils.data.cifar import VERSIONS, find_folder, read_cifar  # here, since --help needs no numpy
+    from utils.data.datasets.cifar import VERSIONS, find_folder, read_cifar  # here, since --help needs no numpy
 
     version = VERSIONS[name]
     there = find_folder(version, data_path)

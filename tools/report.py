@@ -38,8 +38,8 @@ from tools.shared.page_plots import (
     title_of,
 )
 from tools.shared.read_runs import Found, Run, differences, read
+from utils.base_config import as_yaml
 from utils.errors import ConfigError, DataError, exit_in_a_line
-from utils.keys import as_yaml
 
 TUTORIAL_GOAL = 0.75  # of CIFAR-100's test images, after which the tutorial compares times
 ROUND_GOALS = [percent / 100 for percent in (*range(5, 90, 5), *range(90, 100))]

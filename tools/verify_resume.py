@@ -101,7 +101,7 @@ def _draw_kill(draw: random.Random, number: signal.Signals, mean: float, startin
 
 def _train_through(job: RunCommand, folder: Path, kills: list[Kill]) -> Iterator[str]:
     """Start the run again and again until it is finished; yields where each kill struck."""
-    from utils.run.checkpoint import newest_good
+    from utils.run.checkpoint.io import newest_good
 
     left = list(kills)
     while True:

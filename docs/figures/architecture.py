@@ -11,22 +11,24 @@ ROW = re.compile(r"^\| `utils/(\w+)(/|\.py)` \|.*\|([^|]*)\|$", re.MULTILINE)
 WIDTH, HEIGHT, HALF_WIDTH, HALF_HEIGHT = 980, 570, 95, 27
 # Each package's centre, and what it does in few words
 PACKAGES = {
-    "config": (440, 150, "YAML blocks, command line"),
-    "run": (690, 250, "folder, checkpoints, log"),
-    "data": (150, 350, "datasets, order, loaders"),
-    "training": (690, 350, "step, precision, schedule"),
-    "distributed": (330, 450, "launchers, collectives"),
-    "profiling": (690, 450, "ranges, traces"),
+    "config": (440, 140, "YAML blocks, command line"),
+    "run": (690, 220, "folder, checkpoints, log"),
+    "training": (690, 310, "step, precision, schedule"),
+    "data": (190, 390, "datasets, order, loaders"),
+    "distributed": (440, 470, "launchers, collectives"),
+    "timing": (790, 470, "clock, ranges, traces"),
 }
 # Where arrows leave the lower edge of a package and reach the upper edge of another, from their centres
 OFFSETS = {
-    ("config", "data"): (-50, 30),
-    ("config", "distributed"): (-10, 0),
+    ("config", "data"): (-60, 0),
     ("config", "run"): (70, -75),
     ("config", "training"): (30, -70),
-    ("run", "distributed"): (-80, 50),
-    ("training", "distributed"): (-85, 80),
-    ("data", "distributed"): (50, -50),
+    ("run", "distributed"): (-92, 40),
+    ("run", "timing"): (92, 60),
+    ("training", "data"): (-70, 70),
+    ("training", "distributed"): (-40, 70),
+    ("training", "timing"): (40, -30),
+    ("data", "distributed"): (50, -60),
 }
 
 
@@ -41,7 +43,7 @@ def draw(page: str) -> str:
         '<path d="M0,0 L8,4 L0,8 z" fill="#555"/></marker></defs>',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         *box(490, 42, 435, "train.py, train_simple.py, tools/", "put the packages together; import all of them"),
-        *box(860, 350, 65, "models/", "networks"),
+        *box(120, 220, 65, "models/", "networks"),
         *box(490, 533, 435, f"utils/: {small}", "small modules that the packages above import"),
     ]
     for name in packages:

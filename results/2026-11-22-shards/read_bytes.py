@@ -9,12 +9,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tools.bench.common import as_json, measure
-from tools.bench.loaders import drop_page_cache
 from utils.data.folders import open_folders
 from utils.data.image_files import EncodedImages
-from utils.data.sampling import epoch_order
 from utils.data.shards import open_shards
+
+from tools.bench.common import as_json, measure
+from tools.bench.loaders import drop_page_cache
+from utils.data.sampling import epoch_order
 
 NUMBER, THREADS, TRIALS = 5000, 2, 5
 

@@ -31,12 +31,12 @@ from tests.cuda_stand_in.arithmetic import Arithmetic
 from tests.cuda_stand_in.build import build, variables
 from utils.config import Config, list_blocks, load_config
 from utils.data import build as data
-from utils.data.datasets import ImageArrays
-from utils.data.image_files import DecodedImages
+from utils.data.datasets.dataset import ImageArrays
+from utils.data.datasets.image_files import DecodedImages
 from utils.distributed.world import World
-from utils.run.logger import RunLogger
+from utils.run.logging.logger import RunLogger
 from utils.training import learner
-from utils.training.compilers import compiles
+from utils.training.kernels.compilers import compiles
 from utils.training.precision import choose_precision
 from utils.training.step import GRAPH_WARMUP_STEPS, wants_graphs
 
@@ -168,8 +168,8 @@ def prepare() -> None:
     def read(split: ImageArrays, indices: np.ndarray, crops: None, *, replace: bool) -> DecodedImages:
         return DecodedImages(blank(len(indices), split.image_shape), indices, {})
 
-    train.open_dataset = lambda keys, world, fetch: (
-        data._stand_in(keys) if keys.dataset in data.DATASET_SIZES else opened(keys, world)
+    train.open_dataset = lambda config, world, fetch: (
+        data._stand_in(config) if config.dataset in data.DATASET_SIZES else opened(config, world)
     )
     learner.build_optimizer = computed
     torch.amp.GradScaler._maybe_opt_step = step_anyway  # type: ignore[method-assign]

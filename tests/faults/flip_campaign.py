@@ -14,9 +14,9 @@ from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import CorruptionError
 from utils.training.batches import Batch
+from utils.training.checks.step_state import KeptState, Tensors, gradients, own_tensors, shared_tensors
+from utils.training.checks.verify_steps import Verifier
 from utils.training.learner import Learner, build_learner
-from utils.training.step_state import KeptState, Tensors, gradients, own_tensors, shared_tensors
-from utils.training.verify import Verifier
 
 SIDE = 16  # pixels
 
@@ -56,7 +56,7 @@ def tiny_network(num_classes: int) -> nn.Module:
 
 def build_tiny(config: Config, world: World) -> tuple[Learner, Verifier]:
     """Collective: what a campaign trains, and what checks its steps."""
-    learner = build_learner(config, lambda keys: tiny_network(keys.num_classes), world, 1000)
+    learner = build_learner(config, lambda config: tiny_network(config.num_classes), world, 1000)
     return learner, Verifier(learner, world)
 
 
@@ -65,7 +65,7 @@ def random_batches(learner: Learner, world: World) -> Iterator[Batch]:
     drawn = torch.Generator().manual_seed(world.rank)
     shape = (learner.batch.rank_batch_size, 3, SIDE, SIDE)
     while True:
-        labels = torch.randint(learner.keys.num_classes, shape[:1], generator=drawn)
+        labels = torch.randint(learner.config.num_classes, shape[:1], generator=drawn)
         yield torch.rand(shape, generator=drawn).to(world.device), labels.to(world.device)
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from utils.errors import ConfigError
+from utils.training.checks.step_state import Tensors, shared_tensors
+from utils.training.checks.verify_steps import Verifier
 from utils.training.learner import Learner
 from utils.training.step import GraphedStep, TrainStep
-from utils.training.step_state import Tensors, shared_tensors
-from utils.training.verify import Verifier
 
 IN_MEMORY = ("weight", "optimizer", "batch")  # change before the step reads them
 IN_PYTHON = ("gradient", "activation")  # change while the step is on its way: not where it is captured or compiled

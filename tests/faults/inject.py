@@ -30,8 +30,8 @@ from utils.distributed.launch import find_launch
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, exit_in_a_line
+from utils.training.checks.verify_steps import Verifier
 from utils.training.learner import Learner
-from utils.training.verify import Verifier
 
 EXIT_STATUS = "0 nothing was missed, misnamed or alarmed falsely, 1 something was; with --strike that of training: 5"
 CAMPAIGN = {

@@ -102,7 +102,7 @@ def _fill_disk_of_logs() -> None:
 
 def _fail_read() -> None:
     """The newest checkpoint cannot be read by the next who tries."""
-    from utils.run import checkpoint
+    from utils.run.checkpoint import io as checkpoint
 
     really, failed = checkpoint.open_regular, set[str]()
 

@@ -29,7 +29,7 @@ class ForkedRun(RunCommand):
         """One process a rank."""
         import utils.data.build
         import utils.distributed.ranks
-        import utils.run.environment
+        import utils.run.logging.environment
         import utils.training.learner  # noqa: F401 - with torch: so that the ranks have them already
 
         output.write_bytes(b"")
@@ -83,7 +83,7 @@ def _train(arguments: list[str], environment: Mapping[str, str], output: Path, f
         os.dup2(said, descriptor)
     os.environ.clear()
     os.environ.update(environment)
-    from utils.data import datasets
+    from utils.data.datasets import dataset as datasets
 
     datasets.NUM_SHAPES_TRAIN, datasets.NUM_SHAPES_VALID = 200, 100  # to draw all takes a second
     _arm(faults)

@@ -17,7 +17,7 @@ from utils.config import Config, load_config
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.run.environment import describe_environment
+from utils.run.logging.environment import describe_environment
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ from utils.config import Config, load_config
 from utils.data.build import open_dataset
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
-from utils.run.environment import describe_environment
-from utils.training.dry_run import activation_bytes_per_image
-from utils.training.flops import measured_peak, number_format
+from utils.run.logging.environment import describe_environment
+from utils.training.checks.dry_run import activation_bytes_per_image
+from utils.training.metrics.flops import measured_peak, number_format
 from utils.training.precision import choose_precision
 
 RUNGS = (

@@ -26,12 +26,12 @@ from tools.shared.output import print_table, say
 from utils.config import Config
 from utils.data.build import image_side
 from utils.errors import ConfigError
-from utils.training.compilers import compiles
-from utils.training.conv_products import ProductConv2d
-from utils.training.conv_winograd import PooledWinogradConv2d, WinogradConv2d
-from utils.training.flops import number_format
+from utils.training.kernels.compilers import compiles
+from utils.training.kernels.conv.weight_gradient import ProductConv2d
+from utils.training.kernels.conv.winograd import PooledWinogradConv2d, WinogradConv2d
+from utils.training.kernels.norm_relu.module import NormReLU
 from utils.training.learner import Learner
-from utils.training.norm_relu import NormReLU
+from utils.training.metrics.flops import number_format
 from utils.training.step import wants_graphs
 
 CONVOLUTION, LINEAR, NORM, RELU, ADDITION, POOLING, FUSED = (

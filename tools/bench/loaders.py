@@ -16,14 +16,14 @@ from tools.bench import common
 from tools.bench.training import build_measured, capture_steps
 from tools.shared.command_line import add_count
 from tools.shared.output import print_table
+from utils.base_config import as_yaml
 from utils.config import Config, load_config
 from utils.data.build import Dataset, Loader, build_loaders, open_dataset
 from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.keys import as_yaml
-from utils.run.environment import dali_version
-from utils.training.backends import prepare_backends
+from utils.run.logging.environment import dali_version
 from utils.training.batches import prefetch
+from utils.training.kernels.backends import prepare_backends
 
 BACKENDS = ",".join(["torchvision", *(["dali"] if dali_version() else []), "device", "synthetic"])
 

@@ -21,7 +21,7 @@ from tools.shared.output import make_folder, print_table, write_json
 from utils.config import load_config
 from utils.distributed.world import choose_device
 from utils.errors import ConfigError
-from utils.run.environment import describe_environment
+from utils.run.logging.environment import describe_environment
 
 WITHOUT = "without"
 REPORT = "paired.json"

@@ -21,14 +21,14 @@ from tools.bench.training import Rung, alone, endless, images_per_sec
 from tools.bench.workers import Worker
 from tools.shared.command_line import add_count
 from tools.shared.output import print_table
+from utils.base_config import as_yaml
 from utils.config import Config
 from utils.data.build import build_loaders, image_side, open_dataset
 from utils.errors import ConfigError
-from utils.keys import as_yaml
-from utils.training.backends import prepare_backends
 from utils.training.batches import prefetch
-from utils.training.compilers import compiles
-from utils.training.optimizer import build_optimizer
+from utils.training.kernels.backends import prepare_backends
+from utils.training.kernels.compilers import compiles
+from utils.training.optimizers.build import build_optimizer
 from utils.training.precision import choose_precision
 from utils.training.step import wants_graphs
 

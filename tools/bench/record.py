@@ -27,7 +27,7 @@ from tools.shared.read_runs import read_records
 from utils.config import Config, list_blocks, load_config
 from utils.distributed.world import choose_device
 from utils.errors import ConfigError
-from utils.run.environment import describe_environment
+from utils.run.logging.environment import describe_environment
 
 RESULTS = Path("results")
 TIMES = ("command", "run", "training")

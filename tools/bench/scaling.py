@@ -34,10 +34,10 @@ from utils.distributed.launch import torchrun_here
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError, ExpectedError
 from utils.program import CODE
-from utils.run.environment import describe_environment
+from utils.run.logging.environment import describe_environment
 from utils.training.batches import prefetch
 from utils.training.learner import Learner
-from utils.training.metrics import MetricSums
+from utils.training.metrics.sums import MetricSums
 
 MODES = ("strong", "weak")
 QUANTITIES = ("train_images_per_sec", "epoch_images_per_sec")

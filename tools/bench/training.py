@@ -12,21 +12,21 @@ from models import build_model
 from tools.bench.common import time_action
 from utils.config import Config
 from utils.data.build import Loader, build_loaders, image_side, open_dataset
+from utils.distributed.config import DistributedConfig
 from utils.distributed.ddp import distribute
-from utils.distributed.keys import DistributedKeys
 from utils.distributed.world import World, choose_device
 from utils.training.batches import Batch, prefetch
-from utils.training.flops import flops_per_image
+from utils.training.checks.stragglers import peak_memory
 from utils.training.learner import Learner, build_learner
+from utils.training.metrics.flops import flops_per_image
 from utils.training.step import GRAPH_WARMUP_STEPS, wants_graphs
-from utils.training.watch import peak_memory
 
 Consumer = Callable[[Tensor, Tensor], object]
 STEPS_PER_EPOCH = 1000  # for the schedule alone: no measurement lasts longer
 
 
 def build_measured(
-    config: Config, world: World, wrap: Callable[[DistributedKeys, nn.Module, World], nn.Module] = distribute
+    config: Config, world: World, wrap: Callable[[DistributedConfig, nn.Module, World], nn.Module] = distribute
 ) -> Learner:
     """Collective: the learner that trains under train.py, spread over the ranks by `wrap`, ready to train steps."""
     build = partial(build_model, image_side=image_side(config))

@@ -118,7 +118,7 @@ def describe_machine() -> dict[str, Any]:
     import torch
 
     from utils.distributed.world import choose_device
-    from utils.run.environment import describe_environment
+    from utils.run.logging.environment import describe_environment
 
     device, packed_commit = choose_device("auto", 0), CODE / "commit.txt"  # of a tree without .git, by tools.pack
     seen = describe_environment(device, 1)

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def look(world: "World") -> None:
         nonlocal failed
         from tools.doctor.machine import software_versions
-        from utils.run.environment import describe_environment
+        from utils.run.logging.environment import describe_environment
 
         device = describe_environment(world.device, world.world_size)["device"]
         document = Document(worst="ok", device=device, software=software_versions(), findings=[])

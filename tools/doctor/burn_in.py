@@ -44,7 +44,7 @@ def burn_in(config: "Config", world: "World", minutes: float) -> Finding:
     from tools.bench.training import build_measured, capture_steps, endless
     from tools.doctor.fingerprints import train_fixed_network
     from utils.data.build import build_loaders, open_dataset
-    from utils.run.sensors import Sensors, find_sensors
+    from utils.run.telemetry.sensors import Sensors, find_sensors
 
     # shapes need no file; what is learned is of no interest
     drawn = config.model_copy(update={"dataset": "shapes", "num_classes": 10, "data_loader": "device"})

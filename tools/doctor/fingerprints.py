@@ -49,7 +49,7 @@ def describe(device: "torch.device") -> str:
     """What the bits depend on: the kind of device, torch, and CUDA with cuDNN or the instructions of the processor."""
     import torch
 
-    from utils.run.environment import describe_environment
+    from utils.run.logging.environment import describe_environment
 
     environment = describe_environment(device, world_size=1)
     name, version = environment["device"], environment["torch"]
@@ -73,7 +73,7 @@ def train_fixed_network(device: "torch.device") -> str:
     import torch
     from torch import nn
 
-    from utils.training.fingerprint import fingerprint
+    from utils.training.checks.fingerprints import fingerprint
 
     drawn = torch.Generator().manual_seed(0)
     images = torch.rand(IMAGES, 3, SIDE, SIDE, generator=drawn).to(device)
@@ -158,7 +158,7 @@ def _deterministic() -> Iterator[None]:
 
 def _processor() -> str:
     """Name, family, model, stepping and cache, by which kernels choose the order of their sums; what Arm's have."""
-    from utils.run.environment import read_processors
+    from utils.run.logging.environment import read_processors
 
     facts = next(iter(read_processors()), {})
     x86 = ("model name", "cpu family", "model", "stepping", "cache size")

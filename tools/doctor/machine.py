@@ -182,7 +182,7 @@ def write_rate(folder: Path, size: int = 2**26) -> float:
 def check_data(config: Config) -> tuple[Finding, tuple[int, int, int]]:
     """Whether training would find the dataset, complete and unaltered; and channels, height and width of its images."""
     from utils.data.build import find_dataset, image_side
-    from utils.data.cifar import VERSIONS
+    from utils.data.datasets.cifar import VERSIONS
 
     try:
         dataset = find_dataset(config, download=False)

@@ -66,7 +66,7 @@ def arithmetic(device: "torch.device") -> float:
 def check_rates(rates: Sequence[tuple[str, float]], check: str) -> list[Finding]:
     """Names every one that is slower than the median of the others by 15 %: all wait for it. `rates`: (name, per
     second)."""
-    from utils.training.watch import medians_of_the_others
+    from utils.training.checks.stragglers import medians_of_the_others
 
     others = medians_of_the_others([rate for _, rate in rates]) if len(rates) > 1 else []
     remedy = "look for another process, heat or a power limit there (nvidia-smi -q -d PERFORMANCE); leave the node out"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from utils.base_config import as_yaml
 from utils.errors import ConfigError
-from utils.keys import as_yaml
 from utils.program import command
 
 

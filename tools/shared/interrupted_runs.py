@@ -22,7 +22,7 @@ from tools.shared.followed_run import TRAIN
 from tools.shared.read_runs import read_records
 from utils.distributed.launch import torchrun_here
 from utils.errors import ExpectedError
-from utils.run.trackers import MEASURED
+from utils.run.logging.trackers import MEASURED
 
 METRICS = "metrics.jsonl"
 KINDS = ("step", "epoch", "end")  # records of metrics.jsonl that must be equal; the others record starts and stops
@@ -141,7 +141,7 @@ def moved_aside(folder: Path) -> set[Path]:
 
 def compare(uninterrupted: Path, killed: Path) -> list[str]:
     """What differs between two finished runs."""
-    from utils.run.checkpoint import newest_good, read_checkpoint
+    from utils.run.checkpoint.io import newest_good, read_checkpoint
 
     states = [newest_good(folder / "checkpoints")[1] or {} for folder in (uninterrupted, killed)]
     best = [read_checkpoint(folder / "checkpoints" / "best.pt") for folder in (uninterrupted, killed)]

@@ -18,10 +18,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from utils.data.folders import EXTENSIONS, open_folders
-from utils.data.image_files import ImageFiles
+from utils.data.datasets.folders import EXTENSIONS, open_folders
+from utils.data.datasets.image_files import ImageFiles
+from utils.data.datasets.shard_index import FIELDS, INDEX_FILE, ShardIndex, ShardSplit, encode_index
 from utils.data.sampling import IntArray
-from utils.data.shard_index import FIELDS, INDEX_FILE, ShardIndex, ShardSplit, encode_index
 from utils.errors import DataError
 from utils.files import open_regular, partial_folder, sync_folder, write_atomically, write_new
 

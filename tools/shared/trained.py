@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.shared.command_line import as_settings
+from utils.base_config import Fact
 from utils.config import Config, override
 from utils.config.command_line import not_empty, report_error
 from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError
-from utils.keys import Fact
 
 if TYPE_CHECKING:
-    from utils.data.datasets import Dataset, Split
+    from utils.data.datasets.dataset import Dataset, Split
     from utils.data.loader import Loader
     from utils.distributed.world import World
     from utils.training.classifier import Classifier
@@ -90,7 +90,7 @@ def open_trained(path: Path, settings: list[str]) -> Trained:
 
 def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any], list[str]]:
     """(file, content, notes): the newest good checkpoint of a run's folder, or a checkpoint file itself."""
-    from utils.run.checkpoint import newest_good, read_checkpoint
+    from utils.run.checkpoint.io import newest_good, read_checkpoint
 
     if path.is_file():
         return path, read_checkpoint(path), []
@@ -118,8 +118,8 @@ def read_config(path: Path, state: dict[str, Any]) -> Config:
 def load_classifier(trained: Trained, world: "World") -> "Classifier":
     """The network as it was validated: weights or their average, precision, memory format."""
     from models import build_model
-    from utils.run.checkpoint import check_weights_fit
-    from utils.run.state import merge_buffers
+    from utils.run.checkpoint.io import check_weights_fit
+    from utils.run.checkpoint.state import merge_buffers
     from utils.training.classifier import build_classifier
 
     build = partial(build_model, image_side=trained.state["data"]["shape"][-1])
@@ -134,8 +134,8 @@ def find_split(trained: Trained, paths: list[Path], world: "World", *, test: boo
     """Collective: the images of `paths`, or without any the run's own validation set, or with `test` its test set.
     `DataError` where they have other classes."""
     from utils.data.build import open_dataset
-    from utils.data.folders import centre_share, find_images
-    from utils.data.keys import LOADERS
+    from utils.data.config import LOADERS
+    from utils.data.datasets.folders import centre_share, find_images
 
     config, (_, height, width) = trained.config, trained.state["data"]["shape"]
     if not paths:

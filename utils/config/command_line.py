@@ -13,12 +13,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import NoReturn
 
+from utils.base_config import as_yaml, render
 from utils.config import Config, list_blocks, load_config
 from utils.config.config import declaring_group, section
 from utils.config.messages import OTHER_NAMES, allowed, nearest_key, shortened, wrong_value
 from utils.distributed.launch import SLURM_FIELDS, fill_in_job, find_launch
 from utils.errors import ConfigError, ExpectedError
-from utils.keys import as_yaml, render
 from utils.program import command
 
 WIDTH = 100  # of explanations

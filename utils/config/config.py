@@ -8,17 +8,17 @@ from typing import Any
 
 from pydantic import model_validator
 
-from models.keys import ModelKeys
-from utils.data.keys import DataKeys
-from utils.keys import Keys, as_yaml
-from utils.run.keys import OutputKeys
-from utils.training.keys import TrainingKeys
+from models.config import ModelConfig
+from utils.base_config import BaseConfig, as_yaml
+from utils.data.config import DataConfig
+from utils.run.config import OutputConfig
+from utils.training.config import TrainingConfig
 
 COMMENT_COLUMN = 34  # of the default block
 LINE_LENGTH = 120
 
 
-class Config(OutputKeys, TrainingKeys, ModelKeys, DataKeys):
+class Config(OutputConfig, TrainingConfig, ModelConfig, DataConfig):
     """Every key of a configuration block."""
 
     @model_validator(mode="after")
@@ -74,9 +74,11 @@ def _plain(value: Any) -> str:
     return as_yaml(int(value) if whole else value).strip('"')
 
 
-def declaring_group(key: str) -> type[Keys]:
+def declaring_group(key: str) -> type[BaseConfig]:
     """The group that declares a key."""
-    return next(group for group in Config.__mro__ if issubclass(group, Keys) and key in inspect.get_annotations(group))
+    return next(
+        group for group in Config.__mro__ if issubclass(group, BaseConfig) and key in inspect.get_annotations(group)
+    )
 
 
 def section(key: str) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from utils.base_config import as_yaml
 from utils.config.config import Config
-from utils.keys import as_yaml
 
 # Other programs' names of keys that are spelt too differently to be found by `nearest_key`: timm, Lightning, Hugging
 # Face, Keras, PyTorch's examples, apex, MLPerf.

@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from utils.data.augment import Normalise
-from utils.data.cifar import IMAGE_SHAPE, VERSIONS
-from utils.data.datasets import Dataset, ImageArrays, Split, hold_out, load_dataset
-from utils.data.device_loader import decode_all
-from utils.data.folders import IMAGENET_MEAN, IMAGENET_SIZE, IMAGENET_STD, open_folders
-from utils.data.keys import LOADERS, DataKeys
+from utils.data.config import LOADERS, DataConfig
+from utils.data.datasets.cifar import IMAGE_SHAPE, VERSIONS
+from utils.data.datasets.custom import load_own
+from utils.data.datasets.dataset import Dataset, ImageArrays, Split, hold_out, load_dataset
+from utils.data.datasets.folders import IMAGENET_MEAN, IMAGENET_SIZE, IMAGENET_STD, open_folders
+from utils.data.datasets.shard_index import has_index
+from utils.data.datasets.shards import check_shard_groups, group_shards, open_shards
 from utils.data.loader import Loader
-from utils.data.own import load_own
+from utils.data.loaders.device import decode_all
 from utils.data.sampling import AugmentationRanges, EpochPlan
-from utils.data.shard_index import has_index
-from utils.data.shards import check_shard_groups, group_shards, open_shards
+from utils.data.transforms.augment import Normalise
 from utils.data.workers import check_shared_memory, check_sockets, usable_cores, workers_of_a_rank
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import in_batch_job, name_ranks
@@ -29,7 +29,7 @@ from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
 from utils.user_code import is_own
 
-LoaderBuilder = Callable[[DataKeys, Split, EpochPlan, Normalise, int], Loader]  # the last one: workers of this rank
+LoaderBuilder = Callable[[DataConfig, Split, EpochPlan, Normalise, int], Loader]  # the last one: workers of this rank
 
 
 @dataclass(frozen=True)
@@ -47,183 +47,183 @@ class Loaders:
         return [loader for loader in (self.train, self.valid, self.test) if loader is not None]
 
 
-def open_dataset(keys: DataKeys, world: World, *, fetch: bool = True) -> Dataset:
+def open_dataset(config: DataConfig, world: World, *, fetch: bool = True) -> Dataset:
     """Collective: the dataset `dataset`; with `fetch` one process downloads what is missing, except in a batch job,
     whose nodes often have no network."""
     download = fetch and not in_batch_job(os.environ)
-    dataset = world.main_first(lambda: find_dataset(keys, download=download))
+    dataset = world.main_first(lambda: find_dataset(config, download=download))
     if dataset.fingerprint is not None:
         fingerprints = world.gather(dataset.fingerprint)
         if others := [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]:
             raise DataError(
-                f"dataset {keys.dataset}: returned other data on {name_ranks(others)} than on rank 0; it must return "
+                f"dataset {config.dataset}: returned other data on {name_ranks(others)} than on rank 0; it must return "
                 "the same each time: give what it draws a seed, and sort what it lists"
             )
     return dataset
 
 
-def find_dataset(keys: DataKeys, *, download: bool) -> Dataset:
+def find_dataset(config: DataConfig, *, download: bool) -> Dataset:
     """The dataset `dataset`, for one process. `DataError` where it is missing or damaged.
 
     For a loader that needs no data, CIFAR and ImageNet are stood in for by their sizes, and no file is needed.
     """
-    if is_own(keys.dataset):
-        dataset = load_own(keys)
-    elif not LOADERS[keys.data_loader].needs_data and keys.dataset in DATASET_SIZES:
-        dataset = _stand_in(keys)
-    elif keys.dataset in ("imagefolder", "imagenet"):
-        folder = Path(keys.data_path)
+    if is_own(config.dataset):
+        dataset = load_own(config)
+    elif not LOADERS[config.data_loader].needs_data and config.dataset in DATASET_SIZES:
+        dataset = _stand_in(config)
+    elif config.dataset in ("imagefolder", "imagenet"):
+        folder = Path(config.data_path)
         opened = open_shards if has_index(folder) else open_folders
-        dataset = opened(keys.dataset, folder, keys.image_size)
+        dataset = opened(config.dataset, folder, config.image_size)
     else:
-        dataset = load_dataset(keys.dataset, Path(keys.data_path), download=download)
-    if keys.dataset == "cifar100":  # its mean and deviation are keys, as in the tutorial; others bring their own
-        dataset = replace(dataset, mean=keys.cifar100_mean, std=keys.cifar100_std)
-    return hold_out(dataset, keys.holdout_images)
+        dataset = load_dataset(config.dataset, Path(config.data_path), download=download)
+    if config.dataset == "cifar100":  # its mean and deviation are keys, as in the tutorial; others bring their own
+        dataset = replace(dataset, mean=config.cifar100_mean, std=config.cifar100_std)
+    return hold_out(dataset, config.holdout_images)
 
 
 # training and validation images of the datasets that can be stood in for
 DATASET_SIZES = {"cifar100": (50_000, 10_000), "cifar10": (50_000, 10_000), "imagenet": (1_281_167, 50_000)}
 
 
-def image_side(keys: DataKeys) -> int:
+def image_side(config: DataConfig) -> int:
     """Pixels of an image's side without a look at the data; without `image_size`, what is usual."""
-    if keys.dataset in ("imagefolder", "imagenet"):
-        return keys.image_size or IMAGENET_SIZE
-    return (keys.image_size if is_own(keys.dataset) else None) or IMAGE_SHAPE[-1]
+    if config.dataset in ("imagefolder", "imagenet"):
+        return config.image_size or IMAGENET_SIZE
+    return (config.image_size if is_own(config.dataset) else None) or IMAGE_SHAPE[-1]
 
 
-def _stand_in(keys: DataKeys) -> Dataset:
+def _stand_in(config: DataConfig) -> Dataset:
     """Black images of the right number and size, which take no memory."""
-    size, version = image_side(keys), VERSIONS.get(keys.dataset)
+    size, version = image_side(config), VERSIONS.get(config.dataset)
     train, valid = (
         ImageArrays(np.broadcast_to(np.uint8(0), (count, 3, size, size)), np.zeros(count, np.int64))
-        for count in DATASET_SIZES[keys.dataset]
+        for count in DATASET_SIZES[config.dataset]
     )
-    class_names = tuple(f"class {number}" for number in range(keys.num_classes))
+    class_names = tuple(f"class {number}" for number in range(config.num_classes))
     mean, std = (version.mean, version.std) if version else (IMAGENET_MEAN, IMAGENET_STD)
-    return Dataset(keys.dataset, train, valid, class_names, mean, std)
+    return Dataset(config.dataset, train, valid, class_names, mean, std)
 
 
-def build_loaders(keys: DataKeys, dataset: Dataset, world: World) -> Loaders:
+def build_loaders(config: DataConfig, dataset: Dataset, world: World) -> Loaders:
     """Collective: the loaders of this rank. `ConfigError` where dataset and configuration do not fit."""
-    if len(dataset.class_names) != keys.num_classes:
+    if len(dataset.class_names) != config.num_classes:
         raise ConfigError(
-            f"num_classes is {keys.num_classes}, but {dataset.name} has {len(dataset.class_names)}; "
+            f"num_classes is {config.num_classes}, but {dataset.name} has {len(dataset.class_names)}; "
             f"use --set num_classes={len(dataset.class_names)}"
         )
-    kind, unreadable = LOADERS[keys.data_loader], dict[str, str]()
+    kind, unreadable = LOADERS[config.data_loader], dict[str, str]()
     decodes_anew = not isinstance(dataset.train, ImageArrays) and not kind.in_memory
-    if keys.rnd_resized_crop and not decodes_anew and kind.needs_data:
+    if config.rnd_resized_crop and not decodes_anew and kind.needs_data:
         raise ConfigError(
             f"rnd_resized_crop needs images that are decoded anew in each epoch: dataset imagefolder or imagenet with "
-            f"data_loader torchvision or dali, not {keys.dataset} with {keys.data_loader}"
+            f"data_loader torchvision or dali, not {config.dataset} with {config.data_loader}"
         )
     if kind.needs_data:
-        check_shard_groups(keys, dataset.train, world.world_size)
+        check_shard_groups(config, dataset.train, world.world_size)
     train_split: Split = dataset.train
     others: Sequence[Split] = [dataset.valid] if dataset.test is None else [dataset.valid, dataset.test]
     if kind.in_memory:
-        decoded, unreadable = _decode(keys, (train_split, True), *((split, False) for split in others))
+        decoded, unreadable = _decode(config, (train_split, True), *((split, False) for split in others))
         train_split, others = decoded[0], decoded[1:]
-    plan = _plan_training(keys, train_split, world)
-    largest = batch_bytes(keys, plan.batch_size, train_split.image_shape)
-    build, notes = _choose_builder(keys, dataset.mean, dataset.std, largest, world)
+    plan = _plan_training(config, train_split, world)
+    largest = batch_bytes(config, plan.batch_size, train_split.image_shape)
+    build, notes = _choose_builder(config, dataset.mean, dataset.std, largest, world)
     train = build(train_split, plan)
     train.unreadable |= unreadable
-    valid, *test = (build(split, _plan_validation(keys, split, world)) for split in others)
+    valid, *test = (build(split, _plan_validation(config, split, world)) for split in others)
     return Loaders(train, valid, test[0] if test else None, plan, [*dataset.notes, *notes])
 
 
 def build_valid_loader(
-    keys: DataKeys, split: Split, mean: tuple[float, ...], std: tuple[float, ...], world: World
+    config: DataConfig, split: Split, mean: tuple[float, ...], std: tuple[float, ...], world: World
 ) -> tuple[Loader, list[str]]:
     """Collective: the loader of this rank that validates on `split`, in the way of `build_loaders`, and notes."""
     unreadable = dict[str, str]()
-    if LOADERS[keys.data_loader].in_memory:
-        (split,), unreadable = _decode(keys, (split, False))
-    largest = batch_bytes(keys, 0, split.image_shape)
-    build, notes = _choose_builder(keys, mean, std, largest, world)
-    loader = build(split, _plan_validation(keys, split, world))
+    if LOADERS[config.data_loader].in_memory:
+        (split,), unreadable = _decode(config, (split, False))
+    largest = batch_bytes(config, 0, split.image_shape)
+    build, notes = _choose_builder(config, mean, std, largest, world)
+    loader = build(split, _plan_validation(config, split, world))
     loader.unreadable |= unreadable
     return loader, notes
 
 
 def _choose_builder(
-    keys: DataKeys, mean: tuple[float, ...], std: tuple[float, ...], largest_batch: int, world: World
+    config: DataConfig, mean: tuple[float, ...], std: tuple[float, ...], largest_batch: int, world: World
 ) -> tuple[Callable[[Split, EpochPlan], Loader], list[str]]:
     """Collective: what builds the loaders of this rank, and notes; `largest_batch` in bytes."""
-    kind = LOADERS[keys.data_loader]
-    num_workers, notes = _count_workers(keys, world) if kind.has_workers else (0, [])
+    kind = LOADERS[config.data_loader]
+    num_workers, notes = _count_workers(config, world) if kind.has_workers else (0, [])
     if kind.shares_memory:
         # The validation loader's workers stay, asleep and with nothing prepared, while training runs, and vice versa.
         ranks_here = world.gather(platform.node()).count(platform.node())
         check_shared_memory(largest_batch, num_workers * ranks_here)
         check_sockets(num_workers)
     # NHWC: images come out of the loader in the memory format of the model
-    memory_format = torch.channels_last if keys.enable_nhwc else torch.contiguous_format
+    memory_format = torch.channels_last if config.enable_nhwc else torch.contiguous_format
     normalise = Normalise(mean, std, world.device, memory_format)
     module, _, function = kind.builder.partition(":")
     build: LoaderBuilder = getattr(import_module(module), function)
-    return lambda split, plan: build(keys, split, plan, normalise, num_workers), notes
+    return lambda split, plan: build(config, split, plan, normalise, num_workers), notes
 
 
-def _plan_validation(keys: DataKeys, split: Split, world: World) -> EpochPlan:
+def _plan_validation(config: DataConfig, split: Split, world: World) -> EpochPlan:
     return EpochPlan(
         num_samples=len(split.labels),
-        batch_size=keys.valid_batch_size_per_gpu,
+        batch_size=config.valid_batch_size_per_gpu,
         rank=world.rank,
         world_size=world.world_size,
         training=False,
-        limit=keys.limit_valid_batches,
-        groups=group_shards(keys, split),
+        limit=config.limit_valid_batches,
+        groups=group_shards(config, split),
     )
 
 
-def _plan_training(keys: DataKeys, split: Split, world: World) -> EpochPlan:
+def _plan_training(config: DataConfig, split: Split, world: World) -> EpochPlan:
     num_samples = len(split.labels)
-    if keys.batch_size > num_samples:
-        raise ConfigError(f"batch_size {keys.batch_size} exceeds the {num_samples} training images; use fewer")
+    if config.batch_size > num_samples:
+        raise ConfigError(f"batch_size {config.batch_size} exceeds the {num_samples} training images; use fewer")
     ranges = AugmentationRanges(
-        keys.rnd_crop_padding,
-        keys.rnd_horizontal_flip,
-        keys.rnd_rotation_angle,
-        keys.enable_alternating_flip,
-        keys.rnd_resized_crop,
+        config.rnd_crop_padding,
+        config.rnd_horizontal_flip,
+        config.rnd_rotation_angle,
+        config.enable_alternating_flip,
+        config.rnd_resized_crop,
     )
     return EpochPlan(
         num_samples=num_samples,
-        batch_size=divide_batch(keys.batch_size, world.world_size, keys.micro_batch_size).rank_batch_size,
+        batch_size=divide_batch(config.batch_size, world.world_size, config.micro_batch_size).rank_batch_size,
         rank=world.rank,
         world_size=world.world_size,
         training=True,
-        seed=keys.seed,
+        seed=config.seed,
         ranges=ranges if ranges != AugmentationRanges(0, False, 0.0) else None,
-        limit=keys.train_limit,
-        groups=group_shards(keys, split),
+        limit=config.train_limit,
+        groups=group_shards(config, split),
     )
 
 
-def batch_bytes(keys: DataKeys, rank_batch_size: int, image_shape: tuple[int, int, int]) -> int:
+def batch_bytes(config: DataConfig, rank_batch_size: int, image_shape: tuple[int, int, int]) -> int:
     """Of the larger batch of a rank, training's or validation's, as a worker hands it over: uint8."""
-    return max(rank_batch_size, keys.valid_batch_size_per_gpu) * math.prod(image_shape)
+    return max(rank_batch_size, config.valid_batch_size_per_gpu) * math.prod(image_shape)
 
 
-def _decode(keys: DataKeys, *splits: tuple[Split, bool]) -> tuple[list[ImageArrays], dict[str, str]]:
+def _decode(config: DataConfig, *splits: tuple[Split, bool]) -> tuple[list[ImageArrays], dict[str, str]]:
     """Each split with every image in memory, and the files that could not be read; True: replace them by others."""
     decoded = [decode_all(split, replace=replace) for split, replace in splits]
     unreadable = {path: reason for _, failed in decoded for path, reason in failed.items()}
     return [arrays for arrays, _ in decoded], unreadable
 
 
-def _count_workers(keys: DataKeys, world: World) -> tuple[int, list[str]]:
+def _count_workers(config: DataConfig, world: World) -> tuple[int, list[str]]:
     """Collective: `num_data_workers`, but no more than this rank's share of the cores that it may run on, and a note
     where that is fewer."""
     here = (platform.node(), sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [])
     sharing = world.gather(here).count(here)
-    workers = workers_of_a_rank(keys.num_data_workers, sharing)
-    if workers == keys.num_data_workers:
+    workers = workers_of_a_rank(config.num_data_workers, sharing)
+    if workers == config.num_data_workers:
         return workers, []
     who = f" for {sharing} ranks" if sharing > 1 else ""
-    note = f"num_data_workers: {workers} instead of {keys.num_data_workers}, there are {usable_cores()} cores{who}"
+    note = f"num_data_workers: {workers} instead of {config.num_data_workers}, there are {usable_cores()} cores{who}"
     return workers, [note]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from utils.data.augment import Normalise
-from utils.data.image_files import describe_unreadable
+from utils.data.datasets.image_files import describe_unreadable
 from utils.data.sampling import EpochPlan
+from utils.data.transforms.augment import Normalise
 from utils.distributed.world import World
 from utils.errors import DataError
 from utils.files import open_regular, write_atomically

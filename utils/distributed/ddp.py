@@ -9,7 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.distributed.keys import DistributedKeys
+from utils.distributed.config import DistributedConfig
 from utils.distributed.world import World
 from utils.errors import ConfigError
 
@@ -23,39 +23,39 @@ WARNINGS = {
 Look = Callable[[dist.GradBucket], None]
 
 
-def describe_parallel(keys: DistributedKeys) -> list[str]:
+def describe_parallel(config: DistributedConfig) -> list[str]:
     """Warnings for ways of running that are only for measuring."""
-    return [WARNINGS[keys.parallel]] if keys.parallel in WARNINGS else []
+    return [WARNINGS[config.parallel]] if config.parallel in WARNINGS else []
 
 
-def synchronise_batch_norm(keys: DistributedKeys, model: nn.Module, world: World) -> nn.Module:
+def synchronise_batch_norm(config: DistributedConfig, model: nn.Module, world: World) -> nn.Module:
     """The network, with BatchNorm over all ranks where `enable_sync_bn` asks for it."""
-    if not keys.enable_sync_bn:
+    if not config.enable_sync_bn:
         return model
     if world.device.type != "cuda":
         raise ConfigError(f"enable_sync_bn needs CUDA devices, this run is on {world.device.type}; set it to false")
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if world.world_size > 1 else model
 
 
-def distribute(keys: DistributedKeys, model: nn.Module, world: World, look: Look | None = None) -> nn.Module:
+def distribute(config: DistributedConfig, model: nn.Module, world: World, look: Look | None = None) -> nn.Module:
     """Collective: what the training step calls instead of `model`, with the same parameters. DDP: `look` is shown each
     bucket of gradients before it is averaged."""
     device, ranks = world.device.type, world.world_size
-    if keys.parallel == "dataparallel":
+    if config.parallel == "dataparallel":
         if device != "cuda":
             raise ConfigError(f"parallel: dataparallel needs CUDA devices, this run is on {device}; use ddp")
         if ranks > 1:
             raise ConfigError(f"parallel: dataparallel is one process for all GPUs, not {ranks}; start with python")
         return nn.DataParallel(model)
     if ranks == 1:
-        if keys.parallel == "no_communication":
+        if config.parallel == "no_communication":
             raise ConfigError("parallel: no_communication compares several ranks, but this run has one; use ddp")
         return model
-    return wrap_in_ddp(keys, model, world, look)
+    return wrap_in_ddp(config, model, world, look)
 
 
 def wrap_in_ddp(
-    keys: DistributedKeys, model: nn.Module, world: World, look: Look | None = None
+    config: DistributedConfig, model: nn.Module, world: World, look: Look | None = None
 ) -> DistributedDataParallel:
     """Collective: DDP as the configuration asks for it, in a process group of any size."""
     on_gpu = world.device.type == "cuda"
@@ -65,13 +65,13 @@ def wrap_in_ddp(
     distributed = DistributedDataParallel(
         model,
         device_ids=[world.device.index] if on_gpu else None,
-        bucket_cap_mb=keys.bucket_cap_mb,
+        bucket_cap_mb=config.bucket_cap_mb,
         gradient_as_bucket_view=True,  # gradients live inside the buckets: no copy, and less memory
         **{renamed if renamed in options else "broadcast_buffers": False},  # type: ignore[arg-type]
     )
     if look is not None:
         distributed.register_comm_hook(None, _looked_at(look))
-    if keys.deterministic or not on_gpu:
+    if config.deterministic or not on_gpu:
         _settle_buckets(distributed)
     return distributed
 

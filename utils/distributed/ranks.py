@@ -24,8 +24,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from utils.distributed.collectives import CollectiveWatch, Record, explain_hang, switch_on_recorder, write_records
-from utils.distributed.heartbeat import Heartbeat
+from utils.distributed.health.hangs import CollectiveWatch, Record, explain_hang, switch_on_recorder, write_records
+from utils.distributed.health.heartbeat import Heartbeat
 from utils.distributed.launch import Launch, find_launch, name_ranks
 from utils.distributed.rendezvous import (
     GRACE_SECONDS,

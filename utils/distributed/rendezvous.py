@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from utils.distributed.collectives import Record, take_record
+from utils.distributed.health.hangs import Record, take_record
 from utils.distributed.launch import Launch, name_ranks
 from utils.errors import ConfigError, ExpectedError
 

@@ -18,13 +18,13 @@ from typing import IO, Any
 
 from torch import Tensor
 
+from utils.base_config import BaseConfig, Fact, render
 from utils.distributed.launch import job_name, was_restarted
 from utils.errors import CheckpointError, ExpectedError
 from utils.files import FolderHeldError, lock_folder, remove_leftovers, sign_lock, write_atomically
-from utils.keys import Fact, Keys, render
-from utils.run import checkpoint
+from utils.run.checkpoint import io as checkpoint
+from utils.run.checkpoint.pretrained import Pretrained
 from utils.run.identity import check_same_run
-from utils.run.pretrained import Pretrained
 
 POLL_SECONDS = 1.0  # how often a folder's lock is tried that an earlier start holds
 STARTS = ("start", "resume")  # kinds of records in metrics.jsonl that begin those of a start
@@ -46,7 +46,7 @@ class OpenedRun:
 def open_run(
     folder: Path,
     resume: str,
-    keys: Keys,
+    config: BaseConfig,
     weights: dict[str, Tensor],
     data: dict[str, Any],
     begin: Callable[[], Pretrained | None] = lambda: None,
@@ -57,7 +57,7 @@ def open_run(
     A job that Slurm or torchrun starts again goes on with what its earlier start wrote here, whatever `resume` says.
     Raises `ExpectedError`, with the folder as it was, where another run holds it, where auto finds a run of another
     configuration (utils/run/identity.py), or where the checkpoint does not fit the configuration, the names and shapes
-    of the network's `weights`, or the `data` (see utils/run/checkpoint.py).
+    of the network's `weights`, or the `data` (see utils/run/checkpoint/io.py).
     `begin` is called where there is nothing to resume, and reads what a new run begins with. A job that is started
     again waits up to `patience` seconds for an earlier start of its own that still holds the folder.
     """
@@ -79,14 +79,16 @@ def open_run(
         if source is not None:
             notes += source.notes
             # a key that is younger than the checkpoint had its default
-            saved = type(keys)().model_dump(mode="json") | source.state["config"]
+            saved = type(config)().model_dump(mode="json") | source.state["config"]
             if resume == "auto" and not again:
-                nothing_left = source.state["epoch"] >= keys.model_dump()["max_epochs"]
-                check_same_run(folder, saved, keys, nothing_left=nothing_left)
-            changed = checkpoint.check_fit(source.path, saved, keys.model_dump(mode="json"), keys.with_fact(Fact.FIXED))
+                nothing_left = source.state["epoch"] >= config.model_dump()["max_epochs"]
+                check_same_run(folder, saved, config, nothing_left=nothing_left)
+            changed = checkpoint.check_fit(
+                source.path, saved, config.model_dump(mode="json"), config.with_fact(Fact.FIXED)
+            )
             checkpoint.check_weights_fit(source.path, source.state["model"], weights)
             checkpoint.check_data_fits(source.path, source.state["data"], data)
-            notes += [f"Resuming with another {key}: {saved.get(key)} -> {getattr(keys, key)}" for key in changed]
+            notes += [f"Resuming with another {key}: {saved.get(key)} -> {getattr(config, key)}" for key in changed]
         if source is not None and source.path.parent.resolve() == own.resolve():
             remove_leftovers(own)
         else:
@@ -96,7 +98,7 @@ def open_run(
                 notes.append(f"The earlier run in {folder} is now in {earlier_run}")
                 lock.close()
                 lock = lock_folder(really)
-                if source is None and (resume == "auto" or again) and _describes(earlier_run / "config.yaml", keys):
+                if source is None and (resume == "auto" or again) and _describes(earlier_run / "config.yaml", config):
                     # lost before its first checkpoint, it is the same run begun again: its ledger has that time too
                     _cut_records(earlier_run / "metrics.jsonl", folder / "metrics.jsonl", 0, 0)
             own.mkdir(exist_ok=True)
@@ -254,9 +256,9 @@ def _move_aside(folder: Path) -> Path:
         raise CheckpointError(f"{folder}: cannot be moved aside: {error.strerror}; choose another --run-dir") from None
 
 
-def _describes(config: Path, keys: Keys) -> bool:
-    """Whether a config.yaml holds these keys, under whatever name."""
-    return config.is_file() and config.read_bytes().endswith(f"\n{_description(keys)}".encode())
+def _describes(path: Path, config: BaseConfig) -> bool:
+    """Whether a config.yaml holds this configuration, under whatever name."""
+    return path.is_file() and path.read_bytes().endswith(f"\n{_description(config)}".encode())
 
 
 def _free_name(path: Path) -> Path:
@@ -265,14 +267,14 @@ def _free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _description(keys: Keys) -> str:
-    return textwrap.indent(render(keys), "  ")
+def _description(config: BaseConfig) -> str:
+    return textwrap.indent(render(config), "  ")
 
 
-def write_description(folder: Path, keys: Keys, config_name: str, environment: dict[str, Any]) -> None:
+def write_description(folder: Path, config: BaseConfig, config_name: str, environment: dict[str, Any]) -> None:
     """config.yaml, a block that can be run again, and environment.json. The configuration of an earlier start stays,
     where it was another one, as config.yaml.1, config.yaml.2 ..."""
-    path, content = folder / "config.yaml", f"{config_name}:\n{_description(keys)}".encode()
+    path, content = folder / "config.yaml", f"{config_name}:\n{_description(config)}".encode()
     if path.exists() and (earlier := path.read_bytes()) != content:
         write_atomically(_free_name(path), earlier)
     write_atomically(path, content)

@@ -9,19 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from utils.base_config import BaseConfig, Fact, as_yaml
 from utils.errors import ConfigError
-from utils.keys import Fact, Keys, as_yaml
-from utils.run.checkpoint import config_digest
+from utils.run.checkpoint.io import config_digest
 
 SHOWN_KEYS = 6
 NAME_LENGTH = 40  # of what is added to a folder's name
 
 
-def check_same_run(folder: Path, saved: Mapping[str, Any], keys: Keys, *, nothing_left: bool) -> None:
+def check_same_run(folder: Path, saved: Mapping[str, Any], config: BaseConfig, *, nothing_left: bool) -> None:
     """`ConfigError` where the run in `folder`, with the configuration `saved`, is another one than that of `keys`.
 
     `nothing_left`: going on from its last checkpoint would train nothing, and so is no way on."""
-    current, free = keys.model_dump(mode="json"), keys.with_fact(Fact.NO_HYPERPARAMETER)
+    current, free = config.model_dump(mode="json"), config.with_fact(Fact.NO_HYPERPARAMETER)
     different = [key for key, value in current.items() if key not in free and saved[key] != value]
     if not different:
         return
@@ -29,7 +29,7 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], keys: Keys, *, nothin
     more = f" and {len(different) - SHOWN_KEYS} more" if len(different) > SHOWN_KEYS else ""
     beside = name_beside(folder, {key: current[key] for key in different})
     ways = [f"--run-dir {shlex.quote(str(beside))} for a run of its own"]
-    if not nothing_left and not set(different) & set(keys.with_fact(Fact.FIXED)):
+    if not nothing_left and not set(different) & set(config.with_fact(Fact.FIXED)):
         ways.append(f"--resume {shlex.quote(str(folder))} to go on from its last checkpoint with the new values")
     ways.append("--resume never to move it aside and begin anew")
     raise ConfigError(

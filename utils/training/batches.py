@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from utils.data.loader import Loader
-from utils.profiling.profiler import Profiler
-from utils.training.keys import SpeedKeys, TrainingKeys
-from utils.training.recipe import resize, training_size
-from utils.training.watch import StepWatch
+from utils.timing.profiler import Profiler
+from utils.training.checks.stragglers import StepWatch
+from utils.training.config import SpeedConfig, TrainingConfig
+from utils.training.ema import resize, training_size
 
 Batch = tuple[Tensor, Tensor]  # images [N, 3, H, W] and labels [N], or shares of the classes [N, classes]
 Mix = Callable[[Tensor, Tensor, int, int], Batch]  # (images, labels, epoch, batch) -> mixed ones
@@ -19,9 +19,15 @@ class TrainingBatches:
     """The batches of a training loader, as the step takes them."""
 
     def __init__(
-        self, keys: TrainingKeys, loader: Loader, mix: Mix, watch: StepWatch, profiler: Profiler, device: torch.device
+        self,
+        config: TrainingConfig,
+        loader: Loader,
+        mix: Mix,
+        watch: StepWatch,
+        profiler: Profiler,
+        device: torch.device,
     ) -> None:
-        self.keys, self.loader, self.mix = keys, loader, mix
+        self.config, self.loader, self.mix = config, loader, mix
         self.watch, self.profiler, self.device = watch, profiler, device
 
     def __len__(self) -> int:
@@ -30,8 +36,8 @@ class TrainingBatches:
     def rest_of_epoch(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Batch]]:
         """(number, batch) from `first_batch` on; PROF: the range of an iteration holds what is done with its batch."""
         self.loader.set_epoch(epoch, first_batch)
-        size = training_size(self.keys, epoch)
-        batches = self.watch.batches(prefetch(self.keys, iter(self.loader), self.device))
+        size = training_size(self.config, epoch)
+        batches = self.watch.batches(prefetch(self.config, iter(self.loader), self.device))
         for number in range(first_batch, len(self.loader)):
             with self.profiler.range(f"iteration {number}"):
                 with self.profiler.range("data"):
@@ -40,12 +46,12 @@ class TrainingBatches:
                 yield number, (images, labels)
 
 
-def prefetch(keys: SpeedKeys, batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+def prefetch(config: SpeedConfig, batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """PREFETCH: the next batch is copied and augmented on a side stream while the device trains on the present one.
 
     On a CPU there is nothing to overlap with: the batches come as they are.
     """
-    if keys.enable_prefetch is False or device.type != "cuda":
+    if config.enable_prefetch is False or device.type != "cuda":
         yield from batches
         return
     stream = torch.cuda.Stream(device)

@@ -14,18 +14,18 @@ from utils.distributed.ddp import distribute
 from utils.distributed.global_batch import GlobalBatch, divide_batch
 from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.profiling.profiler import Profiler
+from utils.timing.profiler import Profiler
+from utils.training.checks.fingerprints import OwnGradients, describe_verification, rounds_each_time_anew
 from utils.training.classifier import Classifier, build_classifier
-from utils.training.fingerprint import OwnGradients, describe_verification, rounds_each_time_anew
-from utils.training.keys import TrainingKeys
-from utils.training.metrics import MetricSums
-from utils.training.optimizer import build_optimizer, fuses, learning_rate, load_optimizer, set_learning_rate
+from utils.training.config import TrainingConfig
+from utils.training.metrics.sums import MetricSums
+from utils.training.optimizers.build import build_optimizer, fuses, learning_rate, load_optimizer, set_learning_rate
+from utils.training.optimizers.schedule import Plateau, Schedule, build_schedule
 from utils.training.precision import LossScaler, choose_precision
-from utils.training.schedule import Plateau, Schedule, build_schedule
 from utils.training.step import Preparing, Step, TrainStep, choose_step, on_capture_stream, wants_graphs
 from utils.user_code import blamed
 
-SomeKeys = TypeVar("SomeKeys", bound=TrainingKeys)
+SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Learner(Classifier):
     steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.plateau = Plateau(self.keys.lr_plateau_patience)
+        self.plateau = Plateau(self.config.lr_plateau_patience)
 
     def train_step(self, images: Tensor, labels: Tensor) -> None:
         """One optimizer step on this rank's share of a global batch, at the learning rate of this step."""
@@ -87,23 +87,23 @@ class Learner(Classifier):
         load_optimizer(self.optimizer, state["optimizer"])
         if state["grad_scaler"]:
             self.loss_scaler.load_state_dict(state["grad_scaler"])
-        self.plateau = Plateau(**state["plateau"] | {"patience": self.keys.lr_plateau_patience})
+        self.plateau = Plateau(**state["plateau"] | {"patience": self.config.lr_plateau_patience})
         self.steps = state["step"]
         if self.steps:  # for the epoch's record, where only its validation is left
             set_learning_rate(self.optimizer, self.schedule.factor(self.steps - 1, self.plateau.cuts))
 
 
-def check_keys(keys: TrainingKeys, world: World) -> None:
+def check_keys(config: TrainingConfig, world: World) -> None:
     """`ConfigError` for what this device or number of ranks cannot do, to be known before data is fetched."""
-    divide_batch(keys.batch_size, world.world_size, keys.micro_batch_size)
-    choose_precision(keys, world.device)
+    divide_batch(config.batch_size, world.world_size, config.micro_batch_size)
+    choose_precision(config, world.device)
 
 
 def check_outputs(learner: Learner, model_name: str, image_shape: tuple[int, int, int]) -> None:
     """Collective: `ConfigError` where the network does not turn images [2, *image_shape] into logits [2, num_classes],
     in validation or in training, or trains nothing by them. Leaves the network and the random generators as they are.
     """
-    model, precision, num_classes = learner.model, learner.precision, learner.keys.num_classes
+    model, precision, num_classes = learner.model, learner.precision, learner.config.num_classes
     parameter = next(model.parameters(), None)
     if parameter is None:
         raise ConfigError(f"model {model_name}: has no parameters, so that there is nothing to train")
@@ -130,8 +130,8 @@ def check_outputs(learner: Learner, model_name: str, image_shape: tuple[int, int
 
 
 def build_learner(
-    keys: SomeKeys,
-    build_model: Callable[[SomeKeys], nn.Module],
+    config: SomeConfig,
+    build_model: Callable[[SomeConfig], nn.Module],
     world: World,
     steps_per_epoch: int,
     *,
@@ -144,26 +144,26 @@ def build_learner(
     Seeds the random generators, and sets PyTorch's process-wide switches: learners that take turns in one process set
     them again by `prepare_backends`. Raises `ConfigError` for what this device or number of ranks cannot do.
     """
-    batch = divide_batch(keys.batch_size, world.world_size, keys.micro_batch_size)
-    classifier = build_classifier(keys, build_model, world)
+    batch = divide_batch(config.batch_size, world.world_size, config.micro_batch_size)
+    classifier = build_classifier(config, build_model, world)
     model, precision, weights, notes = classifier.model, classifier.precision, classifier.weights, classifier.notes
-    seeds.seed_random_state(seeds.seed_of(keys.seed, world.rank, step=0))
-    graphed = wants_graphs(keys, world.device)
-    optimizer = build_optimizer(keys, weights.parameters(), graphed=graphed)
+    seeds.seed_random_state(seeds.seed_of(config.seed, world.rank, step=0))
+    graphed = wants_graphs(config, world.device)
+    optimizer = build_optimizer(config, weights.parameters(), graphed=graphed)
     loss_scaler = precision.loss_scaler()
-    criterion = nn.CrossEntropyLoss(label_smoothing=keys.label_smoothing)
+    criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
     profiler, own_gradients = Profiler(world.device), None
-    if keys.verify_every_steps is not None and world.world_size > 1:
-        own_gradients = OwnGradients(model, world.device, rounds_each_time_anew(keys, world.device))
+    if config.verify_every_steps is not None and world.world_size > 1:
+        own_gradients = OwnGradients(model, world.device, rounds_each_time_anew(config, world.device))
         wrap = partial(wrap, look=own_gradients.look)
     with on_capture_stream(world.device, graphed=graphed):
-        spread = wrap(keys, model, world)
+        spread = wrap(config, model, world)
     train_step = TrainStep(
-        keys, spread, weights, precision, criterion, optimizer, loss_scaler, batch.accumulation, profiler, preparing
+        config, spread, weights, precision, criterion, optimizer, loss_scaler, batch.accumulation, profiler, preparing
     )
-    step, step_notes = choose_step(keys, train_step, world.device)
-    notes += step_notes + describe_verification(keys, world.device)
-    if keys.extra_opt("fused_optimizer") and not fuses(keys, weights.parameters()):
+    step, step_notes = choose_step(config, train_step, world.device)
+    notes += step_notes + describe_verification(config, world.device)
+    if config.extra_opt("fused_optimizer") and not fuses(config, weights.parameters()):
         notes.append(f"fused_optimizer left out: torch {torch.__version__} is wrong for half weights on a CPU")
     return Learner(
         **vars(classifier),
@@ -171,7 +171,7 @@ def build_learner(
         optimizer=optimizer,
         loss_scaler=loss_scaler,
         criterion=criterion,
-        schedule=build_schedule(keys, steps_per_epoch),
+        schedule=build_schedule(config, steps_per_epoch),
         step=step,
         sums=MetricSums(world.device),
         profiler=profiler,

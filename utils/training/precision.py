@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from utils.errors import ConfigError
-from utils.training.keys import SpeedKeys
+from utils.training.config import SpeedConfig
 
 Level = Literal["O0", "O1", "O2", "O3"]
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -82,29 +82,29 @@ def has_bf16_kernels() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def choose_precision(keys: SpeedKeys, device: torch.device) -> Precision:
+def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
     """What the AMP keys mean on this device. On a processor without bf16 `auto`, of either key, leaves autocast out."""
-    level: Level = keys.opt_level or ("O1" if keys.enable_amp else "O0")
-    if keys.amp_dtype == "fp16" and level != "O0" and device.type != "cuda":
+    level: Level = config.opt_level or ("O1" if config.enable_amp else "O0")
+    if config.amp_dtype == "fp16" and level != "O0" and device.type != "cuda":
         raise ConfigError(f"amp_dtype fp16 needs a CUDA device, this run is on {device.type}; use bf16 or auto")
-    chosen_here = level == "O1" and keys.opt_level is None and "auto" in (keys.enable_amp, keys.amp_dtype)
+    chosen_here = level == "O1" and config.opt_level is None and "auto" in (config.enable_amp, config.amp_dtype)
     if chosen_here and device.type == "cpu" and not has_bf16_kernels():
         forced = "enable_amp=true with amp_dtype=bf16 forces bf16"
         remark = f": enable_amp has no effect, this processor has no bf16 kernels ({forced})"
-        return Precision(device_type="cpu", loss_scale=keys.loss_scale, remark=remark)
-    fp16 = keys.amp_dtype == "fp16" or (keys.amp_dtype == "auto" and device.type == "cuda")
-    keep_batchnorm_fp32 = keys.keep_batchnorm_fp32
+        return Precision(device_type="cpu", loss_scale=config.loss_scale, remark=remark)
+    fp16 = config.amp_dtype == "fp16" or (config.amp_dtype == "auto" and device.type == "cuda")
+    keep_batchnorm_fp32 = config.keep_batchnorm_fp32
     precision = Precision(
         device_type=device.type,
         level=level,
         half=torch.float16 if fp16 else torch.bfloat16,
         keep_batchnorm_fp32=level != "O3" if keep_batchnorm_fp32 is None else keep_batchnorm_fp32,
-        loss_scale=keys.loss_scale or ("dynamic" if fp16 and level in ("O1", "O2") else None),
+        loss_scale=config.loss_scale or ("dynamic" if fp16 and level in ("O1", "O2") else None),
     )
-    if level == "O3" and fp16 and keys.optimizer in DIVIDE_BY_SQUARES:
+    if level == "O3" and fp16 and config.optimizer in DIVIDE_BY_SQUARES:
         raise ConfigError(
-            f"optimizer {keys.optimizer} with opt_level O3 needs amp_dtype bf16, which is {keys.amp_dtype}, here fp16: "
-            "it divides by squared gradients, and small ones are 0 in fp16; else use opt_level O2"
+            f"optimizer {config.optimizer} with opt_level O3 needs amp_dtype bf16, which is {config.amp_dtype}, here "
+            "fp16: it divides by squared gradients, and small ones are 0 in fp16; else use opt_level O2"
         )
     if level == "O3" and not fp16 and precision.loss_scale is not None and device.type == "cuda":
         raise ConfigError(
@@ -113,14 +113,14 @@ def choose_precision(keys: SpeedKeys, device: torch.device) -> Precision:
         )
     if level == "O3" and fp16 and precision.loss_scale is not None:
         # the fused optimizer unscales as it updates; PyTorch unscales no fp16 gradients before an update
-        if not keys.extra_opt("fused_optimizer"):
+        if not config.extra_opt("fused_optimizer"):
             raise ConfigError(
                 f"loss_scale {precision.loss_scale} with opt_level O3 needs fused_optimizer: true, "
                 "as PyTorch unscales no fp16 gradients for other optimizers"
             )
-        if keys.clip_grad_norm is not None:
+        if config.clip_grad_norm is not None:
             raise ConfigError(
-                f"clip_grad_norm {keys.clip_grad_norm:g} with opt_level O3 and loss_scale {precision.loss_scale} "
+                f"clip_grad_norm {config.clip_grad_norm:g} with opt_level O3 and loss_scale {precision.loss_scale} "
                 "would have to unscale fp16 gradients, which PyTorch does not; use opt_level O2, or no loss_scale"
             )
     return precision

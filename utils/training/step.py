@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.errors import ConfigError
-from utils.profiling.profiler import Profiler
-from utils.training.batch_norm import RunningStatistics, defer_batch_counters
-from utils.training.compilers import compiles, missing_compiler
-from utils.training.keys import SpeedKeys
-from utils.training.metrics import MetricSums
-from utils.training.norm_relu import check_fusion
+from utils.timing.profiler import Profiler
+from utils.training.config import SpeedConfig
+from utils.training.kernels.batch_norm import RunningStatistics, defer_batch_counters
+from utils.training.kernels.compilers import compiles, missing_compiler
+from utils.training.kernels.norm_relu.module import check_fusion
+from utils.training.metrics.sums import MetricSums
 from utils.training.precision import LossScaler, MasterWeights, Precision
 
 # PyTorch asks for 11 steps before a graph with DDP is captured (its notes on CUDA graphs), for 3 without.
@@ -35,7 +35,7 @@ class TrainStep:
     """zero_grad, forward, loss, backward over the micro-batches, optimizer step. `model` is the network as it is spread
     over the ranks; `weights` hold what the optimizer updates."""
 
-    keys: SpeedKeys
+    config: SpeedConfig
     model: nn.Module
     weights: MasterWeights
     precision: Precision
@@ -68,7 +68,7 @@ class TrainStep:
     def __call__(self, images: Tensor, labels: Tensor, sums: MetricSums) -> None:
         with self.profiler.range("zero_grad"):
             # EXTRA: dropping the gradients saves writing zeros and adding to them
-            self.optimizer.zero_grad(set_to_none=self.keys.extra_opt("zero_grad_set_to_none"))
+            self.optimizer.zero_grad(set_to_none=self.config.extra_opt("zero_grad_set_to_none"))
 
         with self.profiler.range("forward/loss/backward"):
             micro_batches = list(zip(images.chunk(self.accumulation), labels.chunk(self.accumulation), strict=True))
@@ -86,9 +86,9 @@ class TrainStep:
 
         with self.profiler.range("optimizer.step"):
             self.weights.take_gradients()
-            if self.keys.clip_grad_norm is not None:
+            if self.config.clip_grad_norm is not None:
                 self.loss_scaler.unscale_(self.optimizer)  # the length that counts is that of the true gradient
-                nn.utils.clip_grad_norm_(self.weights.parameters(), self.keys.clip_grad_norm)
+                nn.utils.clip_grad_norm_(self.weights.parameters(), self.config.clip_grad_norm)
             # AMP: unscales the gradients, and skips the step where they overflowed
             self.loss_scaler.step(self.optimizer)
             self.loss_scaler.update()
@@ -101,7 +101,7 @@ class TrainStep:
 
     def _reduce_gradients(self, last: bool) -> AbstractContextManager[None]:
         """DDP: gradients cross the ranks once a step, with the last micro-batch."""
-        communicates = last and self.keys.parallel != "no_communication"
+        communicates = last and self.config.parallel != "no_communication"
         if isinstance(self.model, DistributedDataParallel) and not communicates:
             return self.model.no_sync()
         return nullcontext()
@@ -142,21 +142,21 @@ class GraphedStep:
             self.graph.replay()
 
 
-def choose_step(keys: SpeedKeys, step: TrainStep, device: torch.device) -> tuple[Step, list[str]]:
+def choose_step(config: SpeedConfig, step: TrainStep, device: torch.device) -> tuple[Step, list[str]]:
     """`step` eager, compiled or captured, and notes for the log."""
     notes = []
-    check_fusion(keys, device)
-    if compiles(keys, device):
+    check_fusion(config, device)
+    if compiles(config, device):
         missing = missing_compiler(device)
         if missing:
             raise ConfigError(f"enable_compile needs {missing}, or set enable_compile to false or auto")
         step.compile()
         notes.append("compiled: the first step takes up to minutes")
-    elif keys.parallel != "dataparallel":  # whose copies of the network run in threads
+    elif config.parallel != "dataparallel":  # whose copies of the network run in threads
         defer_batch_counters(step.weights.model)
-    if keys.enable_cuda_graphs is True and device.type != "cuda":
+    if config.enable_cuda_graphs is True and device.type != "cuda":
         raise ConfigError(f"enable_cuda_graphs needs a CUDA device, this run is on {device.type}; use false or auto")
-    if wants_graphs(keys, device):
+    if wants_graphs(config, device):
         notes.append(f"captured as a CUDA graph after {GRAPH_WARMUP_STEPS} steps")
         return GraphedStep(step, device), notes
     return step, notes
@@ -182,6 +182,6 @@ def on_capture_stream(device: torch.device, *, graphed: bool) -> Iterator[None]:
     torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def wants_graphs(keys: SpeedKeys, device: torch.device) -> bool:
+def wants_graphs(config: SpeedConfig, device: torch.device) -> bool:
     """Whether the step will be a CUDA graph; no capture spans the GPUs of dataparallel."""
-    return keys.enable_cuda_graphs is not False and device.type == "cuda" and keys.parallel != "dataparallel"
+    return config.enable_cuda_graphs is not False and device.type == "cuda" and config.parallel != "dataparallel"

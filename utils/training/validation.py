@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from utils.distributed.world import World
 from utils.training.classifier import Classifier
-from utils.training.metrics import MetricSums
+from utils.training.metrics.sums import MetricSums
 
 Batches = Iterable[tuple[Tensor, Tensor]]  # images [N, 3, H, W] and labels [N] on the device
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock
 from torchvision.transforms import ColorJitter, InterpolationMode, RandomErasing, TrivialAugmentWide
-
-from models.resnet import PlainResidual, ResNet9, SmallResNet
 from utils.data.augment import BatchAugmenter
 from utils.training.muon import Muon
+
+from models.resnet import PlainResidual, ResNet9, SmallResNet
 
 WIDTH = int(os.environ.get("PARTS_WIDTH", "1"))
 

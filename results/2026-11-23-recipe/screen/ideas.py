@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from parts import WIDTH, _dropping
 from torch import Tensor, nn
-
-from models.resnet import PlainResidual, ResNet9
 from utils.data.augment import BatchAugmenter
 from utils.training.muon import Muon
+
+from models.resnet import PlainResidual, ResNet9
 
 
 def base(num_classes: int) -> nn.Module:

@@ -1,0 +1,100 @@
+"""What all groups of configuration keys share: the base class, number types, facts about a key, and the shared keys.
+
+Each component declares its keys beside its code as a subclass of `BaseConfig`, with types, defaults and docstrings
+(models/config.py, utils/data/config.py, ...); `utils.config.Config` inherits from all of them. The first sentence of a
+key's docstring is its comment in config/cifar100.yaml. Nothing here imports torch, so that `--help` answers at once.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import CoreSchema, core_schema
+
+# Whole numbers fit into 32 bits everywhere: PyTorch and NumPy overflow at larger ones.
+MAX_INT = 2**31 - 1
+PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Fact(Enum):
+    """What is true of a key beyond its type, written as `Annotated[TYPE, FACT]`."""
+
+    FIXED = "saved tensors and positions in the data depend on it: a run cannot be resumed with another value"
+    NO_HYPERPARAMETER = "changes no result: not in TensorBoard's HParams, and a run goes on with another value"
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The names of a table as the values that a key allows: `Annotated[str, OneOf(TABLE)]`; and texts of these forms,
+    each as it is shown with its regular expression."""
+
+    names: Iterable[str]
+    forms: Mapping[str, str] = field(default_factory=dict)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        names: CoreSchema = core_schema.literal_schema(list(self.names))
+        forms = [core_schema.str_schema(pattern=pattern) for pattern in self.forms.values()]
+        return core_schema.union_schema([names, *forms]) if forms else names
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        described = handler(schema)
+        for form, part in zip(self.forms, described.get("anyOf", [])[1:], strict=True):
+            part["title"] = form
+        return described
+
+
+class BaseConfig(BaseModel):
+    """A group of configuration keys: typed, checked, frozen."""
+
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @classmethod
+    def with_fact(cls, fact: Fact) -> list[str]:
+        """The keys of which `fact` is true."""
+        return [name for name, field in cls.model_fields.items() if fact in field.metadata]
+
+
+class SharedConfig(BaseConfig):
+    """shared by model, data and training"""
+
+    device: Annotated[str, OneOf(("auto", "cpu", "cuda"))] = "auto"
+    """auto: CUDA where there is a GPU, else the CPU."""
+    seed: Annotated[NonNegativeInt, Fact.FIXED] = 0
+    """Weights, order and augmentation follow from it."""
+    deterministic: bool = False
+    """Use only deterministic kernels: equal bits in every run, slower on a GPU."""
+    num_classes: Annotated[int, Field(ge=2, le=MAX_INT), Fact.FIXED] = 100
+    """Outputs of the network; must be what the dataset has."""
+    batch_size: Annotated[PositiveInt, Fact.FIXED] = 128
+    """Images in one optimizer step, over ALL ranks."""
+    micro_batch_size: PositiveInt | None = None
+    """Images in one forward pass of one rank, at most; null: the rank's whole share. The rest comes by gradient
+    accumulation. BatchNorm sees the micro-batch, so one rank that accumulates equals several that do not."""
+    enable_nhwc: bool = False
+    """NHWC: model and images in the channels_last memory format."""
+
+
+def as_yaml(value: Any) -> str:
+    """A value as it is written in a block, on one line."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isprintable() else json.dumps(value)
+
+
+def render(config: BaseConfig, default: BaseConfig | None = None) -> str:
+    """The keys as the YAML body of a block; those that differ from `default` come first."""
+    values = config.model_dump(mode="json")
+    base: Mapping[str, Any] = values if default is None else default.model_dump(mode="json")
+    different = [key for key in values if values[key] != base[key]]
+    lines = [f"{key}: {as_yaml(values[key])}  # default: {as_yaml(base[key])}" for key in different]
+    if different:
+        lines.append("# as in default:")
+    lines += [f"{key}: {as_yaml(values[key])}" for key in values if key not in different]
+    return "\n".join(lines) + "\n"

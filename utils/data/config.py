@@ -1,0 +1,125 @@
+"""The data keys, and the table of loaders. No torch: a loader's module is imported when it is built."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from utils.base_config import Fact, NonNegativeInt, OneOf, PositiveInt, SharedConfig
+from utils.user_code import OWN_FORM, OWN_PATTERN
+
+PerChannel = Field(strict=False, min_length=3, max_length=3)
+
+
+@dataclass(frozen=True)
+class LoaderKind:
+    """What must be known of a loader before it is built."""
+
+    builder: str  # "module:function", with the signature of utils.data.build.LoaderBuilder
+    has_workers: bool = False  # num_data_workers counts
+    shares_memory: bool = False  # its workers hand batches over in shared memory
+    in_memory: bool = False  # takes images in memory only: files are decoded once, at the start
+    needs_data: bool = True  # False: the dataset's size is enough
+
+
+LOADERS = {
+    "torchvision": LoaderKind("utils.data.loaders.torchvision:build", has_workers=True, shares_memory=True),
+    "dali": LoaderKind("utils.data.loaders.dali:build", has_workers=True),
+    "device": LoaderKind("utils.data.loaders.device:build", in_memory=True),
+    "synthetic": LoaderKind("utils.data.loaders.synthetic:build", needs_data=False),
+}
+
+DATASETS = ("cifar100", "cifar10", "shapes", "imagefolder", "imagenet")
+
+
+class DatasetConfig(SharedConfig):
+    """dataset"""
+
+    dataset: Annotated[str, OneOf(DATASETS, {OWN_FORM: OWN_PATTERN}), Fact.FIXED] = "cifar100"
+    """cifar100, cifar10, shapes (built in, needs no file), imagefolder, imagenet. The last two are images in class
+    folders, data_path/train/CLASS/ and data_path/val/CLASS/, or the shards that tools.prepare_data makes of them. Or
+    your own, package.module:function, called with data_path; utils/data/datasets/custom.py says what it returns."""
+    data_path: Annotated[str, Field(min_length=1), Fact.NO_HYPERPARAMETER] = "./data"
+    """Holds cifar-100-binary/ or torchvision's folder; of class folders train/ and val/, of shards shards.index."""
+    cifar100_mean: Annotated[
+        tuple[Annotated[float, Field(ge=0, le=1)], ...], PerChannel, Fact.NO_HYPERPARAMETER
+    ] = (0.5070751592371323, 0.48654887331495095, 0.4409178433670343)  # fmt: skip
+    """Per-channel mean of CIFAR-100's training images, in [0, 1]; other datasets have their own."""
+    cifar100_std: Annotated[
+        tuple[Annotated[float, Field(gt=0, le=1)], ...], PerChannel, Fact.NO_HYPERPARAMETER
+    ] = (0.2673342858792401, 0.2564384629170883, 0.27615047132568404)  # fmt: skip
+    """Per-channel standard deviation of CIFAR-100's training images, in [0, 1]."""
+    holdout_images: Annotated[NonNegativeInt, Fact.FIXED] = 0
+    """Hold out training images to validate on; the test images are then read once, at the end. The same share of each
+    class. 0: validate on the test images, as the tutorial does, so that what is chosen by them (the best epoch,
+    stop_at_accuracy, a search) looks better than it is on images that nobody has seen."""
+    image_size: PositiveInt | None = None
+    """Image files: pixels; null: 224 for imagenet, else the median shorter side."""
+    shard_groups: Annotated[PositiveInt, Fact.FIXED] = 1
+    """Shards: deal them out to this many groups in each epoch, so that a rank reads the shards of its groups only. A
+    multiple of the ranks that divides batch_size; 1: one order over all images, the same as of class folders."""
+
+
+class AugmentationConfig(SharedConfig):
+    """augmentation"""
+
+    rnd_crop_padding: Annotated[int, Field(ge=0, le=32)] = 4
+    """Random crop after padding with this many black pixels on each side; 0: no crop."""
+    rnd_horizontal_flip: bool = True
+    """Mirror every second training image, at random."""
+    rnd_rotation_angle: Annotated[float, Field(ge=0, le=180)] = 15
+    """Rotate training images by up to this many degrees either way; 0: no rotation."""
+    rnd_resized_crop: bool = False
+    """Class folders: a random crop of 8 to 100 % of the image, resized to image_size."""
+    enable_alternating_flip: bool = False
+    """In place of the random flip: each image is mirrored in every second epoch."""
+    cutout_size: NonNegativeInt = 0
+    """Blank a square of this many pixels at a random position; 0: none."""
+    mixup_alpha: Annotated[float, Field(ge=0)] = 0.0
+    """Blend pairs of training images, in shares from Beta(alpha, alpha); 0: none. Training accuracy then counts the
+    class of the larger share."""
+    cutmix_alpha: Annotated[float, Field(ge=0)] = 0.0
+    """Paste a rectangle of one image into another, its area from Beta(alpha, alpha); 0: none. Beside mixup, each image
+    draws one of the two."""
+
+
+class LoaderConfig(SharedConfig):
+    """loader"""
+
+    data_loader: Annotated[str, OneOf(LOADERS)] = "torchvision"
+    """torchvision (worker processes), dali, device (whole dataset there), synthetic (no input). synthetic gives the
+    same random batch again and again, to time computing alone."""
+    num_data_workers: Annotated[NonNegativeInt, Fact.NO_HYPERPARAMETER] = 6
+    """Workers (torchvision) or threads (dali) of each rank, at most its cores; 0: none."""
+    valid_batch_size_per_gpu: Annotated[PositiveInt, Fact.NO_HYPERPARAMETER] = 128
+    """Validation images in one forward pass of one rank, on a GPU or not."""
+    limit_train_batches: Annotated[PositiveInt | None, Fact.FIXED] = None
+    """Train on this many batches of each epoch only; null: all."""
+    limit_valid_batches: PositiveInt | None = None
+    """Validate on this many batches of each rank only; null: all."""
+    enable_profiling: Annotated[bool, Fact.NO_HYPERPARAMETER] = False
+    """PROF: NVTX ranges for Nsight Systems, else a trace with a summary."""
+    profiling_epoch_start: Annotated[PositiveInt, Fact.NO_HYPERPARAMETER] = 2
+    """PROF: the epoch that is profiled, counted from 1."""
+    profiling_iters_per_epoch: Annotated[PositiveInt, Fact.NO_HYPERPARAMETER] = 100
+    """PROF: training batches of each epoch while profiling is enabled."""
+
+    @property
+    def train_limit(self) -> int | None:
+        """Training batches of an epoch at most, of `limit_train_batches` and of profiling."""
+        limits = [self.limit_train_batches, self.profiling_iters_per_epoch if self.enable_profiling else None]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+
+class DataConfig(LoaderConfig, AugmentationConfig, DatasetConfig):
+    """All data keys."""
+
+    @model_validator(mode="after")
+    def _check_batches(self) -> "DataConfig":
+        if self.batch_size % min(self.micro_batch_size or self.batch_size, self.batch_size):
+            raise ValueError(
+                f"batch_size {self.batch_size} must be a multiple of micro_batch_size {self.micro_batch_size}"
+            )
+        if self.holdout_images and not LOADERS[self.data_loader].needs_data:
+            raise ValueError(f"data_loader {self.data_loader} reads no images, so that none are held out; use 0")
+        return self

@@ -1,0 +1,83 @@
+"""The loader `device`: the whole dataset on the device, augmented in batches."""
+
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from utils.data.config import DataConfig
+from utils.data.datasets.dataset import ImageArrays, Split
+from utils.data.loader import Loader
+from utils.data.sampling import EpochPlan, IntArray
+from utils.data.transforms.augment import BatchAugmenter, Normalise, pixel_maps
+from utils.data.workers import usable_cores
+from utils.errors import DataError
+
+BATCHES_AT_ONCE = 64  # batches whose augmentation the device loader draws, and brings to the device, at once
+
+
+class DeviceLoader(Loader):
+    """The whole uint8 dataset on the device; each batch is gathered, augmented and normalised there at once.
+
+    On a CPU the images are used where they are: for CIFAR-100, a memory map that all processes of a machine share.
+    """
+
+    def __init__(self, arrays: ImageArrays, plan: EpochPlan, normalise: Normalise) -> None:
+        super().__init__(plan, normalise)
+        self.images, self.labels = (_on_device(array, self.device) for array in (arrays.images, arrays.labels))
+        self.augment = None if plan.ranges is None else BatchAugmenter(*arrays.image_shape[1:], self.device)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        batches = self.plan.batches(self.epoch, self.first_batch)
+        for start in range(0, len(batches), BATCHES_AT_ONCE):
+            batches_now = batches[start : start + BATCHES_AT_ONCE]
+            sizes, indices = [len(batch) for batch in batches_now], np.concatenate(batches_now)
+            maps = self._pixel_maps(indices)
+            maps_of_batches = [None] * len(sizes) if maps is None else maps.split(sizes)
+            for chosen, batch_maps in zip(self._copy(indices).split(sizes), maps_of_batches, strict=True):
+                images = self.images.index_select(0, chosen)
+                if self.augment is not None and batch_maps is not None:
+                    images = self.augment(images, batch_maps)
+                yield self.normalise(images), self.labels.index_select(0, chosen)
+
+    def _pixel_maps(self, indices: IntArray) -> Tensor | None:
+        augmentation = self.plan.draw(self.epoch, indices)
+        if augmentation is None or self.plan.ranges is None:
+            return None
+        height, width = self.images.shape[2:]
+        return self._copy(pixel_maps(augmentation, height, width, self.plan.ranges.crop_padding))
+
+    def _copy(self, values: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(values)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+
+def _on_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """On a CPU the array itself, never a copy; on another device a copy, made in parts to need little memory here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a read-only memory map, which nobody here writes to
+        tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
+    copy = torch.empty(values.shape, dtype=tensor.dtype, device=device)
+    for target, source in zip(copy.split(4096), tensor.split(4096), strict=True):
+        target.copy_(source)
+    return copy
+
+
+def decode_all(split: Split, *, replace: bool) -> tuple[ImageArrays, dict[str, str]]:
+    """The split as arrays in memory, for `DeviceLoader`, and the files that could not be read."""
+    if isinstance(split, ImageArrays):
+        return split, {}
+    batch = split.read_all(replace=replace, num_threads=usable_cores())
+    if not len(batch.indices):
+        raise DataError(f"not one of {len(split.labels)} images can be read, {split.path(0)} among them")
+    return ImageArrays(batch.images, split.labels[batch.indices]), batch.unreadable
+
+
+def build(config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> Loader:
+    """The loader for one split, whose images are in memory."""
+    assert isinstance(split, ImageArrays)
+    return DeviceLoader(split, plan, normalise)

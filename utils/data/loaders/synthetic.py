@@ -1,0 +1,33 @@
+"""The loader `synthetic`: one random batch again and again."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from utils.data.config import DataConfig
+from utils.data.datasets.dataset import Split
+from utils.data.loader import Loader
+from utils.data.sampling import EpochPlan
+from utils.data.transforms.augment import Normalise
+
+
+class SyntheticLoader(Loader):
+    """One random batch, already on the device, in the place of every other: what computing costs without input."""
+
+    def __init__(self, split: Split, plan: EpochPlan, normalise: Normalise, num_classes: int) -> None:
+        super().__init__(plan, normalise)
+        generator = torch.Generator().manual_seed(plan.seed)
+        shape = (plan.batch_size, *split.image_shape)
+        images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        self.images = normalise(images.to(self.device))
+        self.labels = torch.randint(0, num_classes, shape[:1], generator=generator).to(self.device)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for indices in self.plan.batches(0, self.first_batch):
+            yield self.images[: len(indices)], self.labels[: len(indices)]
+
+
+def build(config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> Loader:
+    """The loader in the place of one split."""
+    return SyntheticLoader(split, plan, normalise, config.num_classes)

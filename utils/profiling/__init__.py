@@ -1,1 +1,0 @@
-"""PROF: named ranges, traces, and their summary in words."""

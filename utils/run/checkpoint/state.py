@@ -1,0 +1,141 @@
+"""A run's whole state: gathered from all ranks for a checkpoint, and restored (table in schema.py)."""
+
+import math
+import platform
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from utils import seeds
+from utils.base_config import BaseConfig
+from utils.distributed.world import World
+from utils.errors import ExpectedError
+from utils.run.checkpoint import io as checkpoint
+from utils.timing.clock import WORK, Clock
+from utils.training.classifier import Classifier
+from utils.training.learner import Learner
+
+
+@dataclass
+class Progress:
+    """Where a run is; the learner counts the steps."""
+
+    clock: Clock
+    epoch: int = 0  # finished epochs
+    batch: int = 0  # batches trained in the next one
+    best: dict[str, float] = field(default_factory=checkpoint.NO_BEST.copy)
+    earlier_seconds: float = 0.0  # of training, in the starts before this one
+
+    @property
+    def seconds(self) -> float:
+        """Of training, over all interruptions."""
+        return self.earlier_seconds + self.clock.seconds(*WORK)
+
+    def see_accuracy(self, accuracy: float) -> bool:
+        """Whether this validation accuracy, of the epoch that ends, is the best so far."""
+        is_best = accuracy > self.best["acc1"]
+        if is_best:
+            self.best = {"acc1": accuracy, "epoch": self.epoch + 1}
+        return is_best
+
+    def finish_epoch(self) -> None:
+        """The next one begins."""
+        self.epoch, self.batch = self.epoch + 1, 0
+
+    def summarise(self, finished_before: bool, images_per_sec: float) -> str:
+        """The last line of a run; `images_per_sec` is 0 where there was no step to time."""
+        if self.best["epoch"]:
+            result = f"best acc1 {100 * self.best['acc1']:.2f} % in epoch {self.best['epoch']:.0f} of {self.epoch}"
+        else:  # a finished run whose best.pt somebody removed
+            result = f"its best weights are no longer there, the last ones are of epoch {self.epoch}"
+        if finished_before:
+            return f"Already finished: {result}; --resume never trains it again"
+        per_image = f" ({1 / images_per_sec:.3g} seconds per image)" if images_per_sec else ""
+        return f"Finished: {result}, {self.seconds:.1f} s, {images_per_sec:.1f} images/s{per_image}"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a checkpoint holds, where it lives during the run."""
+
+    config: BaseConfig
+    config_name: str
+    data: dict[str, Any]
+    learner: Learner
+    progress: Progress
+    world: World
+
+    def gather(self) -> dict[str, Any]:
+        """Collective: everything that training goes on from."""
+        config, progress = self.config.model_dump(mode="json"), self.progress
+        return {
+            "format": checkpoint.FORMAT,
+            "config": config,
+            "config_name": self.config_name,
+            "config_digest": checkpoint.config_digest(config),
+            "data": self.data,
+            "epoch": progress.epoch,
+            "batch": progress.batch,
+            **self.learner.state_dict(),
+            "logged_sums": self.learner.sums.logged,
+            "best": progress.best,
+            "seconds": progress.seconds,
+            "ranks": self.world.gather(self._describe_rank()),
+            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+        }
+
+    def _describe_rank(self) -> dict[str, Any]:
+        """What differs between ranks. The buffers only in mid-epoch: they are averaged before validation."""
+        buffers = self.learner.named_buffers() if self.world.world_size > 1 and self.progress.batch else ()
+        return {
+            "random": seeds.random_state(),
+            "metric_sums": self.learner.sums.sums.cpu(),
+            "buffers": {name: buffer.cpu() for name, buffer in buffers},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `gather` returned, at the same or another world size."""
+        self.learner.load_state_dict(state)
+        self.progress.epoch, self.progress.batch = state["epoch"], state["batch"]
+        self.progress.best, self.progress.earlier_seconds = state["best"], state["seconds"]
+        if len(state["ranks"]) == self.world.world_size:
+            self._restore_rank(state["ranks"][self.world.rank], state["logged_sums"])
+        else:
+            self._merge_ranks(state["ranks"], state["logged_sums"])
+        self.learner.sums.set_finite_batches(self.progress.batch * self.learner.batch.accumulation)
+
+    def _restore_rank(self, rank: dict[str, Any], logged: list[float]) -> None:
+        seeds.restore_random_state(rank["random"])
+        for name, buffer in self.learner.named_buffers():
+            if name in rank["buffers"]:
+                buffer.copy_(rank["buffers"][name])
+        self.learner.sums.load(rank["metric_sums"], logged)
+
+    def _merge_ranks(self, ranks: list[dict[str, Any]], logged: list[float]) -> None:
+        """Another world size: other random draws, and BatchNorm goes on from the mean of what the ranks had seen."""
+        seeds.seed_random_state(seeds.seed_of(self.learner.config.seed, self.world.rank, self.learner.steps))
+        merge_buffers(self.learner, ranks)
+        total: Tensor = sum(rank["metric_sums"] for rank in ranks)  # type: ignore[assignment]
+        self.learner.sums.load(total if self.world.is_main else torch.zeros_like(total), logged)
+
+    def check_finite(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Passes metrics on; they are over all ranks, so that all of them stop together when the loss is not finite."""
+        if math.isfinite(metrics["loss"]):
+            return metrics
+        learner = self.learner
+        first_bad = min(self.world.gather(learner.sums.finite_batches())) // learner.batch.accumulation
+        raise ExpectedError(
+            f"the loss stopped being a finite number in epoch {self.progress.epoch + 1}, iteration {first_bad}, "
+            f"learning rate {learner.learning_rate:.4g}; nothing was saved since the last checkpoint\n"
+            f"{checkpoint.REMEDIES}"
+        )
+
+
+def merge_buffers(classifier: Classifier, ranks: list[dict[str, Any]]) -> None:
+    """BatchNorm's buffers become the mean over the `ranks` of a checkpoint that several took in mid-epoch; in others
+    they are equal, and stay as they are."""
+    for name, buffer in classifier.named_buffers():
+        if name in ranks[0]["buffers"] and buffer.is_floating_point():
+            buffer.copy_(torch.stack([rank["buffers"][name] for rank in ranks]).mean(0))

@@ -1,0 +1,88 @@
+"""BatchNorm's buffers during a step: running statistics under gradient accumulation, and the counts of batches."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from utils.training.kernels.norm_relu.module import NormReLU
+
+COUNTER = "num_batches_tracked"
+COUNT_BY_ADD = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward, NormReLU.forward)
+
+
+class RunningStatistics:
+    """Over one step, the mean of what each micro-batch alone makes of the running statistics: one rank with K
+    micro-batches equals K ranks.
+
+    Left to itself, BatchNorm moves them once per micro-batch and forgets K times as fast as on K ranks, of which each
+    moves its own once, and whose mean validation takes. The update is linear, so that the mean of every step and the
+    mean once before validation are the same.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = [layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+        buffers = [(layer.running_mean, layer.running_var) for layer in layers]
+        self.buffers: list[Tensor] = [buffer for pair in buffers for buffer in pair if buffer is not None]
+        self.before = [torch.empty_like(buffer) for buffer in self.buffers]
+        self.total = [torch.empty_like(buffer) for buffer in self.buffers]
+        self.collected = 0
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Begin a step."""
+        if self.buffers:
+            torch._foreach_copy_(self.before, self.buffers)
+            torch._foreach_zero_(self.total)
+        self.collected = 0
+
+    @torch.no_grad()
+    def collect(self, last: bool) -> None:
+        """After a micro-batch: keep its statistics and go back for the next; after the last, set their mean."""
+        self.collected += 1
+        if not self.buffers:
+            return
+        torch._foreach_add_(self.total, self.buffers)
+        torch._foreach_copy_(self.buffers, self.before)
+        if last:
+            torch._foreach_copy_(self.buffers, self.total)
+            torch._foreach_div_(self.buffers, self.collected)
+
+
+class PassCount:
+    """Stands in a layer's counter's place during a forward pass."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add_(self, number: int) -> None:
+        self.count += number
+
+
+def defer_batch_counters(model: nn.Module) -> None:
+    """Let the counts of batches, `num_batches_tracked`, of all BatchNorm layers rise at once behind each forward pass
+    of `model`, to the values that the layers themselves give them: on a GPU one kernel in place of one a layer."""
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+    # a class of the user's own may count otherwise than by add_
+    layers = [layer for layer in layers if type(layer).forward in COUNT_BY_ADD]
+    # without momentum a layer computes with its count
+    layers = [layer for layer in layers if layer.momentum is not None and layer.num_batches_tracked is not None]
+    counters: list[Any] = []
+
+    def start(model: nn.Module, inputs: Any) -> None:
+        counters[:] = [layer._buffers[COUNTER] for layer in layers]
+        for layer in layers:
+            layer._buffers[COUNTER] = PassCount()  # type: ignore[assignment]
+
+    @torch.no_grad()
+    def finish(model: nn.Module, inputs: Any, outputs: Any) -> None:
+        passes: list[Any] = [layer._buffers[COUNTER] for layer in layers]
+        for layer, counter in zip(layers, counters, strict=True):
+            layer._buffers[COUNTER] = counter
+        counted = [(counter, one.count) for counter, one in zip(counters, passes, strict=True) if one.count]
+        if counted:
+            torch._foreach_add_([counter for counter, _ in counted], [count for _, count in counted])
+
+    # on the network itself, not on what spreads it over ranks: DDP broadcasts its buffers before
+    model.register_forward_pre_hook(start)
+    model.register_forward_hook(finish, always_call=True)

@@ -1,0 +1,63 @@
+"""FUSE: the CPU's kernels (cpu.cpp) for module.py, compiled at their first use."""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from utils.training.kernels.compilers import build_kernels, has_compiler
+
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def fits(x: Tensor, *channels: Tensor) -> bool:
+    """Whether the kernels can take x [N, C, H, W] and weights or statistics [C]: a compiler, NHWC memory, x in float32
+    or bf16, the others in float32."""
+    nhwc = x.dim() == 4 and x.numel() > 0 and x.is_contiguous(memory_format=torch.channels_last)
+    plain = all(value.dtype == torch.float32 and value.is_contiguous() for value in channels)
+    return nhwc and x.dtype in NAMES and plain and has_compiler()
+
+
+def forward(
+    x: Tensor, shortcut: Tensor | None, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor,
+    momentum: float, eps: float, silu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What `norm_relu` returns."""
+    out, shortcut = torch.empty_like(x), None if shortcut is None else _like(shortcut, x)
+    mean, invstd = torch.empty_like(weight), torch.empty_like(weight)
+    tensors = x, shortcut, weight, bias, running_mean, running_var, mean, invstd, out
+    _call("forward", x, tensors, silu, ctypes.c_double(momentum), ctypes.c_double(eps))
+    return out, mean, invstd
+
+
+def backward(
+    gradient: Tensor, x: Tensor, out: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What `norm_relu_backward` returns."""
+    of_x, of_shortcut = torch.empty_like(x), x.new_empty(0) if out is None else torch.empty_like(x)
+    of_weight, of_bias = torch.empty_like(weight), torch.empty_like(weight)
+    known = _like(gradient, x), x, out, weight, bias, mean, invstd
+    _call("backward", x, (*known, of_x, of_shortcut, of_weight, of_bias), silu)
+    return of_x, of_shortcut, of_weight, of_bias
+
+
+def _like(images: Tensor, x: Tensor) -> Tensor:
+    """In the shape, number format and memory of x, which the kernels take for granted."""
+    return images.expand(x.shape).to(x.dtype).contiguous(memory_format=torch.channels_last)
+
+
+def _call(name: str, x: Tensor, tensors: tuple[Tensor | None, ...], silu: bool, *numbers: Any) -> None:
+    channels = x.shape[1]
+    addresses = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
+    sizes = (ctypes.c_int64(size) for size in (x.numel() // channels, channels, silu))
+    build()[f"norm_relu_{name}_{NAMES[x.dtype]}"](*addresses, *sizes, *numbers)
+
+
+@cache
+def build() -> Any:
+    """The library of the kernels. `ConfigError` where the compiler fails."""
+    return build_kernels(Path(__file__).with_suffix(".cpp"), "fuse_norm_relu")

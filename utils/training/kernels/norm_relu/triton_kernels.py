@@ -1,0 +1,192 @@
+"""FUSE: Triton's kernels for module.py, over NHWC memory: rows are pixels, columns channels.
+
+All sums are of float32, in an order that follows from the sizes alone: the same bits in every run.
+"""
+
+# mypy: allow-untyped-defs
+# what Triton compiles takes addresses and numbers, for which Python has no types
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS, COLUMNS = 64, 64  # of a tile
+PARTS = 512  # programs that share the rows of a sum, at most: a few for each multiprocessor
+
+
+@triton.jit
+def _tile(first_row, last_row, channels, column, rows: tl.constexpr, columns: tl.constexpr):
+    """Addresses of a tile, and which of them exist."""
+    row = first_row + tl.arange(0, rows)
+    address = row.to(tl.int64)[:, None] * channels + column[None, :]
+    return address, (row < last_row)[:, None] & (column < channels)[None, :]
+
+
+@triton.jit
+def _normalised(x, at, here, mean, invstd, weight, bias, column, known):
+    """(normalised x, the same with weight and bias) of a tile."""
+    scaled = tl.load(x + at, here, 0.0).to(tl.float32) - tl.load(mean + column, known, 0.0)[None, :]
+    scaled *= tl.load(invstd + column, known, 0.0)[None, :]
+    z = scaled * tl.load(weight + column, known, 0.0).to(tl.float32)[None, :]
+    return scaled, z + tl.load(bias + column, known, 0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _let_through(z, gradient, silu: tl.constexpr):
+    """The activation's derivative at z times the gradient."""
+    if silu:
+        gate = 1 / (1 + tl.exp(-z))
+        return gradient * gate * (1 + z * (1 - gate))
+    return tl.where(z <= 0, 0.0, gradient)  # NaN stays
+
+
+@triton.jit
+def _sum_x(x, shift, parts, pixels, channels, share, rows: tl.constexpr, columns: tl.constexpr):
+    """parts [part, 2, channels]: sums of x - shift and of its square. A shift near the mean keeps the digits that the
+    difference of two large sums would lose."""
+    column, part = tl.program_id(0) * columns + tl.arange(0, columns), tl.program_id(1)
+    known = column < channels
+    start = tl.load(shift + column, known, 0.0).to(tl.float32)
+    total, squares = tl.zeros([columns], tl.float32), tl.zeros([columns], tl.float32)
+    end = tl.minimum((part + 1) * share, pixels)
+    for first in range(part * share, end, rows):
+        at, here = _tile(first, end, channels, column, rows, columns)
+        centred = tl.where(here, tl.load(x + at, here, 0.0).to(tl.float32) - start[None, :], 0.0)
+        total += tl.sum(centred, 0)
+        squares += tl.sum(centred * centred, 0)
+    tl.store(parts + 2 * part * channels + column, total, known)
+    tl.store(parts + (2 * part + 1) * channels + column, squares, known)
+
+
+@triton.jit
+def _statistics(
+    parts, running_mean, running_var, mean, invstd, pixels, channels, num_parts, momentum, eps, columns: tl.constexpr
+):
+    column = tl.program_id(0) * columns + tl.arange(0, columns)
+    known = column < channels
+    total, squares = tl.zeros([columns], tl.float32), tl.zeros([columns], tl.float32)
+    for part in range(num_parts):
+        total += tl.load(parts + 2 * part * channels + column, known, 0.0)
+        squares += tl.load(parts + (2 * part + 1) * channels + column, known, 0.0)
+    old_mean = tl.load(running_mean + column, known, 0.0).to(tl.float32)
+    old_var = tl.load(running_var + column, known, 0.0).to(tl.float32)
+    offset = total / pixels
+    centre = old_mean + offset
+    var = tl.maximum(squares / pixels - offset * offset, 0.0)
+    tl.store(mean + column, centre, known)
+    tl.store(invstd + column, 1.0 / tl.sqrt(var + eps), known)
+    unbiased = var * (pixels / tl.maximum(pixels - 1.0, 1.0))
+    tl.store(running_mean + column, old_mean + momentum * (centre - old_mean), known)
+    tl.store(running_var + column, old_var + momentum * (unbiased - old_var), known)
+
+
+@triton.jit
+def _apply(
+    x, shortcut, weight, bias, mean, invstd, out, pixels, channels,
+    added: tl.constexpr, silu: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    at, here = _tile(tl.program_id(0) * rows, pixels, channels, column, rows, columns)
+    _, z = _normalised(x, at, here, mean, invstd, weight, bias, column, column < channels)
+    if added:
+        z += tl.load(shortcut + at, here, 0.0).to(tl.float32)
+    activated = z / (1 + tl.exp(-z)) if silu else tl.where(z <= 0, 0.0, z)  # NaN stays
+    tl.store(out + at, activated, here)
+
+
+@triton.jit
+def _sum_gradient(
+    gradient, x, out, weight, bias, mean, invstd, parts, passed, pixels, channels, share,
+    added: tl.constexpr, silu: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    """parts [part, 2, channels]: sums of the gradient that the activation lets through, and of it times the normalised
+    x. Where a shortcut was `added`, its gradient is `passed`, what is let through."""
+    column, part = tl.program_id(0) * columns + tl.arange(0, columns), tl.program_id(1)
+    known = column < channels
+    of_bias, of_weight = tl.zeros([columns], tl.float32), tl.zeros([columns], tl.float32)
+    end = tl.minimum((part + 1) * share, pixels)
+    for first in range(part * share, end, rows):
+        at, here = _tile(first, end, channels, column, rows, columns)
+        scaled, z = _normalised(x, at, here, mean, invstd, weight, bias, column, known)
+        if added:
+            z = tl.load(out + at, here, 0.0).to(tl.float32)
+        let_through = _let_through(z, tl.load(gradient + at, here, 0.0).to(tl.float32), silu)
+        if added:
+            tl.store(passed + at, let_through, here)
+        of_bias += tl.sum(let_through, 0)
+        of_weight += tl.sum(let_through * scaled, 0)  # outside of the tile 0, as the gradient is
+    tl.store(parts + 2 * part * channels + column, of_bias, known)
+    tl.store(parts + (2 * part + 1) * channels + column, of_weight, known)
+
+
+@triton.jit
+def _apply_gradient(
+    gradient, x, weight, bias, mean, invstd, sums, of_x, pixels, channels,
+    masked: tl.constexpr, silu: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+):  # fmt: skip
+    """The gradient of x; `masked`: ReLU's mask is already in `gradient`."""
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    known = column < channels
+    at, here = _tile(tl.program_id(0) * rows, pixels, channels, column, rows, columns)
+    scaled, z = _normalised(x, at, here, mean, invstd, weight, bias, column, known)
+    passed = tl.load(gradient + at, here, 0.0).to(tl.float32)
+    if not masked:
+        passed = _let_through(z, passed, silu)
+    of_bias = tl.load(sums + column, known, 0.0) / pixels
+    of_weight = tl.load(sums + channels + column, known, 0.0) / pixels
+    factor = tl.load(invstd + column, known, 0.0) * tl.load(weight + column, known, 0.0).to(tl.float32)
+    tl.store(of_x + at, (passed - of_bias[None, :] - scaled * of_weight[None, :]) * factor[None, :], here)
+
+
+def _sizes(x: Tensor) -> tuple[int, int, int, int]:
+    """(pixels, channels, blocks of channels, parts that a sum over pixels is made of)."""
+    channels = x.shape[1]
+    pixels = x.numel() // channels
+    blocks = triton.cdiv(channels, COLUMNS)
+    return pixels, channels, blocks, max(1, min(PARTS // blocks, triton.cdiv(pixels, 4 * ROWS)))
+
+
+def forward(
+    x: Tensor, shortcut: Tensor | None, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor,
+    momentum: float, eps: float, silu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`norm_relu` of x [N, C, H, W] in NHWC."""
+    x, other = _in_nhwc(x), x if shortcut is None else _in_nhwc(shortcut)
+    pixels, channels, blocks, num_parts = _sizes(x)
+    parts = torch.empty(num_parts, 2, channels, dtype=torch.float32, device=x.device)
+    mean, invstd = (torch.empty(channels, dtype=torch.float32, device=x.device) for _ in range(2))
+    share = triton.cdiv(pixels, num_parts)
+    _sum_x[blocks, num_parts](x, running_mean, parts, pixels, channels, share, ROWS, COLUMNS)
+    _statistics[(blocks,)](
+        parts, running_mean, running_var, mean, invstd, pixels, channels, num_parts, momentum, eps, COLUMNS
+    )
+    out, grid = torch.empty_like(x), (triton.cdiv(pixels, ROWS), blocks)
+    added = shortcut is not None
+    _apply[grid](x, other, weight, bias, mean, invstd, out, pixels, channels, added, silu, ROWS, COLUMNS)
+    return out, mean, invstd
+
+
+def backward(
+    gradient: Tensor, x: Tensor, out: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`norm_relu_backward` of x [N, C, H, W] in NHWC."""
+    gradient, x = _in_nhwc(gradient), _in_nhwc(x)
+    added = out is not None
+    pixels, channels, blocks, num_parts = _sizes(x)
+    parts = torch.empty(num_parts, 2, channels, dtype=torch.float32, device=x.device)
+    of_x, passed = torch.empty_like(x), torch.empty_like(x) if added else x.new_empty(0)
+    scale, share = (weight, bias, mean, invstd), triton.cdiv(pixels, num_parts)
+    _sum_gradient[blocks, num_parts](
+        gradient, x, x if out is None else _in_nhwc(out), *scale, parts, passed if added else x,
+        pixels, channels, share, added, silu, ROWS, COLUMNS,
+    )  # fmt: skip
+    sums, grid = parts.sum(0), (triton.cdiv(pixels, ROWS), blocks)
+    masked = passed if added else gradient
+    _apply_gradient[grid](masked, x, *scale, sums, of_x, pixels, channels, added, silu, ROWS, COLUMNS)
+    return of_x, passed, sums[1].to(weight.dtype, copy=True), sums[0].to(bias.dtype, copy=True)
+
+
+def _in_nhwc(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,47 @@
+"""STEM: the first convolution's three channels, filled up with zeros to a number that suits tensor cores."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from utils.errors import ConfigError
+from utils.training.config import SpeedConfig
+
+COLOURS = 3
+
+
+class PaddedConvolution(nn.Conv2d):
+    """`convolution` of 3 channels, computed with `channels`: zeros times zeros add nothing. Holds its very parameters,
+    so that names, shapes and the optimizer's view of them stay as they are."""
+
+    def __init__(self, convolution: nn.Conv2d, channels: int) -> None:
+        like: Any = convolution  # its sizes are declared as tuples of any length
+        super().__init__(
+            like.in_channels, like.out_channels, like.kernel_size, like.stride, like.padding, like.dilation,
+            bias=like.bias is not None, padding_mode=like.padding_mode, device="meta",
+        )  # fmt: skip
+        self.weight, self.bias = convolution.weight, convolution.bias
+        self.added = channels - convolution.in_channels
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images [N, 3, H, W] -> [N, out_channels, ...]."""
+        zeros = (0, 0, 0, 0, 0, self.added)  # before and behind of columns, rows, channels
+        return self._conv_forward(pad(images, zeros), pad(self.weight, zeros), self.bias)
+
+
+def pad_stem(config: SpeedConfig, model: nn.Module) -> nn.Module:
+    """`model` with its first convolution of 3 channels padded as `stem_channels` asks; `ConfigError` without one."""
+    if config.stem_channels == COLOURS:
+        return model
+    for name, module in model.named_modules():
+        if type(module) is nn.Conv2d and module.in_channels == COLOURS and module.groups == 1:
+            if not name:
+                return PaddedConvolution(module, config.stem_channels)
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, PaddedConvolution(module, config.stem_channels))
+            return model
+    raise ConfigError(
+        f"stem_channels {config.stem_channels}: the network has no plain convolution of {COLOURS} channels; "
+        f"use {COLOURS}"
+    )

@@ -1,0 +1,73 @@
+"""What a training step computes for one image, and what a device could compute: their quotient is the MFU."""
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from utils import seeds
+from utils.training.config import TrainingConfig
+from utils.training.precision import NAMES, Precision
+
+# TFLOP/s of dense matrix products by the maker's data sheets, which https://www.nvidia.com/en-us/data-center/ leads to:
+# {words of the device's name, the longer name first: {number format: TFLOP/s}}
+PEAKS: Mapping[str, Mapping[str, float]] = {
+    "B200": {"bf16": 2250, "fp16": 2250, "tf32": 1125, "float32": 75},
+    "H200 NVL": {"bf16": 835, "fp16": 835, "tf32": 417, "float32": 60},
+    "H200": {"bf16": 989, "fp16": 989, "tf32": 494, "float32": 67},
+    "H100 NVL": {"bf16": 835, "fp16": 835, "tf32": 417, "float32": 60},
+    "H100 PCIe": {"bf16": 756, "fp16": 756, "tf32": 378, "float32": 51},
+    "H100": {"bf16": 989, "fp16": 989, "tf32": 494, "float32": 67},
+    "A100": {"bf16": 312, "fp16": 312, "tf32": 156, "float32": 19.5},
+    "L40S": {"bf16": 362, "fp16": 362, "tf32": 183, "float32": 91.6},
+    "L4": {"bf16": 121, "fp16": 121, "tf32": 60, "float32": 30.3},
+    "A10": {"bf16": 125, "fp16": 125, "tf32": 62.5, "float32": 31.2},
+    "V100-PCIE": {"fp16": 112, "float32": 14},
+    "V100": {"fp16": 125, "float32": 15.7},
+    "T4": {"fp16": 65, "float32": 8.1},
+}
+
+
+def flops_per_image(model: nn.Module, image_shape: tuple[int, ...]) -> float:
+    """Floating-point operations of forward and backward pass for one image [C, H, W], a multiply-add counted as two.
+
+    Computes nothing: runs on tensors without values (device meta), and leaves the network as it is. Raises whatever a
+    network raises that looks at values.
+    """
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    empty = {
+        name: torch.empty_like(tensor, device="meta", dtype=torch.float32 if tensor.is_floating_point() else None)
+        for name, tensor in state.items()
+    }
+    for name, parameter in model.named_parameters():
+        empty[name].requires_grad_(parameter.requires_grad)
+    random = seeds.random_state()
+    try:
+        with FlopCounterMode(display=False) as counter:
+            outputs: Tensor = torch.func.functional_call(model, empty, (torch.empty(2, *image_shape, device="meta"),))
+            outputs.sum().backward()
+    finally:
+        seeds.restore_random_state(random)
+    return counter.get_total_flops() / 2
+
+
+def number_format(precision: Precision, config: TrainingConfig) -> str:
+    """In which products are computed: float32, tf32, bf16 or fp16."""
+    if precision.level != "O0":
+        return NAMES[precision.half]
+    return "tf32" if config.enable_tf32 and precision.device_type == "cuda" else "float32"
+
+
+def measured_peak(limits: Mapping[str, float], number_format: str) -> float | None:
+    """TFLOP/s, of what `tools.bench limits` measures, by its names: of products or convolutions, whichever is faster
+    here, as on AMD's processors MKL's float32 products are slower than oneDNN's convolutions."""
+    kinds = (f"product {number_format}, TFLOP/s", f"convolution {number_format} NHWC, TFLOP/s")
+    return max((limits[kind] for kind in kinds if kind in limits), default=None)
+
+
+def published_peak(device_name: str, number_format: str) -> float | None:
+    """TFLOP/s of a GPU by its name; None where the table has none."""
+    known = (formats for name, formats in PEAKS.items() if re.search(rf"\b{name}\b", device_name))
+    return next(known, {}).get(number_format)
