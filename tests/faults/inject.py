@@ -81,8 +81,6 @@ def parser() -> argparse.ArgumentParser:
 
 def strike(options: argparse.Namespace, config: Config) -> int:
     """train.py in this process, as one of the ranks, with one flip in it; returns its exit status."""
-    from tools.inject.flips import Flip, Flipper
-
     launch = find_launch(os.environ)
     rank, ranks = launch.rank, launch.world_size
     if not 0 <= options.rank < ranks:
