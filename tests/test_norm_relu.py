@@ -278,7 +278,7 @@ def test_a_compiler_that_fails_is_named_in_a_line(tmp_path: Path) -> None:
     compiler.write_text("#!/bin/sh\n[ \"$1\" = --version ] && exit\necho 'fatal error: no space left' >&2\nexit 1\n")
     compiler.chmod(0o755)
     environment = os.environ | {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    program = "from utils.training import norm_relu_cpu; norm_relu_cpu.build()"
+    program = "from utils.training.kernels.norm_relu import cpu; cpu.build()"
     command = [sys.executable, "-c", program]
     result = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False

@@ -99,7 +99,7 @@ def test_a_server_that_never_answers_costs_a_line_and_a_bounded_time(tmp_path, s
     environment = os.environ | online | {"MLFLOW_TRACKING_URI": silent_server}
     program = (
         "import sys, pathlib\n"
-        "from utils.run import trackers\n"
+        "from utils.run.logging import trackers\n"
         "trackers.CLOSING_SECONDS = 1.0\n"
         "start = trackers.TrackedRun(pathlib.Path(sys.argv[2]), 'run', {'lr': 0.1})\n"
         "all_trackers = trackers.Trackers([sys.argv[1]], start)\n"

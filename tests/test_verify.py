@@ -299,15 +299,15 @@ def test_prints_tell_apart_what_is_missing() -> None:
 @pytest.mark.parametrize("number", [1, 2])
 def test_the_odd_one_of_three_repetitions_is_named(tiny, alone, monkeypatch, number: int) -> None:
     learner, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=8), alone)
-    train, repetitions = learner.train, itertools.count(1)
+    train_step, repetitions = learner.train_step, itertools.count(1)
 
     def spoil(images: Tensor, labels: Tensor) -> None:
-        train(images, labels)
+        train_step(images, labels)
         if next(repetitions) == number:
             with torch.no_grad():
                 next(learner.model.parameters()).view(-1)[0] += 1
 
-    monkeypatch.setattr(learner, "train", spoil)
+    monkeypatch.setattr(learner, "train_step", spoil)
     odd = ("first", "second")[number - 1]
     with pytest.raises(CorruptionError, match=f"the {odd} of three repetitions is the odd one"):
         some_steps(learner, verifier, 1)
