@@ -103,7 +103,7 @@ def test_the_rank_and_the_collective_are_named(tmp_path: Path, name: str) -> Non
     folder.mkdir()
     job = Job(tmp_path, run, (name, folder), [torchrun_variables(rank, 3, port) for rank in range(3)])
     for rank in (0, 2):
-        job.processes[rank].join(100)
+        job.processes[rank].wait(100)
     job.processes[1].kill()  # it may be stopped
     ended = job.wait(100)
     assert [ended[0].status, ended[2].status] == [1, 1], ended

@@ -461,6 +461,13 @@ def test_keys_that_cannot_work_here_are_named(alone: World) -> None:
         divide_batch(BATCH, 5, None)
 
 
+def test_a_micro_batch_is_no_larger_than_the_ranks_share() -> None:
+    assert str(divide_batch(BATCH, 4, 100)) == "24 = 4 rank(s) x 1 accumulated x 6 images"
+    assert str(divide_batch(BATCH, 4, 3)) == "24 = 4 rank(s) x 2 accumulated x 3 images"
+    with pytest.raises(ConfigError, match="micro_batch_size 4 does not divide the 6 images of each of 4 ranks"):
+        divide_batch(BATCH, 4, 4)
+
+
 def test_one_process_for_several_gpus_refuses_what_works_with_one_alone() -> None:
     with pytest.raises(ValueError, match="enable_cuda_graphs is true, but no capture spans the GPUs of parallel datap"):
         configuration(parallel="dataparallel", enable_cuda_graphs=True, fused_optimizer=True)

@@ -74,7 +74,7 @@ def wait_for_the_others(job: Job, lost: int) -> list[Ended]:
     """How the others ended; the lost rank may be stopped, and is killed after them."""
     for number, process in enumerate(job.processes):
         if number != lost:
-            process.join(RUN_SECONDS / 2)
+            process.wait(RUN_SECONDS / 2)
     job.processes[lost].kill()
     ended = job.wait(RUN_SECONDS)
     return [process for number, process in enumerate(ended) if number != lost]

@@ -33,7 +33,7 @@ from utils.distributed.launch import (
     was_restarted,
 )
 from utils.distributed.ranks import run_ranks
-from utils.distributed.world import World
+from utils.distributed.world import World, choose_device
 from utils.errors import ConfigError, DataError, Stopped
 from utils.files import FolderHeldError, lock_folder, sign_lock
 
@@ -114,6 +114,26 @@ def test_senseless_variables_are_named(environment: dict[str, str], message: str
 )
 def test_first_host_of_a_node_list(node_list: str, host: str) -> None:
     assert first_host(node_list) == host
+
+
+@pytest.mark.parametrize(("node", "tasks"), [(0, 4), (1, 4), (2, 3)])
+def test_tasks_of_each_node_in_slurms_notation(node: int, tasks: int) -> None:
+    ranks = {"SLURM_STEP_NUM_TASKS": "11", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": str(node)}
+    assert find_launch(SRUN | ranks).local_world_size == tasks
+
+
+def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto", 1) == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match="rank 2 of this node has no GPU: 2 here; start one process per GPU"):
+        choose_device("auto", 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ConfigError, match="rank 1 of this node has no GPU: 1 here"):
+        choose_device("cuda", 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert choose_device("cuda", 1) == torch.device("cuda", 0)
 
 
 def test_ranks_in_words() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Protocol
+from typing import IO
 
 import pytest
 from processes import ROOT, Job
@@ -200,12 +200,6 @@ def test_the_process_is_older_than_this_test() -> None:
 KILLS, STOPS = 10, 2
 
 
-class Process(Protocol):
-    """One start."""
-
-    pid: int | None
-
-
 def train_and_tell(folder: str, told: str, epochs: int, steps: int) -> int:
     """A run that writes each step into `told`, at the same moment as the clock: with the lock that a kill waits for."""
     from tests.conftest import TINY
@@ -233,7 +227,7 @@ def locked(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-def interrupt(folder: Path, start: Callable[[int], Process], wait: Callable[[Process], int], seed: int) -> list[str]:
+def interrupt(folder: Path, start: Callable[[int], Job], seed: int) -> list[str]:
     """Start a run until it is finished, kill and stop it on the way, and hold its ledger against what was seen."""
     draw = random.Random(seed)
     ends = [signal.SIGKILL] * KILLS + [signal.SIGUSR1] * STOPS
@@ -243,7 +237,7 @@ def interrupt(folder: Path, start: Callable[[int], Process], wait: Callable[[Pro
     asked = begun = time.time()
     for number, end in enumerate([*ends, None]):
         told.write_bytes(b"")
-        process = start(number)
+        job = start(number)
         begun = time.time() if number == 0 else begun
         if end is not None:
             more = draw.randint(1, 8)  # steps: it trains, so that it has a record, and takes signals
@@ -253,11 +247,11 @@ def interrupt(folder: Path, start: Callable[[int], Process], wait: Callable[[Pro
                 time.sleep(0.002)
             time.sleep(draw.uniform(0, 0.03))
             with locked(told):
-                os.kill(process.pid or 0, end)
+                os.kill(job.pid(0), end)
                 if end == signal.SIGKILL:
                     killed_at.append((number, time.time()))
-                    wait(process)
-        assert wait(process) == {signal.SIGKILL: -9, signal.SIGUSR1: 75, None: 0}[end]
+                    job.wait(300)
+        assert job.wait(300)[0].status == {signal.SIGKILL: -9, signal.SIGUSR1: 75, None: 0}[end]
         steps = [int(line) for line in told.read_bytes().splitlines()]
         again += sum(step <= best for step in steps)
         best = max([best, *steps])
@@ -282,15 +276,10 @@ def interrupt(folder: Path, start: Callable[[int], Process], wait: Callable[[Pro
 def test_ten_kills_and_two_stops_at_random(tmp_path: Path) -> None:
     """The sum is the wall clock to a second, the replayed steps are exact."""
 
-    def start(number: int) -> Process:
+    def start(number: int) -> Job:
         arguments = (str(tmp_path / "run"), str(tmp_path / "told"), 2, 50)
-        [process] = Job(tmp_path / str(number), train_and_tell, arguments, [{}]).processes
-        return process
-
-    def wait(process: Process) -> int:
-        process.join(300)  # type: ignore[attr-defined]
-        return process.exitcode  # type: ignore[attr-defined]
+        return Job(tmp_path / str(number), train_and_tell, arguments, [{}])
 
     Job(tmp_path / "server", int, (), [{}]).wait(120)  # it imports torch
-    for line in interrupt(tmp_path, start, wait, seed=1):
+    for line in interrupt(tmp_path, start, seed=1):
         print(line)
