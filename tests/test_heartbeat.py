@@ -80,9 +80,10 @@ def wait_for_the_others(job: Job, lost: int) -> list[Ended]:
     return [process for number, process in enumerate(ended) if number != lost]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("agent_store", [False, True])
+@pytest.mark.parametrize(
+    ("lost", "number", "agent_store"),
+    [(0, signal.SIGKILL, False), (0, signal.SIGSTOP, False), (0, signal.SIGKILL, True), (1, signal.SIGSTOP, False)],
+)
 def test_a_lost_rank_ends_all_others(tmp_path: Path, lost: int, number: int, agent_store: bool) -> None:
     """With rank 0, the store may be lost too, or be torchrun's and go on."""
     store = dist.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))

@@ -301,10 +301,12 @@ def test_ranks_meet_and_leave(tmp_path: Path, world_size: int) -> None:
     assert [process.errors for process in ended] == [""] * world_size
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("others", ["collective", "something else"])
+@pytest.mark.parametrize(("rank", "others"), [(0, "collective"), (1, "collective"), (1, "something else")])
 def test_an_expected_failure_ends_all_and_is_told_once(tmp_path: Path, rank: int, others: str) -> None:
-    ended = run_job(tmp_path, 3, fail_on, rank, "expected", others)
+    port, told = free_port(), tmp_path / "told"
+    ranks = [torchrun_variables(number, 3, port, TRAIN_EXIT_STATUS_FILE=str(told)) for number in range(3)]
+    ended = Job(tmp_path, fail_on, (rank, "expected", others), ranks).wait()
+    assert told.read_text() == "3\n"
     assert [process.status for process in ended] == [3, 3, 3]
     assert complaints(ended) == [f"error: rank {rank}: the disk is gone", "buy another"]
     assert max(process.seconds for process in ended) < 55  # the others would wait for 60
@@ -377,13 +379,6 @@ def test_the_same_error_everywhere_is_told_once(tmp_path: Path) -> None:
         assert [process.status for process in ended] == [2, 2]
         assert len(complaints(ended)) == 1
         assert words in complaints(ended)[0]
-
-
-def test_exit_status_file_tells_another_ranks_failure(tmp_path: Path) -> None:
-    port, told = free_port(), tmp_path / "told"
-    ranks = [torchrun_variables(rank, 2, port, TRAIN_EXIT_STATUS_FILE=str(told)) for rank in range(2)]
-    Job(tmp_path / "job", fail_on, (1, "expected", "something else"), ranks).wait()
-    assert told.read_text() == "3\n"
 
 
 def test_missing_ranks_are_named(tmp_path: Path) -> None:
