@@ -33,10 +33,9 @@ from utils.data.build import build_loaders, open_dataset
 from utils.data.loader import Loader
 from utils.data.mix import build_mix
 from utils.data.unreadable import report_unreadable
-from utils.distributed.affinity import pin_near_gpu
 from utils.distributed.ddp import describe_parallel
 from utils.distributed.ranks import run_ranks
-from utils.distributed.world import World
+from utils.distributed.world import World, pin_near_gpu
 from utils.errors import ExpectedError, Stopped
 from utils.run.checkpoint import Writer
 from utils.run.folder import open_run

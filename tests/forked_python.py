@@ -2,8 +2,10 @@
 
 Tests and the tools that they call find it as sys.executable (conftest.py). It takes Python's own command line, hands it
 to the server with its environment, folder and standard streams, passes on signals, and ends as the forked process ends.
-Where a fork could differ from a fresh interpreter (options other than -u, variables that are read early, inherited
-files), it becomes Python itself. So does `processes.PYTHON`, for tests of what an interpreter imports.
+Where a fork could differ from a fresh interpreter (options other than -u and -m, another checkout, variables that are
+read early, inherited files, other namespaces, limits or cores), it becomes Python itself. A signal to a process group
+does not reach the forked process, nor has it the number of the one that was started: tests of these start
+`processes.PYTHON`.
 """
 
 import contextlib
@@ -30,10 +32,17 @@ def install(folder: str) -> None:
     """Make `folder`/python, for this process and those that it starts."""
     os.environ[FOLDER] = folder
     with open(f"{folder}/environment", "w", encoding="utf-8") as file:
-        json.dump(dict(os.environ), file)
+        json.dump([dict(os.environ), _surroundings()], file)
     with open(__file__, encoding="utf-8") as source, open(f"{folder}/python", "w", encoding="utf-8") as program:
-        program.write(f"#!{sys.executable} -IS\nSOURCE = {__file__!r}\n{source.read()}")
+        program.write(f"#!{sys.executable} -IS\nSOURCE = {os.path.realpath(__file__)!r}\n{source.read()}")
     os.chmod(f"{folder}/python", 0o755)
+
+
+def _surroundings() -> list[Any]:
+    """What a process has from the one that starts it, and a fork of the server would not have."""
+    with open("/proc/self/limits", encoding="utf-8") as limits:
+        spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net", "pid")]
+        return [limits.read(), spaces, sorted(os.sched_getaffinity(0)), os.getuid(), os.nice(0)]
 
 
 # ---- in place of Python
@@ -67,7 +76,7 @@ def _be_python(arguments: list[str]) -> None:
 
 
 def _can_fork(options: list[str], folder: str) -> bool:
-    if not options or (options[0].startswith("-") and options[0] not in ("-m", "-c")):
+    if not _is_of_this_checkout(options):
         return False
     listing = os.open("/proc/self/fd", os.O_RDONLY)
     files = {int(name) for name in os.listdir(listing)} - {0, 1, 2, listing}
@@ -75,11 +84,22 @@ def _can_fork(options: list[str], folder: str) -> bool:
     if any(os.path.exists(f"/proc/self/fd/{file}") for file in files):
         return False
     with open(f"{folder}/environment", encoding="utf-8") as file:
-        usual = json.load(file)
+        usual, surroundings = json.load(file)
     early = [name for name in {*usual, *os.environ} if name.startswith(READ_EARLY)]
-    return all(usual.get(name) == os.environ.get(name) for name in early) and not any(
-        name.startswith("PYTHON") for name in os.environ
-    )
+    if any(usual.get(name) != os.environ.get(name) for name in early) or surroundings != _surroundings():
+        return False
+    return not any(name.startswith("PYTHON") for name in os.environ)
+
+
+def _is_of_this_checkout(options: list[str]) -> bool:
+    """Whether they are a module of the project, or a script that does not bring other ones of the same names."""
+    ours = os.path.join(os.path.dirname(os.path.dirname(SOURCE)), "utils")  # type: ignore[name-defined] # noqa: F821
+    if options[:1] == ["-m"]:
+        return options[1].startswith(("tools.", "torch.distributed.")) and os.path.realpath("utils") == ours
+    if not options or not os.path.isfile(options[0]):
+        return False
+    beside = os.path.join(os.path.dirname(os.path.realpath(options[0])), "utils")
+    return os.path.realpath(beside) == ours or not os.path.exists(beside)
 
 
 def _connect(folder: str) -> socket.socket:
@@ -97,7 +117,7 @@ def _start_server(folder: str) -> None:
     import subprocess
 
     with open(f"{folder}/environment", encoding="utf-8") as file:
-        environment = json.load(file)
+        environment, _ = json.load(file)
     with socket.socket(socket.AF_UNIX) as listener, open(f"{folder}/log", "w", encoding="utf-8") as log:
         listener.bind(f"{folder}/socket")
         listener.listen(128)
@@ -227,10 +247,6 @@ def _interpret(options: list[str]) -> int:
             sys.path.insert(0, os.getcwd())
             sys.argv = ["-m", *options[2:]]
             runpy._run_module_as_main(options[1])  # type: ignore[attr-defined]
-        elif options[0] == "-c":
-            sys.path.insert(0, "")
-            sys.argv = ["-c", *options[2:]]
-            exec(compile(options[1], "<string>", "exec"), main.__dict__)
         else:
             sys.path.insert(0, os.path.dirname(os.path.realpath(options[0])))
             sys.argv, main.__file__ = options, options[0]

@@ -15,7 +15,7 @@ import utils.distributed.collectives
 import utils.distributed.heartbeat
 import utils.distributed.ranks
 import utils.distributed.rendezvous
-from utils.distributed.collectives import Collective, CollectiveWatch, Record, explain_hang
+from utils.distributed.collectives import Collective, Record, explain_hang, watch_collectives
 from utils.distributed.heartbeat import Heartbeat
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
@@ -55,7 +55,7 @@ def run(name: str, folder: Path) -> int:
     for module in utils.distributed.heartbeat, utils.distributed.collectives:
         module.SHORTEST_SECONDS = LIMIT  # type: ignore[attr-defined]
     utils.distributed.ranks.Heartbeat = lambda store, launch, limit, leave: Heartbeat(store, launch, LIMIT, leave)  # type: ignore[assignment, misc]
-    utils.distributed.ranks.CollectiveWatch = lambda store, limit, leave: CollectiveWatch(store, LIMIT, leave)  # type: ignore[assignment, misc]
+    utils.distributed.ranks.watch_collectives = lambda store, limit, leave: watch_collectives(store, LIMIT, leave)  # type: ignore[assignment]
 
     def action(world: World) -> None:
         if name != "never_begin":

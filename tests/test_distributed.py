@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import train
 import utils.distributed.ranks
+import utils.distributed.world
 import utils.training.batches
 from models import build_model
 from utils.config import Config, load_config
@@ -31,11 +32,9 @@ from utils.data.datasets import Dataset, ImageArrays, load_dataset
 from utils.data.device_loader import DeviceLoader
 from utils.data.sampling import EpochPlan
 from utils.data.torchvision_loader import AugmentedImages
-from utils.distributed import affinity
-from utils.distributed.affinity import cores_near, pin_near_gpu
 from utils.distributed.ddp import describe_parallel, distribute, synchronise_batch_norm
 from utils.distributed.global_batch import divide_batch
-from utils.distributed.world import World
+from utils.distributed.world import World, cores_near, pin_near_gpu
 from utils.errors import ConfigError
 from utils.run.checkpoint import newest_good
 from utils.run.logger import RunLogger
@@ -511,7 +510,7 @@ def test_a_rank_is_pinned_to_the_usable_cores_near_its_gpu(monkeypatch: pytest.M
         "get_device_properties",
         lambda device: SimpleNamespace(pci_domain_id=0, pci_bus_id=next(buses), pci_device_id=0),
     )
-    monkeypatch.setattr(affinity, "cores_near", near.__getitem__)
+    monkeypatch.setattr(utils.distributed.world, "cores_near", near.__getitem__)
     world = World(rank=1, local_rank=1, world_size=2, device=torch.device("cuda", 1))
     config = configuration(enable_cpu_affinity=True)
     try:

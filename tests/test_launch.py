@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from processes import ROOT, Job, complaints, free_port, run_job, torchrun_variables, without_launcher
+from processes import PYTHON, ROOT, Job, complaints, free_port, run_job, torchrun_variables, without_launcher
 
 import utils.distributed.ranks
 import utils.distributed.rendezvous
@@ -167,7 +167,7 @@ def test_a_job_keeps_its_name_and_another_has_another() -> None:
     code = "import os; from utils.distributed.launch import job_name; print(job_name(os.environ))"
     environment = without_launcher(os.environ) | {"TORCHELASTIC_RUN_ID": "none"}
     other = subprocess.run(
-        ["sh", "-c", f"{sys.executable} -c '{code}'; true"],
+        ["sh", "-c", f"{PYTHON} -c '{code}'; true"],
         cwd=ROOT,
         env=environment,
         capture_output=True,
