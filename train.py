@@ -33,10 +33,9 @@ from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
 from utils.data.loader import Loader, report_unreadable
 from utils.data.transforms.mix import build_mix
-from utils.distributed.affinity import pin_near_gpu
 from utils.distributed.ddp import describe_parallel
 from utils.distributed.ranks import run_ranks
-from utils.distributed.world import World
+from utils.distributed.world import World, pin_near_gpu
 from utils.errors import ExpectedError, Stopped
 from utils.run.checkpoint.io import Writer
 from utils.run.checkpoint.pretrained import Pretrained, read_pretrained

@@ -2,13 +2,16 @@
 
 import copy
 import os
+import shutil
+import sys
+import tempfile
 
 # Before torch is imported, for this process and those that tests start: threads that spin for work on shared cores
 # take it from each other, up to a hundredfold.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests import forked_python
 from utils.config import Config, load_config
 from utils.config.command_line import parse_arguments
 from utils.data.datasets import dataset as datasets
@@ -54,6 +58,15 @@ RECIPE = {
     "progressive_image_sizes": [16],
     "progressive_image_shares": [0.5],
 }
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _fork_python() -> Iterator[None]:
+    """What tests and tools start as sys.executable is forked; see forked_python.py."""
+    before, folder = sys.executable, os.environ.get(forked_python.FOLDER)
+    sys.executable = f"{folder}/python" if folder else before
+    yield
+    sys.executable = before
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -126,6 +139,24 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         return err
 
     return refuse
+
+
+def pytest_configure() -> None:
+    """One server of forked processes for all workers of a session, which inherit the variable."""
+    if forked_python.FOLDER not in os.environ and hasattr(os, "pidfd_open"):
+        forked_python.install(tempfile.mkdtemp(prefix="python-", suffix=f"-{os.getpid()}"))
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores: tests of several processes wait for each other."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def pytest_unconfigure() -> None:
+    folder = os.environ.get(forked_python.FOLDER, "")
+    if folder.endswith(f"-{os.getpid()}"):
+        shutil.rmtree(folder)
+        del os.environ[forked_python.FOLDER]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,7 +1,7 @@
-"""Real processes as the ranks of a run, forked from a server that has imported torch once: 50 ms each, not 3 s."""
+"""Real processes as the ranks of a run."""
 
-import multiprocessing
 import os
+import pickle
 import pty
 import re
 import socket
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+PYTHON = sys.executable  # a fresh interpreter; during tests sys.executable is forked_python.py
 LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI", "MPI_", "TORCHELASTIC_", "MASTER_", "TRAIN_", "PET_")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
 
@@ -57,36 +58,34 @@ class Job:
     def __init__(
         self, folder: Path, function: Callable[..., int], arguments: Iterable[Any], ranks: Iterable[Mapping[str, str]]
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "train", "utils.distributed.ranks", "processes"])
-        before = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])  # the server's preload
         self.started = time.monotonic()
-        self.folders, self.processes = [], []
+        self.folders, self.processes = [], list[subprocess.Popen[bytes]]()
         for number, variables in enumerate(ranks):
             own = folder / f"process-{number}"
             own.mkdir(parents=True)
+            (own / "call").write_bytes(pickle.dumps((function, tuple(arguments))))
+            environment = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1"} | dict(variables)
+            with open(own / "stdout", "wb") as out, open(own / "stderr", "wb") as errors:
+                command = [sys.executable, __file__, str(own / "call")]
+                self.processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=errors))
             self.folders.append(own)
-            # daemon: ended with the tests, whatever happens
-            process = context.Process(target=_run, args=(own, dict(variables), function, tuple(arguments)), daemon=True)
-            process.start()
-            self.processes.append(process)
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+
+    def pid(self, number: int) -> int:
+        """Of the process itself, to send signals to that no process can pass on."""
+        return int((self.folders[number] / "pid").read_text())
 
     def wait(self, timeout: float = 150) -> list[Ended]:
         """Until all have ended; the rest is killed after `timeout` seconds, and then has status -9."""
         seconds = []
         for process in self.processes:
-            process.join(max(0.0, self.started + timeout - time.monotonic()))
-            if process.is_alive():
+            try:
+                process.wait(max(0.0, self.started + timeout - time.monotonic()))
+            except subprocess.TimeoutExpired:
                 process.kill()
-                process.join()
+                process.wait()
             seconds.append(time.monotonic() - self.started)
         return [
-            Ended(process.exitcode or 0, _read(own / "stdout"), _read(own / "stderr"), spent)
+            Ended(process.returncode, _read(own / "stdout"), _read(own / "stderr"), spent)
             for process, own, spent in zip(self.processes, self.folders, seconds, strict=True)
         ]
 
@@ -129,23 +128,11 @@ def complaints(ended: list[Ended]) -> list[str]:
 
 
 def _read(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
+    return path.read_text(errors="replace")
 
 
-def _run(own: Path, variables: dict[str, str], function: Callable[..., int], arguments: tuple[Any, ...]) -> None:
-    import torch
-
-    kept = without_launcher(os.environ)
-    os.environ.clear()
-    os.environ.update(kept | {"OMP_NUM_THREADS": "1"} | variables)
-    torch.set_num_threads(1)
-    for stream, name in ((1, "stdout"), (2, "stderr")):
-        file = os.open(own / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, stream)
-        os.close(file)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-    multiprocessing.current_process()._config["daemon"] = False  # so that it may have loader workers  # type: ignore[attr-defined]
-    status = function(*arguments)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+if __name__ == "__main__":
+    sys.path.insert(1, str(ROOT))
+    Path(sys.argv[1]).with_name("pid").write_text(str(os.getpid()))
+    function, arguments = pickle.loads(Path(sys.argv[1]).read_bytes())
+    sys.exit(function(*arguments))

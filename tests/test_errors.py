@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, TINY
-from tests.processes import without_launcher
+from tests.processes import PYTHON, without_launcher
 from utils.distributed.ranks import run_ranks
 from utils.errors import DataError, exit_in_a_line, explain
 from utils.run.checkpoint.io import newest_good
@@ -92,7 +92,7 @@ sys.exit(train.main(parse_arguments()))
 
 def start_with_a_worker(program: list[str], folder: Path, **changes: object) -> subprocess.Popen[str]:
     keys = TINY | {"data_loader": "torchvision", "num_data_workers": 1, "log_freq": 1} | changes
-    command = [sys.executable, *program, "--config=default", f"--run-dir={folder}"]
+    command = [PYTHON, *program, "--config=default", f"--run-dir={folder}"]
     command += [f"--set={key}={str(value).lower()}" for key, value in keys.items()]
     return subprocess.Popen(
         command,

@@ -74,15 +74,16 @@ def wait_for_the_others(job: Job, lost: int) -> list[Ended]:
     """How the others ended; the lost rank may be stopped, and is killed after them."""
     for number, process in enumerate(job.processes):
         if number != lost:
-            process.join(RUN_SECONDS / 2)
+            process.wait(RUN_SECONDS / 2)
     job.processes[lost].kill()
     ended = job.wait(RUN_SECONDS)
     return [process for number, process in enumerate(ended) if number != lost]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("agent_store", [False, True])
+@pytest.mark.parametrize(
+    ("lost", "number", "agent_store"),
+    [(0, signal.SIGKILL, False), (0, signal.SIGSTOP, False), (0, signal.SIGKILL, True), (1, signal.SIGSTOP, False)],
+)
 def test_a_lost_rank_ends_all_others(tmp_path: Path, lost: int, number: int, agent_store: bool) -> None:
     """With rank 0, the store may be lost too, or be torchrun's and go on."""
     store = dist.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from ruamel.yaml import YAML
 from slurm_cluster import wait_until
 
 from tests.conftest import ROOT, TINY
-from tests.processes import free_port, without_launcher
+from tests.processes import PYTHON, free_port, without_launcher
 from tools.shared.command_line import as_settings
 
 MANIFEST: dict[str, Any] = YAML(typ="safe").load(ROOT / "jobset.yaml")
@@ -29,7 +28,7 @@ class Pods:
         for index in range(count):
             variables = ENVIRONMENT | {"NODES": str(count), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
             variables |= {"JOB_COMPLETION_INDEX": str(index), "MASTER_PORT": str(PORT), "OMP_NUM_THREADS": "1"}
-            variables["PATH"] = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+            variables["PATH"] = f"{folder}:{Path(PYTHON).parent}:{os.environ['PATH']}"
             with (folder / f"pod{index}.log").open("a") as log:
                 command = [*CONTAINER["command"], *arguments]
                 environment = without_launcher(os.environ) | variables

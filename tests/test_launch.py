@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from processes import ROOT, Job, complaints, free_port, run_job, torchrun_variables, without_launcher
+from processes import PYTHON, ROOT, Job, complaints, free_port, run_job, torchrun_variables, without_launcher
 
 import utils.distributed.ranks
 import utils.distributed.rendezvous
@@ -34,7 +34,7 @@ from utils.distributed.launch import (
 )
 from utils.distributed.ranks import run_ranks
 from utils.distributed.rendezvous import Meeting
-from utils.distributed.world import World
+from utils.distributed.world import World, choose_device
 from utils.errors import ConfigError, DataError, Stopped
 from utils.files import FolderHeldError, lock_folder, sign_lock
 
@@ -118,6 +118,26 @@ def test_first_host_of_a_node_list(node_list: str, host: str) -> None:
     assert first_host(node_list) == host
 
 
+@pytest.mark.parametrize(("node", "tasks"), [(0, 4), (1, 4), (2, 3)])
+def test_tasks_of_each_node_in_slurms_notation(node: int, tasks: int) -> None:
+    ranks = {"SLURM_STEP_NUM_TASKS": "11", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": str(node)}
+    assert find_launch(SRUN | ranks).local_world_size == tasks
+
+
+def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto", 1) == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match="rank 2 of this node has no GPU: 2 here; start one process per GPU"):
+        choose_device("auto", 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ConfigError, match="rank 1 of this node has no GPU: 1 here"):
+        choose_device("cuda", 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert choose_device("cuda", 1) == torch.device("cuda", 0)
+
+
 def test_ranks_in_words() -> None:
     assert name_ranks([3]) == "rank 3"
     assert name_ranks([7, 1, 2, 3]) == "ranks 1-3, 7"
@@ -149,7 +169,7 @@ def test_a_job_keeps_its_name_and_another_has_another() -> None:
     code = "import os; from utils.distributed.launch import job_name; print(job_name(os.environ))"
     environment = without_launcher(os.environ) | {"TORCHELASTIC_RUN_ID": "none"}
     other = subprocess.run(
-        ["sh", "-c", f"{sys.executable} -c '{code}'; true"],
+        ["sh", "-c", f"{PYTHON} -c '{code}'; true"],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -283,10 +303,12 @@ def test_ranks_meet_and_leave(tmp_path: Path, world_size: int) -> None:
     assert [process.errors for process in ended] == [""] * world_size
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("others", ["collective", "something else"])
+@pytest.mark.parametrize(("rank", "others"), [(0, "collective"), (1, "collective"), (1, "something else")])
 def test_an_expected_failure_ends_all_and_is_told_once(tmp_path: Path, rank: int, others: str) -> None:
-    ended = run_job(tmp_path, 3, fail_on, rank, "expected", others)
+    port, told = free_port(), tmp_path / "told"
+    ranks = [torchrun_variables(number, 3, port, TRAIN_EXIT_STATUS_FILE=str(told)) for number in range(3)]
+    ended = Job(tmp_path, fail_on, (rank, "expected", others), ranks).wait()
+    assert told.read_text() == "3\n"
     assert [process.status for process in ended] == [3, 3, 3]
     assert complaints(ended) == [f"error: rank {rank}: the disk is gone", "buy another"]
     assert max(process.seconds for process in ended) < 55  # the others would wait for 60
@@ -359,13 +381,6 @@ def test_the_same_error_everywhere_is_told_once(tmp_path: Path) -> None:
         assert [process.status for process in ended] == [2, 2]
         assert len(complaints(ended)) == 1
         assert words in complaints(ended)[0]
-
-
-def test_exit_status_file_tells_another_ranks_failure(tmp_path: Path) -> None:
-    port, told = free_port(), tmp_path / "told"
-    ranks = [torchrun_variables(rank, 2, port, TRAIN_EXIT_STATUS_FILE=str(told)) for rank in range(2)]
-    Job(tmp_path / "job", fail_on, (1, "expected", "something else"), ranks).wait()
-    assert told.read_text() == "3\n"
 
 
 def test_missing_ranks_are_named(tmp_path: Path) -> None:

@@ -4,14 +4,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 import torch
 
 from tests.conftest import ROOT, TINY
-from tests.processes import without_launcher
+from tests.processes import PYTHON, without_launcher
 from tests.test_train import records, run, without_times
 from train import Trainer
 from utils.errors import ExpectedError, Stopped
@@ -272,7 +271,7 @@ def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path, num
     """Sent to every process of the run, as torchrun, Slurm and a terminal do: the loader's workers get it too."""
     keys = TINY | {"limit_train_batches": 40, "log_freq": 1, "data_loader": "torchvision", "num_data_workers": 1}
     folder = tmp_path / "run"
-    command = [sys.executable, "train.py", "--config=bs128-opt", f"--run-dir={folder}"]
+    command = [PYTHON, "train.py", "--config=bs128-opt", f"--run-dir={folder}"]
     command += [f"--set={key}={'null' if value is None else str(value).lower()}" for key, value in keys.items()]
     environment = without_launcher(os.environ)
     process = subprocess.Popen(

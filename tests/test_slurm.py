@@ -136,11 +136,6 @@ def fake_job(tmp_path: Path, stand_ins: Mapping[str, str] | None = None, /, **en
     return FakeJob(tmp_path, {**STAND_INS, **(stand_ins or {})}, {**ON_ONE_NODE, **environment})
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_script_parses(script: str) -> None:
-    subprocess.run(["bash", "-n", ROOT / script], check=True)
-
-
 def headers(script: str) -> dict[str, str]:
     lines = re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", (ROOT / script).read_text(), re.MULTILINE)
     return dict(lines)
@@ -153,6 +148,9 @@ def test_headers_differ_only_in_what_they_ask_for() -> None:
     }
     assert one["signal"] == "B:USR1@120"
     assert "/" not in one["output"]  # a folder would have to exist before sbatch
+    for script in SCRIPTS:
+        offered = re.findall(r"^##SBATCH --(\w+)=", (ROOT / script).read_text(), re.MULTILINE)
+        assert offered == ["account", "partition", "qos", "constraint", "gres"]
 
 
 @pytest.mark.parametrize(
@@ -192,6 +190,8 @@ def test_on_one_node_the_workers_meet_in_a_file_of_that_node(tmp_path: Path) -> 
     node = 'until [[ $1 == bash ]]; do shift; done; env >environment; SLURMD_NODENAME=node1 exec "$@"'
     job = fake_job(tmp_path, {"srun": node}, **ON_ONE_NODE)
     assert job.run("submit.slr")[0] == 0
+    (call,) = (call for call in job.arguments("python") if call[:2] == ["-m", "tools.torchrun"])
+    assert call[2] == str(tmp_path / "expts/torchrun-4-node1.log")  # torchrun's own words
     (arguments,) = job.torchrun()
     (conf,) = (word for word in arguments if word.startswith("--rdzv_conf="))
     assert conf.startswith("--rdzv_conf=store_type=file,keep_alive_interval=100000,is_host=true,")
@@ -220,15 +220,6 @@ def test_site_settings_reach_the_nodes(tmp_path: Path) -> None:
     } <= set(environment)  # fmt: skip
 
 
-@pytest.mark.parametrize("option", ["--run-dir=far/away/run", "--run-dir far/away/run"])
-def test_notes_are_beside_the_runs_folder(tmp_path: Path, option: str) -> None:
-    job = fake_job(tmp_path, {"srun": 'find "$PWD" -path "*.slurm*" >found; echo 75 >"$TRAIN_EXIT_STATUS_FILE"'})
-    link_commands(tmp_path / "commands", ["find"])
-    assert job.run("submit.slr", "--config=other", *option.split())[0] == 75
-    assert str(tmp_path / "far/away/.slurm-4/nodes") in (tmp_path / "found").read_text().splitlines()
-    assert not (tmp_path / "expts").exists() and not list(tmp_path.glob("far/away/.slurm*"))
-
-
 def test_data_is_staged_on_each_node_before_it_trains(tmp_path: Path) -> None:
     both = 'until [[ $1 == bash ]]; do shift; done; for node in node1 node2; do SLURMD_NODENAME=$node "$@"; done'
     (tmp_path / "job").mkdir()
@@ -243,12 +234,6 @@ def test_data_is_staged_on_each_node_before_it_trains(tmp_path: Path) -> None:
     job = fake_job(tmp_path / "fails", fails, **ON_TWO_NODES, STAGE_DATA="/lustre/data:/tmp/data")
     assert job.run("submit_multinode.slr")[0] == 3
     assert not job.torchrun()
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_header_offers_what_sites_ask_for(script: str) -> None:
-    offered = re.findall(r"^##SBATCH --(\w+)=", (ROOT / script).read_text(), re.MULTILINE)
-    assert offered == ["account", "partition", "qos", "constraint", "gres"]
 
 
 PROFILES = re.findall(r"```bash\n(export .*?)```", (ROOT / "docs/slurm_sites.md").read_text(), re.DOTALL)
@@ -284,6 +269,10 @@ def test_ports_of_neighbouring_jobs_differ_and_are_below_the_ephemeral_ones(tmp_
         (endpoint,) = (word for word in job.arguments("srun")[0] if word.startswith("--rdzv_endpoint="))
         ports.add(int(endpoint.split(":")[1]))
     assert ports == {29999, 10000, 10001}
+    (tmp_path / "chosen").mkdir()
+    job = fake_job(tmp_path / "chosen", **ON_TWO_NODES, MASTER_PORT="23456")
+    assert job.run("submit_multinode.slr")[0] == 0
+    assert "--rdzv_endpoint=node1:23456" in job.arguments("srun")[0]
 
 
 @pytest.mark.parametrize(
@@ -312,24 +301,30 @@ def test_mistake_in_the_command_line_is_told_before_any_node_starts(tmp_path: Pa
     assert not job.arguments("srun")
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_stopped_while_running_is_queued_again(tmp_path: Path, number: signal.Signals) -> None:
-    job = fake_job(tmp_path, {"srun": TRAINS})
+# Of a heterogeneous job, Slurm shows a line for each part.
+PARTS = '[[ $1 != --oneliner ]] || printf "JobId=%s HetJobId=4 JobState=RUNNING Reason=None\\n" 4 5'
+
+
+@pytest.mark.parametrize(
+    ("number", "scontrol", "array", "job_name"),
+    [
+        (signal.SIGUSR1, STAND_INS["scontrol"], {}, "4"),
+        (signal.SIGTERM, STAND_INS["scontrol"], {}, "4"),
+        (signal.SIGUSR1, PARTS, {}, "4"),
+        (signal.SIGUSR1, STAND_INS["scontrol"], {"SLURM_ARRAY_JOB_ID": "3", "SLURM_ARRAY_TASK_ID": "1"}, "3_1"),
+    ],
+    ids=["SIGUSR1", "SIGTERM", "heterogeneous job", "array"],
+)
+def test_stopped_while_running_is_queued_again(
+    tmp_path: Path, number: signal.Signals, scontrol: str, array: dict[str, str], job_name: str
+) -> None:
+    job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": scontrol}, **array)
     status, said = job.run_and_signal(number)
     assert status == 75
-    assert ["requeue", "4"] in job.arguments("scontrol")
+    assert ["requeue", job_name] in job.arguments("scontrol")
     assert not job.arguments("sbatch")
-    assert "stopped with everything saved" in said and "queued again as job 4" in said
+    assert "stopped with everything saved" in said and f"queued again as job {job_name}" in said
     assert job.signals() == "USR1"  # srun would kill its tasks on SIGTERM
-
-
-def test_job_of_several_parts_is_queued_again(tmp_path: Path) -> None:
-    """Of a heterogeneous job, Slurm shows a line for each part."""
-    parts = '[[ $1 != --oneliner ]] || printf "JobId=%s HetJobId=4 JobState=RUNNING Reason=None\\n" 4 5'
-    job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": parts})
-    status, said = job.run_and_signal(signal.SIGUSR1)
-    assert status == 75 and "queued again as job 4" in said
-    assert ["requeue", "4"] in job.arguments("scontrol")
 
 
 def test_stopped_by_a_signal_that_only_the_steps_got(tmp_path: Path) -> None:
@@ -339,29 +334,26 @@ def test_stopped_by_a_signal_that_only_the_steps_got(tmp_path: Path) -> None:
     assert ["requeue", "4"] in job.arguments("scontrol")
 
 
-def test_elements_of_an_array_keep_apart(tmp_path: Path) -> None:
-    """The words go on as they are, for train.py to fill in, and the notes are beside the folder that it will use."""
+@pytest.mark.parametrize(
+    ("option", "notes"),
+    [
+        ("--run-dir=far/away/run", "far/away"),
+        ("--run-dir far/away/run", "far/away"),
+        ("--run-dir=runs/%A/%a", "runs/3"),
+        ("--run-dir=50%%/%%a%a/run", "50%/%a1"),
+    ],
+)
+def test_notes_are_beside_the_runs_folder(tmp_path: Path, option: str, notes: str) -> None:
+    """The words of an array's job go on as they are, for train.py to fill in."""
     array = {"SLURM_ARRAY_JOB_ID": "3", "SLURM_ARRAY_TASK_ID": "1"}
     job = fake_job(tmp_path, {"srun": 'find "$PWD" -path "*.slurm*" >found'}, **array)
     link_commands(tmp_path / "commands", ["find"])
-    words = ["--config=try-%a", "--set", "seed=%a", "--run-dir=runs/%A/%a"]
+    words = ["--config=try-%a", "--set", "seed=%a", *option.split()]
     assert job.run("submit.slr", *words)[0] == 0
     assert job.arguments("python")[0] == ["train.py", "--config=bs128-opt", *words, "--print-config"]
     assert job.arguments("srun")[0][-len(words) :] == words
-    assert str(tmp_path / "runs/3/.slurm-4/nodes") in (tmp_path / "found").read_text().splitlines()
-
-
-def test_two_percent_signs_are_one_in_the_notes_folder(tmp_path: Path) -> None:
-    job = fake_job(tmp_path, {"srun": 'find "$PWD" -path "*.slurm*" >found'}, SLURM_ARRAY_TASK_ID="1")
-    link_commands(tmp_path / "commands", ["find"])
-    assert job.run("submit.slr", "--run-dir=50%%/%%a%a/run")[0] == 0
-    assert str(tmp_path / "50%/%a1/.slurm-4/nodes") in (tmp_path / "found").read_text().splitlines()
-
-
-def test_element_of_an_array_is_queued_by_its_own_name(tmp_path: Path) -> None:
-    job = fake_job(tmp_path, {"srun": TRAINS}, SLURM_ARRAY_JOB_ID="3", SLURM_ARRAY_TASK_ID="1")
-    job.run_and_signal(signal.SIGUSR1)
-    assert ["requeue", "3_1"] in job.arguments("scontrol")
+    assert str(tmp_path / notes / ".slurm-4/nodes") in (tmp_path / "found").read_text().splitlines()
+    assert not (tmp_path / "expts").exists() and not list(tmp_path.glob(f"{notes}/.slurm*"))
 
 
 def test_job_that_slurm_is_ending_is_left_alone(tmp_path: Path) -> None:
@@ -382,15 +374,6 @@ def without_scontrol(tmp_path: Path) -> FakeJob:
     return job
 
 
-def test_without_scontrol_the_warning_signal_says_how_to_go_on(tmp_path: Path) -> None:
-    job = without_scontrol(tmp_path)
-    status, said = job.run_and_signal(signal.SIGUSR1, "--set", "a=b c")
-    assert status == 75
-    assert job.signals() == "USR1"
-    assert "(there is no scontrol)" in said and "to go on: sbatch submit.slr --set a=b\\ c\n" in said
-    assert not job.arguments("sbatch")
-
-
 def test_the_command_goes_on_also_where_the_first_was_to_begin_anew(tmp_path: Path) -> None:
     job = without_scontrol(tmp_path)
     status, said = job.run_and_signal(signal.SIGUSR1, "--config=x", "--resume", "never")
@@ -401,11 +384,11 @@ def test_the_command_goes_on_also_where_the_first_was_to_begin_anew(tmp_path: Pa
 def test_without_scontrol_sigterm_says_how_to_go_on(tmp_path: Path) -> None:
     """Nothing tells a preemption, after which Slurm queues the job itself, from scancel."""
     job = without_scontrol(tmp_path)
-    status, said = job.run_and_signal(signal.SIGTERM, "--config=x", to_step=True)
+    status, said = job.run_and_signal(signal.SIGTERM, "--set", "a=b c", to_step=True)
     assert status == 75
     assert job.signals() == "TERM"
     assert not job.arguments("sbatch")
-    assert "to go on: sbatch submit.slr --config=x" in said
+    assert "(there is no scontrol)" in said and "to go on: sbatch submit.slr --set a=b\\ c\n" in said
 
 
 def test_job_not_to_be_queued_again_says_how_to_go_on(tmp_path: Path) -> None:
@@ -542,17 +525,15 @@ def test_staging_needs_two_folders(tmp_path: Path, value: str) -> None:
 
 
 def test_activation_is_not_held_to_the_scripts_own_strictness(tmp_path: Path) -> None:
+    """One that fails is told."""
     (tmp_path / "activate").write_text("false\nfalse | true\necho $UNSET_VARIABLE >/dev/null\nexport ACTIVATED=yes\n")
     job = fake_job(tmp_path, {"srun": "env >environment"}, ACTIVATE="source ./activate")
     assert job.run("submit.slr")[0] == 0
     assert "ACTIVATED=yes" in (tmp_path / "environment").read_text().splitlines()
-
-
-def test_activation_that_fails_is_told(tmp_path: Path) -> None:
-    status, said = (job := fake_job(tmp_path, ACTIVATE="source nowhere/activate")).run("submit.slr")
-    assert status == 2
+    job.environment["ACTIVATE"] = "source nowhere/activate"
+    status, said = job.run("submit.slr")
+    assert status == 2 and len(job.arguments("srun")) == 1
     assert said.endswith("submit.slr: ACTIVATE failed with status 1: source nowhere/activate\n")
-    assert not job.arguments("python") and not job.arguments("srun")
 
 
 def test_strictness_is_back_after_activation(tmp_path: Path) -> None:
@@ -560,12 +541,6 @@ def test_strictness_is_back_after_activation(tmp_path: Path) -> None:
     status, said = (job := fake_job(tmp_path, ACTIVATE="true")).run("submit.slr")
     assert status == 1 and "mkdir" in said
     assert not job.arguments("srun")
-
-
-def test_port_can_be_chosen(tmp_path: Path) -> None:
-    job = fake_job(tmp_path, **ON_TWO_NODES, MASTER_PORT="23456")
-    assert job.run("submit_multinode.slr")[0] == 0
-    assert "--rdzv_endpoint=node1:23456" in job.arguments("srun")[0]
 
 
 def test_port_that_is_taken_is_named_before_any_node_starts(tmp_path: Path) -> None:
@@ -581,29 +556,15 @@ def test_port_that_is_taken_is_named_before_any_node_starts(tmp_path: Path) -> N
     assert not list(tmp_path.glob("expts/.slurm*"))
 
 
-def test_torchruns_own_words_are_beside_the_runs_folder(tmp_path: Path) -> None:
-    node = 'until [[ $1 == bash ]]; do shift; done; SLURMD_NODENAME=node1 exec "$@"'
-    job = fake_job(tmp_path, {"srun": node})
+@pytest.mark.parametrize(("asked", "given", "processes"), [("1", "2", "2"), ("0", None, "1")])
+def test_step_gets_all_gpus_of_the_job(tmp_path: Path, asked: str, given: str | None, processes: str) -> None:
+    """sbatch --gres=gpu:2: what srun inherits is the number in the #SBATCH line. --gpus-per-node=0: one process."""
+    job = fake_job(tmp_path, {"srun": "env >environment"}, SLURM_GPUS_PER_NODE=asked)
+    job.environment = {name: value for name, value in job.environment.items() if name != "SLURM_GPUS_ON_NODE"}
+    job.environment |= {"SLURM_GPUS_ON_NODE": given} if given else {}
     assert job.run("submit.slr")[0] == 0
-    (file,) = (call[2] for call in job.arguments("python") if call[:2] == ["-m", "tools.torchrun"])
-    assert file == str(tmp_path / "expts/torchrun-4-node1.log")
-
-
-def test_step_gets_all_gpus_of_the_job(tmp_path: Path) -> None:
-    """sbatch --gres=gpu:2: what srun inherits is the number in the #SBATCH line."""
-    job = fake_job(tmp_path, {"srun": "env >environment"}, SLURM_GPUS_PER_NODE="1", SLURM_GPUS_ON_NODE="2")
-    assert job.run("submit.slr")[0] == 0
-    assert "SLURM_GPUS_PER_NODE=2" in (tmp_path / "environment").read_text().splitlines()
-    assert "--nproc_per_node=2" in job.arguments("srun")[0]
-
-
-def test_without_gpus_there_is_one_process(tmp_path: Path) -> None:
-    """sbatch --gpus-per-node=0."""
-    job = fake_job(tmp_path, {"srun": "env >environment"}, SLURM_GPUS_PER_NODE="0")
-    del job.environment["SLURM_GPUS_ON_NODE"]
-    assert job.run("submit.slr")[0] == 0
-    assert "SLURM_GPUS_PER_NODE=0" in (tmp_path / "environment").read_text().splitlines()
-    assert "--nproc_per_node=1" in job.arguments("srun")[0]
+    assert f"SLURM_GPUS_PER_NODE={given or asked}" in (tmp_path / "environment").read_text().splitlines()
+    assert f"--nproc_per_node={processes}" in job.arguments("srun")[0]
 
 
 def test_containers_by_a_prefix_or_by_srun(tmp_path: Path) -> None:
@@ -793,23 +754,6 @@ def test_two_jobs_share_a_node(cluster: SlurmCluster, project: Path) -> None:
 
 
 @slurm
-def test_killed_worker_is_started_again(cluster: SlurmCluster, project: Path) -> None:
-    run = Run(cluster, project, "killed-worker", MAX_RESTARTS="1")
-    run.wait_for("Epoch: 2, Iteration: ")
-    workers = [pid for pid, command in cluster.pids("node2").items() if re.match(r"\S*python\S* -u train.py", command)]
-    os.kill(workers[0], signal.SIGKILL)
-    assert run.end("COMPLETED")["Restarts"] == "0"
-    assert "Resuming from" in run.log()
-
-
-@slurm
-def test_mistake_gives_the_job_the_trainers_exit_status(cluster: SlurmCluster, project: Path) -> None:
-    run = Run(cluster, project, "mistake", settings={"lear": 0.1})
-    assert run.end("FAILED")["ExitCode"] == "2:0"
-    assert "lear" in run.log() and "Traceback" not in run.log()
-
-
-@slurm
 def test_missing_data_gives_the_job_the_trainers_exit_status(cluster: SlurmCluster, project: Path) -> None:
     """train.py finds this one out itself, under torchrun."""
     run = Run(cluster, project, "no-data", "submit.slr", settings={"dataset": "cifar10", "data_path": project / "none"})
@@ -847,8 +791,8 @@ def test_without_scontrol_the_printed_command_goes_on(cluster: SlurmCluster, pro
 @pytest.mark.parametrize(
     "options",
     [
-        *(["--gpus-per-node=2"], ["--gres=gpu:2"], ["--nodes=2", "--gres=gpu:2"], ["--exclusive"]),
-        *(["--gpus=2", "--gpus-per-node=2"], ["--gpus-per-task=2", "--gpus=2", "--gpus-per-node=2"]),
+        *(["--nodes=2", "--gres=gpu:2"], ["--exclusive"]),
+        ["--gpus-per-task=2", "--gpus=2", "--gpus-per-node=2"],
     ],
     ids=" ".join,
 )
@@ -866,60 +810,6 @@ def test_step_sees_all_gpus_of_the_job(
     assert len(nodes) == (2 if "--nodes=2" in options else 1), log.read_text()
 
 
-# python, where a training would take too long: it tells TOLD when a signal comes, and in a second start it just ends.
-STOPS_ONCE = """
-[[ $1 == -m && $SLURM_RESTART_COUNT -eq 0 ]] || exit 0
-trap 'echo TOLD >"$TRAIN_EXIT_STATUS_FILE"; exit 1' USR1
-echo "it trains"
-sleep 60 & wait
-"""
-
-
-@slurm
-@pytest.mark.parametrize("number", ["USR1", "TERM"])
-def test_one_answer_of_slurm_may_be_missing(cluster: SlurmCluster, project: Path, tmp_path: Path, number: str) -> None:
-    make_command(tmp_path, "python", STOPS_ONCE.replace("TOLD", "75"))
-    make_command(tmp_path, "scontrol", f'mkdir {tmp_path}/asked || exec {shutil.which("scontrol")} "$@"; exit 1')
-    path, log = f"{tmp_path}:{os.environ['PATH']}", tmp_path / "log"
-    job = cluster.submit(project / "submit.slr", options=(*OPTIONS, f"--output={log}"), cwd=project, PATH=path)
-    wait_until("start", 60, lambda: log.exists() and "it trains" in log.read_text())
-    cluster.cancel(job, "-b", "-s", number)
-    fields = cluster.wait(job, 90)
-    assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1"), log.read_text()
-    assert (tmp_path / "asked").exists() and f"queued again as job {job}" in log.read_text()
-
-
-@slurm
-def test_signal_after_the_end_of_the_training_changes_nothing(
-    cluster: SlurmCluster, project: Path, tmp_path: Path
-) -> None:
-    """torchrun, which is still there, returns 1."""
-    make_command(tmp_path, "python", STOPS_ONCE.replace("TOLD", "0"))
-    path, log = f"{tmp_path}:{os.environ['PATH']}", tmp_path / "log"
-    job = cluster.submit(project / "submit.slr", options=(*OPTIONS, f"--output={log}"), cwd=project, PATH=path)
-    wait_until("start", 60, lambda: log.exists() and "it trains" in log.read_text())
-    cluster.cancel(job, "-b", "-s", "USR1")
-    fields = cluster.wait(job, 60)
-    assert (fields["JobState"], fields["ExitCode"]) == ("COMPLETED", "0:0"), log.read_text()
-
-
-@slurm
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_project_named_by_chdir(cluster: SlurmCluster, project: Path, tmp_path: Path, script: str) -> None:
-    make_command(tmp_path, "python", '[[ $1 == train.py ]] || echo "trains in $PWD"')
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    log = tmp_path / "log"
-    for options, state, said in [
-        ((f"--chdir={project}",), "COMPLETED", f"trains in {project}\n"),
-        ((), "FAILED", f" in {tmp_path}: run sbatch in the project's folder, or give it --chdir=FOLDER\n"),
-    ]:
-        all_options = (*OPTIONS, f"--output={log}", *options)
-        job = cluster.submit(project / script, options=all_options, cwd=tmp_path, PATH=path)
-        fields = cluster.wait(job, 60)
-        assert fields["JobState"] == state and said in log.read_text(), log.read_text()
-    assert fields["ExitCode"] == "2:0"
-
-
 @slurm
 def test_lost_node_is_replaced(cluster: SlurmCluster, project: Path, uninterrupted: Run) -> None:
     run = Run(cluster, project, "lost-node")
@@ -931,16 +821,3 @@ def test_lost_node_is_replaced(cluster: SlurmCluster, project: Path, uninterrupt
     assert run.epochs() == uninterrupted.epochs()
     cluster.boot_node("node2")
     wait_until("idle node2", 60, lambda: cluster.node_states()["node2"] == "idle")
-
-
-@slurm
-def test_cluster_leaves_nothing_behind(cluster: SlurmCluster) -> None:
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, SlurmCluster(Path(folder), 1) as other:
-        assert other.client("srun", "hostname") == "node1\n"
-        hosts = [host.pid for host in other.hosts.values()]
-        pids = [pid for name in other.hosts for pid in other.pids(name)]
-    assert len(pids) > len(hosts)
-    for pid in pids:
-        assert not Path(f"/proc/{pid}").exists()
-    assert other.cgroup is None or not other.cgroup.exists()
-    assert set(cluster.node_states()) == {"node1", "node2", "node3"}

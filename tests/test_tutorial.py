@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.processes import without_launcher
+from tests.processes import PYTHON, without_launcher
 
 PAGE = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
 STEP = re.compile(r"^## (\d+)\. (.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -66,7 +66,7 @@ def test_the_smallest_variant_runs_as_it_stands(step: int, tmp_path: Path):
     for name in USED:
         (tmp_path / name).symlink_to(ROOT / name)
     settings = "\n".join(SETTING.findall(PAGE))
-    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    search = os.pathsep.join([*(str(Path(python).parent) for python in (sys.executable, PYTHON)), os.environ["PATH"]])
     ended = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", f"{settings}\n{block}"],
         cwd=tmp_path, env=without_launcher(os.environ) | {"PATH": search},

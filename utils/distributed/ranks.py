@@ -24,7 +24,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from utils.distributed.health.hangs import CollectiveWatch, Record, explain_hang, switch_on_recorder, write_records
+from utils.distributed.health.hangs import Record, explain_hang, switch_on_recorder, watch_collectives, write_records
 from utils.distributed.health.heartbeat import Heartbeat
 from utils.distributed.launch import Launch, find_launch, name_ranks
 from utils.distributed.rendezvous import (
@@ -95,7 +95,7 @@ def _run_among_others(
         meeting.watch(partial(_end, meeting=meeting, launch=launch))
         leave = partial(_end_for_silence, meeting=meeting, launch=launch, folder=folder)
         heartbeat = Heartbeat(meeting.store, launch, timeout.total_seconds(), leave)
-        hangs = CollectiveWatch(meeting.store, timeout.total_seconds(), leave)
+        hangs = watch_collectives(meeting.store, timeout.total_seconds(), leave)
         world = _join_world(device, launch)
         backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
         store = dist.PrefixStore("group", meeting.store)
@@ -108,7 +108,7 @@ def _run_among_others(
             outcome = Failure(stopped.exit_status, str(stopped) if world.is_main else "")
         world.barrier()  # rank 0 may still be writing what the others need not wait for
         heartbeat.stop()
-        hangs.stop()
+        hangs.set()
         meeting.stop_watching()
         gc.collect()  # DistributedDataParallel keeps threads that must not outlive the group
         dist.destroy_process_group()

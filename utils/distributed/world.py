@@ -7,7 +7,8 @@ need no second path.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -98,3 +99,26 @@ def choose_device(device: str, local_rank: int) -> torch.device:
     if local_rank >= gpus:
         raise ConfigError(f"rank {local_rank} of this node has no GPU: {gpus} here; start one process per GPU")
     return torch.device("cuda", local_rank)
+
+
+def pin_near_gpu(world: World) -> list[str]:
+    """Pin this process and its loader workers to the cores nearest its GPU; returns lines for the log."""
+    if world.world_size == 1 or world.device.type != "cuda":
+        return []
+    gpu: Any = torch.cuda.get_device_properties(world.device)
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    cores = cores_near(address) & os.sched_getaffinity(0)
+    if not cores:
+        return [f"the kernel names no usable cores near GPU {address}; left as is"]
+    os.sched_setaffinity(0, cores)
+    return [f"rank {world.rank} is pinned to the {len(cores)} cores nearest GPU {address}"]
+
+
+def cores_near(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
+    """Processor cores on the socket of a PCI device; empty where the kernel does not name them."""
+    try:
+        text = (devices / pci_address / "local_cpulist").read_text(encoding="ascii").strip()
+    except OSError:
+        return set()
+    ranges = [part.partition("-") for part in text.split(",") if part]
+    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}

@@ -94,31 +94,29 @@ def _read(backend: str, with_collectives: bool) -> dict[str, Any]:
     return json.loads(read(with_collectives, False)) if read is not None else {}
 
 
-class CollectiveWatch:
-    """A thread that calls `leave`, as a `Heartbeat` does, when a collective of this rank does not end: shortly before
-    the backend itself gives up after `limit` seconds, by an exception in gloo, by the end of the process in NCCL."""
+def watch_collectives(
+    store: dist.Store, limit: float, leave: Callable[[str, Sequence[int], dist.Store | None], None]
+) -> threading.Event:
+    """Start a thread that calls `leave`, as a `Heartbeat` does, when a collective of this rank does not end.
 
-    def __init__(
-        self, store: dist.Store, limit: float, leave: Callable[[str, Sequence[int], dist.Store | None], None]
-    ) -> None:
-        self._store, self._limit, self._leave = store.clone(), max(limit, SHORTEST_SECONDS), leave
-        self._stop = threading.Event()
-        threading.Thread(target=self._watch, name="watch over collectives", daemon=True).start()
+    It does so shortly before the backend itself gives up after `limit` seconds, by an exception in gloo, by the end of
+    the process in NCCL. The event that is returned stops it.
+    """
+    own, pause, stop = store.clone(), max(limit, SHORTEST_SECONDS) / LOOKS, threading.Event()
 
-    def stop(self) -> None:
-        """No more collectives."""
-        self._stop.set()
-
-    def _watch(self) -> None:
+    def watch() -> None:
         silences = {backend: Silence(HANGS_AFTER) for backend in RECORDERS}
-        while not self._stop.wait(self._limit / LOOKS):
+        while not stop.wait(pause):
             for backend, silence in silences.items():
                 ended = _find_unfinished(backend)
                 if silence.lasts(ended) and ended != NOTHING:
                     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(silence.since))
-                    since = f"since {when}, for nearly {self._limit:g} s (collective_timeout_seconds)"
-                    self._leave(f"the ranks wait for each other {since}", [], self._store)
+                    since = f"since {when}, for nearly {pause * LOOKS:g} s (collective_timeout_seconds)"
+                    leave(f"the ranks wait for each other {since}", [], own)
                     return
+
+    threading.Thread(target=watch, name="watch over collectives", daemon=True).start()
+    return stop
 
 
 def _find_unfinished(backend: str) -> int:

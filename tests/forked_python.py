@@ -1,0 +1,276 @@
+"""Python as processes of tests start it, forked from a server that has imported torch and the program: 0.1 s, not 5 s.
+
+Tests and the tools that they call find it as sys.executable (conftest.py). It takes Python's own command line, hands it
+to the server with its environment, folder and standard streams, passes on signals, and ends as the forked process ends.
+Where a fork could differ from a fresh interpreter (options other than -u and -m, another checkout, variables that are
+read early, inherited files, other namespaces, limits or cores), it becomes Python itself. A signal to a process group
+does not reach the forked process, nor has it the number of the one that was started: tests of these start
+`processes.PYTHON`.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from typing import Any, NoReturn
+
+FOLDER = "TESTS_FORKED_PYTHON"  # the variable with the folder of the session's server
+PASSED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT}
+PRELOADED = ("pytest", "torch", "torchvision", "numpy", "PIL.Image", "train", "utils.distributed.ranks", "processes")
+# Read by an interpreter or by libraries as they are loaded.
+READ_EARLY = (
+    *("LD_", "LANG", "LC_", "CUDA_", "ATEN_", "MKL_", "DNNL_", "ONEDNN_", "KMP_", "OMP_WAIT"),
+    *("TORCH_LOGS", "TORCH_CPP", "TORCH_COMPILE"),
+)
+
+
+def install(folder: str) -> None:
+    """Make `folder`/python, for this process and those that it starts."""
+    os.environ[FOLDER] = folder
+    with open(f"{folder}/environment", "w", encoding="utf-8") as file:
+        json.dump([dict(os.environ), _surroundings()], file)
+    with open(__file__, encoding="utf-8") as source, open(f"{folder}/python", "w", encoding="utf-8") as program:
+        program.write(f"#!{sys.executable} -IS\nSOURCE = {os.path.realpath(__file__)!r}\n{source.read()}")
+    os.chmod(f"{folder}/python", 0o755)
+
+
+def _surroundings() -> list[Any]:
+    """What a process has from the one that starts it, and a fork of the server would not have."""
+    with open("/proc/self/limits", encoding="utf-8") as limits:
+        spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net", "pid")]
+        return [limits.read(), spaces, sorted(os.sched_getaffinity(0)), os.getuid(), os.nice(0)]
+
+
+# ---- in place of Python
+
+
+def _be_python(arguments: list[str]) -> None:
+    """End as the server's process ends that runs these arguments."""
+    options = arguments[1:] if arguments[:1] == ["-u"] else arguments
+    folder = os.environ.get(FOLDER, "")
+    if not folder or not _can_fork(options, folder):
+        os.execv(sys.executable, [sys.executable, *arguments])
+    server = _connect(folder)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until there is a process to pass them on to
+    ignored = [number for number in PASSED_ON if signal.getsignal(number) == signal.SIG_IGN]
+    request = {"options": options, "unbuffered": options != arguments, "cwd": os.getcwd(), "ignored": ignored}
+    content = json.dumps(request | {"environment": dict(os.environ)}).encode()
+    socket.send_fds(server, [len(content).to_bytes(8, "little")], [0, 1, 2])
+    server.sendall(content)
+    for number in PASSED_ON:
+        signal.signal(number, lambda number, frame: server.sendall(bytes([number])))
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    answer = server.recv(8)
+    if not answer:
+        sys.exit(f"the server of forked processes is gone: {folder}/log")
+    status = int.from_bytes(answer, "little", signed=True)
+    if status < 0:
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def _can_fork(options: list[str], folder: str) -> bool:
+    if not _is_of_this_checkout(options):
+        return False
+    listing = os.open("/proc/self/fd", os.O_RDONLY)
+    files = {int(name) for name in os.listdir(listing)} - {0, 1, 2, listing}
+    os.close(listing)
+    if any(os.path.exists(f"/proc/self/fd/{file}") for file in files):
+        return False
+    with open(f"{folder}/environment", encoding="utf-8") as file:
+        usual, surroundings = json.load(file)
+    early = [name for name in {*usual, *os.environ} if name.startswith(READ_EARLY)]
+    if any(usual.get(name) != os.environ.get(name) for name in early) or surroundings != _surroundings():
+        return False
+    return not any(name.startswith("PYTHON") for name in os.environ)
+
+
+def _is_of_this_checkout(options: list[str]) -> bool:
+    """Whether they are a module of the project, or a script that does not bring other ones of the same names."""
+    ours = os.path.join(os.path.dirname(os.path.dirname(SOURCE)), "utils")  # type: ignore[name-defined] # noqa: F821
+    if options[:1] == ["-m"]:
+        return options[1].startswith(("tools.", "torch.distributed.")) and os.path.realpath("utils") == ours
+    if not options or not os.path.isfile(options[0]):
+        return False
+    beside = os.path.join(os.path.dirname(os.path.realpath(options[0])), "utils")
+    return os.path.realpath(beside) == ours or not os.path.exists(beside)
+
+
+def _connect(folder: str) -> socket.socket:
+    """The first one starts the server."""
+    with open(f"{folder}/lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.exists(f"{folder}/socket"):
+            _start_server(folder)
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(f"{folder}/socket")
+    return server
+
+
+def _start_server(folder: str) -> None:
+    import subprocess
+
+    with open(f"{folder}/environment", encoding="utf-8") as file:
+        environment, _ = json.load(file)
+    with socket.socket(socket.AF_UNIX) as listener, open(f"{folder}/log", "w", encoding="utf-8") as log:
+        listener.bind(f"{folder}/socket")
+        listener.listen(128)
+        subprocess.Popen(
+            [sys.executable, SOURCE, "--serve", str(listener.fileno())],  # type: ignore[name-defined] # noqa: F821
+            pass_fds=[listener.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+# ---- the server
+
+
+def _serve(listener: socket.socket) -> None:
+    """Fork a process for each request, until the session of tests has ended."""
+    import importlib
+
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[:1] = [root, os.path.join(root, "tests")]
+    for name in PRELOADED:
+        importlib.import_module(name)
+    sys.path[:2] = []
+    folder = os.environ[FOLDER]
+    owner = int(folder.rpartition("-")[2])
+    listener.settimeout(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while _exists(owner):
+        try:
+            client, _ = listener.accept()
+        except TimeoutError:
+            continue
+        if os.fork() == 0:
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _guard(client, owner)
+        client.close()
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _guard(client: socket.socket, owner: int) -> None:
+    """Run one request in a process of its own; pass signals on to it, and tell how it ended."""
+    client.setblocking(True)
+    length, streams, _, _ = socket.recv_fds(client, 8, 3)
+    size, content = int.from_bytes(length, "little"), b""
+    while len(content) < size:
+        content += client.recv(size - len(content))
+    process = os.fork()
+    if process == 0:
+        client.close()
+        _run(json.loads(content), streams)
+    for stream in (0, 1, 2, *streams):
+        os.close(stream)
+    ends = os.pidfd_open(process)
+    poll = select.poll()
+    poll.register(client, select.POLLIN)
+    poll.register(ends, select.POLLIN)
+    while True:
+        ready = [file for file, _ in poll.poll(1000)]
+        if ends in ready:
+            break
+        numbers = client.recv(64) if client.fileno() in ready else b""
+        for number in numbers:
+            os.kill(process, number)
+        if (ready and not numbers) or not _exists(owner):  # the client was killed
+            os.kill(process, signal.SIGKILL)
+            poll.unregister(client)
+    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    try:
+        client.sendall(status.to_bytes(8, "little", signed=True))
+    finally:
+        os._exit(0)
+
+
+def _run(request: dict[str, Any], streams: list[int]) -> NoReturn:
+    """This process as Python with these options."""
+    import torch
+
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["cwd"])
+    for number in PASSED_ON:
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in request["ignored"] else usual)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+    sys.executable = f"{os.environ[FOLDER]}/python"
+    standard: list[Any] = [
+        open(0, closefd=False),  # noqa: SIM115
+        open(1, "w", 1 if request["unbuffered"] or os.isatty(1) else -1, closefd=False),  # noqa: SIM115
+        open(2, "w", 1, errors="backslashreplace", closefd=False),  # noqa: SIM115
+    ]
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = standard  # type: ignore[misc]
+    status = _interpret(request["options"])
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def _interpret(options: list[str]) -> int:
+    """The exit status, after what Python does at its end; negative: the signal to end by."""
+    import atexit
+    import runpy
+    import threading
+
+    status = 0
+    sys.orig_argv = [sys.executable, *options]
+    main = sys.modules["__main__"] = type(sys)("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    try:
+        if options[0] == "-m":
+            sys.path.insert(0, os.getcwd())
+            sys.argv = ["-m", *options[2:]]
+            runpy._run_module_as_main(options[1])  # type: ignore[attr-defined]
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.realpath(options[0])))
+            sys.argv, main.__file__ = options, options[0]
+            with open(options[0], "rb") as source:
+                exec(compile(source.read(), options[0], "exec"), main.__dict__)
+    except SystemExit as leaving:
+        status = _tell_status(leaving.code)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    return status
+
+
+def _tell_status(code: object) -> int:
+    if code is None or isinstance(code, int):
+        return (code or 0) & 0xFF
+    print(code, file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        _serve(socket.socket(fileno=int(sys.argv[2])))
+    else:
+        _be_python(sys.argv[1:])
