@@ -51,7 +51,8 @@ from utils.training.checks.dry_run import describe
 from utils.training.checks.stragglers import StepWatch, input_remedy
 from utils.training.checks.verify_steps import Verifier
 from utils.training.learner import build_learner, check_keys, check_outputs
-from utils.training.metrics.sums import Confusion, Throughput
+from utils.training.metrics.confusion import Confusion
+from utils.training.metrics.throughput import Throughput
 from utils.training.validation import Collector, validate
 from utils.user_code import own_files
 

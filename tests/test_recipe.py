@@ -16,8 +16,8 @@ from utils.errors import CheckpointError
 from utils.run.checkpoint.io import read_checkpoint
 from utils.run.checkpoint.state import Progress
 from utils.timing.clock import Clock
+from utils.training.batches import resize, training_size
 from utils.training.classifier import build_classifier
-from utils.training.ema import resize, training_size
 from utils.training.optimizers.build import build_optimizer, load_optimizer
 from utils.training.optimizers.lars_lamb import ADAM_BETA2, LAMB_EPSILON, LARS_TRUST_COEFFICIENT
 

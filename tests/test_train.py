@@ -362,7 +362,7 @@ def test_non_finite_loss_stops_and_leaves_the_last_checkpoint(tiny, alone, tmp_p
 
 
 def test_throughput_leaves_the_first_window_out():
-    from utils.training.metrics.sums import Throughput
+    from utils.training.metrics.throughput import Throughput
 
     clock = Clock()
     clock.switch("train")

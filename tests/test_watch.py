@@ -15,7 +15,7 @@ from utils.distributed.launch import torchrun_here
 from utils.distributed.world import World
 from utils.timing.clock import Clock
 from utils.training.checks.stragglers import JUDGED_WINDOWS, StepWatch, Window, input_remedy, slow_ranks, waiting_share
-from utils.training.metrics.sums import Confusion, worst_classes
+from utils.training.metrics.confusion import Confusion, worst_classes
 
 
 @pytest.fixture

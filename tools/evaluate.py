@@ -69,7 +69,7 @@ def evaluate(trained: Trained, folder: Path | None, world: "World", *, test: boo
     Accuracies, shares and confidences are in [0, 1]."""
     from utils.data.loader import gather_unreadable
     from utils.training.metrics.calibration import Calibration, TopCounts, expected_calibration_error
-    from utils.training.metrics.sums import Confusion
+    from utils.training.metrics.confusion import Confusion
     from utils.training.validation import validate
 
     split = find_split(trained, [folder] if folder else [], world, test=test)
@@ -121,7 +121,7 @@ def recorded(trained: Trained, *, test: bool = False) -> dict[str, float] | None
 
 def class_rows(counts: "Tensor", names: Sequence[str]) -> list[Row]:
     """A row for each class that has images, the worst first. counts: [true class, predicted class]."""
-    from utils.training.metrics.sums import rank_classes
+    from utils.training.metrics.confusion import rank_classes
 
     rows = []
     for label, _, taken_for, _ in rank_classes(counts):

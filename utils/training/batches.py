@@ -3,13 +3,12 @@
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from utils.data.loader import Loader
 from utils.timing.profiler import Profiler
 from utils.training.checks.stragglers import StepWatch
-from utils.training.config import SpeedConfig, TrainingConfig
-from utils.training.ema import resize, training_size
+from utils.training.config import RecipeConfig, SpeedConfig, TrainingConfig
 
 Batch = tuple[Tensor, Tensor]  # images [N, 3, H, W] and labels [N], or shares of the classes [N, classes]
 Mix = Callable[[Tensor, Tensor, int, int], Batch]  # (images, labels, epoch, batch) -> mixed ones
@@ -64,3 +63,18 @@ def prefetch(config: SpeedConfig, batches: Iterator[Batch], device: torch.device
         for tensor in batch:
             tensor.record_stream(torch.cuda.current_stream())  # else its memory could be given away during the step
         yield batch
+
+
+def training_size(config: RecipeConfig, epoch: int) -> int | None:
+    """The side in pixels that images are resized to in `epoch` (counted from 0); None: as they are."""
+    for size, share in zip(config.progressive_image_sizes, config.progressive_image_shares, strict=True):
+        if epoch < round(share * config.max_epochs):
+            return size
+    return None
+
+
+def resize(images: Tensor, size: int | None) -> Tensor:
+    """Images [N, 3, H, W] -> [N, 3, size, size], smoothed as far as they shrink, in the same memory format."""
+    if size is None:
+        return images
+    return nn.functional.interpolate(images, size=(size, size), mode="bilinear", antialias=True)

@@ -1,4 +1,4 @@
-"""What a recipe adds around the training step: image size by epoch, and averaged weights."""
+"""The exponential moving average of the weights (EMA)."""
 
 import copy
 from typing import Any
@@ -7,21 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from utils.training.config import RecipeConfig
-
-
-def training_size(config: RecipeConfig, epoch: int) -> int | None:
-    """The side in pixels that images are resized to in `epoch` (counted from 0); None: as they are."""
-    for size, share in zip(config.progressive_image_sizes, config.progressive_image_shares, strict=True):
-        if epoch < round(share * config.max_epochs):
-            return size
-    return None
-
-
-def resize(images: Tensor, size: int | None) -> Tensor:
-    """Images [N, 3, H, W] -> [N, 3, size, size], smoothed as far as they shrink, in the same memory format."""
-    if size is None:
-        return images
-    return nn.functional.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
 
 
 class Ema:

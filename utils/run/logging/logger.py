@@ -21,7 +21,7 @@ from utils.errors import ExpectedError, Stopped
 from utils.run.logging.tensorboard import Board
 from utils.run.logging.trackers import TrackedRun, Trackers
 from utils.timing.clock import Clock
-from utils.training.metrics.sums import worst_classes
+from utils.training.metrics.confusion import worst_classes
 
 logger = logging.getLogger("train")
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from utils.base_config import BaseConfig, Fact, render
 from utils.run.logging.event_files import cut_back
 from utils.run.logging.trackers import POSITIONS, Record, numbers
-from utils.training.metrics.sums import worst_classes
+from utils.training.metrics.confusion import worst_classes
 
 EPOCH_TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
 SCALING_TAGS = ("loss_scale", "skipped_steps")  # only where the loss is scaled

@@ -13,7 +13,7 @@ from utils.errors import ConfigError
 from utils.run.config import OutputConfig
 from utils.run.logging.environment import device_name
 from utils.run.telemetry.sensors import Sensors, find_sensors
-from utils.training.ema import training_size
+from utils.training.batches import training_size
 from utils.training.learner import Learner
 from utils.training.metrics.flops import flops_per_image, measured_peak, number_format, published_peak
 

@@ -1,13 +1,11 @@
-"""Sums on the device, confusion counts and throughput."""
+"""Loss and accuracy of an epoch, summed on the device."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from utils.distributed.world import World
-from utils.timing.clock import LOOP, Clock
 
 
 class MetricSums:
@@ -70,91 +68,3 @@ class MetricSums:
     def _average(totals: list[float], before: list[float]) -> dict[str, float]:
         loss, correct, images = (now - then for now, then in zip(totals[:3], before[:3], strict=True))
         return {"loss": loss / images, "acc1": correct / images, "images": images}
-
-
-class Throughput:
-    """Images per second over all ranks, between log points, in the loop over training batches.
-
-    The first window of a process holds the start of workers, cuDNN's choice of algorithms and compilation, so `overall`
-    leaves it out wherever there is another.
-    """
-
-    def __init__(self, world_size: int, clock: Clock) -> None:
-        self.world_size, self.clock = world_size, clock
-        self.windows: list[tuple[int, float]] = []  # images, seconds
-        self.start()
-
-    def start(self) -> None:
-        """Begin a window now; the time since the last one does not count."""
-        self.images, self.since = 0, self.clock.seconds(*LOOP)
-
-    def add(self, images: int) -> None:
-        """Count one more batch of this rank."""
-        self.images += images * self.world_size
-
-    def close_window(self) -> float:
-        """Images per second since the window began, 0 for an empty one; begins the next. Call when the device has
-        caught up."""
-        if not self.images:
-            return 0.0
-        seconds = self.clock.seconds(*LOOP) - self.since
-        window = (self.images, seconds)
-        self.windows.append(window)
-        self.start()
-        return window[0] / seconds
-
-    def images_in_all(self) -> int:
-        """Images of all closed windows, over all ranks."""
-        return sum(images for images, _ in self.windows)
-
-    def overall(self) -> float:
-        """Images per second over all windows but the first."""
-        counted = self.windows[1:] or self.windows
-        seconds = sum(window[1] for window in counted)
-        return sum(window[0] for window in counted) / seconds if seconds else 0.0
-
-
-WORST_CLASSES = 10
-
-
-class Confusion:
-    """How often each class was taken for each other one, counted on the device without waiting for it."""
-
-    def __init__(self, num_classes: int, device: torch.device) -> None:
-        self.num_classes = num_classes
-        self.counts = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=device)
-
-    def add(self, outputs: Tensor, labels: Tensor) -> None:
-        """Outputs [N, classes] and labels [N] of one batch."""
-        cells = labels * self.num_classes + outputs.argmax(1)
-        self.counts.index_add_(0, cells, torch.ones_like(cells))
-
-    def collect(self, world: World) -> Tensor:
-        """Collective: counts over all ranks, int64 [true class, predicted class], on the CPU."""
-        return world.sum(self.counts.clone()).view(self.num_classes, self.num_classes).cpu()
-
-
-def rank_classes(counts: Tensor) -> list[tuple[int, float, int | None, float]]:
-    """(class, its accuracy, what it is most often taken for, how often) for each class with images, the worst first.
-
-    `counts`: [true class, predicted class]; shares in [0, 1]. None where it is never taken for another.
-    """
-    totals = counts.sum(1)
-    accuracy = counts.diagonal() / totals.clamp(min=1)
-    present = [label for label in range(len(counts)) if totals[label] > 0]
-    rows = []
-    for label in sorted(present, key=lambda label: (float(accuracy[label]), label)):
-        others = counts[label].clone()
-        others[label] = -1
-        taken_for = int(others.argmax())
-        share = float(others[taken_for] / totals[label])
-        rows.append((label, float(accuracy[label]), taken_for if share > 0 else None, share))
-    return rows
-
-
-def worst_classes(counts: Tensor, names: Sequence[str]) -> list[tuple[str, float, str, float]]:
-    """`rank_classes` with names, for the worst classes."""
-    return [
-        (names[label], accuracy, "-" if taken_for is None else names[taken_for], share)
-        for label, accuracy, taken_for, share in rank_classes(counts)[:WORST_CLASSES]
-    ]
