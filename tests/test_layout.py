@@ -243,13 +243,17 @@ def commands() -> dict[str, tuple[str, str]]:
     return ast.literal_eval(table)
 
 
-def test_every_tool_is_a_command() -> None:
-    """Those that one starts by themselves; of a package, its __main__."""
-    started = {
-        path for path in (ROOT / "tools").glob("*.py") if 'if __name__ == "__main__":' in path.read_text("utf-8")
-    }
-    names = {path.stem for path in started} | {path.parent.name for path in (ROOT / "tools").glob("*/__main__.py")}
+def test_every_name_in_tools_is_a_command() -> None:
+    """What several of them share is in tools/shared/."""
+    names = {path.stem for path in (ROOT / "tools").iterdir()} - {"__init__", "__pycache__", "shared"}
     assert {module for module, _ in commands().values()} == {"train"} | {f"tools.{name}" for name in names}
+
+
+def test_a_package_has_at_most_twelve_entries() -> None:
+    """A newcomer finds a thing by `ls`. In tools/ and tools/bench/ each entry is a command."""
+    packages = {path.parent for path in FILES if path.name == "__init__.py"} - {ROOT / "tools", ROOT / "tools/bench"}
+    entries = {package: {path.stem for path in package.iterdir()} - {"__init__", "__pycache__"} for package in packages}
+    assert {str(package.relative_to(ROOT)): len(names) for package, names in entries.items() if len(names) > 12} == {}
 
 
 def test_every_package_is_installed() -> None:

@@ -1,4 +1,4 @@
-"""utils/timing/clock.py and tools/ledger.py: where the time of a run went, over all of its starts."""
+"""utils/timing/clock.py and tools/shared/ledger.py: where the time of a run went, over all of its starts."""
 
 import json
 import time
@@ -13,7 +13,7 @@ from tests.test_resume import POLLS
 from tests.test_resume import interrupt as interrupt_at
 from tests.test_train import run as train_run
 from tools import report, runs
-from tools.ledger import find_ledger, show_ledger
+from tools.shared.ledger import find_ledger, show_ledger
 from train import Trainer
 from utils.config import Config
 from utils.distributed.world import World

@@ -163,7 +163,7 @@ def test_one_srun_starts_torchrun_on_all_nodes(tmp_path: Path, script: str, job:
     (srun,) = fake.arguments("srun")
     nodes, processes = job["SLURM_JOB_NUM_NODES"], job["SLURM_GPUS_ON_NODE"]
     assert {f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"} <= set(srun)
-    torchrun = srun[srun.index("tools/slurm_node.sh") + 1 :]
+    torchrun = srun[srun.index("tools/shared/slurm_node.sh") + 1 :]
     assert {
         f"--nnodes={nodes}", f"--nproc_per_node={processes}", "--max_restarts=0", "--rdzv_backend=c10d", "--rdzv_id=4",
         "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from utils.data.datasets.dataset import Split
     from utils.distributed.world import World
 
-PAGE = Path(__file__).with_name("predict_page.html")
+PAGE = Path(__file__).parent / "shared/pages/predict.html"
 CHANGES = {"limit_valid_batches": None}  # every image that can be read
 
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.reports import Report, rates
-from tools.ledger import LABELS, USEFUL, USEFUL_SHARE, find_ledger
 from tools.shared.command_line import new_parser
+from tools.shared.ledger import LABELS, USEFUL, USEFUL_SHARE, find_ledger
 from tools.shared.output import make_folder, printable, write_file
-from tools.shared.page_plots import (
+from tools.shared.pages.plots import (
     Plot,
     Style,
     efficiencies,
@@ -51,7 +51,7 @@ PUBLISHED_CURVES = (
     "The published curves show a cut of the learning rate one epoch before ours, and the last training batch of an "
     "epoch where ours show the mean over its batches."
 )
-PAGE = Path(__file__).with_name("report_page.html")  # a template of Jinja2, which PyTorch needs too
+PAGE = Path(__file__).parent / "shared/pages/report.html"  # a template of Jinja2, which PyTorch needs too
 
 
 @dataclass(frozen=True)

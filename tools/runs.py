@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.ledger import show_ledger
 from tools.shared.command_line import new_parser
+from tools.shared.ledger import show_ledger
 from tools.shared.output import printable
 from tools.shared.read_runs import Run, differences, read, read_run_folder
 from utils.errors import DataError, exit_in_a_line

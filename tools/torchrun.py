@@ -2,7 +2,7 @@
 
     python -m tools.torchrun FILE OPTIONS-OF-TORCHRUN... PROGRAM ...
 
-tools/slurm_node.sh starts it on each node. FILE stays only after a failure.
+tools/shared/slurm_node.sh starts it on each node. FILE stays only after a failure.
 """
 
 import argparse

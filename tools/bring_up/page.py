@@ -13,7 +13,7 @@ from tools.bring_up.progress import BringUpProgress
 from tools.bring_up.published import stand_beside
 from tools.report import Section, duration, gather, render_page, sections_of
 from tools.shared.output import printable, write_file, write_json
-from tools.shared.page_plots import Style
+from tools.shared.pages.plots import Style
 from utils.errors import DataError
 from utils.files import write_atomically
 from utils.program import CODE

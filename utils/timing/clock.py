@@ -1,7 +1,7 @@
 """The clock of a run: what it does at present, the seconds of each activity so far, and how long it still needs.
 
 Whatever needs a time of the run reads it here: throughput, the share of waiting for input, the training time in a
-checkpoint. Each record of metrics.jsonl holds the seconds by activity; tools/ledger.py adds up the starts of a run.
+checkpoint. Each record of metrics.jsonl holds the seconds by activity; tools/shared/ledger.py adds up a run's starts.
 
 The times are the host's. A GPU is some steps behind it, at most to the next log point, where the host waits for it.
 """

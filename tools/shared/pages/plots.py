@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.reports import Rate, Report, rates
-from tools.ledger import LABELS, TimeLedger
+from tools.shared.ledger import LABELS, TimeLedger
 from tools.shared.png_plots import COLOURS
 from tools.shared.read_runs import Run
 
