@@ -80,14 +80,16 @@ def test_steps_are_nearly_orthogonal_and_of_adamws_size(shape):
 
 
 def test_products_are_in_float32_and_tf32_is_as_before(monkeypatch):
-    seen = []
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    seen, switches = [], torch.backends.cuda.matmul
     monkeypatch.setattr(
-        "utils.training.optimizers.muon._orthogonalise",
-        lambda matrix: seen.append(torch.backends.cuda.matmul.allow_tf32),
+        "utils.training.optimizers.muon._orthogonalise", lambda matrix: seen.append(switches.allow_tf32)
     )
-    orthogonalise(torch.ones(2, 2))
-    assert (seen, torch.backends.cuda.matmul.allow_tf32) == ([False], True)
+    before, switches.allow_tf32 = switches.allow_tf32, True
+    try:
+        orthogonalise(torch.ones(2, 2))
+        assert (seen, switches.allow_tf32) == ([False], True)
+    finally:
+        switches.allow_tf32 = before
 
 
 def test_channels_last_makes_no_difference(tiny):

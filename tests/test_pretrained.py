@@ -63,7 +63,7 @@ def test_half_weights_and_the_average_begin_with_them_too(tiny, alone, tmp_path,
     assert torch.equal(trainer.learner.model.state_dict()["conv1.weight"], other["conv1.weight"].bfloat16())
     trainer = Trainer(tiny(pretrained=str(tmp_path / "weights.pth"), ema_decay=0.9), alone, tmp_path / "average")
     trainer._open_folder()
-    assert_equal(trainer.learner.ema.network.state_dict(), other)
+    assert_equal(trainer.learner.validated.state_dict(), other)
 
 
 def test_training_begins_where_the_file_is_and_a_resumed_run_needs_none(tiny, alone, tmp_path, other):
@@ -91,7 +91,7 @@ def test_a_checkpoint_and_its_export_give_the_same_validated_weights(tiny, alone
     trainer = Trainer(tiny(max_epochs=1, **changes), alone, tmp_path / "earlier")
     trainer.train()
     assert export.main([str(tmp_path / "earlier")]) == 0
-    expected = trainer.learner.ema.network.state_dict()
+    expected = trainer.learner.validated.state_dict()
     for file in ("checkpoints/best.pt", "export/model.safetensors"):
         state, _ = begin(tiny(pretrained=str(tmp_path / "earlier" / file)), alone, tmp_path / file)
         assert_equal(state, expected)

@@ -120,7 +120,7 @@ def test_a_seed_that_could_not_be_averaged_is_not_run(
 
 
 def test_the_commit_is_that_of_the_whole_repository() -> None:
-    assert environment.ROOT == ROOT
+    assert environment.CODE == ROOT
 
 
 def test_results_are_no_change_of_the_code(tmp_path: Path) -> None:

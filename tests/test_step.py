@@ -348,7 +348,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.parametrize("has_bf16", [False, True])
 def test_fastest_is_what_each_device_can_do(tiny, alone, has_bf16, monkeypatch):
-    for module in ("precision", "conv_winograd", "conv_products"):
+    for module in ("precision", "kernels.conv.winograd", "kernels.conv.weight_gradient"):
         monkeypatch.setattr(f"utils.training.{module}.has_bf16_kernels", lambda: has_bf16)
     config = tiny("fastest")
     learner = Trainer(config, alone).learner

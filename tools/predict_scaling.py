@@ -122,7 +122,9 @@ def read_work(path: Path) -> tuple[MeasuredStep, str]:
         raise DataError(f"{path}: a forecast begins with images/s of training on one GPU; this report has none")
     chosen = max(alone, key=lambda name: alone[name].images_per_sec)
     try:
-        config = Config.model_validate(alone[chosen].config)
+        measured = alone[chosen].config or {}
+        # without the keys that only an earlier version had
+        config = Config.model_validate({key: measured[key] for key in measured if key in Config.model_fields})
     except ValidationError as error:
         first = error.errors()[0]
         problem = ": ".join([*map(str, first["loc"][:1]), first["msg"]])

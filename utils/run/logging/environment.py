@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torchvision
 
-ROOT = Path(__file__).resolve().parents[2]
+from utils.program import CODE
+
 # Of the environment only these are recorded: all of it could hold secrets.
 RECORDED_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "WORLD_SIZE", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES",
@@ -74,7 +75,7 @@ def read_processors(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[dict[str, str
     return [one for one in facts if "processor" in one]
 
 
-def git_commit(root: Path = ROOT) -> str | None:
+def git_commit(root: Path = CODE) -> str | None:
     """The newest commit that changed anything outside of results/, which names the code; None without git.
 
     So recording or committing the results of one run does not make the next a run of other code.
