@@ -17,6 +17,28 @@ def test_names_in_a_table_are_shown_as_they_are(capsys: pytest.CaptureFixture[st
     assert all(f" {name} " in printed for name in [*names, "[i]name"]) and printed.startswith("[bold]title")
 
 
+def run_a_command(line: str, output: int) -> subprocess.CompletedProcess[str]:
+    """A command whose `main` is one line of Python."""
+    program = f"import sys\nfrom utils.errors import exit_in_a_line\n@exit_in_a_line\ndef main():\n"
+    program += f"    {line}\nsys.exit(main())"
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+
+
+def test_a_command_ends_quietly_when_nobody_reads_its_output() -> None:
+    """As after `| head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = run_a_command("print('x' * 2**20)", writer)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_another_pipe_that_breaks_is_an_error() -> None:
+    ended = run_a_command("raise BrokenPipeError('a peer')", subprocess.DEVNULL)
+    assert ended.returncode == 1 and "BrokenPipeError: a peer" in ended.stderr
+
+
 def test_what_cannot_be_encoded_is_escaped() -> None:
     code = "from tools.shared.output import say\nsay('ü \\udcff')"
     for encoding, expected in (("utf-8", "ü \\udcff\n"), ("ascii", "\\xfc \\udcff\n")):

@@ -4,7 +4,10 @@
 """
 
 import functools
+import os
 import re
+import select
+import signal
 import sys
 from collections.abc import Callable
 from typing import ParamSpec
@@ -52,12 +55,19 @@ class Stopped(ExpectedError):
 
 
 def exit_in_a_line(main: Callable[Parameters, int]) -> Callable[Parameters, int]:
-    """A command's `main` that prints an `ExpectedError` without traceback and returns its status; for Ctrl-C 130."""
+    """A command's `main` that prints an `ExpectedError` without traceback and returns its status; for Ctrl-C 130,
+    and 141 where the reader of its output has left."""
 
     @functools.wraps(main)
     def guarded(*arguments: Parameters.args, **options: Parameters.kwargs) -> int:
         try:
-            return main(*arguments, **options)
+            status = main(*arguments, **options)
+            sys.stdout.flush()
+            return status
+        except BrokenPipeError:
+            if not _reader_is_gone():
+                raise
+            return 128 + signal.SIGPIPE
         except ExpectedError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_status
@@ -66,6 +76,16 @@ def exit_in_a_line(main: Callable[Parameters, int]) -> Callable[Parameters, int]
             return 130
 
     return guarded
+
+
+def _reader_is_gone() -> bool:
+    """Whether nobody reads the standard output any more, as after `| head`; then the rest of the output is dropped."""
+    pipe = select.poll()
+    pipe.register(sys.stdout.fileno(), 0)  # errors are always reported
+    if not any(events & select.POLLERR for _, events in pipe.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def explain(error: Exception) -> ExpectedError | None:
