@@ -19,7 +19,7 @@ def test_names_in_a_table_are_shown_as_they_are(capsys: pytest.CaptureFixture[st
 
 def run_a_command(line: str, output: int) -> subprocess.CompletedProcess[str]:
     """A command whose `main` is one line of Python."""
-    program = f"import sys\nfrom utils.errors import exit_in_a_line\n@exit_in_a_line\ndef main():\n"
+    program = "import sys\nfrom utils.errors import exit_in_a_line\n@exit_in_a_line\ndef main():\n"
     program += f"    {line}\nsys.exit(main())"
     command = [sys.executable, "-c", program]
     return subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
