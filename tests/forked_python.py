@@ -174,7 +174,10 @@ def _guard(client: socket.socket, owner: int) -> None:
     length, streams, _, _ = socket.recv_fds(client, 8, 3)
     size, content = int.from_bytes(length, "little"), b""
     while len(content) < size:
-        content += client.recv(size - len(content))
+        part = client.recv(size - len(content))
+        if not part:  # the client was killed
+            os._exit(0)
+        content += part
     process = os.fork()
     if process == 0:
         client.close()
