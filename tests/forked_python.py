@@ -10,6 +10,7 @@ does not reach the forked process, nor has it the number of the one that was sta
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import select
@@ -18,12 +19,13 @@ import socket
 import sys
 from typing import Any, NoReturn
 
+PR_SET_PDEATHSIG = 1
 FOLDER = "TESTS_FORKED_PYTHON"  # the variable with the folder of the session's server
 PASSED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT}
 PRELOADED = ("pytest", "torch", "torchvision", "numpy", "PIL.Image", "train", "utils.distributed.ranks", "processes")
 # Read by an interpreter or by libraries as they are loaded.
 READ_EARLY = (
-    *("LD_", "LANG", "LC_", "CUDA_", "ATEN_", "MKL_", "DNNL_", "ONEDNN_", "KMP_", "OMP_WAIT"),
+    *("PYTHON", "LD_", "LANG", "LC_", "CUDA_", "ATEN_", "MKL_", "DNNL_", "ONEDNN_", "KMP_", "OMP_WAIT"),
     *("TORCH_LOGS", "TORCH_CPP", "TORCH_COMPILE"),
 )
 
@@ -57,7 +59,8 @@ def _be_python(arguments: list[str]) -> None:
     server = _connect(folder)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until there is a process to pass them on to
     ignored = [number for number in PASSED_ON if signal.getsignal(number) == signal.SIG_IGN]
-    request = {"options": options, "unbuffered": options != arguments, "cwd": os.getcwd(), "ignored": ignored}
+    unbuffered = options != arguments or bool(os.environ.get("PYTHONUNBUFFERED"))
+    request = {"options": options, "unbuffered": unbuffered, "cwd": os.getcwd(), "ignored": ignored}
     content = json.dumps(request | {"environment": dict(os.environ)}).encode()
     socket.send_fds(server, [len(content).to_bytes(8, "little")], [0, 1, 2])
     server.sendall(content)
@@ -88,7 +91,7 @@ def _can_fork(options: list[str], folder: str) -> bool:
     early = [name for name in {*usual, *os.environ} if name.startswith(READ_EARLY)]
     if any(usual.get(name) != os.environ.get(name) for name in early) or surroundings != _surroundings():
         return False
-    return not any(name.startswith("PYTHON") for name in os.environ)
+    return "PYTHONPATH" not in os.environ
 
 
 def _is_of_this_checkout(options: list[str]) -> bool:
@@ -136,13 +139,18 @@ def _start_server(folder: str) -> None:
 
 
 def _serve(listener: socket.socket) -> None:
-    """Fork a process for each request, until the session of tests has ended."""
+    """Fork a process for each request, until the session of tests has ended. Imports that most of them need, once."""
+    import functools
     import importlib
 
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     sys.path[:1] = [root, os.path.join(root, "tests")]
     for name in PRELOADED:
         importlib.import_module(name)
+    from utils.data.datasets import dataset as datasets
+
+    datasets._draw_shapes_dataset = functools.cache(datasets._draw_shapes_dataset)
+    datasets._draw_shapes_dataset(0)  # what most runs want, which takes half a second
     sys.path[:2] = []
     folder = os.environ[FOLDER]
     owner = int(folder.rpartition("-")[2])
@@ -170,6 +178,8 @@ def _exists(process: int) -> bool:
 
 def _guard(client: socket.socket, owner: int) -> None:
     """Run one request in a process of its own; pass signals on to it, and tell how it ended."""
+    import ctypes
+
     client.setblocking(True)
     length, streams, _, _ = socket.recv_fds(client, 8, 3)
     size, content = int.from_bytes(length, "little"), b""
@@ -180,6 +190,7 @@ def _guard(client: socket.socket, owner: int) -> None:
         content += part
     process = os.fork()
     if process == 0:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a test may end its parent, which is this guard
         client.close()
         _run(json.loads(content), streams)
     for stream in (0, 1, 2, *streams):
@@ -197,12 +208,11 @@ def _guard(client: socket.socket, owner: int) -> None:
             os.kill(process, number)
         if (ready and not numbers) or not _exists(owner):  # the client was killed
             os.kill(process, signal.SIGKILL)
-            poll.unregister(client)
+            break
     status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    try:
+    with contextlib.suppress(OSError):
         client.sendall(status.to_bytes(8, "little", signed=True))
-    finally:
-        os._exit(0)
+    os._exit(0)
 
 
 def _run(request: dict[str, Any], streams: list[int]) -> NoReturn:
@@ -220,11 +230,11 @@ def _run(request: dict[str, Any], streams: list[int]) -> NoReturn:
         signal.signal(number, signal.SIG_IGN if number in request["ignored"] else usual)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     sys.executable = f"{os.environ[FOLDER]}/python"
-    standard: list[Any] = [
-        open(0, closefd=False),  # noqa: SIM115
-        open(1, "w", 1 if request["unbuffered"] or os.isatty(1) else -1, closefd=False),  # noqa: SIM115
-        open(2, "w", 1, errors="backslashreplace", closefd=False),  # noqa: SIM115
-    ]
+    output: Any = open(1, "w", 1 if os.isatty(1) else -1, closefd=False)  # noqa: SIM115
+    if request["unbuffered"]:
+        output = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)  # type: ignore[type-var]
+    errors = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    standard: list[Any] = [open(0, closefd=False), output, errors]  # noqa: SIM115
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = standard  # type: ignore[misc]
     status = _interpret(request["options"])
     with contextlib.suppress(OSError):

@@ -3,10 +3,9 @@
 import os
 import socket
 import subprocess
-import sys
 
 import pytest
-from processes import ROOT, without_launcher
+from processes import PYTHON, ROOT, without_launcher
 
 ENDS = {
     "in order": ("print('trained')", 0, None),
@@ -25,7 +24,7 @@ def torchrun(tmp_path, program, *options):
     script, file = tmp_path / "program.py", tmp_path / "torchrun.log"
     script.write_text(program)
     meeting = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'meeting'}"]
-    command = [sys.executable, "-m", "tools.torchrun", str(file), *(options or meeting), str(script)]
+    command = [PYTHON, "-m", "tools.torchrun", str(file), *(options or meeting), str(script)]
     environment = without_launcher(os.environ)
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     return ended.returncode, ended.stderr.splitlines(), file
