@@ -100,7 +100,7 @@ def test_a_switch_trains_like_float32_for_200_steps(tiny, alone, references, nam
 OWN_LAYERS = ("stem", "fused norm", "conv products", "conv winograd")  # by names of SWITCHES
 
 
-@pytest.mark.parametrize(("name", "layers"), zip(OWN_LAYERS, (1, 6, 8, 4), strict=True))
+@pytest.mark.parametrize(("name", "layers"), [*zip(OWN_LAYERS, (1, 6, 8, 4), strict=True)])
 def test_training_continues_with_and_without_our_own_layers(tiny, alone, name, layers):
     """Three steps with them equal three without, up to rounding; then each goes on from the other's state."""
     if name not in SWITCHES:
