@@ -180,7 +180,7 @@ def checkout(revision: str) -> Iterator[Path]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compare the runs of the working tree with those of another revision.")
+    parser = argparse.ArgumentParser(description="Compare runs of the working tree with runs of another revision.")
     parser.add_argument("revision", nargs="?", default="HEAD^", help="default: the parent commit")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME", help=", ".join(RUNS))
     arguments = parser.parse_args()

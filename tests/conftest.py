@@ -62,7 +62,7 @@ RECIPE = {
 
 @pytest.fixture(autouse=True, scope="session")
 def _fork_python() -> Iterator[None]:
-    """What tests and tools start as sys.executable is forked; see forked_python.py."""
+    """Fork the processes that tests and tools start as sys.executable; see forked_python.py."""
     before, folder = sys.executable, os.environ.get(forked_python.FOLDER)
     sys.executable = f"{folder}/python" if folder else before
     yield
