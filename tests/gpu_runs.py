@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cuda_stand_in import stand_in
+from tests.fake_cuda import runtime
 from train import Trainer
 from utils.config import Config
 from utils.distributed.world import World
@@ -31,7 +31,7 @@ def train(config: Config, folder: Path, stop_after: int | None = None) -> tuple[
     train_step, waits = trainer.learner.train_step, set[str]()
 
     def watched(images: torch.Tensor, labels: torch.Tensor) -> None:
-        with stand_in.record() if stand_in.is_active() else nullcontext() as ledger:
+        with runtime.record() if runtime.is_active() else nullcontext() as ledger:
             train_step(images, labels)
         waits.clear()
         waits.update(ledger.waits if ledger else ())
@@ -57,13 +57,13 @@ def goes_on_as_if_not_stopped(config: Config, folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(step, "GRAPH_WARMUP_STEPS", WARMUP)
     graphed = wants_graphs(config, GPU)
     changes: dict[str, Any] = {"limit_train_batches": (GRAPHED_STEPS if graphed else STEPS) // config.max_epochs}
-    if not stand_in.is_active():  # a GPU promises equal bits only so
+    if not runtime.is_active():  # a GPU promises equal bits only so
         changes["deterministic"] = True
     config = Config(**config.model_dump() | changes)
     whole, waits = train(config, folder / "whole")
     learner = whole.learner
     waiting = choose_precision(config, GPU).loss_scale is not None and not config.extra_opt("fused_optimizer")
-    assert bool(waits) is (stand_in.is_active() and waiting), waits
+    assert bool(waits) is (runtime.is_active() and waiting), waits
     train(config, folder / "stopped", STOP_AFTER)
     resumed, _ = train(config, folder / "stopped")
     for trainer in (whole, resumed):

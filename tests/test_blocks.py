@@ -60,7 +60,7 @@ def run(config: Config, folder: Path) -> None:
     assert all(math.isfinite(epoch["loss/valid"]) for epoch in validated)
 
 
-def _on_stand_ins(path: Path, name: str) -> dict[str, Any]:
+def _on_fake_commands(path: Path, name: str) -> dict[str, Any]:
     """The shortened block with the smallest network; drawn shapes in place of CIFAR, small pictures of ImageNet."""
     config = load_config(path, name)
     changes = {"num_classes": CLASSES, "model": "resnet8", "stem": "7x7", "width": 1, "save_checkpoint": False}
@@ -73,7 +73,7 @@ def _blocks_with_every_setting() -> list[Any]:
     has = {
         block: {
             (key, value if isinstance(value, str) else bool(value))
-            for key, value in _on_stand_ins(*block.values).items()
+            for key, value in _on_fake_commands(*block.values).items()
         }
         for block in BLOCKS
     }
@@ -88,7 +88,7 @@ def _blocks_with_every_setting() -> list[Any]:
 def test_every_setting_of_a_block_trains(
     path: Path, name: str, tmp_path: Path, pictures: Callable[[int], Path]
 ) -> None:
-    config = Config(**_on_stand_ins(path, name))
+    config = Config(**_on_fake_commands(path, name))
     where = {"data_path": str(pictures(32))} if config.dataset == "imagenet" else {}
     run(config.model_copy(update=where), tmp_path)
 

@@ -1,4 +1,4 @@
-"""What a step of every block asks of a GPU is what cuda_stand_in/golden_steps.txt says; on the stand-in for CUDA."""
+"""What a step of every block asks of a GPU is what fake_cuda/golden_steps.txt says; on the fake CUDA runtime."""
 
 import os
 import subprocess
@@ -7,14 +7,14 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from tests.cuda_stand_in import golden_steps, stand_in
+from tests.fake_cuda import golden_steps, runtime
 
 # The other two take most of the time: -m slow.
 QUICK = ("cifar10.yaml", "cifar100.yaml")
 GROUPS = [
     pytest.param(group, marks=() if group in QUICK else pytest.mark.slow, id=group) for group in golden_steps.groups()
 ]
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not stand_in.is_active(), reason="counts on the stand-in for CUDA")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not runtime.is_active(), reason="counts on the fake CUDA runtime")]
 
 
 def waits(line: str) -> int:
@@ -26,7 +26,7 @@ def waits(line: str) -> int:
 def test_a_step_of_every_block_asks_of_a_gpu_what_is_recorded(group: str) -> None:
     blocks = dict(golden_steps.groups()[group])
     command = [sys.executable, "-m", golden_steps.__name__, group]
-    environment = os.environ | {"CUDA_STAND_IN_DEVICES": "2"}
+    environment = os.environ | {"FAKE_CUDA_DEVICES": "2"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     counted = {line.split()[0]: line for line in done.stdout.splitlines()}
@@ -39,5 +39,5 @@ def test_a_step_of_every_block_asks_of_a_gpu_what_is_recorded(group: str) -> Non
     versions, recorded = golden_steps.recorded()
     if versions != golden_steps.versions():
         pytest.skip(f"recorded with {versions}, this is {golden_steps.versions()}")
-    remedy = "a change that is meant: python -m tests.cuda_stand_in.golden_steps"
+    remedy = "a change that is meant: python -m tests.fake_cuda.golden_steps"
     assert counted == {block: recorded.get(block) for block in blocks}, remedy

@@ -66,7 +66,7 @@ def losses(trainer: Trainer, gpu: World, steps: int = STEPS) -> torch.Tensor:
     return torch.tensor(history)
 
 
-COMPILED = pytest.param("compiled", marks=pytest.mark.real_gpu("compiled kernels compute nothing on the stand-in"))
+COMPILED = pytest.param("compiled", marks=pytest.mark.real_gpu("compiled kernels compute nothing on the fake runtime"))
 
 
 @pytest.mark.parametrize("mode", [COMPILED if mode == "compiled" else mode for mode in MODES])
@@ -89,7 +89,7 @@ def test_every_mode_trains_like_float32(tiny, gpu, mode):
     torch.testing.assert_close(measured[-10:].mean(), reference[-10:].mean(), rtol=tolerance, atol=0.05)
 
 
-@pytest.mark.real_gpu("the stand-in computes the update by the CPU's kernel")
+@pytest.mark.real_gpu("the fake runtime computes the update by the CPU's kernel")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_the_fused_update_of_half_weights_is_right(tiny, gpu, nesterov, dtype):
@@ -262,7 +262,7 @@ def test_the_gpus_random_state_comes_back(gpu):
     assert torch.equal(torch.rand(4, device="cuda"), drawn)
 
 
-@pytest.mark.real_gpu("the stand-in computes in float32")
+@pytest.mark.real_gpu("the fake runtime computes in float32")
 @pytest.mark.parametrize("enabled", [False, True])
 def test_tf32_shortens_the_mantissa(tiny, gpu, enabled):
     build_measured(on_gpu(tiny, enable_tf32=enabled), gpu)

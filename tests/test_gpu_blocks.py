@@ -1,5 +1,5 @@
-"""Every block of every file in config/ trains, validates, saves and goes on in mid-epoch on a GPU, on small stand-ins
-for network and data. Blocks that differ in nothing that a step or a checkpoint knows of are run once."""
+"""Every block of every file in config/ trains, validates, saves and resumes in mid-epoch on a GPU, on small synthetic
+networks and data. Blocks with equal training settings run once."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import CLASSES
-from tests.cuda_stand_in.golden_steps import FILES, key_of
+from tests.fake_cuda.golden_steps import FILES, key_of
 from tests.gpu_runs import goes_on_as_if_not_stopped
 from utils.config import Config, list_blocks, load_config
 
@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {
     "lr_milestones": (1,), "num_data_workers": 0, "log_freq": 1000, "log_to_screen": False, "log_to_tensorboard": False,
     "enable_profiling": False, "stop_at_accuracy": None, "device": "cuda",
     "save_checkpoint": True,
-    "enable_compile": False,  # compiled kernels compute nothing on the stand-in
+    "enable_compile": False,  # compiled kernels compute nothing on the fake runtime
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs of the stand-in for CUDA (tests/cuda_stand_in), which really speak: what DDP over NCCL trains
+"""Two ranks on two GPUs of the fake CUDA runtime (tests/fake_cuda), which really speak: what DDP over NCCL trains
 equals what it trains over gloo on the CPU. And one process for both (DataParallel), which equals one GPU.
 
 Both compute with PyTorch's CPU kernels, and the sum of two numbers does not depend on their order: the bits were equal.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 import utils.distributed.health.heartbeat
 import utils.distributed.ranks
-from tests.cuda_stand_in import arithmetic, stand_in
+from tests.fake_cuda import arithmetic, runtime
 from train import Trainer
 from utils.config import Config, load_config
 from utils.distributed.health.heartbeat import Heartbeat
@@ -34,7 +34,7 @@ from utils.training.step import GraphedStep
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not stand_in.is_active(), reason="compares numbers of the stand-in for CUDA with the CPU's"),
+    pytest.mark.skipif(not runtime.is_active(), reason="compares numbers of the fake CUDA runtime with the CPU's"),
 ]
 
 BATCH, TOLERANCE = 16, 1e-5
@@ -79,7 +79,7 @@ def train_runs(
             state = {key: value.cpu() for key, value in trainer.learner.model.state_dict().items()}
             torch.save(state, folder / f"{name}-{world.rank}.pt")
         if device == "cuda":
-            print(json.dumps(stand_in.take_troubles()), flush=True)
+            print(json.dumps(runtime.take_troubles()), flush=True)
 
     return run_ranks(action, device, 60, 300)
 
@@ -121,7 +121,7 @@ def train_in_halves(folder: Path, device: str, runs: dict[str, dict[str, Any]]) 
 
 def start(folder: Path, program: Callable[..., int], *arguments: Any, ranks: int = 2) -> list[Ended]:
     port, folder = free_port(), folder / program.__name__
-    variables = [torchrun_variables(rank, ranks, port, CUDA_STAND_IN_DEVICES="2") for rank in range(ranks)]
+    variables = [torchrun_variables(rank, ranks, port, FAKE_CUDA_DEVICES="2") for rank in range(ranks)]
     while folder.exists():
         folder = folder.with_name(f"{folder.name}-again")
     return Job(folder, program, arguments, variables).wait(300)

@@ -38,7 +38,7 @@ NUMBERS: dict[str, list[Any]] = {
     "progressive": [{}, {"progressive_image_sizes": [16], "progressive_image_shares": [0.5]}],
 }
 OTHERS = ["enable_nhwc", "deterministic", "rnd_horizontal_flip", "enable_alternating_flip"]
-# compiled kernels compute nothing on the stand-in; schedules differ in the learning rate alone; three are CPUs'
+# compiled kernels compute nothing on the fake runtime; schedules differ in the learning rate alone; three are CPUs'
 LEFT_OUT = {"enable_compile", "lr_schedule", "lr_scale_rule", "lr_warmup_by"}
 LEFT_OUT |= {"keep_cpu_memory", "conv_weight_products", "conv_winograd"}
 RUN = {"batch_size": 8, "valid_batch_size_per_gpu": 8, "limit_valid_batches": 1, "log_freq": 1000, "lr": 0.01}

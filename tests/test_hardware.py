@@ -226,6 +226,6 @@ def test_a_machine_without_a_driver_says_so() -> None:
 
 
 def test_every_name_is_one_of_the_real_module() -> None:
-    """The staged answers stand in for it."""
+    """The mocked counters replace it."""
     pynvml = pytest.importorskip("pynvml", reason='needs pip install ".[nvml]"')
     assert not [name for name in vars(answers()) if not hasattr(pynvml, name)]

@@ -42,7 +42,7 @@ class Pods:
 PORT = free_port()
 
 
-def stand_in(folder: Path, action: str) -> None:
+def fake_command(folder: Path, action: str) -> None:
     """A `python` that notes its rank and arguments and then does this, in bash."""
     (folder / "python").write_text(
         f'#!/bin/bash\necho "$RANK $LOCAL_RANK $WORLD_SIZE $*" >"{folder}/rank.$RANK"\n{action}\n'
@@ -74,7 +74,7 @@ def test_each_exit_status_has_its_consequence() -> None:
 
 
 def test_each_pod_starts_its_ranks(tmp_path: Path) -> None:
-    stand_in(tmp_path, "")
+    fake_command(tmp_path, "")
     assert Pods(tmp_path, 2, 2, "--config=a", "--set", "b=c  d").wait() == [0, 0]
     started = [(tmp_path / f"rank.{rank}").read_text() for rank in range(4)]
     assert started == [f"{rank} {rank % 2} 4 train.py --config=a --set b=c  d\n" for rank in range(4)]
@@ -85,12 +85,12 @@ def test_each_pod_starts_its_ranks(tmp_path: Path) -> None:
     [("exit 2", 2), ("((RANK < 1)) || exit 3", 3), ("kill -9 $$", 137), ("exit $((1 + 2 * RANK))", 3)],
 )
 def test_pod_ends_with_the_trainings_own_status(tmp_path: Path, action: str, status: int) -> None:
-    stand_in(tmp_path, action)
+    fake_command(tmp_path, action)
     assert Pods(tmp_path, 1, 2).wait() == [status]
 
 
 def test_eviction_reaches_every_rank_which_may_take_its_time(tmp_path: Path) -> None:
-    stand_in(
+    fake_command(
         tmp_path,
         f'trap "sleep 1.5; touch {tmp_path}/saved.$RANK; exit 75" TERM\n'
         f'touch "{tmp_path}/ready.$RANK"\nwhile ((SECONDS < 60)); do sleep 0.05; done',

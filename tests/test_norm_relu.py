@@ -372,7 +372,7 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypa
 
 
 @pytest.mark.gpu
-@pytest.mark.real_gpu("the stand-in computes by the CPU's operations")
+@pytest.mark.real_gpu("the fake runtime computes by the CPU's operations")
 def test_the_kernels_compute_the_same_on_a_gpu() -> None:
     check_kernels("cuda")
 

@@ -1,4 +1,4 @@
-"""submit.slr and submit_multinode.slr: with stand-ins for Slurm's commands, and (marked slurm) on a real cluster."""
+"""submit.slr and submit_multinode.slr: with fake Slurm commands, and (marked slurm) on a real cluster."""
 
 import json
 import os
@@ -24,8 +24,8 @@ SCRIPTS = ["submit.slr", "submit_multinode.slr"]
 # All that the scripts may need on PATH, beside Slurm's commands and python.
 TOOLS = ["bash", "cat", "env", "grep", "ls", "mkdir", "mktemp", "mv", "realpath", "rm", "sed", "seq", "sleep", "touch"]
 
-# What a stand-in does after it has noted its arguments, in bash.
-STAND_INS = {
+# What a fake command does after it has noted its arguments, in bash.
+FAKE_COMMANDS = {
     "srun": 'echo 0 >"$TRAIN_EXIT_STATUS_FILE"',
     "scontrol": '[[ $1 != --oneliner ]] || echo "JobId=4 JobState=RUNNING Reason=None"',
     "sbatch": "",
@@ -46,7 +46,7 @@ exit 1
 
 # Slurm that does not answer this many times.
 def silent(times: int) -> str:
-    return f'echo >>asked; (($(grep -c "" asked) > {times})) || exit 1\n{STAND_INS["scontrol"]}'
+    return f'echo >>asked; (($(grep -c "" asked) > {times})) || exit 1\n{FAKE_COMMANDS["scontrol"]}'
 
 
 # The pauses before Slurm is asked again, left out.
@@ -62,14 +62,14 @@ ON_TWO_NODES = ON_ONE_NODE | {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_
 
 
 class FakeJob:
-    """A batch script under stand-ins for every command but a few of the shell's; `calls` holds their arguments."""
+    """A batch script with fakes of every command but a few of the shell's; `calls` holds their arguments."""
 
-    def __init__(self, folder: Path, stand_ins: Mapping[str, str], environment: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, fake_commands: Mapping[str, str], environment: Mapping[str, str]) -> None:
         self.folder, self.calls, commands = folder, folder / "calls", folder / "commands"
         self.calls.mkdir()
         commands.mkdir()
         link_commands(commands, TOOLS)
-        for name, action in stand_ins.items():
+        for name, action in fake_commands.items():
             note = f'printf "%s\\0" "$@" >"{self.calls}/{name}.$$"'
             make_command(commands, name, f"{note}\n{action}")
         for name in ["train.py", "tools", *SCRIPTS]:
@@ -95,7 +95,7 @@ class FakeJob:
         """Like run, with a signal to the batch shell, and maybe to the step, once the training runs."""
         process = self.start("submit.slr", *args)
         started = self.folder / "started"
-        wait_until("start of the stand-in", 20, started.exists, 0.02)
+        wait_until("start of the fake command", 20, started.exists, 0.02)
         if to_step:
             os.kill(int(started.read_text()), number)
         process.send_signal(number)
@@ -132,8 +132,8 @@ def make_command(folder: Path, name: str, action: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def fake_job(tmp_path: Path, stand_ins: Mapping[str, str] | None = None, /, **environment: str) -> FakeJob:
-    return FakeJob(tmp_path, {**STAND_INS, **(stand_ins or {})}, {**ON_ONE_NODE, **environment})
+def fake_job(tmp_path: Path, fake_commands: Mapping[str, str] | None = None, /, **environment: str) -> FakeJob:
+    return FakeJob(tmp_path, {**FAKE_COMMANDS, **(fake_commands or {})}, {**ON_ONE_NODE, **environment})
 
 
 def headers(script: str) -> dict[str, str]:
@@ -308,10 +308,10 @@ PARTS = '[[ $1 != --oneliner ]] || printf "JobId=%s HetJobId=4 JobState=RUNNING 
 @pytest.mark.parametrize(
     ("number", "scontrol", "array", "job_name"),
     [
-        (signal.SIGUSR1, STAND_INS["scontrol"], {}, "4"),
-        (signal.SIGTERM, STAND_INS["scontrol"], {}, "4"),
+        (signal.SIGUSR1, FAKE_COMMANDS["scontrol"], {}, "4"),
+        (signal.SIGTERM, FAKE_COMMANDS["scontrol"], {}, "4"),
         (signal.SIGUSR1, PARTS, {}, "4"),
-        (signal.SIGUSR1, STAND_INS["scontrol"], {"SLURM_ARRAY_JOB_ID": "3", "SLURM_ARRAY_TASK_ID": "1"}, "3_1"),
+        (signal.SIGUSR1, FAKE_COMMANDS["scontrol"], {"SLURM_ARRAY_JOB_ID": "3", "SLURM_ARRAY_TASK_ID": "1"}, "3_1"),
     ],
     ids=["SIGUSR1", "SIGTERM", "heterogeneous job", "array"],
 )
@@ -393,7 +393,7 @@ def test_without_scontrol_sigterm_says_how_to_go_on(tmp_path: Path) -> None:
 
 def test_job_not_to_be_queued_again_says_how_to_go_on(tmp_path: Path) -> None:
     """sbatch --no-requeue."""
-    refuses = f"[[ $1 != requeue ]] || exit 1; {STAND_INS['scontrol']}"
+    refuses = f"[[ $1 != requeue ]] || exit 1; {FAKE_COMMANDS['scontrol']}"
     job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": refuses, "sleep": NO_PAUSE})
     status, said = job.run_and_signal(signal.SIGUSR1)
     assert status == 75

@@ -430,7 +430,7 @@ def test_memory_estimate_counts_half_weights_once_for_a_batch_of_any_size(tiny, 
 def test_blocks_on_real_data(block, cifar_path, tmp_path):
     """Blocks of the tutorial by name on real CIFAR-100 with the real ResNet50: two epochs of one batch of 128 each.
 
-    test_blocks.py runs all of them on stand-ins."""
+    test_blocks.py runs all of them on synthetic images."""
     command = [
         sys.executable, "train.py", f"--config={block}", f"--run-dir={tmp_path}", "--set", f"data_path={cifar_path}",
         "--set", "max_epochs=2", "--set", "batch_size=128", "--set", f"lr_warmup_epochs={int('warmup' in block)}",

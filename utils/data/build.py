@@ -70,7 +70,7 @@ def find_dataset(config: DataConfig, *, download: bool) -> Dataset:
     if is_own(config.dataset):
         dataset = load_own(config)
     elif not LOADERS[config.data_loader].needs_data and config.dataset in DATASET_SIZES:
-        dataset = _stand_in(config)
+        dataset = _synthetic_images(config)
     elif config.dataset in ("imagefolder", "imagenet"):
         folder = Path(config.data_path)
         opened = open_shards if has_index(folder) else open_folders
@@ -93,7 +93,7 @@ def image_side(config: DataConfig) -> int:
     return (config.image_size if is_own(config.dataset) else None) or IMAGE_SHAPE[-1]
 
 
-def _stand_in(config: DataConfig) -> Dataset:
+def _synthetic_images(config: DataConfig) -> Dataset:
     """Black images of the right number and size, which take no memory."""
     size, version = image_side(config), VERSIONS.get(config.dataset)
     train, valid = (

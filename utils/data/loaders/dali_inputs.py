@@ -22,7 +22,7 @@ BLACK_PIXEL = b"P6 1 1 255\n\0\0\0"  # in the place of an empty batch, which DAL
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """DALI's inputs by name, each [N, ...] or a list of N; the samples that they show, none of a stand-in."""
+    """DALI's inputs by name, each [N, ...] or a list of N; the samples that they show, none of a placeholder."""
 
     inputs: dict[str, Any]
     indices: IntArray

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <map>
 
-#include "stand_in.h"
+#include "fake_cuda.h"
 
 namespace {
 constexpr size_t TOTAL = 150'000'000'000;  // of each device: an H200
@@ -14,7 +14,7 @@ thread_local int device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
 
 int count_devices() {
-  const char* number = getenv("CUDA_STAND_IN_DEVICES");
+  const char* number = getenv("FAKE_CUDA_DEVICES");
   return number ? atoi(number) : 1;
 }
 
@@ -97,7 +97,7 @@ cudaError_t cudaRuntimeGetVersion(int* version) { return cudaDriverGetVersion(ve
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int number) {
   cudaDeviceProp& p = *properties;
   memset(&p, 0, sizeof p);
-  strcpy(p.name, "CUDA stand-in");
+  strcpy(p.name, "fake CUDA runtime");
   memset(p.uuid.bytes, 0x11 + number, 16);
   p.major = 9, p.minor = 0, p.warpSize = 32, p.multiProcessorCount = 132, p.pciBusID = 1 + number;
   p.totalGlobalMem = TOTAL, p.totalConstMem = 65536, p.l2CacheSize = 62914560, p.memPitch = 2147483647;
@@ -167,7 +167,7 @@ cudaError_t cudaGetLastError() {
   return error;
 }
 cudaError_t cudaPeekAtLastError() { return last_error; }
-const char* cudaGetErrorName(cudaError_t error) { return error ? "an error of the CUDA stand-in" : "cudaSuccess"; }
+const char* cudaGetErrorName(cudaError_t error) { return error ? "an error of the fake CUDA runtime" : "cudaSuccess"; }
 const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
     case cudaSuccess: return "no error";
@@ -178,7 +178,7 @@ const char* cudaGetErrorString(cudaError_t error) {
     case cudaErrorStreamCaptureIsolation: return "dependency created on uncaptured work in another stream";
     case cudaErrorStreamCaptureImplicit: return "operation would make the legacy stream depend on a capturing stream";
     case cudaErrorCapturedEvent: return "operation not permitted on an event last recorded in a capturing stream";
-    default: return "an error of the CUDA stand-in";
+    default: return "an error of the fake CUDA runtime";
   }
 }
 

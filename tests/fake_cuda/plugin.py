@@ -1,4 +1,4 @@
-"""pytest's tests marked gpu, on the stand-in for CUDA: `-p tests.cuda_stand_in.plugin`, started by run.sh."""
+"""pytest's tests marked gpu, on the fake CUDA runtime: `-p tests.fake_cuda.plugin`, started by run.sh."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import pytest
 import torch  # noqa: F401 - before the arithmetic, which `with.sh --compute` starts when torch is there
 
-from tests.cuda_stand_in import arithmetic, stand_in
+from tests.fake_cuda import arithmetic, runtime
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not stand_in.is_active():
-        raise pytest.UsageError("the stand-in for CUDA is not loaded: start the tests by tests/cuda_stand_in/run.sh")
+    if not runtime.is_active():
+        raise pytest.UsageError("the fake CUDA runtime is not loaded: start the tests by tests/fake_cuda/run.sh")
     arithmetic.start()
 
 
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _no_trouble() -> Iterator[None]:
     """A test fails on what a GPU would have refused, also where nothing came of it."""
-    stand_in.take_troubles()
+    runtime.take_troubles()
     yield
-    troubles = Counter(stand_in.take_troubles())
+    troubles = Counter(runtime.take_troubles())
     assert not troubles, "\n".join(f"{times} x {what}" for what, times in troubles.items())

@@ -1,7 +1,7 @@
-"""What one training step of every block asks of a GPU, counted on the stand-in for CUDA and kept in golden_steps.txt.
+"""What one training step of every block asks of a GPU, counted on the fake CUDA runtime and kept in golden_steps.txt.
 
-    python -m tests.cuda_stand_in.golden_steps                              # write golden_steps.txt anew
-    python -m tests.cuda_stand_in.golden_steps --kinds cifar100.yaml#bs256  # this block's launches by kind
+    python -m tests.fake_cuda.golden_steps                              # write golden_steps.txt anew
+    python -m tests.fake_cuda.golden_steps --kinds cifar100.yaml#bs256  # this block's launches by kind
 
 The Trainer's own loop runs on black images of the block's size, in one process; dataparallel has two devices. A step is
 what lies between two polls for signals: the next batch on its way, and the step itself. No log point is among them.
@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 import train
-from tests.cuda_stand_in import stand_in
-from tests.cuda_stand_in.arithmetic import Arithmetic
-from tests.cuda_stand_in.build import build, variables
+from tests.fake_cuda import runtime
+from tests.fake_cuda.arithmetic import Arithmetic
+from tests.fake_cuda.build import build, variables
 from utils.config import Config, list_blocks, load_config
 from utils.data import build as data
 from utils.data.datasets.dataset import ImageArrays
@@ -88,8 +88,8 @@ def versions() -> str:
     return f"torch {torch.__version__.split('+')[0]}"
 
 
-def count(work: Sequence[stand_in.Work]) -> Step:
-    ledger = stand_in.Ledger(list(work))
+def count(work: Sequence[runtime.Work]) -> Step:
+    ledger = runtime.Ledger(list(work))
     graphs = [entry.amount for entry in ledger.kernels if entry.name == "graph"]
     copied = [ledger.bytes_copied(direction) for direction in ("to device", "to host")]
     return Step(len(ledger.kernels), len(graphs), sum(graphs), len(ledger.waits), *copied)
@@ -128,7 +128,7 @@ def key_of(config: Config) -> str:
     return json.dumps(values, sort_keys=True, default=str)
 
 
-def trace(config: Config) -> list[stand_in.Work]:
+def trace(config: Config) -> list[runtime.Work]:
     """The work of one step, after those that warm up and capture; two steps must be equal in all."""
     device = torch.device("cuda", 0)
     steps = GRAPH_WARMUP_STEPS + 4 if wants_graphs(config, device) else 4
@@ -137,9 +137,9 @@ def trace(config: Config) -> list[stand_in.Work]:
         trainer = train.Trainer(config, World(rank=0, local_rank=0, world_size=1, device=device), Path(folder))
         marks: list[int] = []
         trainer._log_point = lambda number: None  # type: ignore[method-assign]
-        trainer._obey = lambda asked: marks.append(stand_in.position())  # type: ignore[method-assign]
+        trainer._obey = lambda asked: marks.append(runtime.position())  # type: ignore[method-assign]
         logger = RunLogger(Path(folder), enabled=False, to_screen=False, to_tensorboard=False)
-        with logger.open(epoch=0, step=0) as trainer.log, stand_in.record() as ledger:
+        with logger.open(epoch=0, step=0) as trainer.log, runtime.record() as ledger:
             trainer.train_one_epoch()
     last, before = (ledger.work[start:end] for start, end in list(pairwise(marks))[-2:])
     if count(last) != count(before):
@@ -169,7 +169,7 @@ def prepare() -> None:
         return DecodedImages(blank(len(indices), split.image_shape), indices, {})
 
     train.open_dataset = lambda config, world, fetch: (
-        data._stand_in(config) if config.dataset in data.DATASET_SIZES else opened(config, world)
+        data._synthetic_images(config) if config.dataset in data.DATASET_SIZES else opened(config, world)
     )
     learner.build_optimizer = computed
     torch.amp.GradScaler._maybe_opt_step = step_anyway  # type: ignore[method-assign]
@@ -206,9 +206,9 @@ def recorded() -> tuple[str, dict[str, str]]:
     return first.removeprefix("# ").split(" | ")[0], {line.split()[0]: line for line in lines}
 
 
-def by_kind(work: Sequence[stand_in.Work]) -> dict[str, int]:
+def by_kind(work: Sequence[runtime.Work]) -> dict[str, int]:
     """Launches of each kind, the most frequent first; names that no kind claims stand for themselves."""
-    ledger = stand_in.Ledger(list(work))
+    ledger = runtime.Ledger(list(work))
     kinds = Counter(
         next((kind for kind, pattern in KINDS.items() if re.search(pattern, entry.name)), entry.name[:100])
         for entry in ledger.kernels
@@ -217,10 +217,10 @@ def by_kind(work: Sequence[stand_in.Work]) -> dict[str, int]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    if not stand_in.is_active():
+    if not runtime.is_active():
         with tempfile.TemporaryDirectory() as folder:
             build(Path(folder))
-            environment = os.environ | variables(Path(folder)) | {"CUDA_STAND_IN_DEVICES": "2"}
+            environment = os.environ | variables(Path(folder)) | {"FAKE_CUDA_DEVICES": "2"}
             command = [sys.executable, "-m", __spec__.name, *arguments]
             return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
     # a batch of 1024 images of 224 pixels needs more addresses than other tests may have
@@ -240,7 +240,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         lines = {line.split()[0]: line for group in groups() for line in rows(group)}
         ordered = [lines[f"{path.name}#{name}"] for path in FILES for name in list_blocks(path)]
-        head = [f"# {versions()} | python -m tests.cuda_stand_in.golden_steps | one step, see there", HEADER]
+        head = [f"# {versions()} | python -m tests.fake_cuda.golden_steps | one step, see there", HEADER]
         TABLE.write_text("\n".join([*head, *ordered]) + "\n", encoding="utf-8")
     return 0
 

@@ -14,7 +14,7 @@
 #include <random>
 #include <vector>
 
-#include "stand_in.h"
+#include "fake_cuda.h"
 
 extern "C" int stand_in_live_graphs_with_nccl();
 
@@ -98,7 +98,7 @@ void reduce_as(const std::vector<const char*>& all, char* to, size_t count, nccl
 }
 void combine(const Call& call, const std::vector<const char*>& all, char* to, size_t count) {
   if (call.root >= 0) memmove(to, all[call.root], count * bytes_of(call.type));
-  else if (call.operation > ncclAvg) trouble("a reduction that the stand-in for NCCL does not know");
+  else if (call.operation > ncclAvg) trouble("a reduction that the fake NCCL does not know");
   else switch (call.type) {
     case ncclFloat16: return reduce_as<_Float16, float>(all, to, count, call.operation);
     case ncclBfloat16: return reduce_as<Bfloat16, float>(all, to, count, call.operation);
@@ -206,7 +206,7 @@ ncclResult_t ncclGetVersion(int* version) {
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   std::random_device random;
   *id = {};
-  snprintf(id->internal, sizeof id->internal, "/dev/shm/nccl-stand-in-%08x%08x", random(), random());
+  snprintf(id->internal, sizeof id->internal, "/dev/shm/fake-nccl-%08x%08x", random(), random());
   return ncclSuccess;
 }
 ncclResult_t ncclCommInitRank(ncclComm_t* communicator, int size, ncclUniqueId id, int rank) {
@@ -224,7 +224,7 @@ ncclResult_t ncclCommInitAll(ncclComm_t* communicators, int size, const int*) {
   return ncclSuccess;
 }
 ncclResult_t ncclCommSplit(ncclComm_t, int, int, ncclComm_t*, ncclConfig_t*) {
-  trouble("the stand-in for NCCL splits no communicator");
+  trouble("the fake NCCL splits no communicator");
   return ncclInvalidUsage;
 }
 ncclResult_t ncclCommCount(const ncclComm_t communicator, int* count) {
@@ -239,7 +239,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) {
   *error = ncclSuccess;
   return ncclSuccess;
 }
-const char* ncclGetErrorString(ncclResult_t) { return "an error of the NCCL stand-in"; }
+const char* ncclGetErrorString(ncclResult_t) { return "an error of the fake NCCL"; }
 const char* ncclGetLastError(ncclComm_t) { return ""; }
 ncclResult_t ncclCommDestroy(ncclComm_t) { return end("ncclCommDestroy"); }
 ncclResult_t ncclCommAbort(ncclComm_t) { return end("ncclCommAbort"); }
@@ -273,11 +273,11 @@ ncclResult_t ncclAllGather(const void* from, void* to, size_t count, ncclDataTyp
   return collective("ncclAllGather", GATHER, from, to, count, type, ncclSum, -1, communicator, stream);
 }
 ncclResult_t ncclSend(const void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) {
-  trouble("the stand-in for NCCL knows no messages from one rank to another");
+  trouble("the fake NCCL knows no messages from one rank to another");
   return ncclInvalidUsage;
 }
 ncclResult_t ncclRecv(void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) {
-  trouble("the stand-in for NCCL knows no messages from one rank to another");
+  trouble("the fake NCCL knows no messages from one rank to another");
   return ncclInvalidUsage;
 }
 }

@@ -1,4 +1,4 @@
-"""What the stand-in for CUDA saw, for Python: work on streams, waits of the host, and what a GPU would have refused."""
+"""What the fake CUDA runtime saw, for Python: work on streams, waits of the host, and what a GPU would have refused."""
 
 import ctypes
 import os
@@ -39,8 +39,8 @@ class Ledger:
 
 
 def is_active() -> bool:
-    """Whether this process runs on the stand-in."""
-    return "libcuda_stand_in" in os.environ.get("LD_PRELOAD", "")
+    """Whether this process runs on the fake runtime."""
+    return "libfake_cuda" in os.environ.get("LD_PRELOAD", "")
 
 
 def load_library() -> ctypes.CDLL:

@@ -1,7 +1,7 @@
-// What happened: work by name and stream, waits, and troubles. Python reads it through ctypes (stand_in.py).
+// What happened: work by name and stream, waits, and troubles. Python reads it through ctypes (runtime.py).
 #include <vector>
 
-#include "stand_in.h"
+#include "fake_cuda.h"
 
 std::recursive_mutex everything;
 

@@ -1,6 +1,6 @@
-"""Builds the stand-in for CUDA with the machine's C++ compiler and the headers in PyTorch's own packages (README.md).
+"""Builds the fake CUDA runtime with the machine's C++ compiler and the headers in PyTorch's own packages (README.md).
 
-python tests/cuda_stand_in/build.py DIR     # writes DIR/libcuda_stand_in.so and DIR/libcuda.so.1
+python tests/fake_cuda/build.py DIR     # writes DIR/libfake_cuda.so and DIR/libcuda.so.1
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ SMALL_HEADERS = {
 
 
 class Unavailable(Exception):
-    """This machine cannot build the stand-in; the message says what it lacks."""
+    """This machine cannot build the fake CUDA runtime; the message says what it lacks."""
 
 
 def build(folder: Path) -> None:
@@ -73,7 +73,7 @@ def build(folder: Path) -> None:
     offered = re.findall(r"\bCUDAAPI (cu[A-Z]\w+)|\b(cu[A-Z][A-Za-z0-9]+_v\d)\b", (include / "cuda.h").read_text())
     driver = {name for pair in offered for name in pair if name}
     _write_rest(folder / "driver_rest.c", driver - _symbols("--defined-only", folder / "driver.o"))
-    compile_to(folder / "libcuda_stand_in.so", "-shared", *map(str, runtime), "-xc", str(folder / "runtime_rest.c"))
+    compile_to(folder / "libfake_cuda.so", "-shared", *map(str, runtime), "-xc", str(folder / "runtime_rest.c"))
     compile_to(
         folder / "libcuda.so.1", "-shared", "-Wl,-soname,libcuda.so.1", str(folder / "driver.o"),
         "-xc", str(folder / "driver_rest.c"), "-ldl",
@@ -83,9 +83,9 @@ def build(folder: Path) -> None:
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """The environment in which a process finds the stand-in where CUDA would be."""
+    """The environment in which a process finds the fake runtime where CUDA would be."""
     return {
-        "LD_PRELOAD": str(folder / "libcuda_stand_in.so"),
+        "LD_PRELOAD": str(folder / "libfake_cuda.so"),
         "LD_LIBRARY_PATH": str(folder),
         "TRITON_LIBCUDA_PATH": str(folder),
     }
@@ -115,5 +115,5 @@ if __name__ == "__main__":
     try:
         build(target)
     except Unavailable as reason:
-        sys.exit(f"error: the CUDA stand-in cannot be built: {reason}")
+        sys.exit(f"error: the fake CUDA runtime cannot be built: {reason}")
     print("".join(f"export {name}={value}\n" for name, value in variables(target).items()), end="")

@@ -1,4 +1,4 @@
-"""The stand-in for CUDA itself: what it computes, what it counts, and what it refuses."""
+"""The fake CUDA runtime itself: what it computes, what it counts, and what it refuses."""
 
 import json
 import os
@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.cuda_stand_in.build import Unavailable, build, variables
+from tests.fake_cuda.build import Unavailable, build, variables
 
 PROGRAM = """
 import json, sys, time
 import torch
 from torch import nn
-from tests.cuda_stand_in import arithmetic, stand_in
+from tests.fake_cuda import arithmetic, runtime
 
 arithmetic.start()
 seen = {}
 
 def attempt(name, action):
-    stand_in.take_troubles()
+    runtime.take_troubles()
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
@@ -31,7 +31,7 @@ def attempt(name, action):
         outcome = "captured"
     except Exception as error:
         outcome = str(error).splitlines()[0]
-    seen[name] = [outcome, stand_in.take_troubles()]
+    seen[name] = [outcome, runtime.take_troubles()]
     return graph
 
 device, other = torch.device("cuda"), torch.cuda.Stream()
@@ -59,7 +59,7 @@ def train(where):
     nn.functional.cross_entropy(model(images), torch.arange(4, device=where)).backward()
     return [parameter.grad.cpu() for parameter in model.parameters()]
 
-with stand_in.record() as ledger:
+with runtime.record() as ledger:
     gradients = train("cuda")
 seen["equal"] = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients, train("cpu")))
 seen["convolutions"] = [work.name for work in ledger.kernels if "convolution" in work.name]
@@ -73,13 +73,13 @@ time.sleep(0.5)  # autograd's threads come to rest, else they may abort while Py
 
 
 @pytest.fixture(scope="module")
-def on_stand_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """on_stand_in(program, *arguments, PYTHONPATH=...): what a Python program says there."""
-    folder = tmp_path_factory.mktemp("cuda_stand_in")
+def on_fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """on_fake_cuda(program, *arguments, PYTHONPATH=...): what a Python program says there."""
+    folder = tmp_path_factory.mktemp("fake_cuda")
     try:
         build(folder)
     except Unavailable as reason:
-        pytest.skip(f"the stand-in for CUDA cannot be built: {reason}")
+        pytest.skip(f"the fake CUDA runtime cannot be built: {reason}")
 
     def say(program: str, *arguments: str, **environment: str) -> str:
         done = subprocess.run(
@@ -93,8 +93,8 @@ def on_stand_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 
 @pytest.fixture(scope="module")
-def seen(on_stand_in: Callable[..., str]) -> dict[str, Any]:
-    return json.loads(on_stand_in(PROGRAM, PYTHONPATH=str(ROOT)))
+def seen(on_fake_cuda: Callable[..., str]) -> dict[str, Any]:
+    return json.loads(on_fake_cuda(PROGRAM, PYTHONPATH=str(ROOT)))
 
 
 def test_a_capture_computes_nothing_and_each_replay_does(seen: dict[str, Any]) -> None:
@@ -127,11 +127,11 @@ def test_work_is_counted_with_types_and_layouts(seen: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("words", "total"), [([], "3.0"), (["-m", "tools.bench"], "0.0")])
 def test_a_process_computes_where_the_path_says_so_and_a_bench_only_launches(
-    on_stand_in: Callable[..., str], words: list[str], total: str
+    on_fake_cuda: Callable[..., str], words: list[str], total: str
 ) -> None:
-    path = f"{ROOT / 'tests/cuda_stand_in/site'}:{ROOT}"
+    path = f"{ROOT / 'tests/fake_cuda/site'}:{ROOT}"
     program = "import torch; print(torch.ones(3, device='cuda').sum().item())"
-    assert on_stand_in(program, *words, PYTHONPATH=path).strip() == total
+    assert on_fake_cuda(program, *words, PYTHONPATH=path).strip() == total
 
 
 def test_a_machine_that_cannot_build_it_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +139,6 @@ def test_a_machine_that_cannot_build_it_says_why(tmp_path: Path, monkeypatch: py
         return lambda command: None if command == name else f"/usr/bin/{command}"
 
     for name, reason in (("g++", "no g\\+\\+"), ("nm", "no nm")):
-        monkeypatch.setattr("tests.cuda_stand_in.build.shutil.which", without(name))
+        monkeypatch.setattr("tests.fake_cuda.build.shutil.which", without(name))
         with pytest.raises(Unavailable, match=reason):
             build(tmp_path)

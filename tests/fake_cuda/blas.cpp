@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include "stand_in.h"
+#include "fake_cuda.h"
 
 namespace {
 enum Status { SUCCESS = 0, EXECUTION_FAILED = 13 };

@@ -34,7 +34,7 @@ CUresult cuDeviceGet(CUdevice* device, int number) {
 }
 CUresult cuDeviceGetCount(int* count) { return (CUresult)runtime<int (*)(int*)>("cudaGetDeviceCount")(count); }
 CUresult cuDeviceGetName(char* text, int length, CUdevice) {
-  snprintf(text, length, "CUDA stand-in");
+  snprintf(text, length, "fake CUDA runtime");
   return CUDA_SUCCESS;
 }
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
@@ -64,7 +64,7 @@ CUresult cuCtxGetDevice(CUdevice* device) {
   return CUDA_SUCCESS;
 }
 CUresult cuGetErrorString(CUresult, const char** text) {
-  *text = "an error of the CUDA stand-in";
+  *text = "an error of the fake CUDA runtime";
   return CUDA_SUCCESS;
 }
 CUresult cuGetErrorName(CUresult error, const char** text) { return cuGetErrorString(error, text); }

@@ -1,4 +1,4 @@
-"""Python imports this by itself where PYTHONPATH holds its folder (with.sh --compute): the stand-in for CUDA computes
+"""Python imports this by itself where PYTHONPATH holds its folder (with.sh --compute): the fake CUDA runtime computes
 in each process from the end of its `import torch` on. Benches, with the processes that they start, only launch, but for
 those that train: of what the others compute nothing is read, and the CPU needs minutes for a GPU's sizes. torch.compile
 is off: the kernels that it makes compute nothing here."""
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 
-LAUNCHES_ONLY = "CUDA_STAND_IN_LAUNCHES_ONLY"
+LAUNCHES_ONLY = "FAKE_CUDA_LAUNCHES_ONLY"
 TRAINING = {"record", "scaling"}  # benches whose runs read their own losses
 
 
@@ -30,7 +30,7 @@ class _AfterTorch(MetaPathFinder):
 
             def and_compute(module: ModuleType) -> None:
                 execute(module)
-                from tests.cuda_stand_in import arithmetic
+                from tests.fake_cuda import arithmetic
 
                 arithmetic.start()
 

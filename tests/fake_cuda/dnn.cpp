@@ -6,7 +6,7 @@
 #include <map>
 #include <vector>
 
-#include "stand_in.h"
+#include "fake_cuda.h"
 
 namespace {
 struct Handle {
@@ -63,7 +63,7 @@ cudnnStatus_t cudnnGetProperty(libraryPropertyType property, int* value) {
   return CUDNN_STATUS_SUCCESS;
 }
 const char* cudnnGetErrorString(cudnnStatus_t status) {
-  return status ? "an error of the cuDNN stand-in" : "CUDNN_STATUS_SUCCESS";
+  return status ? "an error of the fake cuDNN" : "CUDNN_STATUS_SUCCESS";
 }
 void cudnnGetLastErrorString(char* text, size_t length) {
   if (length) *text = 0;

@@ -7,7 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "stand_in.h"
+#include "fake_cuda.h"
 
 void note(const std::string& name, bool captured, size_t amount);
 

@@ -1,4 +1,4 @@
-"""Numbers for the stand-in for CUDA, whose kernels do nothing: PyTorch's CPU kernels do their work instead.
+"""Numbers for the fake CUDA runtime, whose kernels do nothing: PyTorch's CPU kernels do their work instead.
 
 What a graph captures is kept, and repeated at the same addresses whenever the graph is replayed: a stale address shows
 as a wrong number. Convolutions, products, batch normalisations and SGD of half precision are computed in float32 and
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from tests.cuda_stand_in import stand_in, sync_batch_norm
+from tests.fake_cuda import runtime, sync_batch_norm
 
 aten = torch.ops.aten
 HALVES = (torch.float16, torch.bfloat16)
@@ -200,7 +200,7 @@ def start() -> None:
 
     run, threading.Thread.run = threading.Thread.run, run_and_compute  # type: ignore[method-assign]
     as_text, torch._tensor_str._str = torch._tensor_str._str, print_as_on_cpu
-    library = stand_in.load_library()
+    library = runtime.load_library()
     Arithmetic.listener = ctypes.CFUNCTYPE(None, ctypes.c_size_t)(repeat_collective)
     library.stand_in_on_captured_collective(Arithmetic.listener)
     graph.capture_begin, graph.capture_end, graph.replay = capture_begin, capture_end, replay_and_compute

@@ -1,4 +1,4 @@
-// What the files of the stand-in share.
+// Shared by the files of the fake CUDA runtime.
 #pragma once
 #include <cuda_runtime_api.h>
 
