@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from utils.base_config import Fact, OneOf, SharedConfig
+from utils.base_config import KeyFlag, OneOf, SharedConfig
 from utils.user_code import OWN_FORM, OWN_PATTERN, is_own
 
 
@@ -55,15 +55,15 @@ def find_network(model: str) -> Network:
 class ModelConfig(SharedConfig):
     """model"""
 
-    model: Annotated[str, OneOf(NETWORKS, FORMS), Fact.FIXED] = "resnet50"
+    model: Annotated[str, OneOf(NETWORKS, FORMS), KeyFlag.FIXED_ON_RESUME] = "resnet50"
     """torchvision's ResNets, VGG16 and AlexNet, or small: resnet8, 9, 20, 56, airbench. vgg16_bn has BatchNorm;
     resnet8, 20 and 56 are He's for CIFAR; resnet9 is Page's, airbench and airbench96 are after
     Jordan's, for few epochs. Or your own, package.module:function, which is called with num_classes, or one of timm's,
     timm:NAME."""
-    stem: Annotated[Literal["7x7", "3x3", "imagenet"], Fact.FIXED] = "7x7"
+    stem: Annotated[Literal["7x7", "3x3", "imagenet"], KeyFlag.FIXED_ON_RESUME] = "7x7"
     """First convolution of large ResNets: 7x7 (the tutorial's) or 3x3, stride 1, no max-pool. imagenet: torchvision's
     own, for 224 pixels; so are VGG16 and AlexNet with it."""
-    width: Annotated[int, Field(ge=1, le=64), Fact.FIXED] = 1
+    width: Annotated[int, Field(ge=1, le=64), KeyFlag.FIXED_ON_RESUME] = 1
     """Small ResNets and airbench: times 16 channels in the first stage. He's have 1, Page's and Jordan's 4."""
 
     pretrained: Annotated[str, Field(min_length=1)] | None = None

@@ -1,4 +1,4 @@
-"""What all groups of configuration keys share: the base class, number types, facts about a key, and the shared keys.
+"""The base class of all groups of configuration keys, number types, key flags, and the shared keys.
 
 Each component declares its keys beside its code as a subclass of `BaseConfig`, with types, defaults and docstrings
 (models/config.py, utils/data/config.py, ...); `utils.config.Config` inherits from all of them. The first sentence of a
@@ -22,11 +22,12 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Fact(Enum):
-    """What is true of a key beyond its type, written as `Annotated[TYPE, FACT]`."""
+class KeyFlag(Enum):
+    """A property of a key beyond its type: `Annotated[TYPE, KeyFlag.NAME]`. A key without a flag is a training setting
+    that only an explicit `--resume PATH` may change."""
 
-    FIXED = "saved tensors and positions in the data depend on it: a run cannot be resumed with another value"
-    NO_HYPERPARAMETER = "changes no result: not in TensorBoard's HParams, and a run goes on with another value"
+    FIXED_ON_RESUME = "saved tensors or positions in the data depend on it: a run never resumes with another value"
+    FREE_ON_RESUME = "no hyperparameter: not in TensorBoard's HParams, and a run resumes with any value"
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,9 @@ class BaseConfig(BaseModel):
     )
 
     @classmethod
-    def with_fact(cls, fact: Fact) -> list[str]:
-        """The keys of which `fact` is true."""
-        return [name for name, field in cls.model_fields.items() if fact in field.metadata]
+    def keys_with(cls, flag: KeyFlag) -> list[str]:
+        """Names of the keys that carry `flag`."""
+        return [name for name, field in cls.model_fields.items() if flag in field.metadata]
 
 
 class SharedConfig(BaseConfig):
@@ -67,13 +68,13 @@ class SharedConfig(BaseConfig):
 
     device: Annotated[str, OneOf(("auto", "cpu", "cuda"))] = "auto"
     """auto: CUDA where there is a GPU, else the CPU."""
-    seed: Annotated[NonNegativeInt, Fact.FIXED] = 0
+    seed: Annotated[NonNegativeInt, KeyFlag.FIXED_ON_RESUME] = 0
     """Weights, order and augmentation follow from it."""
     deterministic: bool = False
     """Use only deterministic kernels: equal bits in every run, slower on a GPU."""
-    num_classes: Annotated[int, Field(ge=2, le=MAX_INT), Fact.FIXED] = 100
+    num_classes: Annotated[int, Field(ge=2, le=MAX_INT), KeyFlag.FIXED_ON_RESUME] = 100
     """Outputs of the network; must be what the dataset has."""
-    batch_size: Annotated[PositiveInt, Fact.FIXED] = 128
+    batch_size: Annotated[PositiveInt, KeyFlag.FIXED_ON_RESUME] = 128
     """Images in one optimizer step, over ALL ranks."""
     micro_batch_size: PositiveInt | None = None
     """Images in one forward pass of one rank, at most; null: the rank's whole share. The rest comes by gradient

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.shared.command_line import as_settings
-from utils.base_config import Fact
+from utils.base_config import KeyFlag
 from utils.config import Config, override
 from utils.config.command_line import not_empty, report_error
 from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError
@@ -82,7 +82,7 @@ def open_trained(path: Path, settings: list[str]) -> Trained:
     found, state, notes = find_checkpoint(path)
     config = read_config(found, state)
     changed = override(config, settings)
-    for key in Config.with_fact(Fact.FIXED):
+    for key in Config.keys_with(KeyFlag.FIXED_ON_RESUME):
         if getattr(changed, key) != getattr(config, key):
             raise ConfigError(f"--set {key}: cannot be changed after training; it was {getattr(config, key)!r}")
     return Trained(found, state, changed, notes)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from utils.base_config import Fact, NonNegativeInt, OneOf, PositiveInt, SharedConfig
+from utils.base_config import KeyFlag, NonNegativeInt, OneOf, PositiveInt, SharedConfig
 from utils.user_code import OWN_FORM, OWN_PATTERN
 
 PerChannel = Field(strict=False, min_length=3, max_length=3)
@@ -35,27 +35,27 @@ DATASETS = ("cifar100", "cifar10", "shapes", "imagefolder", "imagenet")
 class DatasetConfig(SharedConfig):
     """dataset"""
 
-    dataset: Annotated[str, OneOf(DATASETS, {OWN_FORM: OWN_PATTERN}), Fact.FIXED] = "cifar100"
+    dataset: Annotated[str, OneOf(DATASETS, {OWN_FORM: OWN_PATTERN}), KeyFlag.FIXED_ON_RESUME] = "cifar100"
     """cifar100, cifar10, shapes (built in, needs no file), imagefolder, imagenet. The last two are images in class
     folders, data_path/train/CLASS/ and data_path/val/CLASS/, or the shards that tools.prepare_data makes of them. Or
     your own, package.module:function, called with data_path; utils/data/datasets/custom.py says what it returns."""
-    data_path: Annotated[str, Field(min_length=1), Fact.NO_HYPERPARAMETER] = "./data"
+    data_path: Annotated[str, Field(min_length=1), KeyFlag.FREE_ON_RESUME] = "./data"
     """Holds cifar-100-binary/ or torchvision's folder; of class folders train/ and val/, of shards shards.index."""
     cifar100_mean: Annotated[
-        tuple[Annotated[float, Field(ge=0, le=1)], ...], PerChannel, Fact.NO_HYPERPARAMETER
+        tuple[Annotated[float, Field(ge=0, le=1)], ...], PerChannel, KeyFlag.FREE_ON_RESUME
     ] = (0.5070751592371323, 0.48654887331495095, 0.4409178433670343)  # fmt: skip
     """Per-channel mean of CIFAR-100's training images, in [0, 1]; other datasets have their own."""
     cifar100_std: Annotated[
-        tuple[Annotated[float, Field(gt=0, le=1)], ...], PerChannel, Fact.NO_HYPERPARAMETER
+        tuple[Annotated[float, Field(gt=0, le=1)], ...], PerChannel, KeyFlag.FREE_ON_RESUME
     ] = (0.2673342858792401, 0.2564384629170883, 0.27615047132568404)  # fmt: skip
     """Per-channel standard deviation of CIFAR-100's training images, in [0, 1]."""
-    holdout_images: Annotated[NonNegativeInt, Fact.FIXED] = 0
+    holdout_images: Annotated[NonNegativeInt, KeyFlag.FIXED_ON_RESUME] = 0
     """Hold out training images to validate on; the test images are then read once, at the end. The same share of each
     class. 0: validate on the test images, as the tutorial does, so that what is chosen by them (the best epoch,
     stop_at_accuracy, a search) looks better than it is on images that nobody has seen."""
     image_size: PositiveInt | None = None
     """Image files: pixels; null: 224 for imagenet, else the median shorter side."""
-    shard_groups: Annotated[PositiveInt, Fact.FIXED] = 1
+    shard_groups: Annotated[PositiveInt, KeyFlag.FIXED_ON_RESUME] = 1
     """Shards: deal them out to this many groups in each epoch, so that a rank reads the shards of its groups only. A
     multiple of the ranks that divides batch_size; 1: one order over all images, the same as of class folders."""
 
@@ -89,19 +89,19 @@ class LoaderConfig(SharedConfig):
     data_loader: Annotated[str, OneOf(LOADERS)] = "torchvision"
     """torchvision (worker processes), dali, device (whole dataset there), synthetic (no input). synthetic gives the
     same random batch again and again, to time computing alone."""
-    num_data_workers: Annotated[NonNegativeInt, Fact.NO_HYPERPARAMETER] = 6
+    num_data_workers: Annotated[NonNegativeInt, KeyFlag.FREE_ON_RESUME] = 6
     """Workers (torchvision) or threads (dali) of each rank, at most its cores; 0: none."""
-    valid_batch_size_per_gpu: Annotated[PositiveInt, Fact.NO_HYPERPARAMETER] = 128
+    valid_batch_size_per_gpu: Annotated[PositiveInt, KeyFlag.FREE_ON_RESUME] = 128
     """Validation images in one forward pass of one rank, on a GPU or not."""
-    limit_train_batches: Annotated[PositiveInt | None, Fact.FIXED] = None
+    limit_train_batches: Annotated[PositiveInt | None, KeyFlag.FIXED_ON_RESUME] = None
     """Train on this many batches of each epoch only; null: all."""
     limit_valid_batches: PositiveInt | None = None
     """Validate on this many batches of each rank only; null: all."""
-    enable_profiling: Annotated[bool, Fact.NO_HYPERPARAMETER] = False
+    enable_profiling: Annotated[bool, KeyFlag.FREE_ON_RESUME] = False
     """PROF: NVTX ranges for Nsight Systems, else a trace with a summary."""
-    profiling_epoch_start: Annotated[PositiveInt, Fact.NO_HYPERPARAMETER] = 2
+    profiling_epoch_start: Annotated[PositiveInt, KeyFlag.FREE_ON_RESUME] = 2
     """PROF: the epoch that is profiled, counted from 1."""
-    profiling_iters_per_epoch: Annotated[PositiveInt, Fact.NO_HYPERPARAMETER] = 100
+    profiling_iters_per_epoch: Annotated[PositiveInt, KeyFlag.FREE_ON_RESUME] = 100
     """PROF: training batches of each epoch while profiling is enabled."""
 
     @property

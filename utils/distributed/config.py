@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from utils.base_config import Fact, PositiveFloat, SharedConfig
+from utils.base_config import KeyFlag, PositiveFloat, SharedConfig
 
 
 class DistributedConfig(SharedConfig):
@@ -15,8 +15,8 @@ class DistributedConfig(SharedConfig):
     """DDP: MiB of gradients in one all-reduce. Buckets are reduced while backward still computes the others."""
     enable_sync_bn: bool = False
     """DDP: BatchNorm over the whole global batch; CUDA only. Without it each rank sees its own micro-batch."""
-    start_timeout_seconds: Annotated[PositiveFloat, Fact.NO_HYPERPARAMETER] = 600
+    start_timeout_seconds: Annotated[PositiveFloat, KeyFlag.FREE_ON_RESUME] = 600
     """Seconds to wait at the start for all ranks; then the run ends and names the missing ones."""
-    collective_timeout_seconds: Annotated[PositiveFloat, Fact.NO_HYPERPARAMETER] = 600
+    collective_timeout_seconds: Annotated[PositiveFloat, KeyFlag.FREE_ON_RESUME] = 600
     """Seconds that a rank waits in a collective for the others. Rank 0's download of a dataset is such a wait. A rank
     that gives no sign of life for so long, for it was killed or stopped or is cut off, ends the others."""

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from utils.base_config import BaseConfig, Fact, render
+from utils.base_config import BaseConfig, KeyFlag, render
 from utils.distributed.launch import job_name, was_restarted
 from utils.errors import CheckpointError, ExpectedError
 from utils.files import FolderHeldError, lock_folder, remove_leftovers, sign_lock, write_atomically
@@ -84,7 +84,7 @@ def open_run(
                 nothing_left = source.state["epoch"] >= config.model_dump()["max_epochs"]
                 check_same_run(folder, saved, config, nothing_left=nothing_left)
             changed = checkpoint.check_fit(
-                source.path, saved, config.model_dump(mode="json"), config.with_fact(Fact.FIXED)
+                source.path, saved, config.model_dump(mode="json"), config.keys_with(KeyFlag.FIXED_ON_RESUME)
             )
             checkpoint.check_weights_fit(source.path, source.state["model"], weights)
             checkpoint.check_data_fits(source.path, source.state["data"], data)

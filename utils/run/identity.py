@@ -1,6 +1,6 @@
 """A run is its configuration: a start never goes on by itself with a run that was trained with other values.
 
-Keys that change no result (`Fact.NO_HYPERPARAMETER`: logging, workers, timeouts, checkpoints) may differ.
+Keys that change no result (`KeyFlag.FREE_ON_RESUME`: logging, workers, timeouts, checkpoints) may differ.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from utils.base_config import BaseConfig, Fact, as_yaml
+from utils.base_config import BaseConfig, KeyFlag, as_yaml
 from utils.errors import ConfigError
 from utils.run.checkpoint.io import config_digest
 
@@ -21,7 +21,7 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], config: BaseConfig, *
     """`ConfigError` where the run in `folder`, with the configuration `saved`, is another one than that of `keys`.
 
     `nothing_left`: going on from its last checkpoint would train nothing, and so is no way on."""
-    current, free = config.model_dump(mode="json"), config.with_fact(Fact.NO_HYPERPARAMETER)
+    current, free = config.model_dump(mode="json"), config.keys_with(KeyFlag.FREE_ON_RESUME)
     different = [key for key, value in current.items() if key not in free and saved[key] != value]
     if not different:
         return
@@ -29,7 +29,7 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], config: BaseConfig, *
     more = f" and {len(different) - SHOWN_KEYS} more" if len(different) > SHOWN_KEYS else ""
     beside = name_beside(folder, {key: current[key] for key in different})
     ways = [f"--run-dir {shlex.quote(str(beside))} for a run of its own"]
-    if not nothing_left and not set(different) & set(config.with_fact(Fact.FIXED)):
+    if not nothing_left and not set(different) & set(config.keys_with(KeyFlag.FIXED_ON_RESUME)):
         ways.append(f"--resume {shlex.quote(str(folder))} to go on from its last checkpoint with the new values")
     ways.append("--resume never to move it aside and begin anew")
     raise ConfigError(

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from utils.base_config import Fact, Fraction, NonNegativeInt, PositiveFloat, PositiveInt, SharedConfig
+from utils.base_config import Fraction, KeyFlag, NonNegativeInt, PositiveFloat, PositiveInt, SharedConfig
 from utils.distributed.config import DistributedConfig
 
 Auto = Literal["auto", True, False]
@@ -14,7 +14,7 @@ HAVE_FUSED_KERNEL = ("sgd", "adamw")
 class OptimizerConfig(SharedConfig):
     """optimizer"""
 
-    optimizer: Annotated[Literal["sgd", "adamw", "lars", "lamb", "muon"], Fact.FIXED] = "sgd"
+    optimizer: Annotated[Literal["sgd", "adamw", "lars", "lamb", "muon"], KeyFlag.FIXED_ON_RESUME] = "sgd"
     """sgd with momentum, adamw, muon; for large batches lars (layer-wise SGD), lamb (layer-wise Adam). muon makes the
     steps of convolutions orthogonal and gives the rest to adamw. A usual lr for adamw is 0.001, for muon 0.03."""
     lr: Annotated[float, Field(gt=0, le=1000)] = 0.1
@@ -29,7 +29,7 @@ class OptimizerConfig(SharedConfig):
     """Nesterov momentum, of sgd, lars and muon."""
     weight_decay: Annotated[float, Field(ge=0, le=1000)] = 5e-4
     """L2 penalty; for adamw, lamb and muon decoupled from the gradient."""
-    weight_decay_bn_bias: Annotated[bool, Fact.FIXED] = True
+    weight_decay_bn_bias: Annotated[bool, KeyFlag.FIXED_ON_RESUME] = True
     """Decay BatchNorm's weights and biases too, as the tutorial does."""
     clip_grad_norm: PositiveFloat | None = None
     """Scale a longer gradient down to this Euclidean norm; null: never."""
@@ -218,7 +218,7 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
 class VerifyConfig(SharedConfig):
     """verification"""
 
-    verify_every_steps: Annotated[PositiveInt | None, Fact.NO_HYPERPARAMETER] = None
+    verify_every_steps: Annotated[PositiveInt | None, KeyFlag.FREE_ON_RESUME] = None
     """Train one of so many steps twice, and stop where the two differ; null: never. A device that computes wrong is
     named before anything of that step is saved; docs/reliability.md says what is found."""
 

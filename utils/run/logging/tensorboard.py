@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from utils.base_config import BaseConfig, Fact, render
+from utils.base_config import BaseConfig, KeyFlag, render
 from utils.run.logging.event_files import cut_back
 from utils.run.logging.trackers import POSITIONS, Record, numbers
 from utils.training.metrics.confusion import worst_classes
@@ -165,7 +165,7 @@ def compared(config: BaseConfig) -> dict[str, float | str]:
     same ones, a column of text for each key that can change a result but the four."""
     values, defaults = config.model_dump(mode="json"), type(config)().model_dump(mode="json")
     words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
-    silent = {*config.with_fact(Fact.NO_HYPERPARAMETER), *ALWAYS_SHOWN}
+    silent = {*config.keys_with(KeyFlag.FREE_ON_RESUME), *ALWAYS_SHOWN}
     others = {key: word for key, word in words.items() if key not in silent}
     changed = ", ".join(f"{key}={word}" for key, word in others.items() if values[key] != defaults[key])
     return {CHANGES: changed} | {key: values[key] for key in ALWAYS_SHOWN} | others
