@@ -184,6 +184,31 @@ def test_stopped_while_writing_in_the_background_everything_is_on_the_disk(alone
     assert_same_run(tmp_path, expected)
 
 
+def test_a_stop_whose_checkpoint_cannot_be_written_fails(alone, tmp_path, tiny):
+    trainer = Trainer(tiny(checkpoint_async=True), alone, tmp_path, "tiny", "auto")
+
+    def fail_to_write():
+        raise OSError("no space left")
+
+    trainer.writer.before = fail_to_write
+    stop(trainer, 2)
+    with pytest.raises(OSError, match="no space left"):
+        trainer.train()
+
+
+def test_validation_saves_no_step_twice(alone, tmp_path, tiny):
+    trainer = Trainer(tiny(max_epochs=1, checkpoint_every_steps=1), alone, tmp_path, "tiny", "auto")
+    saved_steps, save = [], trainer.writer.save
+
+    def save_and_count(state, is_best):
+        saved_steps.append(state["step"])
+        save(state, is_best)
+
+    trainer.writer.save = save_and_count
+    trainer.train()
+    assert saved_steps == [1, 2, 3, 4, 4]  # one after each step, one at the end of the epoch
+
+
 def test_interrupted_after_every_single_step(tiny, alone, tmp_path):
     config = tiny(max_epochs=2, limit_train_batches=3)
     run(config, alone, tmp_path / "whole")
