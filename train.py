@@ -4,9 +4,9 @@
     torchrun --nproc_per_node=8 train.py --config=bs2048-warmup-opt
     sbatch submit_multinode.slr
 
-The loop is `Trainer.train` -> `train_one_epoch` -> `Learner.train_step` -> `TrainStep` in utils/training/step.py. Every
-speed-up is tagged where it acts: `grep -rn "DDP:" train.py utils`; the other tags are AMP, NHWC, EXTRA, STEM,
-FUSE, CONV, COMPILE, GRAPHS, PREFETCH, ALLOC and PROF.
+The loop is `Trainer.train` -> `train_one_epoch` -> `Verifier.train_step` (`verify_every_steps`) -> `Learner.train_step`
+-> `TrainStep` in utils/training/step.py. Every speed-up is tagged where it acts: `grep -rn "DDP:" train.py utils`; the
+other tags are AMP, NHWC, EXTRA, STEM, FUSE, CONV, COMPILE, GRAPHS, PREFETCH, ALLOC and PROF.
 """
 
 import signal
@@ -84,7 +84,7 @@ class Trainer:
         build = partial(build_model, image_side=self.data["shape"][-1])
         preparing = partial(self.clock.during, "compile")
         self.learner = build_learner(config, build, world, len(self.loaders.train), preparing=preparing)
-        self.verifier = Verifier(self.learner, world) if config.verify_every_steps is not None else None
+        self.verifier = Verifier(self.learner, world)
         check_outputs(self.learner, config.model, self.data["shape"])
         self.watch = StepWatch(self.learner.model, world, self.clock)
         mix = build_mix(config, self.loaders.plan)
@@ -170,7 +170,7 @@ class Trainer:
         """The rest of the current epoch, from batch `progress.batch` on."""
         self._start_epoch()
         for number, (images, labels) in self.batches.rest_of_epoch(self.progress.epoch, self.progress.batch):
-            (self.verifier or self.learner).train_step(images, labels)
+            self.verifier.train_step(images, labels)
             self.clock.count_step(self.learner.steps)
             self.progress.batch = number + 1
             self.throughput.add(len(labels))
@@ -239,10 +239,7 @@ class Trainer:
         self.world.main_only(lambda: self.log.log_epoch(self.progress.epoch, self.learner.steps, values, left))
         self._report_unreadable()
         remedy = input_remedy(self.config.data_loader, self.config.num_data_workers)
-        remarks = self.watch.judge(remedy)
-        if self.verifier is not None:
-            remarks += self.verifier.remarks()
-        for remark in remarks:
+        for remark in self.watch.judge(remedy) + self.verifier.remarks():
             self.log.say(remark)
         if self.finished:  # before the last checkpoint: a run that is killed behind it has nothing left to do
             self._log_end(valid, test, confusion)

@@ -230,7 +230,7 @@ def test_a_device_that_rounds_differently_each_time_is_measured_first(tiny, alon
     assert 0 < verifier.bounds["gradient"] < 1e-5
     assert verifier.bounds["of another rank"] == 0.5
     assert verifier.remarks() == []
-    with Flipper(learner, verifier, Flip("weight", 0, learner.steps, "1"), 0) as flipper:
+    with Flipper(verifier, Flip("weight", 0, learner.steps, "1"), 0) as flipper:
         flipper._strike = lambda chosen: flip_bit(chosen[1], 0, 30)  # type: ignore[method-assign]
         with pytest.raises(CorruptionError, match="rank 0"):
             some_steps(learner, verifier, 1)

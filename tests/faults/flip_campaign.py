@@ -117,7 +117,7 @@ def flip_once(learner: Learner, verifier: Verifier, flip: Flip, batch: Batch, ou
         changed = not _equal(right, _result(learner))
 
     error = None
-    with Flipper(learner, verifier, flip, world.rank, after_pass=compare) as flipper:
+    with Flipper(verifier, flip, world.rank, after_pass=compare) as flipper:
         try:
             verifier.train_step(*batch)
         except CorruptionError as raised:

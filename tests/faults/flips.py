@@ -35,8 +35,7 @@ class Flip:
 class Flipper:
     """Lets one flip happen in a learner's training; `struck` then says where."""
 
-    learner: Learner
-    verifier: Verifier | None
+    verifier: Verifier
     flip: Flip
     rank: int
     struck: str = ""
@@ -45,6 +44,7 @@ class Flipper:
     told: Callable[[str], None] = lambda struck: None
 
     def __post_init__(self) -> None:
+        self.learner = self.verifier.learner
         step = self.learner.step
         compiled = isinstance(step, TrainStep) and step.forward != step._forward
         if self.flip.kind in IN_PYTHON and (isinstance(step, GraphedStep) or compiled):
@@ -54,20 +54,16 @@ class Flipper:
             )
         self._draw = random.Random(self.flip.seed)
         self._pass = self.learner.train_step
-        self._step = self._train_a_pass if self.verifier is None else self.verifier.train_step
+        self._step = self.verifier.train_step
 
     def __enter__(self) -> "Flipper":
-        if self.verifier is None:
-            self.learner.train_step = self._train_a_step  # type: ignore[method-assign]
-        else:
-            self.learner.train_step = self._train_a_pass  # type: ignore[method-assign]
-            self.verifier.train_step = self._train_a_step  # type: ignore[method-assign]
+        self.learner.train_step = self._train_a_pass  # type: ignore[method-assign]
+        self.verifier.train_step = self._train_a_step  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *error: object) -> None:
         self.learner.train_step = self._pass  # type: ignore[method-assign]
-        if self.verifier is not None:
-            self.verifier.train_step = self._step  # type: ignore[method-assign]
+        self.verifier.train_step = self._step  # type: ignore[method-assign]
 
     def _train_a_step(self, images: Tensor, labels: Tensor) -> None:
         self.passes = 0

@@ -31,7 +31,6 @@ from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, exit_in_a_line
 from utils.training.checks.verify_steps import Verifier
-from utils.training.learner import Learner
 
 EXIT_STATUS = "0 nothing was missed, misnamed or alarmed falsely, 1 something was; with --strike that of training: 5"
 CAMPAIGN = {
@@ -86,16 +85,14 @@ def strike(options: argparse.Namespace, config: Config) -> int:
     if not 0 <= options.rank < ranks:
         raise ConfigError(f"--rank {options.rank}: this run has ranks 0 to {ranks - 1}")
     flip = Flip(options.strike, options.rank, options.step - 1, str(options.seed))
-    trains: type[Verifier | Learner] = Learner if config.verify_every_steps is None else Verifier
-    train_step, flippers = trains.train_step, list[Flipper]()
+    train_step, flippers = Verifier.train_step, list[Flipper]()
 
-    def lie_in_wait(trainer: Verifier | Learner, images: Tensor, labels: Tensor) -> None:
-        trains.train_step = train_step  # type: ignore[method-assign]
-        learner, verifier = (trainer.learner, trainer) if isinstance(trainer, Verifier) else (trainer, None)
-        flippers.append(Flipper(learner, verifier, flip, rank, told=print).__enter__())
-        trainer.train_step(images, labels)
+    def lie_in_wait(verifier: Verifier, images: Tensor, labels: Tensor) -> None:
+        Verifier.train_step = train_step  # type: ignore[method-assign]
+        flippers.append(Flipper(verifier, flip, rank, told=print).__enter__())
+        verifier.train_step(images, labels)
 
-    trains.train_step = lie_in_wait  # type: ignore[method-assign, assignment]
+    Verifier.train_step = lie_in_wait  # type: ignore[method-assign]
     choice = [f"--config={options.config}", f"--yaml_config={options.yaml_config}", f"--run-dir={options.run_dir}"]
     sys.argv = [str(TRAIN), *choice, "--resume=never", *(f"--set={setting}" for setting in options.set)]
     try:
