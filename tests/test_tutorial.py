@@ -31,7 +31,7 @@ SHOWS = {
     7: "2 rank(s) x 4 accumulated x 128 images",
     8: "1 rank(s) x 16 accumulated x 128 images",
     9: "Finished: best acc1",
-    10: "strong scaling",
+    10: "JUWELS Booster",
 }
 
 
