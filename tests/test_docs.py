@@ -45,14 +45,9 @@ def commands() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("where", "command"), [pytest.param(*case, id=": ".join(case)) for case in commands()])
-def test_command_parses(
-    where: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_command_parses(where: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     program, *arguments = shlex.split(command.removeprefix("-m "), comments=True)
-    if "--yaml_config=mine.yaml" in arguments:  # the reader's own file, which the page shows
-        (tmp_path / "mine.yaml").write_text(OWN_FILE.findall((ROOT / where.partition(":")[0]).read_text("utf-8"))[0])
-        monkeypatch.chdir(tmp_path)
     if program == "train.py":
         shown = {"--list-configs", "--print-config", "--help", "-h"}
         with pytest.raises(SystemExit) as left:
@@ -146,9 +141,8 @@ def test_the_readme_shows_commands_at_all():
     assert sum(place.startswith("docs/tutorial.md") for place in where) > 30
 
 
-def test_the_blocks_of_ones_own_are_blocks(tmp_path: Path):
-    text = (ROOT / "docs/from_anywhere.md").read_text(encoding="utf-8").partition("<!-- own.yaml -->\n```yaml\n")[2]
-    own = tmp_path / "own.yaml"
-    own.write_text(text.partition("```")[0], encoding="utf-8")
-    config = load_config(own, "gentle-wide")
-    assert (config.dataset, config.lr, config.max_epochs, config.width) == ("shapes", 0.05, 2, 2)
+def test_documented_blocks_load(tmp_path: Path):
+    own = tmp_path / "mine.yaml"
+    own.write_text(OWN_FILE.findall((ROOT / "docs/own_code.md").read_text(encoding="utf-8"))[0], encoding="utf-8")
+    config = load_config(own, "mine-pictures")
+    assert (config.dataset, config.model, config.lr, config.batch_size) == ("my_data:load", "my_net:build", 0.002, 128)

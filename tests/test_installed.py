@@ -77,7 +77,7 @@ def test_everything_is_installed_below_one_name(environment: Path) -> None:
 
 @pytest.mark.slow
 def test_the_documented_experiment_runs_as_it_stands(environment: Path, tmp_path: Path) -> None:
-    page = (ROOT / "docs/from_anywhere.md").read_text()
+    page = (ROOT / "docs/own_code.md").read_text()
     parts = dict(re.findall(r"<!-- experiment: (\S+) -->\n```\w+\n(.*?)```", page, re.DOTALL))
     script = f"PATH={shlex.quote(str(environment / 'bin'))}:$PATH\n{parts.pop('commands')}"
     for name, text in parts.items():

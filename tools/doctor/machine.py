@@ -192,7 +192,7 @@ def check_data(config: Config) -> tuple[Finding, tuple[int, int, int]]:
             path = shlex.quote(config.data_path)
             remedy = f"{' '.join(command('prepare_data'))} --dataset {config.dataset} --data_path {path}"
         elif is_own(config.dataset):
-            remedy = str(error).partition("\n")[2] or "docs/own_model.md says what the function returns"
+            remedy = str(error).partition("\n")[2] or "docs/own_code.md says what the function returns"
         return Finding("data", "fail", str(error).splitlines()[0], remedy), (3, image_side(config), image_side(config))
     count = f"{len(dataset.train.labels):,} + {len(dataset.valid.labels):,} images"
     return Finding("data", "ok", f"{dataset.name}: {count}"), dataset.train.image_shape
