@@ -1,10 +1,10 @@
-"""The command resnet50-at-scale, which `pip install` makes: train.py and the tools under one name, from any folder.
+"""The command resnet50-at-scale, which `pip install` creates: train.py and the tools under one name, from any folder.
 
     resnet50-at-scale train --config=quickstart
     torchrun --nproc_per_node=2 -m resnet50_at_scale train --config=quickstart
 
-Installed, all files are below one package, resnet50_at_scale (pyproject.toml). The modules import each other as in a
-checkout (`utils...`), so this puts their folder first in sys.path of its own process and of those that it starts.
+Installed, all files are in one package, resnet50_at_scale (pyproject.toml). The modules import each other as in a
+checkout (`utils...`), so this command puts their folder first in sys.path of its process and of its child processes.
 """
 
 import os
@@ -16,27 +16,27 @@ CODE = Path(__file__).resolve().parent
 
 # name: (module, what it does)
 COMMANDS = {
-    "train": ("train", "train a network from a named block of keys"),
-    "evaluate": ("tools.evaluate", "figures of a trained network on its own or other images"),
+    "train": ("train", "train a network from a named configuration block"),
+    "evaluate": ("tools.evaluate", "evaluate a trained network on its own or other images"),
     "predict": ("tools.predict", "classify images, and show the worst mistakes"),
     "export": ("tools.export", "write the best weights for use elsewhere"),
     "report": ("tools.report", "draw runs and measurements as one page"),
     "runs": ("tools.runs", "list runs, or show how two differ"),
     "search": ("tools.search", "search hyper-parameters"),
     "bench": ("tools.bench", "measure one part of the trainer"),
-    "bring_up": ("tools.bring_up", "measure all that waits for a new GPU"),
+    "bring_up": ("tools.bring_up", "test and measure a new GPU"),
     "pack": ("tools.pack", "pack the project for a machine without network"),
     "doctor": ("tools.doctor", "check a machine before a job"),
     "prepare_data": ("tools.prepare_data", "fetch or check a dataset"),
-    "stage_data": ("tools.stage_data", "copy data to a disk of the node"),
-    "torchrun": ("tools.torchrun", "start ranks, with torchrun's own words in a file"),
+    "stage_data": ("tools.stage_data", "copy data to a node's local disk"),
+    "torchrun": ("tools.torchrun", "start ranks with torchrun, whose own messages go to a file"),
     "predict_scaling": ("tools.predict_scaling", "estimate the speed on more GPUs"),
     "verify_resume": ("tools.verify_resume", "kill runs and check that nothing is lost"),
 }
 
 
 def main() -> int:
-    """Hands over to the module of the first word; returns the exit status."""
+    """Run the module of the command named by the first argument; returns the exit status."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
         width = max(map(len, COMMANDS))
@@ -44,9 +44,9 @@ def main() -> int:
         print("\n".join(f"  {command:{width}}  {what}" for command, (_, what) in COMMANDS.items()))
         return 0
     if name not in COMMANDS:
-        print(f"error: {name} is no command; expected one of: {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"error: no such command: {name}; expected one of: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    # As with `python train.py`, no file of the working directory hides a library or a module of this program.
+    # As with `python train.py`, no file of the working directory shadows a library or a module of this program.
     sys.path[:] = [str(CODE), *(path for path in sys.path if path not in ("", os.getcwd()))]
     del sys.argv[1]
     runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)

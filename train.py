@@ -5,19 +5,19 @@
     sbatch submit_multinode.slr
 
 The loop is `Trainer.train` -> `train_one_epoch` -> `Verifier.train_step` (`verify_every_steps`) -> `Learner.train_step`
--> `TrainStep` in utils/training/step.py. Every speed-up is tagged where it acts: `grep -rn "DDP:" train.py utils`; the
+-> `TrainStep` in utils/training/step.py. Each line of a speed-up carries its tag: `grep -rn "DDP:" train.py utils`; the
 other tags are AMP, NHWC, EXTRA, STEM, FUSE, CONV, COMPILE, GRAPHS, PREFETCH, ALLOC and PROF.
 """
 
 import signal
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: just the end, and no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process without a traceback
 
 from utils.config.command_line import Arguments, parse_arguments
 
 if __name__ == "__main__":
-    ARGUMENTS = parse_arguments()  # answers --help and --list-configs before the import of torch takes its seconds
+    ARGUMENTS = parse_arguments()  # answers --help and --list-configs before the slow import of torch
 
 import shlex
 import sys
@@ -54,13 +54,13 @@ from utils.training.learner import build_learner, check_keys, check_outputs
 from utils.training.metrics.confusion import Confusion
 from utils.training.metrics.throughput import Throughput
 from utils.training.validation import Collector, validate
-from utils.user_code import own_files
+from utils.user_code import user_file_digests
 
 Metrics = dict[str, float]
 
 
 class Trainer:
-    """Builds everything that a run needs from its configuration, and orders its events."""
+    """Builds everything that a run needs from its configuration, and calls it in order."""
 
     def __init__(
         self,
@@ -106,32 +106,32 @@ class Trainer:
         self.time_left = TimeLeft(config.max_epochs, len(self.batches), self.clock)
 
     def describe(self) -> str:
-        """What this run would do and need."""
-        told = describe(self.learner, self.data["shape"], network=self.config.model, dataset=self.config.dataset)
+        """Describe what this run would do and the memory it would take, for --dry-run."""
+        text = describe(self.learner, self.data["shape"], network=self.config.model, dataset=self.config.dataset)
         pretrained = self.world.main_only(self._read_pretrained)
-        return f"{told}\npretrained       {pretrained.note}" if pretrained else told
+        return f"{text}\npretrained       {pretrained.note}" if pretrained else text
 
     @property
     def finished(self) -> bool:
         """Whether nothing is left to train."""
-        return self._is_enough(self.progress.epoch, self.progress.best["acc1"])
+        return self._is_finished_with(self.progress.epoch, self.progress.best["acc1"])
 
-    def _is_enough(self, epochs: int, accuracy: float) -> bool:
-        enough = self.config.stop_at_accuracy
-        return epochs >= self.config.max_epochs or (enough is not None and accuracy >= enough)
+    def _is_finished_with(self, epochs: int, accuracy: float) -> bool:
+        target = self.config.stop_at_accuracy
+        return epochs >= self.config.max_epochs or (target is not None and accuracy >= target)
 
     # ---- the order of events
 
     def train(self) -> None:
-        """Train to the end, or go on to it; `Stopped` when a signal asked to stop and everything is saved."""
+        """Train, or resume training, to the end. Raises `Stopped` after a signal asked to stop and all is saved."""
         opened = self._open_folder()
         lock = opened.lock if opened else nullcontext()
         with listen(self.requests), lock, self.meters, self._open_log() as log, self.writer:
-            go_on = not self.finished
+            will_train = not self.finished
             if opened:
                 self.clock.go_on(self.learner.steps, opened.reached)
-            self.world.main_only(lambda: self._introduce(opened, go_on=go_on))
-            self._report_unreadable()  # by a loader that has decoded all
+            self.world.main_only(lambda: self._log_start(opened, will_train=will_train))
+            self._report_unreadable()  # a loader may have decoded all images by now
             self.clock.switch("train")
             while not self.finished:
                 before = self.progress.seconds
@@ -145,29 +145,29 @@ class Trainer:
             with self.clock.during("checkpoint"):
                 self.world.main_only(self.writer.wait)
             if self.config.log_to_tensorboard:
-                log.say(f"Look at the curves with: tensorboard --logdir {shlex.quote(str(self.folder.parent))}")
-            log.say(self.progress.summarise(not go_on, self.throughput.overall()))
+                log.say(f"Show the curves with: tensorboard --logdir {shlex.quote(str(self.folder.parent))}")
+            log.say(self.progress.summarise(not will_train, self.throughput.overall()))
 
-    def _introduce(self, opened: OpenedRun | None, *, go_on: bool) -> None:
-        """What this start says about itself before it trains: in the log, in the folder, and in TensorBoard. One that
-        does not `go_on`, because the run is finished, keeps the description of what trained it."""
-        named, log, steps, world = self.config.model_dump(), self.log, self.learner.steps, self.world
+    def _log_start(self, opened: OpenedRun | None, *, will_train: bool) -> None:
+        """Describe this start in the log, the run folder and TensorBoard. A start of a finished run trains nothing, so
+        it leaves the description of the run as it is."""
+        config, log, steps, world = self.config, self.log, self.learner.steps, self.world
         environment = describe_environment(world.device, world.world_size)
-        environment["own_code"] = own_files(named["model"], named["dataset"])
-        if go_on:
+        environment["own_code"] = user_file_digests(config.model, config.dataset)
+        if will_train:
             write_description(self.folder, self.config, self.config_name, environment)
             log.describe(self.config, self.config_name, environment)
             source = opened.resumed_from if opened else None
             log.log_start(self.progress.epoch, self.progress.batch, steps, source, world.world_size)
         for note in self.notes + self.meters.notes + (opened.notes if opened else []):
             log.say(note)
-        log.say(f"{named['model']} on {environment['device']}, torch {torch.__version__}, {self.learner.precision}")
+        log.say(f"{config.model} on {environment['device']}, torch {torch.__version__}, {self.learner.precision}")
         log.say(f"batch {self.learner.batch}; writes to {self.folder}")
-        if go_on:
+        if will_train:
             log.say("Starting Training Loop...")
 
     def train_one_epoch(self) -> None:
-        """The rest of the current epoch, from batch `progress.batch` on."""
+        """Train the rest of the current epoch, from batch `progress.batch` on."""
         self._start_epoch()
         for number, (images, labels) in self.batches.rest_of_epoch(self.progress.epoch, self.progress.batch):
             self.verifier.train_step(images, labels)
@@ -176,22 +176,22 @@ class Trainer:
             self.throughput.add(len(labels))
             self.log.advance_bar(self.progress.batch)
             if self.progress.batch == len(self.batches):
-                # before a checkpoint can be taken, since one taken here resumes with the validation
+                # before a checkpoint can be written, since a checkpoint of this moment resumes with the validation
                 self.learner.average_buffers(self.world)
             if number % self.config.log_freq == 0:
                 self._log_point(number)
-            self._obey(self.requests.poll())
+            self._handle_requests(stop=self.requests.poll())
 
     def validate_one_epoch(self) -> tuple[Metrics, Confusion]:
-        """Loss and accuracy over every validation image, each counted once over all ranks, {} in an epoch that is not
-        validated; this rank's confusions."""
+        """Return loss and accuracy over all validation images, each counted once over all ranks ({} in an epoch without
+        validation), and this rank's confusion matrix."""
         epoch, confusion = self.progress.epoch + 1, Confusion(self.config.num_classes, self.world.device)
         if epoch % self.config.validate_every_epochs and epoch < self.config.max_epochs:
             return {}, confusion
         return self._evaluate("validation", self.loaders.valid, confusion), confusion
 
     def _evaluate(self, name: str, loader: Loader, *collectors: Collector) -> Metrics:
-        """`name`: of the activity, validation or test."""
+        """Return loss and accuracy of one pass over `loader`; `name` is validation or test."""
         loader.set_epoch(self.progress.epoch)
         self.log.start_bar(name, len(loader))
         self.requests.start_loop()
@@ -200,7 +200,7 @@ class Trainer:
         def after_batch(number: int) -> None:
             self.log.advance_bar(number)
             if number <= shared_batches:
-                self._obey(self.requests.poll())
+                self._handle_requests(stop=self.requests.poll())
 
         with self.clock.during(name):
             return validate(self.learner, loader, self.world, collectors, after_batch).average(self.world)
@@ -214,11 +214,12 @@ class Trainer:
         self.throughput.start()
 
     def _finish_epoch(self, train: Metrics, valid: Metrics, confusion: Confusion, before: float) -> None:
-        """Schedule, record, save; with held out images and nothing left to train, the test before. `valid`: {} in an
-        epoch that is not validated. `before`: seconds of training when the epoch began."""
+        """End of epoch: step the schedule, log, checkpoint; runs the held-out test first if training is done.
+
+        `valid` is {} in an epoch without validation; `before` is the run's training time when the epoch began."""
         test, is_best = dict[str, float](), False
         if valid:
-            if self.loaders.test is not None and self._is_enough(self.progress.epoch + 1, valid["acc1"]):
+            if self.loaders.test is not None and self._is_finished_with(self.progress.epoch + 1, valid["acc1"]):
                 test = self._evaluate("test", self.loaders.test)
             self.learner.observe_validation(valid["loss"])
             is_best = self.progress.see_accuracy(valid["acc1"])
@@ -241,7 +242,7 @@ class Trainer:
         remedy = input_remedy(self.config.data_loader, self.config.num_data_workers)
         for remark in self.watch.judge(remedy) + self.verifier.remarks():
             self.log.say(remark)
-        if self.finished:  # before the last checkpoint: a run that is killed behind it has nothing left to do
+        if self.finished:  # before the last checkpoint, after which a killed run has nothing left to do
             self._log_end(valid, test, confusion)
         self._save(is_best)
 
@@ -270,32 +271,32 @@ class Trainer:
         left = self.time_left.seconds(self.progress.epoch, self.progress.batch)
         self.world.main_only(lambda: self.log.log_step(epoch, iteration, steps, values, left, sample))
 
-    # ---- stop, save, go on
+    # ---- stop, save, resume
 
-    def _obey(self, stop: bool) -> None:
-        """Collective: what is asked for between two batches, by a signal or by checkpoint_every_steps."""
+    def _handle_requests(self, *, stop: bool) -> None:
+        """Collective: between two batches, stop if a signal asked for it, or save for checkpoint_every_steps."""
         every, steps = self.config.checkpoint_every_steps, self.learner.steps
         if stop:
-            self._save_and_leave()
+            self._save_and_stop()
         elif every and steps % every == 0 and steps > self.saved_step:
             self.state.check_finite(self.learner.sums.average(self.world))
             self._save(is_best=False)
 
-    def _save_and_leave(self) -> None:
+    def _save_and_stop(self) -> None:
         batch = self.progress.batch
         position = "in validation" if batch == len(self.batches) else f"after {batch} batches"
         where = f"{self.requests.name()} in epoch {self.progress.epoch + 1} {position}"
         if not self.config.save_checkpoint:
-            raise ExpectedError(f"stopped on {where}; save_checkpoint is false, so this run cannot be continued")
+            raise ExpectedError(f"stopped on {where}; save_checkpoint is false, so this run cannot be resumed")
         self.state.check_finite(self.learner.sums.average(self.world))
         with self.clock.during("checkpoint"):
             self._save(is_best=False)
             self.world.main_only(self.writer.wait)
-        but = "" if self.resume == "auto" else " with --resume auto"
-        raise Stopped(f"stopped on {where} with everything saved; run the same command again{but} to go on")
+        option = "" if self.resume == "auto" else " with --resume auto"
+        raise Stopped(f"stopped on {where} with everything saved; run the same command again{option} to resume")
 
     def _save(self, is_best: bool) -> None:
-        """Collective: write the last checkpoint, and the best one where it is new."""
+        """Collective: write the last checkpoint, and also the best one if `is_best`."""
         if not self.config.save_checkpoint:
             return
         with self.clock.during("checkpoint"):
@@ -304,9 +305,9 @@ class Trainer:
         self.saved_step = self.learner.steps
 
     def _open_folder(self) -> OpenedRun | None:
-        """Collective: take the run's folder, which the main process then holds, and restore what is to be resumed."""
+        """Collective: lock the run's folder in the main process, and restore the checkpoint to resume from."""
         weights = self.learner.model.state_dict()
-        # less than the other ranks wait, and longer than an earlier start that is cut off from them still lives
+        # shorter than the other ranks wait, but longer than an isolated rank of an earlier start can survive
         patience = 0.9 * self.config.collective_timeout_seconds
         opened = self.world.main_only(
             lambda: open_run(self.folder, self.resume, self.config, weights, self.data, self._read_pretrained, patience)
@@ -330,27 +331,26 @@ class Trainer:
             self.log.say(line)
 
     def _profile(self) -> AbstractContextManager[None]:
-        """PROF: every rank marks its ranges, the main process records and reports."""
-        chosen = self.progress.epoch + 1 == self.config.profiling_epoch_start
-        if not self.config.enable_profiling or not chosen:
+        """PROF: every rank marks its ranges; the main process records them and reports."""
+        if not self.config.enable_profiling or self.progress.epoch + 1 != self.config.profiling_epoch_start:
             return nullcontext()
         return self.learner.profiler.capture(self.folder if self.world.is_main else None, self.log.say)
 
 
 def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None, clock: Clock | None = None) -> int:
-    """Train, or only describe, as one of the ranks; returns the exit status.
+    """Train, or with --dry-run only describe, as one of the ranks; returns the exit status.
 
-    `when_saved` is called when training has ended in order, or stopped on request, and nothing is left to save.
-    `clock`: of this process."""
+    `when_saved` is called when training has finished, or has stopped on request, and everything is saved.
+    `clock` is the clock of this process."""
     config = arguments.config
     if arguments.dry_run:
-        sys.dont_write_bytecode = True  # no __pycache__ beside a network or dataset of the user's own
+        sys.dont_write_bytecode = True  # a dry run writes no file: no __pycache__ of the user's code, no dataset
 
     def run(world: World) -> None:
-        fetch = not arguments.dry_run  # which leaves no file
+        fetch = not arguments.dry_run
         trainer = Trainer(config, world, arguments.run_dir, arguments.config_name, arguments.resume, clock, fetch)
         if arguments.dry_run:
-            description = trainer.describe()  # on every rank, since a forward pass may have to wait for the others'
+            description = trainer.describe()  # on every rank, since a forward pass may contain collectives
             if world.is_main:
                 print(description)
             return

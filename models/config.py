@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from utils.base_config import KeyFlag, OneOf, SharedConfig
-from utils.user_code import OWN_FORM, OWN_PATTERN, is_own
+from utils.user_code import OWN_FORM, OWN_PATTERN, is_user_code
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ _TIMM = Network("models.own:build_timm", from_elsewhere=True)
 
 def find_network(model: str) -> Network:
     """What must be known of the network that the key `model` names."""
-    if is_own(model):
+    if is_user_code(model):
         return _TIMM if model.startswith(TIMM) else _OWN
     return NETWORKS[model]
 

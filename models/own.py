@@ -7,7 +7,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from models.config import TIMM, ModelConfig
 from utils.errors import ConfigError
-from utils.user_code import blamed, call
+from utils.user_code import call, user_code_errors
 
 
 def build_own(config: ModelConfig, image_side: int | None) -> nn.Module:
@@ -46,7 +46,7 @@ def build_timm(config: ModelConfig, image_side: int | None) -> nn.Module:
     options: dict[str, Any] = {"num_classes": config.num_classes}
     if image_side is not None and timm.models.get_pretrained_cfg(name).fixed_input_size:
         options["img_size"] = image_side
-    with blamed(f"model {config.model} cannot be built with {options}", ConfigError):
+    with user_code_errors(f"model {config.model} cannot be built with {options}", ConfigError):
         return timm.create_model(name, pretrained=False, **options)
 
 

@@ -126,7 +126,7 @@ def test_keys_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
         "  default: false\n"
         '  acts in: lines with the tag AMP: grep -rnI "\\bAMP:" train.py utils\n\n'
         "seed (shared by model, data and training)\n"
-        "  Weights, order and augmentation follow from it.\n"
+        "  Determines weights, order of the images and augmentation.\n"
         "  allowed: a whole number from 0 to 2147483647\n"
         "  default: 0\n"
         "  acts in: utils/: grep -rnwI seed train.py utils models\n"

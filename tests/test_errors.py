@@ -17,7 +17,7 @@ from utils.distributed.ranks import run_ranks
 from utils.errors import DataError, exit_in_a_line, explain
 from utils.run.checkpoint.io import newest_good
 
-REMEDY = "use a smaller micro_batch_size, which leaves batch_size as it is, a smaller batch_size, or enable_amp=true;"
+REMEDY = "use a smaller micro_batch_size, which keeps batch_size, a smaller batch_size, or enable_amp=true;"
 
 
 @pytest.mark.parametrize(
@@ -36,11 +36,11 @@ def test_a_command_ends_with_a_line_and_a_status(raised, status, line, capsys):
 @pytest.mark.parametrize(
     ("allocate", "first_line"),
     [
-        (lambda: torch.empty(2**50, dtype=torch.uint8), "out of host memory, at an allocation of 1125899906842624 by"),
-        (lambda: np.empty(2**60, np.uint8), "out of host memory, at an allocation of 1.00 EiB"),
+        (lambda: torch.empty(2**50, dtype=torch.uint8), "out of host memory when allocating 1125899906842624 by"),
+        (lambda: np.empty(2**60, np.uint8), "out of host memory when allocating 1.00 EiB"),
         pytest.param(
             lambda: torch.empty(2**50, dtype=torch.uint8, device="cuda"),
-            "out of GPU memory, at an allocation of 1048576.00 GiB",
+            "out of GPU memory when allocating 1048576.00 GiB",
             marks=pytest.mark.gpu,
         ),
     ],
@@ -60,7 +60,7 @@ def test_memory_that_does_not_suffice(allocate, first_line, capsys):
                 "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.2 "
                 "GiB is free. If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=..."
             ),
-            "out of GPU memory, at an allocation of 2.50 GiB",
+            "out of GPU memory when allocating 2.50 GiB",
         ),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ..."), "out of GPU memory"),
     ],
@@ -139,7 +139,7 @@ def test_a_killed_loader_worker_is_named(tmp_path):
     assert workers and run.returncode == 1
     first, second = errors.splitlines()
     assert first in {
-        f"error: loader worker {worker} was killed by SIGKILL, which is what the kernel does when memory runs out"
+        f"error: loader worker {worker} was killed by SIGKILL, as the kernel does when host memory runs out"
         for worker in workers
     }
     assert "fewer num_data_workers" in second

@@ -38,7 +38,7 @@ def test_the_command_answers_without_torch_and_refuses_what_it_has_not() -> None
         [sys.executable, str(ROOT), "trian"], capture_output=True, text=True, timeout=60, check=False
     )
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith("error: trian is no command; expected one of: train, ")
+    assert wrong.stderr.startswith("error: no such command: trian; expected one of: train, ")
 
 
 @pytest.fixture(scope="module")

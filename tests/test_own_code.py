@@ -180,13 +180,13 @@ def test_a_package_is_recorded_by_all_its_python_files(code, monkeypatch):
         (package / name).write_text("def network(num_classes): ...\n")
     (package / "broken.py").symlink_to("nowhere")
     user_code.find_function("model", "recorded_package.blocks:network")
-    found = user_code.own_files("recorded_package.blocks:network", "resnet50", "cifar100")
+    found = user_code.user_file_digests("recorded_package.blocks:network", "resnet50", "cifar100")
     assert list(found) == [str(package / name) for name in ("__init__.py", "blocks.py", "broken.py", "parts/deep.py")]
     content = hashlib.sha256((package / "blocks.py").read_bytes()).hexdigest()
     assert found[str(package / "blocks.py")] == content
     assert found[str(package / "broken.py")] == "not recorded: No such file or directory"
     monkeypatch.setattr(user_code, "RECORDED_FILES", 3)
-    found = user_code.own_files("recorded_package.blocks:network")
+    found = user_code.user_file_digests("recorded_package.blocks:network")
     assert len(found) == 4 and found[str(package)] == "not recorded: 1 more of its 4 Python files"
 
 
@@ -247,9 +247,9 @@ REFUSED_NETWORKS = [
     ("of_mine:remembers", "has a dict in its state, _extra_state; checkpoints hold tensors only"),
     ("of_mine:all_frozen", r"its outputs depend on no parameter that is trained \(requires_grad\)"),
     ("of_mine:auxiliary", r"turns images \[2, 3, 32, 32\] in training into a tuple; expected logits \[2, 10\]"),
-    ("of_mine:number", "{file} has a int of this name, no function"),
+    ("of_mine:number", "{file} has number of type int"),
     ("of_mine:netwerk", "{file} has no function of this name. Did you mean 'network'?"),
-    ("nowhere:network", r"there is no module nowhere\nit is looked for where Python looks, and last in .*{folder}"),
+    ("nowhere:network", r"there is no module nowhere\nmodules are searched on Python's path, then in .*{folder}"),
     ("of_mine.deeper:network", r"there is no module of_mine.deeper\n"),
     ("broken:network", r"broken:network cannot be imported: SyntaxError: .*\n{folder}/broken.py:2: def network\(:"),
     (
@@ -257,7 +257,10 @@ REFUSED_NETWORKS = [
         r"ModuleNotFoundError: No module named 'nothing_like_it'\n{folder}/incomplete.py:1: import noth",
     ),
     ("leaves:network", r"cannot be imported: SystemExit: 3\n{folder}/leaves.py:2: sys.exit\(3\)"),
-    ("utils.of_mine:network", "utils is a module of this program; give yours another name than config, models, tools"),
+    (
+        "utils.of_mine:network",
+        "utils is a module of this program; rename yours to something other than config, mod",
+    ),
     (
         "yaml_of_mine:network",
         "Python finds another module yaml_of_mine .* before {folder}/yaml_of_mine.py; rename yours",

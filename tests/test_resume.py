@@ -318,7 +318,7 @@ def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path, num
     assert process.returncode == 75, errors
     assert errors.count("asked to stop") == 1
     assert f"stopped on {number.name} in epoch" in errors
-    assert "with everything saved; run the same command again to go on" in errors
+    assert "with everything saved; run the same command again to resume" in errors
     assert "Traceback" not in errors
     again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr

@@ -727,7 +727,7 @@ def test_cancelled_saves_and_stays_cancelled(cluster: SlurmCluster, project: Pat
     run = Run(cluster, project, "cancelled")
     run.wait_for("Epoch: 1, Iteration: ")
     cluster.cancel(run.job)
-    run.wait_for("with everything saved; run the same command again to go on")
+    run.wait_for("with everything saved; run the same command again to resume")
     if cluster.cgroup:  # else the signal also reaches srun, which then does not return before the script is killed
         run.wait_for("this script does not queue the job again (COMPLETING); if Slurm does not either,\n")
         run.wait_for("to go on: sbatch submit_multinode.slr ")

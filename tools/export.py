@@ -23,7 +23,7 @@ from tools.shared.output import make_folder
 from tools.shared.trained import read_config
 from utils.config.command_line import not_empty
 from utils.errors import CheckpointError, ExpectedError, exit_in_a_line
-from utils.user_code import blamed
+from utils.user_code import user_code_errors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -122,7 +122,7 @@ def export_program(network: "nn.Module", image_shape: Sequence[int]) -> tuple[by
 
     generator = torch.Generator().manual_seed(0)
     batch = torch.export.Dim("batch", min=1)
-    with blamed("torch.export cannot follow the network; nothing was written", ExpectedError):
+    with user_code_errors("torch.export cannot follow the network; nothing was written", ExpectedError):
         exported = torch.export.export(network, (draw(3),), dynamic_shapes=({0: batch},))
     buffer = io.BytesIO()
     torch.export.save(exported, buffer)

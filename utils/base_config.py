@@ -1,6 +1,6 @@
 """The base class of all groups of configuration keys, number types, key flags, and the shared keys.
 
-Each component declares its keys beside its code as a subclass of `BaseConfig`, with types, defaults and docstrings
+Each component declares its keys next to its code as a subclass of `BaseConfig`, with types, defaults and docstrings
 (models/config.py, utils/data/config.py, ...); `utils.config.Config` inherits from all of them. The first sentence of a
 key's docstring is its comment in config/cifar100.yaml. Nothing here imports torch, so that `--help` answers at once.
 """
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import CoreSchema, core_schema
 
-# Whole numbers fit into 32 bits everywhere: PyTorch and NumPy overflow at larger ones.
+# PyTorch and NumPy overflow at integers over 32 bits.
 MAX_INT = 2**31 - 1
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -32,8 +32,8 @@ class KeyFlag(Enum):
 
 @dataclass(frozen=True)
 class OneOf:
-    """The names of a table as the values that a key allows: `Annotated[str, OneOf(TABLE)]`; and texts of these forms,
-    each as it is shown with its regular expression."""
+    """The values that a key allows: `Annotated[str, OneOf(NAMES, FORMS)]`. A value is one of the names, or matches a
+    regular expression of `forms`, {form as users write it: regular expression}."""
 
     names: Iterable[str]
     forms: Mapping[str, str] = field(default_factory=dict)
@@ -69,28 +69,28 @@ class SharedConfig(BaseConfig):
     device: Annotated[str, OneOf(("auto", "cpu", "cuda"))] = "auto"
     """auto: CUDA where there is a GPU, else the CPU."""
     seed: Annotated[NonNegativeInt, KeyFlag.FIXED_ON_RESUME] = 0
-    """Weights, order and augmentation follow from it."""
+    """Determines weights, order of the images and augmentation."""
     deterministic: bool = False
-    """Use only deterministic kernels: equal bits in every run, slower on a GPU."""
+    """Use only deterministic kernels: the same bits in every run, slower on a GPU."""
     num_classes: Annotated[int, Field(ge=2, le=MAX_INT), KeyFlag.FIXED_ON_RESUME] = 100
-    """Outputs of the network; must be what the dataset has."""
+    """Outputs of the network; must equal the dataset's number of classes."""
     batch_size: Annotated[PositiveInt, KeyFlag.FIXED_ON_RESUME] = 128
     """Images in one optimizer step, over ALL ranks."""
     micro_batch_size: PositiveInt | None = None
-    """Images in one forward pass of one rank, at most; null: the rank's whole share. The rest comes by gradient
-    accumulation. BatchNorm sees the micro-batch, so one rank that accumulates equals several that do not."""
+    """Images in one forward pass of one rank, at most; null: all of the rank's images. Gradients are accumulated over
+    the micro-batches. BatchNorm sees the micro-batch, so one rank that accumulates equals several that do not."""
     enable_nhwc: bool = False
     """NHWC: model and images in the channels_last memory format."""
 
 
 def as_yaml(value: Any) -> str:
-    """A value as it is written in a block, on one line."""
+    """Return a value as one writes it in a block, on one line."""
     text = json.dumps(value, ensure_ascii=False)
     return text if text.isprintable() else json.dumps(value)
 
 
 def render(config: BaseConfig, default: BaseConfig | None = None) -> str:
-    """The keys as the YAML body of a block; those that differ from `default` come first."""
+    """Return the keys as the YAML body of a block; keys that differ from `default` come first."""
     values = config.model_dump(mode="json")
     base: Mapping[str, Any] = values if default is None else default.model_dump(mode="json")
     different = [key for key in values if values[key] != base[key]]

@@ -1,6 +1,6 @@
-"""The errors a user can cause or mend, each with the exit status that scripts may rely on.
+"""Errors that a user can cause or fix, each with an exit status that scripts may rely on.
 
-`main()` of every command prints such an error as one or two lines, without a traceback. Anything else is a bug.
+Every command's `main()` prints such an error as one or two lines, without a traceback. Any other exception is a bug.
 """
 
 import functools
@@ -14,24 +14,23 @@ from typing import ParamSpec
 
 Parameters = ParamSpec("Parameters")
 
-# What torch says when another process of the run is gone: gloo, NCCL, and the store that they meet at.
+# torch's messages (gloo, NCCL, the rendezvous store) when another process of the run is gone.
 LOST_RANK = re.compile(
     "connection (was )?(closed|reset) by (remote )?peer|broken pipe|remote process exited|socket closed|gloo/transport",
     re.IGNORECASE,
 )
-# What PyTorch says when the memory of a device or of the host does not suffice, and how much it wanted.
 OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory", re.IGNORECASE)
-WANTED = re.compile(r"(?:tried|unable) to allocate ([\d.]+ \w+)", re.IGNORECASE)
+REQUESTED_MEMORY = re.compile(r"(?:tried|unable) to allocate ([\d.]+ \w+)", re.IGNORECASE)
 
-# What DDP says at the second step of a network with parameters that got no gradient in the first.
+# DDP's message at the second step if some parameters got no gradient in the first.
 UNUSED_PARAMETERS = "parameters that were not used in producing loss"
 
 
 class ExpectedError(Exception):
-    """Something foreseeable went wrong; the message names the thing, the value, what is allowed and the remedy."""
+    """An error with a message for the user: the thing, its value, the allowed values and the remedy."""
 
     exit_status = 1
-    rank: int | None = None  # where it happened, if several ranks raise what happened to one
+    rank: int | None = None  # the rank that failed, if all ranks raise its error
 
 
 class ConfigError(ExpectedError):
@@ -43,20 +42,20 @@ class DataError(ExpectedError):
 
 
 class CheckpointError(ExpectedError):
-    exit_status = 4  # no usable checkpoint where one was demanded, or one that does not fit
+    exit_status = 4  # no usable checkpoint where one is required, or one that does not fit
 
 
 class CorruptionError(ExpectedError):
-    exit_status = 5  # the machine computed wrong, and what it computed was not saved
+    exit_status = 5  # the machine computed wrong; the wrong result was not saved
 
 
 class Stopped(ExpectedError):
-    exit_status = 75  # on request, with everything saved: the same command goes on from there (sysexits.h EX_TEMPFAIL)
+    exit_status = 75  # on request, with everything saved; the same command resumes (EX_TEMPFAIL of sysexits.h)
 
 
 def exit_in_a_line(main: Callable[Parameters, int]) -> Callable[Parameters, int]:
-    """A command's `main` that prints an `ExpectedError` without traceback and returns its status; for Ctrl-C 130,
-    and 141 where the reader of its output has left."""
+    """Decorate a command's `main` to print an `ExpectedError` without a traceback and return its status. The status is
+    130 after Ctrl-C, and 141 if the reader of the output has closed the pipe."""
 
     @functools.wraps(main)
     def guarded(*arguments: Parameters.args, **options: Parameters.kwargs) -> int:
@@ -79,9 +78,9 @@ def exit_in_a_line(main: Callable[Parameters, int]) -> Callable[Parameters, int]
 
 
 def _reader_is_gone() -> bool:
-    """Whether nobody reads the standard output any more, as after `| head`; then the rest of the output is dropped."""
+    """Whether nobody reads the standard output any more, as after `| head`. If so, drop the rest of the output."""
     pipe = select.poll()
-    pipe.register(sys.stdout.fileno(), 0)  # errors are always reported
+    pipe.register(sys.stdout.fileno(), 0)  # poll always reports errors
     if not any(events & select.POLLERR for _, events in pipe.poll(0)):
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -89,7 +88,7 @@ def _reader_is_gone() -> bool:
 
 
 def explain(error: Exception) -> ExpectedError | None:
-    """What a failure of the machine or of another process means, in one or two lines; None for what may be a bug."""
+    """Return the user's message for a failure of the machine or of another process; None if it may be a bug."""
     text = str(error)
     if isinstance(error, ExpectedError):
         return error
@@ -99,8 +98,8 @@ def explain(error: Exception) -> ExpectedError | None:
         return ExpectedError(_explain_memory(text))
     if isinstance(error, RuntimeError) and UNUSED_PARAMETERS in text:
         return ConfigError(
-            "the network has parameters that its outputs do not depend on, which several ranks cannot train\n"
-            "remove them, or leave them out of the training with requires_grad_(False)"
+            "the network has parameters that its outputs do not depend on; several ranks cannot train it\n"
+            "remove these parameters, or exclude them from training with requires_grad_(False)"
         )
     if isinstance(error, RuntimeError) and LOST_RANK.search(text):
         return ExpectedError("another process of this run has ended, so this one ends too; see its message")
@@ -108,12 +107,12 @@ def explain(error: Exception) -> ExpectedError | None:
 
 
 def _explain_memory(text: str) -> str:
-    wanted = WANTED.search(text)
+    requested = REQUESTED_MEMORY.search(text)
     where = "GPU" if "CUDA" in text else "host"
     return (
-        f"out of {where} memory{f', at an allocation of {wanted[1]}' if wanted else ''}\n"
-        "use a smaller micro_batch_size, which leaves batch_size as it is, a smaller batch_size, or enable_amp=true; "
-        "--dry-run estimates the need"
+        f"out of {where} memory{f' when allocating {requested[1]}' if requested else ''}\n"
+        "use a smaller micro_batch_size, which keeps batch_size, a smaller batch_size, or enable_amp=true; "
+        "--dry-run estimates the memory"
     )
 
 
@@ -126,7 +125,7 @@ def _explain_loader_worker(text: str) -> str:
     name = f"loader worker {process[1].strip()}" if process else "a loader worker"
     if "Killed" in text:
         return (
-            f"{name} was killed by SIGKILL, which is what the kernel does when memory runs out\n"
+            f"{name} was killed by SIGKILL, as the kernel does when host memory runs out\n"
             "use fewer num_data_workers, data_loader=device, or a job with more memory; the last checkpoint is good"
         )
     return f"{name} exited unexpectedly: {text.splitlines()[0]}; the last checkpoint is good"

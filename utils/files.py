@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, folders that appear at once, locks, and files that are only files."""
+"""Atomic writes of files and folders, locks, and reading of regular files only."""
 
 import errno
 import fcntl
@@ -21,15 +21,15 @@ from utils.errors import ConfigError, ExpectedError
 
 
 class FolderHeldError(ConfigError):
-    """Another process holds a run's folder: `holder`, in words, for the job of that name; "" where it is not known."""
+    """Another process, described by `holder`, holds a run's folder for the job `job`; both are "" if unknown."""
 
-    def __init__(self, message: str, job: str = "", holder: str = "") -> None:  # unpickled with the message alone
+    def __init__(self, message: str, job: str = "", holder: str = "") -> None:  # pickle passes only the message
         super().__init__(f"{message}\nit is {holder}" if holder else message)
         self.job, self.holder = job, holder
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """Open a file for reading. `OSError` where it is no regular file: a FIFO, for one, would be waited for forever."""
+    """Open a file for reading. Raises `OSError` if it is not a regular file: opening a FIFO, for one, would hang."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -38,7 +38,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """Write a file that is not there yet, through to the disk."""
+    """Write a new file and flush it to the disk."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()
@@ -46,7 +46,7 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries through to the disk."""
+    """Flush a folder's entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -55,9 +55,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that at any moment either the old or the whole new one is there, also after a power cut.
+    """Replace a file so that at any moment either the whole old or the whole new one exists, also after a power cut.
 
-    `ExpectedError` naming the file where the disk is full or it may not be written."""
+    Raises `ExpectedError` with the file's name if it cannot be written."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         write_new(temporary, content)
@@ -66,27 +66,27 @@ def write_atomically(path: Path, content: bytes) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise ExpectedError(
-            f"{path}: cannot be written: {error.strerror}; what was there before is untouched"
+            f"{path}: cannot be written: {error.strerror}; an earlier version of the file is unchanged"
         ) from None
-    with suppress(OSError):  # not every file system can flush a folder; the file is whole and in its place
+    with suppress(OSError):  # not every file system can flush a folder; the file itself is complete
         sync_folder(path.parent)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of writers that were killed; only for the process that holds the run's lock."""
+    """Remove the temporary files of killed writers. Only the process that holds the run's lock may call this."""
     for temporary in folder.glob(".*.tmp"):
         temporary.unlink(missing_ok=True)
 
 
 @contextmanager
 def partial_folder(target: Path, lock_file: Path) -> Iterator[Path]:
-    """A new folder beside `target`, to be filled and renamed to it, while `lock_file` is held (it stays); whatever is
-    left of the folder at the end is removed, and so are those of processes that were killed.
+    """Yield a new folder next to `target`, for the caller to fill and rename to it, while holding `lock_file`. Remove
+    the folder if the caller did not rename it, and the folders that killed processes left.
 
-    Without a lock, where the file system has none, two at once do the work twice: each ends in one rename.
+    On a file system without locks, two processes at once do the work twice; each ends with one rename.
     """
     lock = FileLock(lock_file)
-    with suppress(OSError, NotImplementedError):  # what filelock raises where there are no locks
+    with suppress(OSError, NotImplementedError):  # filelock's exceptions on a file system without locks
         try:
             lock.acquire(blocking=False)
         except Timeout:
@@ -105,16 +105,16 @@ def partial_folder(target: Path, lock_file: Path) -> Iterator[Path]:
 
 
 def lock_folder(folder: Path) -> IO[str]:
-    """Create `folder` and hold it for this process; `FolderHeldError` where another run holds it.
+    """Create `folder` and lock it for this process. Raises `FolderHeldError` if another run holds it.
 
-    The lock's file names the job that was here last, and the process that holds it: see `sign_lock`."""
+    The lock file names the last job and its process: see `sign_lock`."""
     path = folder / ".lock"
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = path.open("a+")
         except OSError as error:
-            raise ConfigError(f"{folder}: cannot hold a run: {error.strerror}; choose another with --run-dir") from None
+            raise ConfigError(f"{folder}: cannot be used: {error.strerror}; choose another --run-dir") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -129,16 +129,16 @@ def lock_folder(folder: Path) -> IO[str]:
                 f"{folder}: its file system cannot lock a file ({error.strerror}), so two runs could share the folder; "
                 "choose another --run-dir, or have the file system mounted with locks (Lustre: -o flock)"
             ) from None
-        # another run may have moved the folder aside since the lock was opened, which then is that of the old folder
+        # another run may have moved the folder aside since this opened the lock file, which then is in the old folder
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-                # else loader workers that outlive a killed run for some seconds would hold its folder
+                # loader workers, which outlive a killed run for some seconds, must not keep its folder locked
                 multiprocessing.util.register_after_fork(lock, lambda file: file.close())
                 return lock
         lock.close()
 
 
 def sign_lock(lock: IO[str], job: str) -> None:
-    """Write the name of the job into the lock's file, and this process, which holds it."""
+    """Write the name of the job and of this process into the lock file."""
     lock.truncate(0)
     print(f"{job}\nprocess {os.getpid()} on {socket.gethostname()}", end="", file=lock, flush=True)

@@ -1,4 +1,4 @@
-"""Where the code is, and the words that start its programs: in a checkout, or installed as one command."""
+"""The code's folder, and the commands that start its programs, from a checkout or installed."""
 
 import sys
 from pathlib import Path
@@ -8,12 +8,12 @@ INSTALLED = not (CODE / "pyproject.toml").exists()
 
 
 def command(name: str) -> list[str]:
-    """What a user types for `train`, or for the tool `name`."""
+    """Return the command that a user types for `train` or for the tool `name`."""
     if INSTALLED:
         return ["resnet50-at-scale", name]
     return ["python", "train.py"] if name == "train" else ["python", "-m", f"tools.{name}"]
 
 
 def module_command(name: str) -> list[str]:
-    """What starts the tool `name` in another process with the same Python."""
+    """Return the command that starts the tool `name` in another process with the same Python."""
     return [sys.executable, "-m", *(["resnet50_at_scale", name] if INSTALLED else [f"tools.{name}"])]

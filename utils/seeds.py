@@ -1,4 +1,4 @@
-"""Random generators: seeding them, and saving and restoring their states."""
+"""Seed random generators, and save and restore their states."""
 
 import random
 from typing import Any, cast
@@ -8,45 +8,45 @@ import torch
 
 
 def seed_random_state(seed: int) -> None:
-    """Start every random generator of this process from `seed`."""
+    """Seed every random generator of this process."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def seed_of(seed: int, rank: int, step: int) -> int:
-    """A seed of its own for what a rank draws from `step` on (dropout), so that ranks do not draw the same."""
+    """Return the seed of a rank's random numbers from `step` on (dropout), which differ between ranks."""
     return int(np.random.SeedSequence([seed, rank, step]).generate_state(1)[0])
 
 
 def random_state() -> dict[str, Any]:
-    """The states of this process's random generators as plain values and tensors."""
+    """Return the states of this process's random generators as plain values and tensors."""
     name, keys, position, has_gauss, cached = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     return {
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state(),
-        # asking where CUDA is unused would start it, in a process that trains on the CPU of a machine with a GPU
+        # without this check, a process that trains on the CPU of a GPU machine would initialise CUDA
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
 
 
 def explain_misfit(state: dict[str, Any]) -> str | None:
-    """What keeps `restore_random_state` from taking `state`, found out on generators of its own; None where nothing
-    does. That of CUDA is looked at where it is used."""
+    """Return why `restore_random_state` would fail on `state`, tried on new generators; None if it would not. The CUDA
+    state's content is checked only when it is restored."""
     try:
         random.Random().setstate(state["python"])
         np.random.RandomState().set_state(_numpy_state(state))
         torch.Generator().set_state(state["torch"])
         if not isinstance(state["cuda"], torch.Tensor | None):
-            raise TypeError("cuda is neither a tensor nor nothing")
+            raise TypeError("cuda is neither a tensor nor None")
     except Exception as error:  # three libraries, each with errors of its own
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return None
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Undo of `random_state`; the CUDA generator only where both sides use one."""
+    """Restore what `random_state` returned; the CUDA generator only if both processes use one."""
     random.setstate(state["python"])
     np.random.set_state(_numpy_state(state))
     torch.set_rng_state(state["torch"])

@@ -1,7 +1,7 @@
-"""Code of the user's own, named in a configuration as `package.module:function`. No torch.
+"""User code, named in a configuration as `package.module:function`. Imports no torch.
 
-A module is looked for as Python does, and last in the working directory. Its name must not be one that Python finds
-elsewhere. Whatever goes wrong in it is an error of two lines: what, and the user's line.
+Modules are searched on Python's path, then in the working directory; a module there must not have the name of another
+module that Python finds first. An exception in user code becomes an error of two lines: the cause and the user's line.
 """
 
 import difflib
@@ -27,45 +27,45 @@ OWN_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$"
 ROOT = Path(__file__).resolve().parent.parent
 OUR_NAMES = ("config", "models", "tools", "train", "train_simple", "utils")
 LIBRARIES = ("site-packages", "dist-packages")
-RECORDED_FILES = 1000  # of a package
+RECORDED_FILES = 1000  # at most, of one package
 
 
-def is_own(name: str) -> bool:
-    """Whether the value of a key is `package.module:function`, or of another form with a colon."""
+def is_user_code(name: str) -> bool:
+    """Whether a key's value names code outside this project: `package.module:function` or another form with a colon."""
     return ":" in name
 
 
 def call(key: str, name: str, error: type[ExpectedError], **arguments: Any) -> Any:
-    """What the user's function `name`, the value of `key`, returns.
+    """Call the user's function `name`, the value of `key`, and return its result.
 
-    `ConfigError` where there is no such function or it does not take the arguments, `error` where it raises."""
+    Raises `ConfigError` if there is no such function or it does not take the arguments, and `error` if it raises."""
     function = find_function(key, name)
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as refusal:
         given = ", ".join(f"{argument}=..." for argument in arguments)
         raise ConfigError(f"{key} {name}: is called with {given}: {refusal}\n{_definition(function)}") from None
-    except ValueError:  # a function that is not written in Python tells no signature
+    except ValueError:  # a function that is not written in Python may have no signature
         pass
-    with blamed(f"{key} {name}", error):
+    with user_code_errors(f"{key} {name}", error):
         return function(**arguments)
 
 
 def find_function(key: str, name: str) -> Callable[..., Any]:
-    """The function `name`, the value of `key`; imports its module. `ConfigError` where that cannot be done."""
+    """Import the module of the function `name`, the value of `key`, and return the function. Raises `ConfigError`."""
     what, (module_name, _, function_name) = f"{key} {name}", name.partition(":")
     here = os.getcwd()
     if here not in sys.path:
-        sys.path.append(here)  # last, so that no file there hides a library
-    _refuse_hidden(what, module_name.partition(".")[0], Path(here))
-    with blamed(f"{what} cannot be imported", ConfigError):
+        sys.path.append(here)  # last, so that no file there shadows a library
+    _refuse_shadowed(what, module_name.partition(".")[0], Path(here))
+    with user_code_errors(f"{what} cannot be imported", ConfigError):
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if f"{module_name}.".startswith(f"{error.name}."):
                 raise ConfigError(
                     f"{what}: there is no module {error.name}\n"
-                    f"it is looked for where Python looks, and last in the working directory {here}"
+                    f"modules are searched on Python's path, then in the working directory {here}"
                 ) from None
             raise
     function = getattr(module, function_name, None)
@@ -73,20 +73,20 @@ def find_function(key: str, name: str) -> Callable[..., Any]:
         return function
     others = [other for other, value in vars(module).items() if callable(value)]
     near = difflib.get_close_matches(function_name, others, n=1, cutoff=0.5)
-    lacks = "no function of this name" if function is None else f"a {type(function).__name__} of this name, no function"
-    raise ConfigError(f"{what}: {module.__file__} has {lacks}" + (f". Did you mean {near[0]!r}?" if near else ""))
+    problem = "no function of this name" if function is None else f"{function_name} of type {type(function).__name__}"
+    raise ConfigError(f"{what}: {module.__file__} has {problem}" + (f". Did you mean {near[0]!r}?" if near else ""))
 
 
-def _refuse_hidden(what: str, top: str, here: Path) -> None:
-    """`ConfigError` where another module than the one in the working directory would be imported."""
+def _refuse_shadowed(what: str, top: str, here: Path) -> None:
+    """Raise `ConfigError` if Python would import another module than the one in the working directory."""
     if top in OUR_NAMES:
         raise ConfigError(
-            f"{what}: {top} is a module of this program; give yours another name than {', '.join(OUR_NAMES)}"
+            f"{what}: {top} is a module of this program; rename yours to something other than {', '.join(OUR_NAMES)}"
         )
     candidates = [path for path in (here / top / "__init__.py", here / f"{top}.py") if path.is_file()]
     try:
         specification = importlib.util.find_spec(top)
-    except ValueError:  # of what runs as __main__
+    except ValueError:  # the module runs as __main__
         return
     origin = specification.origin if specification is not None else None
     if candidates and origin is not None and not any(os.path.realpath(origin) == str(p.resolve()) for p in candidates):
@@ -94,8 +94,8 @@ def _refuse_hidden(what: str, top: str, here: Path) -> None:
 
 
 @contextmanager
-def blamed(what: str, kind: type[ExpectedError]) -> Iterator[None]:
-    """A `with` block in which the user's code runs: what it raises becomes an error of `kind` that names its line."""
+def user_code_errors(what: str, kind: type[ExpectedError]) -> Iterator[None]:
+    """Turn an exception of the `with` block, in which user code runs, into an error of `kind` with the user's line."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -108,7 +108,7 @@ def blamed(what: str, kind: type[ExpectedError]) -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of the user's in the traceback, as `file:line: text`; empty where there is none."""
+    """Return the innermost line of user code in the traceback as `file:line: text`; empty if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
     users = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(Path(frame.filename))]
@@ -117,7 +117,7 @@ def _place(error: BaseException) -> str:
 
 def _is_users(path: Path) -> bool:
     ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0].removesuffix(".py") in OUR_NAMES
-    synthetic = str(path).startswith("<")  # code that lies in no file, such as the import machinery's
+    synthetic = str(path).startswith("<")  # code without a file, such as the import machinery
     return not (ours or synthetic or {*LIBRARIES} & {*path.parts} or path.is_relative_to(sysconfig.get_path("stdlib")))
 
 
@@ -129,11 +129,11 @@ def _definition(function: Callable[..., Any]) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}: {line}"
 
 
-def own_files(*names: str) -> dict[str, str]:
-    """Of each of these values that names the user's code: the SHA-256 of its module's file, or of all Python files of
-    its package, for the run's record."""
+def user_file_digests(*names: str) -> dict[str, str]:
+    """Return {file: SHA-256}, for the run's record, of the user code among these values: of the module's file, or of
+    all Python files of its package."""
     digests: dict[str, str] = {}
-    for name in filter(is_own, names):
+    for name in filter(is_user_code, names):
         module, package = (sys.modules.get(name.partition(end)[0].partition(":")[0]) for end in ":.")
         folders = [folder for folder in getattr(package, "__path__", []) if _is_users(Path(folder))]
         files = [file for folder in folders for file in _python_files(folder)]
@@ -146,7 +146,7 @@ def own_files(*names: str) -> dict[str, str]:
 
 
 def _python_files(folder: str) -> Iterator[str]:
-    """Those of a package, without hidden folders and the libraries of an environment that lies in it."""
+    """Yield the Python files of a package, except those in hidden folders and in a virtual environment's libraries."""
     for parent, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in LIBRARIES)
         yield from (os.path.join(parent, name) for name in sorted(files) if name.endswith(".py"))
@@ -155,5 +155,5 @@ def _python_files(folder: str) -> Iterator[str]:
 def _digest(file: str) -> str:
     try:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    except OSError as error:  # a file that is imported nowhere may be a broken link
+    except OSError as error:  # a file that nothing imports may be a broken link
         return f"not recorded: {error.strerror}"

@@ -17,7 +17,7 @@ from tools.doctor.findings import GIGABYTE, Finding, judge, read_text
 from utils.config import Config
 from utils.errors import ConfigError, ExpectedError
 from utils.program import command
-from utils.user_code import is_own
+from utils.user_code import is_user_code
 
 if TYPE_CHECKING:
     from utils.distributed.world import World
@@ -191,7 +191,7 @@ def check_data(config: Config) -> tuple[Finding, tuple[int, int, int]]:
         if config.dataset in VERSIONS:
             path = shlex.quote(config.data_path)
             remedy = f"{' '.join(command('prepare_data'))} --dataset {config.dataset} --data_path {path}"
-        elif is_own(config.dataset):
+        elif is_user_code(config.dataset):
             remedy = str(error).partition("\n")[2] or "docs/own_code.md says what the function returns"
         return Finding("data", "fail", str(error).splitlines()[0], remedy), (3, image_side(config), image_side(config))
     count = f"{len(dataset.train.labels):,} + {len(dataset.valid.labels):,} images"

@@ -1,4 +1,4 @@
-"""The command line of train.py, answered without importing torch where no training is asked for."""
+"""The command line of train.py. Imports no torch, so that --help and the like answer at once."""
 
 import argparse
 import difflib
@@ -31,7 +31,7 @@ Train a ResNet from a named configuration block.
 
 EXIT_STATUS = """\
 exit status: 0 finished, 2 bad usage or configuration, 3 data missing or damaged, 4 no usable checkpoint,
-75 stopped on request with everything saved (run the same command to go on), 1 anything else"""
+75 stopped on request with everything saved (run the same command to resume), 1 any other error"""
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,22 @@ class Arguments:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
-    """The checked command line; leaves through SystemExit for --help, --list-configs, --print-config and errors."""
+    """Return the checked arguments. Raises SystemExit after --help, --list-configs and the like, and for errors."""
     try:
         parser = _parser()
         options, rest = parser.parse_known_args(argv)
         if rest:
             parser.refuse(rest, options.yaml_config)
         if options.list_configs:
-            _leave_with(_describe_blocks(options.yaml_config))
+            _print_and_exit(_describe_blocks(options.yaml_config))
         _fill_in_job(options)
         config = load_config(options.yaml_config, options.config, options.set)
         if options.explain is not None:
-            _leave_with(explain_keys(options.explain, config, options.config))
+            _print_and_exit(_explain_keys(options.explain, config, options.config))
         if options.print_config:
             has_default = "default" in list_blocks(options.yaml_config)
             default = load_config(options.yaml_config, "default") if has_default else None
-            _leave_with(f"# {options.config} in {options.yaml_config}\n{render(config, default)}")
+            _print_and_exit(f"# {options.config} in {options.yaml_config}\n{render(config, default)}")
     except ConfigError as error:
         raise SystemExit(report_error(error)) from None
     run_dir = _folder(options.run_dir) if options.run_dir else Path("expts") / options.config
@@ -67,7 +67,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
 
 
 def _fill_in_job(options: argparse.Namespace) -> None:
-    """%a, %A and %j of Slurm, in --set only in values that have one of them: others may have any percent signs."""
+    """Replace Slurm's %a, %A and %j. Other percent signs are an error, except in --set, whose values may have any."""
     for name in ("config", "run_dir", "resume"):
         if text := getattr(options, name):
             setattr(options, name, fill_in_job(f"--{name.replace('_', '-')}", text, os.environ))
@@ -78,12 +78,12 @@ def _fill_in_job(options: argparse.Namespace) -> None:
 
 
 def report_error(error: ExpectedError) -> int:
-    """Print the error, with several ranks on one of them only, and return its exit status."""
+    """Print the error, on one rank only, and return its exit status."""
 
     def fail(world: object) -> None:
         raise error
 
-    with suppress(ConfigError):  # of a launcher's variables that make no sense: then this process is on its own
+    with suppress(ConfigError):  # invalid variables of a launcher: treat this process as the only one
         if find_launch(os.environ).world_size > 1:
             from utils.distributed.ranks import run_ranks
 
@@ -93,23 +93,23 @@ def report_error(error: ExpectedError) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with one line for bad usage, which names the nearest option."""
+    """An ArgumentParser that raises `ConfigError` for bad usage, and suggests the nearest option or block."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
     def refuse(self, words: Sequence[str], yaml_config: Path) -> NoReturn:
-        """`ConfigError` for arguments that are no options, with what to write instead."""
+        """Raise `ConfigError` for arguments that are not options, with a suggestion."""
         if not "".join(words).strip():
             raise ConfigError("an argument is empty; is a variable of the command line not set?")
         message = f"unrecognized arguments: {shortened(' '.join(words))}"
-        raise ConfigError(f"{message}; {self._instead(words, yaml_config) or '--help lists the options'}")
+        raise ConfigError(f"{message}; {self._suggestion(words, yaml_config) or '--help lists the options'}")
 
-    def _instead(self, words: Sequence[str], yaml_config: Path) -> str:
+    def _suggestion(self, words: Sequence[str], yaml_config: Path) -> str:
         first, equals, value = words[0].strip().partition("=")
         name = first.lstrip("-")
         if name == first and not equals:
-            with suppress(ConfigError):  # of a file that cannot be read: then none of its blocks was meant
+            with suppress(ConfigError):  # the file cannot be read
                 if name in list_blocks(yaml_config):
                     return f"write --config={name}"
             return ""
@@ -140,45 +140,45 @@ def _parser() -> _Parser:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
     parser.add_argument(
         "--run-dir", type=not_empty, metavar="DIR",
-        help="where the run writes (default: expts/NAME); in a job of Slurm, %%a here, in NAME and in --set is its "
-        "index in an array, %%A the number of the array, %%j that of the job",
+        help="the run's folder (default: expts/NAME); in a Slurm job, %%a here, in NAME and in --set becomes the array "
+        "index, %%A the array's job ID, %%j the job ID",
     )  # fmt: skip
     parser.add_argument(
         "--resume", type=not_empty, default="auto", metavar="auto|never|PATH",
-        help="auto: go on from the newest good checkpoint of the run folder, if any; a run with other values of keys "
-        "that change the training is refused; never: start a new run, moving an earlier run aside; PATH: go on from "
-        "this checkpoint file or run folder, also with other values (default: auto)",
+        help="auto: resume from the newest good checkpoint of the run folder, if any; an error if the training "
+        "settings differ; never: start a new run and move an earlier one to NAME.1; PATH: resume from this checkpoint "
+        "file or run folder, also with other settings (default: auto)",
     )  # fmt: skip
-    parser.add_argument("--list-configs", action="store_true", help="list the blocks and what each changes, and leave")
-    parser.add_argument("--print-config", action="store_true", help="print every key, differences first, and leave")
+    parser.add_argument("--list-configs", action="store_true", help="list the blocks and what each changes, and exit")
+    parser.add_argument("--print-config", action="store_true", help="print every key, differences first, and exit")
     parser.add_argument(
         "--explain", nargs="*", metavar="KEY",
-        help="print what keys mean, their values and where they act, and leave; without a KEY list all",
+        help="print what keys mean, their values and where they act, and exit; without KEY, list all keys",
     )  # fmt: skip
     parser.add_argument(
         "--dry-run", action="store_true",
-        help="open the data, build the model, print what would happen and what memory it would take, and leave; "
-        "fetches and writes nothing",
+        help="open the data, build the model, print steps, learning rates and a memory estimate, and exit; "
+        "downloads and writes nothing",
     )  # fmt: skip
-    # torch.distributed.launch still passes it; the environment variable LOCAL_RANK says the same
+    # torch.distributed.launch still passes it; the environment variable LOCAL_RANK holds the same
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
 
 
 def not_empty(text: str) -> str:
-    """An argument that is given and not empty, for argparse."""
-    if not text:  # as a path it would be the working directory, which an unset shell variable did not mean
+    """Return an argument that is not empty, as a `type` for argparse."""
+    if not text:  # from an unset shell variable; as a path it would mean the working directory
         raise argparse.ArgumentTypeError("is empty; is a variable of the command line not set?")
     return text
 
 
 def _folder(text: str) -> Path:
     path = Path(text)
-    return path if path.name not in ("", "..") else path.resolve()  # a folder without a name cannot be moved aside
+    return path if path.name not in ("", "..") else path.resolve()  # only a folder with a name can be moved aside
 
 
 def _describe_blocks(path: Path) -> str:
-    """A line for each block, with what it changes as --set would take it."""
+    """Return one line for each block: its differences from default, written as for --set."""
     blocks = list_blocks(path)
     width, lines = max(map(len, blocks), default=0), []
     for name, differences in blocks.items():
@@ -187,8 +187,8 @@ def _describe_blocks(path: Path) -> str:
     return "".join(lines)
 
 
-def explain_keys(names: Sequence[str], config: Config, block: str) -> str:
-    """A paragraph for each key, with its value in `config`, the block `block`; without names, all keys by group."""
+def _explain_keys(names: Sequence[str], config: Config, block: str) -> str:
+    """Return a paragraph for each key, with its value in `config`, the block `block`; without names, all keys."""
     if names:
         return "\n".join(_explain(name, config, block) for name in names)
     groups = groupby(Config.model_fields, key=section)
@@ -196,7 +196,7 @@ def explain_keys(names: Sequence[str], config: Config, block: str) -> str:
         textwrap.fill(", ".join(keys), WIDTH, initial_indent=f"{title}: ", subsequent_indent="  ")
         for title, keys in groups
     ]
-    return "\n".join([*lines, "Of one or several: --explain KEY ..."]) + "\n"
+    return "\n".join([*lines, "For details: --explain KEY ..."]) + "\n"
 
 
 def _explain(key: str, config: Config, block: str) -> str:
@@ -204,19 +204,19 @@ def _explain(key: str, config: Config, block: str) -> str:
         raise ConfigError(wrong_value(key, "", "--explain"))
     meaning = " ".join((Config.model_fields[key].description or "").split())
     default, value = (as_yaml(keys.model_dump(mode="json")[key]) for keys in (Config(), config))
-    here = "" if value == default else f"; in {block}: {value}"
+    in_block = "" if value == default else f"; in {block}: {value}"
     lines = [
         f"{key} ({section(key)})",
         textwrap.fill(meaning, WIDTH, initial_indent="  ", subsequent_indent="  "),
         f"  allowed: {allowed(key)}",
-        f"  default: {default}{here}",
+        f"  default: {default}{in_block}",
         f"  acts in: {_where(key, meaning)}",
     ]
     return "\n".join(lines) + "\n"
 
 
 def _where(key: str, meaning: str) -> str:
-    """The tag that the docstring begins with, else the package that declares the key."""
+    """Return a grep command for the tag that the docstring begins with, else for the key in its package."""
     tag = re.match(r"[A-Z]+(?=:)", meaning)
     if tag:
         return f'lines with the tag {tag[0]}: grep -rnI "\\b{tag[0]}:" train.py utils'
@@ -225,9 +225,9 @@ def _where(key: str, meaning: str) -> str:
     return f"{package}/: grep -rnwI {key} {places}"
 
 
-def _leave_with(text: str) -> NoReturn:
+def _print_and_exit(text: str) -> NoReturn:
     try:
         print(text, end="", flush=True)
-    except BrokenPipeError:  # the reader, `| head` for instance, has seen enough; nor may the flush at exit complain
+    except BrokenPipeError:  # the reader, such as `| head`, has left; the flush at exit must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(0)

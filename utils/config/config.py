@@ -1,6 +1,6 @@
-"""`Config`: all keys of a configuration block, composed of the groups that the components declare.
+"""`Config`: all keys of a configuration block, inherited from the groups that the components declare.
 
-Types, defaults and meanings are on the fields of these groups and nowhere else.
+Types, defaults and meanings are declared in these groups only.
 """
 
 import inspect
@@ -14,12 +14,12 @@ from utils.data.config import DataConfig
 from utils.run.config import OutputConfig
 from utils.training.config import TrainingConfig
 
-COMMENT_COLUMN = 34  # of the default block
+COMMENT_COLUMN = 34  # in the default block
 LINE_LENGTH = 120
 
 
 class Config(OutputConfig, TrainingConfig, ModelConfig, DataConfig):
-    """Every key of a configuration block."""
+    """All keys of a configuration block."""
 
     @model_validator(mode="after")
     def _check_profiling(self) -> "Config":
@@ -32,11 +32,11 @@ class Config(OutputConfig, TrainingConfig, ModelConfig, DataConfig):
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of a configuration file: a mapping of block names to blocks, in which no key is required."""
+    """Return the JSON schema of a configuration file: a mapping of block names to blocks, without required keys."""
     block = Config.model_json_schema()
-    block["properties"]["<<"] = {"description": "merge of one block or of a list of blocks"}
+    block["properties"]["<<"] = {"description": "merge one block or a list of blocks"}
     block["properties"]["extends"] = {
-        "description": "FILE#BLOCK: begin with the keys of a block of another file, found beside this one or the code",
+        "description": "FILE#BLOCK: begin with a block of another file, found in this file's folder or the code's",
         "type": "string",
         "pattern": "^.+#[^#]+$",
     }
@@ -50,7 +50,7 @@ def schema() -> dict[str, Any]:
 
 
 def default_block() -> str:
-    """The block `default` of config/cifar100.yaml: every key with its default and the first sentence on it."""
+    """Return the block `default` of config/cifar100.yaml: each key, its default and its docstring's first sentence."""
     defaults = Config().model_dump(mode="json")
     lines, above = ["default: &DEFAULT"], ""
     for key, field in Config.model_fields.items():
@@ -60,27 +60,27 @@ def default_block() -> str:
         entry = f"  {key}: {_plain(defaults[key])}"
         first_sentence = " ".join((field.description or "").split()).partition(". ")[0].rstrip(".")
         comment = f"# {first_sentence}"
-        beside = f"{entry:{COMMENT_COLUMN - 1}} {comment}"
-        if len(beside) <= LINE_LENGTH and len(entry) < COMMENT_COLUMN:
-            lines.append(beside)
+        one_line = f"{entry:{COMMENT_COLUMN - 1}} {comment}"
+        if len(one_line) <= LINE_LENGTH and len(entry) < COMMENT_COLUMN:
+            lines.append(one_line)
         else:
             lines += [f"  {comment}", entry]
     return "\n".join(lines) + "\n"
 
 
 def _plain(value: Any) -> str:
-    """A default as a person would write it: texts without quotes, whole numbers without a point."""
+    """Return a default as a person would write it: strings without quotes, integers without a decimal point."""
     whole = isinstance(value, float) and value.is_integer() and value >= 1
     return as_yaml(int(value) if whole else value).strip('"')
 
 
 def declaring_group(key: str) -> type[BaseConfig]:
-    """The group that declares a key."""
+    """Return the class that declares a key."""
     return next(
         group for group in Config.__mro__ if issubclass(group, BaseConfig) and key in inspect.get_annotations(group)
     )
 
 
 def section(key: str) -> str:
-    """The title of the group that declares a key: its class's docstring."""
+    """Return the title of the group that declares a key: the class's docstring."""
     return inspect.cleandoc(declaring_group(key).__doc__ or "")

@@ -1,4 +1,4 @@
-"""Messages for a wrong key or value: one or two lines that name it, what is allowed, and the remedy."""
+"""Messages for a wrong key or value: one or two lines with the value, the allowed values and the remedy."""
 
 import difflib
 import json
@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from utils.base_config import as_yaml
 from utils.config.config import Config
 
-# Other programs' names of keys that are spelt too differently to be found by `nearest_key`: timm, Lightning, Hugging
-# Face, Keras, PyTorch's examples, apex, MLPerf.
+# Other programs' names (timm, Lightning, Hugging Face, Keras, PyTorch's examples, apex, MLPerf) of our keys, where the
+# spelling differs too much for difflib.
 _NAMES = {
     "amp_dtype": "bf16 fp16 half precision",
     "batch_size": "b bs mini_batch_size per_device_train_batch_size",
@@ -52,17 +52,17 @@ class Entry:
     """One key of one block: its value and where it was set."""
 
     value: Any
-    line: int  # sys.maxsize for --set, which is read last
-    origin: str  # as the user knows it: file, line and block, or --set
+    line: int  # sys.maxsize for --set
+    origin: str  # for messages: file, line and block, or --set
 
 
 def explain(error: ValidationError, block: str, entries: Mapping[str, Entry]) -> str:
-    """Two lines at most: the first thing that is wrong, and which other keys are."""
-    problems: dict[str | None, Any] = {}  # the first of each key; None: of a combination of keys
+    """Return a message of at most two lines: the first problem, and the names of other wrong keys."""
+    problems: dict[str | None, Any] = {}  # the first problem of each key; None: of a combination of keys
     for problem in error.errors(include_url=False):
         problems.setdefault(str(problem["loc"][0]) if problem["loc"] else None, problem)
     wrong = list(problems)
-    if wrong[0] is None:  # shown where the last of the keys that the message names was set
+    if wrong[0] is None:  # show the line of the key in the message that was set last
         message = problems[None]["msg"].removeprefix("Value error, ")
         named = [entries[word] for word in re.findall(r"\w+", message) if word in entries]
         return f"{max(named, key=lambda entry: entry.line).origin if named else block}: {message}"
@@ -81,12 +81,12 @@ def wrong_value(key: str, what: str, origin: str) -> str:
 
 
 def allowed(key: str) -> str:
-    """The values that a key may have, in words."""
+    """Describe the values that a key may have."""
     return _in_words(Config.model_json_schema()["properties"][key])
 
 
 def _hint(key: str, value: Any) -> str:
-    """What the writer of a wrong value probably meant, where that would be allowed."""
+    """Suggest the allowed value that the user of a wrong value probably meant."""
     if key not in Config.model_fields:
         return ""
     if isinstance(value, float) and not math.isfinite(value):
@@ -111,7 +111,7 @@ def _hint(key: str, value: Any) -> str:
 
 
 def nearest_key(word: str) -> str | None:
-    """The key that was probably meant: by another program's name for it, or by the spelling."""
+    """Return the key that was probably meant: by another program's name for it, or by similar spelling."""
     keys = {key: key for key in Config.model_fields} | OTHER_NAMES
     name = word.lower().replace("-", "_")
     near = [name] if name in keys else difflib.get_close_matches(name, keys, n=1, cutoff=0.5)
@@ -128,13 +128,13 @@ def shown(value: Any) -> str:
 
 
 def shortened(text: str) -> str:
-    """Text from outside, fit for one line of a message."""
+    """Return user input as printable text of at most 60 characters."""
     text = text if text.isprintable() else as_yaml(text)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _in_words(part: Mapping[str, Any]) -> str:
-    """What a JSON schema allows."""
+    """Describe the values that a JSON schema allows."""
     if "anyOf" in part:
         return " or ".join(_in_words(option) for option in part["anyOf"])
     if "enum" in part or "const" in part:

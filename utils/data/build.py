@@ -27,7 +27,7 @@ from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import in_batch_job, name_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
-from utils.user_code import is_own
+from utils.user_code import is_user_code
 
 LoaderBuilder = Callable[[DataConfig, Split, EpochPlan, Normalise, int], Loader]  # the last one: workers of this rank
 
@@ -67,7 +67,7 @@ def find_dataset(config: DataConfig, *, download: bool) -> Dataset:
 
     For a loader that needs no data, CIFAR and ImageNet are stood in for by their sizes, and no file is needed.
     """
-    if is_own(config.dataset):
+    if is_user_code(config.dataset):
         dataset = load_own(config)
     elif not LOADERS[config.data_loader].needs_data and config.dataset in DATASET_SIZES:
         dataset = _synthetic_images(config)
@@ -90,7 +90,7 @@ def image_side(config: DataConfig) -> int:
     """Pixels of an image's side without a look at the data; without `image_size`, what is usual."""
     if config.dataset in ("imagefolder", "imagenet"):
         return config.image_size or IMAGENET_SIZE
-    return (config.image_size if is_own(config.dataset) else None) or IMAGE_SHAPE[-1]
+    return (config.image_size if is_user_code(config.dataset) else None) or IMAGE_SHAPE[-1]
 
 
 def _synthetic_images(config: DataConfig) -> Dataset:

@@ -23,7 +23,7 @@ from utils.training.optimizers.build import build_optimizer, fuses, learning_rat
 from utils.training.optimizers.schedule import Plateau, Schedule, build_schedule
 from utils.training.precision import LossScaler, choose_precision
 from utils.training.step import Preparing, Step, TrainStep, choose_step, on_capture_stream, wants_graphs
-from utils.user_code import blamed
+from utils.user_code import user_code_errors
 
 SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
 
@@ -115,7 +115,7 @@ def check_outputs(learner: Learner, model_name: str, image_shape: tuple[int, int
         what = f"images {list(images.shape)}{' in training' if training else ''}"
         model.train(training)
         cannot = f"model {model_name} cannot take {what}"
-        with blamed(cannot, ConfigError), torch.set_grad_enabled(training), precision.autocast():
+        with user_code_errors(cannot, ConfigError), torch.set_grad_enabled(training), precision.autocast():
             outputs = model(images.clone())
         if not isinstance(outputs, Tensor) or outputs.shape != (2, num_classes):
             found = list(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
