@@ -138,7 +138,7 @@ def test_blocks_for_gpus_say_so(name: str, tmp_path: Path, pictures: Callable[[i
 
 
 def test_blocks_of_the_sources_have_their_batches_and_levels() -> None:
-    """docs/sources.md names them; tests/test_docs.py finds that they exist."""
+    """results/reference/README.md names them; tests/test_docs.py finds that they exist."""
     for file, networks in (
         ("imagenet", ("resnet50", "resnet18", "alexnet", "vgg16")),
         ("cifar10", ("resnet50", "vgg16")),

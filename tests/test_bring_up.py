@@ -325,7 +325,7 @@ def test_figures_have_spread_and_their_share_of_the_ceiling(tmp_path: Path) -> N
 
 
 def test_published_figures_are_those_of_the_sources() -> None:
-    sources = (ROOT / "docs/sources.md").read_text("utf-8")
+    sources = (ROOT / "results/reference/README.md").read_text("utf-8")
     assert [row for row in PUBLISHED if GOAL not in row.where and f"{row.value:,g}" not in sources] == []
 
 

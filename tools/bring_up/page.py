@@ -122,7 +122,7 @@ def _tables(progress: BringUpProgress, figures: Sequence[Figure], changes: Seque
     return [
         Section("Against the baseline", "baseline", ("figure", "before", "now", "change", ""), compared, REGRESSION),
         Section("Beside published figures and goals", "published", beside, published,
-                "Images/s where no other unit is named. docs/sources.md has the sources."),
+                "Images/s where no other unit is named. results/reference/README.md has the sources."),
         Section("Parts", "parts", ("part", "state", "time", "calls", "note"), parts),
         Section("Figures", "figures", ("part", "figure", "value", "unit", "share of the ceiling"), rows,
                 "Median (lowest-highest) of the trials. The ceilings are those that the part limits measured here."),

@@ -1,4 +1,4 @@
-"""What a bring-up's figures stand beside: published ones (docs/sources.md), and this project's goals."""
+"""What a bring-up's figures stand beside: published ones (results/reference/README.md), and this project's goals."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
