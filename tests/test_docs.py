@@ -14,8 +14,9 @@ from tools.bench.ladder import LISTS
 from utils.config import list_blocks, load_config
 from utils.config.command_line import parse_arguments
 
-NAMED_PAGES = ("README.md", "CONTRIBUTING.md", "results/README.md")
+NAMED_PAGES = ("README.md", "CONTRIBUTING.md", "results/README.md", "results/reference/README.md")
 PAGES = sorted([*(ROOT / name for name in NAMED_PAGES), *(ROOT / "docs").glob("*.md")])
+EVIDENCE = sorted({*(ROOT / "results").glob("**/*.md")} - {*PAGES})  # with commands of their time
 SCRIPTS = sorted(ROOT.glob("*.slr"))
 STANDS_FOR = re.compile(r"`([A-Z][A-Z0-9]+)`\s+(?:stands )?for\s+`(--[^`]+)`")  # a page's own abbreviations
 SHELL_VARIABLE = re.compile(r'^([A-Z]+)="(--[^"]+|\$[^"]+)"$', re.MULTILINE)
@@ -109,7 +110,7 @@ def test_configurations_exist(path: Path):
     assert named <= known | own
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *EVIDENCE], ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_and_figures_lead_somewhere(page: Path):
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     local = [target for target in targets if not target.startswith(("http://", "https://"))]
