@@ -1,0 +1,112 @@
+"""README's "Measured" table equals results/runs.csv, and runs.csv equals the logs kept in results/."""
+
+import csv
+import hashlib
+import json
+import re
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+README = (ROOT / "README.md").read_text("utf-8")
+WHERE_MEASURED = re.compile(r"(?P<claim>.+?)(?:, mean of (?P<seeds>\d+) seeds|, one seed)?")
+ACCURACY = re.compile(r"\[(?P<percent>\d+\.(?P<decimals>\d+)) % after (?P<seconds>[\d,]+) s\]\((?P<page>[^)#]+)")
+RATIOS = {  # {claim: (faster, slower ones), keys of the report}
+    "ResNet50, batch 128, fastest against timm and Lightning": ("this project", ("timm", "lightning")),
+    "ResNet50, batch 128, fastest against bs128": ("fastest", ("bs128",)),
+}
+
+
+def read_rows() -> dict[str, list[dict[str, str]]]:
+    """{claim: its rows}."""
+    rows = defaultdict(list)
+    with (ROOT / "results/runs.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            rows[row["claim"]].append(row)
+    return dict(rows)
+
+
+def measured_table(readme: str) -> list[tuple[str, str, str]]:
+    """The cells (what, device, result) of each row of README's "Measured" table."""
+    section = readme.partition("\n## Measured\n")[2].partition("\n## ")[0]
+    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return [(what.strip().replace("`", ""), device.strip(), result.strip()) for what, device, result in lines[2:]]
+
+
+def check(what: str, device: str, result: str, rows: dict[str, list[dict[str, str]]]) -> None:
+    """Fail unless the result is what the rows of the claim, or the report that they name, say."""
+    match = WHERE_MEASURED.fullmatch(what)
+    assert match and match["claim"] in rows, f"no row of results/runs.csv has the claim {what!r}"
+    own = rows[match["claim"]]
+    assert all(device in row["device"] for row in own)
+    if match["claim"] in RATIOS:
+        faster, slower = RATIOS[match["claim"]]
+        (row,) = own
+        results = json.loads((ROOT / row["log"]).read_text("utf-8"))["results"]
+        rates = {name: sample["full"]["median"] for name, sample in results.get("rungs", results).items()}
+        shown = re.findall(r"(\d+\.(\d+)) x", result)
+        assert [text for text, _ in shown] == [
+            f"{rates[faster] / rates[name]:.{len(decimals)}f}"
+            for name, (_, decimals) in zip(slower, shown, strict=True)
+        ]
+        return
+    assert len(own) == int(match["seeds"] or 1)
+    assert len({row["seed"] for row in own}) == len(own)
+    assert {row["images"] for row in own} == {"10,000 test images, 6 views"}
+    shown = ACCURACY.match(result)
+    assert shown, f"{result!r} is no accuracy with its seconds"
+    percent = statistics.mean(float(row["accuracy_all_views"]) for row in own)
+    assert f"{percent:.{len(shown['decimals'])}f}" == shown["percent"]
+    assert f"{statistics.mean(float(row['seconds']) for row in own):,.0f}" == shown["seconds"]
+    folder = Path(shown["page"]).parent
+    assert all(folder in Path(row["log"]).parents for row in own)
+
+
+@pytest.mark.parametrize(("what", "device", "result"), measured_table(README))
+def test_measured_table_of_the_readme_equals_its_rows(what: str, device: str, result: str) -> None:
+    check(what, device, result, read_rows())
+
+
+def test_measured_table_has_accuracies_and_ratios() -> None:
+    claims = [what for what, _, _ in measured_table(README)]
+    assert len(claims) >= 5 and set(RATIOS) <= set(claims)
+
+
+@pytest.mark.parametrize(("column", "value"), [("accuracy_all_views", "73.00"), ("seconds", "100"), ("seed", "1")])
+def test_a_changed_row_or_figure_is_found(column: str, value: str) -> None:
+    what, device, result = measured_table(README)[0]
+    changed = read_rows()
+    changed["cifar100-cpu"][0][column] = value
+    with pytest.raises(AssertionError):
+        check(what, device, result, changed)
+    for number in re.findall(r"[\d.]+", result.partition("]")[0]):
+        with pytest.raises(AssertionError):
+            check(what, device, result.replace(number, f"1{number}", 1), read_rows())
+
+
+def test_rows_equal_their_logs() -> None:
+    for row in (row for rows in read_rows().values() for row in rows):
+        log = ROOT / row["log"]
+        assert re.fullmatch(r"[0-9a-f]{64}", row["log_sha256"])
+        if row["log_commit"]:
+            assert re.fullmatch(r"[0-9a-f]{40}", row["log_commit"]) and not log.exists(), row["log"]
+            continue
+        assert hashlib.sha256(log.read_bytes()).hexdigest() == row["log_sha256"], row["log"]
+        if log.name != "train.log":  # a benchmark's report
+            continue
+        records = [json.loads(line) for line in (log.parent / "metrics.jsonl").read_text("utf-8").splitlines()]
+        (end,) = (record for record in records if record["kind"] == "end")
+        seconds = end["seconds"]
+        if row["seconds_of"] == "command":
+            seconds = json.loads((log.parent / "trial.json").read_text("utf-8"))["seconds"]["command"]
+        accuracy = row["accuracy_one_view"] or row["accuracy_all_views"]
+        assert (accuracy, row["seconds"]) == (f"{100 * end['last_acc1']:.2f}", f"{seconds:.0f}"), row["log"]
+
+
+def test_every_kept_log_of_a_training_has_a_row() -> None:
+    named = {ROOT / row["log"] for rows in read_rows().values() for row in rows}
+    assert {*(ROOT / "results").glob("*/seed-*/train.log")} <= named
