@@ -1,4 +1,4 @@
-"""The data keys, and the table of loaders. No torch: a loader's module is imported when it is built."""
+"""The data settings, and the table of loaders. No torch: a loader's module is imported when it is built."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,12 +13,12 @@ PerChannel = Field(strict=False, min_length=3, max_length=3)
 
 @dataclass(frozen=True)
 class LoaderKind:
-    """What must be known of a loader before it is built."""
+    """Properties of a loader that are needed before it is built."""
 
     builder: str  # "module:function", with the signature of utils.data.build.LoaderBuilder
-    has_workers: bool = False  # num_data_workers counts
-    shares_memory: bool = False  # its workers hand batches over in shared memory
-    in_memory: bool = False  # takes images in memory only: files are decoded once, at the start
+    has_workers: bool = False  # num_data_workers applies
+    shares_memory: bool = False  # its workers pass batches through shared memory
+    in_memory: bool = False  # holds all images in memory: files are decoded once, at the start
     needs_data: bool = True  # False: the dataset's size is enough
 
 
@@ -37,10 +37,10 @@ class DatasetConfig(SharedConfig):
 
     dataset: Annotated[str, OneOf(DATASETS, {OWN_FORM: OWN_PATTERN}), KeyFlag.FIXED_ON_RESUME] = "cifar100"
     """cifar100, cifar10, shapes (built in, needs no file), imagefolder, imagenet. The last two are images in class
-    folders, data_path/train/CLASS/ and data_path/val/CLASS/, or the shards that tools.prepare_data makes of them. Or
-    your own, package.module:function, called with data_path; utils/data/datasets/custom.py says what it returns."""
+    folders, data_path/train/CLASS/ and data_path/val/CLASS/, or shards packed by tools.prepare_data. Or your own
+    package.module:function, which is called with data_path; docs/own_code.md describes its return value."""
     data_path: Annotated[str, Field(min_length=1), KeyFlag.FREE_ON_RESUME] = "./data"
-    """Holds cifar-100-binary/ or torchvision's folder; of class folders train/ and val/, of shards shards.index."""
+    """The folder that holds cifar-100-binary/ or torchvision's folder, train/ and val/, or shards.index."""
     cifar100_mean: Annotated[
         tuple[Annotated[float, Field(ge=0, le=1)], ...], PerChannel, KeyFlag.FREE_ON_RESUME
     ] = (0.5070751592371323, 0.48654887331495095, 0.4409178433670343)  # fmt: skip
@@ -50,49 +50,49 @@ class DatasetConfig(SharedConfig):
     ] = (0.2673342858792401, 0.2564384629170883, 0.27615047132568404)  # fmt: skip
     """Per-channel standard deviation of CIFAR-100's training images, in [0, 1]."""
     holdout_images: Annotated[NonNegativeInt, KeyFlag.FIXED_ON_RESUME] = 0
-    """Hold out training images to validate on; the test images are then read once, at the end. The same share of each
-    class. 0: validate on the test images, as the tutorial does, so that what is chosen by them (the best epoch,
-    stop_at_accuracy, a search) looks better than it is on images that nobody has seen."""
+    """Hold out N training images for validation; the test images are then read once, at the end. The same fraction of
+    each class is held out. 0: validate on the test images, as the tutorial does; then whatever validation selects (the
+    best epoch, stop_at_accuracy, a search) looks better than it is on unseen images."""
     image_size: PositiveInt | None = None
-    """Image files: pixels; null: 224 for imagenet, else the median shorter side."""
+    """Image files: resize to this many pixels; null: 224 for imagenet, else the median shorter side."""
     shard_groups: Annotated[PositiveInt, KeyFlag.FIXED_ON_RESUME] = 1
-    """Shards: deal them out to this many groups in each epoch, so that a rank reads the shards of its groups only. A
-    multiple of the ranks that divides batch_size; 1: one order over all images, the same as of class folders."""
+    """Shards: assign them to N groups in each epoch, so that a rank reads only the shards of its groups. A multiple of
+    the number of ranks that divides batch_size. 1: shuffle all images, in the same order as class folders."""
 
 
 class AugmentationConfig(SharedConfig):
     """augmentation"""
 
     rnd_crop_padding: Annotated[int, Field(ge=0, le=32)] = 4
-    """Random crop after padding with this many black pixels on each side; 0: no crop."""
+    """Crop at random after padding with this many black pixels on each side; 0: no crop."""
     rnd_horizontal_flip: bool = True
-    """Mirror every second training image, at random."""
+    """Flip training images horizontally with probability 0.5."""
     rnd_rotation_angle: Annotated[float, Field(ge=0, le=180)] = 15
     """Rotate training images by up to this many degrees either way; 0: no rotation."""
     rnd_resized_crop: bool = False
-    """Class folders: a random crop of 8 to 100 % of the image, resized to image_size."""
+    """Class folders: crop 8 to 100 % of the image at random, and resize it to image_size."""
     enable_alternating_flip: bool = False
-    """In place of the random flip: each image is mirrored in every second epoch."""
+    """Mirror each image in every second epoch, instead of the random flip."""
     cutout_size: NonNegativeInt = 0
     """Blank a square of this many pixels at a random position; 0: none."""
     mixup_alpha: Annotated[float, Field(ge=0)] = 0.0
-    """Blend pairs of training images, in shares from Beta(alpha, alpha); 0: none. Training accuracy then counts the
-    class of the larger share."""
+    """Blend pairs of training images, with weights from Beta(alpha, alpha); 0: none. Training accuracy then counts the
+    class with the larger weight."""
     cutmix_alpha: Annotated[float, Field(ge=0)] = 0.0
-    """Paste a rectangle of one image into another, its area from Beta(alpha, alpha); 0: none. Beside mixup, each image
-    draws one of the two."""
+    """Paste a rectangle of one image into another, its area from Beta(alpha, alpha); 0: none. With mixup too, each
+    image gets one of the two at random."""
 
 
 class LoaderConfig(SharedConfig):
     """loader"""
 
     data_loader: Annotated[str, OneOf(LOADERS)] = "torchvision"
-    """torchvision (worker processes), dali, device (whole dataset there), synthetic (no input). synthetic gives the
-    same random batch again and again, to time computing alone."""
+    """torchvision (worker processes), dali, device (dataset on the device), synthetic (no input). synthetic repeats one
+    random batch, to time training without input."""
     num_data_workers: Annotated[NonNegativeInt, KeyFlag.FREE_ON_RESUME] = 6
     """Workers (torchvision) or threads (dali) of each rank, at most its cores; 0: none."""
     valid_batch_size_per_gpu: Annotated[PositiveInt, KeyFlag.FREE_ON_RESUME] = 128
-    """Validation images in one forward pass of one rank, on a GPU or not."""
+    """Validation batch size of each rank, on a GPU or a CPU."""
     limit_train_batches: Annotated[PositiveInt | None, KeyFlag.FIXED_ON_RESUME] = None
     """Train on this many batches of each epoch only; null: all."""
     limit_valid_batches: PositiveInt | None = None
@@ -100,19 +100,19 @@ class LoaderConfig(SharedConfig):
     enable_profiling: Annotated[bool, KeyFlag.FREE_ON_RESUME] = False
     """PROF: NVTX ranges for Nsight Systems, else a trace with a summary."""
     profiling_epoch_start: Annotated[PositiveInt, KeyFlag.FREE_ON_RESUME] = 2
-    """PROF: the epoch that is profiled, counted from 1."""
+    """PROF: the epoch to profile, counted from 1."""
     profiling_iters_per_epoch: Annotated[PositiveInt, KeyFlag.FREE_ON_RESUME] = 100
-    """PROF: training batches of each epoch while profiling is enabled."""
+    """PROF: training batches per epoch while profiling is enabled."""
 
     @property
     def train_limit(self) -> int | None:
-        """Training batches of an epoch at most, of `limit_train_batches` and of profiling."""
+        """Maximum training batches per epoch: the smaller limit of `limit_train_batches` and profiling."""
         limits = [self.limit_train_batches, self.profiling_iters_per_epoch if self.enable_profiling else None]
         return min((limit for limit in limits if limit is not None), default=None)
 
 
 class DataConfig(LoaderConfig, AugmentationConfig, DatasetConfig):
-    """All data keys."""
+    """All data settings."""
 
     @model_validator(mode="after")
     def _check_batches(self) -> "DataConfig":
@@ -121,5 +121,5 @@ class DataConfig(LoaderConfig, AugmentationConfig, DatasetConfig):
                 f"batch_size {self.batch_size} must be a multiple of micro_batch_size {self.micro_batch_size}"
             )
         if self.holdout_images and not LOADERS[self.data_loader].needs_data:
-            raise ValueError(f"data_loader {self.data_loader} reads no images, so that none are held out; use 0")
+            raise ValueError(f"data_loader {self.data_loader} reads no images to hold out; set holdout_images to 0")
         return self
