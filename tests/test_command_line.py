@@ -1,4 +1,4 @@
-"""The command line of train.py: its answers, its refusals, and that it answers before torch is imported."""
+"""The command line of train.py: its output, its errors, and that it answers before importing torch."""
 
 import re
 import subprocess
@@ -28,7 +28,7 @@ def run_train(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.Compl
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
-# ---- answers
+# ---- output
 
 
 def test_arguments_without_options() -> None:
@@ -53,7 +53,7 @@ def test_arguments_with_every_option() -> None:
     [(["lr=-3", "lr=.2"], 0.2), (["lr = 0.3"], 0.3), ([" lr=0.4 "], 0.4), (["lr=0.5 # x"], 0.5), (["lr=5e-4"], 5e-4)],
     ids=["last wins", "spaces", "spaces outside", "comment", "exponent"],
 )  # fmt: skip
-def test_set_is_read_generously(overrides: list[str], lr: float) -> None:
+def test_set_allows_spaces_and_comments(overrides: list[str], lr: float) -> None:
     assert parse_arguments([part for override in overrides for part in ("--set", override)]).config.lr == lr
 
 
@@ -64,18 +64,18 @@ def test_questions_are_answered_without_torch(option: str) -> None:
     assert answer.returncode == 0
     assert "utils.config.command_line" in imported
     assert not [name for name in imported if name.split(".")[0] in ("torch", "torchvision", "numpy")]
-    # nothing else on stderr than the import times
+    # stderr holds only the import times
     assert [line for line in answer.stderr.splitlines() if not line.startswith("import time:")] == []
     assert len(answer.stdout.splitlines()) > 10
 
 
 @pytest.mark.parametrize("option", ["--list-configs", "--print-config"])
-def test_a_reader_who_leaves_early_is_no_error(option: str) -> None:
+def test_a_closed_pipe_is_no_error(option: str) -> None:
     command = [sys.executable, "-u", "train.py", option]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        process.stdout.close()  # before a word is written
+        process.stdout.close()  # before the command writes
         assert process.stderr.read() == b""
         assert process.wait(60) == 0
 
@@ -104,7 +104,7 @@ def test_a_printed_configuration_is_a_block(tmp_path: Path, capsys: pytest.Captu
     copy = tmp_path / "copy.yaml"
     copy.write_text("again:\n" + "".join(f"  {line}\n" for line in printed.splitlines()), encoding="utf-8")
     assert load_config(copy, "again") == parse_arguments(arguments).config
-    # a file of one block, such as a run folder's config.yaml, has no default to compare with
+    # a file with one block, such as a run folder's config.yaml, has no default to compare with
     again = answered(capsys, f"--yaml_config={copy}", "--config=again", "--print-config")
     assert again.splitlines()[0] == f"# again in {copy}"
     assert "# default:" not in again
@@ -133,7 +133,7 @@ def test_keys_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_every_key_is_listed_and_acts_where_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_key_is_listed_and_used_where_explain_says(capsys: pytest.CaptureFixture[str]) -> None:
     listed = answered(capsys, "--explain")
     assert all(re.search(rf"\b{key}\b", listed) for key in Config.model_fields)
     entries = answered(capsys, "--explain", *Config.model_fields).split("\n\n")
@@ -144,11 +144,11 @@ def test_every_key_is_listed_and_acts_where_it_is_said(capsys: pytest.CaptureFix
         found = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
         if not [line for line in found.stdout.splitlines() if not line.split(":")[0].endswith("config.py")]:
             only_declared.append(key)
-    # the first is read as limit_{train,valid}_batches, the others by peak_lr beside their declaration
+    # the first is read as limit_{train,valid}_batches, the others by peak_lr next to their declaration
     assert only_declared == ["limit_train_batches", "lr_scale_rule", "lr_reference_batch_size"]
 
 
-def test_names_of_other_programs_are_no_keys_and_mean_keys() -> None:
+def test_other_programs_names_are_not_keys_but_map_to_keys() -> None:
     assert not set(OTHER_NAMES) & set(Config.model_fields)
     assert set(OTHER_NAMES.values()) <= set(Config.model_fields)
 
@@ -194,7 +194,7 @@ bs1024-warmup-opt:
 
 
 def test_a_file_of_the_tutorials_shape_is_read_unchanged(tmp_path: Path, refused: Callable[..., str]) -> None:
-    """Keys that it lacks have the defaults; a key that is unknown is named, and the file's own `<<` is not doubted."""
+    """Missing keys have the defaults. An unknown key is named. The file's `<<` needs no `extends`."""
     path = tmp_path / "cifar100.yaml"
     path.write_text(LIKE_THE_TUTORIALS)
     own = {"cifar100_mean": (0.5, 0.4, 0.3), "data_path": "./elsewhere", "num_data_workers": 3, "max_epochs": 90}
@@ -209,9 +209,9 @@ def test_a_file_of_the_tutorials_shape_is_read_unchanged(tmp_path: Path, refused
     assert "<<" not in refused(f"--yaml_config={path}", "--config=empty")
 
 
-# ---- refusals
+# ---- errors
 
-REFUSALS = [
+ERRORS = [
     (["--set", "lr"], "--set lr: expected KEY=VALUE, for example --set lr=0.2"),
     (["--set", "lr="], f"--set lr=: lr has no value; {RATE}"),
     (["--set", "lr=[1"], "--set lr=[1: the value is not valid YAML 1.2: "),
@@ -220,6 +220,8 @@ REFUSALS = [
     (["--set", "<<=3"], "--set <<=3: unknown key '<<'; --explain lists every key"),
     (["--set", "lr=0.2", "--set", "lr=-1"], f"--set lr=-1: lr is -1; {RATE}"),
     (["--set", "lr=!!python/object:os.x y"], "--set lr=!!python/object:os.x y: lr has the tag !!python/object:os.x"),
+    (["--set", 'lr="\\U00110000"'], '--set lr="\\U00110000": the value is not valid YAML 1.2: chr() arg not in range'),
+    (["--set", "lr=!!int ''"], "--set lr=!!int '': lr is empty, which cannot be read as int; " + RATE),
     (["--set", "lr=" + "[" * 1000], f"--set lr={'[' * 54}...: the value is nested too deeply"),
     (["--set", "lr=1\nseed: 2"], '--set "lr=1\\nseed: 2": the value is not valid YAML 1.2: '),
     (["--config=bs256_amp"], "--config=bs256_amp: config/cifar100.yaml has no such block. Did you mean 'bs256-amp'?"),
@@ -250,13 +252,13 @@ REFUSALS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arguments", "message"), REFUSALS, ids=[" ".join(words)[:30] for words, _ in REFUSALS])
-def test_bad_usage_is_refused_in_one_line(arguments: list[str], message: str, refused: Callable[..., str]) -> None:
+@pytest.mark.parametrize(("arguments", "message"), ERRORS, ids=[" ".join(words)[:30] for words, _ in ERRORS])
+def test_bad_usage_is_an_error_of_one_line(arguments: list[str], message: str, refused: Callable[..., str]) -> None:
     # the last --config wins: a block with a warm-up unless the case names another
     assert refused("--config=bs2048-warmup-opt", *arguments).startswith("error: " + message)
 
 
-def test_train_refuses_without_a_traceback() -> None:
+def test_train_reports_a_wrong_setting_without_a_traceback() -> None:
     process = run_train("--config=bs2048-warmup-opt", "--set", "max_epochs=8")
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr == "error: --set max_epochs=8: lr_warmup_epochs 16 must not exceed max_epochs 8\n"

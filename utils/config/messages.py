@@ -114,12 +114,12 @@ def nearest_key(word: str) -> str | None:
     """Return the key that was probably meant: by another program's name for it, or by similar spelling."""
     keys = {key: key for key in Config.model_fields} | OTHER_NAMES
     name = word.lower().replace("-", "_")
-    near = [name] if name in keys else difflib.get_close_matches(name, keys, n=1, cutoff=0.5)
+    near = [name] if name in keys else difflib.get_close_matches(name, keys, n=1)
     return keys[near[0]] if near else None
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word, list(names), n=1)
     return f". Did you mean {near[0]!r}?" if near else ""
 
 
@@ -127,10 +127,10 @@ def shown(value: Any) -> str:
     return shortened(as_yaml(value))
 
 
-def shortened(text: str) -> str:
-    """Return user input as printable text of at most 60 characters."""
+def shortened(text: str, length: int = 60) -> str:
+    """Return user input as printable text of at most `length` characters."""
     text = text if text.isprintable() else as_yaml(text)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def _in_words(part: Mapping[str, Any]) -> str:
