@@ -1,10 +1,12 @@
-"""README and docs: every configuration they name exists, and every command they show parses."""
+"""README and docs: configurations, links and error messages exist, and commands parse."""
 
+import ast
 import importlib
 import re
 import runpy
 import shlex
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,12 +30,12 @@ LAUNCHED = re.compile(r"(?:python3?|torchrun|srun|mpirun|mpiexec|nsys)\b.*?((?:t
 
 
 def commands() -> list[tuple[str, str]]:
-    """(where, command from `train.py` or `-m tools.NAME` on) in code blocks and in code within a line."""
+    """Return (page:line, command starting at `train.py` or `-m tools.NAME`) from code blocks and inline code."""
     found = []
     for page in PAGES:
         text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
         short = dict(STANDS_FOR.findall(text))
-        for name, value in SHELL_VARIABLE.findall(text):  # one may use those before it
+        for name, value in SHELL_VARIABLE.findall(text):  # a variable may use earlier ones
             short[f"${name}"] = " ".join(short.get(word, word) for word in value.split())
         for number, line in enumerate(text.splitlines(), start=1):
             for code in re.findall(r"`([^`]+)`", line) or [line]:
@@ -65,9 +67,9 @@ def test_command_parses(where: str, command: str, capsys: pytest.CaptureFixture[
     assert {word.split("=")[0] for word in arguments if word.startswith("--")} <= offered
 
 
-def test_jobs_shown_can_be_submitted(monkeypatch: pytest.MonkeyPatch):
-    """Of every `sbatch [OPTIONS] SCRIPT [ARGUMENTS]`: a script that exists, whose own #SBATCH lines know the options,
-    and arguments that train.py takes."""
+def test_sbatch_commands_can_be_submitted(monkeypatch: pytest.MonkeyPatch):
+    """In every `sbatch [OPTIONS] SCRIPT [ARGUMENTS]` the script exists, its #SBATCH lines have the options, and
+    train.py takes the arguments."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     seen = set()
@@ -82,8 +84,8 @@ def test_jobs_shown_can_be_submitted(monkeypatch: pytest.MonkeyPatch):
     assert {ROOT / "README.md", ROOT / "docs/tutorial.md", ROOT / "docs/slurm.md", *SCRIPTS} <= seen
 
 
-def test_nsys_captures_what_the_program_marks():
-    """The names of torch.cuda.nvtx are not registered, so without the module's own options nsys captures nothing."""
+def test_nsys_commands_have_the_options_of_the_profiler():
+    """torch.cuda.nvtx registers no names, so without these options nsys captures nothing."""
     [wanted] = nsys_options(ROOT / "utils/timing/profiler.py")
     assert "--env-var=NSYS_NVTX_PROFILER_REGISTER_ONLY=0" in wanted
     shown = {page.name: options for page in PAGES for options in nsys_options(page)}
@@ -92,7 +94,7 @@ def test_nsys_captures_what_the_program_marks():
 
 
 def nsys_options(path: Path) -> list[set[str]]:
-    """The options of each `nsys profile` command that a file shows in full, up to the program to profile."""
+    """Return the options, up to the program, of each complete `nsys profile` command in a file."""
     text = re.sub(r"\\+\n\s*", " ", path.read_text(encoding="utf-8"))
     return [set(shlex.split(options)) for options in re.findall(r"nsys profile (?!\.\.\.)(.*?) python", text)]
 
@@ -117,8 +119,37 @@ def test_links_and_figures_lead_somewhere(page: Path):
     assert [target for target in local if not (page.parent / target).exists()] == []
 
 
+def messages() -> list[str]:
+    """Return the error messages quoted in the first columns of docs/troubleshooting.md."""
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8").partition("## Exit statuses")[0]
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    return [message for row in rows for message in re.findall("`([^`]+)`", row.split(" | ")[0])]
+
+
+@cache
+def code_strings() -> list[str]:
+    """Return the job scripts and all string literals of the code; placeholders of f-strings become {}."""
+    found = [path.read_text(encoding="utf-8") for path in SCRIPTS]
+    files = [path for name in ("models", "utils", "tools") for path in (ROOT / name).rglob("*.py")]
+    for path in [ROOT / "train.py", *files]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values]
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+@pytest.mark.parametrize("message", messages())
+def test_quoted_error_messages_are_in_the_code(message: str):
+    """`...` is any text. After rewording a message, reword it in docs/troubleshooting.md too."""
+    pattern = re.compile(".*".join(map(re.escape, message.split("..."))), re.DOTALL)
+    assert any(pattern.search(text) for text in code_strings())
+
+
 def test_the_picture_of_the_packages_is_that_of_the_table():
-    """Else: python docs/figures/architecture.py. A new package gets its place there."""
+    """After a change of the table run: python docs/figures/architecture.py. New packages need a place there."""
     figures = ROOT / "docs/figures"
     draw = runpy.run_path(str(figures / "architecture.py"))["draw"]
     assert draw((ROOT / "docs/architecture.md").read_text("utf-8")) == (figures / "architecture.svg").read_text("utf-8")
@@ -135,7 +166,7 @@ def test_searches_for_tags_find_each_of_them():
         assert all(found.count(f"{tag}:") > 1 for tag in tags), search
 
 
-def test_the_readme_shows_commands_at_all():
+def test_commands_are_found_in_the_pages():
     where = [place for place, _ in commands()]
     assert sum(place.startswith("README.md") for place in where) >= 5
     assert sum(place.startswith(("docs/features.md", "docs/configuration.md")) for place in where) > 10
