@@ -16,7 +16,7 @@ from utils.config.command_line import Arguments
 FILES = sorted((ROOT / "config").glob("*.yaml"))
 BLOCKS = [pytest.param(path, name, id=f"{path.stem}-{name}") for path in FILES for name in list_blocks(path)]
 COMPILED = "bs256-amp-nhwc-extra-opts-compile"
-# What a CPU cannot do: the blocks that ask for it are refused by name, and run without.
+# Settings that a CPU does not support are replaced by these.
 NEEDS_GPUS: dict[str, Any] = {
     "parallel": "ddp",
     "enable_sync_bn": False,
@@ -39,7 +39,7 @@ SHORT = {
 
 
 def shorten(config: Config, **changes: Any) -> Config:
-    """Two epochs of one batch."""
+    """Shorten a block to two epochs of one batch."""
     values = config.model_dump() | SHORT | changes
     values["lr_warmup_epochs"] = min(config.lr_warmup_epochs, 1)
     values["lr_milestones"] = config.lr_milestones and (1,)
@@ -49,7 +49,7 @@ def shorten(config: Config, **changes: Any) -> Config:
 
 
 def run(config: Config, folder: Path) -> None:
-    """Through train.py's own main."""
+    """Train through the main of train.py."""
     arguments = Arguments(config, "block", folder, "never", dry_run=False)
     assert train.main(arguments) == 0
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -60,8 +60,8 @@ def run(config: Config, folder: Path) -> None:
     assert all(math.isfinite(epoch["loss/valid"]) for epoch in validated)
 
 
-def _on_fake_commands(path: Path, name: str) -> dict[str, Any]:
-    """The shortened block with the smallest network; drawn shapes in place of CIFAR, small pictures of ImageNet."""
+def _with_small_network(path: Path, name: str) -> dict[str, Any]:
+    """Return the shortened block with the smallest network, and synthetic shapes or small pictures."""
     config = load_config(path, name)
     changes = {"num_classes": CLASSES, "model": "resnet8", "stem": "7x7", "width": 1, "save_checkpoint": False}
     changes |= {"image_size": 32} if config.dataset == "imagenet" else {"dataset": "shapes"}
@@ -69,18 +69,18 @@ def _on_fake_commands(path: Path, name: str) -> dict[str, Any]:
 
 
 def _blocks_with_every_setting() -> list[Any]:
-    """Few blocks, so that each key is in one of them what it is in some block: this text, on or off, a number or 0."""
-    has = {
+    """Choose few blocks that together cover the settings of all: each string, and each other value as true or false."""
+    settings = {
         block: {
             (key, value if isinstance(value, str) else bool(value))
-            for key, value in _on_fake_commands(*block.values).items()
+            for key, value in _with_small_network(*block.values).items()
         }
         for block in BLOCKS
     }
-    chosen, left = [], set().union(*has.values())
-    while left:
-        chosen.append(max(has, key=lambda block: len(has[block] & left)))
-        left -= has[chosen[-1]]
+    chosen, uncovered = [], set().union(*settings.values())
+    while uncovered:
+        chosen.append(max(settings, key=lambda block: len(settings[block] & uncovered)))
+        uncovered -= settings[chosen[-1]]
     return chosen
 
 
@@ -88,13 +88,13 @@ def _blocks_with_every_setting() -> list[Any]:
 def test_every_setting_of_a_block_trains(
     path: Path, name: str, tmp_path: Path, pictures: Callable[[int], Path]
 ) -> None:
-    config = Config(**_on_fake_commands(path, name))
+    config = Config(**_with_small_network(path, name))
     where = {"data_path": str(pictures(32))} if config.dataset == "imagenet" else {}
     run(config.model_copy(update=where), tmp_path)
 
 
 def _one_block_of_each_network() -> list[Any]:
-    """The first block with each (file, network, stem), and COMPILED; other blocks differ from these in other keys."""
+    """Choose the first block with each (file, network, stem), and COMPILED."""
     chosen: dict[Any, Any] = {}
     for block in BLOCKS:
         path, name = block.values
@@ -109,11 +109,10 @@ def _one_block_of_each_network() -> list[Any]:
 def test_every_network_trains_two_short_epochs(
     path: Path, name: str, tmp_path: Path, pictures: Callable[[int], Path]
 ) -> None:
-    """The block's own network and size of image, ImageNet's on pictures of 224 pixels; eight images a batch.
+    """With the block's own network and image size (224 pixels for ImageNet), and batches of eight images.
 
-    test_blocks_on_real_data does so for blocks of the tutorial with whole batches. COMPILED alone is compiled, which
-    takes a minute.
-    """
+    test_blocks_on_real_data trains blocks of the tutorial with whole batches. Only COMPILED is compiled, which takes a
+    minute."""
     config = load_config(path, name)
     data = {"data_path": str(pictures(224))} if config.dataset == "imagenet" else {"dataset": "shapes"}
     compiled = {"enable_compile": name == COMPILED and config.enable_compile}
@@ -122,7 +121,7 @@ def test_every_network_trains_two_short_epochs(
 
 
 @pytest.mark.parametrize("name", ["resnet50-dataparallel", "resnet50-sync-bn"])
-def test_blocks_for_gpus_say_so(name: str, tmp_path: Path, pictures: Callable[[int], Path], capfd: Any) -> None:
+def test_blocks_for_gpus_fail_on_a_cpu(name: str, tmp_path: Path, pictures: Callable[[int], Path], capfd: Any) -> None:
     config = load_config(ROOT / "config/imagenet.yaml", name)
     changes = TINY | {
         "dataset": "imagenet",
@@ -138,7 +137,7 @@ def test_blocks_for_gpus_say_so(name: str, tmp_path: Path, pictures: Callable[[i
 
 
 def test_blocks_of_the_sources_have_their_batches_and_levels() -> None:
-    """results/reference/README.md names them; tests/test_docs.py finds that they exist."""
+    """As results/reference/README.md documents them."""
     for file, networks in (
         ("imagenet", ("resnet50", "resnet18", "alexnet", "vgg16")),
         ("cifar10", ("resnet50", "vgg16")),

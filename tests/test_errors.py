@@ -1,4 +1,4 @@
-"""What a failure of the run's surroundings is told as: memory that does not suffice, and loader workers."""
+"""The messages for failures of the machine: out of memory, and loader workers."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ def test_a_command_ends_with_a_line_and_a_status(raised, status, line, capsys):
         ),
     ],
 )
-def test_memory_that_does_not_suffice(allocate, first_line, capsys):
+def test_out_of_memory(allocate, first_line, capsys):
     assert run_ranks(lambda world: allocate(), "cpu", 20, 20) == 1
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(f"error: {first_line}")
@@ -65,14 +65,14 @@ def test_memory_that_does_not_suffice(allocate, first_line, capsys):
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ..."), "out of GPU memory"),
     ],
 )
-def test_memory_of_a_gpu_that_does_not_suffice(error, first_line):
-    told = explain(error)
-    assert told is not None and told.exit_status == 1
-    assert str(told).splitlines()[0] == first_line
-    assert str(told).splitlines()[1].startswith(REMEDY)
+def test_out_of_gpu_memory(error, first_line):
+    explained = explain(error)
+    assert explained is not None and explained.exit_status == 1
+    assert str(explained).splitlines()[0] == first_line
+    assert str(explained).splitlines()[1].startswith(REMEDY)
 
 
-# train.py whose loader worker fails at the sixth training batch, the second one of the second epoch
+# train.py with a loader worker that fails at the sixth training batch, the second one of the second epoch
 FAULTY = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -128,7 +128,7 @@ def test_an_exception_in_a_loader_worker_is_named(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the worker in /proc")
 def test_a_killed_loader_worker_is_named(tmp_path):
-    """As the kernel kills one when memory runs out."""
+    """The kernel kills a worker when memory runs out."""
     run = start_with_a_worker(["train.py"], tmp_path, limit_train_batches=100, checkpoint_every_steps=1)
     while run.poll() is None and not list((tmp_path / "checkpoints").glob("step-*.pt")):
         time.sleep(0.01)

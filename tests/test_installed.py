@@ -1,4 +1,4 @@
-"""The installed command: everything below one name, and what a checkout does, from any folder."""
+"""The installed command: all files in one package, and the same behaviour as a checkout from any folder."""
 
 import json
 import os
@@ -21,7 +21,7 @@ SETTINGS = [f"--set={setting}" for setting in as_settings(TINY | {"data_loader":
 
 
 def tracked(*patterns: str) -> set[Path]:
-    """Files of the checkout that git knows or would take."""
+    """Return the checkout's files that git tracks or does not ignore."""
     words = ["git", "ls-files", "-co", "--exclude-standard", *patterns]
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("no git checkout, so that its files are not known")
@@ -29,7 +29,7 @@ def tracked(*patterns: str) -> set[Path]:
     return {Path(name) for name in listed if (ROOT / name).exists()}
 
 
-def test_the_command_answers_without_torch_and_refuses_what_it_has_not() -> None:
+def test_help_needs_no_torch_and_an_unknown_command_is_an_error() -> None:
     command = [sys.executable, "-X", "importtime", str(ROOT)]
     answer = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60, check=True)
     assert all(f"  {name} " in answer.stdout for name in commands())
@@ -43,8 +43,8 @@ def test_the_command_answers_without_torch_and_refuses_what_it_has_not() -> None
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One of its own, which has this one's libraries, and the project as pip installs it; the source is gone."""
-    pytest.importorskip("setuptools", reason="setuptools is not installed, which builds the package")
+    """A virtual environment with this one's libraries and the installed project, whose source is removed."""
+    pytest.importorskip("setuptools", reason="setuptools, which builds the package, is not installed")
     folder = tmp_path_factory.mktemp("installed")
     source, environment = folder / "source", folder / "environment"
     for path in tracked():
@@ -61,13 +61,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def packages(environment: Path) -> Path:
-    """Where an environment has its packages."""
+    """Return the folder of an environment's packages."""
     code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     return Path(run([str(environment / "bin/python"), "-c", code], environment.parent).strip())
 
 
 @pytest.mark.slow
-def test_everything_is_installed_below_one_name(environment: Path) -> None:
+def test_everything_is_installed_in_one_package(environment: Path) -> None:
     inside = packages(environment)
     assert {path.name.partition("-")[0] for path in inside.iterdir()} == {"libraries.pth", "resnet50_at_scale"}
     files = {path.relative_to(inside / "resnet50_at_scale") for path in (inside / "resnet50_at_scale").rglob("*")}
@@ -91,8 +91,8 @@ def test_the_documented_experiment_runs_as_it_stands(environment: Path, tmp_path
 
 @pytest.mark.slow
 def test_installed_it_runs_from_another_folder(environment: Path, tmp_path: Path) -> None:
-    """One process, two ranks with loader workers, tools that start train.py, blocks beside the code, and modules of the
-    program's names in the user's folder."""
+    """One process, two ranks with loader workers, tools that start train.py, blocks next to the code, and modules in
+    the user's folder that have names of this program's modules."""
     python, folder = environment / "bin/python", tmp_path / "elsewhere"
     folder.mkdir()
     for name in ("utils", "models", "train"):
@@ -113,7 +113,7 @@ def test_installed_it_runs_from_another_folder(environment: Path, tmp_path: Path
 
 
 def run(command: list[str], folder: Path, status: int = 0) -> str:
-    """All that the command prints."""
+    """Run a command and return its output."""
     environment = {name: value for name, value in without_launcher(os.environ).items() if name != "PYTHONPATH"}
     ended = subprocess.run(
         command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False

@@ -1,4 +1,4 @@
-"""A job that is started again waits for its own earlier start; whoever is refused is told who holds the folder."""
+"""The lock of a run's folder: a restarted job waits for its earlier start, and errors name the holder."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ HOLDER = f"process {os.getpid()} on {socket.gethostname()}, of the job 7"
 
 @pytest.fixture
 def start(tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., OpenedRun]:
-    """start(job, restarts, patience): a start of that job of Slurm in the folder `run`."""
+    """start(job, restarts, patience): open the folder `run` as this start of a Slurm job."""
     monkeypatch.setattr(run_folder, "POLL_SECONDS", 0.05)
 
     def open_as(job: str, restarts: int, patience: float) -> OpenedRun:
@@ -29,7 +29,7 @@ def start(tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.Monke
     return open_as
 
 
-def test_a_job_that_is_started_again_waits_for_its_earlier_start(
+def test_a_restarted_job_waits_for_its_earlier_start(
     start: Callable[..., OpenedRun],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -38,20 +38,20 @@ def test_a_job_that_is_started_again_waits_for_its_earlier_start(
     earlier = start("7", 0, 60)
     monkeypatch.setattr(time, "sleep", lambda seconds: earlier.lock.close())
     again = start("7", 1, 60)
-    waited = again.notes[0]  # then where the earlier start's folder is now, since it has no checkpoint
+    waited = again.notes[0]  # another note says where the earlier start's folder is now
     assert waited.startswith("Waited ") and waited.endswith(f" s for an earlier start of this job, {HOLDER}")
-    told = f"{tmp_path}/run: held by an earlier start of this job, {HOLDER}; waiting up to 60 s for it\n"
-    assert capsys.readouterr().err == told
+    message = f"{tmp_path}/run: held by an earlier start of this job, {HOLDER}; waiting up to 60 s for it\n"
+    assert capsys.readouterr().err == message
     again.lock.close()
 
 
 @pytest.mark.parametrize(
     ("job", "restarts", "patience"), [("7", 1, 0.3), ("7", 0, 60), ("8", 1, 60)], ids=["too long", "first", "another"]
 )
-def test_others_are_refused_with_the_holders_name(
+def test_the_error_for_other_starts_names_the_holder(
     start: Callable[..., OpenedRun], job: str, restarts: int, patience: float
 ) -> None:
-    """Another job, a first start of this one, and one that has waited for long enough."""
+    """Another job, a first start of this job, and a restarted job whose patience has run out."""
     earlier, began = start("7", 0, 60), time.monotonic()
     with pytest.raises(FolderHeldError, match=f"another run is writing here; .*\nit is {HOLDER}"):
         start(job, restarts, patience)
@@ -59,7 +59,7 @@ def test_others_are_refused_with_the_holders_name(
     earlier.lock.close()
 
 
-def test_a_start_that_still_reads_is_named_as_the_holder(tiny: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_start_that_still_reads_its_checkpoint_is_named(tiny: Callable[..., Config], tmp_path: Path) -> None:
     def look() -> None:
         with pytest.raises(FolderHeldError, match=r"--run-dir\nit is process \d+ on \S+$"):
             lock_folder(tmp_path / "run")
@@ -67,7 +67,7 @@ def test_a_start_that_still_reads_is_named_as_the_holder(tiny: Callable[..., Con
     open_run(tmp_path / "run", "auto", tiny(), {}, {}, begin=look).lock.close()
 
 
-def test_a_lock_that_nobody_has_signed_yet_names_nobody(tmp_path: Path) -> None:
+def test_an_unsigned_lock_names_no_holder(tmp_path: Path) -> None:
     with lock_folder(tmp_path / "run") as lock:
         with pytest.raises(FolderHeldError) as refused:
             lock_folder(tmp_path / "run")

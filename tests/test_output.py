@@ -1,4 +1,4 @@
-"""What the commands print: names as they are, in any encoding."""
+"""Output of the commands: names without markup, any encoding, closed pipes."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 from tools.shared.output import print_table
 
 
-def test_names_in_a_table_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_in_a_table_are_shown_without_markup(capsys: pytest.CaptureFixture[str]) -> None:
     names = ["[red]x", "[/b]", ":smile:", "ünï"]
     print_table("[bold]title", ("[i]name", "images"), [(name, "3") for name in names])
     printed = capsys.readouterr().out
@@ -18,7 +18,7 @@ def test_names_in_a_table_are_shown_as_they_are(capsys: pytest.CaptureFixture[st
 
 
 def run_a_command(line: str, output: int) -> subprocess.CompletedProcess[str]:
-    """A command whose `main` is one line of Python."""
+    """Run a command whose `main` is one line of Python."""
     program = "import sys\nfrom utils.errors import exit_in_a_line\n@exit_in_a_line\ndef main():\n"
     program += f"    {line}\nsys.exit(main())"
     command = [sys.executable, "-c", program]
@@ -34,12 +34,12 @@ def test_a_command_ends_quietly_when_nobody_reads_its_output() -> None:
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
-def test_another_pipe_that_breaks_is_an_error() -> None:
+def test_another_broken_pipe_is_an_error() -> None:
     ended = run_a_command("raise BrokenPipeError('a peer')", subprocess.DEVNULL)
     assert ended.returncode == 1 and "BrokenPipeError: a peer" in ended.stderr
 
 
-def test_what_cannot_be_encoded_is_escaped() -> None:
+def test_characters_that_cannot_be_encoded_are_escaped() -> None:
     code = "from tools.shared.output import say\nsay('ü \\udcff')"
     for encoding, expected in (("utf-8", "ü \\udcff\n"), ("ascii", "\\xfc \\udcff\n")):
         environment = os.environ | {"PYTHONIOENCODING": encoding}

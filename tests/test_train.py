@@ -1,4 +1,4 @@
-"""Whole runs through the Trainer: what they compute, write, say, and how they end."""
+"""Whole runs through the Trainer: their results, files, messages and ends."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from tests.conftest import ROOT, TINY
 from tests.processes import run_on_a_terminal, without_launcher
 from train import Trainer
 from utils.config.command_line import Arguments
-from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError
+from utils.errors import CheckpointError, ConfigError, ExpectedError
 from utils.files import write_atomically
 from utils.run.checkpoint.io import encode, list_checkpoints, read_checkpoint, save_last
 from utils.run.folder import open_run
@@ -42,7 +42,7 @@ def without_times(rows):
 
 
 def test_accumulated_micro_batches_give_the_gradient_of_the_whole_batch(tiny, alone):
-    """BatchNorm in eval mode, as it would see other statistics."""
+    """With BatchNorm in eval mode, since its statistics would differ."""
     gradients = []
     for micro_batch_size in (None, 8):
         trainer = Trainer(tiny(micro_batch_size=micro_batch_size, rnd_rotation_angle=0.0), alone)
@@ -82,12 +82,7 @@ def test_amp_runs_training_and_validation_in_bf16_on_a_cpu(tiny, alone, tmp_path
     assert dtypes == {(True, torch.bfloat16), (False, torch.bfloat16)}
 
 
-def test_fp16_on_a_cpu_is_refused_by_name(tiny, alone):
-    with pytest.raises(ConfigError, match="amp_dtype fp16 needs a CUDA device"):
-        Trainer(tiny(enable_amp=True, amp_dtype="fp16"), alone)
-
-
-def test_extra_opts_switch_their_members_and_members_stand_alone(tiny, alone):
+def test_extra_opts_switch_their_members_which_also_work_separately(tiny, alone):
     group = Trainer(tiny(enable_extra_opts=True, zero_grad_set_to_none=False), alone)
     assert group.learner.optimizer.param_groups[0]["fused"]
     assert torch.backends.cudnn.benchmark
@@ -103,7 +98,7 @@ def test_validation_counts_every_image_once(tiny, alone, tmp_path):
 
 
 def test_metrics_cover_the_whole_epoch_and_only_training_smooths_labels(tiny, alone, tmp_path):
-    """A learning rate of nothing: the means over the epoch must equal a separate pass over its batches."""
+    """With a learning rate near 0, the epoch's means must equal those of a separate pass over its batches."""
     changes = {"momentum": 0.0, "max_epochs": 1, "limit_train_batches": 5, "label_smoothing": 0.3}
     config = tiny(lr=1e-12, **changes)
     run(config, alone, tmp_path)
@@ -124,7 +119,7 @@ def test_metrics_cover_the_whole_epoch_and_only_training_smooths_labels(tiny, al
         assert row[f"loss/{part}"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
 
 
-def test_a_batch_can_be_learned_by_heart(tiny, alone):
+def test_a_single_batch_can_be_overfitted(tiny, alone):
     trainer = Trainer(tiny(lr=0.05), alone)
     images, labels = next(iter(trainer.loaders.train))
     averages = []
@@ -136,15 +131,15 @@ def test_a_batch_can_be_learned_by_heart(tiny, alone):
     assert averages[-1]["acc1"] == 1.0
 
 
-def test_run_folder_holds_what_a_figure_needs_and_no_other_variable(tiny, alone, tmp_path, monkeypatch):
-    """Of the environment only what is listed: the rest may hold secrets."""
+def test_run_folder_holds_the_files_and_no_unlisted_environment_variable(tiny, alone, tmp_path, monkeypatch):
+    """Unlisted variables may hold secrets."""
     recorded, secret = "TELLTALE-RECORDED", "TELLTALE-SECRET"
     for name, value in {"NCCL_DEBUG": recorded, "AWS_SECRET_ACCESS_KEY": secret, "SLURM_SECRET": secret}.items():
         monkeypatch.setenv(name, value)
     run(tiny(log_to_tensorboard=True), alone, tmp_path)
     contents = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert [path for path, content in contents.items() if secret.encode() in content] == []
-    assert recorded.encode() in contents[tmp_path / "environment.json"]  # such a value would be found
+    assert recorded.encode() in contents[tmp_path / "environment.json"]  # so this search finds values
     assert {path.name for path in tmp_path.iterdir()} == {
         ".lock", "config.yaml", "environment.json", "train.log", "metrics.jsonl", "tb_logs", "checkpoints"
     }  # fmt: skip
@@ -176,8 +171,8 @@ def test_a_finished_run_says_so_trains_nothing_and_keeps_its_description(tiny, a
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_run_killed_around_its_last_checkpoint_tells_its_end_once(tiny, alone, tmp_path, monkeypatch, saved):
-    """Before it, the run goes on from the checkpoint of the same step, taken before the validation."""
+def test_run_killed_around_its_last_checkpoint_records_its_end_once(tiny, alone, tmp_path, monkeypatch, saved):
+    """Killed before it, the run resumes from the checkpoint of the same step, written before the validation."""
     save = Trainer._save
 
     def die(self, is_best):
@@ -194,14 +189,14 @@ def test_run_killed_around_its_last_checkpoint_tells_its_end_once(tiny, alone, t
     assert [len(records(tmp_path, kind)) for kind in ("epoch", "end")] == [2, 1]
 
 
-def test_every_random_generator_starts_from_the_seed(tiny, alone):
-    drawn = []
+def test_every_random_generator_is_seeded(tiny, alone):
+    numbers = []
     for seed in (0, 0, 1):
         random.seed(), numpy.random.seed(), torch.seed()
         Trainer(tiny(seed=seed), alone)
-        drawn.append((random.random(), numpy.random.random(), torch.rand(1).item()))
-    assert drawn[0] == drawn[1]
-    assert all(one != other for one, other in zip(drawn[0], drawn[2], strict=True))
+        numbers.append((random.random(), numpy.random.random(), torch.rand(1).item()))
+    assert numbers[0] == numbers[1]
+    assert all(one != other for one, other in zip(numbers[0], numbers[2], strict=True))
 
 
 def test_resume_never_moves_the_earlier_run_aside(tiny, alone, tmp_path):
@@ -212,13 +207,13 @@ def test_resume_never_moves_the_earlier_run_aside(tiny, alone, tmp_path):
     assert len(records(tmp_path / "run", "epoch")) == 1
 
 
-def test_what_a_run_goes_on_from_becomes_its_own(tiny, alone, tmp_path):
-    """So that a kill before its next save loses nothing, and its best weights are never missing."""
+def test_resume_path_copies_the_checkpoints_into_the_run(tiny, alone, tmp_path):
+    """So a kill before the next save loses nothing, and the best weights are never missing."""
     run(tiny(max_epochs=2), alone, tmp_path / "first")
     first = tmp_path / "first/checkpoints"
     best = read_checkpoint(first / "best.pt")
     trainer = Trainer(tiny(max_epochs=2), alone, tmp_path / "second", "tiny", str(tmp_path / "first"))
-    trainer.train_one_epoch = lambda: 1 / 0  # it ends before it saves anything
+    trainer.train_one_epoch = lambda: 1 / 0  # fails before the first save
     trainer.config.__dict__["max_epochs"] = 3
     with pytest.raises(ZeroDivisionError):
         trainer.train()
@@ -233,7 +228,7 @@ def test_what_a_run_goes_on_from_becomes_its_own(tiny, alone, tmp_path):
     )
 
 
-def test_going_back_keeps_the_best_of_what_came_after_aside(tiny, alone, tmp_path):
+def test_going_back_renames_the_best_checkpoint_of_later_epochs(tiny, alone, tmp_path):
     run(tiny(max_epochs=3, keep_checkpoints=9), alone, tmp_path)
     folder = tmp_path / "checkpoints"
     for epoch in (2, 3):  # as if the accuracy had risen in each
@@ -251,13 +246,13 @@ def test_going_back_keeps_the_best_of_what_came_after_aside(tiny, alone, tmp_pat
             trainer.data,
         )
         opened.lock.close()
-        assert opened.state["best"]["epoch"] == 0  # the weights of the first epoch's best are gone
+        assert opened.state["best"]["epoch"] == 0  # the best weights of the first epoch are gone
         assert read_checkpoint(folder / f"best.pt.superseded{number}")["best"]["epoch"] == 3
         assert not (folder / "best.pt").exists()
         (folder / f"best.pt.superseded{number}").with_name("best.pt").write_bytes(encode(state))
 
 
-def test_a_linked_run_folder_stays_where_it_leads(tiny, alone, tmp_path):
+def test_a_linked_run_folder_stays_a_link(tiny, alone, tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "disk")
     for _ in range(2):
@@ -268,14 +263,14 @@ def test_a_linked_run_folder_stays_where_it_leads(tiny, alone, tmp_path):
 
 def test_ctrl_c_during_the_imports_ends_without_a_traceback(tmp_path):
     program = "import signal, os\nos.kill(os.getpid(), signal.SIGINT)\n"
-    (tmp_path / "torchvision.py").write_text(program)  # what train.py comes to import
+    (tmp_path / "torchvision.py").write_text(program)  # imported by train.py
     command = [sys.executable, "train.py", "--config=quickstart", f"--run-dir={tmp_path / 'run'}"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
     assert (result.returncode, result.stderr) == (-2, "")
 
 
-def test_going_on_from_the_best_keeps_what_is_older(tiny, alone, tmp_path):
+def test_resuming_from_the_best_keeps_older_checkpoints(tiny, alone, tmp_path):
     run(tiny(max_epochs=3, keep_checkpoints=9), alone, tmp_path)
     folder = tmp_path / "checkpoints"
     write_atomically(folder / "best.pt", (folder / "step-000000008.pt").read_bytes())
@@ -299,8 +294,8 @@ def test_other_data_or_other_epochs_are_refused(tiny, alone, tmp_path):
     trainer.data["class_names"] = ["other", *trainer.data["class_names"][1:]]
     with pytest.raises(CheckpointError, match=refused + r"class_names \['.* -> \['other'"):
         trainer.train()
-    not_of_these_data = {"cifar100_mean": (0.5, 0.5, 0.5)}
-    assert run(tiny(max_epochs=2, **not_of_these_data), alone, tmp_path, resume=str(tmp_path)).progress.epoch == 2
+    unused = {"cifar100_mean": (0.5, 0.5, 0.5)}
+    assert run(tiny(max_epochs=2, **unused), alone, tmp_path, resume=str(tmp_path)).progress.epoch == 2
 
 
 def test_a_finished_run_without_its_best_weights_says_so(tiny, alone, tmp_path):
@@ -316,15 +311,15 @@ def test_throughput_covers_the_whole_epoch_where_log_points_do_not(tiny, alone, 
 
 
 @pytest.mark.parametrize("resume", ["never", "other"])
-def test_a_restarted_job_goes_on_with_its_own_run_only(tiny, alone, tmp_path, monkeypatch, resume):
-    """Whatever it was told to do with an earlier run, it does that once."""
+def test_a_restarted_job_resumes_its_own_run_only(tiny, alone, tmp_path, monkeypatch, resume):
+    """The job applies --resume once, in its first start."""
     if resume == "other":
         run(tiny(max_epochs=1), alone, tmp_path / "other")
         resume = str(tmp_path / "other")
     folder = tmp_path / "run"
     run(tiny(max_epochs=1), alone, folder)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # its first start ended before it came here
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # its first start ended before it opened the folder
     run(tiny(max_epochs=2), alone, folder, resume=resume)
     assert (tmp_path / "run.1").exists()
     first = list_checkpoints(folder / "checkpoints")[0].read_bytes()
@@ -381,11 +376,6 @@ def test_wrong_number_of_classes_is_refused(tiny, alone):
         Trainer(tiny(num_classes=100), alone)
 
 
-def test_missing_data_is_refused(tiny, alone, tmp_path):
-    with pytest.raises(DataError, match=r"python -m tools\.prepare_data"):
-        Trainer(tiny(dataset="cifar100", num_classes=100, data_path=str(tmp_path)), alone, fetch=False)
-
-
 def test_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys):
     schedule = {"lr": 0.4, "lr_schedule": "step", "lr_milestones": (2,), "lr_decay_factor": 0.1, "max_epochs": 3}
     config = tiny("bs2048-warmup-opt", batch_size=32, **schedule)  # 4 steps an epoch, the first epoch a warm-up
@@ -400,7 +390,7 @@ def test_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_memory_estimate_counts_what_autograd_keeps(tiny, alone):
+def test_memory_estimate_counts_the_activations_that_autograd_keeps(tiny, alone):
     from utils.training.checks.dry_run import activation_bytes_per_image
 
     trainer = Trainer(tiny(), alone)
@@ -408,7 +398,7 @@ def test_memory_estimate_counts_what_autograd_keeps(tiny, alone):
     per_image = activation_bytes_per_image(
         trainer.learner.model, trainer.learner.criterion, trainer.learner.precision, (3, 32, 32)
     )
-    first_stage = 16 * 32 * 32 * 4  # one feature map of the first stage; 7 of them are kept there
+    first_stage = 16 * 32 * 32 * 4  # one feature map of the first stage, which keeps 7
     assert 7 * first_stage < per_image < 14 * first_stage
     assert all(torch.equal(value, before[name]) for name, value in trainer.learner.model.state_dict().items())
 
@@ -428,9 +418,7 @@ def test_memory_estimate_counts_half_weights_once_for_a_batch_of_any_size(tiny, 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("block", ["bs128", "bs256-amp-nhwc-extra-opts-prof"])
 def test_blocks_on_real_data(block, cifar_path, tmp_path):
-    """Blocks of the tutorial by name on real CIFAR-100 with the real ResNet50: two epochs of one batch of 128 each.
-
-    test_blocks.py runs all of them on synthetic images."""
+    """Two epochs of one batch with ResNet50 on CIFAR-100. test_blocks.py trains all blocks on synthetic images."""
     command = [
         sys.executable, "train.py", f"--config={block}", f"--run-dir={tmp_path}", "--set", f"data_path={cifar_path}",
         "--set", "max_epochs=2", "--set", "batch_size=128", "--set", f"lr_warmup_epochs={int('warmup' in block)}",
@@ -451,14 +439,13 @@ def test_a_terminal_gets_a_progress_bar_and_a_line_an_epoch(tmp_path):
     for description, total in (("epoch 1/2", 4), ("epoch 2/2", 4), ("validation", 2)):
         assert re.search(rf"{description} [━╸╺]+ \d/{total} ", shown), shown
     assert len(re.findall(r"epoch   \d  train loss ", shown)) == 2
-    for unwanted in ("Traceback", "INFO", "[progress"):  # the last is markup that is shown instead of obeyed
+    for unwanted in ("Traceback", "INFO", "[progress"):  # the last is markup that was not rendered
         assert unwanted not in shown, shown
     assert "INFO - Epoch: 2, Iteration: 2" in (tmp_path / "run/train.log").read_text()
 
 
 @pytest.mark.slow
-def test_the_readmes_first_command_ends_as_it_says(tmp_path):
-    """Over 95 %; the time is not asserted."""
+def test_the_readmes_first_command_reaches_95_percent(tmp_path):
     command = (ROOT / "README.md").read_text(encoding="utf-8").partition("```bash\n")[2].partition("\n")[0]
     options = command.rpartition("/python train.py ")[2].split()
     assert options == ["--config=quickstart"]
@@ -479,6 +466,6 @@ def test_command_line_run_ends_with_the_tutorials_lines(tmp_path):
     pattern = r"Finished: best acc1 .* s, ([\d.]+) images/s \((\S+) seconds per image\)$"
     last = re.search(pattern, result.stdout.splitlines()[-1])
     assert last and float(last[2]) == pytest.approx(1 / float(last[1]), rel=0.01)
-    assert "tensorboard" not in result.stdout  # for which TINY writes nothing
+    assert "tensorboard" not in result.stdout  # TINY writes no event files
     assert (tmp_path / "status").read_text() == "0\n"
     assert Path(tmp_path / "run/checkpoints/best.pt").exists()
