@@ -355,7 +355,7 @@ NO_TEXT = "FILE: is not UTF-8 text; expected a YAML file of configuration blocks
         pytest.param(b"- default\n- x\n", NO_BLOCKS, id="a list"),
         pytest.param(bytes(range(256)), NO_TEXT, id="binary"),
         pytest.param("x: 1".encode("utf-16"), NO_TEXT, id="UTF-16"),
-        pytest.param(b"x:\n  lr: \x00\n", "FILE: is not valid YAML 1.2: unacceptable character", id="NUL"),
+        pytest.param(b"x:\n  lr: \x00\n", "FILE:2: is not valid YAML 1.2: unacceptable character", id="NUL"),
         pytest.param(b"[" * 1000, "FILE: is nested too deeply; expected flat keys", id="deep"),
         pytest.param(b"%YAML 1." + b"9" * 5000, "FILE:1: is not valid YAML 1.2: ", id="version"),
     ],

@@ -249,7 +249,8 @@ def _compose(text: str, origin: str, what: str) -> Node | None:
         raise ConfigError(f"{origin}: {what} nested too deeply; expected flat keys") from None
     except Exception as error:  # YAMLError, but for some texts also ValueError, IndexError and others
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        line = f":{(mark.line if mark else yaml.reader.last_line) + 1}" if what == "is" else ""
+        number = mark.line if mark else max(yaml.reader.last_line, text.count("\n", 0, getattr(error, "position", 0)))
+        line = f":{number + 1}" if what == "is" else ""
         problem = " ".join(str(getattr(error, "problem", None) or str(error).splitlines()[0]).split())
         remedies = {
             "undefined alias": "; its anchor &NAME must come before it",
