@@ -1,4 +1,4 @@
-"""tools.predict_scaling: the model against closed forms, the command, and docs/scaling.md against both."""
+"""tools.predict_scaling: the model against closed forms, the command, and the figures of docs/scaling.md."""
 
 import json
 import math
@@ -74,7 +74,7 @@ def test_buckets_close_when_full_in_backward_order():
     assert make_buckets([(mega // 2, 1.0)]) == (Bucket(mega // 2, 1.0),)
 
 
-def test_a_perfect_machine_scales_perfectly_and_each_cost_shows_alone():
+def test_a_perfect_machine_scales_perfectly_and_each_cost_appears_by_itself():
     for gpus in (1, 8, 4096):
         assert predict(WORK, gpus, FREE).efficiency == pytest.approx(1.0)
         assert predict(WORK, gpus, FREE, batch_per_gpu=64 / gpus).efficiency == pytest.approx(1.0)
@@ -92,7 +92,7 @@ def test_strong_scaling_ends_at_the_floor():
     assert (row.step, row.limit, row.batch_per_gpu) == (0.01, "launches", 1)
 
 
-def test_costs_of_the_network_are_those_of_the_literature():
+def test_costs_of_the_networks_are_as_published():
     layers = layer_costs("resnet50-imagenet")
     assert sum(size for size, _ in layers) == 4 * 25_557_032
     assert sum(cost for _, cost in layers) == pytest.approx(4.09e9, rel=0.01)  # multiplications for 224 pixels
@@ -105,14 +105,14 @@ def test_the_hosts_work_adds_to_a_step_of_several_gpus():
 
 
 def test_every_input_that_varies_widens_the_interval():
-    """Each end of each input alone lies on its side of the forecast, within the interval of all."""
+    """Each input, varied by itself, moves the forecast to its side, within the interval of all."""
     machine = Cluster(noise=0.02)
     worst, best = extremes(machine)
     varied = {"intra", "inter", "noise", "interference", "host", "floor"}
     changed = {name for name in vars(machine) if len({getattr(end, name) for end in (machine, worst, best)}) > 1}
     assert changed == varied, "docs/scaling.md lists what varies"
     for name in varied:
-        gpus = 8 if name == "intra" else 64  # in one node, as the links between nodes are slower
+        gpus = 8 if name == "intra" else 64  # within one node: the links between nodes are slower
         low, middle, high = (predict(WORK, gpus, end, batch_per_gpu=1).efficiency for end in (worst, machine, best))
         bad, good = (
             predict(WORK, gpus, replace(machine, **{name: getattr(end, name)}), batch_per_gpu=1).efficiency
@@ -121,14 +121,14 @@ def test_every_input_that_varies_widens_the_interval():
         assert low <= bad <= middle <= good <= high and bad < good, name
 
 
-def test_published_measurements_that_the_model_had_seen():
+def test_published_measurements_used_for_the_model():
     cases = [case for case in published_cases() if case.seen]
     assert len(cases) == 12
     assert {case.name: round(case.error) for case in cases if abs(case.error) > 5} == {
         "SC20 tutorial, 16 GPUs, training only": 7,
         "NVIDIA ResNet50 AMP, DGX-1, 8 GPUs": 11,
         "NVIDIA ResNet50 AMP, DGX A100, 8 GPUs": 14,
-    }, "docs/scaling.md gives the reasons for these three alone"
+    }, "docs/scaling.md explains only these three"
     assert {case.name for case in cases if not case.inside} == {
         "NVIDIA ResNet50 AMP, DGX-1, 8 GPUs", "NVIDIA ResNet50 AMP, DGX A100, 8 GPUs"
     }  # fmt: skip
@@ -138,7 +138,7 @@ def test_published_measurements_that_the_model_had_seen():
     assert sum(case.error > 0 for case in published_cases()) == 12
 
 
-def test_published_measurements_that_the_model_had_not_seen():
+def test_published_measurements_not_used_for_the_model():
     cases = [case for case in published_cases() if not case.seen]
     assert len(cases) == 6
     assert {case.name: round(case.error, 1) for case in cases if abs(case.error) > 5} == {
@@ -160,8 +160,7 @@ def test_docs_explain_the_tutorials_loss_by_the_hosts_work():
     assert f"With them the forecast is {exposed.efficiency * 100:.1f} %" in page
 
 
-def test_docs_tell_the_loss_of_a_step_as_it_was_published():
-    """In milliseconds; and that the all-reduce is a small part of it."""
+def test_docs_give_the_lost_milliseconds_of_nvidias_steps():
     cases = {case["name"]: (case, machine) for case, _, machine in read_published()}
     lost, reduced = [], []
     for precision, machine in (("AMP", "DGX-1"), ("AMP", "DGX A100"), ("FP32", "DGX-1"), ("TF32", "DGX A100")):
@@ -175,7 +174,7 @@ def test_docs_tell_the_loss_of_a_step_as_it_was_published():
     assert f"an all-reduce of all of them takes {reduced[0]} and {reduced[1]} ms" in page
 
 
-def test_docs_hold_the_tables_that_the_command_prints(capsys):
+def test_docs_have_the_tables_that_the_command_prints(capsys):
     assert main(["--published"]) == 0
     printed, page = capsys.readouterr().out, (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
     for table in (published_table(seen=True), published_table(seen=False)):
@@ -213,7 +212,7 @@ def test_command_prints_both_curves_and_its_assumptions(report, capsys, tmp_path
     assert "40 GB/s between nodes" in printed and "weak scaling" in printed and "strong scaling" in printed
     one = next(line for line in printed.splitlines() if line.split()[:1] == ["1"])
     assert one.split()[2:9] == ["100.00", "2,560", "100.0%", "(100.0%", "to", "100.0%)", "compute"]
-    assert "interval: bandwidths half to 1.25 x" in printed
+    assert "bandwidth 0.5 to 1.25 x" in printed
 
 
 def test_plot(report, tmp_path):
@@ -242,11 +241,10 @@ def test_bad_usage_is_one_line(report, capsys, arguments, status, message):
 
 def test_a_report_of_many_ranks_is_refused(report, capsys):
     assert main(["--from", str(report(world_size=8))]) == 3
-    assert "begins with images/s of training on one GPU" in capsys.readouterr().err
+    assert "a forecast needs images/s of training on one GPU" in capsys.readouterr().err
 
 
-def test_a_report_of_a_version_with_other_keys_or_values(report, capsys):
-    """A key that is gone is ignored; a value that is not allowed is an error."""
+def test_unknown_settings_of_an_earlier_version_are_ignored_and_bad_values_refused(report, capsys):
     path = report(fast=1000.0)
     content = json.loads(path.read_text())
     content["results"]["configs"]["fast"]["learning_speed"] = 0.1
@@ -258,7 +256,7 @@ def test_a_report_of_a_version_with_other_keys_or_values(report, capsys):
     assert "the configuration of fast does not fit this version: batch_size" in capsys.readouterr().err
 
 
-def test_the_rate_of_a_loader_alone_is_no_step(report, capsys):
+def test_a_loaders_rate_is_not_a_training_step(report, capsys):
     path = report()
     content = json.loads(path.read_text())
     content |= {"bench": "loaders", "results": {"device": {"images_per_sec": {"median": 9e4}}}}
@@ -272,7 +270,7 @@ def test_the_rate_of_a_loader_alone_is_no_step(report, capsys):
     assert "measured: device, 1,000 images/s" in capsys.readouterr().out
 
 
-def test_layers_are_weighed_at_the_size_of_the_datasets_images(tiny):
+def test_layer_costs_are_for_the_size_of_the_datasets_images(tiny):
     imagenet = tiny(dataset="imagenet", num_classes=1000, model="resnet50", stem="imagenet", image_size=None)
     assert sum(cost for _, cost in layer_costs(imagenet)) == pytest.approx(4.09e9, rel=0.01)
     assert layer_costs(imagenet) == layer_costs("resnet50-imagenet")

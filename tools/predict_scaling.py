@@ -31,7 +31,7 @@ BYTES = 4  # of a gradient: DistributedDataParallel reduces float32, under autoc
 
 @dataclass(frozen=True)
 class ForecastRow:
-    """A forecast, and the efficiencies between which it lies when its uncertain inputs vary."""
+    """A forecast, and the interval of its efficiency when its uncertain inputs vary."""
 
     forecast: Forecast
     low: float
@@ -40,9 +40,10 @@ class ForecastRow:
 
 @dataclass(frozen=True)
 class PublishedCase:
-    """A published efficiency beside its forecast, both against the GPUs that the publication compares with."""
+    """A published efficiency and its forecast, both relative to the GPUs that the publication compares with."""
 
     name: str
+    device: str
     published: float
     predicted: float
     low: float
@@ -51,12 +52,12 @@ class PublishedCase:
 
     @property
     def error(self) -> float:
-        """Points of efficiency by which the forecast is too high."""
+        """Forecast minus published efficiency, in points."""
         return 100 * (self.predicted - self.published)
 
     @property
     def inside(self) -> bool:
-        """Whether the published figure, to its digits, lies within the forecast's interval."""
+        """True if the published figure, rounded to 0.1 %, lies within the forecast's interval."""
         return round(self.low, 3) <= round(self.published, 3) <= round(self.high, 3)
 
 
@@ -65,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the forecast; returns the exit status."""
     options = parser().parse_args(argv)
     if options.published:
-        print("\n".join(["seen before:", published_table(seen=True), "", "not seen:", published_table(seen=False)]))
+        print(
+            "\n".join(["used for the model:", published_table(seen=True), "", "not used:", published_table(seen=False)])
+        )
         return 0
     if options.source is None:
         raise ConfigError("--from is missing: give a report of tools.bench, or --published")
@@ -91,18 +94,18 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", default="8,16,64,1024,4096", metavar="N,M", help="for how many GPUs")
     parser.add_argument("--gpus-per-node", type=int, default=default.gpus_per_node, metavar="N")
     for option, value, unit, meaning in (
-        ("--intra", default.intra / 1e9, "GB/s", "that an all-reduce reaches in a node"),
-        ("--inter", default.inter / 1e9, "GB/s", "of one node to the others, all cards"),
-        ("--input", math.inf, "IMG/s", "that a node's loaders deliver"),
+        ("--intra", default.intra / 1e9, "GB/s", "bandwidth of an all-reduce within a node"),
+        ("--inter", default.inter / 1e9, "GB/s", "bandwidth of one node to the others, all network cards together"),
+        ("--input", math.inf, "IMG/s", "what a node's loaders deliver"),
     ):
         parser.add_argument(option, type=float, default=value, metavar=unit, help=meaning)
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw both curves")
-    parser.add_argument("--published", action="store_true", help="compare with published measurements and leave")
+    parser.add_argument("--published", action="store_true", help="only compare the model with published measurements")
     return parser
 
 
 def read_machine(options: argparse.Namespace) -> Cluster:
-    """The cluster of the command line."""
+    """Return the cluster that the command line describes."""
     for name in ("gpus_per_node", "intra", "inter", "input"):
         if getattr(options, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0")
@@ -115,15 +118,15 @@ def read_machine(options: argparse.Namespace) -> Cluster:
 
 
 def read_work(path: Path) -> tuple[MeasuredStep, str]:
-    """The fastest step that a report of tools.bench measured, and a line that names it."""
+    """Return the fastest step in a report of tools.bench, and a line that describes it."""
     report = read_report(path)
     alone = {name: rate for name, rate in rates(report).items() if rate.ranks == 1 and rate.training}
     if not alone:
-        raise DataError(f"{path}: a forecast begins with images/s of training on one GPU; this report has none")
+        raise DataError(f"{path}: a forecast needs images/s of training on one GPU; this report has none")
     chosen = max(alone, key=lambda name: alone[name].images_per_sec)
     try:
         measured = alone[chosen].config or {}
-        # without the keys that only an earlier version had
+        # drop settings that only an earlier version had
         config = Config.model_validate({key: measured[key] for key in measured if key in Config.model_fields})
     except ValidationError as error:
         first = error.errors()[0]
@@ -138,8 +141,10 @@ def read_work(path: Path) -> tuple[MeasuredStep, str]:
 
 
 def layer_costs(config: Config | str) -> list[tuple[int, float]]:
-    """(bytes of gradients, multiplications) of each layer in forward order; the network of a configuration, or one of
-    the published cases: resnet50-cifar, resnet50-imagenet, unet3d."""
+    """Return (bytes of gradients, multiplications) of each layer in forward order.
+
+    `config`: a configuration, or the network of a published case: resnet50-cifar, resnet50-imagenet, unet3d.
+    """
     if config == "unet3d":
         layers = json.loads(PUBLISHED.read_text(encoding="utf-8"))["unet3d"]["values"]
         weights = [(given * made * 64, made, side) for given, made, side in layers]
@@ -175,34 +180,35 @@ def layer_costs(config: Config | str) -> list[tuple[int, float]]:
 
 
 def forecast_row(work: MeasuredStep, gpus: int, machine: Cluster, batch_per_gpu: float | None = None) -> ForecastRow:
-    """A forecast with its interval."""
+    """Return a forecast with its interval."""
     low, high = (predict(work, gpus, end, batch_per_gpu=batch_per_gpu).efficiency for end in extremes(machine))
     return ForecastRow(predict(work, gpus, machine, batch_per_gpu=batch_per_gpu), low, high)
 
 
 def assumptions(work: MeasuredStep, machine: Cluster) -> list[str]:
-    """The lines that state what the forecast assumes."""
+    """Return the lines that state what the forecast assumes."""
     gradients = sum(bucket.size for bucket in work.buckets)
     limited = math.isfinite(machine.input_rate)
-    feed = f"at most {machine.input_rate:,.0f} images/s a node" if limited else "never waited for"
+    feed = f"at most {machine.input_rate:,.0f} images/s per node" if limited else "no limit"
     return [
         "assumed:",
         f"  {gradients / 1e6:.1f} MB of float32 gradients in {len(work.buckets)} buckets; backward is "
-        f"{BACKWARD_SHARE:.0%} of the step; gradients come as their layers' multiplications are done",
-        f"  {machine.gpus_per_node} GPUs a node; all-reduce {machine.intra / 1e9:g} GB/s in a node, "
-        f"{machine.inter / 1e9:g} GB/s between nodes, {machine.inter_latency * 1e6:g} us a network hop",
-        f"  a GPU that communicates computes {machine.interference:.1%} slower; {machine.copies} more passes over the "
-        f"gradients at {machine.memory / 1e12:g} TB/s",
+        f"{BACKWARD_SHARE:.0%} of the step; a gradient is ready when its layer's multiplications are done",
+        f"  {machine.gpus_per_node} GPUs per node; all-reduce {machine.intra / 1e9:g} GB/s in a node, "
+        f"{machine.inter / 1e9:g} GB/s between nodes, {machine.inter_latency * 1e6:g} us per network hop",
+        f"  a GPU computes {machine.interference:.1%} slower while it communicates; {machine.copies} more passes "
+        f"over the gradients at {machine.memory / 1e12:g} TB/s",
         f"  a rank's step varies by {machine.noise:.1%} (standard deviation), independently; all wait for the slowest",
         f"  input: {feed}; no step is shorter than {machine.floor * 1e3:g} ms, the time to launch its kernels",
-        "  interval: bandwidths half to 1.25 x, noise none to twice, interference none to 40 %, the host's work "
-        "for DDP hidden or exposed (4.8 ms, as of ResNet50), launches free or not: all favourable, or all unfavourable",
+        "  interval: from all inputs unfavourable to all favourable: bandwidth 0.5 to 1.25 x, noise 2 to 0 x, "
+        "interference 40 % to none, the host's work for DDP exposed (4.8 ms, as for ResNet50) or hidden, launches 10 "
+        "ms or free",
     ]
 
 
 def table(kind: str, rows: Sequence[ForecastRow]) -> list[str]:
-    """Lines of a table, one forecast each."""
-    held = {"weak": "batch per GPU stays", "strong": "global batch stays"}[kind]
+    """Return the lines of a table with a row for each forecast."""
+    held = {"weak": "constant batch per GPU", "strong": "constant global batch"}[kind]
     heading = "  GPUs  batch/GPU     step, ms      images/s  efficiency (interval)        limited by"
     lines = [f"{kind} scaling ({held})", heading]
     for row in rows:
@@ -216,7 +222,7 @@ def table(kind: str, rows: Sequence[ForecastRow]) -> list[str]:
 
 @cache
 def read_published() -> list[tuple[dict[str, Any], MeasuredStep, Cluster]]:
-    """The published measurements, each with what its forecast may know."""
+    """Return the published measurements, each with the inputs of its forecast."""
     return [
         (
             case,
@@ -229,26 +235,30 @@ def read_published() -> list[tuple[dict[str, Any], MeasuredStep, Cluster]]:
 
 @cache
 def published_cases() -> list[PublishedCase]:
-    """Each published measurement with its forecast and the forecast's interval."""
+    """Return each published measurement with its forecast and the forecast's interval."""
     cases = []
     for case, work, machine in read_published():
-        reference = case.get("reference", 1)  # GPUs; the publication's efficiency is against theirs
+        reference = case.get("reference", 1)  # GPUs that the published efficiency is relative to
         predicted, low, high = (
             predict(work, case["gpus"], variant, batch_per_gpu=case.get("batch_per_gpu")).efficiency
             / predict(work, reference, variant).efficiency
             for variant in (machine, *extremes(machine))
         )
         seen = case.get("seen", True)
-        cases.append(PublishedCase(case["name"], case["published"], predicted, low, high, seen))
+        cases.append(PublishedCase(case["name"], case["device"], case["published"], predicted, low, high, seen))
     return cases
 
 
 def published_table(seen: bool) -> str:
-    """A Markdown table: predicted beside published, of the figures that the model had seen, or of the others."""
-    lines = ["| measurement | published | predicted (interval) | error, points | within |", "|---|---|---|---|---|"]
+    """Return a Markdown table of published and predicted efficiencies. `seen`: of the figures used for the model."""
+    lines = [
+        "| measurement | device | published | predicted (interval) | error, points | within |",
+        "|---|---|---|---|---|---|",
+    ]
     lines += [
-        f"| {case.name} | {case.published:.1%} | {case.predicted:.1%} ({case.low:.1%} to {case.high:.1%}) "
-        f"| {case.error:+.1f} | {'yes' if case.inside else 'no'} |"
+        f"| {case.name} | {case.device} | {case.published:.1%} "
+        f"| {case.predicted:.1%} ({case.low:.1%} to {case.high:.1%}) | {case.error:+.1f} "
+        f"| {'yes' if case.inside else 'no'} |"
         for case in published_cases()
         if case.seen is seen
     ]
@@ -256,7 +266,7 @@ def published_table(seen: bool) -> str:
 
 
 def plot(path: Path, weak: Sequence[ForecastRow], strong: Sequence[ForecastRow]) -> None:
-    """Throughput and efficiency against GPUs; `ConfigError` where matplotlib is missing."""
+    """Draw throughput and efficiency against GPUs. Raises `ConfigError` if matplotlib is missing."""
     from tools.shared.png_plots import new_figure, save
 
     figure, (left, right) = new_figure(1, 2)

@@ -1,7 +1,7 @@
-"""What data-parallel training costs on N GPUs: pure functions from a measured step to a forecast.
+"""A model of data-parallel training on N GPUs: pure functions from a measured step to a forecast.
 
 A step on N GPUs is the step of one GPU, plus the part of the gradients' all-reduce that backward cannot hide, plus the
-wait for the slowest of N ranks; input may set a floor. Units: seconds, bytes, bytes/s, images.
+wait for the slowest of N ranks; input may set a lower bound. Units: seconds, bytes, bytes/s, images.
 """
 
 import math
@@ -14,27 +14,27 @@ FIRST_BUCKET = 2**20  # bytes; DistributedDataParallel's first bucket is small, 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a forecast assumes about a cluster. Bandwidths are what an all-reduce reaches, not the cable's peak."""
+    """Assumptions about a cluster. Bandwidths are those that an all-reduce reaches, not the cable's peak."""
 
     gpus_per_node: int = 8
     intra: float = 120e9  # bytes/s of one GPU to its neighbours within a node
     inter: float = 10e9  # bytes/s of one node to the others, over all its network cards
     call_latency: float = 17e-6  # seconds to start an all-reduce; this and the next two: NCCL's src/graph/tuning.cc
-    intra_latency: float = 3.6e-6  # seconds a hop over NVLink (5.7e-6 over PCIe)
-    inter_latency: float = 14e-6  # seconds a hop over a network
+    intra_latency: float = 3.6e-6  # seconds per hop over NVLink (5.7e-6 over PCIe)
+    inter_latency: float = 14e-6  # seconds per hop over a network
     memory: float = 2e12  # bytes/s of a GPU's memory
-    # passes over the gradients beside the all-reduce: 2 to divide them, 6 where DDP copies them into its buckets
+    # passes over the gradients in addition to the all-reduce: 2 to divide them, 6 if DDP copies them into its buckets
     copies: int = 2
     interference: float = 0.189  # how much slower a GPU computes while it communicates (mean in arXiv:2507.03114)
-    noise: float = 0.01  # standard deviation of one rank's step, as a share of it
+    noise: float = 0.01  # standard deviation of one rank's step, as a fraction of it
     input_rate: float = math.inf  # images/s that one node's loaders can deliver
     floor: float = 0.010  # seconds; no step is shorter: about a thousand kernel launches of 10 us
-    host: float = 0.0  # seconds in which the GPU waits for what the host does for DDP; 0 where kernels are queued ahead
+    host: float = 0.0  # seconds that the GPU waits for the host's work for DDP; 0 if kernels are queued ahead
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that cross the ranks together: their bytes, and the share of backward after which they are complete."""
+    """Gradients that are reduced together: their bytes, and the fraction of backward after which they are complete."""
 
     size: int
     ready: float
@@ -51,22 +51,22 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What N GPUs would do. `efficiency` is against N times one GPU."""
+    """The forecast for N GPUs. `efficiency` is relative to N times one GPU."""
 
     gpus: int
     batch_per_gpu: float
     step: float
     images_per_sec: float
     efficiency: float
-    exposed: float  # seconds of communication that backward does not hide, with interference, copies and host's work
+    exposed: float  # seconds of communication not hidden by backward, with interference, copies and host's work
     straggling: float  # seconds of waiting for the slowest rank
-    limit: str  # what sets the step: compute, launches (the floor), communication, stragglers or input
+    limit: str  # the largest part of the step: compute, launches (the floor), communication, stragglers or input
 
 
 def make_buckets(layers: Sequence[tuple[int, float]], cap: int = 25 * 2**20) -> tuple[Bucket, ...]:
-    """DistributedDataParallel's buckets. `layers`: (bytes of gradients, cost of the backward pass) in forward order.
+    """Return DistributedDataParallel's buckets. `layers`: (bytes of gradients, cost of backward) in forward order.
 
-    Gradients come in backward order; a bucket is closed by the layer that fills it.
+    Gradients come in backward order; the layer that fills a bucket closes it.
     """
     total = sum(cost for _, cost in layers)
     buckets: list[Bucket] = []
@@ -82,20 +82,20 @@ def make_buckets(layers: Sequence[tuple[int, float]], cap: int = 25 * 2**20) -> 
 
 
 def ring(size: float, members: int, bandwidth: float, latency: float) -> float:
-    """Seconds of a ring all-reduce: 2(n-1) hops, each of size/n bytes (Patarasuk and Yuan, 2009)."""
+    """Return the seconds of a ring all-reduce: 2(n-1) hops, each of size/n bytes (Patarasuk and Yuan, 2009)."""
     return 2 * (members - 1) * (size / members / bandwidth + latency)
 
 
 def tree(size: float, members: int, bandwidth: float, latency: float) -> float:
-    """Seconds of a double binary tree: all bytes up and down, in log2 n hops each way (Sanders et al., 2009)."""
+    """Return the seconds of a double binary tree: all bytes up and down, log2 n hops each (Sanders et al., 2009)."""
     return 2 * (size / bandwidth + math.ceil(math.log2(members)) * latency) if members > 1 else 0.0
 
 
 def all_reduce(size: float, gpus: int, machine: Cluster) -> float:
-    """Seconds to sum `size` bytes over `gpus` GPUs, by the faster of ring and tree between nodes.
+    """Return the seconds to sum `size` bytes over `gpus` GPUs, with the faster of ring and tree between nodes.
 
-    Over several nodes: a ring within each (reduce-scatter, all-gather) around an all-reduce between them. The stages
-    are pipelined in chunks, so the slower bandwidth counts, and the latencies add up.
+    With several nodes: a ring within each (reduce-scatter, all-gather) around an all-reduce between them. The stages
+    are pipelined in chunks, so the slower bandwidth decides, and the latencies add up.
     """
     local = min(gpus, machine.gpus_per_node)
     nodes = math.ceil(gpus / machine.gpus_per_node)
@@ -109,15 +109,15 @@ def all_reduce(size: float, gpus: int, machine: Cluster) -> float:
 
 
 def overlap(backward: float, buckets: Sequence[tuple[float, float]], interference: float = 0.0) -> float:
-    """Seconds from the start of backward to the last reduced gradient.
+    """Return the seconds from the start of backward to the last reduced gradient.
 
-    `backward`: seconds without communication; `buckets`: (seconds of all-reduce, share of backward after which it can
-    start), in order. One all-reduce runs at a time; while it runs, computing is slower by `interference`.
+    `backward`: seconds without communication; `buckets`: (seconds of all-reduce, fraction of backward after which it
+    can start), in order. One all-reduce runs at a time; while it runs, computing is slower by `interference`.
     """
     now = done = free = 0.0  # the clock, backward's work so far, when the network is free again
     for seconds, ready in buckets:
         work = ready * backward - done
-        hindered = min(work, max(0.0, free - now) / (1 + interference))  # work done beside an all-reduce
+        hindered = min(work, max(0.0, free - now) / (1 + interference))  # work done during an all-reduce
         now += work + hindered * interference
         done = ready * backward
         free = max(free, now) + seconds
@@ -127,7 +127,7 @@ def overlap(backward: float, buckets: Sequence[tuple[float, float]], interferenc
 
 
 def expected_maximum(count: int) -> float:
-    """Mean of the largest of `count` independent standard normal numbers: 0, 0.564, 0.846, ... about sqrt(2 ln n).
+    """Return the mean of the largest of `count` independent standard normal numbers: 0, 0.564, 0.846, ...
 
     Integrates 1 - F^n above 0 and F^n below, F being the normal distribution.
     """
@@ -139,16 +139,16 @@ def expected_maximum(count: int) -> float:
 
 
 def extremes(machine: Cluster) -> tuple[Cluster, Cluster]:
-    """The machine with every uncertain input as unfavourable as published measurements have it, and as favourable.
+    """Return the machine with every uncertain input unfavourable, and with every one favourable.
 
-    - Bandwidth: half of what is assumed, to the links' peak where 80 % of it is assumed.
-    - Noise: twice that of one GPU alone, as ranks of one node share its processors, to none, as where all ranks are
-      slow at the same time.
-    - Interference: arXiv:2507.03114 measured up to 40 %; none where the cards reduce and the GPU only computes.
+    - Bandwidth: half of the assumed one; the links' peak (80 % of it is assumed).
+    - Noise: twice that of one GPU, as ranks of a node share its processors; none, as if all ranks were slow at the same
+      time.
+    - Interference: 40 %, the most in arXiv:2507.03114; none, as if the cards reduced and the GPU only computed.
     - Host's work for DDP: ResNet50 has 161 gradients, which a DDP copies into its buckets and back, and 159 buffers,
-      which it broadcasts. These are 481 more kernels, of 10 us as in `floor`. They are exposed where the loop waits for
-      the GPU in every step; none are where kernels are queued ahead.
-    - Floor: none where a step is captured in a CUDA graph.
+      which it broadcasts: 481 more kernels of 10 us, as in `floor`. Exposed if the loop waits for the GPU in every
+      step; hidden if kernels are queued ahead.
+    - Floor: unchanged; none, as if the step were captured in a CUDA graph.
     """
     worst = replace(
         machine,
@@ -171,19 +171,19 @@ def extremes(machine: Cluster) -> tuple[Cluster, Cluster]:
 
 
 def predict(work: MeasuredStep, gpus: int, machine: Cluster, *, batch_per_gpu: float | None = None) -> Forecast:
-    """One point of a scaling curve: weak (each GPU has `work.batch` images) or with another batch of each GPU."""
+    """Return one point of a scaling curve: weak (`work.batch` images per GPU), or with `batch_per_gpu` images."""
     batch = float(work.batch) if batch_per_gpu is None else batch_per_gpu
-    alone = max(work.step * batch / work.batch, min(machine.floor, work.step))
-    backward = BACKWARD_SHARE * alone
+    computing = max(work.step * batch / work.batch, min(machine.floor, work.step))
+    backward = BACKWARD_SHARE * computing
     copying = machine.copies * sum(bucket.size for bucket in work.buckets) / machine.memory if gpus > 1 else 0.0
     reductions = [(all_reduce(bucket.size, gpus, machine), bucket.ready) for bucket in work.buckets] if gpus > 1 else []
     waiting = machine.host if gpus > 1 else 0.0
     exposed = overlap(backward, reductions, machine.interference if gpus > 1 else 0.0) - backward + copying + waiting
     straggling = machine.noise * work.step * expected_maximum(gpus)
-    computed = alone + exposed + straggling
+    computed = computing + exposed + straggling
     fed = batch * min(gpus, machine.gpus_per_node) / machine.input_rate
-    at_floor = alone > work.step * batch / work.batch
-    parts = {"launches" if at_floor else "compute": alone, "communication": exposed, "stragglers": straggling}
+    at_floor = computing > work.step * batch / work.batch
+    parts = {"launches" if at_floor else "compute": computing, "communication": exposed, "stragglers": straggling}
     step = max(computed, fed)
     return Forecast(
         gpus=gpus,
