@@ -1,4 +1,4 @@
-"""Shared by all tests: small configurations, single-process places, and which tests this machine can run."""
+"""Shared by all tests: small configurations, data, and the choice of tests that this machine can run."""
 
 import copy
 import os
@@ -6,8 +6,8 @@ import shutil
 import sys
 import tempfile
 
-# Before torch is imported, for this process and those that tests start: threads that spin for work on shared cores
-# take it from each other, up to a hundredfold.
+# Before torch is imported, for this process and its children: spinning threads on shared cores slow each other down, up
+# to a hundredfold.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CIFAR100 = ROOT / "config/cifar100.yaml"
 CLASSES = 10
 
-# A whole run in about a second: drawn shapes, the smallest network, few batches, plain float32.
+# A whole run in about a second: synthetic shapes, the smallest network, few batches, plain float32.
 TINY = {
     "dataset": "shapes",
     "num_classes": 10,
@@ -49,7 +49,7 @@ TINY = {
     "device": "cpu",
 }
 
-# What recipes add to a step, all at once.
+# All additions of recipes to a step.
 RECIPE = {
     "mixup_alpha": 0.2,
     "cutmix_alpha": 1.0,
@@ -63,21 +63,21 @@ RECIPE = {
 @pytest.fixture(autouse=True, scope="session")
 def _fork_python() -> Iterator[None]:
     """Fork the processes that tests and tools start as sys.executable; see forked_python.py."""
-    before, folder = sys.executable, os.environ.get(forked_python.FOLDER)
-    sys.executable = f"{folder}/python" if folder else before
+    python, folder = sys.executable, os.environ.get(forked_python.FOLDER)
+    sys.executable = f"{folder}/python" if folder else python
     yield
-    sys.executable = before
+    sys.executable = python
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _draw_shapes_once() -> None:
-    """Drawing takes half a second, and most tests want the same shapes."""
+    """Generating the shapes takes half a second, and most tests use the same ones."""
     datasets._draw_shapes_dataset = cache(datasets._draw_shapes_dataset)
 
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """pictures(size): ten class folders of JPEGs of about that size, two to train on and one to validate each."""
+    """pictures(size): ten class folders of JPEGs of about that size, two for training and one for validation each."""
     made: dict[int, Path] = {}
 
     def draw(size: int) -> Path:
@@ -117,7 +117,7 @@ def alone() -> World:
 
 @pytest.fixture
 def cifar_path() -> Path:
-    """The folder with the real CIFAR binaries; skips where the environment variable CIFAR_DATA is not set."""
+    """The folder with the real CIFAR binaries; skips the test if the environment variable CIFAR_DATA is not set."""
     folder = os.environ.get("CIFAR_DATA")
     if not folder:
         pytest.skip("CIFAR_DATA is not set: the folder that holds cifar-100-binary/ and cifar-10-batches-bin/")
@@ -126,7 +126,7 @@ def cifar_path() -> Path:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """refused(*arguments): what train.py's command line says on refusing them, one or two lines with exit status 2."""
+    """refused(*arguments): train.py's error for a wrong command line, one or two lines with exit status 2."""
 
     def refuse(*arguments: str) -> str:
         with pytest.raises(SystemExit) as leaving:
@@ -142,13 +142,13 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def pytest_configure() -> None:
-    """One server of forked processes for all workers of a session, which inherit the variable."""
+    """Set up one server of forked processes for all workers of a session, which inherit the variable."""
     if forked_python.FOLDER not in os.environ and hasattr(os, "pidfd_open"):
         forked_python.install(tempfile.mkdtemp(prefix="python-", suffix=f"-{os.getpid()}"))
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than cores: tests of several processes wait for each other."""
+    """One worker more than cores, since tests of several processes often wait."""
     return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -166,9 +166,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def check_they_train_alike(learners: list[Learner]) -> None:
-    """Three steps of two learners on the same images end alike, up to the order of sums, and so does one more from the
-    other's state; names in their states are the same."""
+def check_equal_training(learners: list[Learner]) -> None:
+    """Three steps of two learners on the same images give equal weights, up to the order of sums, and so does a fourth
+    step from the other's state; the states have the same names."""
     images, labels = torch.randn(32, 3, 32, 32), torch.randint(10, (32,))
     for _ in range(3):
         for learner in learners:
@@ -178,7 +178,7 @@ def check_they_train_alike(learners: list[Learner]) -> None:
     for learner, state in zip(learners, reversed(states), strict=True):
         learner.load_state_dict(state)
         learner.train_step(images, labels)
-    without, with_it = (learner.model.state_dict() for learner in learners)
-    assert list(without) == list(with_it)
-    for name, value in without.items():
-        torch.testing.assert_close(with_it[name], value, rtol=1e-3, atol=1e-4)
+    first, second = (learner.model.state_dict() for learner in learners)
+    assert list(first) == list(second)
+    for name, value in first.items():
+        torch.testing.assert_close(second[name], value, rtol=1e-3, atol=1e-4)

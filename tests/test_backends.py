@@ -1,4 +1,4 @@
-"""Process-wide switches: what `deterministic` says, and that its runs are equal to the last bit."""
+"""Process-wide switches: the note of `deterministic`, and that its runs are bitwise equal."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -23,13 +23,13 @@ from utils.training.kernels.backends import check_deterministic_kernels, prepare
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    """Leaves the switches of this process as PyTorch has them."""
+    """Restore PyTorch's defaults."""
     yield
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = False
 
 
-def test_deterministic_says_what_it_does_and_costs(tiny: Callable[..., Config]) -> None:
+def test_deterministic_logs_what_it_does_and_costs(tiny: Callable[..., Config]) -> None:
     device = torch.device("cuda", 0)
     assert not any("deterministic" in note for note in prepare_backends(tiny(), device))
     (plain,) = prepare_backends(tiny(deterministic=True), device)
@@ -43,7 +43,7 @@ def test_deterministic_says_what_it_does_and_costs(tiny: Callable[..., Config]) 
 
 
 class Operations(TorchDispatchMode):
-    """Collects the names of what is computed, forward and backward."""
+    """Collects the names of operations, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,10 +64,10 @@ class Operations(TorchDispatchMode):
         *((model, "imagenet", False) for model in ("alexnet", "vgg16", "vgg16_bn")),
     ],
 )
-def test_deterministic_refuses_on_cuda_the_networks_that_pytorch_would_stop_in(
+def test_deterministic_refuses_networks_that_pytorch_would_stop_on_cuda(
     tiny: Callable[..., Config], model: str, stem: str, works: bool
 ) -> None:
-    """The two are in the list of `torch.use_deterministic_algorithms`, of operations that raise on CUDA."""
+    """`torch.use_deterministic_algorithms` documents two such operations."""
     config = tiny(model=model, stem=stem, deterministic=True)
     with torch.device("meta"):
         network, images = build_model(config), torch.empty(2, 3, 64, 64)
@@ -80,8 +80,8 @@ def test_deterministic_refuses_on_cuda_the_networks_that_pytorch_would_stop_in(
         check_deterministic_kernels(config, network, torch.device("cuda", 0))
 
 
-def test_resnet9_pools_as_pytorchs_layer_does(tiny: Callable[..., Config]) -> None:
-    """The same values, and behind a ReLU the same gradients: of equal ones only zeros are likely."""
+def test_resnet9_pools_like_pytorchs_layer(tiny: Callable[..., Config]) -> None:
+    """The same values and, after a ReLU, gradients: equal maxima other than 0 are unlikely."""
     model = build_model(tiny(model="resnet9"))
     kept: list[torch.Tensor] = []
     model.layer3.register_forward_hook(lambda _module, _inputs, output: kept.append(output))
@@ -99,10 +99,10 @@ def test_resnet9_pools_as_pytorchs_layer_does(tiny: Callable[..., Config]) -> No
     ("device", "model"),
     [("cpu", "resnet8"), *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in ("resnet8", "resnet9"))],
 )
-def test_deterministic_runs_are_equal_to_the_last_bit(
+def test_deterministic_runs_are_bitwise_equal(
     tiny: Callable[..., Config], tmp_path: Path, device: str, model: str
 ) -> None:
-    """Two that begin alike, and one that goes on from the middle of the first epoch."""
+    """Two equal runs, and one resumed in the first epoch."""
     world = World(rank=0, local_rank=0, world_size=1, device=torch.device(device))
     changes = {"enable_amp": True, "ema_decay": 0.9, "mixup_alpha": 0.2, "device": device, "model": model}
     config = tiny(deterministic=True, checkpoint_every_steps=1, keep_checkpoints=9, **changes)

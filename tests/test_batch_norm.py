@@ -1,4 +1,4 @@
-"""BatchNorm's counts of batches: raised together, to what each layer alone makes of them."""
+"""BatchNorm's batch counters: incremented together, with the same result as layer by layer."""
 
 import copy
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from utils.training.kernels.batch_norm import COUNTER, defer_batch_counters
 Tiny = Callable[..., Config]
 
 
-class Odd(nn.Module):
-    """Layers that are called twice, not at all, frozen, and one that computes with its count."""
+class MixedNetwork(nn.Module):
+    """Layers that are called twice, never, frozen, compute with their counter, or have none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ def equal_states(found: nn.Module, expected: nn.Module) -> bool:
     return all(name == other and torch.equal(value, wanted) for (name, value), (other, wanted) in pairs)
 
 
-def test_counters_are_what_the_layers_alone_make_of_them() -> None:
-    expected = Odd()
+def test_counters_equal_those_of_separate_layers() -> None:
+    expected = MixedNetwork()
     found = copy.deepcopy(expected)
     defer_batch_counters(found)
     counter = found.twice.num_batches_tracked
@@ -44,34 +44,36 @@ def test_counters_are_what_the_layers_alone_make_of_them() -> None:
         images = torch.randn(4, 3, 5, 5)
         assert torch.equal(found(images), expected(images))
         assert equal_states(found, expected)
-        assert counter == 2 * number + 2, "the same tensor, which the average and a CUDA graph hold"
-    other = copy.deepcopy(found)  # as the average of the weights is
+        assert counter == 2 * number + 2, "must stay the same tensor: the average and a CUDA graph hold it"
+    other = copy.deepcopy(found)  # as for the average of the weights
     assert torch.equal(other.eval()(images), expected.eval()(images)) and equal_states(other, expected)
     with pytest.raises(RuntimeError):
         found(torch.randn(4, 2, 5, 5))
     assert found.twice.num_batches_tracked is counter
 
 
-class Raised(TorchDispatchMode):
-    """Counts operations on the counters: one for all layers, and those of single layers."""
+class Increments(TorchDispatchMode):
+    """Counts operations on the counters of all layers and of single layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.together, self.alone = 0, 0
+        self.of_all, self.of_one = 0, 0
 
     def __torch_dispatch__(self, operation: Any, types: Any, inputs: Any = (), options: Any = None) -> Any:
-        self.together += operation == torch.ops.aten._foreach_add_.ScalarList
-        self.alone += operation == torch.ops.aten.add_.Tensor and inputs[0].dtype == torch.int64
+        self.of_all += operation == torch.ops.aten._foreach_add_.ScalarList
+        self.of_one += operation == torch.ops.aten.add_.Tensor and inputs[0].dtype == torch.int64
         return operation(*inputs, **options or {})
 
 
 @pytest.mark.parametrize("changes", [{}, {"micro_batch_size": 8, "ema_decay": 0.9}], ids=["plain", "accumulation"])
-def test_one_operation_of_a_forward_pass_raises_them_all(tiny: Tiny, alone: World, changes: dict[str, object]) -> None:
+def test_a_forward_pass_increments_all_counters_in_one_operation(
+    tiny: Tiny, alone: World, changes: dict[str, object]
+) -> None:
     learner = Trainer(tiny(**changes), alone).learner
-    with Raised() as raised:
+    with Increments() as increments:
         learner.train_step(torch.randn(32, 3, 32, 32), torch.randint(10, (32,)))
     passes = learner.batch.accumulation
-    assert (raised.together, raised.alone) == (passes, 0)
+    assert (increments.of_all, increments.of_one) == (passes, 0)
     for network in (learner.model, learner.validated):
         counters = [value for name, value in network.state_dict().items() if name.endswith(COUNTER)]
         assert len(counters) == 9 and all(value == passes for value in counters)

@@ -1,4 +1,4 @@
-"""Gradients of convolution weights as products equal PyTorch's own."""
+"""Convolution weight gradients by matrix products equal PyTorch's."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 ON = {"conv_weight_products": True, "enable_nhwc": True}
 
 
-def a_layer(kernel: int | tuple[int, int], dtype: torch.dtype = torch.float64, **settings: object) -> nn.Conv2d:
+def make_layer(kernel: int | tuple[int, int], dtype: torch.dtype = torch.float64, **settings: object) -> nn.Conv2d:
     generator = torch.Generator().manual_seed(0)
     layer = nn.Conv2d(16, 24, kernel, **settings)  # type: ignore[arg-type]
     for value in layer.parameters():
@@ -55,9 +55,9 @@ def test_all_gradients_equal_pytorchs(
     kernel: int | tuple[int, int], settings: dict[str, object], rows: int, layout: torch.memory_format,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """In float64, for products over one image, some and all, the last of them fewer."""
+    """In float64, for products over one image, some and all, with a smaller last part."""
     monkeypatch.setattr(conv_products, "ROWS", rows)
-    layer = a_layer(kernel, **settings)
+    layer = make_layer(kernel, **settings)
     images = torch.randn(5, 16, 9, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     images = images.contiguous(memory_format=layout)
     expected = gradients(layer, images)
@@ -65,12 +65,12 @@ def test_all_gradients_equal_pytorchs(
     found = gradients(layer, images)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
     torch.testing.assert_close(found[2:], expected[2:], rtol=1e-12, atol=1e-11)
-    assert found[2].stride() == layer.weight.stride()  # so that adding it up copies nothing
+    assert found[2].stride() == layer.weight.stride()  # so that accumulating it copies nothing
 
 
-def test_bf16_is_rounded_once_more_than_float32() -> None:
-    """Under autocast, against the gradient in float32 of the same numbers: within 2 units in the last of 8 places."""
-    layer = a_layer(3, torch.float32, padding=1)
+def test_bf16_is_within_rounding_of_float32() -> None:
+    """Under autocast, within 2 units in the last of bf16's 8 bits."""
+    layer = make_layer(3, torch.float32, padding=1)
     layer.weight.data = layer.weight.data.bfloat16().float()
     layer.__class__ = ProductConv2d
     images = torch.randn(40, 16, 8, 8, generator=torch.Generator().manual_seed(1)).bfloat16().float()
@@ -85,12 +85,12 @@ def test_bf16_is_rounded_once_more_than_float32() -> None:
 
 
 @pytest.mark.parametrize("stride", [2, (2, 3), (1, 2)])
-def test_a_stride_of_1x1_leaves_pixels_out_in_bf16(stride: int | tuple[int, int]) -> None:
-    """Against float64 of the same numbers: within the rounding to 8 places; pixels that no stride meets have none."""
-    layer = a_layer(1, torch.bfloat16, stride=stride)
+def test_a_1x1_convolution_with_a_stride_subsamples_in_bf16(stride: int | tuple[int, int]) -> None:
+    """Within bf16's rounding of float64; skipped pixels have zero gradient."""
+    layer = make_layer(1, torch.bfloat16, stride=stride)
     images = torch.randn(5, 16, 9, 7, generator=torch.Generator().manual_seed(1)).bfloat16()
     images = images.contiguous(memory_format=torch.channels_last)
-    exact = gradients(a_layer(1, torch.bfloat16, stride=stride).double(), images.double())
+    exact = gradients(make_layer(1, torch.bfloat16, stride=stride).double(), images.double())
     layer.__class__ = ProductConv2d
     found = gradients(layer, images)
     for value, right in zip(found, exact, strict=True):
@@ -99,8 +99,8 @@ def test_a_stride_of_1x1_leaves_pixels_out_in_bf16(stride: int | tuple[int, int]
     assert found[1].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_frozen_weights_and_evaluation_are_pytorchs() -> None:
-    layer = a_layer(3, torch.float32, padding=1)
+def test_frozen_weights_and_evaluation() -> None:
+    layer = make_layer(3, torch.float32, padding=1)
     layer.__class__ = ProductConv2d
     images = torch.randn(2, 16, 5, 5, requires_grad=True)
     with torch.no_grad():
@@ -116,9 +116,8 @@ def test_frozen_weights_and_evaluation_are_pytorchs() -> None:
     assert layer.weight.grad is not None
 
 
-def test_where_it_is_on(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ResNet50 has 53 convolutions: on in those of over 128 x 128 channels, whose products are faster, in bf16 in those
-    of over 256 x 256."""
+def test_layers_it_replaces(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ResNet50's 53 convolutions those with over 128 x 128 channels, in bf16 with over 256 x 256."""
     monkeypatch.setattr(conv_products, "has_bf16_kernels", lambda: False)
     float32, bf16 = Precision("cpu"), Precision("cpu", level="O1")
 
@@ -140,14 +139,13 @@ def test_where_it_is_on(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda", 0)
     assert not found(tiny(**auto), device=cuda)
     compiled = tiny(conv_weight_products=True, enable_nhwc=True, enable_compile="auto")
-    assert use_products(compiled, build_model(tiny()), float32, cuda), "said, whether it compiles or not"
-    assert use_products(tiny(**ON), build_model(tiny()), float32, cuda) == [
-        "conv_weight_products: left out, it is for CPUs"
-    ]
+    note = "conv_weight_products: no effect, it is for CPUs only"
+    assert use_products(compiled, build_model(tiny()), float32, cuda) == [note]
+    assert use_products(tiny(**ON), build_model(tiny()), float32, cuda) == [note]
 
 
-def test_what_it_cannot_do_is_refused_by_name(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(conv_products.ENOUGH, torch.float32, 16 * 16 - 1)
+def test_a_network_without_fitting_layers_is_an_error(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(conv_products.MIN_CHANNEL_PAIRS, torch.float32, 16 * 16 - 1)
     others = nn.Sequential(
         nn.Conv2d(15, 16, 3), nn.Conv2d(16, 16, 3, groups=2), nn.Conv2d(16, 16, 3, dilation=2),
         nn.Conv2d(16, 16, 3, padding="same"), nn.Conv2d(16, 16, 3, padding=1, padding_mode="circular"),

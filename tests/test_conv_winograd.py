@@ -1,4 +1,4 @@
-"""Convolutions by Winograd's method equal PyTorch's own."""
+"""Convolutions by Winograd's method equal PyTorch's."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ def random(*sizes: int, seed: int) -> Tensor:
 
 
 def results(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
-    """Output and gradients."""
+    """Return output and gradients."""
     leaves = [value.detach().clone().requires_grad_() for value in inputs]
     out = function(*leaves)
     out.backward(random(*out.shape, seed=9).to(out.dtype))
@@ -53,9 +53,9 @@ def in_bf16(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def set_side(monkeypatch: pytest.MonkeyPatch, side: int, height: int, width: int) -> None:
-    """Tiles of this side, those of one image at a time for each thread."""
-    each = -(-height // side) * -(-width // side)
-    monkeypatch.setattr(conv_winograd, "TILES", dict.fromkeys(conv_winograd.TILES, each))
+    """Use tiles of this side, one image at a time per thread."""
+    per_image = -(-height // side) * -(-width // side)
+    monkeypatch.setattr(conv_winograd, "TILES", dict.fromkeys(conv_winograd.TILES, per_image))
     monkeypatch.setattr(conv_winograd, "best_side", lambda *sizes: side)
 
 
@@ -65,8 +65,8 @@ def set_side(monkeypatch: pytest.MonkeyPatch, side: int, height: int, width: int
 def test_each_tile_equals_a_direct_convolution(
     side: int, height: int, width: int, layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Output and all gradients, whether tiles fit or reach beyond the image; in parts, the last of fewer images. Held
-    against float64: a rounding of float32, 6e-8, grows by the transforms' numbers, up to 8, and by sums of 288."""
+    """Output and all gradients, with and without tiles beyond the border, and with a smaller last part. Compared with
+    float64: float32's rounding, 6e-8, is amplified by the transforms' factors, up to 8, and by sums of 288 terms."""
     set_side(monkeypatch, side, height, width)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     images, weight = random(5, 32, height, width, seed=0).contiguous(memory_format=layout), random(48, 32, 3, 3, seed=1)
@@ -84,11 +84,11 @@ def test_each_tile_equals_a_direct_convolution(
 
 @pytest.mark.parametrize(("side", "bound"), [(2, 0.008), (3, 0.025), (4, 0.025)])
 @pytest.mark.parametrize(("height", "width"), [(1, 3), (8, 8), (9, 7), (12, 13)])
-def test_in_bf16_roundings_alone_differ(
+def test_in_bf16_only_rounding_differs(
     side: int, bound: float, height: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Output and all gradients, of images in bf16 or cast by autocast, held against float64. A direct convolution in
-    bf16 is off by 0.003: a rounding is one of 0.0017 of a number in the mean, here of planes too, and grows."""
+    """Output and all gradients, of bf16 images and of images cast by autocast, compared with float64. A direct bf16
+    convolution is off by 0.003: one rounding is 0.0017 on average; here planes are rounded too, and it is amplified."""
     set_side(monkeypatch, side, height, width)
     images, weight, bias = random(5, 32, height, width, seed=0), random(48, 32, 3, 3, seed=1), random(48, seed=2)
     images = images.bfloat16().float()
@@ -108,7 +108,7 @@ def test_in_bf16_roundings_alone_differ(
 
 
 def test_gradients_of_weights_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 64 parts, each alike: their sum in bf16 would stop to grow, or be rounded 64 times."""
+    """Of 64 equal parts, whose sum in bf16 would stop growing or be rounded 64 times."""
     set_side(monkeypatch, 2, 4, 4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     image, weight, bias = random(1, 32, 4, 4, seed=0), random(32, 32, 3, 3, seed=1), random(32, seed=2)
@@ -121,14 +121,13 @@ def test_gradients_of_weights_are_summed_in_float32(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(gradient(image.repeat(64, 1, 1, 1)), 64 * gradient(image), rtol=1e-4, atol=1e-2)
 
 
-def test_numbers_become_bf16_as_pytorchs_do() -> None:
-    """Of two equally near numbers the even one; no number stays none. A kernel's first number is its first place in the
-    planes, as it is."""
+def test_numbers_are_rounded_to_bf16_as_in_pytorch() -> None:
+    """To nearest even; NaN stays NaN. The first plane holds each kernel's first weight unchanged."""
     bits = torch.randint(-(2**31), 2**31, (16, 256), generator=torch.Generator().manual_seed(0)).int()
-    bits[0] = torch.arange(256) << 15 | 0x3F800000  # every second in the middle between two numbers of bf16
+    bits[0] = torch.arange(256) << 15 | 0x3F800000  # every second one halfway between two bf16 numbers
     values = bits.view(torch.float32)
     values[1, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 3.4e38])
-    values[values.abs() < torch.finfo(torch.float32).tiny] = 0.0  # such numbers become 0 on some processors
+    values[values.abs() < torch.finfo(torch.float32).tiny] = 0.0  # some processors flush denormals to 0
     weight = torch.zeros(16, 256, 3, 3)
     weight[:, :, 0, 0] = values
     tiles = conv_winograd._Tiles(2, torch.zeros(1, 16, 4, 4, dtype=torch.bfloat16))
@@ -139,10 +138,10 @@ def test_numbers_become_bf16_as_pytorchs_do() -> None:
 
 @pytest.mark.parametrize(("dtype", "side"), [(dtype, side) for dtype, sides in SIDES.items() for side in sides])
 @pytest.mark.parametrize(("height", "width"), [(2, 2), (1, 4), (2, 3), (8, 8), (9, 7), (12, 12), (12, 13)])
-def test_a_pool_in_the_transform_gives_the_bits_of_one_behind_it(
+def test_a_fused_pool_gives_the_bits_of_a_separate_one(
     side: int, height: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Output and gradients, where tiles or squares of 2 x 2 reach beyond the image, of equal outputs, and for NaN."""
+    """Output and gradients, also of equal outputs and NaN, and with tiles or 2 x 2 squares beyond the border."""
     set_side(monkeypatch, side, height, width)
     images, weight = random(5, 32, height, width, seed=0).to(dtype), random(48, 32, 3, 3, seed=1).to(dtype)
     images[1] = 0.0
@@ -151,23 +150,23 @@ def test_a_pool_in_the_transform_gives_the_bits_of_one_behind_it(
     def pooled(images: Tensor, weight: Tensor) -> Tensor:
         return convolve(images, weight, None, (1, 1), (1, 1), pool=True)
 
-    def apart(images: Tensor, weight: Tensor) -> Tensor:
+    def separate(images: Tensor, weight: Tensor) -> Tensor:
         return nn.functional.max_pool2d(convolve(images, weight, None, (1, 1), (1, 1)), 2)
 
     if height == 1:
-        for function in (pooled, apart):
+        for function in (pooled, separate):
             with pytest.raises(RuntimeError, match="Output size is too small"):
                 function(images, weight)
         return
-    found, expected = results(pooled, images, weight), results(apart, images, weight)
+    found, expected = results(pooled, images, weight), results(separate, images, weight)
     assert len(found) == len(expected) == 3 and expected[0].isnan().any()
     for value, other in zip(found, expected, strict=True):
         assert torch.equal(value.isnan(), other.isnan()) and torch.equal(value.nan_to_num(), other.nan_to_num())
     assert found[0].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_which_pools_are_taken(tiny: Tiny) -> None:
-    """Those of 2 x 2 behind a convolution without bias; names of parameters and results stay."""
+def test_pools_it_fuses(tiny: Tiny) -> None:
+    """2 x 2 pools after a convolution without bias; parameter names and results stay."""
 
     def network(*others: nn.Module) -> nn.Sequential:
         torch.manual_seed(0)
@@ -175,14 +174,14 @@ def test_which_pools_are_taken(tiny: Tiny) -> None:
         return nn.Sequential(layers, nn.BatchNorm2d(32)).to(memory_format=torch.channels_last)
 
     images = random(4, 32, 12, 12, seed=0)
-    for pool, taken in (
+    for pool, is_fused in (
         (nn.MaxPool2d(2), True), (nn.MaxPool2d(2, 2), True), (nn.MaxPool2d(3), False), (nn.MaxPool2d(2, 1), False),
         (nn.MaxPool2d(2, padding=1), False), (nn.MaxPool2d(2, dilation=2), False), (nn.AvgPool2d(2), False),
         (nn.MaxPool2d(2, ceil_mode=True), False),
     ):  # fmt: skip
         plain, ours = network(pool), network(pool)
         use_winograd(tiny(**ON), ours, Precision("cpu"), CPU)
-        assert ("PooledWinogradConv2d" in kinds(ours)) == taken, pool
+        assert ("PooledWinogradConv2d" in kinds(ours)) == is_fused, pool
         assert list(ours.state_dict()) == list(plain.state_dict())
         for mode in (True, False):
             torch.testing.assert_close(ours.train(mode)(images), plain.train(mode)(images), rtol=1e-3, atol=1e-4)
@@ -196,9 +195,9 @@ def test_which_pools_are_taken(tiny: Tiny) -> None:
     assert list(kinds(biased)) == ["Sequential", "WinogradConv2d", "MaxPool2d"]
 
 
-def test_the_side_with_the_least_work_is_taken() -> None:
-    """Of a tile: 16 numbers for 4 outputs, 25 for 9, 36 for 16, 64 for 36, which count as 83; directly 9 for one. In
-    bf16 tiles of 6 x 6 would be too rough."""
+def test_the_best_side_needs_the_least_work() -> None:
+    """A tile costs 16 multiplications for 4 outputs, 25 for 9, 36 for 16, 64 for 36, which count as 83; direct, 9 per
+    output. In bf16, 6 x 6 would be too inaccurate."""
     expected = {1: None, 2: 2, 3: 3, 4: 4, 5: 6, 6: 6, 7: 4, 8: 4, 9: 3, 12: 4, 14: 4, 16: 4, 18: 6, 32: 4, 56: 4}
     assert {size: best_side(size, size) for size in expected} == expected
     assert best_side(1, 8) is None
@@ -208,7 +207,7 @@ def test_the_side_with_the_least_work_is_taken() -> None:
 
 @pytest.mark.parametrize("function", [by_winograd, in_bf16])
 def test_two_runs_give_the_same_bits(function: Callable[..., Tensor]) -> None:
-    """Two runs are equal; those of other numbers of threads up to the rounding of PyTorch's products."""
+    """With another number of threads, up to the rounding of PyTorch's products."""
     inputs = random(6, 32, 10, 10, seed=0), random(32, 32, 3, 3, seed=1), random(32, seed=2)
     threads = torch.get_num_threads()
     found = []
@@ -218,8 +217,8 @@ def test_two_runs_give_the_same_bits(function: Callable[..., Tensor]) -> None:
             found += [results(function, *inputs) for _ in range(2)]
     finally:
         torch.set_num_threads(threads)
-    for again in (found[1], found[3]):
-        assert all(map(torch.equal, again, found[0] if again is found[1] else found[2]))
+    for first, second in (found[:2], found[2:]):
+        assert all(map(torch.equal, first, second))
     for value, expected in zip(found[2], found[0], strict=True):
         assert (value - expected).norm() <= (1e-5 if function is by_winograd else 1e-2) * expected.norm()
 
@@ -241,8 +240,8 @@ def test_what_needs_no_gradient_gets_none() -> None:
     torch.testing.assert_close(layer.weight.grad, expected[1], rtol=1e-3, atol=1e-3)
 
 
-def test_other_tensors_are_pytorchs() -> None:
-    """An image without a batch, none at all, another number format, formats that differ, a network without values."""
+def test_unsupported_tensors_use_pytorch() -> None:
+    """No batch dimension, an empty batch, other, different or meta tensors; channels that do not match."""
     plain = nn.Conv2d(32, 32, 3, padding=1)
     layer = nn.Conv2d(32, 32, 3, padding=1)
     layer.load_state_dict(plain.state_dict())
@@ -251,6 +250,9 @@ def test_other_tensors_are_pytorchs() -> None:
         assert torch.equal(layer(images), plain(images))
     with pytest.raises(RuntimeError, match="should be the same"):
         layer(random(2, 32, 6, 6, seed=0).bfloat16())
+    for channels in (16, 64):
+        with pytest.raises(RuntimeError, match=f"to have 32 channels, but got {channels}"):
+            layer(random(2, channels, 8, 8, seed=0))
     with torch.autocast("cpu", dtype=torch.float16):
         images = random(2, 32, 6, 6, seed=0)
         assert torch.equal(layer(images), plain(images))
@@ -259,18 +261,10 @@ def test_other_tensors_are_pytorchs() -> None:
         assert layer.to("meta")(torch.empty(2, 32, 6, 6, dtype=torch.float64)).shape == (2, 32, 6, 6)
 
 
-def test_channels_that_do_not_match_are_refused_as_pytorch_does() -> None:
-    layer = nn.Conv2d(64, 64, 3, padding=1)
-    layer.__class__ = WinogradConv2d
-    for channels in (32, 128):
-        with pytest.raises(RuntimeError, match=f"to have 64 channels, but got {channels}"):
-            layer(random(2, channels, 8, 8, seed=0))
-
-
 @pytest.mark.parametrize("in_half", [False, True])
 @pytest.mark.parametrize("pool", [False, True])
-def test_no_number_of_memory_that_nothing_was_written_to_is_used(in_half: bool, pool: bool) -> None:
-    """PyTorch fills new memory with NaN in its deterministic mode."""
+def test_uninitialised_memory_is_never_read(in_half: bool, pool: bool) -> None:
+    """In its deterministic mode PyTorch fills new memory with NaN."""
     inputs = random(6, 32, 7, 10, seed=0), random(32, 32, 3, 3, seed=1), random(32, seed=2)
 
     def function(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -287,7 +281,7 @@ def test_no_number_of_memory_that_nothing_was_written_to_is_used(in_half: bool, 
     assert all(map(torch.equal, found, expected))
 
 
-def test_another_default_number_format_changes_nothing() -> None:
+def test_another_default_dtype_changes_nothing() -> None:
     inputs = random(6, 32, 7, 10, seed=0), random(32, 32, 3, 3, seed=1), random(32, seed=2)
     expected = results(by_winograd, *inputs)
     torch.set_default_dtype(torch.float64)
@@ -298,13 +292,13 @@ def test_another_default_number_format_changes_nothing() -> None:
     assert torch.equal(found, expected[0])
 
 
-def test_the_kernels_take_as_many_channels_at_a_time_as_python_asks_for() -> None:
+def test_python_and_cpp_agree_on_the_number_of_lanes() -> None:
     kernels = Path(conv_winograd.__file__).with_suffix(".cpp").read_text()
     assert f"LANES = {conv_winograd.CHANNELS};" in kernels
 
 
-def test_kernels_are_built_again_when_what_they_share_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor builds a text that it does not know; the header is part of it."""
+def test_kernels_are_rebuilt_when_the_header_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor builds each new text; the header must be part of it."""
     built: list[str] = []
     monkeypatch.setattr("torch._inductor.codecache.CppCodeCache.load", lambda code, extra_flags: built.append(code))
     kernels = Path(compilers.__file__).parent
@@ -317,11 +311,10 @@ def test_kernels_are_built_again_when_what_they_share_changes(monkeypatch: pytes
     assert len({*built}) == 4 and not any(HEADER in code for code in built)
 
 
-def test_weights_and_their_average_are_validated_alike_with_and_without_it(
+def test_a_checkpoint_is_evaluated_equally_with_and_without_it(
     tiny: Tiny, alone: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint of the one evaluated by the other."""
-    monkeypatch.setattr(conv_winograd, "ENOUGH", 1)
+    monkeypatch.setattr(conv_winograd, "MIN_CHANNEL_PAIRS", 1)
     images = random(4, 3, 32, 32, seed=0)
     configs = [tiny(ema_decay=0.9, **ON), tiny(ema_decay=0.9, enable_nhwc=True)]
     first, second = (build_classifier(config, build_model, alone) for config in configs)
@@ -332,8 +325,8 @@ def test_weights_and_their_average_are_validated_alike_with_and_without_it(
     torch.testing.assert_close(first.predict(images), second.predict(images), rtol=1e-3, atol=1e-4)
 
 
-def test_products_of_weights_take_what_is_left(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In ResNet50 its 1x1 convolutions and those with a stride; in resnet9 nothing, which is said."""
+def test_weight_products_replace_the_other_convolutions(tiny: Tiny) -> None:
+    """In ResNet50 the 1x1 convolutions and those with a stride; in resnet9 none, which is logged."""
     both = ON | {"conv_weight_products": True}
     for model, counts in (
         ("resnet50", {"WinogradConv2d": 13, "ProductConv2d": 31}),
@@ -343,8 +336,8 @@ def test_products_of_weights_take_what_is_left(tiny: Tiny, monkeypatch: pytest.M
         network = build_model(config)
         notes = use_winograd(config, network, Precision("cpu"), CPU)
         notes += use_products(config, network, Precision("cpu"), CPU)
-        left = "conv_weight_products: left out, conv_winograd has the convolutions"
-        assert notes == ([left] if model == "resnet9" else [])
+        no_effect = "conv_weight_products: no effect, conv_winograd replaces all of its convolutions"
+        assert notes == ([no_effect] if model == "resnet9" else [])
         found = Counter(kinds(network))
         assert {name: found[name] for name in found if name.endswith(("WinogradConv2d", "ProductConv2d"))} == counts
 
@@ -353,8 +346,8 @@ def kinds(model: nn.Module) -> Iterator[str]:
     return (type(module).__name__ for module in model.modules())
 
 
-def test_where_it_is_on(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ResNet50 has 16 convolutions 3x3, of which 13 have stride 1; resnet9's first has 3 channels."""
+def test_layers_it_replaces(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """13 of ResNet50's 16 3x3 convolutions have stride 1; resnet9's first has 3 channels."""
     float32, bf16 = Precision("cpu"), Precision("cpu", level="O1")
 
     def found(config: Config, precision: Precision = float32, device: torch.device = CPU) -> int:
@@ -365,23 +358,27 @@ def test_where_it_is_on(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     auto = {"conv_winograd": "auto", "enable_nhwc": True}
     assert found(tiny(**auto, model="resnet50")) == 13
     assert found(tiny(**auto, model="resnet9", width=2)) == 7
-    assert found(tiny(**auto, model="resnet9", width=1)) == 6, "16 to 32 channels are too few"
+    assert found(tiny(**auto, model="resnet9", width=1)) == 6, "16 x 32 channels are too few"
     assert not found(tiny(model="resnet9"))
     monkeypatch.setattr(conv_winograd, "has_bf16_kernels", lambda: True)
     assert found(tiny(**auto, model="resnet9", width=2), bf16) == 7
     monkeypatch.setattr(conv_winograd, "has_bf16_kernels", lambda: False)
-    assert not found(tiny(**auto, model="resnet9", width=2), bf16), "its products would be slow"
+    assert not found(tiny(**auto, model="resnet9", width=2), bf16), "slow without bf16 instructions"
     assert found(tiny(**ON, model="resnet9", width=2), bf16) == 7
     assert not found(tiny(**auto | {"enable_nhwc": False}, model="resnet9"))
     assert not found(tiny(**auto, enable_compile=True, model="resnet9"))
     cuda = torch.device("cuda", 0)
     assert not found(tiny(**auto, model="resnet9"), device=cuda)
-    assert use_winograd(tiny(**ON), build_model(tiny()), float32, cuda) == ["conv_winograd: left out, it is for CPUs"]
+    assert use_winograd(tiny(**ON), build_model(tiny()), float32, cuda) == [
+        "conv_winograd: no effect, it is for CPUs only"
+    ]
     monkeypatch.setattr(conv_winograd, "has_compiler", lambda: False)
     assert not found(tiny(**auto, model="resnet9"))
 
 
-def test_what_it_cannot_do_is_refused_by_name(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_without_fitting_layers_or_a_missing_compiler_is_an_error(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on, auto, float32 = tiny(**ON), tiny(**ON | {"conv_winograd": "auto"}), Precision("cpu")
     others = nn.Sequential(
         nn.Conv2d(3, 512, 3, padding=1), nn.Conv2d(64, 64, 3), nn.Conv2d(64, 64, 3, padding=1, stride=2),
@@ -397,9 +394,7 @@ def test_what_it_cannot_do_is_refused_by_name(tiny: Tiny, monkeypatch: pytest.Mo
         use_winograd(on, build_model(on), float32, CPU)
 
 
-def test_a_compiler_that_fails_is_named_and_auto_goes_on(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_compiler_is_an_error_or_with_auto_a_note(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise ConfigError("conv_winograd: its kernels could not be built: no space left")
 
@@ -410,6 +405,6 @@ def test_a_compiler_that_fails_is_named_and_auto_goes_on(
     auto = tiny(**ON | {"conv_winograd": "auto"}, model="resnet9")
     model = build_model(auto)
     assert use_winograd(auto, model, Precision("cpu"), CPU) == [
-        "left out: conv_winograd: its kernels could not be built: no space left"
+        "skipped: conv_winograd: its kernels could not be built: no space left"
     ]
     assert "WinogradConv2d" not in kinds(model)

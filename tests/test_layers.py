@@ -1,4 +1,4 @@
-"""tools.bench layers: what it times of a network, whatever that is, and the report."""
+"""tools.bench layers: the operations it times in a network, and the report."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ OWN_LAYERS = {"enable_nhwc": True, "fuse_norm_relu": True, "conv_weight_products
 
 
 def timed(config: Config, device: torch.device) -> StepTimer:
-    """After one step of the configuration's network."""
+    """Time one step of the configuration's network."""
     timer = StepTimer(build_measured(config, World(0, 0, 1, device)), device)
     images, labels = torch.randn(IMAGES, 3, 32, 32, device=device), torch.zeros(IMAGES, dtype=torch.long, device=device)
     found = timer.time_step(images, labels)
@@ -56,8 +56,8 @@ def test_each_operation_of_a_step_is_timed_forward_and_backward(tiny) -> None:
         {"model": "resnet9", "width": 2, "enable_amp": True, "amp_dtype": "bf16", **OWN_LAYERS},
     ],
 )
-def test_flops_are_those_that_are_counted_for_the_network(tiny, settings: dict[str, Any]) -> None:
-    """Of layers of this project too, each of which is one operation."""
+def test_flops_of_the_operations_add_up_to_the_networks(tiny, settings: dict[str, Any]) -> None:
+    """Also with this project's own layers, each of which is one operation."""
     if "conv_winograd" in settings and not has_compiler():
         pytest.skip("no C++ compiler")
     config = tiny(batch_size=IMAGES, **settings)
@@ -68,7 +68,7 @@ def test_flops_are_those_that_are_counted_for_the_network(tiny, settings: dict[s
     assert (count(timer, FUSED), count(timer, RELU)) == activations
 
 
-def test_the_command_reports_each_kind_beside_the_best_rate(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_command_compares_each_kind_with_the_best_rate(tmp_path: Path, monkeypatch, capsys) -> None:
     report = tmp_path / "report.json"
     limits = {"product bf16, TFLOP/s": 0.2, "convolution bf16 NHWC, TFLOP/s": 0.5, "memory, GB/s": 10.0}
     samples = {name: layers.common.Trials((value,)) for name, value in limits.items()}
@@ -87,7 +87,7 @@ def test_the_command_reports_each_kind_beside_the_best_rate(tmp_path: Path, monk
     assert layers.REST in shown and layers.STEP in shown
 
 
-def test_a_network_without_such_operations_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_network_without_such_operations_is_an_error(tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "strange.py").write_text(
         "import torch\nclass Net(torch.nn.Module):\n    def __init__(self, num_classes):\n        super().__init__()\n"
         "        self.weight = torch.nn.Parameter(torch.zeros(3, num_classes))\n"
@@ -100,7 +100,7 @@ def test_a_network_without_such_operations_is_refused(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_marks_in_its_queue_give_the_times(tiny) -> None:
+def test_on_a_gpu_cuda_events_give_the_times(tiny) -> None:
     timer = timed(
         tiny("fastest", device="cuda", enable_compile=False, enable_cuda_graphs=False), torch.device("cuda", 0)
     )

@@ -1,4 +1,4 @@
-"""BatchNorm, shortcut and ReLU as one function: the same network, the same names, the same training."""
+"""Fused BatchNorm, shortcut and ReLU: the same network, names and training."""
 
 import copy
 import os
@@ -31,17 +31,22 @@ from utils.training.kernels.norm_relu.module import (
 Tiny = Callable[..., Config]
 CPU = torch.device("cpu")
 ON = {"fuse_norm_relu": True, "enable_nhwc": True}
-# class, and whether a shortcut is added; SiLU has none
+needs_compiler = pytest.mark.skipif(not norm_relu_cpu.has_compiler(), reason="no C++ compiler")
+# class, and whether a shortcut is added, which SiLU has not
 KINDS = pytest.mark.parametrize(("kind", "added"), [(NormReLU, False), (NormReLU, True), (NormSiLU, False)])
 
 
-def plain(x: Tensor, shortcut: Tensor | None, norm: NormReLU) -> Tensor:
+def fused(x: Tensor, shortcut: Tensor | None, norm: NormReLU) -> Tensor:
+    return norm(x, shortcut)
+
+
+def unfused(x: Tensor, shortcut: Tensor | None, norm: NormReLU) -> Tensor:
     out = nn.BatchNorm2d.forward(norm, x)
     return nn.functional.silu(out) if norm.silu else (out if shortcut is None else out + shortcut).relu()
 
 
 def results(function: Callable[..., Tensor], norm: NormReLU, *inputs: Tensor | None) -> Iterator[Tensor]:
-    """Output, gradients and buffers after one call of training."""
+    """Output, gradients and buffers after one training step."""
     leaves = [value if value is None else value.detach().clone().requires_grad_() for value in inputs]
     out = function(*leaves, norm)
     (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)).sum().backward()
@@ -53,14 +58,14 @@ def results(function: Callable[..., Tensor], norm: NormReLU, *inputs: Tensor | N
     yield from norm.buffers()
 
 
-def a_case(shape: tuple[int, ...], dtype: torch.dtype, *, added: bool, device: str = "cpu") -> list[Tensor | None]:
+def make_inputs(shape: tuple[int, ...], dtype: torch.dtype, *, added: bool, device: str = "cpu") -> list[Tensor | None]:
     generator = torch.Generator().manual_seed(0)
     inputs = [3 + 2 * torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)]
     nhwc = [value.to(device, dtype).contiguous(memory_format=torch.channels_last) for value in inputs]
     return [nhwc[0], nhwc[1] if added else None]
 
 
-def a_norm(channels: int, device: str = "cpu", kind: type[NormReLU] = NormReLU) -> NormReLU:
+def make_norm(channels: int, device: str = "cpu", kind: type[NormReLU] = NormReLU) -> NormReLU:
     norm, generator = kind(channels), torch.Generator().manual_seed(1)
     for value in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
         value.data = torch.rand(channels, generator=generator) + 0.5
@@ -69,8 +74,8 @@ def a_norm(channels: int, device: str = "cpu", kind: type[NormReLU] = NormReLU) 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_half_weights_keep_statistics_in_float32(half: torch.dtype) -> None:
-    """As on a GPU, and as what is saved for the backward pass is declared."""
-    (x, _), norm = a_case((4, 6, 5, 5), half, added=False), a_norm(6).to(half)
+    """As on a GPU, and as declared for the tensors saved for backward."""
+    (x, _), norm = make_inputs((4, 6, 5, 5), half, added=False), make_norm(6).to(half)
     assert x is not None
     known = x, None, norm.weight, norm.bias, norm.running_mean, norm.running_var
     _, *kept = norm_relu(*known, norm.momentum, norm.eps, False)
@@ -81,18 +86,18 @@ def test_half_weights_keep_statistics_in_float32(half: torch.dtype) -> None:
 
 @KINDS
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_it_is_the_same_function(kind: type[NormReLU], added: bool, layout: torch.memory_format) -> None:
-    """The output bit for bit; gradients in float64, where a sum in another order differs in the last of 16 digits."""
-    inputs = a_case((4, 6, 5, 5), torch.float64, added=added)
+def test_the_fused_function_is_equal(kind: type[NormReLU], added: bool, layout: torch.memory_format) -> None:
+    """The output bit for bit; gradients in float64, where sums in another order differ in the last of 16 digits."""
+    inputs = make_inputs((4, 6, 5, 5), torch.float64, added=added)
     inputs = [value if value is None else value.contiguous(memory_format=layout) for value in inputs]
-    norm = a_norm(6, kind=kind).double()
+    norm = make_norm(6, kind=kind).double()
     other = copy.deepcopy(norm)
-    found = list(results(lambda x, shortcut, norm: norm(x, shortcut), norm, *inputs))
-    expected = list(results(plain, other, *inputs))
+    found = list(results(fused, norm, *inputs))
+    expected = list(results(unfused, other, *inputs))
     assert torch.equal(found[0], expected[0])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
     evaluated = norm.eval()(*inputs)
-    assert torch.equal(evaluated, plain(*inputs, other.eval()))
+    assert torch.equal(evaluated, unfused(*inputs, other.eval()))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +105,7 @@ def test_it_is_the_same_function(kind: type[NormReLU], added: bool, layout: torc
     [("resnet8", 6), ("resnet9", 8), ("resnet18", 17), ("resnet50", 49), ("vgg16_bn", 13), ("airbench96", 8)],
 )
 def test_each_network_keeps_its_names_and_its_outputs(tiny: Tiny, model: str, layers: int) -> None:
-    """In training and evaluation; in the blocks of He's networks all but the stem."""
+    """In training and evaluation."""
     if model == "vgg16_bn":
         expected: nn.Module = nn.Sequential(*list(build_model(tiny(model=model)).children())[:1])
     else:
@@ -116,53 +121,39 @@ def test_each_network_keeps_its_names_and_its_outputs(tiny: Tiny, model: str, la
     assert torch.equal(found.eval()(images), expected.eval()(images))
 
 
-def test_what_it_cannot_do_is_refused_by_name(tiny: Tiny, alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_settings_are_errors(tiny: Tiny, alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no BatchNorm over all ranks"):
         tiny(**ON, enable_sync_bn=True)
-    with pytest.raises(ConfigError, match="no BatchNorm2d and ReLU, or SiLU, that can be one; use false"):
+    with pytest.raises(ConfigError, match="no BatchNorm2d before ReLU or SiLU that can be fused; use false"):
         fuse_norm_relu(tiny(**ON), nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.ReLU(), nn.BatchNorm2d(3)), CPU)
     monkeypatch.setattr("utils.training.kernels.compilers.missing_compiler", lambda device: "")
     with pytest.raises(ConfigError, match="enable_compile auto compiles here"):
         check_fusion(tiny(**ON, enable_compile="auto"), torch.device("cuda", 0))
 
 
-def compiled_and_not(
-    monkeypatch: pytest.MonkeyPatch, function: Callable[..., Tensor], kind: type[NormReLU], *inputs: Tensor | None
-) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of what the CPU's kernels and what PyTorch's operations give."""
-    assert inputs[0] is not None
-    if not norm_relu_cpu.has_compiler():
-        pytest.skip("no C++ compiler")
-    assert norm_relu_cpu.fits(inputs[0])
-    found = list(results(function, a_norm(inputs[0].shape[1], kind=kind), *inputs))
-    with monkeypatch.context() as without:
-        without.setattr(norm_relu_cpu, "has_compiler", lambda: False)
-        expected = list(results(function, a_norm(inputs[0].shape[1], kind=kind), *inputs))
-    return list(zip(found, expected, strict=True))
-
-
-def fused(x: Tensor, shortcut: Tensor | None, norm: NormReLU) -> Tensor:
-    return norm(x, shortcut)
-
-
+@needs_compiler
 @KINDS
 @pytest.mark.parametrize("shape", [(1, 3, 1, 2), (3, 5, 4, 4), (4, 70, 9, 9), (2, 17, 33, 31), (7, 260, 16, 16)])
-def test_the_cpus_kernels_compute_the_same(
+def test_the_cpu_kernels_equal_pytorchs_operations(
     shape: tuple[int, ...], kind: type[NormReLU], added: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One part and several, whole blocks of rows and what is left, within the rounding of float32 sums."""
-    for found, expected in compiled_and_not(monkeypatch, fused, kind, *a_case(shape, torch.float32, added=added)):
+    """With one part and several, whole blocks of rows and a rest, within the rounding of float32 sums."""
+    inputs = make_inputs(shape, torch.float32, added=added)
+    assert inputs[0] is not None and norm_relu_cpu.fits(inputs[0])
+    found_values = list(results(fused, make_norm(shape[1], kind=kind), *inputs))
+    monkeypatch.setattr(norm_relu_cpu, "has_compiler", lambda: False)
+    expected_values = results(fused, make_norm(shape[1], kind=kind), *inputs)
+    for found, expected in zip(found_values, expected_values, strict=True):
         assert found.stride() == expected.stride()
         tolerance = 2e-5 * max(1, expected.abs().max().item())
         wrong = ~torch.isclose(found, expected, rtol=2e-5, atol=tolerance)
-        assert wrong.sum() <= wrong.numel() / 1000  # where a sum is 0 before ReLU but for its rounding
+        assert wrong.sum() <= wrong.numel() / 1000  # where rounding decides the sign before ReLU
 
 
-def test_silu_and_its_slope_are_those_of_float64() -> None:
-    """Up to the rounding of float32, where the exponential is 0 or beyond float32 too. Each value is a channel of two
-    pixels, 1 and -1, whose mean is 0 and deviation 1, so that the weight comes out of BatchNorm as it is."""
-    if not norm_relu_cpu.has_compiler():
-        pytest.skip("no C++ compiler")
+@needs_compiler
+def test_silu_and_its_derivative_are_within_rounding_of_float64() -> None:
+    """Also where the exponential is 0 or overflows float32. Each value is the weight of a channel of two pixels, 1 and
+    -1, with mean 0 and deviation 1, so that BatchNorm returns the weight itself."""
     z = torch.cat([torch.linspace(-200, 200, 4001), torch.tensor([0.0, 1e-30, -1e-30, 88.5, -88.5, 3e30, -3e30])])
     zero, one = torch.zeros(len(z)), torch.ones(len(z))
     x = torch.stack([one, -one]).view(2, -1, 1, 1).contiguous(memory_format=torch.channels_last)
@@ -174,25 +165,24 @@ def test_silu_and_its_slope_are_those_of_float64() -> None:
     torch.testing.assert_close(out[0].flatten().double(), expected, rtol=5e-7, atol=1e-30)
     only_first = torch.stack([one, zero]).view_as(x).contiguous(memory_format=torch.channels_last)
     _, _, _, of_bias = norm_relu_cpu.backward(only_first, x, None, z, zero, mean, invstd, True)
-    # 1 - sigmoid(z) is rounded before it is multiplied by z, as in PyTorch: by 6e-8 of 1, for z up to 17
+    # as in PyTorch, 1 - sigmoid(z) is rounded by 6e-8 before it is multiplied by z, up to 17
     torch.testing.assert_close(of_bias.double(), exact.grad, rtol=5e-7, atol=2e-6)
-    no_number = norm_relu_cpu.forward(x, None, z * torch.nan, zero, zero.clone(), one.clone(), 0.1, 0.0, True)
-    assert no_number[0].isnan().all()
+    of_nan, *_ = norm_relu_cpu.forward(x, None, z * torch.nan, zero, zero.clone(), one.clone(), 0.1, 0.0, True)
+    assert of_nan.isnan().all()
 
 
+@needs_compiler
 @KINDS
-def test_the_cpus_kernels_round_bf16_once(kind: type[NormReLU], added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward as float32 rounded at the end; backward, from what one forward pass kept, within 2 units in the last of 8
-    places of the operations, which round in between."""
-    if not norm_relu_cpu.has_compiler():
-        pytest.skip("no C++ compiler")
-    (x, shortcut), norm = a_case((4, 70, 9, 9), torch.bfloat16, added=added), a_norm(70)
+def test_the_cpu_kernels_round_bf16_once(kind: type[NormReLU], added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward equals rounded float32; backward, from the same saved tensors, is within 2 units in the last of bf16's 8
+    bits of PyTorch's operations, which round in between."""
+    (x, shortcut), norm = make_inputs((4, 70, 9, 9), torch.bfloat16, added=added), make_norm(70)
     assert x is not None
-    wide = fused(x.float(), None if shortcut is None else shortcut.float(), a_norm(70, kind=kind))
+    wide = fused(x.float(), None if shortcut is None else shortcut.float(), make_norm(70, kind=kind))
     weights, numbers = (norm.weight.data, norm.bias.data), (norm.momentum, norm.eps, kind.silu)
     out, *kept = norm_relu(x, shortcut, *weights, norm.running_mean, norm.running_var, *numbers)
     assert torch.equal(out, wide.to(torch.bfloat16))
-    gradient = a_case((4, 70, 9, 9), torch.bfloat16, added=True)[1]
+    gradient = make_inputs((4, 70, 9, 9), torch.bfloat16, added=True)[1]
     known = gradient, x, out if added else None, *weights, *kept, *numbers[1:]
     found = norm_relu_backward(*known)
     monkeypatch.setattr(norm_relu_cpu, "has_compiler", lambda: False)
@@ -202,26 +192,25 @@ def test_the_cpus_kernels_round_bf16_once(kind: type[NormReLU], added: bool, mon
         torch.testing.assert_close(mine.float(), reference.float(), rtol=2**-6, atol=tolerance)
 
 
-def test_the_cpus_kernels_give_the_same_bits_with_any_number_of_threads() -> None:
-    """In any layout of the shortcut, too; what is no number passes."""
-    if not norm_relu_cpu.has_compiler():
-        pytest.skip("no C++ compiler")
-    x, shortcut = a_case((7, 260, 16, 16), torch.float32, added=True)
+@needs_compiler
+def test_the_cpu_kernels_give_the_same_bits_with_any_number_of_threads() -> None:
+    """And with any layout of the shortcut; NaN passes through."""
+    x, shortcut = make_inputs((7, 260, 16, 16), torch.float32, added=True)
     assert x is not None and shortcut is not None
     runs, threads = [], torch.get_num_threads()
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        runs.append(list(results(fused, a_norm(260), x, shortcut)))
+        runs.append(list(results(fused, make_norm(260), x, shortcut)))
     torch.set_num_threads(threads)
-    runs.append(list(results(fused, a_norm(260), x, shortcut.contiguous())))
+    runs.append(list(results(fused, make_norm(260), x, shortcut.contiguous())))
     assert all(torch.equal(one, other) for run in runs[1:] for one, other in zip(runs[0], run, strict=True))
     shortcut[0, 0, 0, 0] = torch.nan
-    assert a_norm(260)(x, shortcut)[0, 0, 0, 0].isnan()
+    assert make_norm(260)(x, shortcut)[0, 0, 0, 0].isnan()
 
 
-def test_a_shortcut_of_another_format_or_shape_is_taken_as_pytorch_takes_it() -> None:
-    """And a batch without images, which the kernels do not get, refused as it is."""
-    (x, shortcut), norm = a_case((2, 6, 4, 4), torch.bfloat16, added=True), a_norm(6)
+def test_a_shortcut_of_another_format_or_shape_is_accepted_as_in_pytorch() -> None:
+    """And an empty batch is an error as in PyTorch."""
+    (x, shortcut), norm = make_inputs((2, 6, 4, 4), torch.bfloat16, added=True), make_norm(6)
     assert x is not None and shortcut is not None
     for other in (shortcut.float(), shortcut[:, :, :1, :1]):
         like_x = other.to(x.dtype).expand(x.shape)
@@ -231,8 +220,8 @@ def test_a_shortcut_of_another_format_or_shape_is_taken_as_pytorch_takes_it() ->
 
 
 @pytest.mark.parametrize("which", [2, 3, 4, 5])
-def test_weights_and_statistics_of_another_format_or_memory_are_left_to_pytorch(which: int) -> None:
-    (x, _), norm = a_case((2, 6, 4, 4), torch.float32, added=False), a_norm(6)
+def test_weights_and_statistics_of_another_format_or_layout_use_pytorch(which: int) -> None:
+    (x, _), norm = make_inputs((2, 6, 4, 4), torch.float32, added=False), make_norm(6)
     known = [x, None, norm.weight.data, norm.bias.data, norm.running_mean, norm.running_var]
     strided = [*known]
     strided[which] = torch.stack((known[which], torch.zeros(6)), 1)[:, 0]  # type: ignore[list-item]
@@ -244,18 +233,17 @@ def test_weights_and_statistics_of_another_format_or_memory_are_left_to_pytorch(
     torch.testing.assert_close(found, expected)
 
 
-def test_one_value_a_channel_is_refused_as_pytorch_refuses_it() -> None:
+def test_one_value_per_channel_is_an_error_as_in_pytorch() -> None:
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
-        a_norm(6)(torch.randn(1, 6, 1, 1))
+        make_norm(6)(torch.randn(1, 6, 1, 1))
 
 
-def test_other_activations_stay_in_torchvisions_blocks(tiny: Tiny) -> None:
-    """Whose `relu` somebody has replaced."""
+def test_torchvisions_blocks_with_another_activation_are_not_fused(tiny: Tiny) -> None:
     model = resnet18()
     for module in list(model.modules()):
         if hasattr(module, "relu"):
             module.relu = nn.SiLU()
-    with pytest.raises(ConfigError, match="no BatchNorm2d and ReLU, or SiLU, that can be one"):
+    with pytest.raises(ConfigError, match="no BatchNorm2d before ReLU or SiLU that can be fused"):
         fuse_norm_relu(tiny(**ON), model, CPU)
     images = torch.randn(2, 3, 32, 32)
     expected = model(images)
@@ -263,17 +251,17 @@ def test_other_activations_stay_in_torchvisions_blocks(tiny: Tiny) -> None:
     assert torch.equal(model(images), expected)
 
 
-def test_half_weights_are_left_to_pytorchs_operations(tiny: Tiny) -> None:
+def test_half_weights_use_pytorchs_operations(tiny: Tiny) -> None:
     half = {"opt_level": "O3", "amp_dtype": "bf16"}
     model = build_model(tiny())
-    assert fuse_norm_relu(tiny(**ON | half, **{}), model, CPU)[0].endswith("kernels would need BatchNorm in float32")
+    assert fuse_norm_relu(tiny(**ON | half), model, CPU)[0].endswith("its kernels need BatchNorm in float32")
     model = build_model(tiny())
     assert fuse_norm_relu(tiny(**ON | half | {"fuse_norm_relu": "auto"}), model, CPU) == []
     assert not any(isinstance(module, NormReLU) for module in model.modules())
 
 
-def test_a_compiler_that_fails_is_named_in_a_line(tmp_path: Path) -> None:
-    """In a process of its own, as Inductor keeps what it has learned of a compiler."""
+def test_a_failing_compiler_is_a_one_line_error(tmp_path: Path) -> None:
+    """In a process of its own, since Inductor caches what it knows of a compiler."""
     compiler = tmp_path / "broken"
     compiler.write_text("#!/bin/sh\n[ \"$1\" = --version ] && exit\necho 'fatal error: no space left' >&2\nexit 1\n")
     compiler.chmod(0o755)
@@ -288,14 +276,14 @@ def test_a_compiler_that_fails_is_named_in_a_line(tmp_path: Path) -> None:
     assert "no space left; use fuse_norm_relu false" in last
 
 
-def test_a_cpu_without_a_compiler_says_that_nothing_is_gained(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_without_a_compiler_logs_that_nothing_gets_faster(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm_relu_cpu, "has_compiler", lambda: False)
     monkeypatch.setenv("CXX", "no-such-compiler")
     notes = fuse_norm_relu(tiny(**ON), build_model(tiny()), CPU)
-    assert len(notes) == 1 and "without gain" in notes[0] and "no-such-compiler is not found" in notes[0]
+    assert len(notes) == 1 and "no faster" in notes[0] and "no-such-compiler is not found" in notes[0]
 
 
-def test_auto_is_on_where_a_cpu_steps_eagerly_over_nhwc(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_fuses_eager_steps_over_nhwc_on_a_cpu(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     def is_fused(device: torch.device, **changes: object) -> bool:
         model = build_model(tiny())
         fuse_norm_relu(tiny(**{"fuse_norm_relu": "auto", "enable_nhwc": True} | changes), model, device)
@@ -312,17 +300,17 @@ def test_auto_is_on_where_a_cpu_steps_eagerly_over_nhwc(tiny: Tiny, monkeypatch:
 
 
 def check_kernels(device: str) -> None:
-    """Triton's kernels against the CPU's operations: for float32 within the rounding of its sums; bf16 is rounded once
-    by the kernels, behind ReLU, and twice or thrice by the operations: up to 2 units in the last of 8 places. Where a
-    sum rounds to 0 before ReLU in one of them, its gradient passes in that one alone: in 1 of 1000 at most."""
+    """The Triton kernels equal the CPU's operations: in float32 within the rounding of sums, in bf16 within 2 units in
+    the last of 8 bits, since the kernels round once, after ReLU, and the operations two or three times. Where rounding
+    decides the sign before ReLU, gradients may differ: in at most 1 of 1000."""
     from utils.training.kernels.norm_relu import triton_kernels as norm_relu_kernels
 
     for shape in ((3, 5, 4, 4), (4, 70, 9, 9)):
         for added, silu in ((False, False), (True, False), (False, True)):
             for dtype in (torch.float32, torch.bfloat16):
-                x, shortcut = a_case(shape, dtype, added=added)
-                (gradient, _) = a_case(shape, dtype, added=False)
-                norm = a_norm(shape[1])
+                x, shortcut = make_inputs(shape, dtype, added=added)
+                (gradient, _) = make_inputs(shape, dtype, added=False)
+                norm = make_norm(shape[1])
                 weights = [norm.weight.data, norm.bias.data]
                 buffers = [[norm.running_mean.clone(), norm.running_var.clone()] for _ in range(2)]
                 cpu = norm_relu(x, shortcut, *weights, *buffers[0], 0.1, 1e-5, silu)
@@ -339,7 +327,7 @@ def check_kernels(device: str) -> None:
                     assert wrong.sum() <= wrong.numel() / 1000, (shape, added, silu, dtype, mine.shape)
 
 
-def test_the_kernels_compute_the_same_in_tritons_interpreter() -> None:
+def test_the_triton_kernels_in_tritons_interpreter() -> None:
     pytest.importorskip("triton")
     program = "from tests.test_norm_relu import check_kernels; check_kernels('cpu')"
     environment = os.environ | {"TRITON_INTERPRET": "1"}
@@ -349,8 +337,8 @@ def test_the_kernels_compute_the_same_in_tritons_interpreter() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For an H100 or H200, without one: what the interpreter takes, Triton's compiler may refuse."""
+def test_the_triton_kernels_compile_for_an_h100_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter accepts code that Triton's compiler refuses."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -373,11 +361,11 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypa
 
 @pytest.mark.gpu
 @pytest.mark.real_gpu("the fake runtime computes by the CPU's operations")
-def test_the_kernels_compute_the_same_on_a_gpu() -> None:
+def test_the_triton_kernels_on_a_gpu() -> None:
     check_kernels("cuda")
 
 
-def test_own_sequentials_are_fused_and_other_layers_left(tiny: Tiny) -> None:
+def test_sequentials_are_fused_and_other_layers_are_not(tiny: Tiny) -> None:
     layers = nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4), nn.SiLU(), nn.BatchNorm2d(4), nn.GELU()
     model = nn.Sequential(nn.Conv2d(3, 4, 3), *layers)
     fused = copy.deepcopy(model)

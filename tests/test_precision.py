@@ -254,7 +254,7 @@ def test_tf32_is_what_the_key_says(tiny, enabled):
     notes = prepare_backends(tiny(enable_tf32=enabled), CPU)
     try:
         assert torch.backends.cudnn.allow_tf32 == torch.backends.cuda.matmul.allow_tf32 == enabled
-        assert notes == (["enable_tf32: a CPU has nothing for it to act on"] if enabled else [])
+        assert notes == (["enable_tf32: no effect on a CPU"] if enabled else [])
     finally:
         prepare_backends(tiny(), CPU)
 

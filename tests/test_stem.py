@@ -1,4 +1,4 @@
-"""The stem with its channels padded: the same function, the same names, the same random draws."""
+"""The stem with padded channels: the same function, names and random numbers."""
 
 import copy
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def outputs_and_gradients(model: nn.Module, images: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("channels", [4, 8])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_a_padded_stem_is_the_same_function(tiny: Tiny, channels: int, layout: torch.memory_format) -> None:
-    """In float64, where a sum in another order differs in the last of 16 digits."""
+    """In float64, where sums in another order differ in the last of 16 digits."""
     plain = build_model(tiny(model="resnet8")).double().to(memory_format=layout)  # type: ignore[call-overload]
     padded = pad_stem(tiny(stem_channels=channels), copy.deepcopy(plain))
     assert isinstance(padded.conv1, PaddedConvolution)
@@ -36,30 +36,28 @@ def test_a_padded_stem_is_the_same_function(tiny: Tiny, channels: int, layout: t
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
     assert padded.conv1.weight.grad.shape == plain.conv1.weight.shape
     assert padded.conv1(images).is_contiguous(memory_format=layout)
-    seen: list[Tensor] = []
-    padded.conv1._conv_forward = lambda images, weight, bias: seen.extend([images, weight])
+    inputs: list[Tensor] = []
+    padded.conv1._conv_forward = lambda images, weight, bias: inputs.extend([images, weight])
     padded.conv1(images)
-    assert [tensor.shape[1] for tensor in seen] == [channels, channels]
-    assert all(tensor.is_contiguous(memory_format=layout) for tensor in seen), "no transposes"
+    assert [tensor.shape[1] for tensor in inputs] == [channels, channels]
+    assert all(tensor.is_contiguous(memory_format=layout) for tensor in inputs), "transposed"
 
 
-def test_it_keeps_names_parameters_and_random_draws(tiny: Tiny, alone: World) -> None:
+def test_names_and_initial_weights_stay(tiny: Tiny, alone: World) -> None:
     plain, padded = (Trainer(tiny(stem_channels=channels), alone).learner for channels in (3, 8))
     assert list(plain.model.state_dict()) == list(padded.model.state_dict())
     for name, value in plain.model.state_dict().items():
         assert torch.equal(value, padded.model.state_dict()[name]), name
     assert not any(isinstance(module, PaddedConvolution) for module in plain.model.modules())
-    parameters = list(padded.model.parameters())
-    assert all(parameter.device.type == "cpu" for parameter in parameters)
 
 
-def test_any_first_convolution_is_padded_or_its_absence_told(tiny: Tiny) -> None:
-    keys = tiny(stem_channels=4)
+def test_any_first_convolution_is_padded_and_its_absence_an_error(tiny: Tiny) -> None:
+    config = tiny(stem_channels=4)
     nested = nn.Sequential(nn.Sequential(nn.Conv2d(3, 2, 3, bias=True, padding="same")), nn.Conv2d(2, 3, 1))
     images = torch.randn(2, 3, 8, 8)
     expected = nested(images)
-    torch.testing.assert_close(pad_stem(keys, nested)(images), expected)
+    torch.testing.assert_close(pad_stem(config, nested)(images), expected)
     assert isinstance(nested[0][0], PaddedConvolution) and type(nested[1]) is nn.Conv2d
-    assert isinstance(pad_stem(keys, nn.Conv2d(3, 2, 1)), PaddedConvolution)
+    assert isinstance(pad_stem(config, nn.Conv2d(3, 2, 1)), PaddedConvolution)
     with pytest.raises(ConfigError, match="stem_channels 4: the network has no plain convolution of 3 channels; use 3"):
-        pad_stem(keys, nn.Linear(3, 4))
+        pad_stem(config, nn.Linear(3, 4))

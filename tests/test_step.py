@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.conftest import RECIPE, ROOT, check_they_train_alike
+from tests.conftest import RECIPE, ROOT, check_equal_training
 from tools.bench.training import build_measured
 from train import Trainer
 from utils.config import Config
@@ -72,8 +72,8 @@ def _epoch(trainer, epoch):
 @pytest.fixture(autouse=True)
 def kernels_in_small_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (torch.float32, torch.bfloat16):
-        monkeypatch.setitem(conv_products.ENOUGH, name, 200)
-    monkeypatch.setattr("utils.training.kernels.conv.winograd.ENOUGH", 200)
+        monkeypatch.setitem(conv_products.MIN_CHANNEL_PAIRS, name, 200)
+    monkeypatch.setattr("utils.training.kernels.conv.winograd.MIN_CHANNEL_PAIRS", 200)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_training_continues_with_and_without_our_own_layers(tiny, alone, name, l
     learners = [Trainer(tiny(**changes | others), alone).learner for others in ({}, SWITCHES[name])]
     own = (PaddedConvolution, NormReLU, ProductConv2d, WinogradConv2d)
     assert [sum(isinstance(module, own) for module in one.model.modules()) for one in learners] == [0, layers]
-    check_they_train_alike(learners)
+    check_equal_training(learners)
     if name == "conv winograd":  # the network's operations are counted, however they are computed
         assert len({flops_per_image(one.model, (3, 32, 32)) for one in learners}) == 1
 

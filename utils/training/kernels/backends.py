@@ -9,50 +9,53 @@ from torch import nn
 from utils.errors import ConfigError
 from utils.training.config import SpeedConfig
 
-# malloc.h of glibc: give the heap's end back when this much is free; grow it by this much; blocks with a mapping each
+# parameters of glibc's mallopt (malloc.h)
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 
 
 def prepare_backends(config: SpeedConfig, device: torch.device) -> list[str]:
-    """Set PyTorch's process-wide switches; returns notes for the log."""
+    """Set PyTorch's process-wide switches; return notes for the log."""
     notes = []
     benchmark = config.extra_opt("cudnn_benchmark")
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
         notes.append(
-            "deterministic: every run on this machine gives the same bits; on a GPU steps take longer, as cuDNN's "
-            f"fastest algorithms {'and cudnn_benchmark ' if benchmark else ''}are left out"
+            "deterministic: every run on this machine gives the same bits; on a GPU steps take longer, without cuDNN's "
+            f"fastest algorithms{' and without cudnn_benchmark' if benchmark else ''}"
         )
     torch.use_deterministic_algorithms(config.deterministic)
     torch.backends.cudnn.deterministic = config.deterministic
     # EXTRA: cuDNN times its algorithms on the first batch and keeps the fastest
     torch.backends.cudnn.benchmark = benchmark and not config.deterministic
-    # AMP: TF32; PyTorch's own default has it on for convolutions and off for products
+    # AMP: TF32; PyTorch's default is on for convolutions and off for matrix products
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.enable_tf32
     if config.keep_cpu_memory is not False and device.type == "cpu" and not _keep_freed_memory():
-        notes += ["keep_cpu_memory: left out, the C library is not glibc"] if config.keep_cpu_memory is True else []
+        notes += ["keep_cpu_memory: no effect, the C library is not glibc"] if config.keep_cpu_memory is True else []
     if device.type != "cuda":
-        left_out = [key for key in ("enable_tf32", "enable_prefetch") if getattr(config, key) is True]
-        notes += [f"{key}: a CPU has nothing for it to act on" for key in left_out]
+        ignored = [key for key in ("enable_tf32", "enable_prefetch") if getattr(config, key) is True]
+        notes += [f"{key}: no effect on a CPU" for key in ignored]
     return notes
 
 
 def check_deterministic_kernels(config: SpeedConfig, model: nn.Module, device: torch.device) -> None:
-    """`ConfigError` where `deterministic` is set and a layer has no deterministic kernel on this device."""
+    """Raise `ConfigError` if `deterministic` is set and a layer has no deterministic kernel on this device."""
     if not config.deterministic or device.type != "cuda":
         return
     for name, layer in model.named_modules():
-        # to 1 x 1 it is a mean, which is deterministic
+        # pooling to 1 x 1 is a mean, which is deterministic
         if isinstance(layer, nn.AdaptiveAvgPool2d) and layer.output_size not in (1, (1, 1)):
             raise ConfigError(
-                f"deterministic is true, but the network's {name} is an adaptive average pool, for whose gradient "
-                "PyTorch has no deterministic CUDA kernel; use deterministic: false, a ResNet, or device: cpu"
+                f"deterministic is true, but the network's {name} is an adaptive average pool, and PyTorch has no "
+                "deterministic CUDA kernel for its gradient; use deterministic: false, a ResNet, or device: cpu"
             )
 
 
 def _keep_freed_memory() -> bool:
-    """ALLOC: glibc gives every large block back when it is freed, and the kernel clears and maps the same pages again
-    in the next step: 600,000 page faults a step of ResNet50 with 128 images, an eighth of its time."""
+    """ALLOC: keep freed memory in the process; return whether the C library can.
+
+    By default glibc returns every large block to the kernel, which clears and maps the same pages again in the next
+    step: 600,000 page faults per step of ResNet50 with 128 images, an eighth of the step's time.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**28))
     return mallopt is not None and all([mallopt(setting, value) for setting, value in settings])

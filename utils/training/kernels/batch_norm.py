@@ -1,4 +1,4 @@
-"""BatchNorm's buffers during a step: running statistics under gradient accumulation, and the counts of batches."""
+"""BatchNorm's buffers during a step: running statistics under gradient accumulation, and batch counters."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ COUNT_BY_ADD = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forwar
 
 
 class RunningStatistics:
-    """Over one step, the mean of what each micro-batch alone makes of the running statistics: one rank with K
-    micro-batches equals K ranks.
+    """Average each step's running statistics over its micro-batches, so that one rank with K micro-batches equals K
+    ranks.
 
-    Left to itself, BatchNorm moves them once per micro-batch and forgets K times as fast as on K ranks, of which each
-    moves its own once, and whose mean validation takes. The update is linear, so that the mean of every step and the
-    mean once before validation are the same.
+    BatchNorm itself updates them once per micro-batch and so forgets K times as fast as K ranks, each of which updates
+    its own statistics once before validation averages them. The update is linear, so averaging in every step equals
+    averaging once before validation.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,7 +38,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def collect(self, last: bool) -> None:
-        """After a micro-batch: keep its statistics and go back for the next; after the last, set their mean."""
+        """Add a micro-batch's statistics to the total and restore the buffers; after the last, set them to the mean."""
         self.collected += 1
         if not self.buffers:
             return
@@ -49,8 +49,8 @@ class RunningStatistics:
             torch._foreach_div_(self.buffers, self.collected)
 
 
-class PassCount:
-    """Stands in a layer's counter's place during a forward pass."""
+class _PassCounter:
+    """Replaces a layer's counter during a forward pass."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -60,19 +60,19 @@ class PassCount:
 
 
 def defer_batch_counters(model: nn.Module) -> None:
-    """Let the counts of batches, `num_batches_tracked`, of all BatchNorm layers rise at once behind each forward pass
-    of `model`, to the values that the layers themselves give them: on a GPU one kernel in place of one a layer."""
+    """Increment all BatchNorm layers' `num_batches_tracked` together after each forward pass of `model`, with the same
+    result: on a GPU one kernel instead of one per layer."""
     layers = [layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
-    # a class of the user's own may count otherwise than by add_
+    # a user's own class may not count by add_
     layers = [layer for layer in layers if type(layer).forward in COUNT_BY_ADD]
-    # without momentum a layer computes with its count
+    # without momentum a layer computes with its counter
     layers = [layer for layer in layers if layer.momentum is not None and layer.num_batches_tracked is not None]
     counters: list[Any] = []
 
     def start(model: nn.Module, inputs: Any) -> None:
         counters[:] = [layer._buffers[COUNTER] for layer in layers]
         for layer in layers:
-            layer._buffers[COUNTER] = PassCount()  # type: ignore[assignment]
+            layer._buffers[COUNTER] = _PassCounter()  # type: ignore[assignment]
 
     @torch.no_grad()
     def finish(model: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -83,6 +83,6 @@ def defer_batch_counters(model: nn.Module) -> None:
         if counted:
             torch._foreach_add_([counter for counter, _ in counted], [count for _, count in counted])
 
-    # on the network itself, not on what spreads it over ranks: DDP broadcasts its buffers before
+    # on the network itself, not on its DDP wrapper, which broadcasts the buffers before the network's hooks run
     model.register_forward_pre_hook(start)
     model.register_forward_hook(finish, always_call=True)

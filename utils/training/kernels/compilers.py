@@ -1,4 +1,4 @@
-"""Whether a step is compiled, whether what torch.compile calls is here, and our own kernels for CPUs, built with it."""
+"""Whether a step is compiled, whether a compiler is here, and our own CPU kernels, which Inductor builds."""
 
 import logging
 import os
@@ -15,9 +15,9 @@ from torch import nn
 from utils.errors import ConfigError
 from utils.training.config import SpeedConfig
 
-# Inductor switches both off for its own kernels, which name their vectors. Without the first no comparison is
-# vectorised; no sum changes its order. The second is gcc's: clang vectorises without.
 HEADER = "cpu_kernels.h"
+# Inductor disables both optimisations for its own kernels, which are vectorised explicitly. Without the first flag
+# comparisons are not vectorised; it reorders no sum. The second is gcc's only: clang vectorises by default.
 FLAGS = ("-fno-trapping-math", "-ftree-loop-vectorize")
 
 
@@ -31,9 +31,9 @@ def compiles(config: SpeedConfig, device: torch.device) -> bool:
 
 
 def missing_compiler(device: torch.device) -> str:
-    """What torch.compile would call on this device and does not find, with the remedy; empty where it works.
+    """Name the tool that torch.compile needs on this device and does not find, with the remedy; empty if none.
 
-    Inductor's kernels for CPUs and what launches Triton's are modules of Python.
+    Inductor's CPU kernels and Triton's launchers are built as Python modules.
     """
     cpp = os.environ.get("CXX", "g++")
     if shutil.which(cpp) is None:
@@ -50,23 +50,23 @@ def missing_compiler(device: torch.device) -> str:
 
 @cache
 def has_compiler() -> bool:
-    """Whether there is what builds kernels for CPUs."""
+    """Whether CPU kernels can be built here."""
     return not missing_compiler(torch.device("cpu"))
 
 
 def read_header() -> str:
-    """What the C++ files share."""
+    """Return the code that the C++ files share."""
     return Path(__file__).with_name(HEADER).read_text()
 
 
 def build_kernels(source: Path, key: str) -> Any:
-    """The library of the functions in a C++ file, which `key` switches on, for ctypes. PyTorch's Inductor calls the
-    compiler and keeps what it made in its cache, as for a compiled step. `ConfigError` where the compiler fails."""
+    """Return the ctypes library built from a C++ file, the kernels of the setting `key`; `ConfigError` if the compiler
+    fails. PyTorch's Inductor calls the compiler and caches the library, as for a compiled step."""
     from torch._inductor.codecache import CppCodeCache
 
-    # which warns of a CUDA toolkit beside no GPU, of which nothing is used here
+    # it warns about a CUDA toolkit without a GPU, which is irrelevant here
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    # in one text: its hash is how Inductor knows whether it has been built
+    # as one text: Inductor decides by its hash whether to build it
     code = source.read_text().replace(f'#include "{HEADER}"', read_header())
     try:
         try:
@@ -76,14 +76,14 @@ def build_kernels(source: Path, key: str) -> Any:
     except (RuntimeError, OSError) as error:
         lines = [line.strip() for line in str(error).splitlines() if "error" in line.lower()] or [str(error)]
         raise ConfigError(
-            f"{key}: its kernels could not be built: {lines[-1]}; use {key} false, or mend the "
-            "compiler, or the folder that TORCHINDUCTOR_CACHE_DIR names"
+            f"{key}: its kernels could not be built: {lines[-1]}; use {key} false, or repair the "
+            "compiler or the folder that TORCHINDUCTOR_CACHE_DIR names"
         ) from error
 
 
 def wants_own_layers(config: SpeedConfig, key: SwitchKey, device: torch.device, *, auto: bool) -> bool:
-    """Whether `key` puts our own layers in the place of PyTorch's: true always, auto on a CPU that steps eagerly over
-    NHWC memory, where `auto` says so too."""
+    """Whether the setting `key` replaces PyTorch's layers by our own: always if true; if auto, for eager steps over
+    NHWC memory on a CPU, provided that `auto` holds."""
     asked = getattr(config, key)
     here = device.type == "cpu" and config.enable_nhwc and not compiles(config, device)
     return asked is True or (asked == "auto" and here and auto)
@@ -93,11 +93,13 @@ def replace_convolutions(
     config: SpeedConfig, key: SwitchKey, model: nn.Module, device: torch.device, fits: Callable[[nn.Conv2d], bool],
     kind: type[nn.Conv2d], *, auto: bool, missing: str, build: Callable[[], Any] | None = None,
 ) -> list[str]:  # fmt: skip
-    """Make a `kind` of each Conv2d of `model` that `fits`, where `key` asks for it; returns notes for the log. `build`
-    makes its kernels. `ConfigError` where it is asked for by name and the network is `missing` such convolutions."""
+    """Turn each Conv2d of `model` that `fits` into a `kind`, as the setting `key` asks; return notes for the log.
+
+    `build` makes the kernels, if any. `ConfigError` if the setting is true and the network has no `missing`.
+    """
     asked = getattr(config, key)
     if device.type != "cpu":
-        return [f"{key}: left out, it is for CPUs"] if asked is True else []
+        return [f"{key}: no effect, it is for CPUs only"] if asked is True else []
     if not wants_own_layers(config, key, device, auto=auto):
         return []
     compiler = missing_compiler(device) if build is not None else ""
@@ -106,19 +108,19 @@ def replace_convolutions(
     found = [module for module in model.modules() if type(module) is nn.Conv2d and fits(module)]
     if asked is True and not found:
         raise ConfigError(f"{key} true: the network has no {missing}; use false")
-    if found and build is not None and (failure := failure_to_build(build, asked)):
+    if found and build is not None and (failure := build_failure(build, asked)):
         return [failure]
     for module in found:
         module.__class__ = kind
     return []
 
 
-def failure_to_build(build: Callable[[], Any], asked: object) -> str:
-    """Why kernels could not be built that a key asks for with auto; empty where they are. Raises where it is true."""
+def build_failure(build: Callable[[], Any], asked: object) -> str:
+    """Return why `build` fails, as a note for the log; empty if it succeeds. Raise if the setting is true, not auto."""
     try:
         build()
     except ConfigError as error:
         if asked is True:
             raise
-        return f"left out: {error}"
+        return f"skipped: {error}"
     return ""

@@ -1,4 +1,4 @@
-"""STEM: the first convolution's three channels, filled up with zeros to a number that suits tensor cores."""
+"""STEM: zero channels added to the first convolution's three, to a number that suits tensor cores."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ COLOURS = 3
 
 
 class PaddedConvolution(nn.Conv2d):
-    """`convolution` of 3 channels, computed with `channels`: zeros times zeros add nothing. Holds its very parameters,
-    so that names, shapes and the optimizer's view of them stay as they are."""
+    """A convolution of 3 channels, computed with `channels` of them, the added ones zero. It shares the original's
+    parameters, so names, shapes and the optimizer's state stay the same."""
 
     def __init__(self, convolution: nn.Conv2d, channels: int) -> None:
         like: Any = convolution  # its sizes are declared as tuples of any length
@@ -26,12 +26,12 @@ class PaddedConvolution(nn.Conv2d):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images [N, 3, H, W] -> [N, out_channels, ...]."""
-        zeros = (0, 0, 0, 0, 0, self.added)  # before and behind of columns, rows, channels
+        zeros = (0, 0, 0, 0, 0, self.added)  # before and after columns, rows, channels
         return self._conv_forward(pad(images, zeros), pad(self.weight, zeros), self.bias)
 
 
 def pad_stem(config: SpeedConfig, model: nn.Module) -> nn.Module:
-    """`model` with its first convolution of 3 channels padded as `stem_channels` asks; `ConfigError` without one."""
+    """Return `model` with its first convolution of 3 channels padded to `stem_channels`; `ConfigError` if none."""
     if config.stem_channels == COLOURS:
         return model
     for name, module in model.named_modules():

@@ -1,6 +1,6 @@
-// CONV: the transforms of conv_winograd.py, over NHWC memory, weights' too. A tile's numbers lie in planes [place][tile][channels], so
-// that each plane is a matrix. It has one more row, of zeros: the places of a tile would else share few sets of the
-// cache. Nothing is summed in an order that depends on the number of threads.
+// CONV: the transforms of winograd.py, over NHWC memory, for weights too. A tile's numbers lie in planes
+// [position][tile][channels], so that each plane is a matrix. Planes have one extra row, of zeros: without it a tile's
+// positions would compete for a few cache sets. No order of sums depends on the number of threads.
 
 #include "cpu_kernels.h"
 
@@ -10,11 +10,11 @@
 
 namespace {
 
-constexpr int64_t LANES = 16;  // channels at a time, 64 bytes; their number is a multiple of it
+constexpr int64_t LANES = 16;  // channels at a time, 64 bytes; the number of channels is a multiple of it
 typedef float Lanes __attribute__((vector_size(LANES * sizeof(float))));
 typedef int32_t Places __attribute__((vector_size(LANES * sizeof(int32_t))));
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
-// gcc compares and selects number by number where a vector is larger than the machine's
+// half as wide: gcc compares and selects elementwise if a vector is wider than the machine's
 typedef float Half __attribute__((vector_size(LANES / 2 * sizeof(float))));
 typedef int32_t HalfPlaces __attribute__((vector_size(LANES / 2 * sizeof(int32_t))));
 
@@ -62,7 +62,7 @@ inline void store(Places value, uint8_t* to) {
     std::memcpy(to, &bytes, sizeof bytes);
 }
 
-// As it is once stored.
+// The value after storing it as the second argument's type.
 inline Lanes rounded(Lanes value, const float*) { return value; }
 
 inline Lanes rounded(Lanes value, const bfloat16*) {
@@ -71,7 +71,7 @@ inline Lanes rounded(Lanes value, const bfloat16*) {
     return load(numbers);
 }
 
-// Where `value`, at `place`, is larger than what was the largest, or no number, it is the largest.
+// Replace the largest by `value`, at `place`, where `value` is larger or NaN.
 inline void take_larger(Lanes value, int place, Lanes& largest, Places& largest_place) {
     Half values[2], most[2];
     HalfPlaces places[2];
@@ -87,7 +87,7 @@ inline void take_larger(Lanes value, int place, Lanes& largest, Places& largest_
     std::memcpy(&largest_place, places, sizeof largest_place);
 }
 
-// `value` where the place is this one, else 0
+// `value` where `places` equals `place`, else 0.
 inline Lanes only_at(int place, Places places, Lanes value) {
     Half values[2];
     HalfPlaces known[2];
@@ -98,9 +98,9 @@ inline Lanes only_at(int place, Places places, Lanes value) {
     return value;
 }
 
-// Lavin and Gray's B', G and A' (arXiv:1509.09308) for outputs of `side` x `side`, from the points 0, 1, -1 and infinity,
-// for 3 also 2, for 6 also 2, -2, 1/2 and -1/2; for 4 from 0, 5/8, -5/8, 3/2, -3/2 and infinity, with which a rounding of
-// the planes moves the outputs half as much as with 1, -1, 2 and -2.
+// Lavin and Gray's B', G and A' (arXiv:1509.09308) for outputs of `side` x `side`, from the points 0, 1, -1, infinity; 3
+// also uses 2, 6 also 2, -2, 1/2 and -1/2. 4 uses 0, 5/8, -5/8, 3/2, -3/2 and infinity, which halve the effect of
+// rounding the planes compared with 1, -1, 2 and -2.
 template <int side>
 struct Winograd;
 
@@ -161,7 +161,7 @@ struct Winograd<6> {
                                             {0, 1, 1, 16, 16, 2, 2, 0},   {0, 1, -1, 32, -32, 1, -1, 1}};
 };
 
-// sum of factor(k) * value(k); the loop is unrolled, and zeros and ones are known then
+// Sum of factor(k) * value(k). The loop is unrolled, so zeros and ones are known at compile time.
 template <int count, typename Factor, typename Value>
 inline __attribute__((always_inline)) Lanes combine(Factor factor, Value value) {
     Lanes sum = {};
@@ -176,7 +176,7 @@ inline __attribute__((always_inline)) Lanes combine(Factor factor, Value value) 
     return sum;
 }
 
-// Whether rows i and i + 1 of a matrix are those of a point and of its negative: equal but for signs.
+// Whether rows i and i + 1 of a matrix belong to a point and its negative: equal up to signs.
 template <int rows, int columns, typename Matrix>
 constexpr bool is_pair(Matrix matrix, int i) {
     if (i % 2 == 0 || i + 1 >= rows) return false;
@@ -185,8 +185,8 @@ constexpr bool is_pair(Matrix matrix, int i) {
     return true;
 }
 
-// set(i, sum of matrix(i, k) * value(k)) for each row i. Two rows of a pair share the sums of what is equal in both and
-// of what is opposite.
+// set(i, sum of matrix(i, k) * value(k)) for each row i. The rows of a pair share the sum of their equal terms and the
+// sum of their opposite terms.
 template <int rows, int columns, typename Matrix, typename Value, typename Set>
 inline __attribute__((always_inline)) void multiply(Matrix matrix, Value value, Set set) {
 #pragma GCC unroll 8
@@ -206,7 +206,7 @@ inline __attribute__((always_inline)) void multiply(Matrix matrix, Value value, 
     }
 }
 
-// The same with the matrix' transpose, [columns][rows]: sums and differences of two values share their products.
+// The same with the transposed matrix, [columns][rows]: a pair's values are added and subtracted before multiplying.
 template <int rows, int columns, typename Matrix, typename Value, typename Set>
 inline __attribute__((always_inline)) void multiply_transposed(Matrix matrix, Value value, Set set) {
     Lanes shared[columns];
@@ -230,7 +230,7 @@ inline __attribute__((always_inline)) void multiply_transposed(Matrix matrix, Va
     }
 }
 
-// out = matrix in matrix', matrix [rows][columns]
+// out = matrix * in * matrix', matrix [rows][columns]
 template <int rows, int columns, typename Matrix>
 inline __attribute__((always_inline)) void transform(Matrix matrix, const Lanes (&in)[columns][columns],
                                                      Lanes (&out)[rows][rows]) {
@@ -245,7 +245,7 @@ inline __attribute__((always_inline)) void transform(Matrix matrix, const Lanes 
             matrix, [&](int k) { return half[i][k]; }, [&](int j, Lanes value) { out[i][j] = value; });
 }
 
-// out = matrix' in matrix, matrix [columns][rows]
+// out = matrix' * in * matrix, matrix [columns][rows]
 template <int rows, int columns, typename Matrix>
 inline __attribute__((always_inline)) void transform_transposed(Matrix matrix, const Lanes (&in)[columns][columns],
                                                                 Lanes (&out)[rows][rows]) {
@@ -268,11 +268,11 @@ struct Sizes {
           across((width + side - 1) / side), plane((images * down * across + 1) * channels) {}
 };
 
-// One tile: `across` x `across` pixels from (top, left) of an image on, of which those outside do not exist.
+// One tile: `across` x `across` pixels of an image, some of which may lie outside it.
 template <int across>
 struct Tile {
     int64_t offset[across][across];  // of a pixel in the images; -1 outside
-    int64_t first;                   // the tile in the first plane
+    int64_t first;                   // the tile's offset in the first plane
 
     Tile(const Sizes& sizes, int64_t line, int64_t column, int64_t step, int64_t border)
         : first((line * sizes.across + column) * sizes.channels) {
@@ -295,7 +295,7 @@ void for_tiles(const Sizes& sizes, Task task) {
         for (int64_t column = 0; column < sizes.across; ++column) task(line, column);
 }
 
-// task(offsets in the pooled images of a tile's squares of 2 x 2 pixels, -1 outside; the tile in the first plane)
+// task(offsets in the pooled images of a tile's 2 x 2 squares, -1 outside; the tile's offset in the first plane)
 template <int side, typename Task>
 void for_squares(const Sizes& sizes, Task task) {
     const int64_t height = sizes.height / 2, width = sizes.width / 2;
@@ -311,7 +311,7 @@ void for_squares(const Sizes& sizes, Task task) {
     });
 }
 
-// Channels from c on of one tile, transformed, in its place of each plane.
+// Transform LANES channels of one tile and store them at the offset `first` of each plane.
 template <int rows, int across, typename Matrix, typename Number>
 inline void write_planes(Matrix matrix, const Lanes (&in)[across][across], Number* planes, const Sizes& sizes,
                          int64_t first) {
@@ -321,15 +321,15 @@ inline void write_planes(Matrix matrix, const Lanes (&in)[across][across], Numbe
         for (int j = 0; j < rows; ++j) store(out[i][j], planes + (i * rows + j) * sizes.plane + first);
 }
 
-// The last row of each plane.
+// Fill the last row of each plane.
 template <int rows, typename Number>
 void write_zeros(Number* planes, const Sizes& sizes) {
     for (int place = 1; place <= rows * rows; ++place)
         std::memset(planes + place * sizes.plane - sizes.channels, 0, sizes.channels * sizeof(Number));
 }
 
-// Planes of tiles of `across` x `across` pixels that begin `side` apart, the first `border` outside of the image: B'
-// pixels B with a border, A gradient A' without.
+// Planes of tiles of `across` x `across` pixels, one every `side` pixels, the first `border` pixels outside the image:
+// B' pixels B with a border, A gradient A' without.
 template <int side, int across, int rows, int64_t border, typename Matrix, typename Number>
 void to_planes(Matrix matrix, const Number* pixels, Number* planes, const Sizes& sizes) {
     const std::vector<Number> zeros(sizes.channels);
@@ -349,7 +349,7 @@ void to_planes(Matrix matrix, const Number* pixels, Number* planes, const Sizes&
     write_zeros<rows>(planes, sizes);
 }
 
-// What a tile's planes make, channels from c on: matrix' planes matrix.
+// out = matrix' * planes * matrix, for LANES channels of one tile at the offset `first`.
 template <int rows, int across, typename Matrix, typename Number>
 inline void from_planes(Matrix matrix, const Number* planes, const Sizes& sizes, int64_t first,
                         Lanes (&out)[rows][rows]) {
@@ -359,7 +359,7 @@ inline void from_planes(Matrix matrix, const Number* planes, const Sizes& sizes,
     transform_transposed<rows, across>(matrix, in, out);
 }
 
-// weights [outputs][3][3][channels] -> planes [place][outputs][channels]: G w G'
+// weights [outputs][3][3][channels] -> planes [position][outputs][channels]: G w G'
 template <int side, typename Number>
 void weights_to_planes(const float* weights, Number* planes, int64_t outputs, int64_t channels) {
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::weights[i][k]; };
@@ -375,7 +375,7 @@ void weights_to_planes(const float* weights, Number* planes, int64_t outputs, in
         }
 }
 
-// The gradient of the weights, the other way.
+// Gradient of the planes -> gradient of the weights.
 template <int side>
 void planes_to_weights(const float* planes, float* weights, int64_t outputs, int64_t channels) {
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::weights[i][k]; };
@@ -418,8 +418,8 @@ void planes_to_outputs(const Number* planes, Number* outputs, const Sizes& sizes
     });
 }
 
-// The largest of each 2 x 2 outputs, and which of them it is, row by row; as PyTorch, of equal ones the first, and a NaN
-// before any number. Pixels behind the last whole square of an image are left out.
+// The largest of each 2 x 2 outputs and its index, row by row. As in PyTorch, the first of equal outputs wins, and NaN
+// wins over any number. Pixels after the last whole square of an image are ignored.
 template <int side, typename Number>
 void planes_to_pooled(const Number* planes, Number* pooled, uint8_t* places, const Sizes& sizes) {
     static_assert(side % 2 == 0);
@@ -443,7 +443,7 @@ void planes_to_pooled(const Number* planes, Number* pooled, uint8_t* places, con
     });
 }
 
-// `gradient_to_planes` of the gradient of a pooled image, which goes to the pixels that `places` names.
+// `gradient_to_planes` for the gradient of a pooled image, which flows to the pixels that `places` names.
 template <int side, typename Number>
 void pooled_to_planes(const Number* gradient, const uint8_t* places, Number* planes, const Sizes& sizes) {
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
@@ -464,7 +464,7 @@ void pooled_to_planes(const Number* gradient, const uint8_t* places, Number* pla
     write_zeros<side + 2>(planes, sizes);
 }
 
-// The tiles of an image overlap, and their parts add up, in float32: one thread has all tiles of some channels of an image.
+// Overlapping tiles of an image add up, in float32; one thread computes all tiles of LANES channels of an image.
 template <int side, typename Number>
 void planes_to_gradient(const Number* planes, Number* gradient, const Sizes& sizes) {
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::images[i][k]; };

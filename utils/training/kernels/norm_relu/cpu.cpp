@@ -1,7 +1,7 @@
-// FUSE: the CPU's kernels for norm_relu.py, over NHWC memory: rows are pixels, columns channels.
+// FUSE: the CPU kernels of module.py, over NHWC memory: rows are pixels, columns channels.
 //
-// Rows are dealt to parts by the sizes alone, and the parts' sums are added in their order: the same bits in every run
-// and with any number of threads. BLOCK rows are summed in float32, blocks and parts in float64.
+// Rows are split into parts by the sizes only, and the parts' sums are added in order, so every run gives the same bits
+// with any number of threads. BLOCK rows are summed in float32, blocks and parts in float64.
 
 #include "cpu_kernels.h"
 
@@ -10,8 +10,8 @@
 
 namespace {
 
-constexpr int64_t PARTS = 64, LEAST_PART = 65536;  // parts at most; numbers in one at least
-constexpr int64_t BLOCK = 64, GROUP = 4;           // rows; GROUP of them are added before they meet the sum in memory
+constexpr int64_t MAX_PARTS = 64, MIN_PART = 65536;  // MIN_PART numbers each
+constexpr int64_t BLOCK = 64, GROUP = 4;  // rows; GROUP of them are added in registers before the sum in memory
 
 inline float load(float value) { return value; }
 
@@ -30,8 +30,8 @@ inline void store(float value, bfloat16* to) {
     to->bits = static_cast<uint16_t>(round_to_bfloat16(bits));
 }
 
-// e^x to a few units in the last place: 2^n e^r with r at most ln 2 / 2, whose series is cut behind r^7 / 7!. From 88.4 on
-// n is 128, which makes infinity; below -87 it counts as there.
+// e^x to a few units in the last place: 2^n e^r with |r| at most ln 2 / 2, e^r as a series up to r^7 / 7!. From 88.4 on,
+// n is 128 and the result infinity; below -87 the result is e^-87.
 inline float exponential(float x) {
     const float limited = std::min(std::max(x, -87.0f), 89.0f);
     const float halves = limited * 1.44269504f;
@@ -70,15 +70,15 @@ struct Rows {
     int64_t first, last;
 };
 
-int64_t parts_of(int64_t pixels, int64_t channels) {
-    return std::clamp<int64_t>(pixels * channels / LEAST_PART, 1, std::min(PARTS, pixels));
+int64_t count_parts(int64_t pixels, int64_t channels) {
+    return std::clamp<int64_t>(pixels * channels / MIN_PART, 1, std::min(MAX_PARTS, pixels));
 }
 
 Rows rows_of(int64_t part, int64_t parts, int64_t pixels) {
     return {part * pixels / parts, (part + 1) * pixels / parts};
 }
 
-// Adds to sum and squares [channels]: of the distances of rows from `level`, and of their squares.
+// Add rows' distances from `level`, and their squares, to `sum` and `squares` [channels].
 template <int64_t rows, typename T>
 void add_rows(const T* __restrict x, const float* __restrict level, int64_t channels, float* __restrict sum,
               float* __restrict squares) {
@@ -95,8 +95,8 @@ void add_rows(const T* __restrict x, const float* __restrict level, int64_t chan
     }
 }
 
-// total and products [channels], both sums over rows: `add` adds those of a block of rows in floats, blocks are added
-// in doubles.
+// Compute `total` and `products` [channels], both sums over rows: `add` sums a block of rows in float, blocks are added
+// in double.
 template <typename Add>
 void sum_blocks(Rows rows, int64_t channels, double* total, double* products, Add add) {
     std::vector<float> sum(channels), product(channels);
@@ -113,13 +113,13 @@ void sum_blocks(Rows rows, int64_t channels, double* total, double* products, Ad
     }
 }
 
-// sums [parts][channels]: the first becomes the sum of all, in their order.
+// Add all parts of sums [parts][channels] to the first, in order.
 void add_parts(std::vector<double>& sums, int64_t parts, int64_t channels) {
     for (int64_t part = 1; part < parts; ++part)
         for (int64_t c = 0; c < channels; ++c) sums[c] += sums[part * channels + c];
 }
 
-// total and squares [channels]: of a part's distances from `level`, and of their squares.
+// Sum a part's distances from `level`, and their squares, into `total` and `squares` [channels].
 template <typename T>
 void part_statistics(const T* x, const float* level, Rows rows, int64_t channels, double* total, double* squares) {
     sum_blocks(rows, channels, total, squares, [=](Rows block, float* sum, float* square) {
@@ -149,10 +149,10 @@ template <typename T>
 void forward(const T* x, const T* shortcut, const float* weight, const float* bias, float* running_mean,
              float* running_var, float* mean, float* invstd, T* out, int64_t pixels, int64_t channels, double momentum,
              double eps, bool silu) {
-    const int64_t parts = parts_of(pixels, channels);
+    const int64_t parts = count_parts(pixels, channels);
     const double count = static_cast<double>(pixels);
     std::vector<double> totals(parts * channels), squares(parts * channels);
-    // Near the mean, so that the difference of two large sums loses no digits: the first block's.
+    // The first block's mean: subtracted before squaring, so that the difference of two large sums loses no digits.
     std::vector<float> level(channels), scale(channels);
     const int64_t block = std::min(BLOCK, pixels);
     part_statistics(x, level.data(), {0, block}, channels, totals.data(), squares.data());
@@ -186,18 +186,18 @@ void forward(const T* x, const T* shortcut, const float* weight, const float* bi
     }
 }
 
-// What passes the activation: ReLU with a shortcut where the output is above 0, which is kept; else computed anew.
+// The gradient through the activation. ReLU's mask with a shortcut is read off the output; else the input is recomputed.
 template <bool added, Activation kind, typename T>
 inline float passed(T gradient, T x, T out, float mean, float scale, float bias) {
-    const float whole = load(gradient);  // before the choice: a load that depends on it is not vectorised
-    return through<kind>(added ? load(out) : normalised(load(x), mean, scale, bias), whole);
+    const float slope = load(gradient);  // unconditionally: a conditional load is not vectorised
+    return through<kind>(added ? load(out) : normalised(load(x), mean, scale, bias), slope);
 }
 
-// Whether the gradients that pass are kept for the second walk: a shortcut's as its own, SiLU's as they take long.
+// Whether the first pass stores these gradients for the second: with a shortcut, as its gradient; SiLU's, as costly.
 template <bool added, Activation kind>
 constexpr bool keeps_passed = added || kind == SILU;
 
-// Adds to sum and product [channels]: of the gradients that pass, and of them times x - mean.
+// Add the gradients through the activation, and them times x - mean, to `sum` and `product` [channels].
 template <bool added, Activation kind, typename T>
 void add_gradients(const T* __restrict gradient, const T* __restrict x, const T* __restrict out,
                    const float* __restrict mean, const float* __restrict scale, const float* __restrict bias, Rows rows,
@@ -219,7 +219,7 @@ void part_gradients(const T* gradient, const T* x, const T* out, const float* me
     });
 }
 
-// `gradient`: what passes, where it is kept, which may be in `of_x`.
+// Compute the gradient of x; `gradient` is already through the activation if keeps_passed, and may be in `of_x`.
 template <bool added, Activation kind, typename T>
 void apply_gradients(const T* gradient, const T* __restrict x, const float* __restrict mean,
                      const float* __restrict scale, const float* __restrict bias, const float* __restrict level,
@@ -240,7 +240,7 @@ template <bool added, Activation kind, typename T>
 void backward(const T* gradient, const T* x, const T* out, const float* weight, const float* bias, const float* mean,
               const float* invstd, T* of_x, T* of_shortcut, float* of_weight, float* of_bias, int64_t pixels,
               int64_t channels) {
-    const int64_t parts = parts_of(pixels, channels);
+    const int64_t parts = count_parts(pixels, channels);
     const double count = static_cast<double>(pixels);
     std::vector<double> totals(parts * channels), products(parts * channels);
     std::vector<float> level(channels), slope(channels), scale(channels);
@@ -267,7 +267,6 @@ void backward(const T* gradient, const T* x, const T* out, const float* weight, 
 
 }  // namespace
 
-// a shortcut's ReLU, or ReLU or SiLU without one
 #define KERNELS(name, T)                                                                                               \
     extern "C" void norm_relu_forward_##name(                                                                          \
         const T* x, const T* shortcut, const float* weight, const float* bias, float* running_mean,                    \

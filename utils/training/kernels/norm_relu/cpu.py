@@ -1,4 +1,4 @@
-"""FUSE: the CPU's kernels (cpu.cpp) for module.py, compiled at their first use."""
+"""FUSE: the CPU kernels (cpu.cpp) of module.py, compiled at their first use."""
 
 import ctypes
 from functools import cache
@@ -14,8 +14,8 @@ NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def fits(x: Tensor, *channels: Tensor) -> bool:
-    """Whether the kernels can take x [N, C, H, W] and weights or statistics [C]: a compiler, NHWC memory, x in float32
-    or bf16, the others in float32."""
+    """Whether the kernels support x [N, C, H, W] with these weights or statistics [C]: a compiler, NHWC memory, x in
+    float32 or bf16, the others in float32."""
     nhwc = x.dim() == 4 and x.numel() > 0 and x.is_contiguous(memory_format=torch.channels_last)
     plain = all(value.dtype == torch.float32 and value.is_contiguous() for value in channels)
     return nhwc and x.dtype in NAMES and plain and has_compiler()
@@ -25,7 +25,7 @@ def forward(
     x: Tensor, shortcut: Tensor | None, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor,
     momentum: float, eps: float, silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """What `norm_relu` returns."""
+    """`norm_relu` of module.py."""
     out, shortcut = torch.empty_like(x), None if shortcut is None else _like(shortcut, x)
     mean, invstd = torch.empty_like(weight), torch.empty_like(weight)
     tensors = x, shortcut, weight, bias, running_mean, running_var, mean, invstd, out
@@ -37,16 +37,18 @@ def backward(
     gradient: Tensor, x: Tensor, out: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """What `norm_relu_backward` returns."""
-    of_x, of_shortcut = torch.empty_like(x), x.new_empty(0) if out is None else torch.empty_like(x)
-    of_weight, of_bias = torch.empty_like(weight), torch.empty_like(weight)
-    known = _like(gradient, x), x, out, weight, bias, mean, invstd
-    _call("backward", x, (*known, of_x, of_shortcut, of_weight, of_bias), silu)
-    return of_x, of_shortcut, of_weight, of_bias
+    """`norm_relu_backward` of module.py."""
+    inputs = _like(gradient, x), x, out, weight, bias, mean, invstd
+    gradients = (
+        torch.empty_like(x), x.new_empty(0) if out is None else torch.empty_like(x),
+        torch.empty_like(weight), torch.empty_like(weight),
+    )  # fmt: skip
+    _call("backward", x, (*inputs, *gradients), silu)
+    return gradients
 
 
 def _like(images: Tensor, x: Tensor) -> Tensor:
-    """In the shape, number format and memory of x, which the kernels take for granted."""
+    """Return `images` in the shape, number format and memory layout of x, as the kernels expect."""
     return images.expand(x.shape).to(x.dtype).contiguous(memory_format=torch.channels_last)
 
 
@@ -59,5 +61,5 @@ def _call(name: str, x: Tensor, tensors: tuple[Tensor | None, ...], silu: bool, 
 
 @cache
 def build() -> Any:
-    """The library of the kernels. `ConfigError` where the compiler fails."""
+    """Return the library of the kernels; `ConfigError` if the compiler fails."""
     return build_kernels(Path(__file__).with_suffix(".cpp"), "fuse_norm_relu")

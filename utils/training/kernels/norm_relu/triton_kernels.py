@@ -1,10 +1,10 @@
-"""FUSE: Triton's kernels for module.py, over NHWC memory: rows are pixels, columns channels.
+"""FUSE: the Triton kernels of module.py, over NHWC memory: rows are pixels, columns channels.
 
-All sums are of float32, in an order that follows from the sizes alone: the same bits in every run.
+All sums are in float32, in an order that depends only on the sizes: every run gives the same bits.
 """
 
 # mypy: allow-untyped-defs
-# what Triton compiles takes addresses and numbers, for which Python has no types
+# Triton kernels take addresses and numbers, for which Python has no types
 
 import torch
 import triton
@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, COLUMNS = 64, 64  # of a tile
-PARTS = 512  # programs that share the rows of a sum, at most: a few for each multiprocessor
+MAX_PARTS = 512  # programs that share the rows of a sum: a few per multiprocessor
 
 
 @triton.jit
 def _tile(first_row, last_row, channels, column, rows: tl.constexpr, columns: tl.constexpr):
-    """Addresses of a tile, and which of them exist."""
+    """Return the addresses of a tile and the mask of those inside the matrix."""
     row = first_row + tl.arange(0, rows)
     address = row.to(tl.int64)[:, None] * channels + column[None, :]
     return address, (row < last_row)[:, None] & (column < channels)[None, :]
@@ -25,7 +25,7 @@ def _tile(first_row, last_row, channels, column, rows: tl.constexpr, columns: tl
 
 @triton.jit
 def _normalised(x, at, here, mean, invstd, weight, bias, column, known):
-    """(normalised x, the same with weight and bias) of a tile."""
+    """Return (normalised x, the same with weight and bias) of a tile."""
     scaled = tl.load(x + at, here, 0.0).to(tl.float32) - tl.load(mean + column, known, 0.0)[None, :]
     scaled *= tl.load(invstd + column, known, 0.0)[None, :]
     z = scaled * tl.load(weight + column, known, 0.0).to(tl.float32)[None, :]
@@ -33,8 +33,8 @@ def _normalised(x, at, here, mean, invstd, weight, bias, column, known):
 
 
 @triton.jit
-def _let_through(z, gradient, silu: tl.constexpr):
-    """The activation's derivative at z times the gradient."""
+def _through_activation(z, gradient, silu: tl.constexpr):
+    """Return the activation's derivative at z times the gradient."""
     if silu:
         gate = 1 / (1 + tl.exp(-z))
         return gradient * gate * (1 + z * (1 - gate))
@@ -43,7 +43,7 @@ def _let_through(z, gradient, silu: tl.constexpr):
 
 @triton.jit
 def _sum_x(x, shift, parts, pixels, channels, share, rows: tl.constexpr, columns: tl.constexpr):
-    """parts [part, 2, channels]: sums of x - shift and of its square. A shift near the mean keeps the digits that the
+    """Write parts [part, 2, channels]: sums of x - shift and of its square. A shift near the mean keeps digits that the
     difference of two large sums would lose."""
     column, part = tl.program_id(0) * columns + tl.arange(0, columns), tl.program_id(1)
     known = column < channels
@@ -100,8 +100,8 @@ def _sum_gradient(
     gradient, x, out, weight, bias, mean, invstd, parts, passed, pixels, channels, share,
     added: tl.constexpr, silu: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
-    """parts [part, 2, channels]: sums of the gradient that the activation lets through, and of it times the normalised
-    x. Where a shortcut was `added`, its gradient is `passed`, what is let through."""
+    """Write parts [part, 2, channels]: sums of the gradient through the activation, and of it times the normalised x.
+    With a shortcut (`added`), write its gradient to `passed`."""
     column, part = tl.program_id(0) * columns + tl.arange(0, columns), tl.program_id(1)
     known = column < channels
     of_bias, of_weight = tl.zeros([columns], tl.float32), tl.zeros([columns], tl.float32)
@@ -111,11 +111,11 @@ def _sum_gradient(
         scaled, z = _normalised(x, at, here, mean, invstd, weight, bias, column, known)
         if added:
             z = tl.load(out + at, here, 0.0).to(tl.float32)
-        let_through = _let_through(z, tl.load(gradient + at, here, 0.0).to(tl.float32), silu)
+        passed_here = _through_activation(z, tl.load(gradient + at, here, 0.0).to(tl.float32), silu)
         if added:
-            tl.store(passed + at, let_through, here)
-        of_bias += tl.sum(let_through, 0)
-        of_weight += tl.sum(let_through * scaled, 0)  # outside of the tile 0, as the gradient is
+            tl.store(passed + at, passed_here, here)
+        of_bias += tl.sum(passed_here, 0)
+        of_weight += tl.sum(passed_here * scaled, 0)  # 0 outside the matrix, like the gradient
     tl.store(parts + 2 * part * channels + column, of_bias, known)
     tl.store(parts + (2 * part + 1) * channels + column, of_weight, known)
 
@@ -125,14 +125,14 @@ def _apply_gradient(
     gradient, x, weight, bias, mean, invstd, sums, of_x, pixels, channels,
     masked: tl.constexpr, silu: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x; `masked`: ReLU's mask is already in `gradient`."""
+    """Write the gradient of x; `masked`: `gradient` already contains ReLU's mask."""
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     known = column < channels
     at, here = _tile(tl.program_id(0) * rows, pixels, channels, column, rows, columns)
     scaled, z = _normalised(x, at, here, mean, invstd, weight, bias, column, known)
     passed = tl.load(gradient + at, here, 0.0).to(tl.float32)
     if not masked:
-        passed = _let_through(z, passed, silu)
+        passed = _through_activation(z, passed, silu)
     of_bias = tl.load(sums + column, known, 0.0) / pixels
     of_weight = tl.load(sums + channels + column, known, 0.0) / pixels
     factor = tl.load(invstd + column, known, 0.0) * tl.load(weight + column, known, 0.0).to(tl.float32)
@@ -140,11 +140,11 @@ def _apply_gradient(
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int, int]:
-    """(pixels, channels, blocks of channels, parts that a sum over pixels is made of)."""
+    """Return (pixels, channels, blocks of channels, parts of a sum over pixels)."""
     channels = x.shape[1]
     pixels = x.numel() // channels
     blocks = triton.cdiv(channels, COLUMNS)
-    return pixels, channels, blocks, max(1, min(PARTS // blocks, triton.cdiv(pixels, 4 * ROWS)))
+    return pixels, channels, blocks, max(1, min(MAX_PARTS // blocks, triton.cdiv(pixels, 4 * ROWS)))
 
 
 def forward(
@@ -152,7 +152,7 @@ def forward(
     momentum: float, eps: float, silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`norm_relu` of x [N, C, H, W] in NHWC."""
-    x, other = _in_nhwc(x), x if shortcut is None else _in_nhwc(shortcut)
+    x, addend = _in_nhwc(x), x if shortcut is None else _in_nhwc(shortcut)
     pixels, channels, blocks, num_parts = _sizes(x)
     parts = torch.empty(num_parts, 2, channels, dtype=torch.float32, device=x.device)
     mean, invstd = (torch.empty(channels, dtype=torch.float32, device=x.device) for _ in range(2))
@@ -163,7 +163,7 @@ def forward(
     )
     out, grid = torch.empty_like(x), (triton.cdiv(pixels, ROWS), blocks)
     added = shortcut is not None
-    _apply[grid](x, other, weight, bias, mean, invstd, out, pixels, channels, added, silu, ROWS, COLUMNS)
+    _apply[grid](x, addend, weight, bias, mean, invstd, out, pixels, channels, added, silu, ROWS, COLUMNS)
     return out, mean, invstd
 
 
