@@ -1,4 +1,4 @@
-"""A run on a GPU that is stopped in mid-epoch and goes on as if it had not been: for tests of many configurations."""
+"""Check that a run on a GPU stops in mid-epoch and resumes bitwise equal, for tests of many configurations."""
 
 import json
 import os
@@ -20,13 +20,13 @@ from utils.training.precision import choose_precision
 from utils.training.step import GraphedStep, wants_graphs
 
 GPU = torch.device("cuda", 0)
-STOP_AFTER, WARMUP = 3, 3  # steps; without DDP, 3 before a capture are enough
-STEPS, GRAPHED_STEPS = 4, 8  # of one epoch or two; a graph is captured before the stop and after it
+STOP_AFTER, WARMUP = 3, 3  # steps; without DDP, 3 warm-up steps before a capture are enough
+STEPS, GRAPHED_STEPS = 4, 8  # in one epoch or two; a graph is captured before and after the stop
 RECORDED = ("loss/train", "acc1/train", "loss/valid", "acc1/valid", "images/valid", "learning_rate")
 
 
 def train(config: Config, folder: Path, stop_after: int | None = None) -> tuple[Trainer, set[str]]:
-    """A whole run, or one that SIGTERM stops after so many steps; and how the host waited in its last step."""
+    """Train a whole run, or `stop_after` steps until SIGTERM; return the trainer and its last step's host waits."""
     trainer = Trainer(config, World(rank=0, local_rank=0, world_size=1, device=GPU), folder, "run", "auto")
     train_step, waits = trainer.learner.train_step, set[str]()
 
@@ -47,17 +47,17 @@ def train(config: Config, folder: Path, stop_after: int | None = None) -> tuple[
 def read_epochs(folder: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     epochs = [row for row in rows if row["kind"] == "epoch"]
-    assert "loss/valid" in epochs[-1]  # before it only as validate_every_epochs says
+    assert "loss/valid" in epochs[-1]  # earlier ones depend on validate_every_epochs
     return [{key: row[key] for key in RECORDED if key in row} for row in epochs]
 
 
-def goes_on_as_if_not_stopped(config: Config, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trains some steps, as many more as come before a capture, and validates; bit by bit the same with a stop. The
-    host waits in a step only for a scaled loss without the fused update."""
+def check_resume(config: Config, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train and validate with and without a stop; both must be bitwise equal. The host must wait in a step only for a
+    scaled loss without the fused update."""
     monkeypatch.setattr(step, "GRAPH_WARMUP_STEPS", WARMUP)
     graphed = wants_graphs(config, GPU)
     changes: dict[str, Any] = {"limit_train_batches": (GRAPHED_STEPS if graphed else STEPS) // config.max_epochs}
-    if not runtime.is_active():  # a GPU promises equal bits only so
+    if not runtime.is_active():  # a GPU promises equal bits only with it
         changes["deterministic"] = True
     config = Config(**config.model_dump() | changes)
     whole, waits = train(config, folder / "whole")

@@ -1,4 +1,4 @@
-"""The fake CUDA runtime itself: what it computes, what it counts, and what it refuses."""
+"""The fake CUDA runtime itself: its arithmetic, counts and violations."""
 
 import json
 import os
@@ -23,7 +23,7 @@ arithmetic.start()
 seen = {}
 
 def attempt(name, action):
-    runtime.take_troubles()
+    runtime.take_violations()
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
@@ -31,7 +31,7 @@ def attempt(name, action):
         outcome = "captured"
     except Exception as error:
         outcome = str(error).splitlines()[0]
-    seen[name] = [outcome, runtime.take_troubles()]
+    seen[name] = [outcome, runtime.take_violations()]
     return graph
 
 device, other = torch.device("cuda"), torch.cuda.Stream()
@@ -68,20 +68,20 @@ seen["printed"] = str(torch.arange(3, device=device) / 2 + 0.25)
 seen["to device"] = ledger.bytes_copied("to device")
 print(json.dumps(seen))
 sys.stdout.flush()
-time.sleep(0.5)  # autograd's threads come to rest, else they may abort while Python ends
+time.sleep(0.5)  # let autograd's threads finish, else they may abort while Python exits
 """
 
 
 @pytest.fixture(scope="module")
 def on_fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """on_fake_cuda(program, *arguments, PYTHONPATH=...): what a Python program says there."""
+    """on_fake_cuda(program, *arguments, PYTHONPATH=...): the output of a Python program run on it."""
     folder = tmp_path_factory.mktemp("fake_cuda")
     try:
         build(folder)
     except Unavailable as reason:
         pytest.skip(f"the fake CUDA runtime cannot be built: {reason}")
 
-    def say(program: str, *arguments: str, **environment: str) -> str:
+    def run(program: str, *arguments: str, **environment: str) -> str:
         done = subprocess.run(
             [sys.executable, "-c", program, *arguments], cwd=ROOT, env=os.environ | variables(folder) | environment,
             capture_output=True, text=True, timeout=120, check=False,
@@ -89,7 +89,7 @@ def on_fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    return say
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -97,36 +97,36 @@ def seen(on_fake_cuda: Callable[..., str]) -> dict[str, Any]:
     return json.loads(on_fake_cuda(PROGRAM, PYTHONPATH=str(ROOT)))
 
 
-def test_a_capture_computes_nothing_and_each_replay_does(seen: dict[str, Any]) -> None:
+def test_a_capture_computes_nothing_and_each_replay_computes(seen: dict[str, Any]) -> None:
     assert seen["legal"] == ["captured", []]
     assert seen["sums"] == [[0.0] * 4, [3.0] * 4]
 
 
 @pytest.mark.parametrize(
-    ("name", "trouble"), [("wait", "cudaStreamQuery during a capture"), ("unjoined", "work that was not joined")]
+    ("name", "violation"), [("wait", "cudaStreamQuery during a capture"), ("unjoined", "unjoined work")]
 )
-def test_what_a_gpu_refuses_in_a_capture_is_refused_and_noted(seen: dict[str, Any], name: str, trouble: str) -> None:
-    outcome, troubles = seen[name]
+def test_illegal_calls_in_a_capture_fail_and_are_recorded(seen: dict[str, Any], name: str, violation: str) -> None:
+    outcome, violations = seen[name]
     assert outcome != "captured"
-    assert any(trouble in line for line in troubles), troubles
+    assert any(violation in line for line in violations), violations
 
 
-def test_numbers_are_those_of_the_cpu(seen: dict[str, Any]) -> None:
+def test_results_equal_the_cpus(seen: dict[str, Any]) -> None:
     assert seen["equal"]
     assert seen["printed"] == "tensor([0.2500, 0.7500, 1.2500])"
 
 
-def test_work_is_counted_with_types_and_layouts(seen: dict[str, Any]) -> None:
+def test_work_is_recorded_with_types_and_layouts(seen: dict[str, Any]) -> None:
     forward, *backward = seen["convolutions"]
     assert forward.startswith("cudnn convolution float32 4x3x8x8 NHWC and float32 8x3x3x3 NHWC to float32 4x8x6x6 NHWC")
     assert [name.split(" float32")[0] for name in backward] == ["cudnn convolution backward by weight"]
-    weights = 8 * 3 * 9 + 3 * 8 + 8 + 4 * 8 + 4  # convolution, BatchNorm and its bias, the layers' biases
+    weights = 8 * 3 * 9 + 3 * 8 + 8 + 4 * 8 + 4  # convolution, BatchNorm, biases, linear layer
     assert seen["to device"] >= 4 * (weights + 4 * 3 * 64)
     assert seen["waits"] >= 1  # the gradients are read by the host
 
 
 @pytest.mark.parametrize(("words", "total"), [([], "3.0"), (["-m", "tools.bench"], "0.0")])
-def test_a_process_computes_where_the_path_says_so_and_a_bench_only_launches(
+def test_sitecustomize_starts_the_arithmetic_except_in_benches(
     on_fake_cuda: Callable[..., str], words: list[str], total: str
 ) -> None:
     path = f"{ROOT / 'tests/fake_cuda/site'}:{ROOT}"
@@ -134,7 +134,7 @@ def test_a_process_computes_where_the_path_says_so_and_a_bench_only_launches(
     assert on_fake_cuda(program, *words, PYTHONPATH=path).strip() == total
 
 
-def test_a_machine_that_cannot_build_it_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_failure_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def without(name: str) -> Callable[[str], str | None]:
         return lambda command: None if command == name else f"/usr/bin/{command}"
 

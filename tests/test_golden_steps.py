@@ -1,4 +1,4 @@
-"""What a step of every block asks of a GPU is what fake_cuda/golden_steps.txt says; on the fake CUDA runtime."""
+"""A step of every block has the launches, waits and copies of fake_cuda/golden_steps.txt, on the fake CUDA runtime."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.fake_cuda import golden_steps, runtime
 
-# The other two take most of the time: -m slow.
+# the other two groups take most of the time
 QUICK = ("cifar10.yaml", "cifar100.yaml")
 GROUPS = [
     pytest.param(group, marks=() if group in QUICK else pytest.mark.slow, id=group) for group in golden_steps.groups()
@@ -23,7 +23,7 @@ def waits(line: str) -> int:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_step_of_every_block_asks_of_a_gpu_what_is_recorded(group: str) -> None:
+def test_counts_of_every_blocks_step_are_as_recorded(group: str) -> None:
     blocks = dict(golden_steps.groups()[group])
     command = [sys.executable, "-m", golden_steps.__name__, group]
     environment = os.environ | {"FAKE_CUDA_DEVICES": "2"}
@@ -31,7 +31,7 @@ def test_a_step_of_every_block_asks_of_a_gpu_what_is_recorded(group: str) -> Non
     assert done.returncode == 0, done.stderr
     counted = {line.split()[0]: line for line in done.stdout.splitlines()}
     assert {*counted} == {*blocks}
-    # Without the fused kernel, PyTorch's GradScaler asks the device in each step whether gradients overflowed.
+    # without the fused update, PyTorch's GradScaler waits in each step to learn whether gradients overflowed
     assert {block: waits(line) for block, line in counted.items()} == {
         block: int(golden_steps.scales_loss(config) and not config.extra_opt("fused_optimizer"))
         for block, config in blocks.items()
@@ -39,5 +39,5 @@ def test_a_step_of_every_block_asks_of_a_gpu_what_is_recorded(group: str) -> Non
     versions, recorded = golden_steps.recorded()
     if versions != golden_steps.versions():
         pytest.skip(f"recorded with {versions}, this is {golden_steps.versions()}")
-    remedy = "a change that is meant: python -m tests.fake_cuda.golden_steps"
+    remedy = "if intended: python -m tests.fake_cuda.golden_steps"
     assert counted == {block: recorded.get(block) for block in blocks}, remedy

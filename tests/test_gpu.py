@@ -1,4 +1,4 @@
-"""What only a GPU shows: `python -m pytest -m gpu`. Graphs, streams, loss scaling on the device, NCCL, the profile."""
+"""Features of GPUs: graphs, streams, loss scaling on the device, NCCL, the profile. `python -m pytest -m gpu`."""
 
 import itertools
 import json
@@ -54,7 +54,7 @@ def on_gpu(tiny, **changes) -> Config:
 
 
 def losses(trainer: Trainer, gpu: World, steps: int = STEPS) -> torch.Tensor:
-    """The loss of each step, with a learning rate that changes in every one."""
+    """Return each step's loss, with a learning rate that changes in every step."""
     trainer.learner.model.train()
     trainer.loaders.train.set_epoch(0)
     batches = list(trainer.loaders.train)
@@ -80,7 +80,7 @@ def test_a_graph_trains_like_the_eager_step(tiny, gpu, mode):
     assert graphed.learner.loss_scaler.metrics() == eager.learner.loss_scaler.metrics()
 
 
-# adamw is another rule of update: only its graph has something to be equal to
+# adamw updates differently: only its graph has a reference
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("compiled", "adamw")])
 def test_every_mode_trains_like_float32(tiny, gpu, mode):
     reference = losses(Trainer(on_gpu(tiny, enable_extra_opts=False, enable_nhwc=False), gpu), gpu)
@@ -93,7 +93,7 @@ def test_every_mode_trains_like_float32(tiny, gpu, mode):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_the_fused_update_of_half_weights_is_right(tiny, gpu, nesterov, dtype):
-    """O3's, which PyTorch's kernel for CPUs got wrong up to 2.13."""
+    """For O3; PyTorch's CPU kernel was wrong up to 2.13."""
     values = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
     plain, fused = (
         halves_after_three_updates(tiny(fused_optimizer=on, **values), "cuda", dtype) for on in (False, True)
@@ -101,7 +101,7 @@ def test_the_fused_update_of_half_weights_is_right(tiny, gpu, nesterov, dtype):
     torch.testing.assert_close(fused, plain, rtol=6 * 2**-8, atol=6 * 2**-8)
 
 
-ALONE_AND_TOGETHER = SWITCHES | {
+ALL_SWITCHES = SWITCHES | {
     "fp16": {"enable_amp": True, "amp_dtype": "fp16", "fused_optimizer": True},
     "tf32": {"enable_tf32": True},
     "graphs": {"enable_cuda_graphs": True, "fused_optimizer": True},
@@ -115,18 +115,18 @@ def references() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.real_gpu("200 steps of each switch take minutes on a CPU")
-@pytest.mark.parametrize("name", ALONE_AND_TOGETHER)
+@pytest.mark.parametrize("name", ALL_SWITCHES)
 def test_a_switch_trains_like_float32_for_200_steps(tiny, gpu, references, name):
     small = {"device": "cuda", "lr": 0.02, "limit_train_batches": 50, "fused_optimizer": False}
     if "reference" not in references:
         references["reference"] = train_losses(tiny(**small), gpu, 200)
-    reference, measured = references["reference"], train_losses(tiny(**small | ALONE_AND_TOGETHER[name]), gpu, 200)
-    assert reference[:10].mean() > 2.2 and reference[-50:].mean() < 1.9  # it has learned
+    reference, measured = references["reference"], train_losses(tiny(**small | ALL_SWITCHES[name]), gpu, 200)
+    assert reference[:10].mean() > 2.2 and reference[-50:].mean() < 1.9, "must learn"
     torch.testing.assert_close(measured.view(4, 50).mean(1), reference.view(4, 50).mean(1), rtol=0.08, atol=0.03)
 
 
 def test_one_process_for_all_gpus_trains_like_a_single_one(tiny, gpu):
-    """With a single GPU it is the same computation; with several, BatchNorm sees fewer images at once."""
+    """Identical with one GPU; with several, BatchNorm sees fewer images at once."""
     spread = losses(Trainer(on_gpu(tiny, parallel="dataparallel"), gpu), gpu, steps=4)
     torch.testing.assert_close(spread, losses(Trainer(on_gpu(tiny), gpu), gpu, steps=4), rtol=0.05, atol=0.02)
 
@@ -155,7 +155,7 @@ def test_no_step_waits_for_the_device(tiny, gpu, mode, graphs):
     "changes", [{}, {"enable_amp": True, "enable_cuda_graphs": True}, {"enable_amp": True, **RECIPE}]
 )
 def test_no_epoch_waits_for_the_device_outside_its_log_points(tiny, gpu, tmp_path, monkeypatch, changes):
-    """The second epoch, as a run trains it: in the first, algorithms are chosen and steps are captured."""
+    """In the second epoch; in the first, algorithms are chosen and steps captured."""
     config = on_gpu(
         tiny, log_freq=1000, limit_train_batches=GRAPH_WARMUP_STEPS + 4, max_epochs=4, enable_prefetch=True, **changes
     )
@@ -191,22 +191,12 @@ def test_synchronised_batch_norm_changes_nothing_in_a_single_process(tiny, gpu):
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_an_overflow_in_the_first_fused_step_leaves_no_trace(tiny, gpu, graphs):
-    """The scale of 65536 is raised until the first gradients overflow; what is skipped must change nothing."""
+    """The scale is raised until the first gradients overflow; skipped steps must change nothing."""
     trainer = Trainer(on_gpu(tiny, enable_amp=True, enable_cuda_graphs=graphs), gpu)
     trainer.learner.loss_scaler._init_scale = 2.0**30
     assert torch.isfinite(losses(trainer, gpu)).all()
     assert trainer.learner.loss_scaler.metrics()["skipped_steps"] > 0
     assert all(torch.isfinite(parameter).all() for parameter in trainer.learner.model.parameters())
-
-
-def test_average_of_weights_waits_for_nothing(tiny, gpu):
-    trainer = Trainer(on_gpu(tiny, ema_decay=0.9), gpu)
-    trainer.learner.ema.update()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        trainer.learner.ema.update()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_prefetched_batches_are_the_same(tiny, gpu):
@@ -233,7 +223,7 @@ def test_a_graph_with_ddp_over_nccl(tiny, gpu, tmp_path):
             training.step(images, labels, sums)
             reference.learner.step(images, labels, reference.learner.sums)
         torch.testing.assert_close(sums.sums, reference.learner.sums.sums, rtol=0.05, atol=1)
-        del training  # its graph holds NCCL's work, for which NCCL would wait at its end
+        del training  # NCCL would wait for its graph, which holds NCCL calls
     finally:
         dist.destroy_process_group()
 
@@ -253,18 +243,18 @@ def test_fastest_trains_saves_and_resumes(tiny, gpu, tmp_path):
     assert len(trained) == 3 and trained[2] < trained[0]
 
 
-def test_the_gpus_random_state_comes_back(gpu):
+def test_the_gpus_random_state_is_restored(gpu):
     torch.cuda.manual_seed(3)
     saved = seeds.random_state()
-    drawn = torch.rand(4, device="cuda")
+    expected = torch.rand(4, device="cuda")
     torch.rand(4, device="cuda")
     seeds.restore_random_state(saved)
-    assert torch.equal(torch.rand(4, device="cuda"), drawn)
+    assert torch.equal(torch.rand(4, device="cuda"), expected)
 
 
 @pytest.mark.real_gpu("the fake runtime computes in float32")
 @pytest.mark.parametrize("enabled", [False, True])
-def test_tf32_shortens_the_mantissa(tiny, gpu, enabled):
+def test_tf32_rounds_the_mantissa(tiny, gpu, enabled):
     build_measured(on_gpu(tiny, enable_tf32=enabled), gpu)
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(512, 512, generator=generator) for _ in range(2))

@@ -1,5 +1,5 @@
-"""Every block of every file in config/ trains, validates, saves and resumes in mid-epoch on a GPU, on small synthetic
-networks and data. Blocks with equal training settings run once."""
+"""Every block in config/, with a small network and data, trains, validates, saves and resumes in mid-epoch on a GPU.
+Blocks with equal training settings run once."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import CLASSES
 from tests.fake_cuda.golden_steps import FILES, key_of
-from tests.gpu_runs import goes_on_as_if_not_stopped
+from tests.gpu_runs import check_resume
 from utils.config import Config, list_blocks, load_config
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +25,7 @@ SMALL: dict[str, Any] = {
 
 
 def shrink(config: Config) -> Config:
-    """The block at its smallest; it accumulates over two micro-batches where it has any."""
+    """Return the smallest version of a block, with two micro-batches if it accumulates."""
     values = config.model_dump() | SMALL
     values |= {"image_size": 32} if config.dataset == "imagenet" else {"dataset": "shapes"}
     accumulates = config.micro_batch_size is not None and config.batch_size > config.micro_batch_size
@@ -37,20 +37,20 @@ def shrink(config: Config) -> Config:
 
 
 def distinct() -> list[Any]:
-    """One of all blocks that are equal when they are shrunk, with the name of the first."""
+    """Return the blocks that differ after shrinking, each named after its first."""
     found: dict[Any, Any] = {}
     for path in FILES:
         for name in list_blocks(path):
             config = shrink(load_config(path, name))
             schedule = config.lr_schedule, config.lr_warmup_by, config.lr_warmup_epochs > 0
-            around = config.test_time_flip, config.checkpoint_every_steps
-            found.setdefault((key_of(config), schedule, around), pytest.param(config, id=f"{path.stem}-{name}"))
+            other = config.test_time_flip, config.checkpoint_every_steps
+            found.setdefault((key_of(config), schedule, other), pytest.param(config, id=f"{path.stem}-{name}"))
     return list(found.values())
 
 
 @pytest.mark.parametrize("config", distinct())
-def test_a_block_goes_on_after_a_stop(
+def test_a_block_resumes_after_a_stop(
     config: Config, pictures: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = Config(**config.model_dump() | {"data_path": str(pictures(32))})
-    goes_on_as_if_not_stopped(config, tmp_path, monkeypatch)
+    check_resume(config, tmp_path, monkeypatch)

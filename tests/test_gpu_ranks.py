@@ -1,10 +1,9 @@
-"""Two ranks on two GPUs of the fake CUDA runtime (tests/fake_cuda), which really speak: what DDP over NCCL trains
-equals what it trains over gloo on the CPU. And one process for both (DataParallel), which equals one GPU.
+"""Two ranks on two GPUs of the fake CUDA runtime (tests/fake_cuda): DDP over NCCL equals DDP over gloo on the CPU, and
+one process for both GPUs (DataParallel) equals one GPU.
 
-Both compute with PyTorch's CPU kernels, and the sum of two numbers does not depend on their order: the bits were equal.
-At other addresses a vectorised loop may begin elsewhere and round differently. float32 amplifies rounding to 2e-4
-within 20 steps (tests/test_distributed.py); here are 14: the first 11 are eager, as DDP asks for before a capture, the
-next is captured, and all from there on are replayed.
+Both sides compute with PyTorch's CPU kernels, and a sum of two numbers does not depend on their order. But vectorised
+loops may start elsewhere at other addresses and so round differently, which float32 training amplifies to 2e-4 in 20
+steps (tests/test_distributed.py). Here are 14: DDP needs 11 eager ones, the next is captured, the rest are replayed.
 """
 
 import itertools
@@ -34,7 +33,7 @@ from utils.training.step import GraphedStep
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not runtime.is_active(), reason="compares numbers of the fake CUDA runtime with the CPU's"),
+    pytest.mark.skipif(not runtime.is_active(), reason="compares results of the fake CUDA runtime with the CPU's"),
 ]
 
 BATCH, TOLERANCE = 16, 1e-5
@@ -60,43 +59,43 @@ def configuration(device: str, **changes: Any) -> Config:
 def train_runs(
     folder: Path, device: str, runs: dict[str, dict[str, Any]], who: int = -1, number: int = signal.SIGTERM
 ) -> int:
-    """Whole runs; each rank's weights and buffers are left in `folder`. The rank `who` sends itself a signal before its
-    last step but one, which a graph replays where there is one."""
+    """Train whole runs; save each rank's weights and buffers in `folder`. Rank `who` sends itself a signal before its
+    last step but one, which is replayed if the run uses a graph."""
     if device == "cuda":
         arithmetic.start()
 
     def action(world: World) -> None:
         for name, changes in runs.items():
             config = configuration(device, **changes)
-            begins = not (folder / name).exists()  # else fewer steps are left than come before a capture
+            is_new = not (folder / name).exists()  # a resumed run may end before its capture
             trainer = Trainer(config, world, folder / name, name)
             if world.rank == who:
                 _interrupt(trainer, number)
             trainer.train()
             step = trainer.learner.step
-            if begins and config.enable_cuda_graphs:
+            if is_new and config.enable_cuda_graphs:
                 assert isinstance(step, GraphedStep) and step.captured
             state = {key: value.cpu() for key, value in trainer.learner.model.state_dict().items()}
             torch.save(state, folder / f"{name}-{world.rank}.pt")
         if device == "cuda":
-            print(json.dumps(runtime.take_troubles()), flush=True)
+            print(json.dumps(runtime.take_violations()), flush=True)
 
     return run_ranks(action, device, 60, 300)
 
 
 def _interrupt(trainer: Trainer, number: int) -> None:
-    really, steps = trainer.learner.train_step, itertools.count(1)
+    train_step, steps = trainer.learner.train_step, itertools.count(1)
 
     def train(images: Tensor, labels: Tensor) -> None:
         if next(steps) == 13:
             os.kill(os.getpid(), number)
-        really(images, labels)
+        train_step(images, labels)
 
     trainer.learner.train_step = train  # type: ignore[method-assign]
 
 
 def lose_a_rank(folder: Path) -> int:
-    """Rank 1 is killed; rank 0 waits for it in the replay of a graph."""
+    """Kill rank 1 while rank 0 waits for it in the replay of a graph."""
 
     def short(store: Any, launch: Any, limit: float, leave: Callable[..., None]) -> Heartbeat:
         utils.distributed.health.heartbeat.SHORTEST_SECONDS = 6
@@ -107,7 +106,7 @@ def lose_a_rank(folder: Path) -> int:
 
 
 def train_in_halves(folder: Path, device: str, runs: dict[str, dict[str, Any]]) -> int:
-    """What BatchNorm remembers is of the first of two micro-batches, as DataParallel leaves it."""
+    """Keep BatchNorm's statistics of the first of two micro-batches only, as DataParallel does."""
 
     def keep_the_first(statistics: RunningStatistics, last: bool) -> None:
         if last:
@@ -130,7 +129,7 @@ def start(folder: Path, program: Callable[..., int], *arguments: Any, ranks: int
 def train_on(
     folder: Path, device: str, runs: dict[str, dict[str, Any]], ranks: int = 2, program: Callable[..., int] = train_runs
 ) -> dict[str, Any]:
-    """Of each run: its epoch's record, and the state of each rank."""
+    """Return for each run its epoch's record and each rank's state."""
     folder.mkdir(exist_ok=True)
     ended = start(folder, program, folder, device, runs, ranks=ranks)
     assert [process.status for process in ended] == [0] * ranks, [process.errors for process in ended]
@@ -145,7 +144,7 @@ def train_on(
 
 
 def assert_equal(here: Any, there: Any) -> None:
-    """The ranks among each other to the bit; two runs within `TOLERANCE`, relative, in the Euclidean norm."""
+    """Ranks of a run must be bitwise equal; runs within `TOLERANCE`, relative, in the Euclidean norm."""
     (epoch, states), (other_epoch, (other, *_)) = here, there
     for state in states[1:]:
         assert all(torch.equal(value, states[0][key]) for key, value in state.items())
@@ -169,7 +168,7 @@ def test_two_ranks_over_nccl_equal_two_over_gloo(tmp_path: Path, on_gpus: dict[s
 
 
 def test_batch_norm_over_two_ranks_equals_one_rank_with_the_whole_batch(tmp_path: Path) -> None:
-    """In one step, since its sums are rounded in another order, which grows; a graph trains as without one."""
+    """For one step, since sums in another order round differently, which grows; a graph equals eager steps."""
     one_step = {"limit_train_batches": 1}
     sync = {"enable_sync_bn": True, "limit_valid_batches": TINY["limit_valid_batches"] // 2}  # of each rank
     two = train_on(tmp_path / "two", "cuda", {"step": sync | one_step, "eager": sync, "graphs": sync | GRAPHS})
@@ -179,7 +178,7 @@ def test_batch_norm_over_two_ranks_equals_one_rank_with_the_whole_batch(tmp_path
 
 
 def test_one_process_for_two_gpus_equals_one_gpu_with_half_the_batch_at_a_time(tmp_path: Path) -> None:
-    """Each half of a batch is normalised by its own statistics in both."""
+    """Both normalise each half of a batch by its own statistics."""
     few: dict[str, Any] = {"limit_train_batches": 5}
     precisions: dict[str, dict[str, Any]] = {
         "float32": few,
@@ -196,8 +195,8 @@ def test_one_process_for_two_gpus_equals_one_gpu_with_half_the_batch_at_a_time(t
         assert_equal(found[f"{name}-both"], found[f"{name}-halves"])
 
 
-def test_two_ranks_stop_and_go_on_in_mid_epoch(tmp_path: Path, on_gpus: dict[str, Any]) -> None:
-    """On a signal to one of them, with a graph and prefetched batches."""
+def test_two_ranks_stop_and_resume_in_mid_epoch(tmp_path: Path, on_gpus: dict[str, Any]) -> None:
+    """After a signal to one of them, with a graph and prefetched batches."""
     name = "switches"
     runs = {name: ON_GPUS[name]}
     stopped = start(tmp_path, train_runs, tmp_path, "cuda", runs, 1)

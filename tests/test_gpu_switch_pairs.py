@@ -1,4 +1,4 @@
-"""Each pair of switches that act on a step trains, validates, saves and goes on in mid-epoch on a GPU."""
+"""Each pair of switches that affect a step trains, validates, saves and resumes in mid-epoch on a GPU."""
 
 import itertools
 import random
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import TINY
-from tests.gpu_runs import GPU, goes_on_as_if_not_stopped
+from tests.gpu_runs import GPU, check_resume
 from utils.config import Config
 from utils.distributed.config import DistributedConfig
 from utils.errors import ConfigError
@@ -21,10 +21,10 @@ from utils.training.precision import choose_precision
 
 pytestmark = pytest.mark.gpu
 
-QUICK = 16  # rows, with 95 of 100 pairs; those after them are slow
+QUICK = 16  # rows, with 95 % of the pairs; later ones are slow
 Row = dict[str, Any]
-Pair = frozenset[tuple[str, int]]  # two keys, each with the number of one of its values
-# Values to try of keys that are numbers or lists; those of the other keys follow from their types.
+Pair = frozenset[tuple[str, int]]  # two settings, each with the index of one of its values
+# Values to try for numbers and lists; other settings' values follow from their types.
 NUMBERS: dict[str, list[Any]] = {
     "clip_grad_norm": [None, 1.0],
     "ema_decay": [None, 0.9],
@@ -38,15 +38,15 @@ NUMBERS: dict[str, list[Any]] = {
     "progressive": [{}, {"progressive_image_sizes": [16], "progressive_image_shares": [0.5]}],
 }
 OTHERS = ["enable_nhwc", "deterministic", "rnd_horizontal_flip", "enable_alternating_flip"]
-# compiled kernels compute nothing on the fake runtime; schedules differ in the learning rate alone; three are CPUs'
-LEFT_OUT = {"enable_compile", "lr_schedule", "lr_scale_rule", "lr_warmup_by"}
-LEFT_OUT |= {"keep_cpu_memory", "conv_weight_products", "conv_winograd"}
+# compiled kernels compute nothing on the fake runtime; schedules only change the learning rate; three are CPU settings
+EXCLUDED = {"enable_compile", "lr_schedule", "lr_scale_rule", "lr_warmup_by"}
+EXCLUDED |= {"keep_cpu_memory", "conv_weight_products", "conv_winograd"}
 RUN = {"batch_size": 8, "valid_batch_size_per_gpu": 8, "limit_valid_batches": 1, "log_freq": 1000, "lr": 0.01}
 RUN |= {"device": "cuda", "max_epochs": 1, "log_to_screen": False}
 
 
 def values_of(key: str) -> list[Any]:
-    """All values of a key that is a bool or one of a few names, null among them where allowed; of other keys none."""
+    """Return all values of a setting that is a bool or one of a few names, including null if allowed; else none."""
 
     def spread(kind: Any) -> Iterator[Any]:
         if kind is bool:
@@ -62,17 +62,17 @@ def values_of(key: str) -> list[Any]:
 
 
 def switches() -> dict[str, list[Any]]:
-    """{key: values} of all that acts on a step; a new key is among them by itself."""
+    """Return {setting: values} of all settings that affect a step, including future ones."""
     groups = (OptimizerConfig, PrecisionConfig, RecipeConfig, DistributedConfig, SpeedConfig)
     keys = dict.fromkeys(key for group in groups for key in vars(group)["__annotations__"])
-    found = {key: values_of(key) for key in [*keys, *OTHERS] if key not in {*LEFT_OUT, *NUMBERS}}
+    found = {key: values_of(key) for key in [*keys, *OTHERS] if key not in {*EXCLUDED, *NUMBERS}}
     found["parallel"].remove("no_communication")  # compares several ranks
     loaders = {"data_loader": ["device", "torchvision", "synthetic"]}
     return {key: values for key, values in found.items() if len(values) > 1} | loaders | NUMBERS
 
 
 def configure(row: Row) -> Config:
-    """A whole configuration; ValueError or ConfigError where the row's values do not go together."""
+    """Return a whole configuration; ValueError or ConfigError if the row's values are incompatible."""
     values = TINY | {key: value for key, value in row.items() if key != "progressive"} | row.get("progressive", {})
     config = Config(**values | RUN)
     choose_precision(config, GPU)
@@ -88,7 +88,7 @@ def is_allowed(row: Row) -> bool:
 
 
 def pairs_of(values: dict[str, Iterable[int]]) -> set[Pair]:
-    """All pairs of two keys' values, these as numbers in `switches()`."""
+    """Return all pairs of two settings' values, as indices into `switches()`."""
     return {
         frozenset({(a, x), (b, y)})
         for a, b in itertools.combinations(values, 2)
@@ -97,7 +97,7 @@ def pairs_of(values: dict[str, Iterable[int]]) -> set[Pair]:
 
 
 def complete(row: Row, chosen: dict[str, list[Any]]) -> Row | None:
-    """The row with what its values need: the group switch, one value of another key, or both; None if refused."""
+    """Add what the row's values need: the group switch, one value of another setting, or both; None if refused."""
     groups: list[Row] = [{}] if "enable_extra_opts" in row else [{}, {"enable_extra_opts": True}]
     others: list[Row] = [{key: value} for key, values in chosen.items() if key not in row for value in values]
     candidates = (row | group | other for other in [{}, *others] for group in groups)
@@ -105,7 +105,7 @@ def complete(row: Row, chosen: dict[str, list[Any]]) -> Row | None:
 
 
 def covering_rows() -> tuple[list[Row], set[Pair]]:
-    """Few rows in which each pair of values occurs that is not refused; and the pairs that are."""
+    """Return few rows that contain every allowed pair of values, and the refused pairs."""
     chosen, generator, rows = switches(), random.Random(0), list[Row]()
     left = pairs_of({key: range(len(values)) for key, values in chosen.items()})
     for pair in sorted(left, key=sorted):
@@ -130,8 +130,7 @@ def covering_rows() -> tuple[list[Row], set[Pair]]:
 ROWS, REFUSED = covering_rows()
 
 
-def test_few_pairs_are_refused() -> None:
-    """Those that configurations refuse with a reason."""
+def test_refused_pairs() -> None:
     assert Counter(tuple(sorted(key for key, _ in pair)) for pair in REFUSED) == {
         ("nesterov", "optimizer"): 2,
         ("fused_optimizer", "optimizer"): 3,
@@ -152,7 +151,7 @@ def test_few_pairs_are_refused() -> None:
         for number, row in enumerate(ROWS)
     ],
 )
-def test_switches_train_together_and_go_on_after_a_stop(
+def test_switches_train_together_and_resume_after_a_stop(
     row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    goes_on_as_if_not_stopped(configure(row), tmp_path, monkeypatch)
+    check_resume(configure(row), tmp_path, monkeypatch)

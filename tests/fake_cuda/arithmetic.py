@@ -1,8 +1,8 @@
-"""Numbers for the fake CUDA runtime, whose kernels do nothing: PyTorch's CPU kernels do their work instead.
+"""Arithmetic for the fake CUDA runtime, whose kernels do nothing: PyTorch's CPU kernels compute instead.
 
-What a graph captures is kept, and repeated at the same addresses whenever the graph is replayed: a stale address shows
-as a wrong number. Convolutions, products, batch normalisations and SGD of half precision are computed in float32 and
-rounded, as a GPU does.
+Operations captured in a graph are repeated at the same addresses whenever it is replayed, so a stale address shows as a
+wrong number. Half precision convolutions, matrix products, batch normalisations and SGD are computed in float32 and
+rounded, as on a GPU.
 """
 
 import ctypes
@@ -20,19 +20,19 @@ from tests.fake_cuda import runtime, sync_batch_norm
 
 aten = torch.ops.aten
 HALVES = (torch.float16, torch.bfloat16)
-NAMESPACES_LEFT = ("c10d", "profiler", "prim")
-# They make or describe memory, and compute nothing.
+IGNORED_NAMESPACES = ("c10d", "profiler", "prim")
+# Operations that allocate or describe memory and compute nothing.
 NO_ARITHMETIC = {
     "record_stream", "_local_scalar_dense", "is_pinned", "pin_memory", "_pin_memory", "empty", "empty_like", "detach",
     "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_", "is_same_size",
 }  # fmt: skip
 
-# They change BatchNorm's statistics in place, and return something new.
+# Operations that change BatchNorm's statistics in place and also return new tensors.
 NEW_RESULTS = {"native_batch_norm", "cudnn_batch_norm", "norm_relu"}
 
 
 def on_cpu(value: Any) -> Any:
-    """A CPU tensor over the memory of a CUDA tensor; anything else as it is."""
+    """Return a CPU tensor over the memory of a CUDA tensor, and anything else unchanged."""
     if not isinstance(value, Tensor) or value.device.type != "cuda":
         return value
     storage = value.untyped_storage()
@@ -46,7 +46,7 @@ def on_cpu(value: Any) -> Any:
 def _batch_norm(
     x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, *options: Any
 ) -> tuple[Tensor, ...]:
-    """cuDNN's, which also returns memory that its backward pass uses."""
+    """cuDNN's batch normalisation, which also returns memory for its backward pass."""
     return *aten.native_batch_norm(x, weight, bias, mean, var, *options), torch.empty(0, dtype=torch.uint8)
 
 
@@ -59,7 +59,7 @@ def _batch_norm_backward(
 
 
 def _in_float32(kernel: Callable[..., Any], changes_arguments: bool = False) -> Callable[..., Any]:
-    """`kernel` with half precision widened; what it changes in place is rounded back."""
+    """Return `kernel` computing half precision in float32; arguments that it changes in place are rounded back."""
 
     def run(*arguments: Any, **options: Any) -> Any:
         narrows, structure = tree_flatten(arguments)
@@ -91,7 +91,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
 
 
 def _only_views(operation: Any) -> bool:
-    """Whether all that it returns are views of what it got."""
+    """Whether all results are views of arguments."""
     returns = operation._schema.returns
     return bool(returns) and all(value.alias_info is not None and not value.alias_info.is_write for value in returns)
 
@@ -100,21 +100,21 @@ class Arithmetic(TorchDispatchMode):
     """While it is entered, CUDA tensors hold what the CPU computes."""
 
     enabled = True
-    captured: list[Callable[[], None]] | None = None  # by the capture under way
-    listener: Any = None  # kept alive, since C++ calls it
+    captured: list[Callable[[], None]] | None = None  # operations of the current capture
+    listener: Any = None  # kept alive because C++ calls it
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if operation is aten.equal.default:  # its answer is of the host
+        if operation is aten.equal.default:  # returns a host value
             return operation(*tree_map(on_cpu, args))
         if operation is aten.index.Tensor:
-            args = (args[0], [_as_numbers(index) for index in args[1]])
+            args = (args[0], [_as_indices(index) for index in args[1]])
         out = operation(*args, **kwargs)
         name = operation._schema.name.split("::")[1]
         tensors = [value for value in tree_flatten((args, kwargs, out))[0] if isinstance(value, Tensor)]
         if (
             not self.enabled
-            or operation.namespace in NAMESPACES_LEFT
+            or operation.namespace in IGNORED_NAMESPACES
             or name in NO_ARITHMETIC
             or _only_views(operation)
             or not any(tensor.device.type == "cuda" for tensor in tensors)
@@ -129,7 +129,7 @@ class Arithmetic(TorchDispatchMode):
         return out
 
     def _repeat(self, operation: Any, name: str, args: Any, kwargs: Any, out: Any) -> Callable[[], None]:
-        """The operation on the same memory, by the CPU."""
+        """Return a function that runs the operation on the same memory by a CPU kernel."""
         if self.captured is not None:
             args, kwargs = tree_map(_as_captured, (args, kwargs))
         args, kwargs, out = tree_map(on_cpu, (args, kwargs, out))
@@ -143,27 +143,27 @@ class Arithmetic(TorchDispatchMode):
             result = kernel(*args, **kwargs)
             if not in_place:
                 for target, source in zip(tree_flatten(out)[0], tree_flatten(result)[0], strict=False):
-                    # empty: what a GPU also returns and nobody reads, such as BatchNorm's statistics in evaluation
+                    # a GPU's unused results are empty here, such as BatchNorm's statistics in evaluation
                     if isinstance(target, Tensor) and isinstance(source, Tensor) and target.numel() and source.numel():
                         target.copy_(source)
 
         return compute
 
 
-def _as_numbers(index: Tensor | None) -> Tensor | None:
-    """A mask [N] as the numbers of what it chooses: how many there are decides the shape of what is launched."""
+def _as_indices(index: Tensor | None) -> Tensor | None:
+    """Return a mask [N] as indices, whose number determines the shape of the result."""
     if index is None or index.dtype is not torch.bool or index.device.type != "cuda" or index.dim() != 1:
         return index
     return on_cpu(index).nonzero().squeeze(1).to(index.device)
 
 
 def _as_captured(value: Any) -> Any:
-    """A number of the host goes into a graph as it is now; device memory is read when the graph is replayed."""
+    """Copy a host scalar, whose value is fixed at capture; device memory is read at replay."""
     return value.clone() if isinstance(value, Tensor) and value.device.type == "cpu" and value.dim() == 0 else value
 
 
 def start() -> None:
-    """Compute from here on, in this process."""
+    """Compute from now on in this process."""
     if Arithmetic.listener is not None:
         return
     graph = torch.cuda.CUDAGraph
@@ -174,7 +174,7 @@ def start() -> None:
         Arithmetic.captured = []
 
     def capture_end(self: Any) -> None:
-        self.computations = Arithmetic.captured or []  # which end with the graph
+        self.computations = Arithmetic.captured or []  # live as long as the graph
         Arithmetic.captured = None
         end(self)
 
@@ -185,16 +185,16 @@ def start() -> None:
                 compute()
 
     def repeat_collective(number: int) -> None:
-        """NCCL's calls of a capture, from whichever thread makes them."""
+        """Add an NCCL call to the capture; any thread may make it."""
         if Arithmetic.captured is not None:
-            Arithmetic.captured.append(partial(library.stand_in_repeat_collective, number))
+            Arithmetic.captured.append(partial(library.fake_cuda_repeat_collective, number))
 
     def print_as_on_cpu(tensor: Tensor, **options: Any) -> str:
-        """PyTorch prints without modes such as this: it would take as much memory as numbers that nobody wrote say."""
+        """PyTorch prints without dispatch modes and would read memory that nothing was written to."""
         return as_text(on_cpu(tensor), **options)
 
     def run_and_compute(thread: threading.Thread) -> None:
-        """A mode is of one thread; DataParallel has one for each device."""
+        """A mode belongs to one thread; DataParallel has one per device."""
         with Arithmetic():
             run(thread)
 
@@ -202,6 +202,6 @@ def start() -> None:
     as_text, torch._tensor_str._str = torch._tensor_str._str, print_as_on_cpu
     library = runtime.load_library()
     Arithmetic.listener = ctypes.CFUNCTYPE(None, ctypes.c_size_t)(repeat_collective)
-    library.stand_in_on_captured_collective(Arithmetic.listener)
+    library.fake_cuda_on_captured_collective(Arithmetic.listener)
     graph.capture_begin, graph.capture_end, graph.replay = capture_begin, capture_end, replay_and_compute
     Arithmetic().__enter__()

@@ -1,5 +1,5 @@
-// cuBLAS: products are noted, not computed. By its binary interface alone, since its header wants more of the toolkit than
-// PyTorch's packages bring.
+// cuBLAS: products are recorded, not computed. Without its header, which needs parts of the toolkit that PyTorch's packages
+// lack.
 #include <library_types.h>
 
 #include <cstring>
@@ -50,10 +50,6 @@ int cublasCreate_v2(Handle** handle) {
 }
 int cublasSetStream_v2(Handle* handle, cudaStream_t stream) {
   handle->stream = stream;
-  return SUCCESS;
-}
-int cublasGetStream_v2(Handle* handle, cudaStream_t* stream) {
-  *stream = handle->stream;
   return SUCCESS;
 }
 int cublasSetMathMode(Handle* handle, int math) {

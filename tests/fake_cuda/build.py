@@ -1,4 +1,4 @@
-"""Builds the fake CUDA runtime with the machine's C++ compiler and the headers in PyTorch's own packages (README.md).
+"""Build the fake CUDA runtime with the machine's C++ compiler and the headers in PyTorch's packages (README.md).
 
 python tests/fake_cuda/build.py DIR     # writes DIR/libfake_cuda.so and DIR/libcuda.so.1
 """
@@ -12,9 +12,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 RUNTIME = ("ledger", "memory", "streams", "blas", "dnn", "nccl")
-# What PyTorch asks of CUDA's libraries: all that is not written here becomes a function that only returns success.
-ASKED = re.compile(r"^(cuda[A-Z]|__cuda|cublas|cudnn|nccl)")
-# Headers that the packages' own ones include and that PyTorch's wheels do not bring.
+# Functions of CUDA's libraries that PyTorch uses. Those not written here become stubs that return success.
+USED = re.compile(r"^(cuda[A-Z]|__cuda|cublas|cudnn|nccl)")
+# Replacements for headers that PyTorch's wheels lack.
 EMPTY_MARKS = """
 __host__ __device__ __global__ __shared__ __constant__ __device_builtin__ __cudart_builtin__ __specialization_static
 __device_builtin_texture_type__ __device_builtin_surface_type__ CUDARTAPI
@@ -33,11 +33,11 @@ SMALL_HEADERS = {
 
 
 class Unavailable(Exception):
-    """This machine cannot build the fake CUDA runtime; the message says what it lacks."""
+    """This machine cannot build the fake CUDA runtime; the message names what is missing."""
 
 
 def build(folder: Path) -> None:
-    """Build both libraries into `folder`. `Unavailable` without a compiler, headers, or a CUDA build of PyTorch."""
+    """Build both libraries in `folder`. `Unavailable` without a compiler, headers, or a CUDA build of PyTorch."""
     torch, nvidia = _package("torch"), _package("nvidia")
     libraries = [*torch.glob("lib/libc10_cuda.so"), *torch.glob("lib/libtorch*.so")]
     compiler = shutil.which("g++")
@@ -63,27 +63,27 @@ def build(folder: Path) -> None:
         )
         if done.returncode:
             reasons = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
-            raise Unavailable(f"{target.name} cannot be made: {reasons[0].strip()}")
+            raise Unavailable(f"{target.name} cannot be built: {reasons[0].strip()}")
 
     for name in (*RUNTIME, "driver"):
         compile_to(folder / f"{name}.o", "-c", str(HERE / f"{name}.cpp"))
     runtime = [folder / f"{name}.o" for name in RUNTIME]
-    asked = {name for name in _symbols("--undefined-only", *libraries) if ASKED.match(name)}
-    _write_rest(folder / "runtime_rest.c", asked - _symbols("--defined-only", *runtime))
-    offered = re.findall(r"\bCUDAAPI (cu[A-Z]\w+)|\b(cu[A-Z][A-Za-z0-9]+_v\d)\b", (include / "cuda.h").read_text())
-    driver = {name for pair in offered for name in pair if name}
-    _write_rest(folder / "driver_rest.c", driver - _symbols("--defined-only", folder / "driver.o"))
-    compile_to(folder / "libfake_cuda.so", "-shared", *map(str, runtime), "-xc", str(folder / "runtime_rest.c"))
+    used = {name for name in _symbols("--undefined-only", *libraries) if USED.match(name)}
+    _write_stubs(folder / "runtime_stubs.c", used - _symbols("--defined-only", *runtime))
+    declared = re.findall(r"\bCUDAAPI (cu[A-Z]\w+)|\b(cu[A-Z][A-Za-z0-9]+_v\d)\b", (include / "cuda.h").read_text())
+    driver = {name for pair in declared for name in pair if name}
+    _write_stubs(folder / "driver_stubs.c", driver - _symbols("--defined-only", folder / "driver.o"))
+    compile_to(folder / "libfake_cuda.so", "-shared", *map(str, runtime), "-xc", str(folder / "runtime_stubs.c"))
     compile_to(
         folder / "libcuda.so.1", "-shared", "-Wl,-soname,libcuda.so.1", str(folder / "driver.o"),
-        "-xc", str(folder / "driver_rest.c"), "-ldl",
+        "-xc", str(folder / "driver_stubs.c"), "-ldl",
     )  # fmt: skip
     (folder / "libcuda.so").unlink(missing_ok=True)
     (folder / "libcuda.so").symlink_to("libcuda.so.1")
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """The environment in which a process finds the fake runtime where CUDA would be."""
+    """Return environment variables that make a process load the fake runtime instead of CUDA."""
     return {
         "LD_PRELOAD": str(folder / "libfake_cuda.so"),
         "LD_LIBRARY_PATH": str(folder),
@@ -105,7 +105,7 @@ def _symbols(which: str, *files: Path) -> set[str]:
     return {line.split()[-1].split("@")[0] for line in lines if line and not line.endswith(":")}
 
 
-def _write_rest(path: Path, names: set[str]) -> None:
+def _write_stubs(path: Path, names: set[str]) -> None:
     path.write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(names)), encoding="utf-8")
 
 

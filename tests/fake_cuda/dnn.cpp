@@ -1,4 +1,4 @@
-// cuDNN: convolutions and batch normalisations are noted with types, shapes and layouts, not computed.
+// cuDNN: convolutions and batch normalisations are recorded with types, shapes and layouts, not computed.
 #include <cudnn.h>
 
 #include <algorithm>
@@ -25,7 +25,7 @@ std::string name_type(int type) {
     default: return "type " + std::to_string(type);
   }
 }
-// Whether dimensions in this order, the innermost first, lie in memory without gaps.
+// Whether dimensions in this order, innermost first, lie in memory without gaps.
 bool dense(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, const std::vector<int>& order) {
   int64_t expected = 1;
   for (int i : order) {
@@ -148,7 +148,7 @@ cudnnStatus_t cudnnDropoutGetStatesSize(cudnnHandle_t, size_t* bytes) {
   return CUDNN_STATUS_SUCCESS;
 }
 
-// ---- convolutions, by backend descriptors: attributes with a type, some of which are descriptors again
+// ---- convolutions, by backend descriptors: typed attributes, some of them descriptors
 struct Attribute {
   int64_t count = 0;
   std::vector<char> bytes;
@@ -214,7 +214,7 @@ cudnnStatus_t cudnnBackendSetAttribute(cudnnBackendDescriptor_t descriptor, cudn
   ((Descriptor*)descriptor)->attributes[name] = {count, {bytes, bytes + count * bytes_of(type)}};
   return CUDNN_STATUS_SUCCESS;
 }
-// The heuristic offers one engine, which knows the operations that it is to run.
+// The heuristic offers one engine, which holds the operations to run.
 static void offer_engine(Descriptor* heuristic, Descriptor* configuration) {
   auto* engine = new Descriptor{CUDNN_BACKEND_ENGINE_DESCRIPTOR};
   engine->attributes[CUDNN_ATTR_ENGINE_OPERATION_GRAPH] = heuristic->attributes[CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH];

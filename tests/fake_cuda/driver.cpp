@@ -1,5 +1,5 @@
-// CUDA's driver, libcuda.so.1, as far as PyTorch, Inductor and Triton ask for it. The rest is in the runtime, which is
-// loaded before.
+// CUDA's driver, libcuda.so.1, as far as PyTorch, Inductor and Triton use it. It calls the runtime, which is loaded
+// first.
 #include <cuda.h>
 #include <dlfcn.h>
 
@@ -14,7 +14,7 @@ Function runtime(const char* name) {
 }
 using Work = int (*)(CUstream, const char*, size_t);
 CUresult launch(CUfunction function, CUstream stream, size_t threads) {
-  static auto work = runtime<Work>("stand_in_work");
+  static auto work = runtime<Work>("fake_cuda_work");
   return (CUresult)work(stream, ((std::string*)function)->c_str(), threads);
 }
 CUresult new_module(CUmodule* module) {
@@ -69,7 +69,7 @@ CUresult cuGetErrorString(CUresult, const char** text) {
 }
 CUresult cuGetErrorName(CUresult error, const char** text) { return cuGetErrorString(error, text); }
 CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr pointer) {
-  if (!runtime<int (*)(const void*)>("stand_in_on_device")((void*)pointer)) return CUDA_ERROR_INVALID_VALUE;
+  if (!runtime<int (*)(const void*)>("fake_cuda_on_device")((void*)pointer)) return CUDA_ERROR_INVALID_VALUE;
   if (attribute == CU_POINTER_ATTRIBUTE_DEVICE_POINTER)
     *(CUdeviceptr*)value = pointer;
   else

@@ -1,4 +1,4 @@
-// Shared by the files of the fake CUDA runtime.
+// Shared by the C++ files of the fake CUDA runtime.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -7,23 +7,23 @@
 #include <string>
 
 // One lock for all: PyTorch calls from several threads (autograd, loaders, NCCL's watchdog).
-extern std::recursive_mutex everything;
-#define LOCK std::lock_guard<std::recursive_mutex> locked(everything)
+extern std::recursive_mutex global_lock;
+#define LOCK std::lock_guard<std::recursive_mutex> locked(global_lock)
 
-// A call that waits, allocates or frees: capturing threads may not make it. For functions that return a cudaError_t.
+// For calls that wait, allocate or free: return an error if a thread may not make them during a capture.
 #define NOT_WHILE_CAPTURING \
   LOCK;                     \
   if (cudaError_t error = forbidden_while_capturing(__func__)) return error;
 
-// Notes work of `amount` (threads, bytes, elements) on a stream; an error where a GPU would refuse it.
+// Record work of `amount` (threads, bytes, elements) on a stream; return an error if a GPU would refuse it.
 cudaError_t work(cudaStream_t stream, const std::string& name, size_t amount);
 // Whether work on the stream is captured into a graph instead of done.
 bool is_capturing(cudaStream_t stream);
-// Notes that the host waits for the device.
+// Record that the host waits for the device.
 void host_waits(const char* how);
-// Notes what a GPU would refuse or what would go wrong on one.
-void trouble(const std::string& what);
-// Remembers an error for cudaGetLastError, and returns it.
+// Record a call that a GPU would refuse or that would go wrong on one.
+void violation(const std::string& what);
+// Store an error for cudaGetLastError and return it.
 cudaError_t failed(cudaError_t error);
 cudaError_t forbidden_while_capturing(const char* call);
 bool on_device(const void* pointer);

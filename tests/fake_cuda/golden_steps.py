@@ -1,10 +1,10 @@
-"""What one training step of every block asks of a GPU, counted on the fake CUDA runtime and kept in golden_steps.txt.
+"""Launches, waits and copies of one training step of every block, counted on the fake CUDA runtime (golden_steps.txt).
 
-    python -m tests.fake_cuda.golden_steps                              # write golden_steps.txt anew
-    python -m tests.fake_cuda.golden_steps --kinds cifar100.yaml#bs256  # this block's launches by kind
+    python -m tests.fake_cuda.golden_steps                              # rewrite golden_steps.txt
+    python -m tests.fake_cuda.golden_steps --kinds cifar100.yaml#bs256  # one block's launches by kind
 
-The Trainer's own loop runs on black images of the block's size, in one process; dataparallel has two devices. A step is
-what lies between two polls for signals: the next batch on its way, and the step itself. No log point is among them.
+The Trainer's loop runs on black images of the block's size, in one process; dataparallel has two devices. A step spans
+two polls for signals: the prefetch of the next batch and the step itself, without log points.
 """
 
 import json
@@ -43,7 +43,7 @@ from utils.training.step import GRAPH_WARMUP_STEPS, wants_graphs
 ROOT = Path(__file__).resolve().parent.parent.parent
 TABLE = Path(__file__).with_suffix(".txt")
 FILES = sorted((ROOT / "config").glob("*.yaml"))
-# Blocks that differ in these keys alone have the same step, and are counted once.
+# Settings that do not affect a step: blocks that differ only in them are counted once.
 NOT_OF_THE_STEP = re.compile(
     r"(lr|log|limit|checkpoint|profiling|cifar100|start_timeout|collective_timeout)_.*|lr|seed|data_path"
     "|max_epochs|weight_decay|momentum|stop_at_accuracy|test_time_(flip|shift)|valid_batch_size_per_gpu"
@@ -52,7 +52,7 @@ NOT_OF_THE_STEP = re.compile(
 )
 COMPILED = "compiled"
 WIDTHS = (9, 7, 8, 6, 11, 8)
-HEADER = f"{'block':49} launches graphs in them waits  to device to host  in place of its own; same step as"
+HEADER = f"{'block':49} launches graphs in them waits  to device to host  replaced; same step as"
 KINDS = {
     "convolution": "convolution|conv_depthwise",
     "batch norm": "batch_norm|batch norm",
@@ -73,7 +73,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Step:
-    """Counts of one step: what the host launches, graphs among it and the kernels in them, waits of the host, bytes."""
+    """Counts of one step: launches by the host, graphs among them and their kernels, host waits, bytes copied."""
 
     launches: int
     graphs: int
@@ -84,7 +84,7 @@ class Step:
 
 
 def versions() -> str:
-    """What the counts depend on."""
+    """Return the versions that the counts depend on."""
     return f"torch {torch.__version__.split('+')[0]}"
 
 
@@ -96,28 +96,26 @@ def count(work: Sequence[runtime.Work]) -> Step:
 
 
 def as_counted(config: Config) -> tuple[Config, str]:
-    """The block as it runs here, and what was put in the place of the block's own."""
+    """Return the block as it runs here, and a description of its replaced settings."""
     changes: dict[str, object] = {"num_data_workers": 0, "enable_profiling": False, "log_freq": 1000}
     changes |= {"log_to_screen": False, "log_to_tensorboard": False, "limit_train_batches": None}
-    put = []
+    replaced = {}
     if config.dataset == "imagenet":  # black images are in memory
         changes["rnd_resized_crop"] = False
     if config.data_loader == "dali":
-        put.append("data_loader synthetic")
-        changes["data_loader"] = "synthetic"
+        replaced["data_loader"] = "synthetic"
     if compiles(config, torch.device("cuda")):
-        put.append("model resnet8")  # a large one takes minutes to compile
-        changes["model"] = "resnet8"
-    return Config(**config.model_dump() | changes), ", ".join(put)
+        replaced["model"] = "resnet8"  # a large one takes minutes to compile
+    return Config(**config.model_dump() | changes | replaced), ", ".join(map(" ".join, replaced.items()))
 
 
 def scales_loss(config: Config) -> bool:
-    """Whether the loss is scaled, and with it gradients may overflow."""
+    """Whether the loss is scaled."""
     return choose_precision(config, torch.device("cuda")).loss_scale is not None
 
 
 def key_of(config: Config) -> str:
-    """Equal for blocks whose steps are the same: the keys that act on it, and what follows from group switches."""
+    """Return a key that is equal for blocks with equal steps: the settings that affect a step."""
     precision = choose_precision(config, torch.device("cuda"))
     values = {key: value for key, value in config.model_dump().items() if not NOT_OF_THE_STEP.fullmatch(key)}
     for key in ("enable_extra_opts", "enable_amp", "amp_dtype", "opt_level", "keep_batchnorm_fp32", "loss_scale"):
@@ -129,7 +127,7 @@ def key_of(config: Config) -> str:
 
 
 def trace(config: Config) -> list[runtime.Work]:
-    """The work of one step, after those that warm up and capture; two steps must be equal in all."""
+    """Return the work of one step after warm-up and capture; its counts must equal those of the step before."""
     device = torch.device("cuda", 0)
     steps = GRAPH_WARMUP_STEPS + 4 if wants_graphs(config, device) else 4
     config = Config(**config.model_dump() | {"limit_train_batches": steps})
@@ -148,7 +146,7 @@ def trace(config: Config) -> list[runtime.Work]:
 
 
 def prepare() -> None:
-    """Make networks and batches in no time, since nothing is computed here but what the host reads."""
+    """Skip initialisation and data loading, since nothing is computed except values that the host reads."""
     for name in ("kaiming_normal_", "kaiming_uniform_", "trunc_normal_", "normal_", "uniform_"):
         setattr(torch.nn.init, name, lambda tensor, *arguments, **options: tensor)
     opened, build_optimizer = train.open_dataset, learner.build_optimizer
@@ -158,7 +156,7 @@ def prepare() -> None:
             return build_optimizer(*arguments, **options)
 
     def step_anyway(scaler: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any], *_: Any) -> None:
-        sum(found.item() for found in state["found_inf_per_device"].values())  # waits; what it reads nobody wrote
+        sum(found.item() for found in state["found_inf_per_device"].values())  # waits; the value is garbage
         optimizer.step()
 
     @cache
@@ -177,7 +175,7 @@ def prepare() -> None:
 
 
 def groups() -> dict[str, list[tuple[str, Config]]]:
-    """{group: [(FILE#BLOCK, its configuration)]}: a group for each file, and one for what is compiled."""
+    """Return {group: [(FILE#BLOCK, its configuration)]}, a group for each file and one for compiled steps."""
     found: dict[str, list[tuple[str, Config]]] = {path.name: [] for path in FILES} | {COMPILED: []}
     for path in FILES:
         for name in list_blocks(path):
@@ -188,26 +186,26 @@ def groups() -> dict[str, list[tuple[str, Config]]]:
 
 
 def rows(group: str) -> Iterator[str]:
-    """The table's lines of a group's blocks."""
+    """Yield the table's lines of a group's blocks."""
     counted: dict[str, tuple[str, Step]] = {}
     for block, own in groups()[group]:
-        config, put = as_counted(own)
+        config, replaced = as_counted(own)
         key = key_of(config)
         if key not in counted:
             counted[key] = block, count(trace(config))
         first, step = counted[key]
         numbers = "".join(f"{number:>{width}}" for number, width in zip(asdict(step).values(), WIDTHS, strict=True))
-        yield f"{block:49}{numbers}  {'; '.join(filter(None, [put, first if first != block else '']))}".rstrip()
+        yield f"{block:49}{numbers}  {'; '.join(filter(None, [replaced, first if first != block else '']))}".rstrip()
 
 
 def recorded() -> tuple[str, dict[str, str]]:
-    """The versions that the table was counted with, and its line of each block."""
+    """Return the versions that the table was counted with, and its line for each block."""
     first, _, *lines = TABLE.read_text(encoding="utf-8").splitlines()
     return first.removeprefix("# ").split(" | ")[0], {line.split()[0]: line for line in lines}
 
 
 def by_kind(work: Sequence[runtime.Work]) -> dict[str, int]:
-    """Launches of each kind, the most frequent first; names that no kind claims stand for themselves."""
+    """Return launches by kind, most frequent first; kernels of no known kind by name."""
     ledger = runtime.Ledger(list(work))
     kinds = Counter(
         next((kind for kind, pattern in KINDS.items() if re.search(pattern, entry.name)), entry.name[:100])
@@ -223,15 +221,15 @@ def main(arguments: Sequence[str]) -> int:
             environment = os.environ | variables(Path(folder)) | {"FAKE_CUDA_DEVICES": "2"}
             command = [sys.executable, "-m", __spec__.name, *arguments]
             return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
-    # a batch of 1024 images of 224 pixels needs more addresses than other tests may have
+    # a batch of 1024 images of 224 pixels exceeds the address space limit of with.sh
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     prepare()
     if arguments[:1] == ["--kinds"]:
         for block in arguments[1:]:
             path, _, name = block.partition("#")
-            config, put = as_counted(load_config(ROOT / "config" / path, name))
-            print(f"{block} {put}".rstrip())
+            config, replaced = as_counted(load_config(ROOT / "config" / path, name))
+            print(f"{block} {replaced}".rstrip())
             for kind, launches in by_kind(trace(config)).items():
                 print(f"{launches:6} {kind}")
     elif arguments:
@@ -240,7 +238,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         lines = {line.split()[0]: line for group in groups() for line in rows(group)}
         ordered = [lines[f"{path.name}#{name}"] for path in FILES for name in list_blocks(path)]
-        head = [f"# {versions()} | python -m tests.fake_cuda.golden_steps | one step, see there", HEADER]
+        head = [f"# {versions()} | python -m tests.fake_cuda.golden_steps | counts of one step", HEADER]
         TABLE.write_text("\n".join([*head, *ordered]) + "\n", encoding="utf-8")
     return 0
 

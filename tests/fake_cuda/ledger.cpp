@@ -1,9 +1,9 @@
-// What happened: work by name and stream, waits, and troubles. Python reads it through ctypes (runtime.py).
+// The record of work, waits and violations. Python reads it through ctypes (runtime.py).
 #include <vector>
 
 #include "fake_cuda.h"
 
-std::recursive_mutex everything;
+std::recursive_mutex global_lock;
 
 namespace {
 struct Entry {
@@ -14,7 +14,7 @@ struct Entry {
 bool recording = false;
 // never destroyed: PyTorch's threads may still call while the process ends
 auto& entries = *new std::vector<Entry>;
-auto& troubles = *new std::vector<std::string>;
+auto& violations = *new std::vector<std::string>;
 }  // namespace
 
 void note(const std::string& name, bool captured, size_t amount) {
@@ -23,25 +23,25 @@ void note(const std::string& name, bool captured, size_t amount) {
 
 void host_waits(const char* how) { note(std::string("WAIT ") + how, false, 0); }
 
-void trouble(const std::string& what) {
+void violation(const std::string& what) {
   LOCK;
-  troubles.push_back(what);
+  violations.push_back(what);
 }
 
 extern "C" {
-void stand_in_record(int on) {
+void fake_cuda_record(int on) {
   LOCK;
   recording = on;
   if (on) entries.clear();
 }
-size_t stand_in_entries() { return entries.size(); }
-const char* stand_in_name(size_t i) { return entries[i].name.c_str(); }
-int stand_in_captured(size_t i) { return entries[i].captured; }
-size_t stand_in_amount(size_t i) { return entries[i].amount; }
-size_t stand_in_troubles() { return troubles.size(); }
-const char* stand_in_trouble(size_t i) { return troubles[i].c_str(); }
-void stand_in_forget_troubles() {
+size_t fake_cuda_entries() { return entries.size(); }
+const char* fake_cuda_name(size_t i) { return entries[i].name.c_str(); }
+int fake_cuda_captured(size_t i) { return entries[i].captured; }
+size_t fake_cuda_amount(size_t i) { return entries[i].amount; }
+size_t fake_cuda_violations() { return violations.size(); }
+const char* fake_cuda_violation(size_t i) { return violations[i].c_str(); }
+void fake_cuda_clear_violations() {
   LOCK;
-  troubles.clear();
+  violations.clear();
 }
 }

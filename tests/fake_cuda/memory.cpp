@@ -1,4 +1,4 @@
-// Devices and memory. Device memory is the host's, taken only when it is touched, so that 140 GB cost nothing.
+// Devices and memory. Device memory is host memory, committed only when touched, so 140 GB cost nothing.
 #include <sys/mman.h>
 
 #include <cstdio>
@@ -73,7 +73,7 @@ cudaError_t failed(cudaError_t error) {
 }
 
 extern "C" {
-int stand_in_on_device(const void* pointer) { return on_device(pointer); }  // for driver.cpp, another library
+int fake_cuda_on_device(const void* pointer) { return on_device(pointer); }  // for driver.cpp, another library
 
 // ---- devices
 cudaError_t cudaGetDeviceCount(int* count) {
@@ -226,7 +226,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
   return cudaSuccess;
 }
 
-// ---- copies: done at once, where they are not captured
+// ---- copies: done at once unless captured
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
   NOT_WHILE_CAPTURING
   host_waits("cudaMemcpy");

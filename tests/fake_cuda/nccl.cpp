@@ -1,7 +1,6 @@
-// NCCL between processes of one machine, over shared memory, and between the devices of one process. Shows order,
-// streams, captures and the end of communicators, and computes what the collectives compute. A call waits for the
-// other ranks at once, and not on its stream; a captured one is handed to Python (arithmetic.py), which repeats it when
-// the graph is replayed.
+// NCCL between processes of one machine, over shared memory, and between the devices of one process. It records order,
+// streams, captures and the end of communicators, and computes the collectives' results. A call waits for the other ranks
+// immediately, not on its stream. A captured call is passed to Python (arithmetic.py), which repeats it at each replay.
 #include <fcntl.h>
 #include <nccl.h>
 #include <sys/mman.h>
@@ -16,10 +15,10 @@
 
 #include "fake_cuda.h"
 
-extern "C" int stand_in_live_graphs_with_nccl();
+extern "C" int fake_cuda_live_graphs_with_nccl();
 
 namespace {
-const size_t PIECE = 1 << 20;  // bytes that each rank gives at a time
+const size_t PIECE = 1 << 20;  // bytes per rank at a time
 
 struct Meeting {  // in shared memory; all zero at first
   std::atomic<int> arrived, round;
@@ -27,7 +26,7 @@ struct Meeting {  // in shared memory; all zero at first
 };
 struct Communicator {
   int rank, size;
-  Meeting* meeting = nullptr;  // none: all ranks are this process's devices
+  Meeting* meeting = nullptr;  // null: all ranks are devices of this process
 
   void wait_for_all() {
     int round = meeting->round;
@@ -46,10 +45,10 @@ struct Call {
   size_t count;
   ncclDataType_t type;
   ncclRedOp_t operation;
-  int root;  // whose data all get; -1: everybody's, reduced
+  int root;  // rank whose data all get; -1: the reduction of all
 };
 auto& captured = *new std::vector<Call>;
-void (*on_capture)(size_t) = nullptr;  // told the number of a captured call
+void (*on_capture)(size_t) = nullptr;  // called with the index of a captured call
 
 size_t bytes_of(ncclDataType_t type) {
   switch (type) {
@@ -73,14 +72,14 @@ struct Bfloat16 {
     memcpy(&value, &wide, 4);
     return value;
   }
-  Bfloat16& operator=(float value) {  // to the nearest, ties to even
+  Bfloat16& operator=(float value) {  // to nearest even
     uint32_t wide;
     memcpy(&wide, &value, 4);
     bits = std::isnan(value) ? 0x7fc0 : (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
     return *this;
   }
 };
-// Reduced in the order of ranks and in the type Wide, rounded at the end.
+// Reduce in rank order in the type Wide, and round at the end.
 template <class Number, class Wide = Number>
 void reduce_as(const std::vector<const char*>& all, char* to, size_t count, ncclRedOp_t operation) {
   for (size_t i = 0; i < count; i++) {
@@ -98,7 +97,7 @@ void reduce_as(const std::vector<const char*>& all, char* to, size_t count, nccl
 }
 void combine(const Call& call, const std::vector<const char*>& all, char* to, size_t count) {
   if (call.root >= 0) memmove(to, all[call.root], count * bytes_of(call.type));
-  else if (call.operation > ncclAvg) trouble("a reduction that the fake NCCL does not know");
+  else if (call.operation > ncclAvg) violation("a reduction that the fake NCCL does not support");
   else switch (call.type) {
     case ncclFloat16: return reduce_as<_Float16, float>(all, to, count, call.operation);
     case ncclBfloat16: return reduce_as<Bfloat16, float>(all, to, count, call.operation);
@@ -130,7 +129,7 @@ void meet(const Call& call) {  // with the other processes
     here.wait_for_all();
   }
 }
-void meet_on_devices(const Call& call) {  // the last of a group does it for all
+void meet_on_devices(const Call& call) {  // the last call of a group computes the results of all
   static thread_local std::vector<Call> group;
   group.push_back(call);
   if ((int)group.size() < call.communicator->size) return;
@@ -154,11 +153,12 @@ void perform(const Call& call, cudaStream_t stream) {
     meet_on_devices(call);
   }
 }
-// ROOT's data for all, everybody's reduced for ROOT or for all (ROOT: -1), or one of the two for each rank's part.
+// BROADCAST: from the root to all; REDUCE: to the root, or to all if it is -1; GATHER and SCATTER: the same for each
+// rank's part.
 enum Kind { BROADCAST, REDUCE, GATHER, SCATTER };
 ncclResult_t collective(const char* name, Kind kind, const void* from, void* to, size_t count, ncclDataType_t type,
                         ncclRedOp_t operation, int root, ncclComm_t communicator, cudaStream_t stream) {
-  if (from && !on_device(from)) trouble(std::string(name) + " of host memory");
+  if (from && !on_device(from)) violation(std::string(name) + " of host memory");
   if (work(stream, name, count * bytes_of(type))) return ncclUnhandledCudaError;
   auto* here = (Communicator*)communicator;
   Call call{here, (const char*)from, (char*)to, count, type, operation, kind == BROADCAST ? root : -1};
@@ -184,20 +184,20 @@ ncclResult_t create(ncclComm_t* communicator, int size, int rank, const ncclUniq
   if (memory == MAP_FAILED) return ncclSystemError;
   here->meeting = (Meeting*)memory;
   here->wait_for_all();
-  if (rank == 0) unlink(id.internal);  // it lives as long as a rank has it
+  if (rank == 0) unlink(id.internal);  // it lives as long as a rank has it mapped
   return ncclSuccess;
 }
 ncclResult_t end(const char* call) {
-  if (stand_in_live_graphs_with_nccl())
-    trouble(std::string(call) + " while a graph that captured NCCL is alive: NCCL would wait for it without end");
+  if (fake_cuda_live_graphs_with_nccl())
+    violation(std::string(call) + " while a graph that captured NCCL is alive: NCCL would wait for it forever");
   return ncclSuccess;
 }
 }  // namespace
 
 extern "C" {
-// Python is told of each captured call, and does it again at each replay.
-void stand_in_on_captured_collective(void (*function)(size_t)) { on_capture = function; }
-void stand_in_repeat_collective(size_t number) { meet(captured[number]); }
+// Python repeats each captured call at each replay.
+void fake_cuda_on_captured_collective(void (*function)(size_t)) { on_capture = function; }
+void fake_cuda_repeat_collective(size_t number) { meet(captured[number]); }
 
 ncclResult_t ncclGetVersion(int* version) {
   *version = NCCL_VERSION_CODE;
@@ -224,7 +224,7 @@ ncclResult_t ncclCommInitAll(ncclComm_t* communicators, int size, const int*) {
   return ncclSuccess;
 }
 ncclResult_t ncclCommSplit(ncclComm_t, int, int, ncclComm_t*, ncclConfig_t*) {
-  trouble("the fake NCCL splits no communicator");
+  violation("the fake NCCL does not split communicators");
   return ncclInvalidUsage;
 }
 ncclResult_t ncclCommCount(const ncclComm_t communicator, int* count) {
@@ -273,11 +273,11 @@ ncclResult_t ncclAllGather(const void* from, void* to, size_t count, ncclDataTyp
   return collective("ncclAllGather", GATHER, from, to, count, type, ncclSum, -1, communicator, stream);
 }
 ncclResult_t ncclSend(const void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) {
-  trouble("the fake NCCL knows no messages from one rank to another");
+  violation("the fake NCCL has no point-to-point messages");
   return ncclInvalidUsage;
 }
 ncclResult_t ncclRecv(void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) {
-  trouble("the fake NCCL knows no messages from one rank to another");
+  violation("the fake NCCL has no point-to-point messages");
   return ncclInvalidUsage;
 }
 }

@@ -1,17 +1,17 @@
-"""pytest's tests marked gpu, on the fake CUDA runtime: `-p tests.fake_cuda.plugin`, started by run.sh."""
+"""pytest plugin to run the tests marked gpu on the fake CUDA runtime; run.sh loads it."""
 
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-import torch  # noqa: F401 - before the arithmetic, which `with.sh --compute` starts when torch is there
+import torch  # noqa: F401 - before arithmetic, which `with.sh --compute` starts once torch is imported
 
 from tests.fake_cuda import arithmetic, runtime
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not runtime.is_active():
-        raise pytest.UsageError("the fake CUDA runtime is not loaded: start the tests by tests/fake_cuda/run.sh")
+        raise pytest.UsageError("the fake CUDA runtime is not loaded: run tests/fake_cuda/run.sh")
     arithmetic.start()
 
 
@@ -23,9 +23,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_trouble() -> Iterator[None]:
-    """A test fails on what a GPU would have refused, also where nothing came of it."""
-    runtime.take_troubles()
+def _no_violations() -> Iterator[None]:
+    """Fail a test that made a call that a GPU would refuse, even if the test passed."""
+    runtime.take_violations()
     yield
-    troubles = Counter(runtime.take_troubles())
-    assert not troubles, "\n".join(f"{times} x {what}" for what, times in troubles.items())
+    violations = Counter(runtime.take_violations())
+    assert not violations, "\n".join(f"{times} x {call}" for call, times in violations.items())

@@ -1,4 +1,4 @@
-"""What the fake CUDA runtime saw, for Python: work on streams, waits of the host, and what a GPU would have refused."""
+"""Read the fake CUDA runtime's record: work on streams, host waits, and calls that a GPU would refuse."""
 
 import ctypes
 import os
@@ -11,22 +11,22 @@ WAIT = "WAIT "
 
 @dataclass(frozen=True)
 class Work:
-    """A kernel, a copy or a graph on a stream; or a wait of the host, whose name begins with `WAIT`."""
+    """A kernel, copy or graph on a stream, or a host wait, whose name begins with `WAIT`."""
 
     name: str
-    captured: bool  # into a graph, and not done
+    captured: bool  # into a graph, and not executed
     amount: int  # threads of a kernel, bytes of a copy, nodes of a graph
 
 
 @dataclass
 class Ledger:
-    """All that happened in a `with record()` block; filled at its end."""
+    """The record of a `with record()` block, filled at its end."""
 
     work: list[Work] = field(default_factory=list)
 
     @property
     def kernels(self) -> list[Work]:
-        """All but waits and copies."""
+        """All entries but waits and copies."""
         return [entry for entry in self.work if not entry.name.startswith((WAIT, "copy "))]
 
     @property
@@ -44,38 +44,38 @@ def is_active() -> bool:
 
 
 def load_library() -> ctypes.CDLL:
-    library = ctypes.CDLL(None)  # it is preloaded
-    library.stand_in_name.restype = library.stand_in_trouble.restype = ctypes.c_char_p
-    for name in ("entries", "amount", "troubles"):
-        getattr(library, f"stand_in_{name}").restype = ctypes.c_size_t
-    for name in ("name", "captured", "amount", "trouble"):
-        getattr(library, f"stand_in_{name}").argtypes = [ctypes.c_size_t]
+    library = ctypes.CDLL(None)  # the fake runtime is preloaded
+    library.fake_cuda_name.restype = library.fake_cuda_violation.restype = ctypes.c_char_p
+    for name in ("entries", "amount", "violations"):
+        getattr(library, f"fake_cuda_{name}").restype = ctypes.c_size_t
+    for name in ("name", "captured", "amount", "violation"):
+        getattr(library, f"fake_cuda_{name}").argtypes = [ctypes.c_size_t]
     return library
 
 
 def position() -> int:
-    """How many entries the ledger of the `record()` block under way has."""
-    return load_library().stand_in_entries()
+    """Return the number of entries so far in the current `record()` block."""
+    return load_library().fake_cuda_entries()
 
 
 @contextmanager
 def record() -> Iterator[Ledger]:
-    """The work of the block, of all threads of this process."""
+    """Record the work of all threads of this process."""
     library, ledger = load_library(), Ledger()
-    library.stand_in_record(1)
+    library.fake_cuda_record(1)
     try:
         yield ledger
     finally:
-        library.stand_in_record(0)
+        library.fake_cuda_record(0)
         ledger.work += [
-            Work(library.stand_in_name(i).decode(), bool(library.stand_in_captured(i)), library.stand_in_amount(i))
-            for i in range(library.stand_in_entries())
+            Work(library.fake_cuda_name(i).decode(), bool(library.fake_cuda_captured(i)), library.fake_cuda_amount(i))
+            for i in range(library.fake_cuda_entries())
         ]
 
 
-def take_troubles() -> list[str]:
-    """What a GPU would have refused, or what would have gone wrong on one, since the last call."""
+def take_violations() -> list[str]:
+    """Return and clear the calls that a GPU would refuse or that would go wrong on one."""
     library = load_library()
-    troubles = [library.stand_in_trouble(i).decode() for i in range(library.stand_in_troubles())]
-    library.stand_in_forget_troubles()
-    return troubles
+    violations = [library.fake_cuda_violation(i).decode() for i in range(library.fake_cuda_violations())]
+    library.fake_cuda_clear_violations()
+    return violations

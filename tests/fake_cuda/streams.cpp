@@ -1,5 +1,5 @@
-// Streams, events, captures and graphs, by the rules of the CUDA programming guide ("CUDA Graphs", "Stream Capture"), and
-// the launch of kernels, which do nothing.
+// Streams, events, captures and graphs, by the rules of the CUDA programming guide ("CUDA Graphs", "Stream Capture");
+// kernel launches, which do nothing.
 #include <chrono>
 #include <map>
 #include <set>
@@ -14,7 +14,7 @@ void note(const std::string& name, bool captured, size_t amount);
 namespace {
 struct Node {
   std::string name;
-  std::vector<int> before;  // the nodes that it waits for
+  std::vector<int> dependencies;  // nodes that it waits for
 };
 struct Graph {
   std::vector<Node> nodes;
@@ -36,7 +36,7 @@ struct Capture {
 
   cudaError_t spoil(const std::string& why, cudaError_t error) {
     invalid = true;
-    trouble(why);
+    violation(why);
     return failed(error);
   }
 };
@@ -44,13 +44,13 @@ struct Stream {
   unsigned flags = 0;
   int priority = 0;
   Capture* capture = nullptr;
-  std::vector<int> last;  // the nodes of the capture that the next one waits for
+  std::vector<int> last;  // nodes of the capture that the next one will wait for
 };
 struct Event {
   unsigned flags = 0;
   bool recorded = false;
   double milliseconds = 0;
-  Capture* capture = nullptr;  // in which it was recorded
+  Capture* capture = nullptr;  // the capture in which it was recorded
   std::vector<int> last;
 };
 
@@ -68,13 +68,14 @@ cudaStreamCaptureStatus status_of(const Capture* capture) {
   if (!capture) return cudaStreamCaptureStatusNone;
   return capture->invalid ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
 }
-// The nodes that lead to those in `last`, which stay in.
+// The nodes in `last` and all that they depend on.
 std::set<int> reach(const Graph& graph, std::vector<int> last) {
   std::set<int> seen;
   while (!last.empty()) {
     int node = last.back();
     last.pop_back();
-    if (seen.insert(node).second) last.insert(last.end(), graph.nodes[node].before.begin(), graph.nodes[node].before.end());
+    const auto& dependencies = graph.nodes[node].dependencies;
+    if (seen.insert(node).second) last.insert(last.end(), dependencies.begin(), dependencies.end());
   }
   return seen;
 }
@@ -96,7 +97,8 @@ cudaError_t work(cudaStream_t handle, const std::string& name, size_t amount) {
         if (!(captured->flags & cudaStreamNonBlocking))
           return other->spoil("work on the legacy stream during the capture of a blocking stream: " + name,
                               cudaErrorStreamCaptureImplicit);
-    if (other->thread == std::this_thread::get_id()) trouble("not captured, on another stream during a capture: " + name);
+    if (other->thread == std::this_thread::get_id())
+      violation("uncaptured work on another stream during a capture: " + name);
   }
   note(name, capture, amount);
   return cudaSuccess;
@@ -116,8 +118,8 @@ cudaError_t forbidden_while_capturing(const char* call) {
 }
 
 extern "C" {
-int stand_in_live_graphs_with_nccl() { return live_graphs_with_nccl; }
-cudaError_t stand_in_work(cudaStream_t stream, const char* name, size_t amount) { return work(stream, name, amount); }
+int fake_cuda_live_graphs_with_nccl() { return live_graphs_with_nccl; }
+cudaError_t fake_cuda_work(cudaStream_t stream, const char* name, size_t amount) { return work(stream, name, amount); }
 
 // ---- streams
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
@@ -175,7 +177,7 @@ cudaError_t cudaEventQuery(cudaEvent_t handle) {
   NOT_WHILE_CAPTURING
   Capture* capture = ((Event*)handle)->capture;
   if (!capture) return cudaSuccess;
-  trouble("query of an event that was recorded in a capture");
+  violation("query of an event that was recorded in a capture");
   if (live.count(capture)) capture->invalid = true;
   return failed(cudaErrorCapturedEvent);
 }
@@ -189,7 +191,7 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEven
   LOCK;
   for (auto* event : {(Event*)from, (Event*)to}) {
     if (event->recorded && !event->capture && !(event->flags & cudaEventDisableTiming)) continue;
-    trouble("time of an event that was not recorded, or in a capture, or without timing");
+    violation("elapsed time of an event that was not recorded, or recorded in a capture, or without timing");
     return failed(cudaErrorInvalidResourceHandle);
   }
   *milliseconds = std::max(1e-3, ((Event*)to)->milliseconds - ((Event*)from)->milliseconds);
@@ -202,20 +204,20 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t what, unsigned 
   if (!event->recorded) return cudaSuccess;
   if (!event->capture) {
     if (!stream->capture || flags & cudaEventWaitExternal) return cudaSuccess;
-    return stream->capture->spoil("a capturing stream waits for what is outside of the capture",
+    return stream->capture->spoil("a capturing stream waits for work outside the capture",
                                   cudaErrorStreamCaptureIsolation);
   }
   if (!live.count(event->capture)) {
-    trouble("a stream waits for an event of a capture that has ended");
+    violation("a stream waits for an event of a capture that has ended");
     return failed(cudaErrorCapturedEvent);
   }
   if (stream == &legacy)
     return event->capture->spoil("the legacy stream waits for a capture", cudaErrorStreamCaptureImplicit);
   if (stream->capture && stream->capture != event->capture) {
-    trouble("a capturing stream waits for another capture");
+    violation("a capturing stream waits for another capture");
     return failed(cudaErrorStreamCaptureMerge);
   }
-  stream->capture = event->capture;  // from here on its work is captured too
+  stream->capture = event->capture;  // from now on its work is captured too
   stream->capture->streams.insert(stream);
   std::set<int> both(stream->last.begin(), stream->last.end());
   both.insert(event->last.begin(), event->last.end());
@@ -233,7 +235,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mo
   static unsigned long long captures = 0;
   Stream* stream = find(handle);
   if (stream == &legacy) {
-    trouble("a capture of the legacy stream");
+    violation("a capture of the legacy stream");
     return failed(cudaErrorStreamCaptureUnsupported);
   }
   if (stream->capture) return failed(cudaErrorIllegalState);
@@ -266,7 +268,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   live.erase(capture);
   if (capture->invalid) return failed(cudaErrorStreamCaptureInvalidated);
   if (!loose.empty()) {
-    trouble("a capture ends with work that was not joined:" + loose);
+    violation("a capture ends with unjoined work:" + loose);
     return failed(cudaErrorStreamCaptureUnjoined);
   }
   *graph = (cudaGraph_t)capture->graph;
@@ -363,7 +365,7 @@ cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void**
   auto kernel = kernels.find(function);
   std::string name = kernel == kernels.end() ? "unknown kernel" : kernel->second;
   if (!blocks || !threads || threads > 1024 || grid.y > 65535 || grid.z > 65535) {
-    trouble("a launch with a grid that no GPU takes: " + name);
+    violation("a launch with a grid that no GPU accepts: " + name);
     return failed(cudaErrorInvalidConfiguration);
   }
   return work(stream, name, blocks * threads);

@@ -1,4 +1,4 @@
-"""The parts of SyncBatchNorm, which PyTorch has for GPUs only, in plain operations. Images are [N, C, ...]."""
+"""SyncBatchNorm's kernels, which PyTorch has for GPUs only, in plain operations. Images are [N, C, ...]."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def _sum(x: Tensor) -> Tensor:
 
 
 def _stats(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Mean and 1 / standard deviation of this rank's images."""
+    """Return mean and 1 / standard deviation of this rank's images."""
     count = x.numel() // x.shape[1]
     mean = _sum(x) / count
     return mean, torch.rsqrt(_sum((x - _per_channel(mean, x)) ** 2) / count + epsilon)
@@ -27,7 +27,7 @@ def _gather_stats(
     x: Tensor, means: Tensor, invstds: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float,
     epsilon: float, counts: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Those of all ranks [R, C], of which each has seen `counts` [R] numbers, as one; changes the running ones."""
+    """Combine the statistics [R, C] of all ranks, of `counts` [R] numbers each; update the running statistics."""
     total, weights = counts.sum(), counts.view(-1, 1)
     mean = (means * weights).sum(0) / total
     var = ((invstds**-2 - epsilon + (means - mean) ** 2) * weights).sum(0) / total

@@ -1,6 +1,6 @@
 #!/bin/bash
-# with.sh [--compute] COMMAND...: any command on the fake CUDA runtime (README.md). --compute: what its Python processes
-# launch is computed too. $PYTHON: default python. Exit status: the command's; 77 where it cannot be built here.
+# with.sh [--compute] COMMAND...: run a command on the fake CUDA runtime (README.md). --compute: its Python processes
+# also compute results. $PYTHON: default python. Exit status: the command's; 77 if the runtime cannot be built here.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 
@@ -13,6 +13,6 @@ variables=$("${PYTHON:-python}" "$here/build.py" "$folder") || exit 77
     export PYTHONPATH=$here/site:$here/../..${PYTHONPATH:+:$PYTHONPATH} PYTEST_PLUGINS=tests.fake_cuda.plugin
   fi
   eval "$variables"
-  ulimit -S -v 80000000 # KiB: memory that a kernel would have written is never read, but may be printed
+  ulimit -S -v 80000000 # KiB, since garbage in memory that no kernel has written may be taken for a size
   "$@"
 )

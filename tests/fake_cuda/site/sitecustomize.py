@@ -1,7 +1,6 @@
-"""Python imports this by itself where PYTHONPATH holds its folder (with.sh --compute): the fake CUDA runtime computes
-in each process from the end of its `import torch` on. Benches, with the processes that they start, only launch, but for
-those that train: of what the others compute nothing is read, and the CPU needs minutes for a GPU's sizes. torch.compile
-is off: the kernels that it makes compute nothing here."""
+"""Python imports this file at its start if its folder is in PYTHONPATH (with.sh --compute). It starts the fake CUDA
+runtime's arithmetic after `import torch`, except in benches: most read no results, and a CPU would need minutes for a
+GPU's sizes. torch.compile is disabled, since its kernels compute nothing here."""
 
 import importlib.machinery
 import importlib.util
@@ -12,11 +11,11 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 
 LAUNCHES_ONLY = "FAKE_CUDA_LAUNCHES_ONLY"
-TRAINING = {"record", "scaling"}  # benches whose runs read their own losses
+TRAINING = {"record", "scaling"}  # benches that train and so do compute
 
 
 class _AfterTorch(MetaPathFinder):
-    """Finds torch as it is, with a loader that starts the arithmetic at its end."""
+    """Find torch as usual, with a loader that starts the arithmetic at its end."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
