@@ -1,11 +1,11 @@
-"""Whole runs of two revisions end with the same bits: weights, optimizer state, and every recorded value but times.
+"""Compare whole runs of two revisions bit for bit: weights, optimizer state, and all recorded values except times.
 
     python tests/compare_revisions.py                  # the working tree against its parent commit
     python tests/compare_revisions.py v0.1 --runs lars # against a named revision, one run only
 
-Rounding differs between processors and versions of PyTorch, so both revisions train here and now instead of being held
-to recorded numbers. The exit status is what `git bisect run` expects: 0 equal, 1 different, 125 where a revision cannot
-be compared. The file needs nothing of the project, so a copy outside the checkout can compare any two revisions:
+Rounding differs between processors and versions of PyTorch, so both revisions train here instead of being compared with
+recorded numbers. Exit status, as for `git bisect run`: 0 equal, 1 different, 125 if a revision cannot be compared. The
+file imports nothing of the project, so a copy outside the checkout can compare any two revisions:
 
     cp tests/compare_revisions.py /tmp && git bisect run python /tmp/compare_revisions.py GOOD
 
@@ -33,7 +33,7 @@ TIMEOUT_SECONDS = 500
 LAUNCHERS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_", "OMPI_", "PMI")
 # values of metrics.jsonl that differ from run to run
 MEASURED = ("seconds", "images_per_sec", "data_wait", "memory_gb", "model_tflops", "mfu", "joules", "joules_per_image")
-COMPARED = ("model", "average", "optimizer", "plateau", "best", "step")  # of a checkpoint; not its random states
+COMPARED = ("model", "average", "optimizer", "plateau", "best", "step")  # parts of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Run:
     block: str
     overrides: dict[str, Any]
     ranks: int = 1
-    is_stopped: bool = False  # in mid-epoch by a signal, and then resumed
+    is_stopped: bool = False  # in mid-epoch by a signal, then resumed
     needs_cifar: bool = False
 
 
@@ -54,7 +54,7 @@ SMALL_IMAGES = {"progressive_image_sizes": [16, 24], "progressive_image_shares":
 SMALL_IMAGES |= {"optimizer": "muon", "lr": 0.03, "momentum": 0.95, "nesterov": True, "weight_decay": 0.05}
 SMALL_IMAGES |= {"label_smoothing": 0.1, "enable_alternating_flip": True, "test_time_flip": True, "test_time_shift": 1}
 SMALL_IMAGES |= {"validate_every_epochs": 7, "lr_schedule": "onecycle", "lr_warmup_epochs": 3}
-# slow on processors without such numbers
+# small, since slow on processors without bf16 instructions
 BF16 = {"amp_dtype": "bf16", "batch_size": 16, "valid_batch_size_per_gpu": 20, "limit_valid_batches": 1}
 BF16 |= {"limit_train_batches": 4, "max_epochs": 3, "log_freq": 2}
 RESUMED = SHAPES | SHORT | {"checkpoint_every_steps": 1, "keep_checkpoints": 100, "limit_train_batches": 20}
@@ -118,7 +118,7 @@ class Training:
             raise RunFailed(f"{self.tree}: the run was not stopped in mid-epoch\n{errors}")
 
     def finish(self) -> dict[str, Any]:
-        """Wait for the end; the last checkpoint, and the records of metrics.jsonl without measured values."""
+        """Wait for the end; return the last checkpoint, and the records of metrics.jsonl without measured values."""
         _, errors = self.process.communicate(timeout=TIMEOUT_SECONDS)
         if self.process.returncode != 0:
             raise RunFailed(f"{self.tree}: train.py ended with status {self.process.returncode}\n{errors}")
@@ -133,7 +133,7 @@ class Training:
 
 
 def differences(first: Any, second: Any, place: str) -> Iterator[str]:
-    """Names of the values in which two nested states differ; tensors are compared bit for bit."""
+    """Yield the names of values that differ between two nested states; tensors are compared bit for bit."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         same = first.dtype == second.dtype and first.shape == second.shape
         if not same or not torch.equal(*(value.flatten().view(torch.uint8) for value in (first, second))):
@@ -151,7 +151,7 @@ def differences(first: Any, second: Any, place: str) -> Iterator[str]:
 
 
 def compare(run: Run, trees: list[Path], work: Path) -> list[str]:
-    """Train one run in both checkouts, side by side, and return their differences."""
+    """Train one run in both checkouts at the same time and return their differences."""
     trainings = [Training(run, tree, work / str(number)) for number, tree in enumerate(trees)]
     try:
         for training in trainings:
@@ -170,7 +170,7 @@ def compare(run: Run, trees: list[Path], work: Path) -> list[str]:
 
 @contextmanager
 def checkout(revision: str) -> Iterator[Path]:
-    """A temporary folder with the files of `revision`."""
+    """Yield a temporary folder with the files of `revision`."""
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(["git", "archive", revision], capture_output=True, check=False)
         if archive.returncode:

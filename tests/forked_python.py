@@ -1,11 +1,12 @@
-"""Python as processes of tests start it, forked from a server that has imported torch and the program: 0.1 s, not 5 s.
+"""Replaces Python in processes started by tests: forks a server that has imported torch, in 0.1 s instead of 5 s.
 
-Tests and the tools that they call find it as sys.executable (conftest.py). It takes Python's own command line, hands it
-to the server with its environment, folder and standard streams, passes on signals, and ends as the forked process ends.
-Where a fork could differ from a fresh interpreter (options other than -u and -m, another checkout, variables that are
-read early, inherited files, other namespaces, limits or cores), it becomes Python itself. A signal to a process group
-does not reach the forked process, nor has it the number of the one that was started: tests of these start
-`processes.PYTHON`.
+Tests and the tools that they call start it as sys.executable (conftest.py). It accepts Python's command line, passes it
+to the server with the environment, working directory and standard streams, forwards signals, and exits with the forked
+process's status. Where a fork could differ from a fresh interpreter (options other than -u and -m, another checkout,
+variables that are read early, inherited files, other namespaces, limits or cores), it executes Python instead.
+
+A signal to the process group does not reach the forked process, which also has another process id. Tests that need
+either start `processes.PYTHON`.
 """
 
 import contextlib
@@ -21,9 +22,9 @@ from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
 FOLDER = "TESTS_FORKED_PYTHON"  # the variable with the folder of the session's server
-PASSED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT}
+FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT}
 PRELOADED = ("pytest", "torch", "torchvision", "numpy", "PIL.Image", "train", "utils.distributed.ranks", "processes")
-# Read by an interpreter or by libraries as they are loaded.
+# Variables that the interpreter or libraries read while loading.
 READ_EARLY = (
     *("PYTHON", "LD_", "LANG", "LC_", "CUDA_", "ATEN_", "MKL_", "DNNL_", "ONEDNN_", "KMP_", "OMP_WAIT"),
     *("TORCH_LOGS", "TORCH_CPP", "TORCH_COMPILE"),
@@ -31,7 +32,7 @@ READ_EARLY = (
 
 
 def install(folder: str) -> None:
-    """Make `folder`/python, for this process and those that it starts."""
+    """Write `folder`/python, for this process and its children."""
     os.environ[FOLDER] = folder
     with open(f"{folder}/environment", "w", encoding="utf-8") as file:
         json.dump([dict(os.environ), _surroundings()], file)
@@ -41,35 +42,35 @@ def install(folder: str) -> None:
 
 
 def _surroundings() -> list[Any]:
-    """What a process has from the one that starts it, and a fork of the server would not have."""
+    """Return what a process inherits from its parent, but a fork of the server would not."""
     with open("/proc/self/limits", encoding="utf-8") as limits:
         spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net", "pid")]
         return [limits.read(), spaces, sorted(os.sched_getaffinity(0)), os.getuid(), os.nice(0)]
 
 
-# ---- in place of Python
+# ---- the client, started instead of Python
 
 
-def _be_python(arguments: list[str]) -> None:
-    """End as the server's process ends that runs these arguments."""
+def _run_as_python(arguments: list[str]) -> None:
+    """Let the server run these arguments, and exit as its process does."""
     options = arguments[1:] if arguments[:1] == ["-u"] else arguments
     folder = os.environ.get(FOLDER, "")
     if not folder or not _can_fork(options, folder):
         os.execv(sys.executable, [sys.executable, *arguments])
     server = _connect(folder)
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until there is a process to pass them on to
-    ignored = [number for number in PASSED_ON if signal.getsignal(number) == signal.SIG_IGN]
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until there is a process to forward them to
+    ignored = [number for number in FORWARDED if signal.getsignal(number) == signal.SIG_IGN]
     unbuffered = options != arguments or bool(os.environ.get("PYTHONUNBUFFERED"))
     request = {"options": options, "unbuffered": unbuffered, "cwd": os.getcwd(), "ignored": ignored}
     content = json.dumps(request | {"environment": dict(os.environ)}).encode()
     socket.send_fds(server, [len(content).to_bytes(8, "little")], [0, 1, 2])
     server.sendall(content)
-    for number in PASSED_ON:
+    for number in FORWARDED:
         signal.signal(number, lambda number, frame: server.sendall(bytes([number])))
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     answer = server.recv(8)
     if not answer:
-        sys.exit(f"the server of forked processes is gone: {folder}/log")
+        sys.exit(f"the server of forked processes has ended: {folder}/log")
     status = int.from_bytes(answer, "little", signed=True)
     if status < 0:
         if -status != signal.SIGKILL:
@@ -79,7 +80,7 @@ def _be_python(arguments: list[str]) -> None:
 
 
 def _can_fork(options: list[str], folder: str) -> bool:
-    if not _is_of_this_checkout(options):
+    if not _is_from_this_checkout(options):
         return False
     listing = os.open("/proc/self/fd", os.O_RDONLY)
     files = {int(name) for name in os.listdir(listing)} - {0, 1, 2, listing}
@@ -87,26 +88,26 @@ def _can_fork(options: list[str], folder: str) -> bool:
     if any(os.path.exists(f"/proc/self/fd/{file}") for file in files):
         return False
     with open(f"{folder}/environment", encoding="utf-8") as file:
-        usual, surroundings = json.load(file)
-    early = [name for name in {*usual, *os.environ} if name.startswith(READ_EARLY)]
-    if any(usual.get(name) != os.environ.get(name) for name in early) or surroundings != _surroundings():
+        server, surroundings = json.load(file)
+    early = [name for name in {*server, *os.environ} if name.startswith(READ_EARLY)]
+    if any(server.get(name) != os.environ.get(name) for name in early) or surroundings != _surroundings():
         return False
     return "PYTHONPATH" not in os.environ
 
 
-def _is_of_this_checkout(options: list[str]) -> bool:
-    """Whether they are a module of the project, or a script that does not bring other ones of the same names."""
+def _is_from_this_checkout(options: list[str]) -> bool:
+    """Whether they name a module of this project, or a script that does not import another checkout's `utils`."""
     ours = os.path.join(os.path.dirname(os.path.dirname(SOURCE)), "utils")  # type: ignore[name-defined] # noqa: F821
     if options[:1] == ["-m"]:
         return options[1].startswith(("tools.", "torch.distributed.")) and os.path.realpath("utils") == ours
     if not options or not os.path.isfile(options[0]):
         return False
-    beside = os.path.join(os.path.dirname(os.path.realpath(options[0])), "utils")
-    return os.path.realpath(beside) == ours or not os.path.exists(beside)
+    nearby = os.path.join(os.path.dirname(os.path.realpath(options[0])), "utils")
+    return os.path.realpath(nearby) == ours or not os.path.exists(nearby)
 
 
 def _connect(folder: str) -> socket.socket:
-    """The first one starts the server."""
+    """Connect to the server, which the first client starts."""
     with open(f"{folder}/lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not os.path.exists(f"{folder}/socket"):
@@ -139,7 +140,7 @@ def _start_server(folder: str) -> None:
 
 
 def _serve(listener: socket.socket) -> None:
-    """Fork a process for each request, until the session of tests has ended. Imports that most of them need, once."""
+    """Import what most processes need, then fork one for each request until the test session has ended."""
     import functools
     import importlib
 
@@ -150,7 +151,7 @@ def _serve(listener: socket.socket) -> None:
     from utils.data.datasets import dataset as datasets
 
     datasets._draw_shapes_dataset = functools.cache(datasets._draw_shapes_dataset)
-    datasets._draw_shapes_dataset(0)  # what most runs want, which takes half a second
+    datasets._draw_shapes_dataset(0)  # the shapes of most runs, in half a second
     sys.path[:2] = []
     folder = os.environ[FOLDER]
     owner = int(folder.rpartition("-")[2])
@@ -177,7 +178,7 @@ def _exists(process: int) -> bool:
 
 
 def _guard(client: socket.socket, owner: int) -> None:
-    """Run one request in a process of its own; pass signals on to it, and tell how it ended."""
+    """Run one request in its own process; forward signals to it, and send its exit status to the client."""
     import ctypes
 
     client.setblocking(True)
@@ -190,7 +191,7 @@ def _guard(client: socket.socket, owner: int) -> None:
         content += part
     process = os.fork()
     if process == 0:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a test may end its parent, which is this guard
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a test may kill its parent, this guard
         client.close()
         _run(json.loads(content), streams)
     for stream in (0, 1, 2, *streams):
@@ -216,7 +217,7 @@ def _guard(client: socket.socket, owner: int) -> None:
 
 
 def _run(request: dict[str, Any], streams: list[int]) -> NoReturn:
-    """This process as Python with these options."""
+    """Turn this process into Python with these options."""
     import torch
 
     for number, stream in enumerate(streams):
@@ -225,9 +226,9 @@ def _run(request: dict[str, Any], streams: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])
-    for number in PASSED_ON:
-        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        signal.signal(number, signal.SIG_IGN if number in request["ignored"] else usual)
+    for number in FORWARDED:
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in request["ignored"] else default)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     sys.executable = f"{os.environ[FOLDER]}/python"
     output: Any = open(1, "w", 1 if os.isatty(1) else -1, closefd=False)  # noqa: SIM115
@@ -246,7 +247,7 @@ def _run(request: dict[str, Any], streams: list[int]) -> NoReturn:
 
 
 def _interpret(options: list[str]) -> int:
-    """The exit status, after what Python does at its end; negative: the signal to end by."""
+    """Run the program and Python's exit handlers; return the exit status, negative for a signal to die by."""
     import atexit
     import runpy
     import threading
@@ -266,7 +267,7 @@ def _interpret(options: list[str]) -> int:
             with open(options[0], "rb") as source:
                 exec(compile(source.read(), options[0], "exec"), main.__dict__)
     except SystemExit as leaving:
-        status = _tell_status(leaving.code)
+        status = _exit_status(leaving.code)
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
         status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
@@ -275,7 +276,7 @@ def _interpret(options: list[str]) -> int:
     return status
 
 
-def _tell_status(code: object) -> int:
+def _exit_status(code: object) -> int:
     if code is None or isinstance(code, int):
         return (code or 0) & 0xFF
     print(code, file=sys.stderr)
@@ -286,4 +287,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         _serve(socket.socket(fileno=int(sys.argv[2])))
     else:
-        _be_python(sys.argv[1:])
+        _run_as_python(sys.argv[1:])

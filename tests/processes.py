@@ -1,4 +1,4 @@
-"""Real processes as the ranks of a run."""
+"""Run real processes as the ranks of a run."""
 
 import os
 import pickle
@@ -21,7 +21,7 @@ LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCH
 
 @dataclass(frozen=True)
 class Ended:
-    """How one process ended."""
+    """Exit status and output of one process."""
 
     status: int
     output: str
@@ -30,14 +30,14 @@ class Ended:
 
 
 def free_port() -> int:
-    """A port that nobody listens on at this moment."""
+    """Return a port that is free at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what launchers set, so that tests also run inside a Slurm job."""
+    """Return the environment without launchers' variables, so that tests also run inside a Slurm job."""
     return {
         name: value
         for name, value in environment.items()
@@ -46,14 +46,14 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def torchrun_variables(rank: int, world_size: int, port: int, **others: str) -> dict[str, str]:
-    """What torchrun sets, but with the store on rank 0."""
+    """Return the variables that torchrun sets, but with the store on rank 0."""
     here = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     variables = here | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return {name: str(value) for name, value in variables.items()} | others
 
 
 class Job:
-    """Processes that run `function(*arguments)`, each with launcher's variables of its own."""
+    """Processes that run `function(*arguments)`, each with its own launcher's variables."""
 
     def __init__(
         self, folder: Path, function: Callable[..., int], arguments: Iterable[Any], ranks: Iterable[Mapping[str, str]]
@@ -71,11 +71,11 @@ class Job:
             self.folders.append(own)
 
     def pid(self, number: int) -> int:
-        """Of the process itself, to send signals to that no process can pass on."""
+        """Return the id of the forked process itself, for signals that cannot be forwarded (forked_python.py)."""
         return int((self.folders[number] / "pid").read_text())
 
     def wait(self, timeout: float = 150) -> list[Ended]:
-        """Until all have ended; the rest is killed after `timeout` seconds, and then has status -9."""
+        """Wait for all; after `timeout` seconds kill the rest, which then have status -9."""
         seconds = []
         for process in self.processes:
             try:
@@ -91,7 +91,7 @@ class Job:
 
 
 def run_job(folder: Path, world_size: int, function: Callable[..., int], *arguments: Any) -> list[Ended]:
-    """`function(*arguments)` as every rank of one run."""
+    """Run `function(*arguments)` as every rank of one run."""
     port = free_port()
     return Job(
         folder, function, arguments, [torchrun_variables(rank, world_size, port) for rank in range(world_size)]
@@ -99,18 +99,18 @@ def run_job(folder: Path, world_size: int, function: Callable[..., int], *argume
 
 
 def run_on_a_terminal(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
-    """Exit status of a command that writes to a terminal of 120 columns, and all that it wrote there."""
+    """Run a command on a terminal of 120 columns; return its exit status and output."""
     terminal, end = pty.openpty()
     process = subprocess.Popen(
         command, cwd=ROOT, env={**environment, "TERM": "xterm", "COLUMNS": "120"}, stdin=end, stdout=end, stderr=end
     )
     os.close(end)
-    shown = read_terminal(terminal)
-    return process.wait(), shown
+    output = _read_terminal(terminal)
+    return process.wait(), output
 
 
-def read_terminal(terminal: int) -> str:
-    """All that is written to a terminal until it is closed at its other end, without colours and movements."""
+def _read_terminal(terminal: int) -> str:
+    """Return all output until the other end closes, without escape sequences."""
     written = b""
     while True:
         try:
@@ -121,7 +121,7 @@ def read_terminal(terminal: int) -> str:
 
 
 def complaints(ended: list[Ended]) -> list[str]:
-    """Every line that any process wrote to stderr, PyTorch's own warnings left out."""
+    """Return all lines on the processes' stderr, except PyTorch's own warnings."""
     lines = [line for process in ended for line in process.errors.splitlines()]
     native = re.compile(r"(\[rank\d+\]:)?\[[WE]\d+|Exception raised from|frame #|<omitting|$")
     return [line for line in lines if not native.match(line)]

@@ -1,4 +1,4 @@
-"""The comparison of two revisions finds a changed bit, and no difference where nothing changed."""
+"""The comparison of two revisions finds a changed bit, and no difference if nothing changed."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A repository of its own with the files of this one, in one commit."""
+    """A separate repository with the files of this one, in one commit."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
     archive = subprocess.run(["tar", "-c", "--null", "-T", "-"], cwd=ROOT, input=names, capture_output=True, check=True)
     subprocess.run(["tar", "-x", "-C", tmp_path], input=archive.stdout, check=True)

@@ -1,4 +1,4 @@
-"""The mutation test tells apart what it is there to tell: killed, survived, stale and untested mutants."""
+"""The mutation test distinguishes killed, surviving, stale and untested mutants."""
 
 import subprocess
 from pathlib import Path
@@ -10,8 +10,8 @@ from tests.mutants.__main__ import main
 TABLE = """\
 sums.py:
 - {name: adds one more, old: return 1 + 1, new: return 1 + 2, tests: check_sums.py, k: right}
-- {name: is never tested, old: return 2 + 2, new: return 2 + 3, tests: check_sums.py, k: right}
-- {name: was changed since, old: return 9, new: return 8, tests: check_sums.py, k: right}
+- {name: survives, old: return 2 + 2, new: return 2 + 3, tests: check_sums.py, k: right}
+- {name: is stale, old: return 9, new: return 8, tests: check_sums.py, k: right}
 - {name: has no test, old: return 1 + 1, new: return 1 + 2, tests: check_sums.py, k: nothing}
 - {name: has a test that fails anyway, old: return 1 + 1, new: return 1 + 2, tests: check_wrong.py}
 """
@@ -25,7 +25,7 @@ FILES = {
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A repository of two functions, of which one is tested."""
+    """A repository with one tested and one untested function."""
     folder = tmp_path / "tree"
     folder.mkdir()
     for name, content in FILES.items():
@@ -36,21 +36,21 @@ def tree(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "only, status, fates",
+    "only, status, states",
     [
-        (["adds one", "never tested"], 1, ["killed", "survived"]),
-        (["adds one", "was changed", "has no test", "fails anyway"], 2, ["killed", "stale", "untested", "untested"]),
+        (["adds one", "survives"], 1, ["killed", "survived"]),
+        (["adds one", "is stale", "has no test", "fails anyway"], 2, ["killed", "stale", "untested", "untested"]),
         (["adds one"], 0, ["killed"]),
     ],
 )
-def test_each_fate_is_told(
-    tree: Path, tmp_path: Path, only: list[str], status: int, fates: list[str], capsys: pytest.CaptureFixture[str]
+def test_each_state_is_reported(
+    tree: Path, tmp_path: Path, only: list[str], status: int, states: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     tables = tmp_path / "tables"
     tables.mkdir()
     (tables / "sums.yaml").write_text(TABLE)
     assert main(["--jobs", "1", "--only", *only], tables, tree) == status
-    *told, score = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in told] == fates
-    assert score.startswith(f"sums: 1 of {len(fates)} killed")
+    *lines, score = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == states
+    assert score.startswith(f"sums: 1 of {len(states)} killed")
     assert (tree / "sums.py").read_text() == FILES["sums.py"]

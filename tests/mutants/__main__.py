@@ -1,15 +1,15 @@
 """Mutation test: each mutant breaks one promise of the code by a small change, and the tests named with it must fail.
 
-    python -m tests.mutants                        # all of them
-    python -m tests.mutants --only seed Slurm      # those whose names contain one of these texts
+    python -m tests.mutants                        # all mutants
+    python -m tests.mutants --only seed Slurm      # mutants whose names contain one of these texts
     python -m tests.mutants --list
 
-The mutants are in the YAML files of this folder: {changed file: [{name, old, new, tests, k}]}. `name` says what goes
-wrong; `old` must occur exactly once in the file; `tests` are files of tests, `k` is pytest's -k for them. Each mutant
-is tried in a copy of the tracked files, as they are in the working tree. Not a part of CI: it takes most of an hour.
+The mutants are in the YAML files of this folder: {changed file: [{name, old, new, tests, k}]}. `name` describes the
+mistake; `old` must occur exactly once in the file; `tests` are test files, `k` is pytest's -k for them. Each mutant is
+tested in a copy of the working tree's tracked files. Not part of .ci/run: it takes most of an hour.
 
-Exit status: 0 all killed; 1 some survived; 2 some could not be tried, since `old` is stale, or no test is selected or
-passes without the mutant.
+Exit status: 0 all killed; 1 some survived; 2 some could not be tested: `old` is stale, no test is selected, or tests
+fail without the mutant.
 """
 
 import argparse
@@ -37,9 +37,9 @@ State = Literal["killed", "survived", "stale", "untested"]
 
 @dataclass(frozen=True)
 class Mutant:
-    """One wrong change, and what should notice it."""
+    """One wrong change, and the tests that should fail."""
 
-    table: str  # the YAML file that it is from
+    table: str  # the name of its YAML file
     file: str
     name: str
     old: str
@@ -49,7 +49,7 @@ class Mutant:
 
 
 def read_mutants(folder: Path) -> list[Mutant]:
-    """Those of all YAML files in `folder`."""
+    """Read the mutants of all YAML files in `folder`."""
     return [
         Mutant(path.stem, file, **fields)
         for path in sorted(folder.glob("*.yaml"))
@@ -60,7 +60,7 @@ def read_mutants(folder: Path) -> list[Mutant]:
 
 @contextmanager
 def copied(root: Path) -> Iterator[Path]:
-    """A temporary folder with the tracked files of `root`."""
+    """Yield a temporary folder with the tracked files of `root`."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         for name in filter(None, listed.split("\0")):
@@ -72,7 +72,7 @@ def copied(root: Path) -> Iterator[Path]:
 
 
 def run_tests(folder: Path, tests: str, k: str, limit: float) -> int:
-    """pytest's exit status; -1 where it takes longer than `limit` seconds."""
+    """Return pytest's exit status; -1 after `limit` seconds."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests.split()]
     process = subprocess.Popen(
         [*command, *(["-k", k] if k else [])],
@@ -86,13 +86,13 @@ def run_tests(folder: Path, tests: str, k: str, limit: float) -> int:
     except subprocess.TimeoutExpired:
         return -1
     finally:
-        if process.poll() is None:  # with what it has started
+        if process.poll() is None:  # with its child processes
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
-def find_sound(root: Path, mutants: Sequence[Mutant], limit: float, pool: ThreadPoolExecutor) -> Mapping[str, bool]:
-    """{files of tests: whether what the mutants select of them passes without a mutant}."""
+def check_tests(root: Path, mutants: Sequence[Mutant], limit: float, pool: ThreadPoolExecutor) -> Mapping[str, bool]:
+    """Return {test files: whether the tests that mutants select from them pass without a mutant}."""
     selected: dict[str, set[str]] = {}
     for mutant in mutants:
         selected.setdefault(mutant.tests, set()).add(mutant.k)
@@ -106,8 +106,8 @@ def find_sound(root: Path, mutants: Sequence[Mutant], limit: float, pool: Thread
     return dict(zip(selected, pool.map(passes, selected), strict=True))
 
 
-def try_mutant(root: Path, mutant: Mutant, limit: float) -> State:
-    """What becomes of a mutant whose tests pass without it."""
+def run_mutant(root: Path, mutant: Mutant, limit: float) -> State:
+    """Test a mutant whose tests pass without it."""
     with copied(root) as folder:
         path = folder / mutant.file
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -118,13 +118,13 @@ def try_mutant(root: Path, mutant: Mutant, limit: float) -> State:
     return {0: "survived", NO_TESTS: "untested"}.get(status, "killed")  # type: ignore[return-value]
 
 
-def try_all(root: Path, mutants: Sequence[Mutant], jobs: int, limit: float) -> dict[Mutant, State]:
-    """Every mutant's fate, told as it is known."""
+def run_all(root: Path, mutants: Sequence[Mutant], jobs: int, limit: float) -> dict[Mutant, State]:
+    """Test all mutants and print each state."""
     with ThreadPoolExecutor(jobs) as pool:
-        sound = find_sound(root, mutants, limit, pool)
+        sound = check_tests(root, mutants, limit, pool)
 
         def decide(mutant: Mutant) -> State:
-            state = try_mutant(root, mutant, limit) if sound[mutant.tests] else "untested"
+            state = run_mutant(root, mutant, limit) if sound[mutant.tests] else "untested"
             print(f"{state:9} {mutant.table}: {mutant.name} ({mutant.file}; {mutant.tests})", flush=True)
             return state
 
@@ -132,12 +132,14 @@ def try_all(root: Path, mutants: Sequence[Mutant], jobs: int, limit: float) -> d
 
 
 def main(argv: Sequence[str] | None = None, folder: Path = HERE, root: Path = ROOT) -> int:
-    """Prints a line for each mutant and the score; returns the exit status."""
+    """Print a line for each mutant and the score; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="mutants whose names contain one of these")
-    parser.add_argument("--list", action="store_true", help="print their names, and leave")
+    parser.add_argument("--list", action="store_true", help="print the mutants' names and exit")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="mutants at a time (default: 2)")
-    parser.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="a longer test is a kill")
+    parser.add_argument(
+        "--limit", type=float, default=300, metavar="SECONDS", help="a longer test run kills the mutant (default: 300)"
+    )
     options = parser.parse_args(argv)
     mutants = read_mutants(folder)
     if options.only:
@@ -145,11 +147,11 @@ def main(argv: Sequence[str] | None = None, folder: Path = HERE, root: Path = RO
     if options.list:
         print("\n".join(f"{mutant.table}: {mutant.name} ({mutant.file})" for mutant in mutants))
         return 0
-    fates = try_all(root, mutants, options.jobs, options.limit)
+    states = run_all(root, mutants, options.jobs, options.limit)
     for table in sorted({mutant.table for mutant in mutants}):
-        states = Counter(state for mutant, state in fates.items() if mutant.table == table)
-        print(f"{table}: {states['killed']} of {states.total()} killed, " + str(dict(states)))
-    found = set(fates.values())
+        counts = Counter(state for mutant, state in states.items() if mutant.table == table)
+        print(f"{table}: {counts['killed']} of {counts.total()} killed, {dict(counts)}")
+    found = set(states.values())
     return 2 if found & {"stale", "untested"} else int("survived" in found)
 
 
