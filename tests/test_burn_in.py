@@ -1,4 +1,4 @@
-"""The doctor's burn-in: a verdict over rounds of training, and a short one for real."""
+"""tools.doctor --burn-in: its decision over rounds of training, and one short run."""
 
 import itertools
 import json
@@ -9,22 +9,20 @@ import pytest
 
 from tools.doctor import __main__ as doctor
 from tools.doctor import burn_in
-from tools.doctor.burn_in import Round, judge
+from tools.doctor.burn_in import Round, judge_rounds
 from utils.distributed.world import World
 
 
-def rounds(*rates: float, prints: str = "", faults: tuple[str, ...] = ()) -> list[Round]:
-    sensors = {"gpu_temperature_c": 71.4, "gpu_clock_mhz": 1800.0}
+def rounds(*rates: float, fingerprints: str = "", faults: tuple[str, ...] = ()) -> list[Round]:
+    fingerprints = fingerprints or "a" * len(rates)
     return [
-        Round(
-            rate, prints[number : number + 1] or "a", {name: value - number for name, value in sensors.items()}, faults
-        )
-        for number, rate in enumerate(rates)
+        Round(rate, fingerprint, {"gpu_temperature_c": 71.4 - number, "gpu_clock_mhz": 1800.0 - number}, faults)
+        for number, (rate, fingerprint) in enumerate(zip(rates, fingerprints, strict=True))
     ]
 
 
-def test_what_stays_as_it_was_is_well() -> None:
-    finding = judge(rounds(100, 101, 99, 100), 10)
+def test_a_constant_rate_passes() -> None:
+    finding = judge_rounds(rounds(100, 101, 99, 100), 10)
     assert finding.level == "ok"
     assert finding.message == (
         "10.0 min, 4 rounds: 100.0 images/s, standard deviation 0.7%, +0.0% from the first quarter to the last; "
@@ -33,26 +31,26 @@ def test_what_stays_as_it_was_is_well() -> None:
     assert finding.figures == {"images/s": 100.0}
 
 
-def test_other_bits_fail() -> None:
-    finding = judge(rounds(100, 100, 100, prints="aba"), 1)
+def test_a_different_fingerprint_fails() -> None:
+    finding = judge_rounds(rounds(100, 100, 100, fingerprints="aba"), 1)
     assert finding.level == "fail"
-    assert "1 of 3 fingerprints differ from the others" in finding.message
+    assert "1 of 3 fingerprints differ" in finding.message
 
 
-def test_a_machine_that_slows_down_is_a_warning() -> None:
-    slower = judge(rounds(*[100] * 6, *[88] * 4), 1)
+def test_a_falling_rate_warns() -> None:
+    slower = judge_rounds(rounds(*[100] * 6, *[88] * 4), 1)
     assert (slower.level, "-12.0% from the first quarter to the last" in slower.message) == ("warn", True)
-    assert judge(rounds(*[100] * 6, *[112] * 4), 1).level == "ok"
-    assert judge(rounds(*[100] * 6, *[91] * 4), 1).level == "ok"
+    assert judge_rounds(rounds(*[100] * 6, *[112] * 4), 1).level == "ok"
+    assert judge_rounds(rounds(*[100] * 6, *[91] * 4), 1).level == "ok"
 
 
-def test_a_fault_that_comes_up_fails_and_is_told_once() -> None:
-    finding = judge(rounds(100, 100, faults=("GPU 0: 3 uncorrected memory errors",)), 1)
+def test_a_new_fault_fails_and_is_reported_once() -> None:
+    finding = judge_rounds(rounds(100, 100, faults=("GPU 0: 3 uncorrected memory errors",)), 1)
     assert finding.level == "fail"
     assert finding.message.count("uncorrected") == 1
 
 
-def test_a_short_one_on_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_burn_in_on_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(burn_in, "ROUND_SECONDS", 0.1)
     small = ["--set=model=resnet8", "--set=batch_size=16", "--set=device=cpu", "--set=num_data_workers=0"]
     command = ["--burn-in=0.01", "--json", "--config=quickstart", *small]
@@ -65,17 +63,17 @@ def test_a_short_one_on_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert found["figures"]["images/s"] > 0
 
 
-def test_a_round_with_other_bits(tiny: Any, alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_with_a_different_fingerprint_fails(tiny: Any, alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(burn_in, "ROUND_SECONDS", 0.1)
-    prints = itertools.chain(["a", "b"], itertools.repeat("a"))
-    monkeypatch.setattr("tools.doctor.fingerprints.train_fixed_network", lambda device: next(prints))
+    fingerprints = itertools.chain(["a", "b"], itertools.repeat("a"))
+    monkeypatch.setattr("tools.doctor.fingerprints.train_fixed_network", lambda device: next(fingerprints))
     finding = burn_in.burn_in(tiny(), alone, 0.02)
     assert finding.level == "fail"
     assert re.search(r"; 1 of \d+ fingerprints differ", finding.message), finding
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1", "nan", "x"])
-def test_minutes_that_are_none(minutes: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_minutes_are_refused(minutes: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         doctor.main([f"--burn-in={minutes}"])
     assert leaving.value.code == 2

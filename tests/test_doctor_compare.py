@@ -1,4 +1,4 @@
-"""The doctor's figures beside those of other nodes and of an earlier time."""
+"""tools.doctor --compare and --baseline: figures against other nodes and an earlier run."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def document(path: Path, *rates: tuple[str, float], **what: str) -> Path:
     return write_document(path, findings, **what)
 
 
-def test_the_slow_node_is_named_by_value(tmp_path: Path) -> None:
+def test_the_slow_node_is_named_with_its_value(tmp_path: Path) -> None:
     paths = [document(tmp_path / f"{name}.json", (name, rate)) for name, rate in (("a", 700.0), ("b", 710.0))]
     findings = compare(paths)
     assert [(finding.level, finding.message) for finding in findings] == [
@@ -40,7 +40,7 @@ def test_the_slow_node_is_named_by_value(tmp_path: Path) -> None:
     assert finding.message.endswith("over 4; c #2 500, 1.41 times slower than the median of the others")
 
 
-def test_what_failed_on_a_node_fails_here_too(tmp_path: Path) -> None:
+def test_a_failed_finding_of_a_node_fails_the_comparison(tmp_path: Path) -> None:
     path = write_document(tmp_path / "a.json", [Finding("pcie", "fail", "4 of 16 lanes", "look", "a")])
     assert worst_level(compare([path])) == "fail"
 
@@ -49,7 +49,7 @@ def test_what_failed_on_a_node_fails_here_too(tmp_path: Path) -> None:
     ("changes", "message"),
     [({"device": "A100"}, "device A100 and H200"), ({"torch": "2.11.0"}, "torch 2.11.0 and 2.14.1")],
 )
-def test_other_devices_and_versions_are_refused_by_name(changes: dict[str, str], message: str, tmp_path: Path) -> None:
+def test_different_devices_or_versions_are_refused(changes: dict[str, str], message: str, tmp_path: Path) -> None:
     one, other = document(tmp_path / "a.json", ("a", 1.0)), document(tmp_path / "b.json", ("b", 1.0), **changes)
     with pytest.raises(ConfigError, match=f"cannot be compared: {message}"):
         compare([one, other])
@@ -57,7 +57,7 @@ def test_other_devices_and_versions_are_refused_by_name(changes: dict[str, str],
 
 @pytest.mark.parametrize("content", [None, "", "{}", '{"worst": "ok", "findings": 3}', "\0"])
 @pytest.mark.parametrize("option", ["--compare", "--baseline"])
-def test_a_damaged_document_is_a_line(
+def test_a_damaged_document_is_an_error_in_one_line(
     content: str | None, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.json"
@@ -68,7 +68,7 @@ def test_a_damaged_document_is_a_line(
     assert str(path) in line
 
 
-def test_a_baseline_tells_what_has_become_slower(
+def test_a_figure_15_percent_below_the_baseline_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rates = {"now": 1.0}
@@ -93,8 +93,7 @@ def test_a_baseline_tells_what_has_become_slower(
     assert "cannot be compared: device" in capsys.readouterr().err
 
 
-def test_the_page_shows_nodes_by_checks_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A slow node is red in its figure; what nodes call themselves is no HTML."""
+def test_the_page_shows_slow_figures_red_and_escapes_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rates = {"a": 700.0, "b": 710.0, "<c>": 500.0}
     paths = [document(tmp_path / f"{number}.json", item) for number, item in enumerate(rates.items())]
     page = tmp_path / "page.html"

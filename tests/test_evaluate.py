@@ -1,4 +1,4 @@
-"""tools.evaluate: the figures of a run again, to the last digit, and those of any folder of images."""
+"""tools.evaluate: reproduces the figures of a run exactly, and evaluates folders of images."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ from utils.distributed.world import World
 from utils.run.checkpoint.io import encode, read_checkpoint, step_path
 from utils.training.metrics.calibration import Calibration, TopCounts, expected_calibration_error
 
-# slow on many processors
+# few and small batches: bf16 is slow on many processors
 BF16 = {"amp_dtype": "bf16", "batch_size": 8, "valid_batch_size_per_gpu": 12, "limit_train_batches": 2}
 
 
@@ -35,7 +35,7 @@ def alone() -> World:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A finished run that saw every checkpoint kept, and validates on all 2,000 images."""
+    """A finished run with all its checkpoints, validated on all 2,000 images."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     kept = {"checkpoint_every_steps": 4, "keep_checkpoints": 100}
     Trainer(configuration(limit_valid_batches=None, **kept), alone(), folder, "tiny", "auto").train()
@@ -44,7 +44,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The first 150 validation images in class folders, and one file that is no image."""
+    """The first 150 validation images in class folders, and one file that is not an image."""
     root = tmp_path_factory.mktemp("images")
     dataset = load_dataset("shapes", root, download=False)
     for number in range(150):
@@ -80,21 +80,21 @@ def last_record(folder: Path, kind: str) -> dict[str, Any]:
     ],
     ids=["float32", "bf16 autocast", "bf16 weights", "NHWC", "average of weights", "synthetic"],
 )
-def test_it_gives_the_figures_of_the_run_to_the_last_digit(tmp_path, changes, capsys):
+def test_evaluation_reproduces_the_figures_of_the_run(tmp_path, changes, capsys):
     Trainer(configuration(**changes), alone(), tmp_path, "tiny", "auto").train()
     end = last_record(tmp_path, "end")
     capsys.readouterr()
     found = results(tmp_path)
     assert (found["acc1"], found["loss"]) == (end["last_acc1"], end["last_loss"])
     assert found["recorded"] == {"acc1": end["last_acc1"], "loss": end["last_loss"]}
-    told = capsys.readouterr().out
-    assert "as recorded in training: equal to the last digit" in told
-    assert f"{end['last_loss']!r}\n" in told
+    printed = capsys.readouterr().out
+    assert "as recorded in training: equal to the last digit" in printed
+    assert f"{end['last_loss']!r}\n" in printed
     best = results(tmp_path / "checkpoints/best.pt")
     assert (best["acc1"], best["epoch"]) == (end["best_acc1"], end["best_epoch"])
 
 
-def test_two_ranks_equal_two_ranks_and_one_rank_but_for_the_order_of_a_sum(tmp_path):
+def test_two_ranks_reproduce_their_run_and_one_rank_agrees_up_to_rounding(tmp_path):
     config = configuration(limit_valid_batches=None, ema_decay=0.9, max_epochs=1, limit_train_batches=6)
     arguments = Arguments(config, "tiny", tmp_path / "run", "auto", dry_run=False)
     assert [rank.status for rank in run_job(tmp_path / "training", 2, train.main, arguments)] == [0, 0]
@@ -112,19 +112,19 @@ def test_two_ranks_equal_two_ranks_and_one_rank_but_for_the_order_of_a_sum(tmp_p
     assert one["calibration_error"] == pytest.approx(two["calibration_error"], abs=1e-6)
 
 
-def test_an_error_with_two_ranks_is_told_once(tmp_path):
+def test_an_error_with_two_ranks_is_reported_once(tmp_path):
     ended = run_job(tmp_path / "ranks", 2, evaluate.main, [str(tmp_path / "none")])
     assert [rank.status for rank in ended] == [4, 4]
     assert sum(rank.errors.count("there is no such file or folder") for rank in ended) == 1
 
 
-def test_a_checkpoint_from_within_an_epoch(run, capsys):
+def test_a_checkpoint_within_an_epoch(run, capsys):
     found = results(run / "checkpoints/step-000000004.pt")
     assert (found["epoch"], found["step"], found["recorded"]) == (0, 4, None)
     assert "after epoch 0, batch 4, step 4" in capsys.readouterr().out
 
 
-def test_within_an_epoch_of_several_ranks_their_statistics_are_averaged(run, tmp_path):
+def test_within_an_epoch_the_ranks_batch_norm_statistics_are_averaged(run, tmp_path):
     path = run / "checkpoints/step-000000004.pt"
     state, expected = read_checkpoint(path), results(path)
     buffers = {name: value for name, value in state["model"].items() if name.endswith(("running_mean", "running_var"))}
@@ -136,7 +136,7 @@ def test_within_an_epoch_of_several_ranks_their_statistics_are_averaged(run, tmp
     assert results(tmp_path / "two.pt")["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
-def test_figures_of_the_counts(run):
+def test_figures_match_the_confusion_matrix(run):
     found = results(run)
     counts = np.array(found["confusion"])
     assert counts.sum() == found["images"] == 2000
@@ -152,7 +152,7 @@ def test_figures_of_the_counts(run):
 
 
 @pytest.mark.parametrize("loader", ["device", "torchvision"])
-def test_a_folder_gives_the_figures_of_the_same_images_in_the_validation_set(run, folders, loader, capsys):
+def test_a_folder_gives_the_same_figures_as_its_images_in_the_validation_set(run, folders, loader, capsys):
     in_folders = results(run, "--data", folders, "--set", f"data_loader={loader}")
     own = results(run, "--set", "limit_valid_batches=1", "--set", "valid_batch_size_per_gpu=150")
     assert in_folders["images"] == own["images"] == 150
@@ -161,7 +161,7 @@ def test_a_folder_gives_the_figures_of_the_same_images_in_the_validation_set(run
     assert in_folders["confusion"] == own["confusion"]
     assert list(in_folders["unreadable"]) == [str(folders / "disc/no image.png")]
     assert in_folders["recorded"] is None
-    assert "1 files cannot be read and are left out" in capsys.readouterr().out
+    assert "1 files cannot be read and are skipped" in capsys.readouterr().out
 
 
 def test_top_counts_and_calibration_equal_their_definitions(alone):
@@ -185,7 +185,7 @@ def test_top_counts_and_calibration_equal_their_definitions(alone):
     assert expected_calibration_error(bins) == pytest.approx(expected)
 
 
-def test_calibration_of_the_certain_and_of_the_wrong(alone):
+def test_calibration_error_of_correct_and_wrong_predictions(alone):
     right, wrong = Calibration(alone.device), Calibration(alone.device)
     certain = torch.eye(4) * 1000
     right.add(certain, torch.arange(4))
@@ -194,32 +194,32 @@ def test_calibration_of_the_certain_and_of_the_wrong(alone):
     assert expected_calibration_error(wrong.collect(alone)) == 1
     assert [part.images for part in right.collect(alone)] == [0] * 14 + [4]
     border = Calibration(alone.device, num_bins=4)
-    border.add(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64))  # 0.5, the upper end of (0.25, 0.5]
+    border.add(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64))  # confidence 0.5 is in (0.25, 0.5]
     assert [part.images for part in border.collect(alone)] == [0, 1, 0, 0]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:
     status = evaluate.main([str(argument) for argument in arguments])
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and told.count("\n") <= 2, told
-    return status, told
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") <= 2, message
+    return status, message
 
 
-def test_what_is_no_run_or_checkpoint(tmp_path, run, capsys):
+def test_paths_that_are_not_a_run_or_checkpoint(tmp_path, run, capsys):
     assert refused(capsys, tmp_path / "none") == (
         4, f"error: {tmp_path}/none: there is no such file or folder; give a run's folder, such as expts/NAME, or a "
         "checkpoint of it\n",
     )  # fmt: skip
-    status, told = refused(capsys, tmp_path)
-    assert status == 4 and "holds no checkpoints" in told
-    status, told = refused(capsys, run / "metrics.jsonl")
-    assert status == 4 and "is damaged or no checkpoint of this program" in told
+    status, message = refused(capsys, tmp_path)
+    assert status == 4 and "holds no checkpoints" in message
+    status, message = refused(capsys, run / "metrics.jsonl")
+    assert status == 4 and "is damaged or no checkpoint of this program" in message
     (tmp_path / "checkpoints").mkdir()
-    status, told = refused(capsys, tmp_path)
-    assert status == 4 and "holds no checkpoint of a step" in told
+    status, message = refused(capsys, tmp_path)
+    assert status == 4 and "holds no checkpoint of a step" in message
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, run, capsys):
+def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, run, capsys):
     (tmp_path / "checkpoints").mkdir()
     good = (run / "checkpoints/step-000000008.pt").read_bytes()
     step_path(tmp_path / "checkpoints", 8).write_bytes(good)
@@ -228,12 +228,12 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, run, capsys):
     assert "passed over: " in capsys.readouterr().err
     step_path(tmp_path / "checkpoints", 8).write_bytes(good[:5000])
     (tmp_path / "checkpoints/best.pt").write_bytes(good)
-    status, told = refused(capsys, tmp_path)
-    assert status == 4 and "is damaged" in told and "best.pt holds the weights of the best validation" in told
+    status, message = refused(capsys, tmp_path)
+    assert status == 4 and "is damaged" in message and "best.pt holds the weights of the best validation" in message
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "told"),
+    ("arguments", "status", "message"),
     [
         (["--set", "model=resnet20"], 2, "--set model: cannot be changed after training; it was 'resnet8'"),
         (["--set", "modle=resnet20"], 2, "unknown key 'modle'. Did you mean 'model'?"),
@@ -242,38 +242,39 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, run, capsys):
         (["--json", "/proc/none/file"], 2, "--json /proc/none/file: cannot be written"),
     ],
 )
-def test_bad_usage(run, capsys, arguments, status, told):
+def test_bad_usage(run, capsys, arguments, status, message):
     if "cuda" in arguments and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     found = refused(capsys, run, *arguments)
-    assert found[0] == status and told in found[1]
+    assert found[0] == status and message in found[1]
 
 
-def test_folders_that_do_not_fit(run, folders, tmp_path, capsys):
+def test_folders_with_other_classes_or_no_images(run, folders, tmp_path, capsys):
     assert refused(capsys, run, "--data", tmp_path / "none")[0] == 3
-    status, told = refused(capsys, run, "--data", tmp_path)
-    assert status == 3 and f"{tmp_path}: holds no images" in told
-    status, told = refused(capsys, run, "--data", folders / "disc")
-    assert status == 3 and "holds images without class folders; expected" in told
+    status, message = refused(capsys, run, "--data", tmp_path)
+    assert status == 3 and f"{tmp_path}: holds no images" in message
+    status, message = refused(capsys, run, "--data", folders / "disc")
+    assert status == 3 and "has images outside class folders; expected" in message
     (tmp_path / "zebra").mkdir()
     (tmp_path / "disc").mkdir()
-    status, told = refused(capsys, run, "--data", tmp_path)
+    status, message = refused(capsys, run, "--data", tmp_path)
     assert (
-        status == 3 and "1 of its 2 folders are no classes of this run: zebra\nits 10 classes are: disc, ring" in told
+        status == 3
+        and "1 of its 2 folders are no classes of this run: zebra\nits 10 classes are: disc, ring" in message
     )
     (tmp_path / "zebra").rename(tmp_path / "ring")
     (tmp_path / "ring/no image.png").write_text("nothing")
-    status, told = refused(capsys, run, "--data", tmp_path)
-    assert status == 3 and "not one of 1 images can be read" in told
+    status, message = refused(capsys, run, "--data", tmp_path)
+    assert status == 3 and "not one of 1 images can be read" in message
     (tmp_path / "a.png").write_text("nothing")
-    status, told = refused(capsys, run, "--data", tmp_path)
-    assert status == 3 and "holds both images and folders" in told
+    status, message = refused(capsys, run, "--data", tmp_path)
+    assert status == 3 and "holds both images and folders" in message
 
 
-def test_data_or_configuration_of_another_kind(run, tmp_path, capsys):
+def test_a_checkpoint_that_does_not_match_data_or_network(run, tmp_path, capsys):
     state = read_checkpoint(run / "checkpoints/best.pt")
     names, path = state["data"]["class_names"], tmp_path / "other.pt"
-    for changes, status, told in (
+    for changes, status, message in (
         ({"data": state["data"] | {"class_names": names[:-1]}}, 3, "its 10 classes are not the 9 of the run"),
         ({"data": state["data"] | {"shape": (3, 64, 64)}}, 3, "its images are (3, 32, 32), the run's (3, 64, 64)"),
         ({"config": state["config"] | {"colour": 1}}, 4, "its configuration is of another version: colour"),
@@ -281,4 +282,4 @@ def test_data_or_configuration_of_another_kind(run, tmp_path, capsys):
     ):
         path.write_bytes(encode(state | changes))
         found = refused(capsys, path)
-        assert found[0] == status and told in found[1]
+        assert found[0] == status and message in found[1]

@@ -1,4 +1,4 @@
-"""tools.export: what it writes is what was validated, and can be used without this project's code."""
+"""tools.export: the exported network is the validated one, and can be used without this project's code."""
 
 import json
 
@@ -20,7 +20,7 @@ torch_export_warns = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 @pytest.fixture(scope="module")
 def image_batch(tmp_path_factory):
-    """Pixels and labels of the first two validation batches, which is what the tiny run validates on."""
+    """Pixels and labels of the two batches that the tiny run validates on."""
     valid = load_dataset("shapes", tmp_path_factory.mktemp("no files"), download=False).valid
     return torch.from_numpy(np.ascontiguousarray(valid.images[:200])), torch.from_numpy(valid.labels[:200])
 
@@ -34,15 +34,15 @@ def image_batch(tmp_path_factory):
 def test_the_exported_program_classifies_as_validation_did(tiny, alone, tmp_path, image_batch, changes, capsys):
     Trainer(tiny(limit_train_batches=40, **changes), alone, tmp_path, "tiny", "auto").train()
     assert export.main([str(tmp_path)]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     pixels, labels = image_batch
     logits = torch.export.load(tmp_path / "export/model.pt2").module()(pixels)
     best = max(float(json.loads(line)["acc1/valid"]) for line in epochs(tmp_path))
     found = (logits.argmax(1) == labels).float().mean().item()
     assert best > 0.15
-    # O2 validates with half-precision weights, which may turn a few of 200 images
+    # O2 validates with half-precision weights, which may change a few of 200 predictions
     assert found == pytest.approx(best, abs=0.02 if "opt_level" in changes else 1e-6)
-    assert f"best acc1 {100 * best:.2f} %" in told
+    assert f"best acc1 {100 * best:.2f} %" in printed
 
 
 def epochs(folder):
@@ -50,7 +50,7 @@ def epochs(folder):
 
 
 @torch_export_warns
-def test_safetensors_hold_all_that_is_needed_to_build_the_network_again(tiny, alone, tmp_path, image_batch):
+def test_safetensors_suffice_to_rebuild_the_network(tiny, alone, tmp_path, image_batch):
     trainer = Trainer(tiny(), alone, tmp_path / "run", "tiny", "auto")
     trainer.train()
     assert export.main([str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
@@ -66,7 +66,7 @@ def test_safetensors_hold_all_that_is_needed_to_build_the_network_again(tiny, al
     torch.testing.assert_close(logits, torch.export.load(tmp_path / "out/model.pt2").module()(pixels))
 
 
-class OtherWhenExported(torch.nn.Module):
+class DiffersWhenExported(torch.nn.Module):
     def __init__(self, factor):
         super().__init__()
         self.factor = factor
@@ -77,10 +77,10 @@ class OtherWhenExported(torch.nn.Module):
 
 
 @torch_export_warns
-@pytest.mark.parametrize(("factor", "told"), [(1.001, r"1\.0e-03"), (float("nan"), "nan")])
-def test_a_program_that_differs_is_refused(factor, told):
-    with pytest.raises(ExpectedError, match=f"differs from the network by {told} of the largest logit"):
-        export.export_program(OtherWhenExported(factor), (3, 8, 8))
+@pytest.mark.parametrize(("factor", "difference"), [(1.001, r"1\.0e-03"), (float("nan"), "nan")])
+def test_a_program_that_differs_is_refused(factor, difference):
+    with pytest.raises(ExpectedError, match=f"differs from the network by {difference} of the largest logit"):
+        export.export_program(DiffersWhenExported(factor), (3, 8, 8))
 
 
 def test_without_a_checkpoint_or_with_a_damaged_one(tmp_path, capsys):

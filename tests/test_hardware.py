@@ -31,7 +31,7 @@ def test_what_is_not_there_is_no_fault(tmp_path: Path) -> None:
                   hardware.check_numa):  # fmt: skip
         finding = check(nothing)
         assert finding.level == "ok" and "not readable here" in finding.message
-    assert seen(hardware.check_pcie(nothing)) == ("ok", "no NVIDIA GPU on it")
+    assert seen(hardware.check_pcie(nothing)) == ("ok", "no NVIDIA GPU")
     assert seen(hardware.check_infiniband(nothing)) == ("ok", "no port")
     assert "not readable here" in hardware.check_kernel_log(hardware.read_kernel_log(nothing)).message
 
@@ -46,8 +46,8 @@ def test_this_machines_own_hardware_is_read() -> None:
     [
         (["performance", "performance"], "acpi-cpufreq", ("ok", "2 cores performance")),
         (["performance", "powersave"], "acpi-cpufreq", ("warn", "1 cores performance, 1 cores powersave")),
-        (["powersave", "powersave"], "intel_pstate", ("ok", "2 cores powersave of the processor's own")),
-        (["powersave", "powersave"], "amd-pstate-epp", ("ok", "2 cores powersave of the processor's own")),
+        (["powersave", "powersave"], "intel_pstate", ("ok", "2 cores powersave (chosen by the processor)")),
+        (["powersave", "powersave"], "amd-pstate-epp", ("ok", "2 cores powersave (chosen by the processor)")),
     ],
 )
 def test_governor(governors: list[str], driver: str, expected: tuple[str, str], tmp_path: Path) -> None:
@@ -60,11 +60,11 @@ def test_cores_that_were_slowed_down(tmp_path: Path) -> None:
     for number, count in ((0, 0), (2, 5), (10, 70)):
         counts = {"core_throttle_count": count, "package_throttle_count": 3 if count else 0}
         stage(tmp_path / f"cpu{number}/thermal_throttle", counts)
-    message = "cpu10 was slowed down 70 times for heat, its package 3 times"
+    message = "cpu10 was throttled 70 times for heat, its package 3 times"
     assert seen(hardware.check_processor_heat(tmp_path)) == ("warn", message)
     for number in (2, 10):
         stage(tmp_path / f"cpu{number}/thermal_throttle", {"core_throttle_count": 0, "package_throttle_count": 0})
-    assert seen(hardware.check_processor_heat(tmp_path)) == ("ok", "none of 3 cores was slowed down")
+    assert seen(hardware.check_processor_heat(tmp_path)) == ("ok", "none of 3 cores was throttled")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ HEALTHY = GpuFacts(
         ({"remapped_rows": (0, 3, False, False)}, "warn", "3 memory rows were replaced"),
         ({"remapped_rows": (0, 3, False, True)}, "fail", "a faulty memory row cannot be replaced"),
         ({"slowed": 0x20, "temperature": 88}, "fail", "slowed down (heat) at 88 °C"),
-        ({"power_limit": 450.0}, "warn", "power limit 450 W, usual are 700 W"),
+        ({"power_limit": 450.0}, "warn", "power limit 450 W, default 700 W"),
         ({"nvlinks": (True, False, True)}, "fail", "3 NVLinks, down: 1"),
         ({"corrected": 9, "uncorrected": 2}, "fail", "2 uncorrected memory errors; 9 corrected memory errors"),
         (dict.fromkeys(("uncorrected", "corrected", "remapped_rows", "slowed", "power_limit", "default_power_limit",

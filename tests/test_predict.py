@@ -1,4 +1,4 @@
-"""tools.predict: the same network as in validation, a table of all images, and a page of the worst."""
+"""tools.predict: classifies as validation does; writes a table of all images and a page of the worst."""
 
 import base64
 import csv
@@ -51,7 +51,7 @@ def rows(folder: Path, name: str = "predictions.csv") -> list[dict[str, str]]:
 
 
 def figures(folder: Path) -> list[dict[str, str]]:
-    """Of each picture on the page: name, true and predicted class, and the picture's content as base64."""
+    """For each picture on the page: its name, its text, and its content as base64."""
     page = (folder / "worst.html").read_text()
     found = re.findall(
         r"<img alt='(?P<name>[^']*)' src='data:image/png;base64,(?P<png>[^']*)'>(?P<text>.*?)</figure>", page, re.S
@@ -65,7 +65,7 @@ def probabilities(row: dict[str, str]) -> list[float]:
     return [float(value) for name, value in row.items() if name.startswith("p(")]
 
 
-def test_the_own_validation_set_has_a_line_for_each_image(run, own, shapes, tmp_path):
+def test_the_table_has_a_line_for_each_validation_image(run, own, shapes, tmp_path):
     found = rows(own)
     assert [row["image"] for row in found] == [str(number) for number in range(2000)]
     assert list(found[0])[:4] == ["image", "predicted", "probability", "true"]
@@ -87,8 +87,8 @@ def test_the_page_shows_the_worst_mistakes_with_their_pictures(own, shapes):
     worst = sorted(mistakes, key=lambda row: float(row[f"p({row['true']})"]))[:7]
     assert [figure["name"] for figure in shown] == [row["image"] for row in worst]
     for figure, row in zip(shown, worst, strict=True):
-        of_truth, of_seen = float(row[f"p({row['true']})"]), float(row["probability"])
-        classes = f"true {row['true']} {of_truth:.2%} seen as {row['predicted']} {of_seen:.2%}"
+        true_probability, probability = float(row[f"p({row['true']})"]), float(row["probability"])
+        classes = f"true {row['true']} {true_probability:.2%} seen as {row['predicted']} {probability:.2%}"
         assert figure["text"] == f"{classes} image {row['image']}"
         pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(figure["png"]))))
         np.testing.assert_array_equal(pixels, shapes.valid.images[int(row["image"])].transpose(1, 2, 0))
@@ -98,7 +98,7 @@ def test_the_page_shows_the_worst_mistakes_with_their_pictures(own, shapes):
     assert "http" not in page and "<script" not in page
 
 
-def test_class_folders_give_what_the_same_images_give_in_the_validation_set(run, own, shapes, tmp_path, monkeypatch):
+def test_class_folders_give_the_same_probabilities_as_the_validation_set(run, own, shapes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for number in range(60):
         path = Path("images", shapes.class_names[shapes.valid.labels[number]], f"{number}.png")
@@ -114,7 +114,7 @@ def test_class_folders_give_what_the_same_images_give_in_the_validation_set(run,
         assert probabilities(row) == pytest.approx(probabilities(same), rel=1e-3, abs=1e-6)
 
 
-def test_images_of_any_size_and_format_and_what_cannot_be_read(run, tmp_path, capsys):
+def test_images_of_any_size_and_format_and_unreadable_files(run, tmp_path, capsys):
     folder, noise = tmp_path / "images", np.random.default_rng(0)
     folder.mkdir()
     for name, mode, size in (
@@ -123,8 +123,8 @@ def test_images_of_any_size_and_format_and_what_cannot_be_read(run, tmp_path, ca
     ):  # fmt: skip
         pixels = noise.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
         Image.fromarray(pixels).convert(mode).save(folder / name)
-    alien = os.fsencode(folder) + b"/\xff.png"
-    Path(os.fsdecode(alien)).write_bytes((folder / "a.png").read_bytes())
+    not_utf8 = os.fsdecode(os.fsencode(folder) + b"/\xff.png")
+    Path(not_utf8).write_bytes((folder / "a.png").read_bytes())
     (folder / "broken <b>.png").write_text("no image")
     Image.fromarray(noise.integers(0, 256, (10, 10, 3), dtype=np.uint8)).save(tmp_path / "single.gif")
     out = tmp_path / "out"
@@ -133,25 +133,25 @@ def test_images_of_any_size_and_format_and_what_cannot_be_read(run, tmp_path, ca
     assert names == [
         str(tmp_path / "single.gif"),
         *(str(folder / name) for name in ("<i>&.bmp", "a.png", "b.jpg", "c.webp", "d.tiff")),
-        os.fsdecode(alien),
+        not_utf8,
     ]
     assert {row["true"] for row in rows(out)} == {""}
     (unreadable,) = rows(out, "unreadable.csv")
     assert unreadable["image"] == str(folder / "broken <b>.png") and "not an image" in unreadable["reason"]
-    told = capsys.readouterr().out
-    assert "7 images" in told and "unreadable.csv: 1 files cannot be read, the first" in told
+    printed = capsys.readouterr().out
+    assert "7 images" in printed and "unreadable.csv: 1 files cannot be read, the first" in printed
     page = (out / "worst.html").read_text()
     assert "the least certain predictions" in page and "&lt;i&gt;&amp;.bmp" in page and "<i>" not in page
     certainty = {row["image"]: float(row["probability"]) for row in rows(out)}
     shown = [figure["name"].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&") for figure in figures(out)]
     assert len(shown) == 7
-    order = [certainty.get(name, certainty[os.fsdecode(alien)]) for name in shown]
+    order = [certainty.get(name, certainty[not_utf8]) for name in shown]
     assert order == sorted(order)
     assert predict.main([str(run), str(folder / "a.png"), "--out", str(out)]) == 0
-    assert not (out / "unreadable.csv").exists()  # of the call before
+    assert not (out / "unreadable.csv").exists()  # from the first call
 
 
-def test_the_table_is_valid_csv_whatever_the_names():
+def test_the_table_is_valid_csv_with_any_file_names():
     names = ["a,b", 'q"q', "new\nline", "carriage\rreturn", " space", os.fsdecode(b"\xff"), ""]
     text = predict.as_csv(("image", "p"), [(name, 0.25) for name in names]).decode("utf-8", "surrogateescape")
     assert list(csv.reader(io.StringIO(text, newline=""))) == [["image", "p"], *([name, "0.25"] for name in names)]
@@ -164,7 +164,7 @@ def test_a_run_in_a_folder_whose_name_is_not_utf8(run, tmp_path):
     assert f"Predictions of {tmp_path}/\\udcff/checkpoints/" in (tmp_path / "out/worst.html").read_text()
 
 
-def test_two_ranks_write_what_one_writes(run, own, tmp_path):
+def test_two_ranks_write_the_same_as_one(run, own, tmp_path):
     ended = run_job(tmp_path / "ranks", 2, predict.main, [str(run), "--out", str(tmp_path / "out"), "--pictures", "7"])
     assert [(rank.status, rank.errors) for rank in ended] == [(0, "")] * 2
     found, expected = rows(tmp_path / "out"), rows(own)
@@ -174,7 +174,7 @@ def test_two_ranks_write_what_one_writes(run, own, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "told"),
+    ("arguments", "status", "message"),
     [
         (["none.png"], 3, "none.png: cannot be read: No such file or directory"),
         (["empty"], 3, "empty: holds no images"),
@@ -185,7 +185,7 @@ def test_two_ranks_write_what_one_writes(run, own, tmp_path):
         (["--out", "broken.png"], 2, "broken.png: cannot hold results"),
     ],
 )
-def test_what_cannot_be_predicted(run, tmp_path, monkeypatch, capsys, arguments: list[str], status, told: str):
+def test_images_that_cannot_be_classified(run, tmp_path, monkeypatch, capsys, arguments: list[str], status, message):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     Path("other/zebra").mkdir(parents=True)
@@ -194,4 +194,4 @@ def test_what_cannot_be_predicted(run, tmp_path, monkeypatch, capsys, arguments:
     out: list[Any] = [] if "--out" in arguments else ["--out", "out"]
     assert predict.main([str(run), *arguments, *out]) == status
     err = capsys.readouterr().err
-    assert err.startswith("error: ") and told in err and err.count("\n") <= 2
+    assert err.startswith("error: ") and message in err and err.count("\n") <= 2

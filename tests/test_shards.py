@@ -462,4 +462,4 @@ def test_killed_runs_on_shards_equal_the_uninterrupted_one(
         f"--work-dir={tmp_path}", "--timeout=600",
     ])  # fmt: skip
     out = capfd.readouterr().out
-    assert status == 0 and "verdict: EQUAL" in out and "went on from a checkpoint" in out, out
+    assert status == 0 and "verdict: EQUAL" in out and "resumed from a checkpoint" in out, out

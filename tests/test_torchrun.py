@@ -37,7 +37,7 @@ def test_what_a_rank_says_comes_first_and_then_one_line(tmp_path, end):
     assert status == expected, said
     here = [f"torchrun on {socket.gethostname()}: {line}"] if line else []
     if file.exists():
-        here[0] += f"; {file} has what torchrun says"
+        here[0] += f"; torchrun's log: {file}"
         assert "Traceback" in file.read_text()
     assert said == (["error: rank 0: no data"] if "message" in end else []) + here
     assert file.exists() == (line is not None and "rank" in line)

@@ -1,4 +1,4 @@
-"""tools.verify_resume: what it finds different, that it ends, and real runs that are killed."""
+"""tools.verify_resume: finds differences, ends hanging runs, and passes real runs that are killed."""
 
 import json
 import re
@@ -26,9 +26,9 @@ QUICK = ["--set=limit_train_batches=6", "--set=max_epochs=2", "--set=checkpoint_
 @pytest.fixture
 def two_runs(tiny, alone, tmp_path):
     """Folders of a finished run and of its copy."""
-    Trainer(tiny(max_epochs=1), alone, tmp_path / "peace", "tiny", "auto").train()
-    shutil.copytree(tmp_path / "peace", tmp_path / "killed")
-    return tmp_path / "peace", tmp_path / "killed"
+    Trainer(tiny(max_epochs=1), alone, tmp_path / "uninterrupted", "tiny", "auto").train()
+    shutil.copytree(tmp_path / "uninterrupted", tmp_path / "killed")
+    return tmp_path / "uninterrupted", tmp_path / "killed"
 
 
 def change_metrics(folder, change):
@@ -86,7 +86,7 @@ def test_a_run_that_hangs_is_ended_and_reported(tmp_path, monkeypatch, capsys):
     assert interrupted_runs.find_processes(work / "uninterrupted") == {}
 
 
-# train.py that, as it were, has forgotten how to find its checkpoints: every start begins anew, and all end equal
+# train.py that never finds its checkpoints: every start begins from scratch, and all end equal
 FORGETFUL = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -98,7 +98,7 @@ sys.exit(train.main(parse_arguments()))
 """
 
 
-def test_a_start_that_does_not_go_on_is_found_out(tiny, alone, tmp_path, monkeypatch):
+def test_a_start_that_does_not_resume_is_detected(tiny, alone, tmp_path, monkeypatch):
     Trainer(tiny(max_epochs=1), alone, tmp_path / "run", "tiny", "auto").train()
     script = tmp_path / "train.py"
     script.write_text(FORGETFUL)
@@ -109,7 +109,7 @@ def test_a_start_that_does_not_go_on_is_found_out(tiny, alone, tmp_path, monkeyp
         list(verify_resume._train_through(job, tmp_path / "run", []))
 
 
-def test_a_run_that_says_it_goes_on_and_moves_its_folder_is_found_out(tmp_path):
+def test_a_resumed_run_that_moved_its_checkpoints_aside_is_detected(tmp_path):
     run = interrupted_runs.Attempt.__new__(interrupted_runs.Attempt)
     run.folder, run.log, run.starts_before = tmp_path / "run", tmp_path / "run.output", []
     (tmp_path / "run.1").mkdir()
@@ -122,14 +122,14 @@ def test_a_run_that_says_it_goes_on_and_moves_its_folder_is_found_out(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--kills=0", "--kills=-1", "--nproc=0", "--kills=many"])
-def test_nothing_to_verify_is_bad_usage(option, capsys):
+def test_invalid_counts_are_bad_usage(option, capsys):
     with pytest.raises(SystemExit) as leaving:
         main([option])
     assert leaving.value.code == 2
     assert "expected a whole number from 1 on" in capsys.readouterr().err
 
 
-def test_a_mistake_in_the_configuration_is_told_before_anything_starts(monkeypatch, capsys):
+def test_a_configuration_error_is_reported_before_anything_starts(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert main(["--config=default", "--set=no_such_key=1"]) == 2
     out, err = capsys.readouterr()
@@ -138,7 +138,7 @@ def test_a_mistake_in_the_configuration_is_told_before_anything_starts(monkeypat
 
 
 def verify(tmp_path, monkeypatch, capfd, *options, kills):
-    """Everything that the tool prints, of kills that change nothing."""
+    """Run the tool, expect EQUAL, and return its output."""
     monkeypatch.chdir(ROOT)
     status = main([*ARGUMENTS, *options, f"--kills={kills}", f"--work-dir={tmp_path}", "--seed=1", "--timeout=600"])
     out = capfd.readouterr().out
@@ -152,7 +152,7 @@ def verify(tmp_path, monkeypatch, capfd, *options, kills):
 @pytest.mark.slow
 def test_five_kills_change_nothing(tmp_path, monkeypatch, capfd):
     out = verify(tmp_path, monkeypatch, capfd, *QUICK, kills=5)
-    resumed = re.search(r"^(\d+) starts went on from a checkpoint$", out, re.MULTILINE)
+    resumed = re.search(r"^(\d+) starts resumed from a checkpoint$", out, re.MULTILINE)
     assert resumed is not None and int(resumed[1]) >= 1, out
 
 

@@ -5,9 +5,9 @@
     python -m tools.evaluate expts/flowers --data /data/flowers/test
     torchrun --nproc_per_node=8 -m tools.evaluate expts/resnet50
 
-Without --data it validates as training did: the same images, batches, precision and weights, so that a run's last
+Without --data it validates as training did, with the same images, batches, precision and weights. So a run's last
 checkpoint gives the run's last figures. FOLDER holds a folder for each class (FOLDER/CLASS/IMAGE); its images are
-resized, cut and normalised as in validation.
+resized, cropped and normalised as in validation.
 """
 
 import argparse
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
     from utils.distributed.world import World
 
-SHOWN_CLASSES = 20  # on the terminal; --json has all
+SHOWN_CLASSES = 20  # on the terminal; --json writes all
 SHOWN_CONFUSIONS = 10
-TOP = 5  # top-5 accuracy, where there are more classes
+TOP = 5  # report top-5 accuracy if there are more than five classes
 Row = dict[str, Any]
 
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate, print, write; returns the exit status."""
+    """Evaluate, print, write; return the exit status."""
     options = parser().parse_args(argv)
     check_writable("--json", options.json)
 
@@ -51,22 +51,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    statuses = "0 evaluated; 2 usage; 3 data missing or of other classes; 4 no usable checkpoint; 1 anything else."
+    """Build the command-line parser."""
+    statuses = "0 evaluated; 2 usage; 3 data missing or with other classes; 4 no usable checkpoint; 1 anything else."
     parser = new_parser("evaluate", __doc__, statuses)
     add_arguments(parser)
     images = parser.add_mutually_exclusive_group()
     images.add_argument(
         "--data", type=Path, metavar="FOLDER", help="images in class folders (default: the run's own validation set)"
     )
-    images.add_argument("--test", action="store_true", help="the test images of a run with holdout_images")
+    images.add_argument("--test", action="store_true", help="use the test images; for a run with holdout_images")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, with the confusion matrix")
     return parser
 
 
 def evaluate(trained: Trained, folder: Path | None, world: "World", *, test: bool = False) -> Row:
-    """Collective: all figures as plain values, of the validation images, of the test images, or of `folder`.
-    Accuracies, shares and confidences are in [0, 1]."""
+    """Collective: evaluate on the validation images, the test images, or `folder`; return plain values.
+
+    Accuracies, fractions and confidences are in [0, 1].
+    """
     from utils.data.loader import gather_unreadable
     from utils.training.metrics.calibration import Calibration, TopCounts, expected_calibration_error
     from utils.training.metrics.confusion import Confusion
@@ -74,7 +76,7 @@ def evaluate(trained: Trained, folder: Path | None, world: "World", *, test: boo
 
     split = find_split(trained, [folder] if folder else [], world, test=test)
     if (split.labels < 0).any():
-        raise DataError(f"{folder}: holds images without class folders; expected {folder}/CLASS/IMAGE")
+        raise DataError(f"{folder}: has images outside class folders; expected {folder}/CLASS/IMAGE")
     loader, notes = build_loader(trained, split, world)
     classifier, classes = load_classifier(trained, world), len(trained.class_names)
     confusion, calibration = Confusion(classes, world.device), Calibration(world.device)
@@ -82,9 +84,9 @@ def evaluate(trained: Trained, folder: Path | None, world: "World", *, test: boo
     sums = validate(classifier, loader, world, [confusion, calibration, top])
     unreadable = gather_unreadable(world, loader)
     if not sum(world.gather(int(sums.sums[2]))):
-        raise DataError(f"{folder or trained.config.data_path}: not one of {len(split.labels)} images can be read")
+        raise DataError(f"{folder or trained.config.data_path}: none of its {len(split.labels)} images can be read")
     figures, counts, bins = sums.average(world), confusion.collect(world), calibration.collect(world)
-    top_share = top.share(world)
+    top_accuracy = top.share(world)
     return {
         "network": trained.describe(classifier, world),
         "checkpoint": str(trained.path),
@@ -94,7 +96,7 @@ def evaluate(trained: Trained, folder: Path | None, world: "World", *, test: boo
         "data": str(folder) if folder else f"{'test' if test else 'validation'} images of {trained.config.dataset}",
         "images": int(figures["images"]),
         "acc1": figures["acc1"],
-        **({f"acc{TOP}": top_share} if classes > TOP else {}),
+        **({f"acc{TOP}": top_accuracy} if classes > TOP else {}),
         "loss": figures["loss"],
         "calibration_error": expected_calibration_error(bins),
         "recorded": recorded(trained, test=test) if folder is None else None,
@@ -108,8 +110,7 @@ def evaluate(trained: Trained, folder: Path | None, world: "World", *, test: boo
 
 
 def recorded(trained: Trained, *, test: bool = False) -> dict[str, float] | None:
-    """{"acc1", "loss"} that training recorded when it had just validated, or tested, these weights; None where it did
-    not."""
+    """Return the "acc1" and "loss" that training recorded when it validated (or tested) these weights, or None."""
     if trained.state["batch"] or trained.path.parent.name != "checkpoints":
         return None
     kind, names = ("end", ("test_acc1", "test_loss")) if test else ("epoch", ("acc1/valid", "loss/valid"))
@@ -120,7 +121,7 @@ def recorded(trained: Trained, *, test: bool = False) -> dict[str, float] | None
 
 
 def class_rows(counts: "Tensor", names: Sequence[str]) -> list[Row]:
-    """A row for each class that has images, the worst first. counts: [true class, predicted class]."""
+    """Return a row for each class with images, worst first. counts: [true class, predicted class]."""
     from utils.training.metrics.confusion import rank_classes
 
     rows = []
@@ -137,13 +138,13 @@ def class_rows(counts: "Tensor", names: Sequence[str]) -> list[Row]:
 
 
 def show(results: Row) -> None:
-    """The figures for the terminal."""
+    """Print the figures."""
     for note in results["notes"]:
         print(note, file=sys.stderr)
     say(results["network"])
     say(f"{results['images']:,} images: {results['data']}")
     if unreadable := results["unreadable"]:
-        say(f"{len(unreadable)} files cannot be read and are left out, the first {min(unreadable)}")
+        say(f"{len(unreadable)} files cannot be read and are skipped, the first {min(unreadable)}")
     names = [name for name in ("acc1", f"acc{TOP}", "loss", "calibration_error") if name in results]
     say("\n".join(f"{name:17}  {results[name]!r}" for name in names))
     if record := results["recorded"]:
@@ -167,13 +168,13 @@ def show(results: Row) -> None:
 
 
 def _class_cells(row: Row) -> tuple[str, ...]:
-    shares = ("-" if value is None else f"{value:.2%}" for value in (row["accuracy"], row["precision"], row["share"]))
-    accuracy, precision, share = shares
+    cells = ("-" if row[name] is None else f"{row[name]:.2%}" for name in ("accuracy", "precision", "share"))
+    accuracy, precision, share = cells
     return (row["class"], f"{row['images']:,}", accuracy, precision, row["taken_for"] or "-", share)
 
 
 def _confusions(results: Row) -> list[tuple[str, str]]:
-    """The pairs of classes that were confused most often, and how often."""
+    """Return the pairs of classes confused most often, with their counts."""
     names = results["class_names"]
     pairs = [
         (count, true, predicted)

@@ -1,11 +1,11 @@
-"""Export a run's best weights, for programs without this project's code.
+"""Export a run's best weights for use without this project's code.
 
     python -m tools.export expts/cifar100-cpu
 
-model.safetensors  weights and buffers in float32, named as in models/; its metadata holds configuration and data
-                   (class names, shape and normalisation of images), each as JSON
-model.pt2          the whole network as a torch.export program: uint8 pixels [N, 3, H, W] of any N -> float32 logits
-                   [N, classes]; normalises by itself, and is checked against the network that it was made from
+model.safetensors  weights and buffers in float32, named as in models/; the metadata holds configuration and data (class
+                   names, image shape and normalisation) as JSON
+model.pt2          the whole network with normalisation as a torch.export program: uint8 pixels [N, 3, H, W], any N ->
+                   float32 logits [N, classes]; checked against the network in PyTorch
 
     logits = torch.export.load("model.pt2").module()(pixels)
 """
@@ -28,13 +28,13 @@ from utils.user_code import user_code_errors
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-CHECKED_BATCHES = (1, 5)  # images; the program is traced with another number
-TOLERANCE = 1e-4  # relative to the largest logit: both sides compute in float32, but in another order
+CHECKED_BATCHES = (1, 5)  # batch sizes; tracing uses another
+TOLERANCE = 1e-4  # relative to the largest logit: both compute in float32, but may sum in a different order
 
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes both files; returns the exit status."""
+    """Write both files; return the exit status."""
     options = parser().parse_args(argv)
     folder = Path(options.out) if options.out else options.run / "export"
     if not (options.run / "checkpoints").is_dir():
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the command-line parser."""
     statuses = "0 written; 2 usage; 4 no usable checkpoint; 1 anything else."
     parser = new_parser("export", __doc__, statuses)
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run's folder, such as expts/cifar100-cpu")
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def export(path: Path, folder: Path) -> list[str]:
-    """Write both files of the checkpoint `path` into `folder`; returns lines that describe them."""
+    """Export the checkpoint `path` into `folder`; return lines that describe the files."""
     from safetensors.torch import save
 
     from utils.files import write_atomically
@@ -67,19 +67,18 @@ def export(path: Path, folder: Path) -> list[str]:
     write_atomically(folder / "model.safetensors", save(weights, metadata(state)))
     write_atomically(folder / "model.pt2", program)
     config, best, classes = state["config"], state["best"], len(state["data"]["class_names"])
-    whose = "the moving average" if state["average"] else "the model"
-    views = {"mirror images (test_time_flip)": "test_time_flip", "shifted ones (test_time_shift)": "test_time_shift"}
-    others = [view for view, key in views.items() if config.get(key)]  # a checkpoint may be older than a key
+    source = "the moving average" if state["average"] else "the model"
+    augmented = [key for key in ("test_time_flip", "test_time_shift") if config.get(key)]  # older checkpoints lack them
     return [
-        f"{folder / 'model.safetensors'}: {len(weights)} tensors of {whose}",
+        f"{folder / 'model.safetensors'}: {len(weights)} tensors of {source}",
         f"{folder / 'model.pt2'}: equal to the eager network within {difference:.1e} of the largest logit",
         f"{config['model']}, {classes} classes, best acc1 {100 * best['acc1']:.2f} % in epoch {best['epoch']:.0f}"
-        + (f", validated together with {' and '.join(others)}" if others else ""),
+        + (f", validated with {' and '.join(augmented)}, which the program does not apply" if augmented else ""),
     ]
 
 
 def best_network(path: Path, state: dict[str, Any]) -> tuple["nn.Module", dict[str, "Tensor"]]:
-    """(uint8 pixels -> logits, its weights by name) with the weights that were validated."""
+    """Return the network (uint8 pixels -> logits) with the validated weights, and {name: weight}."""
     import torch
 
     from models import build_model
@@ -112,18 +111,19 @@ def best_network(path: Path, state: dict[str, Any]) -> tuple["nn.Module", dict[s
 
 
 def export_program(network: "nn.Module", image_shape: Sequence[int]) -> tuple[bytes, float]:
-    """(the program as written, its largest difference from `network` as a share of the largest logit).
+    """Return the serialised program and its largest difference from `network`, relative to the largest logit.
 
-    `ExpectedError` where that exceeds TOLERANCE."""
+    Raises `ExpectedError` if the difference exceeds TOLERANCE.
+    """
     import torch
 
-    def draw(images: int) -> torch.Tensor:
+    def random_pixels(images: int) -> torch.Tensor:
         return torch.randint(256, (images, *image_shape), dtype=torch.uint8, generator=generator)
 
     generator = torch.Generator().manual_seed(0)
     batch = torch.export.Dim("batch", min=1)
     with user_code_errors("torch.export cannot follow the network; nothing was written", ExpectedError):
-        exported = torch.export.export(network, (draw(3),), dynamic_shapes=({0: batch},))
+        exported = torch.export.export(network, (random_pixels(3),), dynamic_shapes=({0: batch},))
     buffer = io.BytesIO()
     torch.export.save(exported, buffer)
     buffer.seek(0)
@@ -131,10 +131,10 @@ def export_program(network: "nn.Module", image_shape: Sequence[int]) -> tuple[by
     differences = []
     with torch.no_grad():
         for images in CHECKED_BATCHES:
-            pixels = draw(images)
+            pixels = random_pixels(images)
             expected, found = network(pixels), reloaded(pixels)
             differences.append((expected - found).abs().max() / expected.abs().max())
-    difference = torch.stack(differences).max().item()  # not Python's max, which would pass over a NaN
+    difference = torch.stack(differences).max().item()  # Python's max would ignore a NaN
     if not difference <= TOLERANCE:
         found = f"differs from the network by {difference:.1e} of the largest logit, more than {TOLERANCE:.0e}"
         raise ExpectedError(f"the exported program {found}; nothing was written")
@@ -142,9 +142,9 @@ def export_program(network: "nn.Module", image_shape: Sequence[int]) -> tuple[by
 
 
 def metadata(state: dict[str, Any]) -> dict[str, str]:
-    """The safetensors file's description of itself; the format allows text only."""
-    described = ("config_name", "config", "data", "best", "versions")
-    return {"format": "pt"} | {key: json.dumps(state[key]) for key in described}
+    """Return the metadata of the safetensors file; the format allows only strings."""
+    keys = ("config_name", "config", "data", "best", "versions")
+    return {"format": "pt"} | {key: json.dumps(state[key]) for key in keys}
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""Predict classes with a trained network: a table of probabilities, and a page of the worst mistakes.
+"""Predict classes with a trained network; write a table of probabilities and a page of the worst mistakes.
 
     python -m tools.predict expts/cifar100-cpu holiday.jpg photos/ --out predictions
     python -m tools.predict expts/flowers /data/flowers/test
     python -m tools.predict expts/cifar100-cpu
 
-An IMAGE is a file of any format that Pillow reads, a folder of images, or a folder with a folder for each class, whose
-names are then the true classes. Without any, the images are those of the run's own validation set. They are resized,
-cut and normalised, and computed with, as in validation.
+An IMAGE is a file of any format that Pillow reads, a folder of images, or a folder of class folders, whose names are
+the true classes. By default the images are the run's own validation set. Images are resized, cropped, normalised and
+classified as in validation.
 
-predictions.csv  a line for each image: its name (in an array its number), predicted class, probability, true class
-                 where it is known, and the probability of each class
-worst.html       pictures of the worst mistakes, those with the least probability of the true class first; where no
-                 true class is known, of the least certain predictions
-unreadable.csv   files that cannot be read, and why; only where there are such
+predictions.csv  a line for each image: its name (or its number in an array), predicted class, probability, true class
+                 if known, and the probability of each class
+worst.html       pictures of the worst mistakes, lowest probability of the true class first; without true classes, of
+                 the least certain predictions
+unreadable.csv   files that cannot be read, and why; written only if there are any
 """
 
 import argparse
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from utils.distributed.world import World
 
 PAGE = Path(__file__).parent / "shared/pages/predict.html"
-CHANGES = {"limit_valid_batches": None}  # every image that can be read
+CHANGES = {"limit_valid_batches": None}
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """The images of `split` that could be read, in its order."""
+    """Predictions for the readable images of `split`, in its order."""
 
-    split: "Split"  # its labels are -1 where the true class is not known
+    split: "Split"  # its labels are -1 if the true class is unknown
     indices: "np.ndarray"  # int64 [N]
     probabilities: "np.ndarray"  # float64 [N, classes]
     unreadable: dict[str, str]  # name: reason
@@ -63,7 +63,7 @@ class Predictions:
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """Predict and write; returns the exit status."""
+    """Predict, write, return the exit status."""
     options = parser().parse_intermixed_args(argv)
 
     def action(trained: Trained, world: "World") -> None:
@@ -77,10 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    statuses = (
-        "0 predicted; 2 usage; 3 no image can be read, or other classes; 4 no usable checkpoint; 1 anything else."
-    )
+    """Build the command-line parser."""
+    statuses = "0 predicted; 2 usage; 3 no readable image, or other classes; 4 no usable checkpoint; 1 anything else."
     parser = new_parser("predict", __doc__, statuses)
     add_arguments(parser)
     parser.add_argument(
@@ -88,12 +86,12 @@ def parser() -> argparse.ArgumentParser:
         help="files, folders of images, folders of class folders (default: the run's own validation set)",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("predictions"), metavar="DIR", help="default: predictions")
-    add_count(parser, "--pictures", 60, "pictures on the page, at most")
+    add_count(parser, "--pictures", 60, "maximum number of pictures on the page")
     return parser
 
 
 def predict(trained: Trained, paths: list[Path], world: "World") -> tuple[Predictions, list[str]]:
-    """Collective: the predictions over all ranks, and lines that describe how they came about."""
+    """Collective: return the predictions of all ranks, and lines that describe the network and the data."""
     from dataclasses import replace
 
     import numpy as np
@@ -104,14 +102,14 @@ def predict(trained: Trained, paths: list[Path], world: "World") -> tuple[Predic
     from utils.training.validation import classify
 
     split = find_split(trained, paths, world)
-    # the loader's labels are the images' numbers, so that each output has its image's
+    # the loader's labels are replaced by the images' indices, to match outputs to images
     loader, notes = build_loader(trained, replace(split, labels=np.arange(len(split.labels))), world)
     classifier = load_classifier(trained, world)
     found = [(numbers.cpu(), outputs.cpu()) for outputs, numbers in classify(classifier, loader)]
     parts = [part for rank in world.gather(found) for part in rank if len(part[0])]
     unreadable = {os.path.normpath(name): reason for name, reason in gather_unreadable(world, loader).items()}
     if not parts:
-        raise DataError(f"not one of {len(split.labels)} images can be read: {describe_unreadable(unreadable)}")
+        raise DataError(f"none of {len(split.labels)} images can be read: {describe_unreadable(unreadable)}")
     numbers, outputs = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     order = numbers.argsort()
     probabilities = outputs[order].double().softmax(1)
@@ -120,18 +118,18 @@ def predict(trained: Trained, paths: list[Path], world: "World") -> tuple[Predic
 
 
 def write(folder: Path, trained: Trained, predictions: Predictions, pictures: int) -> list[str]:
-    """Write the files into `folder`; returns lines that describe them."""
+    """Write the files into `folder`; return lines that describe them."""
     known, right = predictions.labels >= 0, predictions.labels == predictions.predicted
     images = f"{len(known):,} images"
     if known.any():
         images += f", acc1 {right.sum() / known.sum():.2%} of {known.sum():,} whose true class is known"
     shown, heading = worst(predictions, pictures)
-    page = render(trained, predictions, shown, [images, f"Shown are {heading}."])
+    page = render(trained, predictions, shown, [images, f"Shown: {heading}."])
     write_file(folder / "predictions.csv", as_csv(*prediction_rows(predictions, trained.class_names)))
     write_file(folder / "worst.html", page)
     lines = [f"{folder / 'predictions.csv'}: {images}", f"{folder / 'worst.html'}: {len(shown)} pictures, {heading}"]
     path = folder / "unreadable.csv"
-    path.unlink(missing_ok=True)  # of an earlier call
+    path.unlink(missing_ok=True)  # from an earlier call
     if predictions.unreadable:
         write_file(path, as_csv(("image", "reason"), sorted(predictions.unreadable.items())))
         lines.append(
@@ -141,12 +139,12 @@ def write(folder: Path, trained: Trained, predictions: Predictions, pictures: in
 
 
 def prediction_rows(predictions: Predictions, names: Sequence[str]) -> tuple[Sequence[str], Iterable[Sequence[Any]]]:
-    """Header and rows of predictions.csv."""
+    """Return header and rows of predictions.csv."""
     header = ("image", "predicted", "probability", "true", *(f"p({name})" for name in names))
     rows = (
         (
-            image_name(predictions.split, index), names[predicted], digits(row[predicted]),
-            names[label] if label >= 0 else "", *map(digits, row.tolist()),
+            image_name(predictions.split, index), names[predicted], rounded(row[predicted]),
+            names[label] if label >= 0 else "", *map(rounded, row.tolist()),
         )
         for index, label, predicted, row in zip(
             predictions.indices, predictions.labels, predictions.predicted, predictions.probabilities, strict=True
@@ -155,21 +153,21 @@ def prediction_rows(predictions: Predictions, names: Sequence[str]) -> tuple[Seq
     return header, rows
 
 
-def digits(probability: float) -> float:
-    """As many as mean something."""
+def rounded(probability: float) -> float:
+    """Round to six significant digits."""
     return float(f"{probability:.6g}")
 
 
 def image_name(split: "Split", index: int) -> str:
-    """The file as it was named, or the number of an image in an array."""
+    """Return the path of an image file, or the index of an image in an array."""
     from utils.data.datasets.image_files import EncodedImages
 
     return os.path.normpath(split.path(index)) if isinstance(split, EncodedImages) else str(index)
 
 
 def as_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
-    """File names that are no UTF-8 keep their bytes. All text is in quotes: before Python 3.13, csv leaves a name
-    without them whose only fault is a carriage return, which then ends the line."""
+    """Encode as CSV; file names that are not UTF-8 keep their bytes. Quote all text: before Python 3.13, csv does not
+    quote a name because of a carriage return, which then ends the line."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
     writer.writerow(header)
@@ -178,20 +176,20 @@ def as_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
 
 
 def worst(predictions: Predictions, limit: int) -> tuple["np.ndarray", str]:
-    """(rows of the predictions to be shown, the worst first; what they are)."""
+    """Return the rows of the predictions to show, worst first, and a description of them."""
     import numpy as np
 
     known, rows = predictions.labels >= 0, np.arange(len(predictions.labels))
     if not known.any():
         return predictions.probabilities.max(1).argsort(kind="stable")[:limit], "the least certain predictions"
     mistakes = rows[known & (predictions.labels != predictions.predicted)]
-    of_truth = predictions.probabilities[mistakes, predictions.labels[mistakes]]
-    kept = mistakes[of_truth.argsort(kind="stable")[:limit]]
+    true_probability = predictions.probabilities[mistakes, predictions.labels[mistakes]]
+    kept = mistakes[true_probability.argsort(kind="stable")[:limit]]
     return kept, f"the worst of {len(mistakes):,} mistakes" if len(mistakes) > limit else "all mistakes"
 
 
 def render(trained: Trained, predictions: Predictions, rows: "np.ndarray", lines: Sequence[str]) -> bytes:
-    """The page: no script, no outside file."""
+    """Render the page, without scripts or external files."""
     from jinja2 import Environment, StrictUndefined
 
     names, items = trained.class_names, []
@@ -210,7 +208,7 @@ def render(trained: Trained, predictions: Predictions, rows: "np.ndarray", lines
 
 
 def picture(split: "Split", index: int) -> str:
-    """The image as the network sees it, as a data URI."""
+    """Return the image, resized and cropped for the network, as a data URI."""
     import numpy as np
     from PIL import Image
 

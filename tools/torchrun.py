@@ -1,8 +1,8 @@
-"""torchrun with its own words in a file, so that a failed job shows what its ranks said, and then one line.
+"""Run torchrun with its log in a file, so that a failed job shows its ranks' messages and then one line per node.
 
     python -m tools.torchrun FILE OPTIONS-OF-TORCHRUN... PROGRAM ...
 
-tools/shared/slurm_node.sh starts it on each node. FILE stays only after a failure.
+tools/shared/slurm_node.sh starts it on each node. FILE is kept only after a failure.
 """
 
 import argparse
@@ -17,34 +17,34 @@ from tools.shared.command_line import new_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """torchrun's exit status."""
-    parser = new_parser("torchrun", __doc__, "0 all ranks ended in order; 1 otherwise, whatever theirs was")
-    parser.add_argument("file", type=Path, metavar="FILE", help="for torchrun's own words")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="torchrun's")
+    """Run torchrun; return the exit status."""
+    parser = new_parser("torchrun", __doc__, "0 all ranks succeeded; 1 otherwise, whatever their statuses")
+    parser.add_argument("file", type=Path, metavar="FILE", help="torchrun's log")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="torchrun's arguments")
     options = parser.parse_args(argv)
     return start(options.file, options.arguments)
 
 
 def start(file: Path, arguments: list[str]) -> int:
-    """torchrun with these arguments, in this process."""
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # read at the import; else each failed connection shows a C++ stack
+    """Run torchrun with these arguments in this process."""
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # read at import; otherwise each failed connection prints a C++ stack
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.run import main as torchrun
 
-    del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks have their own
-    said, problem = sys.stderr, ""
-    with file.open("w", encoding="utf-8") as words:
-        sys.stderr = words  # of this process alone: the ranks inherit the real one
+    del os.environ["TORCH_CPP_LOG_LEVEL"]  # not for the ranks
+    stderr, problem = sys.stderr, ""
+    with file.open("w", encoding="utf-8") as log:
+        sys.stderr = log  # only in this process: the ranks inherit the file descriptor
         try:
             torchrun(arguments)
-        except SignalException as error:  # not a failure: who sent it knows
+        except SignalException as error:  # a requested stop, not a failure
             problem = f"ended by {error.sigval.name}"
             file.unlink()
         except (Exception, SystemExit) as error:
             traceback.print_exc()
-            problem = f"{explain(error)}; {file} has what torchrun says"
+            problem = f"{explain(error)}; torchrun's log: {file}"
         finally:
-            sys.stderr = said
+            sys.stderr = stderr
     if problem:
         print(f"torchrun on {socket.gethostname()}: {problem}", file=sys.stderr)
         return 1
@@ -53,7 +53,7 @@ def start(file: Path, arguments: list[str]) -> int:
 
 
 def explain(error: BaseException) -> str:
-    """Why torchrun has ended, in a line."""
+    """Return in one line why torchrun has ended."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if isinstance(error, ChildFailedError):
@@ -61,7 +61,7 @@ def explain(error: BaseException) -> str:
         return f"rank {rank} " + (
             f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with {failure.exitcode}"
         )
-    while error.__cause__ is not None:  # such as that of the socket, below that of the rendezvous
+    while error.__cause__ is not None:  # such as the socket's error below the rendezvous' error
         error = error.__cause__
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 

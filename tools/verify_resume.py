@@ -1,13 +1,13 @@
-"""Prove that a killed run loses nothing: compare an uninterrupted run with runs that are killed at random moments.
+"""Verify exact resume: compare an uninterrupted run with runs that are killed at random moments and resumed.
 
     python -m tools.verify_resume --config=quickstart --set max_epochs=2 --set lr_warmup_epochs=1 --kills 5
     python -m tools.verify_resume --config=quickstart --set model=resnet8 --nproc 2 --signal TERM
 
-Each killed run is started again by the same command until it is finished. Then weights, optimizer, random states,
-metrics.jsonl and learning rates must equal those of the uninterrupted run, bit by bit; and every start that finds a
-good checkpoint must have resumed from it. A run takes at most KILLS_PER_RUN kills; further kills go to another run.
-They come during the start, during training, and as soon as a checkpoint's temporary file appears; with several
-processes, to all of them at once or to one alone.
+Each killed run is restarted by the same command until it has finished. Then its weights, optimizer, random states,
+metrics.jsonl and learning rates must equal the uninterrupted run's bit for bit, and every start that found a good
+checkpoint must have resumed from it. A run receives at most KILLS_PER_RUN kills; more kills need more runs. They come
+during start-up, during training, and as soon as a checkpoint's temporary file appears; with several processes, they hit
+all or one.
 """
 
 import argparse
@@ -42,12 +42,12 @@ from utils.config import load_config
 from utils.errors import ConfigError, ExpectedError, Stopped, exit_in_a_line
 
 KILLS_PER_RUN = 8
-MOMENTS = {"training": 0.5, "a write": 0.35, "the start": 0.15}  # and how often
+MOMENTS = {"training": 0.5, "a write": 0.35, "the start": 0.15}  # with their probabilities
 
 
 @dataclass(frozen=True)
 class Kill:
-    """One interruption, as drawn."""
+    """One randomly chosen interruption."""
 
     signal: signal.Signals
     moment: str
@@ -57,8 +57,8 @@ class Kill:
 
 
 def verify(job: RunCommand, kills: int, number: signal.Signals, seed: int, work: Path) -> list[str]:
-    """What differs between the uninterrupted run and the killed ones, which should be nothing."""
-    draw = random.Random(seed)
+    """Return the differences between the uninterrupted run and the killed ones: none if resume is exact."""
+    generator = random.Random(seed)
     began = time.monotonic()
     uninterrupted = work / "uninterrupted"
     with Attempt(job, uninterrupted) as attempt:
@@ -66,7 +66,7 @@ def verify(job: RunCommand, kills: int, number: signal.Signals, seed: int, work:
             raise ExpectedError(f"the uninterrupted run failed with status {status}:\n{attempt.last_words()}")
     training = read_records(uninterrupted / METRICS, *KINDS)[-1]["seconds"]
     starting = max(0.1, time.monotonic() - began - training)
-    print(f"uninterrupted: {training:.1f} s of training after {starting:.1f} s of starting", flush=True)
+    print(f"uninterrupted: {training:.1f} s of training after {starting:.1f} s of start-up", flush=True)
 
     counts: Counter[str] = Counter()
     differences: list[str] = []
@@ -77,7 +77,7 @@ def verify(job: RunCommand, kills: int, number: signal.Signals, seed: int, work:
         intended = min(KILLS_PER_RUN, kills - counts.total())
         mean = training / intended
         for struck in _train_through(
-            job, folder, [_draw_kill(draw, number, mean, starting, job.nproc) for _ in range(intended)]
+            job, folder, [_random_kill(generator, number, mean, starting, job.nproc) for _ in range(intended)]
         ):
             counts[struck] += 1
             print(f"kill {counts.total()} of {kills}: {number.name} {struck}", flush=True)
@@ -87,28 +87,29 @@ def verify(job: RunCommand, kills: int, number: signal.Signals, seed: int, work:
             shutil.rmtree(folder)
     struck_when = ", ".join(f"{count} {when}" for when, count in counts.most_common())
     print(f"{counts.total()} kills over {runs} runs of {job.nproc} process(es): {struck_when}")
-    print(f"{resumed} starts went on from a checkpoint")
+    print(f"{resumed} starts resumed from a checkpoint")
     return differences
 
 
-def _draw_kill(draw: random.Random, number: signal.Signals, mean: float, starting: float, nproc: int) -> Kill:
-    """`mean`: seconds of training that a run may have between two kills, on average."""
-    moment = draw.choices(list(MOMENTS), list(MOMENTS.values()))[0]
-    delay = draw.uniform(0, starting) if moment == "the start" else draw.uniform(0, 2 * mean)
-    victim = draw.randrange(nproc) if nproc > 1 and (number != signal.SIGKILL or draw.random() < 0.5) else None
-    return Kill(number, moment, delay, draw.uniform(0, 0.003), victim)
+def _random_kill(generator: random.Random, number: signal.Signals, mean: float, starting: float, nproc: int) -> Kill:
+    """Choose moment and victim; `mean`: average seconds of training between two kills."""
+    moment = generator.choices(list(MOMENTS), list(MOMENTS.values()))[0]
+    delay = generator.uniform(0, starting) if moment == "the start" else generator.uniform(0, 2 * mean)
+    one_rank = nproc > 1 and (number != signal.SIGKILL or generator.random() < 0.5)
+    victim = generator.randrange(nproc) if one_rank else None
+    return Kill(number, moment, delay, generator.uniform(0, 0.003), victim)
 
 
 def _train_through(job: RunCommand, folder: Path, kills: list[Kill]) -> Iterator[str]:
-    """Start the run again and again until it is finished; yields where each kill struck."""
+    """Restart the run until it has finished; yield a description of each kill."""
     from utils.run.checkpoint.io import newest_good
 
-    left = list(kills)
+    remaining = list(kills)
     while True:
         has_checkpoint = newest_good(folder / "checkpoints")[0] is not None
         earlier = moved_aside(folder)
         with Attempt(job, folder) as attempt:
-            kill = left.pop(0) if left else None
+            kill = remaining.pop(0) if remaining else None
             struck = kill is not None and strike(attempt, kill)
             began = attempt.has_begun()
             status = attempt.wait()
@@ -118,27 +119,27 @@ def _train_through(job: RunCommand, folder: Path, kills: list[Kill]) -> Iterator
                 if status != 0:
                     raise ExpectedError(f"a start after a kill failed with status {status}:\n{attempt.last_words()}")
                 return
-            # after the end of training, the signal may have met an interpreter that was exiting
+            # after the end of training, the signal may have reached an exiting interpreter
             finished = bool(read_records(folder / METRICS, "end"))
             if kill.signal != signal.SIGKILL and began and not finished and status not in (0, Stopped.exit_status):
                 raise ExpectedError(f"asked to stop, the run ended with status {status}:\n{attempt.last_words()}")
-        whom = "all processes" if kill.victim is None else f"rank {kill.victim}"
+        victim = "all processes" if kill.victim is None else f"rank {kill.victim}"
         if attempt.is_writing():
-            yield f"to {whom} with a checkpoint half-written"
+            yield f"to {victim} with a checkpoint half-written"
         else:
-            yield f"to {whom} in training" if began else f"to {whom} while starting"
+            yield f"to {victim} in training" if began else f"to {victim} while starting"
         if status == 0:  # the signal came too late to stop anything
             return
 
 
 def strike(attempt: Attempt, kill: Kill) -> bool:
-    """Wait for the moment and send the signal; False where the run was finished before."""
+    """Wait for the moment and send the signal; return False if the run finished before."""
     if kill.moment != "the start" and not attempt.wait_until(attempt.has_begun):
         return False
     moment = time.monotonic() + kill.delay
     if not attempt.wait_until(lambda: time.monotonic() >= moment):
         return False
-    victims = find_victims(attempt, kill)  # looked up before the write begins, since it takes as long as a write
+    victims = find_victims(attempt, kill)  # before the write begins: the search takes as long as a write
     if kill.moment == "a write":
         if not attempt.wait_until(attempt.is_writing, pause=0):
             return False
@@ -151,14 +152,14 @@ def strike(attempt: Attempt, kill: Kill) -> bool:
 
 
 def find_victims(attempt: Attempt, kill: Kill) -> list[int]:
-    """The processes that get the signal: those of all ranks where the chosen one has not started."""
+    """Return the processes to signal: the chosen rank's, or all ranks' if it has not started."""
     ranks = find_ranks(attempt.folder)
     return [ranks[kill.victim]] if kill.victim in ranks else list(ranks.values())
 
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the verdict; returns the exit status."""
+    """Print the verdict; return the exit status."""
     options = parser().parse_args(argv)
     seed = choose_seed(options.seed)
     settings = ["log_to_screen=true", "log_to_tensorboard=false", "save_checkpoint=true", "deterministic=true"]
@@ -174,13 +175,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         work = Path(tempfile.mkdtemp(prefix="verify-resume-", dir=options.work_dir))
     except OSError as error:
         named = f"--work-dir {options.work_dir}: " if options.work_dir else ""
-        raise ConfigError(f"{named}{error.strerror}; name a folder that can be written with --work-dir") from None
+        raise ConfigError(f"{named}{error.strerror}; give a writable folder with --work-dir") from None
     job = RunCommand(train, options.nproc, options.timeout, time.monotonic() + options.total_timeout)
     try:
         verdict = "NOT EQUAL"
         differences = verify(job, options.kills, signal.Signals[f"SIG{options.signal}"], seed, work)
     except ExpectedError as error:
-        verdict, differences = "FAILED, so that nothing could be compared", [str(error)]
+        verdict, differences = "FAILED: the runs could not be compared", [str(error)]
     except KeyboardInterrupt:
         print(f"the runs so far are in {work}", file=sys.stderr)
         raise
@@ -195,11 +196,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the command-line parser."""
     statuses = "0 equal; 1 different, hanging or failing; 2 usage; 130 interrupted. Needs Linux."
     parser = new_parser("verify_resume", __doc__, statuses)
     add_config_arguments(parser, config="quickstart")
-    add_count(parser, "--kills", 5, "interruptions in all")
+    add_count(parser, "--kills", 5, "number of interruptions")
     parser.add_argument("--signal", choices=("KILL", "TERM", "USR1"), default="KILL", help="(default: KILL)")
     add_count(parser, "--nproc", 1, "processes, started by torchrun", "K")
     add_limits(parser, 1800.0)
@@ -207,5 +208,5 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an orderly end, which ends the run under test too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the run under test
     sys.exit(main())

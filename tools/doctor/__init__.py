@@ -1,1 +1,1 @@
-"""Checks of machines, nodes and devices before a job. Each takes what it judges and returns a `Finding`."""
+"""Checks of machines, nodes and devices before a job. Each takes its input as arguments and returns a `Finding`."""

@@ -1,11 +1,11 @@
-"""Check before a job whether this machine, or every node of this allocation, is fit for it.
+"""Check before a job whether this machine, or every node of a Slurm allocation, is fit for it.
 
     python -m tools.doctor                                          # this machine
-    torchrun --nproc_per_node=8 -m tools.doctor                     # its ranks too: all-reduce, clocks, the slow one
-    srun --ntasks-per-node=8 python -m tools.doctor --sweep         # over nodes; collectives of all sizes, all pairs
-    python -m tools.doctor --burn-in 60                             # train, and see whether it stays right and fast
+    torchrun --nproc_per_node=8 -m tools.doctor                     # also all-reduce, clocks and the slowest rank
+    srun --ntasks-per-node=8 python -m tools.doctor --sweep         # several nodes: collectives of all sizes, all pairs
+    python -m tools.doctor --burn-in 60                             # train for an hour; watch results, rate and heat
     python -m tools.doctor --nodes                                  # in a Slurm allocation: one process on every node
-    python -m tools.doctor --compare a.json b.json --html page.html # what --json printed on nodes: the slow one
+    python -m tools.doctor --compare a.json b.json --html page.html # find the slow node in the --json of several nodes
 
 Each line is ok, warn or fail, with the remedy. Exit status: 0 nothing failed, 1 something failed, 2 bad usage,
 130 interrupted.
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Check, print, return the exit status."""
     options = parser().parse_args(argv)
-    if options.nodes:  # also in an interactive step of salloc; the processes of this srun are not given --nodes
+    if options.nodes:
         return subprocess.run(_on_every_node(sys.argv[1:] if argv is None else list(argv)), check=False).returncode
     check_writable("--html", options.html)
     if options.compare and (options.sweep or options.burn_in):
-        raise ConfigError("--compare examines nothing: give --sweep and --burn-in where the documents are made")
+        raise ConfigError("--compare measures nothing: give --sweep and --burn-in to the runs that write the files")
     if options.compare:
         documents = {path: read_document(path) for path in options.compare}
         findings = compare_documents(documents)
@@ -61,36 +61,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         compared = [finding for finding in findings if finding.check == "comparison"]
         return report(options, document, [*(one for each in documents.values() for one in each.findings), *compared])
     if options.sweep and find_launch(os.environ).world_size == 1:
-        raise ConfigError("--sweep: one process has nobody to talk to; start the doctor with torchrun or srun")
+        raise ConfigError("--sweep needs at least two ranks: start the doctor with torchrun or srun")
     baseline = None if options.baseline is None else read_document(options.baseline)
     config = load_config(options.yaml_config, options.config, options.set)
     from utils.distributed.ranks import run_ranks
 
-    # cuBLAS is deterministic only with it, as fingerprints demand; PyTorch reads it at the first product, for good
+    # Fingerprints need deterministic cuBLAS. PyTorch reads this variable once, at the first matrix product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     started, failed = time.perf_counter(), 0
 
-    def look(world: "World") -> None:
+    def check(world: "World") -> None:
         nonlocal failed
         from tools.doctor.machine import software_versions
         from utils.run.logging.environment import describe_environment
 
         device = describe_environment(world.device, world.world_size)["device"]
         document = Document(worst="ok", device=device, software=software_versions(), findings=[])
-        if baseline is not None:  # refused before anything is measured
+        if baseline is not None:  # before measuring
             check_comparable(f"this machine and {options.baseline}", document, baseline)
         document.findings = examine(options, config, world, time.perf_counter() - started)
         if baseline is not None:
             document.findings += compare_with_baseline(document, baseline)
         failed = report(options, document, document.findings, say=world.is_main)
 
-    # auto where cuda is asked for: what keeps it from use is a finding
+    # with `cuda`, an unusable GPU would end the doctor here instead of becoming a finding
     device = "auto" if config.device == "cuda" else config.device
-    return run_ranks(look, device, config.start_timeout_seconds, config.collective_timeout_seconds) or failed
+    return run_ranks(check, device, config.start_timeout_seconds, config.collective_timeout_seconds) or failed
 
 
 def report(options: argparse.Namespace, document: Document, on_page: Sequence[Finding], *, say: bool = True) -> int:
-    """Print the document, and write the page; returns the exit status."""
+    """Print the report, write the page, return the exit status."""
     document.worst = worst_level(document.findings)
     if say:
         lines = render(document.findings, document.worst)
@@ -105,34 +105,34 @@ def report(options: argparse.Namespace, document: Document, on_page: Sequence[Fi
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the command-line parser."""
     parser = new_parser("doctor", __doc__)
     add_config_arguments(parser, config="default")
     parser.add_argument("--run-dir", type=Path, default=Path("expts"), metavar="DIR", help="where runs will write")
-    parser.add_argument("--nodes", action="store_true", help="look at every node of this Slurm allocation, by srun")
-    parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
-    help_text = "examine nothing, but compare the figures in what --json printed on several nodes"
+    parser.add_argument("--nodes", action="store_true", help="check every node of this Slurm allocation, with srun")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
+    help_text = "check nothing; compare the figures in the --json output of several nodes"
     parser.add_argument("--compare", nargs="+", type=Path, metavar="FILE", help=help_text)
-    help_text = "measure all-reduce, all-gather, reduce-scatter at all sizes, and all pairs"
+    help_text = "measure all-reduce, all-gather and reduce-scatter at all sizes, and every pair"
     parser.add_argument("--sweep", action="store_true", help=help_text)
-    help_text = "train for so long, and watch rate, bits, heat and faults"
+    help_text = "train for MINUTES; watch rate, results, heat and faults"
     parser.add_argument("--burn-in", type=minutes, metavar="MINUTES", help=help_text)
-    help_text = "what --json printed when it was well: fail for what is 15 %% slower than it was then"
+    help_text = "earlier --json output of this machine; fail if a figure is now 15 %% slower"
     parser.add_argument("--baseline", type=Path, metavar="FILE", help=help_text)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also as a page: nodes by checks, in colours")
-    parser.add_argument("--strict", action="store_true", help="a warning counts as a failure: exit status 1")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page: nodes by checks, in colours")
+    parser.add_argument("--strict", action="store_true", help="exit with status 1 on warnings too")
     return parser
 
 
 def _on_every_node(arguments: list[str]) -> list[str]:
     if "SLURM_JOB_ID" not in os.environ or shutil.which("srun") is None:
-        raise ConfigError("--nodes: this is no Slurm allocation; get one with salloc, or start the doctor by torchrun")
+        raise ConfigError("--nodes: not in a Slurm allocation; get one with salloc, or start the doctor with torchrun")
     rest = [word for word in arguments if word != "--nodes"]
     return ["srun", "--ntasks-per-node=1", *module_command("doctor"), *rest]
 
 
 def examine(options: argparse.Namespace, config: Config, world: "World", seconds_to_meet: float) -> list[Finding]:
-    """Collective: all checks of all ranks; `--sweep` adds all sizes of all collectives, and every pair of nodes."""
+    """Collective: run all checks on all ranks."""
     from tools.bench.ceilings import all_reduce
     from tools.doctor import fingerprints, gpus, hardware, machine, measured
 
@@ -143,7 +143,7 @@ def examine(options: argparse.Namespace, config: Config, world: "World", seconds
     findings += measured.device_checks(world.device, alone=alone)
     trained = fingerprints.train_on(measured.devices_of_a_rank(world.device, alone=alone), name)
     findings += [fingerprints.check_device(device, fingerprints.read_known()) for device in trained]
-    findings += gpus.gpu_checks() if first else []  # while the measurements' heat shows
+    findings += gpus.gpu_checks() if first else []  # last: the GPUs are warm from the measurements
     where = f"{host}, rank {world.rank}" if world.world_size > 1 else host
     everything = [finding for part in world.gather([replace(one, where=where) for one in findings]) for finding in part]
     if options.burn_in is not None:

@@ -1,6 +1,6 @@
-"""What checks found, how it is shown, and the figures of several nodes, or of now and an earlier time, side by side.
+"""Findings of the checks: printed, saved as JSON, compared over nodes or with an earlier baseline.
 
-A document is what `python -m tools.doctor --json` prints. No torch.
+A document is the output of `python -m tools.doctor --json`. This module imports no torch.
 """
 
 import statistics
@@ -16,19 +16,19 @@ from utils.errors import ConfigError
 
 LEVELS = ("ok", "warn", "fail")
 GIGABYTE = 1e9
-SLOW = 1.15  # times the median of the others, or the baseline: what is more is a fault
+SLOW = 1.15  # a rate fails if the median of the others, or the baseline, is more than this many times higher
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was checked, what was found, and the remedy."""
+    """One line of the output: what was checked, what was found, and the remedy."""
 
     check: str
     level: str
     message: str
     remedy: str = ""
     where: str = ""  # host, and rank where it matters
-    figures: dict[str, float] = field(default_factory=dict)  # {what, with its unit: rate}; more is better
+    figures: dict[str, float] = field(default_factory=dict)  # {name with unit: rate}; more is better
 
 
 def judge(
@@ -40,13 +40,13 @@ def judge(
     fail: bool = False,
     figures: dict[str, float] | None = None,
 ) -> Finding:
-    """A finding, with its remedy where it warns or fails."""
+    """Return a finding; the remedy is kept only if it warns or fails."""
     level = "fail" if fail else "warn" if warn else "ok"
     return Finding(check, level, seen, remedy if warn or fail else "", figures=figures or {})
 
 
 def read_text(file: Path) -> str | None:
-    """What a file of the kernel says; None where it cannot be read."""
+    """Return the text of a file in /proc or /sys; None if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -54,7 +54,7 @@ def read_text(file: Path) -> str | None:
 
 
 class Document(BaseModel):
-    """All findings of one examination, with what its figures depend on."""
+    """All findings of one run of the doctor, with the device and software that its figures depend on."""
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
@@ -64,7 +64,7 @@ class Document(BaseModel):
     findings: list[Finding]
 
     def figures(self) -> dict[str, list[tuple[str, float]]]:
-        """{"CHECK, FIGURE": [(where, value)]}, a value for each node, rank or device."""
+        """Return {"CHECK, FIGURE": [(where, value)]}, with a value for each node, rank or device."""
         found: dict[str, list[tuple[str, float]]] = {}
         for finding in self.findings:
             for name, value in finding.figures.items():
@@ -75,7 +75,7 @@ class Document(BaseModel):
 
 
 class Compared(NamedTuple):
-    """One value beside what is expected of it."""
+    """A measured value and the value expected of it."""
 
     where: str
     value: float
@@ -83,17 +83,17 @@ class Compared(NamedTuple):
 
 
 def read_document(path: Path) -> Document:
-    """`ConfigError` where the file cannot be read or is none."""
+    """Read a document; raise `ConfigError` if the file cannot be read or is not one."""
     try:
         return Document.model_validate_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except ValidationError:
-        raise ConfigError(f"{path}: is no document of the doctor; python -m tools.doctor --json writes one") from None
+        raise ConfigError(f"{path}: is not the output of python -m tools.doctor --json") from None
 
 
 def compare_documents(read: Mapping[Path, Document]) -> list[Finding]:
-    """Each figure over all nodes of these documents; `ConfigError` where they are of other devices or software."""
+    """Compare each figure over all nodes; raise `ConfigError` if devices or software differ."""
     (first, reference), *others = read.items()
     for path, document in others:
         check_comparable(f"{path} and {first}", document, reference)
@@ -108,7 +108,7 @@ def compare_documents(read: Mapping[Path, Document]) -> list[Finding]:
 
 
 def check_comparable(what: str, one: Document, other: Document) -> None:
-    """`ConfigError` that names the first difference of device and software."""
+    """Raise `ConfigError` if device or software differ, naming the first difference."""
     mine, others = ({"device": document.device, **document.software} for document in (one, other))
     for name in mine | others:
         if mine.get(name) != others.get(name):
@@ -126,11 +126,11 @@ def _over_nodes(name: str, values: Sequence[tuple[str, float]]) -> Finding:
 
 
 def compare_with_baseline(now: Document, baseline: Document) -> list[Finding]:
-    """Each figure of this examination beside the baseline's median of it."""
+    """Compare each figure with the median of that figure in the baseline."""
     earlier = {name: statistics.median(value for _, value in values) for name, values in baseline.figures().items()}
     return [
         _judge_rates(
-            f"{name}: the baseline has {earlier[name]:,.4g}",
+            f"{name}: baseline {earlier[name]:,.4g}",
             [Compared(where, value, earlier[name]) for where, value in values],
             "the baseline",
         )
@@ -139,18 +139,18 @@ def compare_with_baseline(now: Document, baseline: Document) -> list[Finding]:
     ]
 
 
-def _judge_rates(seen: str, values: Sequence[Compared], beside: str) -> Finding:
+def _judge_rates(seen: str, values: Sequence[Compared], reference: str) -> Finding:
     slow = [
-        f"{where} {value:,.4g}, {expected / value:.2f} times slower than {beside}"
+        f"{where} {value:,.4g}, {expected / value:.2f} times slower than {reference}"
         for where, value, expected in values
-        if not value * SLOW >= expected  # NaN is no figure to pass with
+        if not value * SLOW >= expected  # NaN fails too
     ]
-    remedy = "leave the node out, and look there for another process, heat, a power limit, a link that is down"
+    remedy = "exclude the node; look there for other processes, heat, a power limit, a link that is down"
     return judge("comparison", "; ".join([seen, *slow]), remedy, fail=bool(slow))
 
 
 def render(findings: Sequence[Finding], worst: str) -> list[str]:
-    """A line for each finding, its remedy below; what is the same on several nodes is printed once."""
+    """Return a line for each finding, with the remedy below; equal findings of several nodes share one line."""
     merged: dict[tuple[str, str, str, str], list[str]] = {}
     for finding in findings:
         merged.setdefault((finding.check, finding.level, finding.message, finding.remedy), []).append(finding.where)
@@ -168,5 +168,5 @@ def render(findings: Sequence[Finding], worst: str) -> list[str]:
 
 
 def worst_level(findings: Sequence[Finding]) -> str:
-    """Of all findings."""
+    """Return the worst level of the findings."""
     return max((finding.level for finding in findings), key=LEVELS.index, default="ok")

@@ -1,7 +1,7 @@
-"""Whether devices compute right: a small fixed network is trained on each, and all must come to the same bits.
+"""Check that devices compute correctly: train a small fixed network on each and compare the results bit for bit.
 
-What it is trained on and for how long never changes, so that its fingerprint can be compared with that of an earlier
-day, of another device of the kind, and of known_fingerprints.json. Rounding depends on device, torch and CUDA.
+Network, data and steps never change. So a device's fingerprint can be compared with its own on an earlier day, with
+those of other devices of the same kind, and with known_fingerprints.json. Rounding depends on device, torch and CUDA.
 """
 
 import json
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
     import torch
 
 KNOWN = Path(__file__).with_name("known_fingerprints.json")
-SECONDS = 3.0  # of repetitions on each device, at least two
+SECONDS = 3.0  # each device repeats the training for this long, at least twice
 STEPS, IMAGES, SIDE, CLASSES = 12, 32, 16, 10
-REMEDY = "leave the device out, and look whether it does so again: python -m tools.doctor"
+REMEDY = "exclude the device, and run python -m tools.doctor again to see whether it recurs"
 
 
 @dataclass(frozen=True)
 class DeviceFingerprints:
-    """What one device came to."""
+    """The fingerprints of one device, one for each repetition."""
 
     where: str
     kind: str
-    fingerprints: list[str]  # of each repetition
+    fingerprints: list[str]
 
 
 def train_on(devices: Sequence["torch.device"], host: str) -> list[DeviceFingerprints]:
-    """Trains on each of these devices of `host`."""
+    """Train on each of these devices of `host`."""
     return [DeviceFingerprints(f"{device} of {host}", describe(device), repeat(device, SECONDS)) for device in devices]
 
 
 def read_known(path: Path = KNOWN) -> dict[str, str]:
-    """{kind of device and versions: its fingerprint}."""
+    """Return {kind of device and versions: fingerprint}."""
     known: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
     return known
 
 
 def describe(device: "torch.device") -> str:
-    """What the bits depend on: the kind of device, torch, and CUDA with cuDNN or the instructions of the processor."""
+    """Name what the fingerprint depends on: the device, torch, and CUDA with cuDNN or the CPU's instruction set."""
     import torch
 
     from utils.run.logging.environment import describe_environment
@@ -59,7 +59,7 @@ def describe(device: "torch.device") -> str:
 
 
 def repeat(device: "torch.device", seconds: float) -> list[str]:
-    """The fingerprints of as many trainings as fit, at least two."""
+    """Train repeatedly for `seconds`, at least twice; return the fingerprints."""
     found: list[str] = []
     until = time.monotonic() + seconds
     while len(found) < 2 or time.monotonic() < until:
@@ -68,17 +68,17 @@ def repeat(device: "torch.device", seconds: float) -> list[str]:
 
 
 def train_fixed_network(device: "torch.device") -> str:
-    """The fingerprint of weights and losses after `STEPS` steps in float32 and as many under bf16's autocast, which is
-    what tensor cores compute."""
+    """Train for `STEPS` steps in float32 and `STEPS` more, on GPUs under bf16 autocast for their tensor cores; return a
+    fingerprint of the weights and all losses."""
     import torch
     from torch import nn
 
     from utils.training.checks.fingerprints import fingerprint
 
-    drawn = torch.Generator().manual_seed(0)
-    images = torch.rand(IMAGES, 3, SIDE, SIDE, generator=drawn).to(device)
-    labels = torch.randint(CLASSES, (IMAGES,), generator=drawn).to(device)
-    with torch.random.fork_rng(devices=[]):  # layers draw what is replaced below
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(IMAGES, 3, SIDE, SIDE, generator=generator).to(device)
+    labels = torch.randint(CLASSES, (IMAGES,), generator=generator).to(device)
+    with torch.random.fork_rng(devices=[]):  # the layers' initial weights are replaced below
         network = nn.Sequential(
             nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
             nn.Conv2d(32, 64, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(),
@@ -89,12 +89,12 @@ def train_fixed_network(device: "torch.device") -> str:
         for parameter in network.parameters():
             if parameter.dim() > 1:
                 bound = parameter[0].numel() ** -0.5
-                parameter.copy_((2 * torch.rand(parameter.shape, generator=drawn) - 1) * bound)
+                parameter.copy_((2 * torch.rand(parameter.shape, generator=generator) - 1) * bound)
             elif parameter is network[-1].bias:
                 parameter.zero_()
     network = network.to(device)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.02, momentum=0.9)
-    prints = []
+    fingerprints = []
     with _deterministic():
         for half in (False, True):
             for _ in range(STEPS):
@@ -103,41 +103,42 @@ def train_fixed_network(device: "torch.device") -> str:
                     loss = nn.functional.cross_entropy(network(images).float(), labels)
                 loss.backward()
                 optimizer.step()
-                prints.append(fingerprint(loss.float()))
-        prints += [fingerprint(tensor) for tensor in network.state_dict().values()]
-        total = fingerprint(torch.stack(prints))
+                fingerprints.append(fingerprint(loss.float()))
+        fingerprints += [fingerprint(tensor) for tensor in network.state_dict().values()]
+        total = fingerprint(torch.stack(fingerprints))
     return f"{int(total) % 2**64:016x}"
 
 
 def check_device(trained: DeviceFingerprints, known: Mapping[str, str]) -> Finding:
-    """One device against itself, and against what is `known` of its kind."""
+    """Check that all repetitions on a device agree, and agree with the known fingerprint of its kind."""
     found, kind = trained.fingerprints, trained.kind
     usual, count = Counter(found).most_common(1)[0]
-    told = f"{trained.where.partition(' of ')[0]} trained a fixed network {len(found)} times, {kind}"
+    subject = f"{trained.where.partition(' of ')[0]} trained a fixed network {len(found)} times, {kind}"
     if count < len(found):
-        seen = f"{told}: {len(found) - count} of them did not come to {usual}, as the others did"
+        seen = f"{subject}: {len(found) - count} of the fingerprints differ from {usual}"
         return Finding("fingerprint", "fail", seen, REMEDY)
     if kind in known and known[kind] != usual:
-        return Finding("fingerprint", "fail", f"{told}: {usual}, but known is {known[kind]}", REMEDY)
-    beside = "as known" if kind in known else f"none is known in {KNOWN.name}"
-    return Finding("fingerprint", "ok", f"{told}: {usual}, {beside}")
+        return Finding("fingerprint", "fail", f"{subject}: {usual}, but the known fingerprint is {known[kind]}", REMEDY)
+    reference = "as known" if kind in known else f"not in {KNOWN.name}"
+    return Finding("fingerprint", "ok", f"{subject}: {usual}, {reference}")
 
 
 def compare_devices(devices: Sequence[DeviceFingerprints]) -> Finding:
-    """All devices of one kind must come to the same: names those that do not come to what most do."""
-    odd = []
+    """Check that all devices of one kind have the same fingerprint; name those that differ from the majority."""
+    outliers = []
     for kind in dict.fromkeys(trained.kind for trained in devices):
         alike = [(trained.where, trained.fingerprints[0]) for trained in devices if trained.kind == kind]
         usual, count = Counter(found for _, found in alike).most_common(1)[0]
-        odd += [where for where, found in alike if found != usual or 2 * count <= len(alike) > 1]
-    if odd:
-        return Finding("fingerprints", "fail", f"not what most devices of the kind came to: {', '.join(odd)}", REMEDY)
+        outliers += [where for where, found in alike if found != usual or 2 * count <= len(alike) > 1]
+    if outliers:
+        seen = f"differ from most devices of their kind: {', '.join(outliers)}"
+        return Finding("fingerprints", "fail", seen, REMEDY)
     return Finding("fingerprints", "ok", f"{len(devices)} devices, equal within each kind")
 
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Deterministic kernels of one thread, so that no other number of cores rounds differently; undone at the end."""
+    """Use deterministic kernels and one thread, so that the number of cores does not change rounding."""
     import torch
 
     cudnn = torch.backends.cudnn
@@ -157,7 +158,7 @@ def _deterministic() -> Iterator[None]:
 
 
 def _processor() -> str:
-    """Name, family, model, stepping and cache, by which kernels choose the order of their sums; what Arm's have."""
+    """Name the processor by the facts that decide the order of sums: model, stepping, cache; Arm: what it reports."""
     from utils.run.logging.environment import read_processors
 
     facts = next(iter(read_processors()), {})

@@ -1,6 +1,6 @@
-"""What NVIDIA's management library (NVML) tells of each GPU, and what of it is a fault.
+"""Health of each GPU, read from NVIDIA's management library (NVML).
 
-The package nvidia-ml-py reads it (extra `nvml`). Without it, or without a driver, the checks say so and are no fault.
+Needs the package nvidia-ml-py (extra `nvml`). Without it, or without a driver, the finding is "ok, not readable".
 """
 
 from collections.abc import Callable, Iterator
@@ -9,30 +9,30 @@ from typing import Any
 
 from tools.doctor.findings import LEVELS, Finding
 
-# NVML's reasons for a clock below its maximum that no program asked for (nvml.h, nvmlClocksEventReasons)
+# NVML's reasons for a clock below its maximum that no program requested (nvml.h, nvmlClocksEventReasons)
 SLOWING = {0x4: "power limit", 0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat, by the hardware",
            0x80: "power brake"}  # fmt: skip
-HOT = SLOWING.keys() - {0x4}  # at its power limit a GPU that works is
+FAULTY = SLOWING.keys() - {0x4}  # a healthy GPU under load is at its power limit
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """One GPU; None: this GPU or driver does not tell."""
+    """One GPU; None if this GPU or driver does not report the value."""
 
     name: str  # with its number
     uuid: str
     uncorrected: int | None  # ECC errors since the driver was loaded
     corrected: int | None
     remapped_rows: tuple[int, int, bool, bool] | None  # corrected, uncorrected, pending until a reset, failed
-    slowed: int | None  # the reasons of the moment, as bits
+    slowed: int | None  # current reasons, as bits
     power_limit: float | None  # W
     default_power_limit: float | None  # W
     temperature: int | None  # degrees Celsius
-    nvlinks: tuple[bool, ...]  # whether each that there is is up
+    nvlinks: tuple[bool, ...]  # True: up
 
 
 def gpu_checks() -> list[Finding]:
-    """All checks of this machine's GPUs."""
+    """Check every GPU of this machine."""
     try:
         import pynvml
     except ImportError:
@@ -44,7 +44,7 @@ def gpu_checks() -> list[Finding]:
 
 
 def read_gpus(nvml: Any) -> list[GpuFacts] | str:
-    """Every GPU of this machine, by the module pynvml; the reason where there is none to read."""
+    """Read every GPU with the module pynvml; return the reason if that is impossible."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -89,13 +89,13 @@ def _read_gpu(nvml: Any, number: int) -> GpuFacts:
 
 
 def check_gpu(gpu: GpuFacts) -> Finding:
-    """All that is wrong with this GPU, with the level and remedy of the worst."""
+    """List all faults of this GPU, with the level and remedy of the worst."""
     faults = list(_faults(gpu))
     where = f"{gpu.name} ({gpu.uuid})"
     if not faults:
-        told = "" if gpu.temperature is None else f", {gpu.temperature} °C"
-        told += "" if gpu.power_limit is None else f", at most {gpu.power_limit:.0f} W"
-        return Finding("gpu health", "ok", f"{where}{told}")
+        seen = "" if gpu.temperature is None else f", {gpu.temperature} °C"
+        seen += "" if gpu.power_limit is None else f", at most {gpu.power_limit:.0f} W"
+        return Finding("gpu health", "ok", f"{where}{seen}")
     worst = max(faults, key=lambda fault: LEVELS.index(fault.level))
     return replace(worst, message=f"{where}: {'; '.join(fault.message for fault in faults)}")
 
@@ -105,7 +105,7 @@ def _faults(gpu: GpuFacts) -> Iterator[Finding]:
         return Finding("gpu health", level, message, remedy)
 
     if gpu.uncorrected:
-        remedy = "take the node out and reset the GPU: what it computed since may be wrong"
+        remedy = "drain the node and reset the GPU; its recent results may be wrong"
         yield fault("fail", f"{gpu.uncorrected} uncorrected memory errors", remedy)
     _, uncorrected, pending, failed = gpu.remapped_rows or (0, 0, False, False)
     if failed:
@@ -113,17 +113,17 @@ def _faults(gpu: GpuFacts) -> Iterator[Finding]:
     if pending:
         yield fault("warn", "a faulty memory row is replaced at the next reset", "reset the GPU: nvidia-smi -r")
     elif uncorrected and not failed:
-        yield fault("warn", f"{uncorrected} memory rows were replaced", "have the GPU replaced if they grow more")
+        yield fault("warn", f"{uncorrected} memory rows were replaced", "have the GPU replaced if the number grows")
     if gpu.corrected:
-        yield fault("warn", f"{gpu.corrected} corrected memory errors", "watch whether they grow")
+        yield fault("warn", f"{gpu.corrected} corrected memory errors", "watch whether the number grows")
     reasons = {reason for reason in SLOWING if (gpu.slowed or 0) & reason}
-    if reasons & HOT:
+    if reasons & FAULTY:
         names = ", ".join(name for reason, name in SLOWING.items() if reason in reasons)
-        yield fault("fail", f"slowed down ({names}) at {gpu.temperature} °C", "look at cooling and power of the node")
+        yield fault("fail", f"slowed down ({names}) at {gpu.temperature} °C", "check the node's cooling and power")
     limit, usual = gpu.power_limit, gpu.default_power_limit
     if limit is not None and usual is not None and limit < usual:
-        remedy = f"nvidia-smi -pl {usual:.0f}, unless the site wants it so"
-        yield fault("warn", f"power limit {limit:.0f} W, usual are {usual:.0f} W", remedy)
+        remedy = f"nvidia-smi -pl {usual:.0f}, unless the site set it"
+        yield fault("warn", f"power limit {limit:.0f} W, default {usual:.0f} W", remedy)
     if gpu.nvlinks and not all(gpu.nvlinks):
         down = ", ".join(str(link) for link, up in enumerate(gpu.nvlinks) if not up)
         remedy = "nvidia-smi nvlink -s; all-reduce is slower without them"

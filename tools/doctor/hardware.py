@@ -1,7 +1,7 @@
-"""Faults that the hardware has counted: processors, memory, PCIe, InfiniBand, and GPUs in the kernel's log.
+"""Hardware error counters since boot: processors, memory, PCIe, InfiniBand, and GPU faults in the kernel's log.
 
-What cannot be read, for want of the device, a driver or a permission, is said and is no fault. Counters are since the
-last start of the machine or of the driver. Every check takes the folder or text that it reads.
+A counter that cannot be read (no device, driver or permission) is reported, not failed. Every check takes the folder or
+text that it reads.
 """
 
 import os
@@ -18,16 +18,16 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 INFINIBAND = Path("/sys/class/infiniband")
 KERNEL_LOG = Path("/dev/kmsg")
 NOT_READABLE = "not readable here"
-NVIDIA, DISPLAY_CONTROLLER = "0x10de", "0x03"  # vendor, the first byte of its class
-# Of a port that works these grow slowly or not at all (InfiniBand Architecture Specification 1.4, 16.1.3.5)
+NVIDIA, DISPLAY_CONTROLLER = "0x10de", "0x03"  # PCI vendor; first byte of the class
+# On a healthy port these grow slowly or not at all (InfiniBand Architecture Specification 1.4, 16.1.3.5)
 PORT_ERRORS = ("link_downed", "link_error_recovery", "symbol_error", "port_rcv_errors")
-# NVIDIA's "Xid Errors": these are faults of memory, bus or NVLink, where others may be of the program
+# NVIDIA's "Xid Errors" of memory, bus and NVLink; the other numbers may be faults of a program
 HARDWARE_XIDS = {48, 63, 64, 74, 79, 92, 94, 95, 110, 119, 120, 140, 143}
 XID = re.compile(r"NVRM: Xid \(PCI:([\da-fA-F:.]+)\): (\d+)")
 
 
 def hardware_checks() -> list[Finding]:
-    """All checks of this machine; those that found nothing to read in one line."""
+    """Check this machine; one line lists the checks that found nothing to read."""
     findings = [
         check_governor(CPUS),
         check_processor_heat(CPUS),
@@ -38,18 +38,18 @@ def hardware_checks() -> list[Finding]:
         check_kernel_log(read_kernel_log(KERNEL_LOG)),
     ]
     unread = [finding.check for finding in findings if finding.message.startswith(NOT_READABLE)]
-    told = [finding for finding in findings if finding.check not in unread]
-    return [*told, Finding("hardware", "ok", f"{NOT_READABLE}: {', '.join(unread)}")] if unread else told
+    read = [finding for finding in findings if finding.check not in unread]
+    return [*read, Finding("hardware", "ok", f"{NOT_READABLE}: {', '.join(unread)}")] if unread else read
 
 
 def _count(file: Path) -> int:
-    """The counter in a file; 0 where it is not there or says nothing."""
+    """Return the counter in a file; 0 if there is none."""
     found = re.match(r"\d+", read_text(file) or "")
     return int(found[0]) if found else 0
 
 
 def _numbered(folder: Path, name: str) -> list[Path]:
-    """NAME0, NAME1, ... in this order."""
+    """Return the paths NAME0, NAME1, ... in numerical order."""
     found = ((re.fullmatch(rf"{name}(\d+)", path.name), path) for path in folder.glob(f"{name}*"))
     return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
 
@@ -59,7 +59,7 @@ def _unreadable(check: str, where: Path) -> Finding:
 
 
 def check_governor(cpus: Path) -> Finding:
-    """Whether the cores may run at their full clock."""
+    """Check that no core is restricted to a low clock."""
     governors = Counter[str]()
     for cpu in _numbered(cpus, "cpu"):
         governor = read_text(cpu / "cpufreq/scaling_governor")
@@ -67,7 +67,7 @@ def check_governor(cpus: Path) -> Finding:
         if governor == "powersave" and (read_text(cpu / "cpufreq/scaling_driver") or "").endswith(
             ("pstate", "pstate-epp")
         ):
-            governor = "powersave of the processor's own"
+            governor = "powersave (chosen by the processor)"
         if governor:
             governors[governor] += 1
     if not governors:
@@ -77,27 +77,27 @@ def check_governor(cpus: Path) -> Finding:
 
 
 def check_processor_heat(cpus: Path) -> Finding:
-    """Whether cores were slowed down for heat or power."""
+    """Check whether cores were throttled for heat or power."""
     counters = [cpu / "thermal_throttle" for cpu in _numbered(cpus, "cpu")]
     counters = [folder for folder in counters if folder.is_dir()]
     if not counters:
         return _unreadable("processor heat", cpus / "cpu0/thermal_throttle")
     most = max(counters, key=lambda folder: _count(folder / "core_throttle_count"))
     times, packages = (_count(most / f"{name}_throttle_count") for name in ("core", "package"))
-    seen = f"none of {len(counters)} cores was slowed down"
+    seen = f"none of {len(counters)} cores was throttled"
     if times or packages:
-        seen = f"{most.parent.name} was slowed down {times} times for heat, its package {packages} times"
-    return judge("processor heat", seen, "look at cooling and power of the node", warn=bool(times or packages))
+        seen = f"{most.parent.name} was throttled {times} times for heat, its package {packages} times"
+    return judge("processor heat", seen, "check the node's cooling and power", warn=bool(times or packages))
 
 
 def check_memory_errors(controllers: Path) -> Finding:
-    """Errors of the host's memory that ECC has corrected (ce) or could not (ue)."""
+    """Check for errors of the host's memory that ECC corrected (ce) or could not correct (ue)."""
     folders = _numbered(controllers, "mc")
     if not folders:
         return _unreadable("memory errors", controllers)
     for name, level, remedy in (
-        ("ue", "fail", "take the node out: its memory returns wrong data"),
-        ("ce", "warn", "have the memory module replaced before its errors can no longer be corrected"),
+        ("ue", "fail", "drain the node: its memory returns wrong data"),
+        ("ce", "warn", "have the memory module replaced before its errors become uncorrectable"),
     ):
         if counts := [f"{mc.name} {_count(mc / f'{name}_count')}" for mc in folders if _count(mc / f"{name}_count")]:
             kind = "uncorrected" if name == "ue" else "corrected"
@@ -106,7 +106,7 @@ def check_memory_errors(controllers: Path) -> Finding:
 
 
 def check_numa(nodes: Path) -> Finding:
-    """Whether every NUMA node with cores has memory."""
+    """Check that every NUMA node with cores has memory."""
     folders = _numbered(nodes, "node")
     if not folders:
         return _unreadable("numa", nodes)
@@ -116,19 +116,19 @@ def check_numa(nodes: Path) -> Finding:
         if found and not int(found[1]) and read_text(folder / "cpulist"):
             empty.append(folder.name)
     seen = f"{', '.join(empty)}: cores without memory" if empty else f"{len(folders)} node(s)"
-    remedy = "its cores reach memory through another node: look at the memory modules of that socket"
+    remedy = "its cores use another NUMA node's memory: check the memory modules of that socket"
     return judge("numa", seen, remedy, warn=bool(empty))
 
 
 def check_pcie(devices: Path) -> Finding:
-    """Whether each NVIDIA GPU has the PCIe lanes that it can have. An idle GPU lowers the speed, never the width."""
+    """Check that each NVIDIA GPU uses all its PCIe lanes. An idle GPU lowers the link's speed, never its width."""
     gpus = [
         device
         for device in sorted(devices.glob("*"))
         if read_text(device / "vendor") == NVIDIA and (read_text(device / "class") or "").startswith(DISPLAY_CONTROLLER)
     ]
     if not gpus:
-        return Finding("pcie", "ok", "no NVIDIA GPU on it")
+        return Finding("pcie", "ok", "no NVIDIA GPU")
     narrow, slow = [], []
     for gpu in gpus:
         width, most = (_count(gpu / f"{which}_link_width") for which in ("current", "max"))
@@ -138,14 +138,14 @@ def check_pcie(devices: Path) -> Finding:
         elif speed != fastest:
             slow.append(f"{gpu.name}: {speed} of {fastest}")
     if narrow:
-        return Finding("pcie", "warn", "; ".join(narrow), "seat the card anew; look at riser and slot")
+        return Finding("pcie", "warn", "; ".join(narrow), "reseat the card; check riser and slot")
     if slow:
-        return Finding("pcie", "ok", f"{'; '.join(slow)} while idle; the ceilings show the rate under load")
+        return Finding("pcie", "ok", f"{'; '.join(slow)} while idle; `ceilings` shows the rate under load")
     return Finding("pcie", "ok", f"{len(gpus)} GPU(s) at full width and speed")
 
 
 def check_infiniband(infiniband: Path) -> Finding:
-    """Whether ports are up, and how often their links failed."""
+    """Check that ports are up, and count their link errors."""
     ports = sorted(infiniband.glob("*/ports/*"))
     if not ports:
         return Finding("infiniband", "ok", "no port")
@@ -162,20 +162,20 @@ def check_infiniband(infiniband: Path) -> Finding:
             errors.append(f"{name}: {', '.join(counted)}")
     up = f"{len(ports) - len(down)} of {len(ports)} ports up at {', '.join(sorted(rates)) or 'no rate'}"
     if down and len(down) == len(ports):
-        return Finding("infiniband", "fail", f"{up}: {'; '.join(down)}", "look at cable, switch and subnet manager")
-    remedy = "look at cable and switch of this port; counters begin at 0 after perfquery -R"
+        return Finding("infiniband", "fail", f"{up}: {'; '.join(down)}", "check cable, switch and subnet manager")
+    remedy = "check this port's cable and switch; perfquery -R resets the counters"
     return judge("infiniband", "; ".join([up, *down, *errors]), remedy, warn=bool(errors or down or len(rates) > 1))
 
 
 def read_kernel_log(log: Path) -> str | None:
-    """All messages that the kernel still has; None where they may not be read."""
+    """Return the messages in the kernel's ring buffer; None if reading is not permitted."""
     try:
         descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
     records = []
     try:
-        with suppress(BlockingIOError):  # the end
+        with suppress(BlockingIOError):  # end of the log
             while record := _next_record(descriptor):
                 records.append(record)
     except OSError:
@@ -187,12 +187,12 @@ def read_kernel_log(log: Path) -> str | None:
 
 def _next_record(descriptor: int) -> bytes:
     while True:
-        with suppress(BrokenPipeError):  # a message that was overwritten before it was read
+        with suppress(BrokenPipeError):  # the message was overwritten before it was read
             return os.read(descriptor, 8192)
 
 
 def check_kernel_log(text: str | None) -> Finding:
-    """NVIDIA's Xid errors, by device."""
+    """Count NVIDIA's Xid errors by device."""
     if text is None:
         return _unreadable("gpu faults", KERNEL_LOG)
     found = Counter((device, int(number)) for device, number in XID.findall(text))
@@ -200,6 +200,6 @@ def check_kernel_log(text: str | None) -> Finding:
         return Finding("gpu faults", "ok", "no Xid in the kernel's log")
     seen = "; ".join(f"Xid {number} of {device}, {count} times" for (device, number), count in sorted(found.items()))
     if not HARDWARE_XIDS.isdisjoint(number for _, number in found):
-        remedy = "take the node out and run NVIDIA's field diagnostics; NVIDIA's list of Xid errors names the fault"
+        remedy = "drain the node and run NVIDIA's field diagnostics; NVIDIA's list of Xid errors names the fault"
         return Finding("gpu faults", "fail", seen, remedy)
-    return Finding("gpu faults", "warn", seen, "mostly faults of a program; NVIDIA's list of Xid errors names them")
+    return Finding("gpu faults", "warn", seen, "usually the program's fault; NVIDIA's list of Xid errors explains them")

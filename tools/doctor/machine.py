@@ -1,4 +1,4 @@
-"""Software, memory, disk, data, names and threads of this machine: what all ranks of a node share."""
+"""Checks of what all ranks of a node share: software, memory, disk, data, host names, threads."""
 
 import importlib.metadata
 import os
@@ -26,7 +26,7 @@ MINIMUM_TORCH = (2, 11)
 
 
 def machine_checks(config: Config, run_dir: Path, world: "World") -> list[Finding]:
-    """Checks of what all ranks of a node share."""
+    """Run all checks of this module."""
     import torch
 
     from utils.data.build import batch_bytes
@@ -54,7 +54,7 @@ def machine_checks(config: Config, run_dir: Path, world: "World") -> list[Findin
 
 
 def software_versions() -> dict[str, str]:
-    """What must be equal on all nodes, by name; "none" for what is not there."""
+    """Return {name: version} of the software that must be equal on all nodes; "none" if absent."""
     import torch
 
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
@@ -67,7 +67,7 @@ def software_versions() -> dict[str, str]:
 
 
 def check_installed_torch() -> Finding:
-    """`check_torch` of this Python's; recipes of container images call it too."""
+    """Check the installed torch and torchvision; the container recipes call this too."""
     import torch
     import torchvision
 
@@ -76,7 +76,7 @@ def check_installed_torch() -> Finding:
 
 
 def check_torch(torch_version: str, torchvision_version: str, required: Sequence[str]) -> Finding:
-    """Whether torch is new enough, and what torchvision was built for (`required`: its requirements)."""
+    """Check that torch is new enough and the one that torchvision was built for (`required`: its requirements)."""
     base = torch_version.split("+", maxsplit=1)[0]
     number = tuple(int(part) for part in base.split(".")[:2])
     if number < MINIMUM_TORCH:
@@ -87,12 +87,12 @@ def check_torch(torch_version: str, torchvision_version: str, required: Sequence
     seen = f"torch {torch_version}, torchvision {torchvision_version}"
     if pinned and pinned[0].split("+")[0] != base:
         remedy = f'this torchvision needs torch {pinned[0]}: pip install "torch=={pinned[0]}", or let pip choose both'
-        return Finding("torch", "fail", f"{seen} do not fit", remedy)
+        return Finding("torch", "fail", f"{seen} do not match", remedy)
     return Finding("torch", "ok", seen)
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """Of NVIDIA's driver, from its kernel module; None where its tools are missing."""
+    """Return the version of NVIDIA's kernel module; None without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return None
     found = re.search(r"Module.*?\s(\d+\.[\d.]+)", read_text(file) or "")
@@ -102,41 +102,43 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | No
 def check_gpu_stack(
     built_for: str | None, usable: bool, driver: str | None, installed: Mapping[str, str], *, wanted: bool = False
 ) -> Finding:
-    """Whether PyTorch, driver, NCCL and DALI fit. `built_for`: torch's CUDA; `driver`: its version, None without;
-    `wanted`: the configuration needs a GPU."""
+    """Check that PyTorch, driver, NCCL and DALI match.
+
+    `built_for`: torch's CUDA version; `driver`: the driver's version; `wanted`: the configuration needs a GPU.
+    """
     dali = {name: version for name, version in installed.items() if name.startswith("nvidia-dali-cuda")}
     seen = f"driver {driver}, " if driver else ""
     seen += f"CUDA {built_for}" if built_for else "torch without CUDA"
     seen += "".join(f", NCCL {version}" for name, version in installed.items() if name.startswith("nvidia-nccl"))
     seen += "".join(f", {name} {version}" for name, version in dali.items())
     if driver and not built_for:
-        return Finding("gpu software", "fail", f"{seen}, but there is an NVIDIA driver", "install a torch with CUDA")
+        return Finding("gpu software", "fail", f"{seen}, but there is an NVIDIA driver", "install PyTorch with CUDA")
     if driver and not usable:
-        remedy = "a newer driver, or a torch built for an older CUDA; in a container: docker run --gpus all"
+        remedy = "install a newer driver, or PyTorch for an older CUDA; in a container: docker run --gpus all"
         return Finding("gpu software", "fail", f"{seen}: torch cannot use the GPU of this machine", remedy)
     if wanted and not usable:
-        remedy = "install NVIDIA's driver, until nvidia-smi lists the GPU; or train on the CPU: --set device=cpu"
+        remedy = "install NVIDIA's driver (nvidia-smi must list the GPU), or train on the CPU: --set device=cpu"
         return Finding("gpu software", "fail", f"{seen}; no NVIDIA driver, but device is cuda", remedy)
     fitting = f"nvidia-dali-cuda{(built_for or '').partition('.')[0]}"
     if built_for and dali and not any(name.startswith(fitting) for name in dali):
         remedy = f"pip install {fitting}0"
-        return Finding("gpu software", "warn", f"{seen}: DALI is for another CUDA than torch", remedy)
+        return Finding("gpu software", "warn", f"{seen}: DALI and torch are for different CUDA versions", remedy)
     return Finding("gpu software", "ok", seen if driver or usable else f"{seen}; no NVIDIA driver: runs use the CPU")
 
 
 def check_memory(meminfo: Path, local_ranks: int) -> Finding:
-    """Available memory of the host, for this many ranks."""
+    """Check the host's available memory for this many ranks."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", read_text(meminfo) or "", re.MULTILINE)
     if found is None:
-        return Finding("memory", "warn", "how much is available is not known", f"look at {meminfo}")
+        return Finding("memory", "warn", "the available memory is unknown", f"look at {meminfo}")
     available = int(found[1]) * 1024
     seen = f"{available / GIGABYTE:.1f} GB available for {local_ranks} rank(s)"
-    remedy = "2 GB a rank: fewer ranks, fewer num_data_workers, or more memory from the scheduler (--mem)"
+    remedy = "2 GB per rank needed: fewer ranks, fewer num_data_workers, or more memory from the scheduler (--mem)"
     return judge("memory", seen, remedy, warn=available < 2 * GIGABYTE * local_ranks)
 
 
 def check_shared_memory(batch_bytes: int, workers: int) -> Finding:
-    """Whether this many workers of this machine can hand over batches, as training asks before it starts them."""
+    """Check that shared memory suffices for the loader workers, with the check that training makes."""
     from utils.data import workers as loader_workers
 
     folder = loader_workers.SHARED_MEMORY
@@ -153,9 +155,9 @@ def check_shared_memory(batch_bytes: int, workers: int) -> Finding:
 
 
 def check_disk(folder: Path, needed: int = 2**30) -> Finding:
-    """Room and speed where runs will be written. `needed`: bytes, of checkpoints and logs."""
+    """Check free space and write rate where runs will be written. `needed`: bytes of checkpoints and logs."""
     there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.is_dir())
-    remedy = "free some, or choose another disk with --run-dir"
+    remedy = "free some space, or choose another disk with --run-dir"
     try:
         free = shutil.disk_usage(there).free
         if free < needed:
@@ -164,12 +166,12 @@ def check_disk(folder: Path, needed: int = 2**30) -> Finding:
     except OSError as error:
         return Finding("disk", "fail", f"{there}: cannot be written: {error.strerror}", remedy)
     seen = f"{there}: {free / GIGABYTE:,.0f} GB free, writes {rate / 1e6:,.0f} MB/s"
-    remedy = "checkpoints will take seconds: a faster disk, or checkpoint_async"
+    remedy = "checkpoints will take seconds: use a faster disk or checkpoint_async"
     return judge("disk", seen, remedy, warn=rate < 50e6)
 
 
 def write_rate(folder: Path, size: int = 2**26) -> float:
-    """Bytes per second of writing a file of `size` bytes in `folder` to the disk; OSError where it cannot be."""
+    """Measure bytes per second of writing and syncing a file of `size` bytes in `folder`."""
     content = os.urandom(size)
     with tempfile.TemporaryFile(dir=folder) as file:
         started = time.perf_counter()
@@ -180,26 +182,26 @@ def write_rate(folder: Path, size: int = 2**26) -> float:
 
 
 def check_data(config: Config) -> tuple[Finding, tuple[int, int, int]]:
-    """Whether training would find the dataset, complete and unaltered; and channels, height and width of its images."""
+    """Check that training would find the dataset, complete and unaltered; also return its image shape (C, H, W)."""
     from utils.data.build import find_dataset, image_side
     from utils.data.datasets.cifar import VERSIONS
 
     try:
         dataset = find_dataset(config, download=False)
     except ExpectedError as error:
-        remedy = "bring the class folders there, or name theirs: --set data_path=DIR"
+        remedy = "put the class folders there, or give another folder: --set data_path=DIR"
         if config.dataset in VERSIONS:
             path = shlex.quote(config.data_path)
             remedy = f"{' '.join(command('prepare_data'))} --dataset {config.dataset} --data_path {path}"
         elif is_user_code(config.dataset):
-            remedy = str(error).partition("\n")[2] or "docs/own_code.md says what the function returns"
+            remedy = str(error).partition("\n")[2] or "docs/own_code.md describes what the function must return"
         return Finding("data", "fail", str(error).splitlines()[0], remedy), (3, image_side(config), image_side(config))
     count = f"{len(dataset.train.labels):,} + {len(dataset.valid.labels):,} images"
     return Finding("data", "ok", f"{dataset.name}: {count}"), dataset.train.image_shape
 
 
 def names_to_resolve(environment: Mapping[str, str]) -> list[str]:
-    """This host's name, and that of rank 0's host where a launcher names it."""
+    """Return this host's name and, if a launcher gives it, the name of rank 0's host."""
     from utils.distributed.launch import first_host
 
     nodes = environment.get("SLURM_JOB_NODELIST", "")
@@ -208,21 +210,21 @@ def names_to_resolve(environment: Mapping[str, str]) -> list[str]:
 
 
 def check_names(names: Sequence[str], resolve: Callable[[str], Any] | None = None) -> Finding:
-    """Whether the names resolve: ranks find each other by them."""
+    """Check that the names resolve: ranks find each other by them."""
     for name in names:
         try:
             (resolve or socket.gethostbyname)(name)
         except OSError as error:
-            remedy = "add it to /etc/hosts or the DNS, or set MASTER_ADDR to an address that all nodes reach"
+            remedy = "add it to /etc/hosts or DNS, or set MASTER_ADDR to an address that all nodes can reach"
             return Finding("host names", "fail", f"{name} does not resolve: {error}", remedy)
     return Finding("host names", "ok", f"{', '.join(names)} resolve")
 
 
 def check_threads(cores: int, local_ranks: int, threads: int, workers: int) -> Finding:
-    """Whether threads and loader workers of all ranks fit the cores that this process may use."""
+    """Check that the threads and loader workers of all ranks fit the available cores."""
     seen = f"{cores} cores for {local_ranks} rank(s) of {threads} thread(s) and {workers} loader worker(s)"
     if local_ranks * threads > cores:
-        remedy = f"OMP_NUM_THREADS={max(1, cores // local_ranks)}: more threads than cores are slower than one"
+        remedy = f"set OMP_NUM_THREADS={max(1, cores // local_ranks)}: more threads than cores are slower than one"
         return Finding("threads", "warn", seen, remedy)
     remedy = "more cores from the scheduler (--cpus-per-task), fewer num_data_workers, or data_loader=device"
     return judge("threads", seen, remedy, warn=local_ranks * (workers + 1) > 2 * cores)

@@ -1,4 +1,4 @@
-"""What devices can do, and which is slower than the others; what several ranks show: clocks, all-reduce."""
+"""Measurements: device rates and slow devices; over several ranks also clocks, versions, all-reduce."""
 
 import statistics
 import time
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from utils.distributed.world import World
 
 TRIALS = 3
-SLOW_BUS = 3.0  # GB/s: less than one card of 25 Gb/s reaches
+SLOW_BUS = 3.0  # GB/s, just below one 25 Gb/s network card
 
 
 def device_checks(own: "torch.device", *, alone: bool) -> list[Finding]:
-    """Ceilings of this rank's own device, or of all that it sees where it is alone on its node."""
+    """Measure the peak rates of this rank's device, or of all visible GPUs if no other rank is on its node."""
     import torch
 
     from tools.bench.ceilings import host_to_device, memory
@@ -38,14 +38,14 @@ def device_checks(own: "torch.device", *, alone: bool) -> list[Finding]:
             f"{free / GIGABYTE:.0f} of {total / GIGABYTE:.0f} GB free"
         )
         busy = free < 0.8 * total
-        remedy = "another process holds its memory: nvidia-smi shows which"
+        remedy = "another process uses its memory: nvidia-smi shows which"
         figures = {"bf16 TFLOP/s": rate, "memory GB/s": copied, "from the host GB/s": from_host}
         findings.append(judge("ceilings", seen, remedy, warn=busy, figures=figures))
     return findings + [finding for finding in check_rates(rates, "slow device") if finding.level != "ok"]
 
 
 def devices_of_a_rank(own: "torch.device", *, alone: bool) -> list["torch.device"]:
-    """Its own, or all that it sees where it is alone on its node."""
+    """Return the rank's own device, or all visible GPUs if no other rank is on its node."""
     import torch
 
     if own.type != "cuda" or not alone:
@@ -54,8 +54,8 @@ def devices_of_a_rank(own: "torch.device", *, alone: bool) -> list["torch.device
 
 
 def arithmetic(device: "torch.device") -> float:
-    """TFLOP/s in the number format that training on this device uses; the best of the trials, since others may use the
-    machine for a moment."""
+    """Measure TFLOP/s of matrix products, bf16 on GPUs and float32 on CPUs; the best trial, since other processes
+    disturb some."""
     import torch
 
     from tools.bench.ceilings import product
@@ -64,14 +64,13 @@ def arithmetic(device: "torch.device") -> float:
 
 
 def check_rates(rates: Sequence[tuple[str, float]], check: str) -> list[Finding]:
-    """Names every one that is slower than the median of the others by 15 %: all wait for it. `rates`: (name, per
-    second)."""
+    """Name every device or rank that is 15 % slower than the median of the others: all wait for it."""
     from utils.training.checks.stragglers import medians_of_the_others
 
     others = medians_of_the_others([rate for _, rate in rates]) if len(rates) > 1 else []
-    remedy = "look for another process, heat or a power limit there (nvidia-smi -q -d PERFORMANCE); leave the node out"
+    remedy = "exclude the node; look there for other processes, heat, a power limit (nvidia-smi -q -d PERFORMANCE)"
     slow = [
-        Finding(check, "fail", f"{name} takes {other / rate:.2f} times the median of the others", remedy)
+        Finding(check, "fail", f"{name} is {other / rate:.2f} times slower than the median of the others", remedy)
         for (name, rate), other in zip(rates, others, strict=False)
         if rate * SLOW < other
     ]
@@ -79,13 +78,13 @@ def check_rates(rates: Sequence[tuple[str, float]], check: str) -> list[Finding]
 
 
 def check_meeting(seconds: float, world_size: int) -> Finding:
-    """How long the ranks took to find each other, the import of PyTorch included."""
+    """Check how long the ranks took to meet, including the import of PyTorch."""
     seen = f"{world_size} ranks met after {seconds:.1f} s"
-    return judge("rendezvous", seen, "a slow file system under Python?", warn=seconds > 60)
+    return judge("rendezvous", seen, "is Python on a slow file system?", warn=seconds > 60)
 
 
 def check_versions(versions: Sequence[tuple[str, Mapping[str, str]]]) -> Finding:
-    """Whether all ranks have the same software. `versions`: (where, {name: version}), one for each rank."""
+    """Check that all ranks have the same software. `versions`: (where, {name: version}) for each rank."""
     differing = []
     for name in versions[0][1]:
         groups: dict[str, list[str]] = {}
@@ -96,13 +95,13 @@ def check_versions(versions: Sequence[tuple[str, Mapping[str, str]]]) -> Finding
             others = (f"{version} on {wheres[0]}" for version, wheres in groups.items() if version != most)
             differing.append(f"{name} {most}, but {', '.join(others)}")
     if differing:
-        return Finding("versions", "fail", "; ".join(differing), "one environment or image for all nodes")
+        return Finding("versions", "fail", "; ".join(differing), "use one environment or image on all nodes")
     return Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in versions[0][1].items()))
 
 
 def clock_offsets(world: "World", rounds: int = 5) -> list[float]:
-    """Collective: seconds by which each rank's clock is ahead of rank 0's; the rounds' median, since leaving a barrier
-    takes a moment that differs."""
+    """Collective: return the seconds by which each rank's clock is ahead of rank 0's. The median over rounds evens out
+    the time to leave a barrier."""
     seen = []
     for _ in range(rounds):
         world.barrier()
@@ -112,16 +111,16 @@ def clock_offsets(world: "World", rounds: int = 5) -> list[float]:
 
 
 def check_clocks(offsets: Sequence[float], allowed: float = 1.0) -> Finding:
-    """Whether the clocks agree: logs of several nodes are read together."""
+    """Check that the nodes' clocks agree, so that their logs can be read together."""
     worst = max(range(len(offsets)), key=lambda rank: abs(offsets[rank]))
     seen = f"clocks differ by at most {abs(offsets[worst]):.3f} s (rank {worst})"
     return judge("clocks", seen, "is chrony or ntpd running on its node?", warn=abs(offsets[worst]) > allowed)
 
 
 def check_all_reduce(rate: float, world: "World") -> Finding:
-    """The bandwidth that gradients get, GB/s."""
+    """Check the bandwidth of an all-reduce, in GB/s."""
     bus = 2 * (world.world_size - 1) / world.world_size * rate
-    seen = f"100 MB over {world.world_size} ranks: {rate:.2f} GB/s, {bus:.2f} GB/s on the bus"
-    remedy = "NCCL_DEBUG=INFO prints which network it took; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose another"
+    seen = f"100 MB over {world.world_size} ranks: {rate:.2f} GB/s, bus bandwidth {bus:.2f} GB/s"
+    remedy = "NCCL_DEBUG=INFO prints the network in use; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose another"
     slow = world.device.type == "cuda" and bus < SLOW_BUS
     return judge("all-reduce", seen, remedy, warn=slow, figures={"GB/s": rate})

@@ -1,4 +1,4 @@
-"""The doctor's findings as a page: nodes by checks, and nodes by figures, in colours."""
+"""Render the doctor's findings as an HTML page: nodes by checks, and nodes by figures, in colours."""
 
 import statistics
 from collections.abc import Sequence
@@ -7,27 +7,27 @@ from typing import NamedTuple
 
 from tools.doctor.findings import Document, Finding, worst_level
 
-PAGE = Path(__file__).with_name("page.html")  # a template of Jinja2, which PyTorch needs too
-TOGETHER = "all together"  # the row of what was found out by all nodes
-WORST = 0.7  # of the median: the colour is red
+PAGE = Path(__file__).with_name("page.html")  # a Jinja2 template; PyTorch requires Jinja2 too
+TOGETHER = "all together"  # row of the findings without a node
+WORST = 0.7  # fraction of the median that is shown red
 
 
 class Level(NamedTuple):
-    """A cell of the table of checks; the message shows when the pointer rests on it."""
+    """A cell of the table of checks; the message is its tooltip."""
 
     level: str
     message: str
 
 
 class Value(NamedTuple):
-    """A cell of the table of figures; no hue where there is no value."""
+    """A cell of the table of figures; empty text and no hue without a value."""
 
     text: str
     hue: int | None  # degrees: 0 red, 120 green
 
 
 def render_page(document: Document) -> str:
-    """The whole page, which needs no other file."""
+    """Return the page, which needs no other file."""
     from jinja2 import Environment, StrictUndefined
 
     findings = document.findings
@@ -36,7 +36,7 @@ def render_page(document: Document) -> str:
     figures = {
         name: dict(values)
         for name, values in document.figures().items()
-        if any(where for where, _ in values)  # pairs of nodes are no column of their own
+        if any(where for where, _ in values)  # skip figures of pairs of nodes
     }
     rows = list(dict.fromkeys(where for values in figures.values() for where in values))
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE.read_text(encoding="utf-8"))
@@ -62,5 +62,5 @@ def _value(values: dict[str, float], row: str) -> Value:
     value = values.get(row)
     if value is None:
         return Value("", None)
-    share = value / (statistics.median(values.values()) or 1)
-    return Value(f"{value:,.4g}", round(120 * min(1.0, max(0.0, (share - WORST) / (1 - WORST)))))
+    fraction = value / (statistics.median(values.values()) or 1)
+    return Value(f"{value:,.4g}", round(120 * min(1.0, max(0.0, (fraction - WORST) / (1 - WORST)))))

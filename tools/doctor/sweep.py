@@ -1,8 +1,8 @@
-"""Collectives from 8 bytes to a gigabyte, and every pair of nodes by itself: which link is slower than the others.
+"""Collectives from 8 bytes to 1 GiB, and the bandwidth between every pair of nodes, to find slow links.
 
-Bandwidths are those of the bus, as nccl-tests defines them (doc/PERFORMANCE.md there): the bytes of the whole result of
-an all-reduce or all-gather, or of the whole input of a reduce-scatter, over the time, times 2(n-1)/n for all-reduce and
-(n-1)/n for the others, n being the ranks, which is what the slowest link carries.
+Reports the bus bandwidth of nccl-tests (its doc/PERFORMANCE.md): bytes / seconds * factor. The bytes are the result of
+an all-reduce or all-gather, or the input of a reduce-scatter. Over n ranks the factor is 2(n-1)/n for all-reduce and
+(n-1)/n for the others.
 """
 
 import math
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 SIZES = (*(8 * 8**power for power in range(9)), 2**30)  # bytes: 8 to 134,217,728, and 1 GiB
 PAIR_BYTES = 2**25
 TRIALS = 5
-SECONDS = 2.0  # for one size of one collective, after which no larger one is tried
-SLOW_PAIR = 1.5  # times the median of all pairs
+SECONDS = 2.0  # if one size takes longer, larger sizes of this collective are skipped
+SLOW_PAIR = 1.5  # a pair this many times slower than the median fails
 
 
 class Measured(NamedTuple):
-    """One collective of one size: the median of its trials, over the slowest rank of each."""
+    """One collective at one size: the median over trials of the slowest rank's seconds."""
 
     name: str
     size: int  # bytes
@@ -44,7 +44,7 @@ class Measured(NamedTuple):
 
 
 class PairRate(NamedTuple):
-    """Two ranks that sent to each other at the same time, while other pairs did; GB/s in one direction."""
+    """GB/s in each direction between two ranks that send to each other while other pairs do the same."""
 
     first: int
     second: int
@@ -52,17 +52,17 @@ class PairRate(NamedTuple):
 
 
 def sweep_checks(world: "World") -> list[Finding]:
-    """Collective: all of this module."""
+    """Collective: run all checks of this module."""
     hosts = world.gather(socket.gethostname())
     one_node = len(set(hosts)) == 1
     names = {rank: f"rank {rank}" if one_node else host for rank, host in enumerate(hosts)}
-    # processes that share a host's cores differ by chance
+    # between processes that share a CPU's cores, rates vary by chance
     allowed = SLOW_PAIR if world.device.type == "cuda" or not one_node else math.inf
     return [*check_sweep(sweep(world)), check_pairs(measure_pairs(world), names, allowed)]
 
 
 def sweep(world: "World", sizes: Sequence[int] = SIZES) -> list[Measured]:
-    """Collective: all collectives at all sizes that memory and `SECONDS` allow."""
+    """Collective: measure every collective at all sizes that memory and `SECONDS` allow."""
     n, found = world.world_size, []
     room = _room(world)
     for name, action, factor in _collectives(n):
@@ -80,7 +80,7 @@ def sweep(world: "World", sizes: Sequence[int] = SIZES) -> list[Measured]:
 
 
 def _collectives(n: int) -> Iterator[tuple[str, Callable[[torch.Tensor, torch.Tensor], object], float]]:
-    # new names since torch 2.14
+    # torch 2.14 renamed them
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     yield "all-reduce", lambda shard, whole: dist.all_reduce(whole), 2 * (n - 1) / n
@@ -89,7 +89,7 @@ def _collectives(n: int) -> Iterator[tuple[str, Callable[[torch.Tensor, torch.Te
 
 
 def _room(world: "World") -> float:
-    """Collective: bytes that every rank may use: a quarter of what is free, which ranks of a CPU share."""
+    """Collective: return the bytes that every rank may use, a quarter of the free memory; ranks on a CPU share it."""
     if world.device.type == "cuda":
         free = torch.cuda.mem_get_info(world.device)[0] / 4
     else:
@@ -99,7 +99,7 @@ def _room(world: "World") -> float:
 
 
 def _time(world: "World", action: Callable[[], object], trials: int = TRIALS) -> float:
-    """Collective: the median of the trials, each that of the slowest rank, the first left out."""
+    """Collective: return the median over trials of the slowest rank's seconds, without the first trial."""
     from tools.bench.common import time_action
 
     seconds = []
@@ -110,10 +110,9 @@ def _time(world: "World", action: Callable[[], object], trials: int = TRIALS) ->
 
 
 def measure_pairs(world: "World", size: int = PAIR_BYTES) -> list[PairRate]:
-    """Collective: every two nodes send to each other, by the first rank of each; on one node every two ranks.
+    """Collective: measure every pair of nodes, through the first rank of each; on one node every pair of ranks.
 
-    In each round every node has one partner, so that n nodes need n - 1 rounds, and a slow cable shows in its own
-    pairs alone.
+    In each round every node has one partner. So n nodes need n - 1 rounds, and a slow cable affects only its own pairs.
     """
     hosts = world.gather(socket.gethostname())
     ranks = [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
@@ -139,7 +138,7 @@ def measure_pairs(world: "World", size: int = PAIR_BYTES) -> list[PairRate]:
 
 
 def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Every two ranks once, in rounds in which no rank comes twice: the circle method of tournaments."""
+    """Schedule every pair once, each rank at most once per round: the circle method of round-robin tournaments."""
     circle: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
     result = []
     for _ in range(len(circle) - 1):
@@ -151,13 +150,13 @@ def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def check_sweep(measured: Sequence[Measured]) -> list[Finding]:
-    """A line for each collective: its best bus bandwidth, and its time for the fewest bytes."""
+    """Report each collective's best bus bandwidth, and its time at the smallest size."""
     findings = []
     for name in dict.fromkeys(one.name for one in measured):
         own = [one for one in measured if one.name == name]
         best = max(own, key=lambda one: one.bus_rate)
         shortest = f"{decimal(own[0].size)}: {1e6 * own[0].seconds:,.0f} us"
-        most = f"best {decimal(best.size)}: {best.bus_rate:.3g} GB/s on the bus"
+        most = f"best bus bandwidth {best.bus_rate:.3g} GB/s at {decimal(best.size)}"
         figures = {f"{name} of {decimal(one.size)}, bus GB/s": one.bus_rate for one in own}
         findings.append(
             Finding("sweep", "ok", f"{name} up to {decimal(own[-1].size)}, {most}; {shortest}", figures=figures)
@@ -166,12 +165,9 @@ def check_sweep(measured: Sequence[Measured]) -> list[Finding]:
 
 
 def check_pairs(pairs: Sequence[PairRate], names: Mapping[int, str], allowed: float = SLOW_PAIR) -> Finding:
-    """Names the pairs that take more than `allowed` times the median, and the node that all of them have in common.
-
-    `names`: of the ranks that met.
-    """
+    """Name the pairs that are more than `allowed` times slower than the median, and the node that they all include."""
     rates = [pair.rate for pair in pairs]
-    # of three nodes, the pairs with a bad one are most of all: what the others reach among themselves counts
+    # With three nodes, most pairs include the bad one. So use the best median over the pairs without some node.
     nodes = {node for pair in pairs for node in (pair.first, pair.second)}
     without = [[pair.rate for pair in pairs if node not in (pair.first, pair.second)] for node in nodes]
     median = max(statistics.median(some) for some in [rates, *without] if some)
@@ -184,6 +180,6 @@ def check_pairs(pairs: Sequence[PairRate], names: Mapping[int, str], allowed: fl
     culprits = [names[rank] for rank in sorted(common)] if len(slow) > 1 else []
     listed = ", ".join(f"{names[pair.first]} and {names[pair.second]} {pair.rate:.3g} GB/s" for pair in slow[:4])
     more = f" and {len(slow) - 4} more" if len(slow) > 4 else ""
-    seen += f"; slow: {listed}{more}" + (f"; all with {culprits[0]}" if culprits else "")
+    seen += f"; slow: {listed}{more}" + (f"; all include {culprits[0]}" if culprits else "")
     where = culprits[0] if culprits else "these nodes"
-    return Finding("pairs", "fail", seen, f"look at the cable, port and switch of {where}", figures=figures)
+    return Finding("pairs", "fail", seen, f"check the cable, port and switch of {where}", figures=figures)
