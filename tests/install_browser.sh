@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the tests marked `browser` need: Debian's Chromium with its driver, and selenium. Needs root, or sudo.
+# Install Debian's Chromium with its driver, and selenium, for the tests marked `browser`. Needs root or sudo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 as_root=$([ "$(id -u)" = 0 ] || echo sudo)

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Debian's Slurm for the tests marked `slurm`, and Open MPI for that of mpirun; needs root. Nothing is started: the tests
-# bring up their own cluster.
+# Install Debian's Slurm for the tests marked `slurm`, and Open MPI for the test of mpirun. Needs root. Starts no service:
+# the tests start their own cluster.
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive
 apt-get update

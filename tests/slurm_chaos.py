@@ -1,12 +1,12 @@
-"""Faults under Slurm: jobs of two nodes on the test cluster meet drawn faults, and must end as if nothing had been.
+"""Random faults under Slurm: jobs of two nodes on the test cluster must end like an uninterrupted run.
 
     python -m tests.slurm_chaos --faults 100 --seed 1
 
-Needs root and tests/install_slurm.sh. What tests.faults.chaos does to the ranks of one machine is done here to a job:
-signals to its script and its steps, its requeue, a scontrol that does not answer, a rank or a torchrun that is killed,
-a rank that is stopped, a node that is powered off, a link that is cut for a moment or for longer than Slurm waits. A
-job that Slurm or its script queues again goes on by itself; one that has FAILED, as it should, is submitted again. Two
-jobs run at once. At the end: COMPLETED 0:0, everything equal to the uninterrupted run, and nothing left behind.
+Needs root and tests/install_slurm.sh. Like tests.faults.chaos, but for a job: signals to its script and its steps, a
+requeue, a scontrol that does not answer, a killed rank or torchrun, a stopped rank, a node that is powered off, a link
+that is cut for a moment or for longer than Slurm waits. Slurm or the script requeues the job; after an expected FAILED
+it is submitted again. Two jobs run at once. Each run must end COMPLETED 0:0, with results equal to the uninterrupted
+run's, and leave nothing behind.
 """
 
 import argparse
@@ -36,14 +36,14 @@ from utils.errors import ConfigError, exit_in_a_line
 NODES, AT_ONCE, MOST_FAULTS = 5, 2, 4
 EPOCHS, STEPS_PER_EPOCH = 2, 30
 SHORT_CUT, STOPPED = 1.5, 1.0  # seconds
-PATIENCE = 300.0  # seconds for whatever has to follow
+PATIENCE = 300.0  # seconds to wait for an expected event
 SETTINGS = {
     "dataset": "shapes", "num_classes": 10, "data_loader": "device", "device": "cpu", "model": "resnet8",
     "batch_size": 16, "valid_batch_size_per_gpu": 50, "limit_train_batches": STEPS_PER_EPOCH, "limit_valid_batches": 1,
     "max_epochs": EPOCHS, "lr_warmup_epochs": 0, "log_freq": 1, "log_to_tensorboard": "false", "deterministic": "true",
     "checkpoint_every_steps": 3, "collective_timeout_seconds": 25,
 }  # fmt: skip
-# train.py, but the images that it never trains on are not drawn, which would take a second.
+# train.py, without generating the unused training images, which would take a second.
 TRAIN = """
 import runpy, sys
 if "--print-config" not in sys.argv:
@@ -51,7 +51,7 @@ if "--print-config" not in sys.argv:
     datasets.NUM_SHAPES_TRAIN, datasets.NUM_SHAPES_VALID = 640, 100
 runpy.run_path("{train}", run_name="__main__")
 """
-# scontrol that fails as often as the file beside it says.
+# scontrol that fails as often as the file next to it says.
 SCONTROL = """#!/bin/bash
 left=$(cat "$0.fails" 2>/dev/null || echo 0)
 if ((left)); then echo $((left - 1)) >"$0.fails"; exit 1; fi
@@ -60,7 +60,7 @@ exec {scontrol} "$@"
 
 
 class SlurmRun:
-    """One training, over all of its jobs."""
+    """One training over all its jobs."""
 
     def __init__(self, cluster: SlurmCluster, project: Path, name: str) -> None:
         self.cluster, self.project, self.folder = cluster, project, project / "expts" / name
@@ -72,7 +72,6 @@ class SlurmRun:
         self.submit()
 
     def submit(self) -> None:
-        """The same command each time."""
         path = f"{self.commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         options = ("--cpus-per-task=2", "--gpus-per-node=2", "--exclusive", f"--output={self.output}")
         words = ["--config=default", f"--run-dir={self.folder}", *(f"--set={key}={SETTINGS[key]}" for key in SETTINGS)]
@@ -80,7 +79,7 @@ class SlurmRun:
         script = self.project / "submit_multinode.slr"
         self.job = self.cluster.submit(script, *words, options=options, cwd=self.project, **environment)
 
-    def said(self) -> str:
+    def log(self) -> str:
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 
     def starts(self) -> int:
@@ -90,13 +89,13 @@ class SlurmRun:
         return self.cluster.job(self.job)["JobState"] in FINAL_STATES
 
     def steps_since(self, starts: int) -> int:
-        """Steps since the start after that many; 0 before it."""
+        """Steps since the start that followed `starts` earlier ones; 0 before it."""
         records = read_records(self.folder / METRICS, "start", "resume", "step")
         begun = [number for number, record in enumerate(records) if record["kind"] != "step"]
         return len(records) - begun[starts] - 1 if len(begun) > starts else 0
 
     def nodes(self) -> list[str]:
-        """Those of the job, the head first."""
+        """Return the job's nodes, the head first."""
         names = self.cluster.job(self.job)["NodeList"]
         return self.cluster.client("scontrol", "show", "hostnames", names).split()
 
@@ -163,7 +162,7 @@ def _cut(run: SlurmRun, node: int) -> None:
 
 
 def _cut_for_long(run: SlurmRun, node: int) -> None:
-    """The isolated rank has to end by itself."""
+    """Cut the link until the job restarts without the node; the isolated rank must end by itself."""
     name = run.nodes()[node]
     run.cluster.client("ip", "link", "set", f"v-{name}", "down")
     _wait_for_restart(run, name)
@@ -180,36 +179,36 @@ def _wait_for_restart(run: SlurmRun, name: str) -> None:
 
 @dataclass(frozen=True)
 class SlurmFaultKind:
-    """One kind of fault: what it does to a node of a run, what follows, and what the log must say."""
+    """One kind of fault, the event that must follow, and the message that must name it."""
 
     strike: Callable[[SlurmRun, int], None]
-    then: str = "goes on"
-    sides: int = 1  # of a network that is cut: neither hears the other, and each says so
-    named: str = ""  # what the job's log must say, or Slurm's own; `{rank}` is that of the node `{name}`
+    then: str = "continues"
+    sides: int = 1  # number of error messages allowed: after a cut, each side of the network prints one
+    named: str = ""  # regex that the job's or Slurm's log must match; `{rank}` is the rank on node `{name}`
 
 
 LOST = "requeue job JobId={job} due to failure of node {name}"
 KINDS = {
-    "USR1 to the script": SlurmFaultKind(_to_script, "queued again", named="stopped on SIGUSR1"),
-    "TERM to the steps": SlurmFaultKind(_to_steps, "queued again", named="stopped on SIGTERM"),
-    "USR1 and TERM": SlurmFaultKind(_to_both, "queued again", named="stopped on SIG(USR1|TERM)"),
-    "storm of signals": SlurmFaultKind(_storm, "queued again", named="stopped on SIG(USR1|TERM)|ended by a signal"),
-    "scontrol fails": SlurmFaultKind(_silence_scontrol, "queued again", named="stopped on SIGUSR1"),
-    "requeue": SlurmFaultKind(_requeue, "queued again", named="stopped on SIGTERM"),
+    "USR1 to the script": SlurmFaultKind(_to_script, "requeued", named="stopped on SIGUSR1"),
+    "TERM to the steps": SlurmFaultKind(_to_steps, "requeued", named="stopped on SIGTERM"),
+    "USR1 and TERM": SlurmFaultKind(_to_both, "requeued", named="stopped on SIG(USR1|TERM)"),
+    "storm of signals": SlurmFaultKind(_storm, "requeued", named="stopped on SIG(USR1|TERM)|ended by a signal"),
+    "scontrol fails": SlurmFaultKind(_silence_scontrol, "requeued", named="stopped on SIGUSR1"),
+    "requeue": SlurmFaultKind(_requeue, "requeued", named="stopped on SIGTERM"),
     "kill of a rank": SlurmFaultKind(_kill(RANK), "fails", named=r"rank {rank}\b"),
     "kill of torchrun": SlurmFaultKind(
         _kill(AGENT), "fails", named="train.py failed, was killed|rank {rank}|lost contact"
     ),
     "stop of a rank": SlurmFaultKind(_stop),
-    "node off": SlurmFaultKind(_power_off, "queued again", named=LOST),
+    "node off": SlurmFaultKind(_power_off, "requeued", named=LOST),
     "link cut": SlurmFaultKind(_cut),
-    "link cut for long": SlurmFaultKind(_cut_for_long, "queued again", named=LOST, sides=2),
+    "link cut for long": SlurmFaultKind(_cut_for_long, "requeued", named=LOST, sides=2),
 }
 
 
 @dataclass(frozen=True)
 class SlurmFault:
-    """As drawn: after so many steps of a start, and a moment."""
+    """A randomly chosen fault, `steps` steps and `delay` seconds after a start."""
 
     kind: str
     steps: int
@@ -217,16 +216,18 @@ class SlurmFault:
     node: int
 
 
-def draw(seed: int, number: int) -> list[SlurmFault]:
-    """The faults of one run; half of the kinds cost a start, which is dear, and so the others come as often again."""
-    source = random.Random(f"slurm/{seed}/{number}")
-    weights = [3 if kind.then == "goes on" else 1 for kind in KINDS.values()]
-    names = source.choices(list(KINDS), weights, k=source.randint(2, MOST_FAULTS))
-    return [SlurmFault(name, source.randint(4, 9), source.uniform(0, 0.3), source.randrange(2)) for name in names]
+def random_faults(seed: int, number: int) -> list[SlurmFault]:
+    """Choose the faults of one run; kinds that cost a restart, which takes long, are three times rarer."""
+    generator = random.Random(f"slurm/{seed}/{number}")
+    weights = [3 if kind.then == "continues" else 1 for kind in KINDS.values()]
+    names = generator.choices(list(KINDS), weights, k=generator.randint(2, MOST_FAULTS))
+    return [
+        SlurmFault(name, generator.randint(4, 9), generator.uniform(0, 0.3), generator.randrange(2)) for name in names
+    ]
 
 
-def meet(run: SlurmRun, faults: list[SlurmFault]) -> tuple[list[tuple[SlurmFault, bool]], list[str]]:
-    """Drive one run through its faults to its end: those that struck, and whether they were named; what is wrong."""
+def inject(run: SlurmRun, faults: list[SlurmFault]) -> tuple[list[tuple[SlurmFault, bool]], list[str]]:
+    """Inject the faults and wait for the end; return (the injected faults, whether each was named) and the problems."""
     met: list[tuple[SlurmFault, bool]] = []
     wrong: list[str] = []
     starts = steps = 0
@@ -240,21 +241,21 @@ def meet(run: SlurmRun, faults: list[SlurmFault]) -> tuple[list[tuple[SlurmFault
         time.sleep(fault.delay)
         if read_records(run.folder / METRICS, "end") or run.ended():
             break
-        job, before, kind = run.job, len(run.said()), KINDS[fault.kind]
+        job, before, kind = run.job, len(run.log()), KINDS[fault.kind]
         name = run.nodes()[fault.node]
         restarts = int(run.cluster.job(job)["Restarts"])
         try:
             kind.strike(run, fault.node)
-        except (IndexError, ProcessLookupError):  # the process has ended by itself
+        except (IndexError, ProcessLookupError):  # the process has already ended
             break
-        if kind.then != "goes on":
+        if kind.then != "continues":
             wrong += _follow(run, kind, restarts)
             starts, steps = run.starts(), 0
-        new = run.said()[before:]
+        new = run.log()[before:]
         errors = re.findall(r"^error: .*", new, re.MULTILINE)
         finished = bool(read_records(run.folder / METRICS, "end"))
         pattern = kind.named.format(rank=fault.node, name=name, job=job)
-        named = finished or re.search(pattern, new + run.cluster.said()) is not None
+        named = finished or re.search(pattern, new + run.cluster.controller_log()) is not None
         met.append((fault, named))
         wrong += [] if named else [f"{fault.kind} is not named: {new[-800:]}"]
         wrong += [f"{fault.kind}: several messages: {errors}"] if len(errors) > kind.sides else []
@@ -262,12 +263,12 @@ def meet(run: SlurmRun, faults: list[SlurmFault]) -> tuple[list[tuple[SlurmFault
             break
     fields = run.cluster.wait(run.job, PATIENCE)
     if (end := (fields["JobState"], fields["ExitCode"])) != ("COMPLETED", "0:0"):
-        wrong.append(f"ended as {end}: {run.said()[-800:]}")
+        wrong.append(f"ended as {end}: {run.log()[-800:]}")
     return met, wrong
 
 
 def _follow(run: SlurmRun, kind: SlurmFaultKind, restarts: int) -> list[str]:
-    """Wait for what has to follow a fault; what came in its place, where something else did."""
+    """Wait for the event that must follow a fault; return what happened instead, if anything else did."""
 
     def settled() -> bool:
         fields = run.cluster.job(run.job)
@@ -277,7 +278,7 @@ def _follow(run: SlurmRun, kind: SlurmFaultKind, restarts: int) -> list[str]:
     fields = run.cluster.job(run.job)
     if fields["JobState"] == "COMPLETED":
         return []  # the fault came too late
-    if kind.then == "queued again":
+    if kind.then == "requeued":
         return [] if int(fields["Restarts"]) > restarts else [f"{fields['JobState']} {fields['ExitCode']}"]
     if fields["JobState"] != "FAILED":
         return [f"{fields['JobState']}, restarts {fields['Restarts']}; expected FAILED"]
@@ -286,19 +287,19 @@ def _follow(run: SlurmRun, kind: SlurmFaultKind, restarts: int) -> list[str]:
 
 
 def leftovers(run: SlurmRun) -> list[str]:
-    """What a finished run must not leave."""
+    """Return what a finished run should not have left behind."""
     left = find_leftovers(run.folder)
     left += [f"left behind: {path.name}" for path in run.folder.parent.glob(f".slurm-{run.job}")]
-    told = run.said().count("Starting Training Loop...")
-    return left + ([f"{run.starts()} starts in {METRICS}, {told} in the log"] if run.starts() != told else [])
+    logged = run.log().count("Starting Training Loop...")
+    return left + ([f"{run.starts()} starts in {METRICS}, {logged} in the log"] if run.starts() != logged else [])
 
 
 def campaign(
     cluster: SlurmCluster, project: Path, seed: int, faults: int, end: float
 ) -> tuple[Counter[str], list[str]]:
-    """As that of tests.faults.chaos."""
-    quiet = SlurmRun(cluster, project, "uninterrupted")
-    assert cluster.wait(quiet.job, PATIENCE)["JobState"] == "COMPLETED", quiet.said()
+    """Run until this many faults were injected; return the counts and the problems."""
+    uninterrupted = SlurmRun(cluster, project, "uninterrupted")
+    assert cluster.wait(uninterrupted.job, PATIENCE)["JobState"] == "COMPLETED", uninterrupted.log()
     counts, problems, lock, numbers = Counter[str](), list[str](), threading.Lock(), itertools.count(1)
 
     def work() -> None:
@@ -308,26 +309,26 @@ def campaign(
                 if sum(count for name, count in counts.items() if name.endswith(": met")) >= faults:
                     return
             run = SlurmRun(cluster, project, f"run-{number}")
-            drawn = draw(seed, number)
+            chosen = random_faults(seed, number)
             try:
-                met, wrong = meet(run, drawn)
-                wrong += leftovers(run) + ([] if wrong else compare(quiet.folder, run.folder))
+                met, wrong = inject(run, chosen)
+                wrong += leftovers(run) + ([] if wrong else compare(uninterrupted.folder, run.folder))
             except AssertionError as error:
-                met, wrong = [(fault, False) for fault in drawn], [f"{error}: {run.said()[-800:]}"]
+                met, wrong = [(fault, False) for fault in chosen], [f"{error}: {run.log()[-800:]}"]
                 cluster.cancel(run.job)
             with lock:
                 for fault, named in met:
                     counts.update([f"{fault.kind}: met"])
                     counts.update([f"{fault.kind}: survived"] * (not wrong) + [f"{fault.kind}: named"] * named)
                 problems.extend(f"run {number}: {problem}" for problem in wrong)
-                told = ", ".join(f"{fault.kind} (node {fault.node})" for fault, _ in met) or "none struck"
+                injected = ", ".join(f"{fault.kind} (node {fault.node})" for fault, _ in met) or "none injected"
                 ended = "\n  ".join(["UNEXPECTED", *wrong]) if wrong else "as expected"
-                print(f"run {number}: {told}: {ended}", flush=True)
+                print(f"run {number}: {injected}: {ended}", flush=True)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for done in [pool.submit(work) for _ in range(AT_ONCE)]:
             done.result()
-        # before the threads end: a node that one of them has booted ends with it
+        # before the threads end, because a node that a thread booted ends with the thread
         for name in cluster.hosts:
             left = [command for command in cluster.pids(name).values() if "python" in command]
             problems += [f"left behind on {name}: {command}" for command in left]
@@ -336,7 +337,7 @@ def campaign(
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table; returns the exit status."""
+    """Print the table; return the exit status."""
     parser = parser_of_this()
     options = parser.parse_args(argv)
     if reason := why_not():
@@ -352,16 +353,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         with SlurmCluster(Path(folder) / "cluster", NODES) as cluster:
             counts, problems = campaign(cluster, project, seed, options.faults, end)
     show(counts, {kind: bool(properties.named) for kind, properties in KINDS.items()})
-    print("\n".join(problems) or "verdict: every run ended as the uninterrupted one")
+    print("\n".join(problems) or "verdict: every run ended like the uninterrupted one")
     print(f"repeat with: python -m tests.slurm_chaos --faults {options.faults} --seed {seed}")
     return int(bool(problems))
 
 
 def parser_of_this() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the command-line parser."""
     statuses = "0 all as expected; 1 something unexpected; 2 usage, or no cluster here"
     parser = new_parser("slurm_chaos", __doc__, statuses)
-    add_count(parser, "--faults", 10, "faults in all, at least")
+    add_count(parser, "--faults", 10, "minimum number of faults")
     add_limits(parser, PATIENCE)
     return parser
 

@@ -1,9 +1,9 @@
 """A real Slurm cluster of a few nodes on one machine, for the tests marked `slurm`.
 
-Every node, and the controller, is a host of its own: network, UTS, mount and process namespaces, joined by cables
-(veth pairs) to a bridge that lives in the controller's network namespace. Nothing is added to this machine's network,
-files or services. Killing a host's `unshare` ends everything in it, and the kernel kills it with this process, so that
-nothing is left behind. Needs root and the packages of tests/install_slurm.sh.
+Every node, and the controller, has its own network, UTS, mount and process namespaces. Cables (veth pairs) join them to
+a bridge in the controller's network namespace. This machine's network, files and services stay unchanged. Killing a
+host's `unshare` ends everything in it, and the kernel kills it with this process, so nothing is left behind. Needs root
+and the packages of tests/install_slurm.sh.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-NSENTER = shutil.which("nsenter") or "nsenter"  # also under a PATH that a test has changed
+NSENTER = shutil.which("nsenter") or "nsenter"  # independent of a PATH that a test has changed
 CONTROLLER = "ctl"
-SUBNET = "10.77.0."  # seen only inside the namespaces
-CPUS_PER_NODE = 64  # claimed, whatever this machine has
+SUBNET = "10.77.0."  # visible only inside the namespaces
+CPUS_PER_NODE = 64  # configured, whatever this machine has
 GPUS = ["/dev/null", "/dev/zero"]
 FREEZER = Path("/sys/fs/cgroup/freezer")  # cgroup v1
 FINAL_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
 
-# The first process of a host: bash, which reaps orphans. $1 folder, $2 address, $3 cgroup to show or "".
-# munged is forced, as it objects to a folder closed to other users.
+# The first process of a host is bash, which reaps orphans. $1: folder, $2: address, $3: cgroup to mount or "".
+# munged needs --force, because it rejects a folder closed to other users.
 BOOT_CONTROLLER = """
 ip link add br0 type bridge forward_delay 0 stp_state 0 && ip addr add "$2/24" dev br0 && ip link set br0 up
 munged -F --force --key-file="$1/munge/key" --socket="$1/munge/socket" --pid-file="$1/munge/pid" \
@@ -45,7 +45,7 @@ wait
 
 
 def why_not() -> str | None:
-    """Why this machine cannot run the cluster, or None where it can."""
+    """Return why this machine cannot run the cluster, or None."""
     if os.geteuid():
         return "a Slurm cluster in namespaces needs root"
     commands = ["slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv"]
@@ -58,7 +58,7 @@ def why_not() -> str | None:
 
 
 def wait_until(what: str, seconds: float, test: Callable[[], Any], step: float = 0.1) -> Any:
-    """The first true value of test(); AssertionError naming `what` after so many seconds."""
+    """Return the first true value of test(); raise AssertionError naming `what` after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (value := test()):
         assert time.monotonic() < deadline, f"no {what} within {seconds} s"
@@ -67,13 +67,13 @@ def wait_until(what: str, seconds: float, test: Callable[[], Any], step: float =
 
 
 class SlurmCluster:
-    """A context manager: nodes node1..nodeN are idle when it is entered, and gone when it is left."""
+    """A context manager: nodes node1..nodeN are idle on entry and removed on exit."""
 
     def __init__(self, folder: Path, num_nodes: int) -> None:
         self.folder = folder
         self.addresses = {f"node{i}": f"{SUBNET}{i}" for i in range(1, num_nodes + 1)}
         self.hosts: dict[str, subprocess.Popen[bytes]] = {}
-        # With a cgroup, as in production, a signal reaches a task's own process only; with linuxproc its whole tree.
+        # With a cgroup, as in production, a signal reaches only a task's own process; with linuxproc its whole tree.
         self.cgroup = (
             FREEZER / f"slurm-{secrets.token_hex(4)}" if os.access(FREEZER / "cgroup.procs", os.W_OK) else None
         )
@@ -100,16 +100,16 @@ class SlurmCluster:
     # Jobs
 
     def submit(self, script: Path, *args: str, options: tuple[str, ...] = (), cwd: Path, **env: str) -> int:
-        """sbatch from folder cwd, in this process's environment changed by env; returns the job's id."""
+        """Run sbatch in folder cwd with env added to the environment; return the job's id."""
         return int(self.client("sbatch", "--parsable", *options, str(script), *args, cwd=cwd, env=env))
 
     def job(self, job: int) -> dict[str, str]:
-        """The fields of `scontrol show job`."""
+        """Return the fields of `scontrol show job`."""
         words = self.client("scontrol", "-o", "show", "job", str(job)).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait(self, job: int, timeout: float, state: str | None = None) -> dict[str, str]:
-        """The job's fields once it is in that state, or in any final one; AssertionError after timeout seconds."""
+        """Wait for the state, or any final state; return the job's fields. AssertionError after timeout seconds."""
 
         def reached() -> dict[str, str] | None:
             fields = self.job(job)
@@ -119,17 +119,16 @@ class SlurmCluster:
         return fields
 
     def cancel(self, job: int, *options: str) -> None:
-        """scancel, which with `-s SIGNAL` signals the steps and with `-b -s SIGNAL` the batch shell."""
+        """Run scancel: `-s SIGNAL` signals the steps, `-b -s SIGNAL` the batch shell."""
         self.client("scancel", *options, str(job))
 
-    def said(self) -> str:
-        """What the controller has logged."""
+    def controller_log(self) -> str:
         return (self.folder / "slurmctld.log").read_text()
 
     # Nodes
 
     def node_states(self) -> dict[str, str]:
-        """State of each node, as sinfo spells it."""
+        """Return {node: state as printed by sinfo}."""
         try:
             lines = self.client("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
         except subprocess.CalledProcessError:
@@ -137,19 +136,19 @@ class SlurmCluster:
         return dict(line.split(None, 1) for line in lines)
 
     def kill_node(self, name: str) -> None:
-        """Power the node off. It says nothing more, so its peers do not see their connections close."""
+        """Power the node off without a word, so its peers do not see their connections close."""
         self.client("ip", "link", "delete", f"v-{name}")
         self._kill_host(name)
 
     def boot_node(self, name: str) -> None:
-        """Power the node on and plug it in."""
+        """Power the node on and connect it."""
         self._boot(name, self.addresses[name], BOOT_NODE)
         peer = ["peer", "name", "eth0", "netns", str(self.hosts[name].pid)]
         self.client("ip", "link", "add", f"v-{name}", "type", "veth", *peer)
         self.client("ip", "link", "set", f"v-{name}", "master", "br0", "up")
 
     def pids(self, name: str) -> dict[int, str]:
-        """Process id, as this machine numbers it, and command line of everything on the node."""
+        """Return {process id on this machine: command line} of all processes on the node."""
         namespace = os.readlink(f"/proc/{self.hosts[name].pid}/ns/net")
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
@@ -158,10 +157,10 @@ class SlurmCluster:
                     found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found
 
-    # Below
+    # Internals
 
     def client(self, *command: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
-        """Output of a command run on the controller's host; CalledProcessError where it fails."""
+        """Run a command on the controller's host and return its output; CalledProcessError if it fails."""
         enter = [NSENTER, "--target", str(self.hosts[CONTROLLER].pid), "--net", "--uts"]
         done = subprocess.run(
             [*enter, *command], cwd=cwd, env=self.env | (env or {}), capture_output=True, text=True, check=True
@@ -171,13 +170,13 @@ class SlurmCluster:
     def _boot(self, name: str, address: str, script: str) -> None:
         start = f'hostname "$0"; HOSTNAME=$0; mount --bind "$1/hosts" /etc/hosts; ip link set lo up; {script}'
         spaces = ["--net", "--uts", "--mount", "--propagation=slave", "--pid", "--fork", "--mount-proc"]
-        # Where this process is killed, the kernel kills unshare, and unshare's end the host's first process.
-        host_of_its_own = ["setpriv", "--pdeathsig=KILL", "unshare", "--kill-child=KILL", *spaces]
+        # If this process is killed, the kernel kills unshare, and with it the host's first process.
+        isolated = ["setpriv", "--pdeathsig=KILL", "unshare", "--kill-child=KILL", *spaces]
         arguments = [name, str(self.folder), address, str(self.cgroup or "")]
         daemons = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "HOME": "/"}
         with open(self.folder / f"{name}.log", "ab") as log:
             host = self.hosts[name] = subprocess.Popen(
-                [*host_of_its_own, "bash", "-c", start, *arguments],
+                [*isolated, "bash", "-c", start, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -189,7 +188,7 @@ class SlurmCluster:
 
     def _kill_host(self, name: str) -> None:
         host = self.hosts.pop(name)
-        # Its one child is the first process of the namespace: with it the kernel ends, and awaits, all others.
+        # Its only child is the namespace's first process. Killing that makes the kernel kill, and wait for, all others.
         children = Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()
         for pid in children or [str(host.pid)]:
             os.kill(int(pid), signal.SIGKILL)
@@ -202,7 +201,7 @@ class SlurmCluster:
             wait_until(f"end of {self.cgroup}", 10, self._is_cgroup_removed)
 
     def _is_cgroup_removed(self) -> bool:
-        """A cgroup can go a moment after its last process ended."""
+        """Try to remove the cgroup, which succeeds shortly after its last process has ended."""
         assert self.cgroup is not None
         with contextlib.suppress(OSError):
             for folder, _, _ in os.walk(self.cgroup, topdown=False):
@@ -216,7 +215,7 @@ class SlurmCluster:
         key = self.folder / "munge/key"
         key.touch(0o600)
         key.write_bytes(secrets.token_bytes(128))
-        # Any two devices play the GPUs. no_gpu_env: CUDA_VISIBLE_DEVICES stays the submitter's.
+        # Any two devices serve as GPUs. no_gpu_env keeps the submitter's CUDA_VISIBLE_DEVICES.
         (self.folder / "gres.conf").write_text("".join(f"Name=gpu File={gpu} Flags=no_gpu_env\n" for gpu in GPUS))
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         hosts = {"localhost": "127.0.0.1", CONTROLLER: f"{SUBNET}254"} | self.addresses
@@ -261,7 +260,7 @@ AccountingStorageType=accounting_storage/none
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 {nodes}PartitionName=main Nodes=ALL Default=YES PriorityTier=2
-# Jobs of main push those of the others aside, at once or after a warning.
+# Jobs in main preempt jobs in the other partitions, at once or after a grace time.
 PartitionName=low Nodes=ALL
 PartitionName=low-grace Nodes=ALL GraceTime=60
 """)

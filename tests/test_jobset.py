@@ -1,4 +1,4 @@
-"""jobset.yaml: against the published schema, and its script as two pods on this machine."""
+"""jobset.yaml: matches the published schema, and its script runs as two pods on this machine."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ ENVIRONMENT = {variable["name"]: variable["value"] for variable in CONTAINER["en
 
 
 class Pods:
-    """The container's command in `count` processes, as Kubernetes would start it in as many pods."""
+    """The container's command in `count` processes, as Kubernetes would start it in `count` pods."""
 
     def __init__(self, folder: Path, count: int, ranks: int, *arguments: str, cwd: Path = ROOT) -> None:
         self.processes = []
@@ -43,31 +43,31 @@ PORT = free_port()
 
 
 def fake_command(folder: Path, action: str) -> None:
-    """A `python` that notes its rank and arguments and then does this, in bash."""
+    """Write a `python` that records its rank and arguments and then runs `action`, in bash."""
     (folder / "python").write_text(
         f'#!/bin/bash\necho "$RANK $LOCAL_RANK $WORLD_SIZE $*" >"{folder}/rank.$RANK"\n{action}\n'
     )
     (folder / "python").chmod(0o755)
 
 
-def test_manifest_has_the_published_form() -> None:
+def test_manifest_matches_the_published_schema() -> None:
     models = pytest.importorskip("kubeflow_trainer_api.models.jobset_v1alpha2_job_set", reason="the package is absent")
-    # what the schema does not know would be lost on the way
+    # fields unknown to the schema would be lost in the round trip
     assert models.JobsetV1alpha2JobSet.from_dict(MANIFEST).to_dict() == MANIFEST
 
 
-def test_numbers_that_belong_together_agree() -> None:
+def test_numbers_of_nodes_and_gpus_agree() -> None:
     assert JOB["parallelism"] == JOB["completions"] == int(ENVIRONMENT["NODES"])
     assert CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == int(ENVIRONMENT["LOCAL_WORLD_SIZE"])
     name, job = MANIFEST["metadata"]["name"], MANIFEST["spec"]["replicatedJobs"][0]["name"]
     assert ENVIRONMENT["MASTER_ADDR"] == f"{name}-{job}-0-0.{name}"
 
 
-def test_each_exit_status_has_its_consequence() -> None:
+def test_exit_statuses_lead_to_the_documented_actions() -> None:
     """Kubernetes' message: Container NAME for pod POD failed with exit code N matching FailJob rule at index I"""
     saved, mistake = MANIFEST["spec"]["failurePolicy"]["rules"]
     reported = [value for rule in JOB["podFailurePolicy"]["rules"] for value in rule["onExitCodes"]["values"]]
-    assert reported == [75, 2, 3, 4]  # those of utils/errors.py that tell more than "failed"
+    assert reported == [75, 2, 3, 4]  # the statuses of utils/errors.py that say more than "failed"
     assert saved["onJobFailureMessagePatterns"] == ["exit code 75 "]
     assert (saved["action"], mistake["action"]) == ("RestartJobSetAndIgnoreMaxRestarts", "FailJobSet")
     assert saved["onJobFailureReasons"] == mistake["onJobFailureReasons"] == ["PodFailurePolicy"]
@@ -84,12 +84,12 @@ def test_each_pod_starts_its_ranks(tmp_path: Path) -> None:
     ("action", "status"),
     [("exit 2", 2), ("((RANK < 1)) || exit 3", 3), ("kill -9 $$", 137), ("exit $((1 + 2 * RANK))", 3)],
 )
-def test_pod_ends_with_the_trainings_own_status(tmp_path: Path, action: str, status: int) -> None:
+def test_pod_exits_with_the_trainings_status(tmp_path: Path, action: str, status: int) -> None:
     fake_command(tmp_path, action)
     assert Pods(tmp_path, 1, 2).wait() == [status]
 
 
-def test_eviction_reaches_every_rank_which_may_take_its_time(tmp_path: Path) -> None:
+def test_eviction_signals_every_rank_and_waits_for_it(tmp_path: Path) -> None:
     fake_command(
         tmp_path,
         f'trap "sleep 1.5; touch {tmp_path}/saved.$RANK; exit 75" TERM\n'
@@ -103,7 +103,7 @@ def test_eviction_reaches_every_rank_which_may_take_its_time(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_evicted_training_goes_on(tmp_path: Path) -> None:
+def test_evicted_training_resumes(tmp_path: Path) -> None:
     settings = TINY | {"max_epochs": 2000}
     arguments = [f"--run-dir={tmp_path}/run", *(word for pair in as_settings(settings) for word in ("--set", pair))]
     pods = Pods(tmp_path, 2, 1, *arguments)

@@ -21,18 +21,18 @@ from tests.conftest import ROOT, TINY
 
 PYTHON = Path(sys.executable).parent  # holds torchrun too
 SCRIPTS = ["submit.slr", "submit_multinode.slr"]
-# All that the scripts may need on PATH, beside Slurm's commands and python.
+# All commands that the scripts may need on PATH, besides Slurm's and python.
 TOOLS = ["bash", "cat", "env", "grep", "ls", "mkdir", "mktemp", "mv", "realpath", "rm", "sed", "seq", "sleep", "touch"]
 
-# What a fake command does after it has noted its arguments, in bash.
+# What each fake command does after recording its arguments, in bash.
 FAKE_COMMANDS = {
     "srun": 'echo 0 >"$TRAIN_EXIT_STATUS_FILE"',
     "scontrol": '[[ $1 != --oneliner ]] || echo "JobId=4 JobState=RUNNING Reason=None"',
     "sbatch": "",
     "python": "",
 }
-# srun as it is while a training runs: it saves when a signal comes, as train.py does, and torchrun makes a 1 of its 75.
-# The file `signals` tells which came.
+# srun during training: on a signal it saves as train.py does, and torchrun turns its status 75 into 1.
+# The file `signals` records the signals.
 TRAINS = """
 trap 'echo USR1 >>signals' USR1
 trap 'echo TERM >>signals' TERM
@@ -44,13 +44,17 @@ exit 1
 """
 
 
-# Slurm that does not answer this many times.
 def silent(times: int) -> str:
+    """A scontrol that fails this many times and then answers."""
     return f'echo >>asked; (($(grep -c "" asked) > {times})) || exit 1\n{FAKE_COMMANDS["scontrol"]}'
 
 
-# The pauses before Slurm is asked again, left out.
+# A sleep that skips the pauses between questions to Slurm.
 NO_PAUSE = f'[[ $1 == 5 ]] || exec {shutil.which("sleep")} "$1"'
+SRUN_ON_TWO_NODES = """
+until [[ $1 == bash ]]; do shift; done
+for node in node1 node2; do SLURMD_NODENAME=$node "$@"; done
+"""
 ON_ONE_NODE = {
     "SLURM_JOB_ID": "4",
     "SLURM_JOB_NODELIST": "node1",
@@ -62,7 +66,7 @@ ON_TWO_NODES = ON_ONE_NODE | {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_
 
 
 class FakeJob:
-    """A batch script with fakes of every command but a few of the shell's; `calls` holds their arguments."""
+    """A batch script run with fakes of every command except TOOLS; `calls` holds the fakes' arguments."""
 
     def __init__(self, folder: Path, fake_commands: Mapping[str, str], environment: Mapping[str, str]) -> None:
         self.folder, self.calls, commands = folder, folder / "calls", folder / "commands"
@@ -70,8 +74,8 @@ class FakeJob:
         commands.mkdir()
         link_commands(commands, TOOLS)
         for name, action in fake_commands.items():
-            note = f'printf "%s\\0" "$@" >"{self.calls}/{name}.$$"'
-            make_command(commands, name, f"{note}\n{action}")
+            record = f'printf "%s\\0" "$@" >"{self.calls}/{name}.$$"'
+            make_command(commands, name, f"{record}\n{action}")
         for name in ["train.py", "tools", *SCRIPTS]:
             (folder / name).symlink_to(ROOT / name)
         self.environment = {"PATH": str(commands), "SLURM_SUBMIT_DIR": str(folder), **environment}
@@ -86,39 +90,39 @@ class FakeJob:
         )
 
     def run(self, script: str, *args: str, cwd: Path | None = None) -> tuple[int, str]:
-        """Exit status and what the script said."""
+        """Run to the end; return exit status and stderr."""
         process = self.start(script, *args, cwd=cwd)
-        _, said = process.communicate(timeout=20)
-        return process.returncode, said
+        _, output = process.communicate(timeout=20)
+        return process.returncode, output
 
     def run_and_signal(self, number: signal.Signals, *args: str, to_step: bool = False) -> tuple[int, str]:
-        """Like run, with a signal to the batch shell, and maybe to the step, once the training runs."""
+        """Like `run`, but signal the batch shell, and optionally the step, once the training runs."""
         process = self.start("submit.slr", *args)
         started = self.folder / "started"
         wait_until("start of the fake command", 20, started.exists, 0.02)
         if to_step:
             os.kill(int(started.read_text()), number)
         process.send_signal(number)
-        _, said = process.communicate(timeout=20)
-        return process.returncode, said
+        _, output = process.communicate(timeout=20)
+        return process.returncode, output
 
     def signals(self) -> str:
-        """The signals that the step got."""
+        """Return the signals that the step received."""
         return (self.folder / "signals").read_text().strip()
 
     def arguments(self, command: str) -> list[list[str]]:
-        """The arguments of each call of the command."""
-        notes = sorted(self.calls.glob(f"{command}.*"), key=lambda note: note.stat().st_mtime_ns)
-        return [note.read_text().split("\0")[:-1] for note in notes]
+        """Return the arguments of each call of the command."""
+        calls = sorted(self.calls.glob(f"{command}.*"), key=lambda call: call.stat().st_mtime_ns)
+        return [call.read_text().split("\0")[:-1] for call in calls]
 
     def torchrun(self) -> list[list[str]]:
-        """The arguments of torchrun on each node."""
+        """Return torchrun's arguments on each node."""
         calls = self.arguments("python")
         return [arguments[3:] for arguments in calls if arguments[:2] == ["-m", "tools.torchrun"]]
 
 
 def link_commands(folder: Path, names: list[str]) -> None:
-    """Make folder a PATH of just these commands."""
+    """Link these commands into the folder."""
     for name in names:
         target = shutil.which(name)
         assert target, f"{name} is not on PATH"
@@ -126,8 +130,8 @@ def link_commands(folder: Path, names: list[str]) -> None:
 
 
 def make_command(folder: Path, name: str, action: str) -> None:
-    """A command of this name that does this, in bash."""
-    (folder / name).unlink(missing_ok=True)  # a link to the real one
+    """Write a bash script of this name."""
+    (folder / name).unlink(missing_ok=True)  # a link to the real command
     (folder / name).write_text(f"#!/bin/bash\n{action}\n")
     (folder / name).chmod(0o755)
 
@@ -141,7 +145,7 @@ def headers(script: str) -> dict[str, str]:
     return dict(lines)
 
 
-def test_headers_differ_only_in_what_they_ask_for() -> None:
+def test_headers_differ_only_in_requested_resources() -> None:
     one, many = (headers(script) for script in SCRIPTS)
     assert {key for key in one.keys() | many.keys() if one.get(key) != many.get(key)} == {
         *("nodes", "gpus-per-node", "cpus-per-task", "exclusive")
@@ -170,14 +174,12 @@ def test_one_srun_starts_torchrun_on_all_nodes(tmp_path: Path, script: str, job:
     } <= set(torchrun)  # fmt: skip
     (endpoint,) = (word.removeprefix("--rdzv_endpoint=") for word in torchrun if word.startswith("--rdzv_endpoint="))
     assert endpoint == "node1:10004" if nodes == "2" else Path(endpoint).is_absolute() and not Path(endpoint).exists()
-    # The script's own default comes first, so that a --config given to sbatch wins.
+    # the default comes first, so that a --config given to sbatch wins
     assert torchrun[torchrun.index("train.py") + 1 :] == [f"--config={config}", "--config=other", "--set", "a=b  c"]
 
 
-def test_each_node_knows_its_address_and_who_is_head(tmp_path: Path) -> None:
-    # srun as on two nodes: what stands after its own options is run on each.
-    both = 'until [[ $1 == bash ]]; do shift; done; for node in node1 node2; do SLURMD_NODENAME=$node "$@"; done'
-    job = fake_job(tmp_path, {"srun": both}, **ON_TWO_NODES, HOST_SUFFIX="-ib0", JOIN_TIMEOUT="7")
+def test_each_node_knows_its_address_and_the_head(tmp_path: Path) -> None:
+    job = fake_job(tmp_path, {"srun": SRUN_ON_TWO_NODES}, **ON_TWO_NODES, HOST_SUFFIX="-ib0", JOIN_TIMEOUT="7")
     assert job.run("submit_multinode.slr", "--set", "a=b  c")[0] == 0
     for node, is_host, arguments in zip(["node1", "node2"], ["true", "false"], job.torchrun(), strict=True):
         assert f"--local_addr={node}-ib0" in arguments
@@ -186,12 +188,12 @@ def test_each_node_knows_its_address_and_who_is_head(tmp_path: Path) -> None:
         assert arguments[-1] == "a=b  c"
 
 
-def test_on_one_node_the_workers_meet_in_a_file_of_that_node(tmp_path: Path) -> None:
+def test_on_one_node_the_workers_meet_in_a_file(tmp_path: Path) -> None:
     node = 'until [[ $1 == bash ]]; do shift; done; env >environment; SLURMD_NODENAME=node1 exec "$@"'
     job = fake_job(tmp_path, {"srun": node}, **ON_ONE_NODE)
     assert job.run("submit.slr")[0] == 0
     (call,) = (call for call in job.arguments("python") if call[:2] == ["-m", "tools.torchrun"])
-    assert call[2] == str(tmp_path / "expts/torchrun-4-node1.log")  # torchrun's own words
+    assert call[2] == str(tmp_path / "expts/torchrun-4-node1.log")  # torchrun's log
     (arguments,) = job.torchrun()
     (conf,) = (word for word in arguments if word.startswith("--rdzv_conf="))
     assert conf.startswith("--rdzv_conf=store_type=file,keep_alive_interval=100000,is_host=true,")
@@ -199,7 +201,6 @@ def test_on_one_node_the_workers_meet_in_a_file_of_that_node(tmp_path: Path) -> 
 
 
 def test_site_settings_reach_the_nodes(tmp_path: Path) -> None:
-    show = "env >environment"
     settings = {
         "TRAIN_CONFIG": "quickstart",
         "PROCESSES_PER_NODE": "3",
@@ -208,7 +209,7 @@ def test_site_settings_reach_the_nodes(tmp_path: Path) -> None:
         "HEAD_ADDRESS": "10.0.0.7",
         "MAX_RESTARTS": "2",
     }
-    job = fake_job(tmp_path, {"srun": show}, **ON_TWO_NODES, **settings)
+    job = fake_job(tmp_path, {"srun": "env >environment"}, **ON_TWO_NODES, **settings)
     assert job.run("submit_multinode.slr")[0] == 0
     (srun,) = job.arguments("srun")
     assert {"--config=quickstart", "--nproc_per_node=3", "--rdzv_endpoint=10.0.0.7:10004", "--max_restarts=2"} <= set(
@@ -221,45 +222,44 @@ def test_site_settings_reach_the_nodes(tmp_path: Path) -> None:
 
 
 def test_data_is_staged_on_each_node_before_it_trains(tmp_path: Path) -> None:
-    both = 'until [[ $1 == bash ]]; do shift; done; for node in node1 node2; do SLURMD_NODENAME=$node "$@"; done'
     (tmp_path / "job").mkdir()
-    job = fake_job(tmp_path / "job", {"srun": both}, **ON_TWO_NODES, STAGE_DATA="/lustre/data:/tmp/data")
+    job = fake_job(tmp_path / "job", {"srun": SRUN_ON_TWO_NODES}, **ON_TWO_NODES, STAGE_DATA="/lustre/data:/tmp/data")
     assert job.run("submit_multinode.slr", "--set", "data_path=/lustre/data")[0] == 0
     calls = job.arguments("python")[1:]  # the first checks the command line
     assert [call[:4] for call in calls[::2]] == 2 * [["-m", "tools.stage_data", "/lustre/data", "/tmp/data"]]
-    assert [call[-2:] for call in calls[1::2]] == 2 * [["--set", "data_path=/tmp/data"]]  # the last one counts
-    # a node that cannot have the data does not train
+    assert [call[-2:] for call in calls[1::2]] == 2 * [["--set", "data_path=/tmp/data"]]  # the last one wins
+    # a node whose staging fails does not train
     (tmp_path / "fails").mkdir()
-    fails = {"srun": both, "python": "[[ $2 != tools.stage_data ]] || exit 3"}
+    fails = {"srun": SRUN_ON_TWO_NODES, "python": "[[ $2 != tools.stage_data ]] || exit 3"}
     job = fake_job(tmp_path / "fails", fails, **ON_TWO_NODES, STAGE_DATA="/lustre/data:/tmp/data")
     assert job.run("submit_multinode.slr")[0] == 3
     assert not job.torchrun()
 
 
-PROFILES = re.findall(r"```bash\n(export .*?)```", (ROOT / "docs/slurm_sites.md").read_text(), re.DOTALL)
+PROFILES = re.findall(r"```bash\n(export .*?)```", (ROOT / "docs/slurm.md").read_text(), re.DOTALL)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_profiles_of_sites_reach_the_nodes(tmp_path: Path, profile: str) -> None:
+def test_site_profiles_reach_the_nodes(tmp_path: Path, profile: str) -> None:
     listed = subprocess.run(["bash", "-ec", f"{profile}\nenv -0"], cwd=tmp_path, stdout=subprocess.PIPE, check=True)
     values = dict(pair.split("=", 1) for pair in listed.stdout.decode().split("\0") if pair)
     settings = {name: values[name] for name in re.findall(r"(\w+)=", profile) if name in values}
     assert settings
     known = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/slurm.md").read_text(), re.MULTILINE)
     assert all(name in known or name.startswith("SBATCH_") for name in settings)
-    for name, value in settings.items():  # what the site's own commands would do
+    for name, value in settings.items():  # fake the site's own commands
         if name == "ACTIVATE":
             settings[name] = "module() { :; }; source() { :; }; " + value
     node = 'until [[ $1 == bash ]]; do shift; done; export SLURMD_NODENAME=node1; env >environment; exec "$@"'
     job = fake_job(tmp_path, {"srun": node, "apptainer": 'until [[ $1 == python ]]; do shift; done; "$@"'}, **settings)
-    status, said = job.run("submit.slr")
-    assert status == 0, said
+    status, output = job.run("submit.slr")
+    assert status == 0, output
     assert len(job.torchrun()) == 1
     assert set(settings.get("SRUN_OPTIONS", "").split()) <= set(job.arguments("srun")[0])
     assert ("STAGE_DATA" in settings) == (["-m", "tools.stage_data"] in [call[:2] for call in job.arguments("python")])
 
 
-def test_ports_of_neighbouring_jobs_differ_and_are_below_the_ephemeral_ones(tmp_path: Path) -> None:
+def test_ports_of_successive_jobs_differ_and_are_below_ephemeral_ports(tmp_path: Path) -> None:
     ports = set()
     for job_id in ["19999", "20000", "20001"]:
         folder = tmp_path / job_id
@@ -279,30 +279,30 @@ def test_ports_of_neighbouring_jobs_differ_and_are_below_the_ephemeral_ones(tmp_
     ("of_srun", "of_train", "expected"), [(0, "0", 0), (1, "2", 2), (1, "3", 3), (137, None, 137), (1, "0", 0)]
 )
 def test_exit_status_is_the_trainings_own(tmp_path: Path, of_srun: int, of_train: str | None, expected: int) -> None:
-    """Also where a signal ends torchrun after train.py has finished: 0 told, and 1 returned."""
-    tell = f'echo {of_train} >"$TRAIN_EXIT_STATUS_FILE"; ' if of_train else ""
-    job = fake_job(tmp_path, {"srun": f"{tell}exit {of_srun}"})
+    """Even if a signal ends torchrun after train.py has finished: train.py reports 0, torchrun returns 1."""
+    report = f'echo {of_train} >"$TRAIN_EXIT_STATUS_FILE"; ' if of_train else ""
+    job = fake_job(tmp_path, {"srun": f"{report}exit {of_srun}"})
     assert job.run("submit.slr")[0] == expected
     assert all(arguments[0] == "show" for arguments in job.arguments("scontrol")) and not job.arguments("sbatch")
     assert not list((tmp_path / "expts").iterdir())
 
 
-def test_status_of_an_earlier_start_is_not_believed(tmp_path: Path) -> None:
+def test_status_file_of_an_earlier_start_is_ignored(tmp_path: Path) -> None:
     job = fake_job(tmp_path, {"srun": "exit 9"})
     (tmp_path / "expts/.slurm-4").mkdir(parents=True)
     (tmp_path / "expts/.slurm-4/exit_status").write_text("75\n")
     assert job.run("submit.slr")[0] == 9
 
 
-def test_mistake_in_the_command_line_is_told_before_any_node_starts(tmp_path: Path) -> None:
+def test_mistake_in_the_command_line_is_reported_before_any_node_starts(tmp_path: Path) -> None:
     job = fake_job(tmp_path, {"python": "echo 'error: no such key' >&2; exit 2"})
     assert job.run("submit.slr", "--set", "lear=1") == (2, "error: no such key\n")
     assert job.arguments("python") == [["train.py", "--config=bs128-opt", "--set", "lear=1", "--print-config"]]
     assert not job.arguments("srun")
 
 
-# Of a heterogeneous job, Slurm shows a line for each part.
-PARTS = '[[ $1 != --oneliner ]] || printf "JobId=%s HetJobId=4 JobState=RUNNING Reason=None\\n" 4 5'
+# For a heterogeneous job, Slurm prints a line for each component.
+COMPONENTS = '[[ $1 != --oneliner ]] || printf "JobId=%s HetJobId=4 JobState=RUNNING Reason=None\\n" 4 5'
 
 
 @pytest.mark.parametrize(
@@ -310,32 +310,32 @@ PARTS = '[[ $1 != --oneliner ]] || printf "JobId=%s HetJobId=4 JobState=RUNNING 
     [
         (signal.SIGUSR1, FAKE_COMMANDS["scontrol"], {}, "4"),
         (signal.SIGTERM, FAKE_COMMANDS["scontrol"], {}, "4"),
-        (signal.SIGUSR1, PARTS, {}, "4"),
+        (signal.SIGUSR1, COMPONENTS, {}, "4"),
         (signal.SIGUSR1, FAKE_COMMANDS["scontrol"], {"SLURM_ARRAY_JOB_ID": "3", "SLURM_ARRAY_TASK_ID": "1"}, "3_1"),
     ],
     ids=["SIGUSR1", "SIGTERM", "heterogeneous job", "array"],
 )
-def test_stopped_while_running_is_queued_again(
+def test_stopped_while_running_is_requeued(
     tmp_path: Path, number: signal.Signals, scontrol: str, array: dict[str, str], job_name: str
 ) -> None:
     job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": scontrol}, **array)
-    status, said = job.run_and_signal(number)
+    status, output = job.run_and_signal(number)
     assert status == 75
     assert ["requeue", job_name] in job.arguments("scontrol")
     assert not job.arguments("sbatch")
-    assert "stopped with everything saved" in said and f"queued again as job {job_name}" in said
+    assert "stopped with everything saved" in output and f"requeued as job {job_name}" in output
     assert job.signals() == "USR1"  # srun would kill its tasks on SIGTERM
 
 
-def test_stopped_by_a_signal_that_only_the_steps_got(tmp_path: Path) -> None:
-    """The grace time before a preemption: SIGTERM to the steps, and a job that exits then is not queued by Slurm."""
+def test_stopped_by_a_signal_to_the_steps_only(tmp_path: Path) -> None:
+    """As in the grace time before a preemption: Slurm does not requeue a job that exits within it."""
     job = fake_job(tmp_path, {"srun": 'echo 75 >"$TRAIN_EXIT_STATUS_FILE"; exit 1'})
     assert job.run("submit.slr")[0] == 75
     assert ["requeue", "4"] in job.arguments("scontrol")
 
 
 @pytest.mark.parametrize(
-    ("option", "notes"),
+    ("option", "parent"),
     [
         ("--run-dir=far/away/run", "far/away"),
         ("--run-dir far/away/run", "far/away"),
@@ -343,8 +343,8 @@ def test_stopped_by_a_signal_that_only_the_steps_got(tmp_path: Path) -> None:
         ("--run-dir=50%%/%%a%a/run", "50%/%a1"),
     ],
 )
-def test_notes_are_beside_the_runs_folder(tmp_path: Path, option: str, notes: str) -> None:
-    """The words of an array's job go on as they are, for train.py to fill in."""
+def test_status_folder_is_next_to_the_runs_folder(tmp_path: Path, option: str, parent: str) -> None:
+    """train.py gets the arguments unchanged and fills in the array's numbers itself."""
     array = {"SLURM_ARRAY_JOB_ID": "3", "SLURM_ARRAY_TASK_ID": "1"}
     job = fake_job(tmp_path, {"srun": 'find "$PWD" -path "*.slurm*" >found'}, **array)
     link_commands(tmp_path / "commands", ["find"])
@@ -352,20 +352,20 @@ def test_notes_are_beside_the_runs_folder(tmp_path: Path, option: str, notes: st
     assert job.run("submit.slr", *words)[0] == 0
     assert job.arguments("python")[0] == ["train.py", "--config=bs128-opt", *words, "--print-config"]
     assert job.arguments("srun")[0][-len(words) :] == words
-    assert str(tmp_path / notes / ".slurm-4/nodes") in (tmp_path / "found").read_text().splitlines()
-    assert not (tmp_path / "expts").exists() and not list(tmp_path.glob(f"{notes}/.slurm*"))
+    assert str(tmp_path / parent / ".slurm-4/nodes") in (tmp_path / "found").read_text().splitlines()
+    assert not (tmp_path / "expts").exists() and not list(tmp_path.glob(f"{parent}/.slurm*"))
 
 
 def test_job_that_slurm_is_ending_is_left_alone(tmp_path: Path) -> None:
-    """scancel, a preemption, a lost node: a job cancelled for good must stay so, and none may be queued twice."""
+    """scancel, preemption, lost node: a cancelled job must stay cancelled, and no job may be queued twice."""
     ending = 'echo "JobId=4 JobState=COMPLETING Reason=None"'
     job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": ending})
-    status, said = job.run_and_signal(signal.SIGTERM, "--set", "a=b c", to_step=True)
+    status, output = job.run_and_signal(signal.SIGTERM, "--set", "a=b c", to_step=True)
     assert status == 75
-    assert job.signals() == "TERM"  # and not SIGUSR1 on top of it: torchrun drops its workers when signals pile up
+    assert job.signals() == "TERM"  # no SIGUSR1 as well: on a second signal torchrun abandons its workers
     assert all(arguments == ["--oneliner", "show", "job", "4"] for arguments in job.arguments("scontrol"))
     assert not job.arguments("sbatch")
-    assert r"sbatch submit.slr --set a=b\ c" in said
+    assert r"sbatch submit.slr --set a=b\ c" in output
 
 
 def without_scontrol(tmp_path: Path) -> FakeJob:
@@ -374,84 +374,82 @@ def without_scontrol(tmp_path: Path) -> FakeJob:
     return job
 
 
-def test_the_command_goes_on_also_where_the_first_was_to_begin_anew(tmp_path: Path) -> None:
+def test_the_printed_command_resumes_even_after_resume_never(tmp_path: Path) -> None:
     job = without_scontrol(tmp_path)
-    status, said = job.run_and_signal(signal.SIGUSR1, "--config=x", "--resume", "never")
+    status, output = job.run_and_signal(signal.SIGUSR1, "--config=x", "--resume", "never")
     assert status == 75
-    assert "to go on: sbatch submit.slr --config=x --resume never --resume auto\n" in said
+    assert "to resume: sbatch submit.slr --config=x --resume never --resume auto\n" in output
 
 
-def test_without_scontrol_sigterm_says_how_to_go_on(tmp_path: Path) -> None:
-    """Nothing tells a preemption, after which Slurm queues the job itself, from scancel."""
+def test_without_scontrol_sigterm_prints_the_command_that_resumes(tmp_path: Path) -> None:
+    """A preemption, after which Slurm requeues the job itself, cannot be distinguished from scancel."""
     job = without_scontrol(tmp_path)
-    status, said = job.run_and_signal(signal.SIGTERM, "--set", "a=b c", to_step=True)
+    status, output = job.run_and_signal(signal.SIGTERM, "--set", "a=b c", to_step=True)
     assert status == 75
     assert job.signals() == "TERM"
     assert not job.arguments("sbatch")
-    assert "(there is no scontrol)" in said and "to go on: sbatch submit.slr --set a=b\\ c\n" in said
+    assert "(there is no scontrol)" in output and "to resume: sbatch submit.slr --set a=b\\ c\n" in output
 
 
-def test_job_not_to_be_queued_again_says_how_to_go_on(tmp_path: Path) -> None:
-    """sbatch --no-requeue."""
+def test_no_requeue_prints_the_command_that_resumes(tmp_path: Path) -> None:
     refuses = f"[[ $1 != requeue ]] || exit 1; {FAKE_COMMANDS['scontrol']}"
     job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": refuses, "sleep": NO_PAUSE})
-    status, said = job.run_and_signal(signal.SIGUSR1)
+    status, output = job.run_and_signal(signal.SIGUSR1)
     assert status == 75
-    assert "to go on: sbatch submit.slr\n" in said and "queued again" not in said
+    assert "to resume: sbatch submit.slr\n" in output and "requeued" not in output
     assert not job.arguments("sbatch")
 
 
 def test_slurm_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
-    """Its third answer is that to `requeue`."""
     job = fake_job(
         tmp_path, {"srun": TRAINS, "scontrol": f"{silent(1)}\n[[ $(wc -l <asked) != 3 ]]", "sleep": NO_PAUSE}
     )
     link_commands(tmp_path / "commands", ["wc"])
-    status, said = job.run_and_signal(signal.SIGUSR1)
+    status, output = job.run_and_signal(signal.SIGUSR1)
     assert status == 75
     assert [arguments[0] for arguments in job.arguments("scontrol")] == [
         *("--oneliner", "--oneliner", "requeue", "--oneliner", "requeue")
     ]
-    assert "queued again as job 4" in said
+    assert "requeued as job 4" in output
 
 
-def test_slurm_that_never_answers_is_not_asked_for_ever(tmp_path: Path) -> None:
+def test_slurm_that_never_answers_is_asked_for_a_minute(tmp_path: Path) -> None:
     job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": "exit 1", "sleep": NO_PAUSE})
-    status, said = job.run_and_signal(signal.SIGUSR1)
+    status, output = job.run_and_signal(signal.SIGUSR1)
     assert status == 75
-    assert len(job.arguments("scontrol")) == 12  # five seconds apart: a minute
-    assert "(Slurm does not answer)" in said and "to go on: sbatch submit.slr\n" in said
+    assert len(job.arguments("scontrol")) == 12  # five seconds apart
+    assert "(Slurm does not answer)" in output and "to resume: sbatch submit.slr\n" in output
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_sigterm_is_passed_on_where_slurm_does_not_answer(tmp_path: Path, times: int) -> None:
+def test_sigterm_is_passed_on_if_slurm_does_not_answer(tmp_path: Path, times: int) -> None:
     job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": silent(times), "sleep": NO_PAUSE})
-    status, said = job.run_and_signal(signal.SIGTERM)
+    status, output = job.run_and_signal(signal.SIGTERM)
     assert status == 75
     assert job.signals() == "USR1"
-    assert "queued again as job 4" in said
+    assert "requeued as job 4" in output
 
 
-def test_sigterm_is_not_passed_on_where_slurm_answers_late_that_it_ends_the_job(tmp_path: Path) -> None:
+def test_sigterm_is_not_passed_on_if_slurm_answers_late_that_it_ends_the_job(tmp_path: Path) -> None:
     late = silent(1).replace("RUNNING", "COMPLETING")
     job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": late, "sleep": NO_PAUSE})
     assert job.run_and_signal(signal.SIGTERM, to_step=True)[0] == 75
     assert job.signals() == "TERM"
 
 
-def test_signal_before_the_training_begins_queues_again_ten_times(tmp_path: Path) -> None:
-    """torchrun dies of SIGUSR1 before it has set its handlers; with too short a time limit that would never end."""
+def test_signal_before_training_requeues_at_most_ten_times(tmp_path: Path) -> None:
+    """SIGUSR1 kills torchrun until it has set its handlers; with a short time limit, requeuing would never end."""
     job = fake_job(tmp_path, {"srun": "echo $$ >starting; mv starting started; exec sleep 30"})
     for restart, requeued in [("0", True), ("9", True), ("10", False)]:
         (tmp_path / "started").unlink(missing_ok=True)
         shutil.rmtree(job.calls)
         job.calls.mkdir()
         job.environment["SLURM_RESTART_COUNT"] = restart
-        status, said = job.run_and_signal(signal.SIGUSR1)
+        status, output = job.run_and_signal(signal.SIGUSR1)
         assert status == 128 + signal.SIGUSR1
-        assert "nothing saved since the last checkpoint" in said
+        assert "nothing saved since the last checkpoint" in output
         assert (["requeue", "4"] in job.arguments("scontrol")) == requeued
-    assert "is the time limit too short?" in said and "to go on: sbatch submit.slr\n" in said
+    assert "is the time limit too short?" in output and "to resume: sbatch submit.slr\n" in output
 
 
 def test_signal_during_activation_starts_nothing(tmp_path: Path) -> None:
@@ -466,91 +464,89 @@ def test_missing_nodes_are_named(tmp_path: Path) -> None:
     names = '[[ $* == "show hostnames gpu[007-009]-b,login1" ]] && printf "%s\\n" gpu007-b gpu008-b gpu009-b login1'
     nodes = {"SLURM_JOB_NODELIST": "gpu[007-009]-b,login1", "SLURM_JOB_NUM_NODES": "4", "SLURMD_NODENAME": "gpu007-b"}
     job = fake_job(tmp_path, {"srun": one_starts, "scontrol": names}, **nodes)
-    status, said = job.run("submit_multinode.slr")
+    status, output = job.run("submit_multinode.slr")
     assert status == 1
-    assert "Nodes where nothing started: gpu007-b gpu009-b login1\n" in said
-    assert "all must reach gpu007-b:10004; if not: NETWORK_INTERFACE" in said
+    assert "Nodes where nothing started: gpu007-b gpu009-b login1\n" in output
+    assert "all nodes must reach gpu007-b:10004: check NETWORK_INTERFACE" in output
     (tmp_path / "commands/scontrol").unlink()
     assert "started: perhaps some of gpu[007-009]-b,login1\n" in job.run("submit_multinode.slr")[1]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_submitted_from_elsewhere(tmp_path: Path, script: str) -> None:
-    """Slurm starts a script in the folder of sbatch, or in that of --chdir."""
+def test_submitted_from_another_folder(tmp_path: Path, script: str) -> None:
+    """Slurm starts a script in the current folder of sbatch, or in --chdir."""
     (project := tmp_path / "project").mkdir()
     (elsewhere := tmp_path / "elsewhere").mkdir()
     job = fake_job(project, {"srun": "pwd >folder"}, SLURM_SUBMIT_DIR=str(elsewhere))
     assert job.run(script)[0] == 0  # --chdir=project
     assert Path((project / "folder").read_text().strip()) == project
-    status, said = job.run(script, cwd=elsewhere)
+    status, output = job.run(script, cwd=elsewhere)
     missing = "train.py" if script == "submit.slr" else "submit.slr"
-    assert (status, said) == (
+    assert (status, output) == (
         2, f"{script}: no {missing} in {elsewhere}: run sbatch in the project's folder, or give it --chdir=FOLDER\n"
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("missing", ["python", "packages"])
-def test_without_environment(tmp_path: Path, missing: str) -> None:
+def test_without_python_or_packages(tmp_path: Path, missing: str) -> None:
     job = fake_job(tmp_path, {"python": "echo ModuleNotFoundError >&2; exit 1"})
     if missing == "python":
         (tmp_path / "commands/python").unlink()
-    status, said = job.run("submit.slr")
+    status, output = job.run("submit.slr")
     assert status == 2
-    assert "submit.slr: python cannot run train.py: set ACTIVATE, or LAUNCHER_PREFIX\n" in said
+    assert "submit.slr: python cannot run train.py: set ACTIVATE or LAUNCHER_PREFIX\n" in output
     assert not job.arguments("srun")
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("PROCESSES_PER_NODE", value) for value in ["0", "abc", "-1", "2.5", "08", "1 2", "a[$(touch spoilt)]"]),
-        *(("MASTER_PORT", value) for value in ["0", "65536", "http"]),
+        *(("PROCESSES_PER_NODE", value) for value in ["0", "-1", "2.5", "08", "1 2", "a[$(touch executed)]"]),
+        *(("MASTER_PORT", value) for value in ["65536", "http"]),
         *[("MAX_RESTARTS", "often"), ("JOIN_TIMEOUT", "0")],
     ],
 )
-def test_setting_that_is_no_number_is_told_in_one_line(tmp_path: Path, name: str, value: str) -> None:
-    status, said = (job := fake_job(tmp_path, **{name: value})).run("submit.slr")
+def test_invalid_number_is_reported_in_one_line(tmp_path: Path, name: str, value: str) -> None:
+    status, output = (job := fake_job(tmp_path, **{name: value})).run("submit.slr")
     assert status == 2
-    assert (
-        said.startswith(f"submit.slr: {name} is '{value}'; expected a whole number above 0 ") and said.count("\n") == 1
-    )
-    assert not job.arguments("srun") and not (tmp_path / "spoilt").exists()
+    assert output.startswith(f"submit.slr: {name} is '{value}'; expected a whole number above 0 ")
+    assert output.count("\n") == 1
+    assert not job.arguments("srun") and not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize("value", ["/lustre/data", ":/tmp/data", "/lustre/data:"])
 def test_staging_needs_two_folders(tmp_path: Path, value: str) -> None:
-    status, said = (job := fake_job(tmp_path, STAGE_DATA=value)).run("submit.slr")
-    assert (status, said) == (2, f"submit.slr: STAGE_DATA is '{value}'; expected FROM:TO, two folders\n")
+    status, output = (job := fake_job(tmp_path, STAGE_DATA=value)).run("submit.slr")
+    assert (status, output) == (2, f"submit.slr: STAGE_DATA is '{value}'; expected FROM:TO, two folders\n")
     assert not job.arguments("srun")
 
 
-def test_activation_is_not_held_to_the_scripts_own_strictness(tmp_path: Path) -> None:
-    """One that fails is told."""
+def test_activation_runs_without_strict_mode_and_its_failure_is_reported(tmp_path: Path) -> None:
     (tmp_path / "activate").write_text("false\nfalse | true\necho $UNSET_VARIABLE >/dev/null\nexport ACTIVATED=yes\n")
     job = fake_job(tmp_path, {"srun": "env >environment"}, ACTIVATE="source ./activate")
     assert job.run("submit.slr")[0] == 0
     assert "ACTIVATED=yes" in (tmp_path / "environment").read_text().splitlines()
     job.environment["ACTIVATE"] = "source nowhere/activate"
-    status, said = job.run("submit.slr")
+    status, output = job.run("submit.slr")
     assert status == 2 and len(job.arguments("srun")) == 1
-    assert said.endswith("submit.slr: ACTIVATE failed with status 1: source nowhere/activate\n")
+    assert output.endswith("submit.slr: ACTIVATE failed with status 1: source nowhere/activate\n")
 
 
-def test_strictness_is_back_after_activation(tmp_path: Path) -> None:
-    (tmp_path / "expts").touch()  # where a folder is to be made
-    status, said = (job := fake_job(tmp_path, ACTIVATE="true")).run("submit.slr")
-    assert status == 1 and "mkdir" in said
+def test_strict_mode_is_restored_after_activation(tmp_path: Path) -> None:
+    (tmp_path / "expts").touch()  # in place of the folder
+    status, output = (job := fake_job(tmp_path, ACTIVATE="true")).run("submit.slr")
+    assert status == 1 and "mkdir" in output
     assert not job.arguments("srun")
 
 
-def test_port_that_is_taken_is_named_before_any_node_starts(tmp_path: Path) -> None:
+def test_port_in_use_is_reported_before_any_node_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         job = fake_job(tmp_path, **ON_TWO_NODES, MASTER_PORT=str(port))
-        status, said = job.run("submit_multinode.slr")
+        status, output = job.run("submit_multinode.slr")
     assert status == 2 and not job.arguments("srun")
-    assert said == (
-        f"submit_multinode.slr: port {port} of node1 is in use, by another job there perhaps; choose another: "
+    assert output == (
+        f"submit_multinode.slr: port {port} of node1 is in use, perhaps by another job; choose another with "
         "MASTER_PORT=...\n"
     )
     assert not list(tmp_path.glob("expts/.slurm*"))
@@ -558,7 +554,7 @@ def test_port_that_is_taken_is_named_before_any_node_starts(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("asked", "given", "processes"), [("1", "2", "2"), ("0", None, "1")])
 def test_step_gets_all_gpus_of_the_job(tmp_path: Path, asked: str, given: str | None, processes: str) -> None:
-    """sbatch --gres=gpu:2: what srun inherits is the number in the #SBATCH line. --gpus-per-node=0: one process."""
+    """With sbatch --gres=gpu:2, srun would use the number in the #SBATCH line. --gpus-per-node=0: one process."""
     job = fake_job(tmp_path, {"srun": "env >environment"}, SLURM_GPUS_PER_NODE=asked)
     job.environment = {name: value for name, value in job.environment.items() if name != "SLURM_GPUS_ON_NODE"}
     job.environment |= {"SLURM_GPUS_ON_NODE": given} if given else {}
@@ -567,7 +563,7 @@ def test_step_gets_all_gpus_of_the_job(tmp_path: Path, asked: str, given: str | 
     assert f"--nproc_per_node={processes}" in job.arguments("srun")[0]
 
 
-def test_containers_by_a_prefix_or_by_srun(tmp_path: Path) -> None:
+def test_containers_started_by_a_prefix_or_by_srun(tmp_path: Path) -> None:
     node = 'until [[ $1 == bash ]]; do shift; done; SLURMD_NODENAME=node1 exec "$@"'
     (tmp_path / "prefix").mkdir()
     job = fake_job(tmp_path / "prefix", {"srun": node, "box": '"${@:3}"'}, LAUNCHER_PREFIX="box exec x.sif")
@@ -578,46 +574,46 @@ def test_containers_by_a_prefix_or_by_srun(tmp_path: Path) -> None:
 
     (tmp_path / "srun").mkdir()
     job = fake_job(tmp_path / "srun", SRUN_OPTIONS="--container-image=x --mpi=none")
-    (tmp_path / "srun/commands/python").unlink()  # it is in the container alone
+    (tmp_path / "srun/commands/python").unlink()  # only in the container
     assert job.run("submit.slr")[0] == 0
     (srun,) = job.arguments("srun")
     assert srun.index("--container-image=x") < srun.index("--mpi=none") < srun.index("bash")
 
 
-# On a real cluster. Two nodes of two claimed GPUs each; on them PROCESSES_PER_NODE=1 where more would only cost time.
+# On a real cluster, whose nodes have two fake GPUs each. PROCESSES_PER_NODE=1 saves time.
 
 
 def slurm(test: Callable[..., None]) -> Callable[..., None]:
-    """All on one cluster, one after another: each takes all cores of a small machine (with --dist=loadgroup)."""
+    """Mark tests that share one cluster and run one after another (with --dist=loadgroup)."""
     return pytest.mark.xdist_group("slurm")(pytest.mark.timeout(600)(pytest.mark.slurm(test)))
 
 
-# Long enough to be interrupted: some 5 s on two idle cores.
+# Long enough to be interrupted: about 5 s on two idle cores.
 EPOCHS, BATCHES = 3, 30
 OPTIONS = ("--cpus-per-task=2", "--gpus-per-node=2")
 
 
 @pytest.fixture(scope="module")
 def shared_cluster() -> Iterator[SlurmCluster]:
-    """Three nodes: two to work, one to spare."""
+    """Three nodes: two for the jobs, one spare."""
     reason = why_not()
     if reason:
         pytest.skip(reason)
-    # Paths of Unix sockets are short.
+    # a short path: the length of Unix socket paths is limited
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder, SlurmCluster(Path(folder), 3) as running:
         yield running
 
 
 @pytest.fixture
 def cluster(shared_cluster: SlurmCluster) -> Iterator[SlurmCluster]:
-    """The cluster, of which a failed test leaves nothing to the next."""
+    """The cluster; jobs left by a failed test are cancelled."""
     yield shared_cluster
     shared_cluster.client("scancel", "--user=root")
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project's folder as jobs see it; what they write stays out of the real one."""
+    """The project's folder as jobs see it; their output stays out of the real one."""
     folder = tmp_path_factory.mktemp("project")
     for name in ["train.py", "config", "models", "tools", "utils", *SCRIPTS]:
         (folder / name).symlink_to(ROOT / name)
@@ -639,7 +635,7 @@ class Run:
     ) -> None:
         self.cluster, self.project, self.folder = cluster, project, project / "expts" / name
         long = {"limit_train_batches": BATCHES, "max_epochs": EPOCHS, "log_freq": 10}
-        workers = {"data_loader": "torchvision", "num_data_workers": 1}  # Slurm's signals reach them as well
+        workers = {"data_loader": "torchvision", "num_data_workers": 1}  # Slurm's signals reach loader workers too
         values = {**TINY, **long, **workers, **(settings or {})}
         arguments = [f"--run-dir={self.folder}", *(f"--set={key}={value}" for key, value in values.items())]
         base = {
@@ -662,13 +658,13 @@ class Run:
             raise AssertionError(f"{error} in the log:\n{self.log()}") from None
 
     def end(self, state: str, seconds: float = 300) -> dict[str, str]:
-        """The job's fields at its end, which is to be in this state."""
+        """Wait for the job's end, check its state, return its fields."""
         fields = self.cluster.wait(self.job, seconds)
         assert fields["JobState"] == state, f"{fields['JobState']} {fields['ExitCode']}, not {state}:\n{self.log()}"
         return fields
 
     def epochs(self) -> list[dict[str, float]]:
-        """What the run learned, epoch by epoch, without how long it took."""
+        """Return the records of the epochs without the measured times."""
         rows = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
         return [
             {key: value for key, value in row.items() if "sec" not in key} for row in rows if row["kind"] == "epoch"
@@ -677,7 +673,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def uninterrupted(shared_cluster: SlurmCluster, project: Path) -> Run:
-    """Two nodes, one process each, left in peace."""
+    """A finished run on two nodes, one process each."""
     run = Run(shared_cluster, project, "uninterrupted")
     assert run.end("COMPLETED")["ExitCode"] == "0:0"
     return run
@@ -691,7 +687,7 @@ def test_two_nodes_complete(uninterrupted: Run) -> None:
 
 
 @slurm
-def test_a_bare_srun_trains_as_the_script_does(cluster: SlurmCluster, project: Path, uninterrupted: Run) -> None:
+def test_a_bare_srun_trains_like_the_script(cluster: SlurmCluster, project: Path, uninterrupted: Run) -> None:
     header = "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --output=%x-%j.out\n"
     (project / "bare.slr").write_text(header + 'srun python train.py "$@"\n')
     run = Run(cluster, project, "bare", "bare.slr")
@@ -702,11 +698,11 @@ def test_a_bare_srun_trains_as_the_script_does(cluster: SlurmCluster, project: P
 
 @slurm
 @pytest.mark.parametrize(
-    ("partition", "queued_by"), [("main", "script"), ("low", "slurm"), ("low-grace", "script")],
+    ("partition", "requeued_by"), [("main", "script"), ("low", "slurm"), ("low-grace", "script")],
     ids=["SIGUSR1", "preempted", "preempted-with-grace"],
 )  # fmt: skip
-def test_stopped_training_goes_on_to_the_same_end(
-    cluster: SlurmCluster, project: Path, uninterrupted: Run, tmp_path: Path, partition: str, queued_by: str
+def test_stopped_training_resumes_to_the_same_end(
+    cluster: SlurmCluster, project: Path, uninterrupted: Run, tmp_path: Path, partition: str, requeued_by: str
 ) -> None:
     run = Run(cluster, project, f"stopped-{partition}", options=(*OPTIONS, f"--partition={partition}"))
     run.wait_for("Epoch: 1, Iteration: ")
@@ -718,7 +714,7 @@ def test_stopped_training_goes_on_to_the_same_end(
     fields = run.end("COMPLETED")
     assert fields["Restarts"] == "1" and fields["ExitCode"] == "0:0"
     assert "with everything saved" in run.log() and "Resuming from" in run.log()
-    assert (f"queued again as job {run.job}" in run.log()) == (queued_by == "script")
+    assert (f"requeued as job {run.job}" in run.log()) == (requeued_by == "script")
     assert run.epochs() == uninterrupted.epochs()
 
 
@@ -728,11 +724,10 @@ def test_cancelled_saves_and_stays_cancelled(cluster: SlurmCluster, project: Pat
     run.wait_for("Epoch: 1, Iteration: ")
     cluster.cancel(run.job)
     run.wait_for("with everything saved; run the same command again to resume")
-    if cluster.cgroup:  # else the signal also reaches srun, which then does not return before the script is killed
-        run.wait_for("this script does not queue the job again (COMPLETING); if Slurm does not either,\n")
-        run.wait_for("to go on: sbatch submit_multinode.slr ")
-    # Longer than a requeued job would wait.
-    time.sleep(8)
+    if cluster.cgroup:  # otherwise the signal also reaches srun, which does not return before the script is killed
+        run.wait_for("this script does not requeue the job (COMPLETING); if Slurm does not either,\n")
+        run.wait_for("to resume: sbatch submit_multinode.slr ")
+    time.sleep(8)  # longer than a requeued job would wait
     fields = run.end("CANCELLED")
     assert fields["Restarts"] == "0"
 
@@ -755,14 +750,13 @@ def test_two_jobs_share_a_node(cluster: SlurmCluster, project: Path) -> None:
 
 @slurm
 def test_missing_data_gives_the_job_the_trainers_exit_status(cluster: SlurmCluster, project: Path) -> None:
-    """train.py finds this one out itself, under torchrun."""
     run = Run(cluster, project, "no-data", "submit.slr", settings={"dataset": "cifar10", "data_path": project / "none"})
     assert run.end("FAILED")["ExitCode"] == "3:0"
 
 
 @slurm
-def test_node_that_never_comes_is_named(cluster: SlurmCluster, project: Path, tmp_path: Path) -> None:
-    # What srun starts is bash; on one node it gets nowhere, as where a file system is gone.
+def test_node_that_never_starts_is_named(cluster: SlurmCluster, project: Path, tmp_path: Path) -> None:
+    # srun starts bash; on one node it hangs, as with a lost file system
     make_command(tmp_path, "bash", '[[ $SLURMD_NODENAME != node2 ]] || sleep 100\nexec /bin/bash "$@"')
     path = f"{tmp_path}:{PYTHON}:{os.environ['PATH']}"
     options = (*OPTIONS, "--nodelist=node[1-2]")
@@ -772,14 +766,14 @@ def test_node_that_never_comes_is_named(cluster: SlurmCluster, project: Path, tm
 
 
 @slurm
-def test_without_scontrol_the_printed_command_goes_on(cluster: SlurmCluster, project: Path, tmp_path: Path) -> None:
+def test_without_scontrol_the_printed_command_resumes(cluster: SlurmCluster, project: Path, tmp_path: Path) -> None:
     link_commands(tmp_path, [*TOOLS, "srun", "sbatch", "hostname", "uname"])
     make_command(tmp_path, "python", f'exec {PYTHON}/python "$@"')
     run = Run(cluster, project, "command", "submit.slr", PATH=str(tmp_path))
     run.wait_for("Epoch: 1, Iteration: ")
     cluster.cancel(run.job, "-b", "-s", "USR1")
     assert run.end("FAILED")["ExitCode"] == "75:0"
-    (command,) = re.findall(r"to go on: sbatch (submit\.slr .*)", run.log())
+    (command,) = re.findall(r"to resume: sbatch (submit\.slr .*)", run.log())
     script, *arguments = shlex.split(command)
     environment = {"PATH": str(tmp_path), "PROCESSES_PER_NODE": "1"}
     again = cluster.submit(project / script, *arguments, options=OPTIONS, cwd=project, **environment)
@@ -799,7 +793,7 @@ def test_without_scontrol_the_printed_command_goes_on(cluster: SlurmCluster, pro
 def test_step_sees_all_gpus_of_the_job(
     cluster: SlurmCluster, project: Path, tmp_path: Path, options: list[str]
 ) -> None:
-    """However sbatch was asked for two, of which its #SBATCH line asks for one."""
+    """Whatever option asks sbatch for two GPUs; the #SBATCH line asks for one."""
     make_command(tmp_path, "python", '[[ $1 == train.py ]] || echo "$SLURMD_NODENAME has GPUs $SLURM_STEP_GPUS: $*"')
     path = f"{tmp_path}:{os.environ['PATH']}"
     log = tmp_path / "log"

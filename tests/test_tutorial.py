@@ -1,4 +1,4 @@
-"""The tutorial's smallest variants: each step has one, and (slow) each runs as it stands on the page."""
+"""The tutorial's smallest variants: each step has one, and (slow) each runs as printed on the page."""
 
 import os
 import re
@@ -13,13 +13,13 @@ import pytest
 from tests.conftest import ROOT
 from tests.processes import PYTHON, without_launcher
 
-PAGE = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+PAGES = "".join((ROOT / f"docs/tutorial{end}.md").read_text(encoding="utf-8") for end in ("", "_many_devices"))
 STEP = re.compile(r"^## (\d+)\. (.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 SMALLEST = re.compile(r"<!-- smallest variant -->\n```bash\n(.*?)```", re.DOTALL)
 SETTING = re.compile(r'^[A-Z]+=".*"$', re.MULTILINE)
-USED = ("train.py", "config", "models", "utils", "tools", "results")  # what a reader's folder has, all of it read only
+USED = ("train.py", "config", "models", "utils", "tools", "results")  # read-only parts of the project's folder
 
-# What each step is there to show, in its output
+# Text in each step's output that shows its point
 SHOWS = {
     0: "finished",
     1: "Finished: best acc1",
@@ -36,19 +36,18 @@ SHOWS = {
 
 
 def smallest_variants() -> dict[int, list[str]]:
-    """{step: its blocks marked as the smallest variant}."""
-    return {int(number): SMALLEST.findall(text) for number, text in STEP.findall(PAGE)}
+    """Return {step: blocks marked as its smallest variant}."""
+    return {int(number): SMALLEST.findall(text) for number, text in STEP.findall(PAGES)}
 
 
-def test_each_step_says_its_cost_and_has_one_smallest_variant():
-    steps = {int(number): text for number, text in STEP.findall(PAGE)}
+def test_each_step_has_a_cost_and_one_smallest_variant():
+    steps = {int(number): text for number, text in STEP.findall(PAGES)}
     assert list(steps) == list(SHOWS)
     assert {step: len(blocks) for step, blocks in smallest_variants().items()} == dict.fromkeys(steps, 1)
     assert [step for step, text in steps.items() if "**Cost**:" not in text.partition("<!--")[0]] == []
 
 
-def test_smallest_variants_are_runs_of_their_own():
-    """Their commands parse: tests/test_docs.py. No two of them may write the same folder."""
+def test_smallest_variants_write_different_folders():
     text = "".join(block for blocks in smallest_variants().values() for block in blocks)
     commands = text.replace("\\\n", " ").splitlines()
     training = [shlex.split(line) for line in commands if "train.py" in line and "--dry-run" not in line]
@@ -59,13 +58,13 @@ def test_smallest_variants_are_runs_of_their_own():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", SHOWS)
-def test_the_smallest_variant_runs_as_it_stands(step: int, tmp_path: Path):
+def test_the_smallest_variant_runs_as_printed(step: int, tmp_path: Path):
     [block] = smallest_variants()[step]
     if "tools.report" in block:
         pytest.importorskip("plotly", reason='plotly is missing: pip install ".[report]"')
     for name in USED:
         (tmp_path / name).symlink_to(ROOT / name)
-    settings = "\n".join(SETTING.findall(PAGE))
+    settings = "\n".join(SETTING.findall(PAGES))
     search = os.pathsep.join([*(str(Path(python).parent) for python in (sys.executable, PYTHON)), os.environ["PATH"]])
     ended = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", f"{settings}\n{block}"],
