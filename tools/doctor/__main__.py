@@ -145,23 +145,24 @@ def examine(options: argparse.Namespace, config: Config, world: "World", seconds
     findings += [fingerprints.check_device(device, fingerprints.read_known()) for device in trained]
     findings += gpus.gpu_checks() if first else []  # last: the GPUs are warm from the measurements
     where = f"{host}, rank {world.rank}" if world.world_size > 1 else host
-    everything = [finding for part in world.gather([replace(one, where=where) for one in findings]) for finding in part]
+    gathered = world.gather([replace(finding, where=where) for finding in findings])
+    all_findings = [finding for part in gathered for finding in part]
     if options.burn_in is not None:
         from tools.doctor.burn_in import burn_in
 
-        everything += world.gather(replace(burn_in(config, world, options.burn_in), where=where))
-    if len(everywhere := [device for part in world.gather(trained) for device in part]) > 1:
-        everything.append(fingerprints.compare_devices(everywhere))
+        all_findings += world.gather(replace(burn_in(config, world, options.burn_in), where=where))
+    if len(all_trained := [device for part in world.gather(trained) for device in part]) > 1:
+        all_findings.append(fingerprints.compare_devices(all_trained))
     if world.world_size > 1:
         from tools.doctor.sweep import sweep_checks
 
-        everything += measured.check_rates(world.gather((name, measured.arithmetic(world.device))), "slow rank")
-        everything.append(measured.check_versions(world.gather((name, machine.software_versions()))))
-        everything.append(measured.check_meeting(seconds_to_meet, world.world_size))
-        everything.append(measured.check_clocks(measured.clock_offsets(world)))
-        everything.append(measured.check_all_reduce(all_reduce(world.device, measured.TRIALS).median, world))
-        everything += sweep_checks(world) if options.sweep else []
-    return everything
+        all_findings += measured.check_rates(world.gather((name, measured.arithmetic(world.device))), "slow rank")
+        all_findings.append(measured.check_versions(world.gather((name, machine.software_versions()))))
+        all_findings.append(measured.check_meeting(seconds_to_meet, world.world_size))
+        all_findings.append(measured.check_clocks(measured.clock_offsets(world)))
+        all_findings.append(measured.check_all_reduce(all_reduce(world.device, measured.TRIALS).median, world))
+        all_findings += sweep_checks(world) if options.sweep else []
+    return all_findings
 
 
 if __name__ == "__main__":

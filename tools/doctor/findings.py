@@ -33,7 +33,7 @@ class Finding:
 
 def judge(
     check: str,
-    seen: str,
+    message: str,
     remedy: str,
     *,
     warn: bool = False,
@@ -42,7 +42,7 @@ def judge(
 ) -> Finding:
     """Return a finding; the remedy is kept only if it warns or fails."""
     level = "fail" if fail else "warn" if warn else "ok"
-    return Finding(check, level, seen, remedy if warn or fail else "", figures=figures or {})
+    return Finding(check, level, message, remedy if warn or fail else "", figures=figures or {})
 
 
 def read_text(file: Path) -> str | None:
@@ -100,7 +100,7 @@ def compare_documents(read: Mapping[Path, Document]) -> list[Finding]:
     documents = list(read.values())
     names = dict.fromkeys(chain.from_iterable(document.figures() for document in documents))
     findings = [
-        _over_nodes(name, list(chain.from_iterable(document.figures().get(name, ()) for document in documents)))
+        _compare_nodes(name, list(chain.from_iterable(document.figures().get(name, ()) for document in documents)))
         for name in names
     ]
     failed = [finding for document in documents for finding in document.findings if finding.level == "fail"]
@@ -115,14 +115,15 @@ def check_comparable(what: str, one: Document, other: Document) -> None:
             raise ConfigError(f"{what}: cannot be compared: {name} {mine.get(name)} and {others.get(name)}")
 
 
-def _over_nodes(name: str, values: Sequence[tuple[str, float]]) -> Finding:
+def _compare_nodes(name: str, values: Sequence[tuple[str, float]]) -> Finding:
     rates = [value for _, value in values]
-    seen = f"{name}: median {statistics.median(rates):,.4g} ({min(rates):,.4g} to {max(rates):,.4g}) over {len(rates)}"
+    spread = f"{min(rates):,.4g} to {max(rates):,.4g}"
+    message = f"{name}: median {statistics.median(rates):,.4g} ({spread}) over {len(rates)}"
     compared = []
     for row, (where, value) in enumerate(values):
         others = rates[:row] + rates[row + 1 :]
         compared.append(Compared(where, value, statistics.median(others or rates)))
-    return _judge_rates(seen, compared, "the median of the others")
+    return _judge_rates(message, compared, "the median of the others")
 
 
 def compare_with_baseline(now: Document, baseline: Document) -> list[Finding]:
@@ -139,14 +140,14 @@ def compare_with_baseline(now: Document, baseline: Document) -> list[Finding]:
     ]
 
 
-def _judge_rates(seen: str, values: Sequence[Compared], reference: str) -> Finding:
+def _judge_rates(message: str, values: Sequence[Compared], reference: str) -> Finding:
     slow = [
         f"{where} {value:,.4g}, {expected / value:.2f} times slower than {reference}"
         for where, value, expected in values
         if not value * SLOW >= expected  # NaN fails too
     ]
     remedy = "exclude the node; look there for other processes, heat, a power limit, a link that is down"
-    return judge("comparison", "; ".join([seen, *slow]), remedy, fail=bool(slow))
+    return judge("comparison", "; ".join([message, *slow]), remedy, fail=bool(slow))
 
 
 def render(findings: Sequence[Finding], worst: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Check that devices compute correctly: train a small fixed network on each and compare the results bit for bit.
 
 Network, data and steps never change. So a device's fingerprint can be compared with its own on an earlier day, with
-those of other devices of the same kind, and with known_fingerprints.json. Rounding depends on device, torch and CUDA.
+other devices of the same kind, and with known_fingerprints.json. Rounding depends on device, torch and CUDA.
 """
 
 import json
@@ -115,8 +115,8 @@ def check_device(trained: DeviceFingerprints, known: Mapping[str, str]) -> Findi
     usual, count = Counter(found).most_common(1)[0]
     subject = f"{trained.where.partition(' of ')[0]} trained a fixed network {len(found)} times, {kind}"
     if count < len(found):
-        seen = f"{subject}: {len(found) - count} of the fingerprints differ from {usual}"
-        return Finding("fingerprint", "fail", seen, REMEDY)
+        message = f"{subject}: {len(found) - count} of the fingerprints differ from {usual}"
+        return Finding("fingerprint", "fail", message, REMEDY)
     if kind in known and known[kind] != usual:
         return Finding("fingerprint", "fail", f"{subject}: {usual}, but the known fingerprint is {known[kind]}", REMEDY)
     reference = "as known" if kind in known else f"not in {KNOWN.name}"
@@ -131,8 +131,8 @@ def compare_devices(devices: Sequence[DeviceFingerprints]) -> Finding:
         usual, count = Counter(found for _, found in alike).most_common(1)[0]
         outliers += [where for where, found in alike if found != usual or 2 * count <= len(alike) > 1]
     if outliers:
-        seen = f"differ from most devices of their kind: {', '.join(outliers)}"
-        return Finding("fingerprints", "fail", seen, REMEDY)
+        message = f"differ from most devices of their kind: {', '.join(outliers)}"
+        return Finding("fingerprints", "fail", message, REMEDY)
     return Finding("fingerprints", "ok", f"{len(devices)} devices, equal within each kind")
 
 

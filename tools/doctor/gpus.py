@@ -93,9 +93,9 @@ def check_gpu(gpu: GpuFacts) -> Finding:
     faults = list(_faults(gpu))
     where = f"{gpu.name} ({gpu.uuid})"
     if not faults:
-        seen = "" if gpu.temperature is None else f", {gpu.temperature} °C"
-        seen += "" if gpu.power_limit is None else f", at most {gpu.power_limit:.0f} W"
-        return Finding("gpu health", "ok", f"{where}{seen}")
+        message = "" if gpu.temperature is None else f", {gpu.temperature} °C"
+        message += "" if gpu.power_limit is None else f", at most {gpu.power_limit:.0f} W"
+        return Finding("gpu health", "ok", f"{where}{message}")
     worst = max(faults, key=lambda fault: LEVELS.index(fault.level))
     return replace(worst, message=f"{where}: {'; '.join(fault.message for fault in faults)}")
 

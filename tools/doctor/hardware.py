@@ -72,8 +72,8 @@ def check_governor(cpus: Path) -> Finding:
             governors[governor] += 1
     if not governors:
         return _unreadable("governor", cpus / "cpu0/cpufreq")
-    seen = ", ".join(f"{count} cores {name}" for name, count in sorted(governors.items()))
-    return judge("governor", seen, "cpupower frequency-set -g performance", warn="powersave" in governors)
+    message = ", ".join(f"{count} cores {name}" for name, count in sorted(governors.items()))
+    return judge("governor", message, "cpupower frequency-set -g performance", warn="powersave" in governors)
 
 
 def check_processor_heat(cpus: Path) -> Finding:
@@ -84,10 +84,10 @@ def check_processor_heat(cpus: Path) -> Finding:
         return _unreadable("processor heat", cpus / "cpu0/thermal_throttle")
     most = max(counters, key=lambda folder: _count(folder / "core_throttle_count"))
     times, packages = (_count(most / f"{name}_throttle_count") for name in ("core", "package"))
-    seen = f"none of {len(counters)} cores was throttled"
+    message = f"none of {len(counters)} cores was throttled"
     if times or packages:
-        seen = f"{most.parent.name} was throttled {times} times for heat, its package {packages} times"
-    return judge("processor heat", seen, "check the node's cooling and power", warn=bool(times or packages))
+        message = f"{most.parent.name} was throttled {times} times for heat, its package {packages} times"
+    return judge("processor heat", message, "check the node's cooling and power", warn=bool(times or packages))
 
 
 def check_memory_errors(controllers: Path) -> Finding:
@@ -115,9 +115,9 @@ def check_numa(nodes: Path) -> Finding:
         found = re.search(r"MemTotal:\s+(\d+) kB", read_text(folder / "meminfo") or "")
         if found and not int(found[1]) and read_text(folder / "cpulist"):
             empty.append(folder.name)
-    seen = f"{', '.join(empty)}: cores without memory" if empty else f"{len(folders)} node(s)"
+    message = f"{', '.join(empty)}: cores without memory" if empty else f"{len(folders)} node(s)"
     remedy = "its cores use another NUMA node's memory: check the memory modules of that socket"
-    return judge("numa", seen, remedy, warn=bool(empty))
+    return judge("numa", message, remedy, warn=bool(empty))
 
 
 def check_pcie(devices: Path) -> Finding:
@@ -198,8 +198,8 @@ def check_kernel_log(text: str | None) -> Finding:
     found = Counter((device, int(number)) for device, number in XID.findall(text))
     if not found:
         return Finding("gpu faults", "ok", "no Xid in the kernel's log")
-    seen = "; ".join(f"Xid {number} of {device}, {count} times" for (device, number), count in sorted(found.items()))
+    message = "; ".join(f"Xid {number} of {device}, {count} times" for (device, number), count in sorted(found.items()))
     if not HARDWARE_XIDS.isdisjoint(number for _, number in found):
         remedy = "drain the node and run NVIDIA's field diagnostics; NVIDIA's list of Xid errors names the fault"
-        return Finding("gpu faults", "fail", seen, remedy)
-    return Finding("gpu faults", "warn", seen, "usually the program's fault; NVIDIA's list of Xid errors explains them")
+        return Finding("gpu faults", "fail", message, remedy)
+    return Finding("gpu faults", "warn", message, "usually a program's fault; see NVIDIA's list of Xid errors")

@@ -84,11 +84,11 @@ def check_torch(torch_version: str, torchvision_version: str, required: Sequence
         remedy = f"at least {wanted}: pip install -c constraints.txt ."
         return Finding("torch", "fail", f"torch {torch_version}", remedy)
     pinned = [word.split("==")[1].strip() for word in required if word.replace(" ", "").startswith("torch==")]
-    seen = f"torch {torch_version}, torchvision {torchvision_version}"
+    message = f"torch {torch_version}, torchvision {torchvision_version}"
     if pinned and pinned[0].split("+")[0] != base:
         remedy = f'this torchvision needs torch {pinned[0]}: pip install "torch=={pinned[0]}", or let pip choose both'
-        return Finding("torch", "fail", f"{seen} do not match", remedy)
-    return Finding("torch", "ok", seen)
+        return Finding("torch", "fail", f"{message} do not match", remedy)
+    return Finding("torch", "ok", message)
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
@@ -107,23 +107,24 @@ def check_gpu_stack(
     `built_for`: torch's CUDA version; `driver`: the driver's version; `wanted`: the configuration needs a GPU.
     """
     dali = {name: version for name, version in installed.items() if name.startswith("nvidia-dali-cuda")}
-    seen = f"driver {driver}, " if driver else ""
-    seen += f"CUDA {built_for}" if built_for else "torch without CUDA"
-    seen += "".join(f", NCCL {version}" for name, version in installed.items() if name.startswith("nvidia-nccl"))
-    seen += "".join(f", {name} {version}" for name, version in dali.items())
+    message = f"driver {driver}, " if driver else ""
+    message += f"CUDA {built_for}" if built_for else "torch without CUDA"
+    message += "".join(f", NCCL {version}" for name, version in installed.items() if name.startswith("nvidia-nccl"))
+    message += "".join(f", {name} {version}" for name, version in dali.items())
     if driver and not built_for:
-        return Finding("gpu software", "fail", f"{seen}, but there is an NVIDIA driver", "install PyTorch with CUDA")
+        return Finding("gpu software", "fail", f"{message}, but there is an NVIDIA driver", "install PyTorch with CUDA")
     if driver and not usable:
         remedy = "install a newer driver, or PyTorch for an older CUDA; in a container: docker run --gpus all"
-        return Finding("gpu software", "fail", f"{seen}: torch cannot use the GPU of this machine", remedy)
+        return Finding("gpu software", "fail", f"{message}: torch cannot use the GPU of this machine", remedy)
     if wanted and not usable:
         remedy = "install NVIDIA's driver (nvidia-smi must list the GPU), or train on the CPU: --set device=cpu"
-        return Finding("gpu software", "fail", f"{seen}; no NVIDIA driver, but device is cuda", remedy)
+        return Finding("gpu software", "fail", f"{message}; no NVIDIA driver, but device is cuda", remedy)
     fitting = f"nvidia-dali-cuda{(built_for or '').partition('.')[0]}"
     if built_for and dali and not any(name.startswith(fitting) for name in dali):
         remedy = f"pip install {fitting}0"
-        return Finding("gpu software", "warn", f"{seen}: DALI and torch are for different CUDA versions", remedy)
-    return Finding("gpu software", "ok", seen if driver or usable else f"{seen}; no NVIDIA driver: runs use the CPU")
+        return Finding("gpu software", "warn", f"{message}: DALI and torch are for different CUDA versions", remedy)
+    message += "" if driver or usable else "; no NVIDIA driver: runs use the CPU"
+    return Finding("gpu software", "ok", message)
 
 
 def check_memory(meminfo: Path, local_ranks: int) -> Finding:
@@ -132,9 +133,9 @@ def check_memory(meminfo: Path, local_ranks: int) -> Finding:
     if found is None:
         return Finding("memory", "warn", "the available memory is unknown", f"look at {meminfo}")
     available = int(found[1]) * 1024
-    seen = f"{available / GIGABYTE:.1f} GB available for {local_ranks} rank(s)"
+    message = f"{available / GIGABYTE:.1f} GB available for {local_ranks} rank(s)"
     remedy = "2 GB per rank needed: fewer ranks, fewer num_data_workers, or more memory from the scheduler (--mem)"
-    return judge("memory", seen, remedy, warn=available < 2 * GIGABYTE * local_ranks)
+    return judge("memory", message, remedy, warn=available < 2 * GIGABYTE * local_ranks)
 
 
 def check_shared_memory(batch_bytes: int, workers: int) -> Finding:
@@ -145,8 +146,8 @@ def check_shared_memory(batch_bytes: int, workers: int) -> Finding:
     try:
         loader_workers.check_shared_memory(batch_bytes, workers)
         loader_workers.check_sockets(workers)
-        seen = f"{folder} has {shutil.disk_usage(folder).free / 1e6:,.0f} MB free for {workers} loader worker(s)"
-        return Finding("shared memory", "ok", seen)
+        message = f"{folder} has {shutil.disk_usage(folder).free / 1e6:,.0f} MB free for {workers} loader worker(s)"
+        return Finding("shared memory", "ok", message)
     except ConfigError as error:
         message, _, remedy = str(error).partition("\n")
         return Finding("shared memory", "fail", message, remedy)
@@ -165,9 +166,9 @@ def check_disk(folder: Path, needed: int = 2**30) -> Finding:
         rate = write_rate(there)
     except OSError as error:
         return Finding("disk", "fail", f"{there}: cannot be written: {error.strerror}", remedy)
-    seen = f"{there}: {free / GIGABYTE:,.0f} GB free, writes {rate / 1e6:,.0f} MB/s"
+    message = f"{there}: {free / GIGABYTE:,.0f} GB free, writes {rate / 1e6:,.0f} MB/s"
     remedy = "checkpoints will take seconds: use a faster disk or checkpoint_async"
-    return judge("disk", seen, remedy, warn=rate < 50e6)
+    return judge("disk", message, remedy, warn=rate < 50e6)
 
 
 def write_rate(folder: Path, size: int = 2**26) -> float:
@@ -222,9 +223,9 @@ def check_names(names: Sequence[str], resolve: Callable[[str], Any] | None = Non
 
 def check_threads(cores: int, local_ranks: int, threads: int, workers: int) -> Finding:
     """Check that the threads and loader workers of all ranks fit the available cores."""
-    seen = f"{cores} cores for {local_ranks} rank(s) of {threads} thread(s) and {workers} loader worker(s)"
+    message = f"{cores} cores for {local_ranks} rank(s) of {threads} thread(s) and {workers} loader worker(s)"
     if local_ranks * threads > cores:
         remedy = f"set OMP_NUM_THREADS={max(1, cores // local_ranks)}: more threads than cores are slower than one"
-        return Finding("threads", "warn", seen, remedy)
+        return Finding("threads", "warn", message, remedy)
     remedy = "more cores from the scheduler (--cpus-per-task), fewer num_data_workers, or data_loader=device"
-    return judge("threads", seen, remedy, warn=local_ranks * (workers + 1) > 2 * cores)
+    return judge("threads", message, remedy, warn=local_ranks * (workers + 1) > 2 * cores)

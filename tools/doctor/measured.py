@@ -24,8 +24,8 @@ def device_checks(own: "torch.device", *, alone: bool) -> list[Finding]:
 
     if own.type != "cuda":
         rate, copied = arithmetic(own), memory(own, TRIALS).median
-        seen = f"CPU: {1e3 * rate:,.0f} GFLOP/s in float32, memory {copied:.1f} GB/s"
-        return [Finding("ceilings", "ok", seen, figures={"float32 TFLOP/s": rate, "memory GB/s": copied})]
+        message = f"CPU: {1e3 * rate:,.0f} GFLOP/s in float32, memory {copied:.1f} GB/s"
+        return [Finding("ceilings", "ok", message, figures={"float32 TFLOP/s": rate, "memory GB/s": copied})]
     findings, rates = [], []
     for device in devices_of_a_rank(own, alone=alone):
         free, total = torch.cuda.mem_get_info(device)
@@ -33,14 +33,14 @@ def device_checks(own: "torch.device", *, alone: bool) -> list[Finding]:
         from_host = host_to_device(device, TRIALS).median
         name = f"{torch.cuda.get_device_name(device)} {device.index}"
         rates.append((name, rate))
-        seen = (
+        message = (
             f"{name}: {rate:,.0f} TFLOP/s in bf16, memory {copied:,.0f} GB/s, from the host {from_host:.1f} GB/s, "
             f"{free / GIGABYTE:.0f} of {total / GIGABYTE:.0f} GB free"
         )
         busy = free < 0.8 * total
         remedy = "another process uses its memory: nvidia-smi shows which"
         figures = {"bf16 TFLOP/s": rate, "memory GB/s": copied, "from the host GB/s": from_host}
-        findings.append(judge("ceilings", seen, remedy, warn=busy, figures=figures))
+        findings.append(judge("ceilings", message, remedy, warn=busy, figures=figures))
     return findings + [finding for finding in check_rates(rates, "slow device") if finding.level != "ok"]
 
 
@@ -79,8 +79,8 @@ def check_rates(rates: Sequence[tuple[str, float]], check: str) -> list[Finding]
 
 def check_meeting(seconds: float, world_size: int) -> Finding:
     """Check how long the ranks took to meet, including the import of PyTorch."""
-    seen = f"{world_size} ranks met after {seconds:.1f} s"
-    return judge("rendezvous", seen, "is Python on a slow file system?", warn=seconds > 60)
+    message = f"{world_size} ranks met after {seconds:.1f} s"
+    return judge("rendezvous", message, "is Python on a slow file system?", warn=seconds > 60)
 
 
 def check_versions(versions: Sequence[tuple[str, Mapping[str, str]]]) -> Finding:
@@ -102,25 +102,25 @@ def check_versions(versions: Sequence[tuple[str, Mapping[str, str]]]) -> Finding
 def clock_offsets(world: "World", rounds: int = 5) -> list[float]:
     """Collective: return the seconds by which each rank's clock is ahead of rank 0's. The median over rounds evens out
     the time to leave a barrier."""
-    seen = []
+    offsets = []
     for _ in range(rounds):
         world.barrier()
         times = world.gather(time.time())
-        seen.append([moment - times[0] for moment in times])
-    return [statistics.median(column) for column in zip(*seen, strict=True)]
+        offsets.append([moment - times[0] for moment in times])
+    return [statistics.median(column) for column in zip(*offsets, strict=True)]
 
 
 def check_clocks(offsets: Sequence[float], allowed: float = 1.0) -> Finding:
     """Check that the nodes' clocks agree, so that their logs can be read together."""
     worst = max(range(len(offsets)), key=lambda rank: abs(offsets[rank]))
-    seen = f"clocks differ by at most {abs(offsets[worst]):.3f} s (rank {worst})"
-    return judge("clocks", seen, "is chrony or ntpd running on its node?", warn=abs(offsets[worst]) > allowed)
+    message = f"clocks differ by at most {abs(offsets[worst]):.3f} s (rank {worst})"
+    return judge("clocks", message, "is chrony or ntpd running on its node?", warn=abs(offsets[worst]) > allowed)
 
 
 def check_all_reduce(rate: float, world: "World") -> Finding:
     """Check the bandwidth of an all-reduce, in GB/s."""
     bus = 2 * (world.world_size - 1) / world.world_size * rate
-    seen = f"100 MB over {world.world_size} ranks: {rate:.2f} GB/s, bus bandwidth {bus:.2f} GB/s"
+    message = f"100 MB over {world.world_size} ranks: {rate:.2f} GB/s, bus bandwidth {bus:.2f} GB/s"
     remedy = "NCCL_DEBUG=INFO prints the network in use; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose another"
     slow = world.device.type == "cuda" and bus < SLOW_BUS
-    return judge("all-reduce", seen, remedy, warn=slow, figures={"GB/s": rate})
+    return judge("all-reduce", message, remedy, warn=slow, figures={"GB/s": rate})

@@ -171,15 +171,15 @@ def check_pairs(pairs: Sequence[PairRate], names: Mapping[int, str], allowed: fl
     nodes = {node for pair in pairs for node in (pair.first, pair.second)}
     without = [[pair.rate for pair in pairs if node not in (pair.first, pair.second)] for node in nodes]
     median = max(statistics.median(some) for some in [rates, *without] if some)
-    seen = f"{len(pairs)} pairs, each way {median:.3g} GB/s ({min(rates):.3g} to {max(rates):.3g})"
+    message = f"{len(pairs)} pairs, each way {median:.3g} GB/s ({min(rates):.3g} to {max(rates):.3g})"
     figures = {f"{names[pair.first]} and {names[pair.second]} GB/s": pair.rate for pair in pairs}
     slow = [pair for pair in pairs if pair.rate * allowed < median]
     if not slow:
-        return Finding("pairs", "ok", seen, figures=figures)
+        return Finding("pairs", "ok", message, figures=figures)
     common = set.intersection(*({pair.first, pair.second} for pair in slow))
     culprits = [names[rank] for rank in sorted(common)] if len(slow) > 1 else []
     listed = ", ".join(f"{names[pair.first]} and {names[pair.second]} {pair.rate:.3g} GB/s" for pair in slow[:4])
     more = f" and {len(slow) - 4} more" if len(slow) > 4 else ""
-    seen += f"; slow: {listed}{more}" + (f"; all include {culprits[0]}" if culprits else "")
+    message += f"; slow: {listed}{more}" + (f"; all include {culprits[0]}" if culprits else "")
     where = culprits[0] if culprits else "these nodes"
-    return Finding("pairs", "fail", seen, f"check the cable, port and switch of {where}", figures=figures)
+    return Finding("pairs", "fail", message, f"check the cable, port and switch of {where}", figures=figures)
