@@ -260,10 +260,10 @@ def test_a_single_process_on_a_node_measures_all_its_gpus(monkeypatch):
     for name in ("memory", "host_to_device"):
         monkeypatch.setattr(ceilings, name, lambda device, trials: SimpleNamespace(median=1.0))
     first = torch.device("cuda", 0)
-    seen = measured.device_checks(first, alone=True)
+    seen = measured.device_checks(first, only_rank=True)
     assert [finding.check for finding in seen] == ["ceilings"] * 3 + ["slow device"]
     assert seen[-1].message == "GPU 2 is 6.00 times slower than the median of the others"
-    assert len(measured.device_checks(first, alone=False)) == 1
+    assert len(measured.device_checks(first, only_rank=False)) == 1
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:

@@ -139,9 +139,9 @@ def examine(options: argparse.Namespace, config: Config, world: "World", seconds
     host, first = socket.gethostname(), world.local_rank == 0
     name = f"rank {world.rank} on {host}"
     findings = machine.machine_checks(config, options.run_dir, world) + hardware.hardware_checks() if first else []
-    alone = world.gather(host).count(host) == 1
-    findings += measured.device_checks(world.device, alone=alone)
-    trained = fingerprints.train_on(measured.devices_of_a_rank(world.device, alone=alone), name)
+    only_rank = world.gather(host).count(host) == 1
+    findings += measured.device_checks(world.device, only_rank=only_rank)
+    trained = fingerprints.train_on(measured.devices_of_a_rank(world.device, only_rank=only_rank), name)
     findings += [fingerprints.check_device(device, fingerprints.read_known()) for device in trained]
     findings += gpus.gpu_checks() if first else []  # last: the GPUs are warm from the measurements
     where = f"{host}, rank {world.rank}" if world.world_size > 1 else host

@@ -16,18 +16,18 @@ TRIALS = 3
 SLOW_BUS = 3.0  # GB/s, just below one 25 Gb/s network card
 
 
-def device_checks(own: "torch.device", *, alone: bool) -> list[Finding]:
+def device_checks(own_device: "torch.device", *, only_rank: bool) -> list[Finding]:
     """Measure the peak rates of this rank's device, or of all visible GPUs if no other rank is on its node."""
     import torch
 
     from tools.bench.ceilings import host_to_device, memory
 
-    if own.type != "cuda":
-        rate, copied = arithmetic(own), memory(own, TRIALS).median
+    if own_device.type != "cuda":
+        rate, copied = arithmetic(own_device), memory(own_device, TRIALS).median
         message = f"CPU: {1e3 * rate:,.0f} GFLOP/s in float32, memory {copied:.1f} GB/s"
         return [Finding("ceilings", "ok", message, figures={"float32 TFLOP/s": rate, "memory GB/s": copied})]
     findings, rates = [], []
-    for device in devices_of_a_rank(own, alone=alone):
+    for device in devices_of_a_rank(own_device, only_rank=only_rank):
         free, total = torch.cuda.mem_get_info(device)
         rate, copied = arithmetic(device), memory(device, TRIALS).median
         from_host = host_to_device(device, TRIALS).median
@@ -44,12 +44,12 @@ def device_checks(own: "torch.device", *, alone: bool) -> list[Finding]:
     return findings + [finding for finding in check_rates(rates, "slow device") if finding.level != "ok"]
 
 
-def devices_of_a_rank(own: "torch.device", *, alone: bool) -> list["torch.device"]:
+def devices_of_a_rank(own_device: "torch.device", *, only_rank: bool) -> list["torch.device"]:
     """Return the rank's own device, or all visible GPUs if no other rank is on its node."""
     import torch
 
-    if own.type != "cuda" or not alone:
-        return [own]
+    if own_device.type != "cuda" or not only_rank:
+        return [own_device]
     return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
 
 
