@@ -3,8 +3,8 @@
     python train_simple.py [--data_path ./data] [--epochs 100]
 
 One process, float32, SGD, the tutorial's plateau schedule. train.py adds, each as a switch: mixed precision, NHWC,
-fused updates, many ranks, warm-up, profiling, and what a long run needs: logs, checkpoints, resuming, a clean stop.
-It also makes order and augmentation functions of (seed, epoch, image); here torch's generator draws them.
+fused updates, several ranks, warm-up, profiling, and for long runs logs, checkpoints, resuming and a clean stop.
+There, order and augmentation depend only on (seed, epoch, image); here they come from torch's generator.
 """
 
 import argparse
@@ -25,7 +25,7 @@ Batches = Iterable[tuple[Tensor, Tensor]]  # images [N, 3, 32, 32], labels [N]
 
 
 class Trainer:
-    """A network with what trains it."""
+    """A network, its optimizer and its schedule."""
 
     def __init__(self, config: ModelConfig, device: torch.device, seed: int = 0) -> None:
         torch.backends.cudnn.allow_tf32 = False  # float32; PyTorch's default rounds to 10-bit mantissas
@@ -84,7 +84,7 @@ def build_loader(data_path: str, training: bool) -> DataLoader[tuple[Tensor, Ten
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data_path", default="./data", help="folder that holds CIFAR-100, fetched when missing")
+    parser.add_argument("--data_path", default="./data", help="folder of CIFAR-100, downloaded if missing")
     parser.add_argument("--epochs", type=int, default=100)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

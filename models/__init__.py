@@ -1,4 +1,4 @@
-"""Networks by name. Knows nothing of training. The table is in models/config.py."""
+"""Networks by name; the table is in models/config.py. No training code here."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def build_model(config: ModelConfig, image_side: int | None = None) -> "nn.Module":
-    """The network that the model keys and `num_classes` ask for, freshly initialised from torch's generator.
+    """Build the network of the settings `model` and `num_classes`, initialised from torch's random generator.
 
-    `image_side`: pixels of an image's side, for timm's networks that are built for images of one size."""
+    `image_side`: side of an image in pixels, for timm's networks that are built for one image size."""
     network = find_network(config.model)
     module, _, function = network.builder.partition(":")
     build = getattr(import_module(module), function)
-    return build(config, image_side) if network.from_elsewhere else build(config)
+    return build(config, image_side) if network.external else build(config)

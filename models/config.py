@@ -1,4 +1,4 @@
-"""The model keys, and the table of networks. No torch: the builders are imported when a network is built."""
+"""The model settings and the table of networks. No torch here: a builder is imported when its network is built."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -11,16 +11,16 @@ from utils.user_code import OWN_FORM, OWN_PATTERN, is_user_code
 
 @dataclass(frozen=True)
 class Network:
-    """What the configuration must know of a network."""
+    """A network as the configuration sees it."""
 
     builder: str  # "module:function", which takes ModelConfig and returns the network
-    from_elsewhere: bool = False  # its builder takes the image's side too, and the keys below are not for it
-    own_stem: bool = False  # made for small images, with a stem of its own; such networks have a width, too
-    only_imagenet: bool = False  # made for large images
+    external: bool = False  # of the user or timm: the builder also takes the image side; stem and width do not apply
+    small: bool = False  # for small images only: `width` applies, the stem is fixed
+    large_images_only: bool = False
 
 
 _LARGE = Network("models.resnet:build_large_resnet")
-_SMALL = Network("models.resnet:build_small_resnet", own_stem=True)
+_SMALL = Network("models.resnet:build_small_resnet", small=True)
 _VGG = Network("models.vgg:build_vgg")
 
 NETWORKS = {
@@ -32,21 +32,21 @@ NETWORKS = {
     "resnet8": _SMALL,
     "resnet20": _SMALL,
     "resnet56": _SMALL,
-    "resnet9": Network("models.resnet:build_resnet9", own_stem=True),
-    "airbench": Network("models.airbench:build_airbench", own_stem=True),
-    "airbench96": Network("models.airbench:build_airbench", own_stem=True),
+    "resnet9": Network("models.resnet:build_resnet9", small=True),
+    "airbench": Network("models.airbench:build_airbench", small=True),
+    "airbench96": Network("models.airbench:build_airbench", small=True),
     "vgg16": _VGG,
     "vgg16_bn": _VGG,
-    "alexnet": Network("models.vgg:build_imagenet", only_imagenet=True),
+    "alexnet": Network("models.vgg:build_imagenet", large_images_only=True),
 }
 TIMM = "timm:"
 FORMS = {OWN_FORM: OWN_PATTERN, "timm:NAME": r"^timm:[\w.-]+$"}
-_OWN = Network("models.own:build_own", from_elsewhere=True)
-_TIMM = Network("models.own:build_timm", from_elsewhere=True)
+_OWN = Network("models.own:build_own", external=True)
+_TIMM = Network("models.own:build_timm", external=True)
 
 
 def find_network(model: str) -> Network:
-    """What must be known of the network that the key `model` names."""
+    """Return the entry of the network that the setting `model` names."""
     if is_user_code(model):
         return _TIMM if model.startswith(TIMM) else _OWN
     return NETWORKS[model]
@@ -56,30 +56,30 @@ class ModelConfig(SharedConfig):
     """model"""
 
     model: Annotated[str, OneOf(NETWORKS, FORMS), KeyFlag.FIXED_ON_RESUME] = "resnet50"
-    """torchvision's ResNets, VGG16 and AlexNet, or small: resnet8, 9, 20, 56, airbench. vgg16_bn has BatchNorm;
-    resnet8, 20 and 56 are He's for CIFAR; resnet9 is Page's, airbench and airbench96 are after
-    Jordan's, for few epochs. Or your own, package.module:function, which is called with num_classes, or one of timm's,
-    timm:NAME."""
+    """torchvision's ResNets, VGG16 and AlexNet, or small: resnet8, 9, 20, 56, airbench. vgg16_bn has BatchNorm.
+    resnet8, 20 and 56 are He's networks for CIFAR. resnet9 is Page's; airbench and airbench96 follow Jordan's; all
+    three are for few epochs. package.module:function is a function of your own, called with num_classes; timm:NAME is
+    a network of timm."""
     stem: Annotated[Literal["7x7", "3x3", "imagenet"], KeyFlag.FIXED_ON_RESUME] = "7x7"
     """First convolution of large ResNets: 7x7 (the tutorial's) or 3x3, stride 1, no max-pool. imagenet: torchvision's
-    own, for 224 pixels; so are VGG16 and AlexNet with it."""
+    unchanged ResNet, VGG16 or AlexNet, for 224 pixels."""
     width: Annotated[int, Field(ge=1, le=64), KeyFlag.FIXED_ON_RESUME] = 1
-    """Small ResNets and airbench: times 16 channels in the first stage. He's have 1, Page's and Jordan's 4."""
+    """Small ResNets and airbench: the first stage has 16 times this many channels. He uses 1, Page and Jordan 4."""
 
     pretrained: Annotated[str, Field(min_length=1)] | None = None
-    """A file of weights that a new run begins with; null: random ones. safetensors, a checkpoint of this program, or a
+    """File of weights that a new run starts from; null: random weights. safetensors, a checkpoint of this program, or a
     state dict such as torchvision's .pth files; a head for another number of classes is replaced."""
 
     @model_validator(mode="after")
     def _check_model(self) -> "ModelConfig":
         network = find_network(self.model)
-        small = [name for name, other in NETWORKS.items() if other.own_stem]
-        if self.width != 1 and not network.own_stem:
+        if self.width != 1 and not network.small:
+            small = [name for name, other in NETWORKS.items() if other.small]
             raise ValueError(f"width {self.width} is for {', '.join(small)}; model {self.model} needs 1")
-        if network.only_imagenet and self.stem != "imagenet":
+        if network.large_images_only and self.stem != "imagenet":
             raise ValueError(f"model {self.model} is for large images: stem must be imagenet, not {self.stem}")
-        if network.from_elsewhere and self.stem != "7x7":
+        if network.external and self.stem != "7x7":
             raise ValueError(f"stem {self.stem} is for this program's networks; model {self.model} needs 7x7")
-        if self.stem == "imagenet" and network.own_stem:
+        if self.stem == "imagenet" and network.small:
             raise ValueError(f"model {self.model} is for small images; stem imagenet needs another model")
         return self

@@ -1,4 +1,4 @@
-"""Networks from elsewhere: of the user's own function, `package.module:function`, and timm's, `timm:NAME`."""
+"""External networks: of a function of the user, `package.module:function`, and of timm, `timm:NAME`."""
 
 from typing import Any
 
@@ -11,20 +11,20 @@ from utils.user_code import call, user_code_errors
 
 
 def build_own(config: ModelConfig, image_side: int | None) -> nn.Module:
-    """What the user's function returns for `num_classes`. `ConfigError` where that is no network."""
+    """Call the user's function with `num_classes`; `ConfigError` if it returns no usable network."""
     model = call("model", config.model, ConfigError, num_classes=config.num_classes)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {config.model}: returned a {type(model).__name__}; expected a torch.nn.Module")
     if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
         raise ConfigError(
             f"model {config.model}: has lazy layers, whose shapes are not known yet; give their shapes, or call the "
-            "network once in the function"
+            "network once in your function"
         )
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise ConfigError(
                 f"model {config.model}: has a {type(value).__name__} in its state, {name}; checkpoints hold tensors "
-                "only: register what it needs as a buffer"
+                "only: register it as a buffer"
             )
         if value.is_meta:
             raise ConfigError(
@@ -34,7 +34,7 @@ def build_own(config: ModelConfig, image_side: int | None) -> nn.Module:
 
 
 def build_timm(config: ModelConfig, image_side: int | None) -> nn.Module:
-    """timm's network NAME, freshly initialised, for images of `image_side` pixels where it is built for one size."""
+    """Build timm's network NAME, initialised, for images of `image_side` pixels if it takes one size only."""
     name = config.model.removeprefix(TIMM)
     timm = import_timm(config.model)
     if not timm.is_model(name):
@@ -51,7 +51,7 @@ def build_timm(config: ModelConfig, image_side: int | None) -> nn.Module:
 
 
 def import_timm(model: str) -> Any:
-    """The package timm; `ConfigError` where it is not installed."""
+    """Import timm; `ConfigError` if it is not installed."""
     try:
         import timm
     except ImportError as error:

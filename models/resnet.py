@@ -1,12 +1,12 @@
-"""ResNets for 32x32 images, on torchvision's residual blocks, and torchvision's own for 224x224.
+"""ResNets for 32x32 images, built from torchvision's residual blocks, and torchvision's own ResNets for 224x224.
 
-`resnet18` to `resnet152` are torchvision's networks with the stem that small images need: stride 1 and no max-pool,
-so that the first stage still sees 32x32. With the tutorial's 7x7 stem and 100 classes, resnet50 has 23,712,932
-parameters and needs 2.61 GFLOP (multiply and add counted) per image and forward pass.
+`resnet18` to `resnet152` are torchvision's networks with a stem for small images: stride 1 and no max-pool, so that the
+first stage still works at 32x32. With the tutorial's 7x7 stem and 100 classes, resnet50 has 23,712,932 parameters and
+needs 2.61 GFLOP per image and forward pass (a multiply-add counts as two).
 `resnet8`, `resnet20` and `resnet56` are the CIFAR networks of He et al. 2015 (arXiv:1512.03385, section 4.2):
 6n+2 layers in three stages of 16, 32 and 64 channels.
-`resnet9` is the network of D. Page's DAWNBench entry ("How to train your ResNet", 2018), made for few epochs: wide,
-shallow, and most of its work at low resolution.
+`resnet9` is the network of D. Page's DAWNBench entry ("How to train your ResNet", 2018), made for few epochs: wide and
+shallow, with most of its work at low resolution.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from torchvision.models.resnet import BasicBlock
 from models.config import ModelConfig
 
 BLOCKS_PER_STAGE = {"resnet8": 1, "resnet20": 3, "resnet56": 9}
-LOGIT_SCALE = 0.125  # Page's
+LOGIT_SCALE = 0.125  # as in Page's network
 ReLU = partial(nn.ReLU, inplace=True)
 
 
 def build_large_resnet(config: ModelConfig) -> nn.Module:
-    """torchvision's ResNet with the stem of the keys: images [N, 3, 32, 32], with stem imagenet [N, 3, 224, 224] ->
-    logits [N, num_classes]."""
+    """Build torchvision's ResNet with the configured `stem`: images [N, 3, 32, 32], with stem imagenet
+    [N, 3, 224, 224] -> logits [N, num_classes]."""
     build = getattr(torchvision.models, config.model)
     model = build(num_classes=config.num_classes)
     if config.stem == "imagenet":
@@ -38,19 +38,19 @@ def build_large_resnet(config: ModelConfig) -> nn.Module:
 
 
 def build_small_resnet(config: ModelConfig) -> nn.Module:
-    """He's CIFAR ResNet with 8, 20 or 56 layers."""
+    """Build He's CIFAR ResNet with 8, 20 or 56 layers."""
     return SmallResNet(BLOCKS_PER_STAGE[config.model], config.num_classes, width=config.width)
 
 
 def build_resnet9(config: ModelConfig) -> nn.Module:
-    """Page's network."""
+    """Build Page's network."""
     return ResNet9(config.num_classes, width=config.width)
 
 
 class SmallResNet(nn.Module):
     """He's CIFAR ResNet: images [N, 3, 32, 32] -> logits [N, num_classes]; projection shortcuts (option B).
 
-    `width` times as many channels as He's, as in wide ResNets (arXiv:1605.07146).
+    `width` multiplies the number of channels, as in wide ResNets (arXiv:1605.07146).
     """
 
     def __init__(self, blocks_per_stage: int, num_classes: int, *, width: int = 1) -> None:
@@ -64,9 +64,7 @@ class SmallResNet(nn.Module):
         self.layer3 = _stage(channels[1], channels[2], blocks_per_stage, stride=2)  # [N, 64 x width, 8, 8]
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(channels[2], num_classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.relu(self.bn1(self.conv1(images)))
@@ -83,10 +81,10 @@ def _stage(in_channels: int, channels: int, num_blocks: int, stride: int) -> nn.
 
 
 class ResNet9(nn.Module):
-    """Page's network: images [N, 3, H, W], H and W at least 8 -> logits [N, num_classes]; `width` 4 is his.
+    """Page's network: images [N, 3, H, W], H and W at least 8 -> logits [N, num_classes]; Page uses `width` 4.
 
-    Each max-pool stands before BatchNorm and ReLU instead of behind them, as in airbench (arXiv:2404.00498): the same
-    function where BatchNorm's weight is positive, at a quarter of the memory traffic.
+    Each max-pool comes before BatchNorm and ReLU instead of after them, as in airbench (arXiv:2404.00498): the same
+    function as long as BatchNorm's weight is positive, with a quarter of the memory traffic.
     """
 
     def __init__(self, num_classes: int, *, width: int) -> None:
@@ -101,12 +99,12 @@ class ResNet9(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.layer3(self.layer2(self.layer1(self.prep(images))))
-        # AdaptiveMaxPool2d(1) with a backward that is deterministic on CUDA
+        # amax: AdaptiveMaxPool2d(1) with a backward that is deterministic on CUDA
         return self.fc(features.amax((2, 3))) * LOGIT_SCALE
 
 
 class PlainResidual(nn.Module):
-    """Two convolutions beside the identity, with nothing behind their sum: [N, channels, H, W] -> the same."""
+    """The input plus two convolutions of it, without activation after the sum: [N, channels, H, W] -> same shape."""
 
     def __init__(self, channels: int, activation: Callable[[], nn.Module] = ReLU) -> None:
         super().__init__()
@@ -120,14 +118,14 @@ class PlainResidual(nn.Module):
 def convolution(
     in_channels: int, channels: int, *, pool: bool = False, activation: Callable[[], nn.Module] = ReLU
 ) -> nn.Sequential:
-    """3x3 convolution, max-pool if wanted, BatchNorm, activation: images [N, in_channels, H, W] -> features."""
+    """3x3 convolution, optional max-pool, BatchNorm, activation: [N, in_channels, H, W] -> [N, channels, H', W']."""
     conv = nn.Conv2d(in_channels, channels, 3, padding=1, bias=False)
     pools = [nn.MaxPool2d(2)] if pool else []
     return nn.Sequential(conv, *pools, nn.BatchNorm2d(channels), activation())
 
 
 def initialise(model: nn.Module) -> None:
-    """Convolutions as in He et al.'s initialisation."""
+    """Initialise all convolutions as He et al. do."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -1,5 +1,5 @@
-"""VGG16 for 32x32 images, on torchvision's layers (Simonyan and Zisserman, arXiv:1409.1556, configuration D), and
-torchvision's own VGG16 and AlexNet for 224x224."""
+"""VGG16 for 32x32 images, built from torchvision's layers (Simonyan and Zisserman, arXiv:1409.1556, configuration D),
+and torchvision's own VGG16 and AlexNet for 224x224."""
 
 import torchvision
 from torch import Tensor, nn
@@ -9,22 +9,22 @@ from models.config import ModelConfig
 
 
 def build_vgg(config: ModelConfig) -> nn.Module:
-    """VGG16 for small images, or with stem imagenet torchvision's own."""
+    """Build VGG16 for small images, or torchvision's own with stem imagenet."""
     if config.stem == "imagenet":
         return build_imagenet(config)
     return SmallVgg(config.num_classes, batch_norm=config.model == "vgg16_bn")
 
 
 def build_imagenet(config: ModelConfig) -> nn.Module:
-    """torchvision's VGG16 or AlexNet: images [N, 3, 224, 224] -> logits [N, num_classes]."""
+    """Build torchvision's VGG16 or AlexNet: images [N, 3, 224, 224] -> logits [N, num_classes]."""
     return getattr(torchvision.models, config.model)(num_classes=config.num_classes)
 
 
 class SmallVgg(nn.Module):
     """Images [N, 3, 32, 32] -> logits [N, num_classes]; 14.7 M parameters.
 
-    The thirteen convolutions leave [N, 512, 1, 1], so one linear layer takes the place of torchvision's three, whose
-    120 M parameters are for 224-pixel images.
+    The thirteen convolutions return [N, 512, 1, 1], so one linear layer replaces torchvision's three, whose 120 M
+    parameters are for 224-pixel images.
     """
 
     def __init__(self, num_classes: int, *, batch_norm: bool) -> None:

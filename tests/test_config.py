@@ -250,8 +250,8 @@ BROKEN_VALUES = [
     ("bacth_size: 64", "unknown key 'bacth_size'. Did you mean 'batch_size'?"),
     ("no_such_key: 64", "unknown key 'no_such_key'; --explain lists every key"),
     ("lr_warmup_epochs: 200", "lr_warmup_epochs 200 must not exceed max_epochs 100"),
-    ("lr_schedule: onecycle", "lr_schedule onecycle rises over lr_warmup_epochs, which is 0; allowed: above 0 and"),
-    ("lr_schedule: step", "lr_schedule step cuts at lr_milestones, which is []; list at least one epoch"),
+    ("lr_schedule: onecycle", "lr_warmup_epochs is 0; lr_schedule onecycle rises over it and needs a value above 0"),
+    ("lr_schedule: step", "lr_schedule step cuts at lr_milestones, but that is []; list at least one epoch"),
     ("micro_batch_size: 33", "batch_size 128 must be a multiple of micro_batch_size 33"),
 ]
 
@@ -280,7 +280,7 @@ BROKEN_FILES = {
     ),
     "combination placed at its last key": (
         "x:\n  <<: *DEFAULT\n  nesterov: true\n  momentum: 0\n",
-        "FILE:5: block 'x': nesterov is true, which needs momentum above 0; momentum is 0",
+        "FILE:5: block 'x': nesterov is true, but momentum is 0; it needs momentum above 0",
     ),
     "profiled epoch never comes": (
         "x:\n  <<: *DEFAULT\n  enable_profiling: true\n  max_epochs: 1\n",
@@ -288,7 +288,7 @@ BROKEN_FILES = {
     ),
     "part of an epoch": (
         "x:\n  lr_warmup_by: epoch\n  lr_warmup_epochs: 1.5\n",
-        "FILE:4: block 'x': lr_warmup_by epoch needs whole epochs, lr_warmup_epochs is 1.5; use step",
+        "FILE:4: block 'x': lr_warmup_by epoch needs whole epochs, but lr_warmup_epochs is 1.5; use step",
     ),
     "onecycle by epochs": (
         "x:\n  lr_warmup_epochs: 1\n  lr_schedule: onecycle\n  lr_warmup_by: epoch\n",
@@ -518,5 +518,5 @@ def test_a_wrong_combination_of_keys_is_shown_at_the_block_that_sets_one(tmp_pat
     """Not at a later line of the file that it extends, whose block is valid."""
     own = tmp_path / "own.yaml"
     own.write_text("mine:\n  extends: cifar100.yaml#quickstart\n  max_epochs: 2\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"own.yaml:3: block 'mine': lr_schedule onecycle rises over"):
+    with pytest.raises(ConfigError, match=r"own.yaml:3: block 'mine': lr_warmup_epochs is 2; lr_schedule onecycle"):
         load_config(own, "mine")

@@ -445,7 +445,9 @@ def test_a_micro_batch_is_no_larger_than_the_ranks_share() -> None:
 
 
 def test_one_process_for_several_gpus_refuses_what_works_with_one_alone() -> None:
-    with pytest.raises(ValueError, match="enable_cuda_graphs is true, but no capture spans the GPUs of parallel datap"):
+    with pytest.raises(
+        ValueError, match="enable_cuda_graphs is true, but a CUDA graph cannot span the GPUs of parallel datap"
+    ):
         configuration(parallel="dataparallel", enable_cuda_graphs=True, fused_optimizer=True)
     for autocast in ({"enable_amp": True}, {"opt_level": "O1"}):
         with pytest.raises(ValueError, match="amp_dtype bf16 needs parallel ddp or opt_level O2"):

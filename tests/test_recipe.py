@@ -377,7 +377,7 @@ def test_of_equal_accuracies_the_first_is_the_best():
         ({"optimizer": "lamb", "nesterov": True}, "nesterov is true, which optimizer lamb does not have"),
         ({"optimizer": "adamw", "nesterov": True}, "nesterov is true, which optimizer adamw does not have"),
         ({"optimizer": "lars", "fused_optimizer": True}, "optimizer lars has no fused kernel"),
-        ({"progressive_image_sizes": (16,)}, "as many as progressive_image_sizes"),
+        ({"progressive_image_sizes": (16,)}, "one share for each of progressive_image_sizes"),
         ({"progressive_image_sizes": (16, 24), "progressive_image_shares": (0.5, 0.2)}, "must rise"),
         (
             {
