@@ -216,7 +216,7 @@ ERRORS = [
     (["--set", "lr="], f"--set lr=: lr has no value; {RATE}"),
     (["--set", "lr=[1"], "--set lr=[1: the value is not valid YAML 1.2: "),
     (["--set", "lrr=1"], "--set lrr=1: unknown key 'lrr'. Did you mean 'lr'?"),
-    (["--set", "xyzzy=1"], "--set xyzzy=1: unknown key 'xyzzy'; --explain lists every key"),
+
     (["--set", "<<=3"], "--set <<=3: unknown key '<<'; --explain lists every key"),
     (["--set", "lr=0.2", "--set", "lr=-1"], f"--set lr=-1: lr is -1; {RATE}"),
     (["--set", "lr=!!python/object:os.x y"], "--set lr=!!python/object:os.x y: lr has the tag !!python/object:os.x"),
@@ -234,7 +234,7 @@ ERRORS = [
     (["bs256", "--yaml_config=/nosuch"], "unrecognized arguments: bs256; --help lists the options"),
     (["lr=0.1"], "unrecognized arguments: lr=0.1; write --set lr=0.1"),
     (["epochs=3"], "unrecognized arguments: epochs=3; write --set max_epochs=3"),
-    (["--lr=0.1"], "unrecognized arguments: --lr=0.1; write --set lr=0.1"),
+
     (["--learning-rate", "0.1"], "unrecognized arguments: --learning-rate 0.1; write --set lr=0.1"),
     (["-b", "64"], "unrecognized arguments: -b 64; write --set batch_size=64"),
     (["--amp"], "unrecognized arguments: --amp; write --set enable_amp=true"),

@@ -13,6 +13,7 @@ import torch
 
 from tests.conftest import ROOT, TINY
 from tests.processes import PYTHON, without_launcher
+from tools.shared.command_line import as_settings
 from utils.distributed.ranks import run_ranks
 from utils.errors import DataError, exit_in_a_line, explain
 from utils.run.checkpoint.io import newest_good
@@ -92,16 +93,10 @@ sys.exit(train.main(parse_arguments()))
 
 def start_with_a_worker(program: list[str], folder: Path, **changes: object) -> subprocess.Popen[str]:
     keys = TINY | {"data_loader": "torchvision", "num_data_workers": 1, "log_freq": 1} | changes
-    command = [PYTHON, *program, "--config=default", f"--run-dir={folder}"]
-    command += [f"--set={key}={str(value).lower()}" for key, value in keys.items()]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=without_launcher(os.environ),
-        text=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+    settings = [f"--set={setting}" for setting in as_settings(keys)]
+    command = [PYTHON, *program, "--config=default", f"--run-dir={folder}", *settings]
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, env=without_launcher(os.environ), text=True, **streams)
 
 
 def children(process: int) -> list[int]:

@@ -27,7 +27,6 @@ OWN_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$"
 ROOT = Path(__file__).resolve().parent.parent
 OUR_NAMES = ("config", "models", "tools", "train", "train_simple", "utils")
 LIBRARIES = ("site-packages", "dist-packages")
-RECORDED_FILES = 1000  # at most, of one package
 
 
 def is_user_code(name: str) -> bool:
@@ -139,9 +138,7 @@ def user_file_digests(*names: str) -> dict[str, str]:
         files = [file for folder in folders for file in _python_files(folder)]
         if not files and module is not None and module.__file__:
             files = [module.__file__]
-        digests |= {file: _digest(file) for file in files[:RECORDED_FILES]}
-        if len(files) > RECORDED_FILES:
-            digests[folders[0]] = f"not recorded: {len(files) - RECORDED_FILES} more of its {len(files)} Python files"
+        digests |= {file: _digest(file) for file in files}
     return digests
 
 

@@ -31,7 +31,7 @@ from utils.program import CODE
 # A block's name becomes the folder expts/<name>/, so it can hold neither a separator nor a leading dot.
 BLOCK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
 MAX_BYTES = 1_000_000
-MAX_CHAIN = 50  # blocks that merge or extend one another
+MAX_CHAIN = 100  # blocks that extend one another, each one further up in its file
 MAX_SHOWN = 200  # characters of a path in a message
 
 TAG = "tag:yaml.org,2002:"
@@ -44,7 +44,6 @@ CORE_SCHEMA = {
 }
 
 Value = TypeVar("Value")
-_Resolved = tuple[dict[str, Entry], int]  # a block's keys, and the length of the longest chain that begins with it
 
 
 def find_file(path: Path, folder: Path = Path()) -> Path:
@@ -104,7 +103,7 @@ def _at(path: Path, line: int | None = None) -> str:
 def _read_blocks(path: Path) -> dict[str, tuple[int, dict[str, Entry]]]:
     """Return {name: (line, keys)} of the blocks of a file, in its order."""
     reader = _Reader()
-    return {name: (line, reader.resolve(path, name, node)[0]) for name, (line, node) in reader.nodes(path).items()}
+    return {name: (line, reader.resolve(path, name, node)) for name, (line, node) in reader.nodes(path).items()}
 
 
 class _Reader:
@@ -112,7 +111,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self._files: dict[Path, dict[str, tuple[int, MappingNode]]] = {}
-        self._resolved: dict[int, _Resolved] = {}  # by id of the node, which `_files` keeps alive
+        self._resolved: dict[int, dict[str, Entry]] = {}  # by id of the node, which `_files` keeps alive
         self._names: dict[int, str] = {}  # names of blocks, by id of the node
         self._open: list[MappingNode] = []  # the chain of blocks being resolved
 
@@ -123,12 +122,12 @@ class _Reader:
             self._names |= {id(node): name for name, (_, node) in reversed(blocks.items())}
         return self._files[path.resolve()]
 
-    def resolve(self, path: Path, name: str, node: MappingNode) -> _Resolved:
-        """Return the resolved block `name` of the file."""
+    def resolve(self, path: Path, name: str, node: MappingNode) -> dict[str, Entry]:
+        """Return the keys of block `name` of the file."""
         origin = f"{_at(path, node.start_mark.line + 1)}: block {name!r}"
         if any(node is other for other in self._open):
             raise ConfigError(f"{origin} merges itself; remove the cyclic << or extends")
-        if len(self._open) + self._resolved.get(id(node), ({}, 1))[1] > MAX_CHAIN:
+        if len(self._open) == MAX_CHAIN:
             raise ConfigError(f"{origin} is in a chain of over {MAX_CHAIN} << and extends; make it shorter")
         if id(node) not in self._resolved:
             self._open.append(node)
@@ -136,11 +135,10 @@ class _Reader:
             self._open.pop()
         return self._resolved[id(node)]
 
-    def _flatten(self, path: Path, name: str, node: MappingNode) -> _Resolved:
+    def _flatten(self, path: Path, name: str, node: MappingNode) -> dict[str, Entry]:
         """Merge a block's keys: own keys win over merged keys, earlier merges over later ones, and merged keys over
         extended ones."""
         extended, merged, own, lines = dict[str, Entry](), dict[str, Entry](), dict[str, Entry](), dict[str, int]()
-        chains = [0]
         for key_node, value_node in node.value:
             key, line = _scalar_key(path, key_node), key_node.start_mark.line + 1
             origin = f"{_at(path, line)}: block {name!r}"
@@ -150,27 +148,25 @@ class _Reader:
                 raise ConfigError(f"{origin}: {what}; {remedy}")
             lines[key] = line
             if key == "extends":
-                entries, chain = self._extend(path, origin, value_node)
-                chains.append(chain)
                 # line 0: they are set before any line of this file
-                extended = {key: replace(entry, line=0) for key, entry in entries.items()}
+                extended = {
+                    key: replace(entry, line=0) for key, entry in self._extend(path, origin, value_node).items()
+                }
             elif key == "<<":
                 sources = value_node.value if isinstance(value_node, SequenceNode) else [value_node]
                 for source in reversed(sources):
-                    entries, chain = self._merge(path, name, origin, source)
-                    chains.append(chain)
-                    merged |= entries
+                    merged |= self._merge(path, name, origin, source)
             else:
                 own[key] = Entry(_construct(value_node, key, origin), line, origin)
-        return extended | merged | own, 1 + max(chains)
+        return extended | merged | own
 
-    def _merge(self, path: Path, name: str, origin: str, source: Node) -> _Resolved:
+    def _merge(self, path: Path, name: str, origin: str, source: Node) -> dict[str, Entry]:
         if not isinstance(source, MappingNode):
             remedy = "expected an alias, <<: *NAME, of a block that begins with &NAME"
             raise ConfigError(f"{origin}: << merges {_kind(source)}; {remedy}")
         return self.resolve(path, self._names.get(id(source), name), source)
 
-    def _extend(self, path: Path, origin: str, node: Node) -> _Resolved:
+    def _extend(self, path: Path, origin: str, node: Node) -> dict[str, Entry]:
         """Resolve the block of `extends: FILE#BLOCK`; FILE is searched in the folder of `path`, then the code's."""
         text = str(node.value) if isinstance(node, ScalarNode) else ""
         file, _, name = text.rpartition("#")
@@ -288,7 +284,7 @@ def _construct(node: Node, key: str, origin: str) -> Any:
 
 
 def _read_scalar(kind: str, text: str) -> Any:
-    """Return the value of a text that has the form of its kind."""
+    """Convert a text that matches `CORE_SCHEMA[kind]`."""
     if kind == "null":
         return None
     if kind == "bool":

@@ -69,7 +69,7 @@ def explain(error: ValidationError, block: str, entries: Mapping[str, Entry]) ->
     value, origin = entries[wrong[0]].value, entries[wrong[0]].origin
     message = wrong_value(wrong[0], f"is {shown(value)}", origin) + _hint(wrong[0], value)
     others = ", ".join(shortened(str(key)) for key in wrong[1:6])
-    return message + (f"\nwrong as well: {others}{' ...' if len(wrong) > 6 else ''}" if others else "")
+    return message + (f"\nalso wrong: {others}{' ...' if len(wrong) > 6 else ''}" if others else "")
 
 
 def wrong_value(key: str, what: str, origin: str) -> str:
@@ -147,7 +147,7 @@ def _in_words(part: Mapping[str, Any]) -> str:
         return f"a list of {count}, each {_in_words(part['items'])}"
     if part["type"] == "integer":
         return f"a whole number from {part['minimum']} to {part['maximum']}"
-    names = {"number": "a number", "boolean": "true or false", "string": "a text that is not empty", "null": "null"}
+    names = {"number": "a number", "boolean": "true or false", "string": "a non-empty string", "null": "null"}
     bounds = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
     limits = [f"{word} {part[bound]:g}" for bound, word in bounds.items() if bound in part]
     return " ".join([names[part["type"]], " and ".join(limits)]).strip()
