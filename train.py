@@ -60,7 +60,7 @@ Metrics = dict[str, float]
 
 
 class Trainer:
-    """Builds everything that a run needs from its configuration, and calls it in order."""
+    """Builds the parts of a run from its configuration, and trains, validates and saves in order."""
 
     def __init__(
         self,
