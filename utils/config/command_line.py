@@ -31,7 +31,8 @@ Train a ResNet from a named configuration block.
 
 EXIT_STATUS = """\
 exit status: 0 finished, 2 bad usage or configuration, 3 data missing or damaged, 4 no usable checkpoint,
-75 stopped on request with everything saved (run the same command to resume), 1 any other error"""
+5 wrong results (verify_every_steps), 75 stopped on request with everything saved (run the same command to resume),
+1 any other error"""
 
 
 @dataclass(frozen=True)
