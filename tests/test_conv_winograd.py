@@ -13,8 +13,7 @@ from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.training.classifier import build_classifier
-from utils.training.kernels import compilers
-from utils.training.kernels.compilers import HEADER, build_kernels, has_compiler
+from utils.training.kernels.compilers import has_compiler
 from utils.training.kernels.conv import winograd as conv_winograd
 from utils.training.kernels.conv.weight_gradient import use_products
 from utils.training.kernels.conv.winograd import SIDES, WinogradConv2d, best_side, convolve, use_winograd
@@ -281,34 +280,9 @@ def test_uninitialised_memory_is_never_read(in_half: bool, pool: bool) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-def test_another_default_dtype_changes_nothing() -> None:
-    inputs = random(6, 32, 7, 10, seed=0), random(32, 32, 3, 3, seed=1), random(32, seed=2)
-    expected = results(by_winograd, *inputs)
-    torch.set_default_dtype(torch.float64)
-    try:
-        found = by_winograd(*inputs)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert torch.equal(found, expected[0])
-
-
 def test_python_and_cpp_agree_on_the_number_of_lanes() -> None:
     kernels = Path(conv_winograd.__file__).with_suffix(".cpp").read_text()
     assert f"LANES = {conv_winograd.CHANNELS};" in kernels
-
-
-def test_kernels_are_rebuilt_when_the_header_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor builds each new text; the header must be part of it."""
-    built: list[str] = []
-    monkeypatch.setattr("torch._inductor.codecache.CppCodeCache.load", lambda code, extra_flags: built.append(code))
-    kernels = Path(compilers.__file__).parent
-    sources = (kernels / "conv/winograd.cpp", kernels / "norm_relu/cpu.cpp")
-    header = (kernels / HEADER).read_text()
-    for addition in ("", "// changed"):
-        monkeypatch.setattr(compilers, "read_header", lambda addition=addition: header + addition)
-        for source in sources:
-            build_kernels(source, "conv_winograd")
-    assert len({*built}) == 4 and not any(HEADER in code for code in built)
 
 
 def test_a_checkpoint_is_evaluated_equally_with_and_without_it(

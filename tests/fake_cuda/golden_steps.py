@@ -1,7 +1,7 @@
 """Launches, waits and copies of one training step of every block, counted on the fake CUDA runtime (golden_steps.txt).
 
     python -m tests.fake_cuda.golden_steps                              # rewrite golden_steps.txt
-    python -m tests.fake_cuda.golden_steps --kinds cifar100.yaml#bs256  # one block's launches by kind
+    python -m tests.fake_cuda.golden_steps --kinds cifar100.yaml#bs256  # one block's launches by kernel
 
 The Trainer's loop runs on black images of the block's size, in one process; dataparallel has two devices. A step spans
 two polls for signals: the prefetch of the next batch and the step itself, without log points.
@@ -53,22 +53,6 @@ NOT_OF_THE_STEP = re.compile(
 COMPILED = "compiled"
 WIDTHS = (9, 7, 8, 6, 11, 8)
 HEADER = f"{'block':49} launches graphs in them waits  to device to host  replaced; same step as"
-KINDS = {
-    "convolution": "convolution|conv_depthwise",
-    "batch norm": "batch_norm|batch norm",
-    "matrix product": "cublas|gemm|gemv",
-    "optimizer, of many tensors": "multi_tensor_apply|Fused",
-    "fill": "FillFunctor|memset",
-    "cast or copy": "direct_copy|copy_kernel|LoadWithCast|StoreWithCast|CatArray",
-    "counter": "CUDAFunctorOnSelf_addIl",
-    "addition": "CUDAFunctor_add|AddFunctor|add_kernel",
-    "relu": "clamp|threshold|relu",
-    "reduction": "reduce_kernel",
-    "pooling": "pool",
-    "softmax and loss": "softmax|nll_loss",
-    "compiled": "triton",
-    "graph": "^graph$",
-}
 
 
 @dataclass(frozen=True)
@@ -204,16 +188,6 @@ def recorded() -> tuple[str, dict[str, str]]:
     return first.removeprefix("# ").split(" | ")[0], {line.split()[0]: line for line in lines}
 
 
-def by_kind(work: Sequence[runtime.Work]) -> dict[str, int]:
-    """Return launches by kind, most frequent first; kernels of no known kind by name."""
-    ledger = runtime.Ledger(list(work))
-    kinds = Counter(
-        next((kind for kind, pattern in KINDS.items() if re.search(pattern, entry.name)), entry.name[:100])
-        for entry in ledger.kernels
-    )
-    return dict(kinds.most_common())
-
-
 def main(arguments: Sequence[str]) -> int:
     if not runtime.is_active():
         with tempfile.TemporaryDirectory() as folder:
@@ -230,8 +204,8 @@ def main(arguments: Sequence[str]) -> int:
             path, _, name = block.partition("#")
             config, replaced = as_counted(load_config(ROOT / "config" / path, name))
             print(f"{block} {replaced}".rstrip())
-            for kind, launches in by_kind(trace(config)).items():
-                print(f"{launches:6} {kind}")
+            launches = Counter(entry.name[:100] for entry in runtime.Ledger(trace(config)).kernels)
+            print("\n".join(f"{number:6} {name}" for name, number in launches.most_common()))
     elif arguments:
         for group in arguments:
             print("\n".join(rows(group)))

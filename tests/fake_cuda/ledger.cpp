@@ -8,7 +8,6 @@ std::recursive_mutex global_lock;
 namespace {
 struct Entry {
   std::string name;
-  bool captured;
   size_t amount;
 };
 bool recording = false;
@@ -17,11 +16,11 @@ auto& entries = *new std::vector<Entry>;
 auto& violations = *new std::vector<std::string>;
 }  // namespace
 
-void note(const std::string& name, bool captured, size_t amount) {
-  if (recording) entries.push_back({name, captured, amount});
+void note(const std::string& name, size_t amount) {
+  if (recording) entries.push_back({name, amount});
 }
 
-void host_waits(const char* how) { note(std::string("WAIT ") + how, false, 0); }
+void host_waits(const char* how) { note(std::string("WAIT ") + how, 0); }
 
 void violation(const std::string& what) {
   LOCK;
@@ -36,7 +35,6 @@ void fake_cuda_record(int on) {
 }
 size_t fake_cuda_entries() { return entries.size(); }
 const char* fake_cuda_name(size_t i) { return entries[i].name.c_str(); }
-int fake_cuda_captured(size_t i) { return entries[i].captured; }
 size_t fake_cuda_amount(size_t i) { return entries[i].amount; }
 size_t fake_cuda_violations() { return violations.size(); }
 const char* fake_cuda_violation(size_t i) { return violations[i].c_str(); }

@@ -14,7 +14,6 @@ class Work:
     """A kernel, copy or graph on a stream, or a host wait, whose name begins with `WAIT`."""
 
     name: str
-    captured: bool  # into a graph, and not executed
     amount: int  # threads of a kernel, bytes of a copy, nodes of a graph
 
 
@@ -48,7 +47,7 @@ def load_library() -> ctypes.CDLL:
     library.fake_cuda_name.restype = library.fake_cuda_violation.restype = ctypes.c_char_p
     for name in ("entries", "amount", "violations"):
         getattr(library, f"fake_cuda_{name}").restype = ctypes.c_size_t
-    for name in ("name", "captured", "amount", "violation"):
+    for name in ("name", "amount", "violation"):
         getattr(library, f"fake_cuda_{name}").argtypes = [ctypes.c_size_t]
     return library
 
@@ -68,7 +67,7 @@ def record() -> Iterator[Ledger]:
     finally:
         library.fake_cuda_record(0)
         ledger.work += [
-            Work(library.fake_cuda_name(i).decode(), bool(library.fake_cuda_captured(i)), library.fake_cuda_amount(i))
+            Work(library.fake_cuda_name(i).decode(), library.fake_cuda_amount(i))
             for i in range(library.fake_cuda_entries())
         ]
 

@@ -9,7 +9,7 @@
 
 #include "fake_cuda.h"
 
-void note(const std::string& name, bool captured, size_t amount);
+void note(const std::string& name, size_t amount);
 
 namespace {
 struct Node {
@@ -100,7 +100,7 @@ cudaError_t work(cudaStream_t handle, const std::string& name, size_t amount) {
     if (other->thread == std::this_thread::get_id())
       violation("uncaptured work on another stream during a capture: " + name);
   }
-  note(name, capture, amount);
+  note(name, amount);
   return cudaSuccess;
 }
 

@@ -54,11 +54,6 @@ def has_compiler() -> bool:
     return not missing_compiler(torch.device("cpu"))
 
 
-def read_header() -> str:
-    """Return the code that the C++ files share."""
-    return Path(__file__).with_name(HEADER).read_text()
-
-
 def build_kernels(source: Path, key: str) -> Any:
     """Return the ctypes library built from a C++ file, the kernels of the setting `key`; `ConfigError` if the compiler
     fails. PyTorch's Inductor calls the compiler and caches the library, as for a compiled step."""
@@ -67,7 +62,8 @@ def build_kernels(source: Path, key: str) -> Any:
     # it warns about a CUDA toolkit without a GPU, which is irrelevant here
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # as one text: Inductor decides by its hash whether to build it
-    code = source.read_text().replace(f'#include "{HEADER}"', read_header())
+    header = Path(__file__).with_name(HEADER)
+    code = source.read_text().replace(f'#include "{HEADER}"', header.read_text())
     try:
         try:
             return CppCodeCache.load(code, extra_flags=FLAGS)
