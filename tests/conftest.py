@@ -77,7 +77,7 @@ def _draw_shapes_once() -> None:
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """pictures(size): ten class folders of JPEGs of about that size, two for training and one for validation each."""
+    """pictures(size): a folder with ten classes of two training JPEGs and one validation JPEG of about that size."""
     made: dict[int, Path] = {}
 
     def draw(size: int) -> Path:
