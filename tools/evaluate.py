@@ -168,9 +168,9 @@ def show(results: Row) -> None:
 
 
 def _class_cells(row: Row) -> tuple[str, ...]:
-    cells = ("-" if row[name] is None else f"{row[name]:.2%}" for name in ("accuracy", "precision", "share"))
-    accuracy, precision, share = cells
-    return (row["class"], f"{row['images']:,}", accuracy, precision, row["taken_for"] or "-", share)
+    precision = "-" if row["precision"] is None else f"{row['precision']:.2%}"
+    counts = (row["class"], f"{row['images']:,}", f"{row['accuracy']:.2%}", precision)
+    return (*counts, row["taken_for"] or "-", f"{row['share']:.2%}")
 
 
 def _confusions(results: Row) -> list[tuple[str, str]]:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from utils.distributed.world import World
 
 PAGE = Path(__file__).parent / "shared/pages/predict.html"
-CHANGES = {"limit_valid_batches": None}
+CHANGES = {"limit_valid_batches": None}  # classify every image
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,8 @@ def write(folder: Path, trained: Trained, predictions: Predictions, pictures: in
     path.unlink(missing_ok=True)  # from an earlier call
     if predictions.unreadable:
         write_file(path, as_csv(("image", "reason"), sorted(predictions.unreadable.items())))
-        lines.append(
-            f"{path}: {len(predictions.unreadable)} files cannot be read, the first {min(predictions.unreadable)}"
-        )
+        count, first = len(predictions.unreadable), min(predictions.unreadable)
+        lines.append(f"{path}: {count} files cannot be read, the first {first}")
     return lines
 
 

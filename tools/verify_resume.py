@@ -164,13 +164,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     seed = choose_seed(options.seed)
     settings = ["log_to_screen=true", "log_to_tensorboard=false", "save_checkpoint=true", "deterministic=true"]
     settings += options.set  # the last one wins
-    train = [f"--config={options.config}", f"--yaml_config={options.yaml_config}"]
-    train += [f"--set={setting}" for setting in settings]
-    repeat = ["python", "-m", "tools.verify_resume", "--config", options.config, f"--yaml_config={options.yaml_config}"]
-    repeat += [f"--set={setting}" for setting in options.set]
+    load_config(options.yaml_config, options.config, settings)
+    block = [f"--config={options.config}", f"--yaml_config={options.yaml_config}"]
+    train = [*block, *(f"--set={setting}" for setting in settings)]
+    repeat = ["python", "-m", "tools.verify_resume", *block, *(f"--set={setting}" for setting in options.set)]
     repeat += [f"--kills={options.kills}", f"--signal={options.signal}", f"--nproc={options.nproc}"]
     end = f"seed {seed}, repeat with: {shlex.join(repeat)} --seed {seed}"
-    load_config(options.yaml_config, options.config, settings)
     try:
         work = Path(tempfile.mkdtemp(prefix="verify-resume-", dir=options.work_dir))
     except OSError as error:

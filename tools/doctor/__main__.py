@@ -52,14 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.nodes:
         return subprocess.run(_on_every_node(sys.argv[1:] if argv is None else list(argv)), check=False).returncode
     check_writable("--html", options.html)
-    if options.compare and (options.sweep or options.burn_in):
-        raise ConfigError("--compare measures nothing: give --sweep and --burn-in to the runs that write the files")
     if options.compare:
-        documents = {path: read_document(path) for path in options.compare}
-        findings = compare_documents(documents)
-        document = next(iter(documents.values())).model_copy(update={"findings": findings})
-        compared = [finding for finding in findings if finding.check == "comparison"]
-        return report(options, document, [*(one for each in documents.values() for one in each.findings), *compared])
+        return compare(options)
     if options.sweep and find_launch(os.environ).world_size == 1:
         raise ConfigError("--sweep needs at least two ranks: start the doctor with torchrun or srun")
     baseline = None if options.baseline is None else read_document(options.baseline)
@@ -87,6 +81,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     # with `cuda`, an unusable GPU would end the doctor here instead of becoming a finding
     device = "auto" if config.device == "cuda" else config.device
     return run_ranks(check, device, config.start_timeout_seconds, config.collective_timeout_seconds) or failed
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Compare the files of `--compare`; return the exit status."""
+    if options.sweep or options.burn_in:
+        raise ConfigError("--compare measures nothing: give --sweep and --burn-in to the runs that write the files")
+    documents = {path: read_document(path) for path in options.compare}
+    findings = compare_documents(documents)
+    document = next(iter(documents.values())).model_copy(update={"findings": findings})
+    on_page = [finding for each in documents.values() for finding in each.findings]
+    return report(options, document, on_page + [finding for finding in findings if finding.check == "comparison"])
 
 
 def report(options: argparse.Namespace, document: Document, on_page: Sequence[Finding], *, say: bool = True) -> int:
