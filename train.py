@@ -129,7 +129,7 @@ class Trainer:
         with listen(self.requests), lock, self.meters, self._open_log() as log, self.writer:
             will_train = not self.finished
             if opened:
-                self.clock.go_on(self.learner.steps, opened.reached)
+                self.clock.resume(self.learner.steps, opened.reached)
             self.world.main_only(lambda: self._log_start(opened, will_train=will_train))
             self._report_unreadable()  # a loader may have decoded all images by now
             self.clock.switch("train")

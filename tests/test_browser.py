@@ -215,7 +215,7 @@ def test_images_show_batch_and_confusion_matrix(browser, tensorboard):
 
 def test_custom_layout_has_its_charts(browser, tensorboard):
     browser.get(tensorboard + "?darkMode=false#custom_scalars")
-    for chart in ("accuracy by epoch", "images per second", "share of the time waiting for input"):
+    for chart in ("accuracy by epoch", "images per second", "fraction of the time waiting for input"):
         see(browser, chart)
     picture(browser, "tensorboard-custom-scalars")
 

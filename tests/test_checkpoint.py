@@ -1,4 +1,4 @@
-"""Checkpoint files: written whole or not at all, read whole or refused by name, and the newest good one chosen."""
+"""Checkpoint files are written atomically, refused by name if damaged or unfit, and the newest good one is chosen."""
 
 import errno
 import fcntl
@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import random
 import shutil
-import struct
 import subprocess
 import sys
 import threading
@@ -32,7 +31,7 @@ from utils.run.checkpoint.io import Writer, encode, list_checkpoints, newest_goo
 
 @pytest.fixture(scope="module")
 def state():
-    """The smallest state that counts as a checkpoint."""
+    """The smallest valid state."""
     generator = torch.Generator().manual_seed(0)
     data = {"train_images": 64, "steps_per_epoch": 8, "class_names": ["a", "b"]}
     return {
@@ -59,13 +58,13 @@ def state():
 
 @pytest.fixture
 def folder(tmp_path, state):
-    """A good checkpoint of step 8 and one of step 16 to be damaged."""
+    """Checkpoints of steps 8 and 16."""
     for step in (8, 16):
         save_last(tmp_path, encode(state | {"step": step}), step, keep=2)
     return tmp_path
 
 
-def test_a_checkpoint_holds_the_keys_of_the_table_and_no_other(tiny, alone, tmp_path):
+def test_a_checkpoint_holds_exactly_the_keys_of_the_table(tiny, alone, tmp_path):
     trainer = Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto")
     trainer.train()
     state = read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])
@@ -84,19 +83,21 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path, state):
     assert torch.equal(random_after["torch"], random_before["torch"])
     assert read["data"] == state["data"] and read["best"] == state["best"]
     assert torch.load(path, weights_only=True).keys() == state.keys()  # any PyTorch reads it
+    content = path.read_bytes()
+    assert content[-71:] == b"sha256:" + sha256(content[:-71]).hexdigest().encode()
 
 
-def truncate(content, draw):
-    return content[: draw.randrange(len(content))]
+def truncate(content, generator):
+    return content[: generator.randrange(len(content))]
 
 
-def flip_a_byte(content, draw):
-    place = draw.randrange(len(content))
-    return content[:place] + bytes([content[place] ^ draw.randrange(1, 256)]) + content[place + 1 :]
+def flip_a_byte(content, generator):
+    place = generator.randrange(len(content))
+    return content[:place] + bytes([content[place] ^ generator.randrange(1, 256)]) + content[place + 1 :]
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_byte])
-def test_damaged_anywhere_it_is_passed_over_aloud(folder, damage):
+def test_damaged_anywhere_it_is_skipped_and_reported(folder, damage):
     newest = list_checkpoints(folder)[0]
     whole = newest.read_bytes()
     for seed in range(20):
@@ -104,21 +105,21 @@ def test_damaged_anywhere_it_is_passed_over_aloud(folder, damage):
         newest.write_bytes(damaged)
         path, good, complaints = newest_good(folder)
         assert path.name == "step-000000008.pt" and good["step"] == 8
-        told = f"{newest}: is damaged or no checkpoint of this program ({len(damaged)} bytes, wrong digest)"
-        assert complaints == [told], seed
+        complaint = f"{newest}: is damaged or not a checkpoint of this program ({len(damaged)} bytes, wrong digest)"
+        assert complaints == [complaint], seed
 
 
-def test_the_run_says_what_it_passed_over(tiny, alone, tmp_path):
+def test_the_log_names_skipped_checkpoints(tiny, alone, tmp_path):
     Trainer(tiny(max_epochs=2, keep_checkpoints=2), alone, tmp_path, "tiny", "auto").train()
     own = tmp_path / "checkpoints"
     for path in (newest := list_checkpoints(own)[0]), own / "best.pt":
         path.write_bytes(path.read_bytes()[:-1])
     trainer = Trainer(tiny(max_epochs=2), alone, tmp_path, "tiny", "auto")
     trainer.train()
-    told = (tmp_path / "train.log").read_text(encoding="utf-8")
-    assert f"Passed over: {newest}: is damaged" in told
-    assert f"Passed over: {own / 'best.pt'}: is damaged" in told
-    assert "The best weights so far, of epoch 1, are gone: the best is still to come" in told
+    log = (tmp_path / "train.log").read_text(encoding="utf-8")
+    assert f"Skipped: {newest}: is damaged" in log
+    assert f"Skipped: {own / 'best.pt'}: is damaged" in log
+    assert "The best weights so far, of epoch 1, are lost: only later epochs count as best" in log
     assert trainer.progress.best["epoch"] == 2 and read_checkpoint(own / "best.pt")["epoch"] == 2
 
 
@@ -129,7 +130,7 @@ def test_no_good_one_is_an_error_of_status_4(tiny, alone, tmp_path):
     before = _contents(tmp_path)
     with pytest.raises(CheckpointError, match=r"step-000000004.pt: is damaged .*\n.*--resume never") as raised:
         Trainer(tiny(), alone, tmp_path, "tiny", "auto").train()
-    assert f"--resume {tmp_path / 'checkpoints/best.pt'} goes on from the best one" in str(raised.value)
+    assert f"--resume {tmp_path / 'checkpoints/best.pt'} resumes from the best one" in str(raised.value)
     assert raised.value.exit_status == 4
     assert _contents(tmp_path) == before
 
@@ -142,10 +143,10 @@ def test_the_last_few_are_kept(tmp_path, state):
     ]  # fmt: skip
 
 
-# ---- refused: whole, but not for this run
+# ---- refused: intact, but not for this run
 
 
-def test_newer_format_is_refused_and_not_passed_over(folder, state):
+def test_newer_format_is_refused_and_not_skipped(folder, state):
     save_last(folder, encode(state | {"format": checkpoint.FORMAT + 1}), 24, keep=3)
     with pytest.raises(CheckpointError, match=r"step-000000024.pt: has format 2, this program reads 1; use"):
         newest_good(folder)
@@ -185,36 +186,36 @@ def test_missing_keys_are_named(tmp_path, state):
         ("versions", {"torch": 2.14}),
     ],
 )  # fmt: skip
-def test_a_value_of_another_kind_is_refused_in_a_line_that_names_it(tmp_path, state, place, value):
+def test_a_value_of_a_wrong_type_is_refused_in_a_line_that_names_it(tmp_path, state, place, value):
     path = tmp_path / "step-000000008.pt"
     path.write_bytes(encode(_with_value(state, place.split("."), value)))
-    with pytest.raises(CheckpointError, match=f"is no checkpoint .*{place.split('.')[0]}") as raised:
+    with pytest.raises(CheckpointError, match=f"is not a checkpoint .*{place.split('.')[0]}") as raised:
         newest_good(tmp_path)
     assert "\n" not in str(raised.value) and raised.value.exit_status == 4
 
 
-def test_one_that_somebody_made_moves_nothing(tiny, alone, tmp_path):
+def test_a_forged_checkpoint_is_refused_before_anything_moves(tiny, alone, tmp_path):
     Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
     newest = list_checkpoints(tmp_path / "checkpoints")[0]
     newest.write_bytes(encode(read_checkpoint(newest) | {"best": "the best"}))
     before = _contents(tmp_path)
     for resume in ("auto", str(newest)):
-        with pytest.raises(CheckpointError, match=r"no checkpoint of this program: best: "):
+        with pytest.raises(CheckpointError, match=r"not a checkpoint of this program: best: "):
             Trainer(tiny(), alone, tmp_path, "tiny", resume).train()
     assert _contents(tmp_path) == before
 
 
-def test_a_pipe_under_a_checkpoints_name_is_passed_over(tiny, alone, tmp_path):
-    """Opening one to read it would wait for a writer, for ever."""
+def test_a_pipe_with_a_checkpoints_name_is_skipped(tiny, alone, tmp_path):
+    """Opening it would wait forever for a writer."""
     Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
     own = tmp_path / "checkpoints"
     (own / "best.pt").unlink()
     os.mkfifo(own / "best.pt")
     os.mkfifo(own / "step-000000999.pt")
     Trainer(tiny(max_epochs=2), alone, tmp_path, "tiny", str(tmp_path)).train()
-    told = (tmp_path / "train.log").read_text(encoding="utf-8")
-    assert f"Passed over: {own / 'step-000000999.pt'}: cannot be read: not a regular file" in told
-    assert f"Passed over: {own / 'best.pt'}: cannot be read: not a regular file" in told
+    log = (tmp_path / "train.log").read_text(encoding="utf-8")
+    assert f"Skipped: {own / 'step-000000999.pt'}: cannot be read: not a regular file" in log
+    assert f"Skipped: {own / 'best.pt'}: cannot be read: not a regular file" in log
     assert read_checkpoint(own / "best.pt")["epoch"] == 2
 
 
@@ -242,7 +243,7 @@ def test_another_networks_weights_are_refused_by_name(tiny, alone, tmp_path):
     assert _contents(tmp_path) == before
 
 
-def test_what_may_change_is_told_and_used(tiny, alone, tmp_path):
+def test_what_may_change_is_logged_and_used(tiny, alone, tmp_path):
     Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
     trainer = Trainer(tiny(lr=0.05), alone, tmp_path, "tiny", str(tmp_path))
     trainer.train()
@@ -258,32 +259,35 @@ class _Bomb:
         return (Path.touch, (self.path,))
 
 
-def test_a_pickle_that_would_run_something_is_not_run(tmp_path, state):
-    """With the right digest: whoever can write the file can write that too."""
+def test_a_pickle_that_would_run_code_is_not_run(tmp_path, state):
+    """It has the right digest, as whoever can write the file can compute it."""
     path = tmp_path / "step-000000001.pt"
     path.write_bytes(encode(state | {"best": _Bomb(tmp_path / "sprung")}))
-    with pytest.raises(CheckpointError, match="is no checkpoint of this program"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint of this program"):
         read_checkpoint(path)
     assert not (tmp_path / "sprung").exists()
     torch.load(path, weights_only=False)
-    assert (tmp_path / "sprung").exists()  # the trap would have sprung
+    assert (tmp_path / "sprung").exists()  # the pickle does run code
 
 
-def test_random_states_come_back(state):
+def test_random_states_are_restored(state):
+    def sample():
+        return [(random.random(), np.random.rand(), np.random.randn(), torch.rand(()).item()) for _ in range(2)]
+
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
     saved = torch.load(io.BytesIO(encode({"random": seeds.random_state()})), weights_only=True)["random"]
-    drawn = [(random.random(), np.random.rand(), np.random.randn(), torch.rand(()).item()) for _ in range(2)]
+    samples = sample()
     seeds.restore_random_state(saved)
-    assert [(random.random(), np.random.rand(), np.random.randn(), torch.rand(()).item()) for _ in range(2)] == drawn
+    assert sample() == samples
 
 
 def test_random_states_start_no_cuda_on_a_machine_with_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: pytest.fail("would start CUDA"))
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: pytest.fail("would start CUDA later"))
-    drawn = seeds.random_state()
-    assert drawn["cuda"] is None
-    seeds.restore_random_state(drawn | {"cuda": torch.zeros(16, dtype=torch.uint8)})
+    saved = seeds.random_state()
+    assert saved["cuda"] is None
+    seeds.restore_random_state(saved | {"cuda": torch.zeros(16, dtype=torch.uint8)})
 
 
 def test_every_rank_and_step_draws_from_a_seed_of_its_own():
@@ -294,7 +298,7 @@ def test_every_rank_and_step_draws_from_a_seed_of_its_own():
 # ---- writing
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_old_file_only(tmp_path, monkeypatch):
     path = tmp_path / "file"
     checkpoint.write_atomically(path, b"old")
     monkeypatch.setattr(os, "fsync", _no_space)
@@ -308,7 +312,7 @@ def _no_space(_descriptor):
 
 
 def _run_on_own_disk(folder, size, script):
-    """The ended process of a Python script, for which `folder` is a disk of this size."""
+    """Run a Python script to its end, with `folder` mounted as a disk of this size."""
     mount = f'mount -t tmpfs -o size={size} none "{folder}" && exec "{sys.executable}" -c "$0"'
     command = ["unshare", "--mount", "sh", "-c", mount, script]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -319,7 +323,6 @@ def _run_on_own_disk(folder, size, script):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a disk")
 def test_a_disk_that_becomes_read_only_in_mid_run(tmp_path, tiny):
-    """As a failing disk or a file server does; the run says so, and its last checkpoint is good."""
     script = f"""
 import subprocess, torch
 from pathlib import Path
@@ -353,7 +356,7 @@ print(newest_good(folder / "run/checkpoints")[1]["epoch"])
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
 @pytest.mark.parametrize("background", [False, True])
 def test_a_really_full_disk(tmp_path, state, background):
-    """4 MB hold the first checkpoint and not the next: it stays, whole, and nothing half-written is beside it."""
+    """4 MB hold the first checkpoint but not the next: the first stays intact, and no partial file is left."""
     script = f"""
 import torch
 from pathlib import Path
@@ -382,7 +385,7 @@ print(newest_good(folder)[0].name, sorted(path.name for path in folder.iterdir()
 
 @pytest.mark.parametrize(
     ("bad", "cause"),
-    [("weight", "its update did it, at"), ("bn.running_var", "all are BatchNorm's statistics, .* too large, at")],
+    [("weight", "the update caused it, at"), ("bn.running_var", "its inputs grew too large, .* statistics, at")],
 )
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, state, bad, cause):
     writer = Writer(tmp_path, keep=2, background=False)
@@ -397,7 +400,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, state, bad, cause
 
 @pytest.fixture
 def slow_disk(monkeypatch):
-    """Writes wait for `release`; `started` tells that one is under way."""
+    """(started, release): every write sets `started` and waits for `release`."""
     started, release = threading.Event(), threading.Event()
     really = checkpoint.write_atomically
 
@@ -410,7 +413,7 @@ def slow_disk(monkeypatch):
     return started, release
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, state, slow_disk):
+def test_training_continues_while_a_checkpoint_is_written(tmp_path, state, slow_disk):
     started, release = slow_disk
     writer = Writer(tmp_path, keep=2, background=True)
     weight = torch.zeros(2)
@@ -423,13 +426,13 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, state, slow_di
     release.set()
     writer.wait()
     written = {path.name: read_checkpoint(path)["model"]["weight"].tolist() for path in tmp_path.iterdir()}
-    # step 2 waited and gave its place to step 3; as the best one it was written all the same
+    # step 3 replaced the waiting step 2, which was still written as the best one
     assert written == {
         "step-000000001.pt": [1.0, 1.0], "step-000000003.pt": [3.0, 3.0], "best.pt": [2.0, 2.0],
     }  # fmt: skip
 
 
-def test_training_does_not_wait_for_what_is_flushed_before(tmp_path, state):
+def test_training_does_not_wait_for_the_flush_before_a_write(tmp_path, state):
     release = threading.Event()
     writer = Writer(tmp_path, keep=2, background=True, before=lambda: release.wait(60) or pytest.fail("never released"))
     writer.save(state, is_best=False)
@@ -440,7 +443,7 @@ def test_training_does_not_wait_for_what_is_flushed_before(tmp_path, state):
 
 
 def test_after_a_power_cut_the_records_reach_to_the_checkpoint(tiny, alone, tmp_path, monkeypatch):
-    """Of a file is then there what had been brought to the disk."""
+    """A power cut keeps of a file only what was synced to the disk."""
     metrics, durable, found = tmp_path / "metrics.jsonl", {}, []
     really = os.fsync
 
@@ -460,7 +463,7 @@ def test_after_a_power_cut_the_records_reach_to_the_checkpoint(tiny, alone, tmp_
 
 
 def test_a_kill_between_the_two_writes_loses_no_best_weights(tiny, alone, tmp_path, monkeypatch):
-    """Else the run would be finished, and its best weights never written."""
+    """Otherwise the run would count as finished without its best weights."""
     really = checkpoint.write_atomically
 
     def write_and_die(path, content):
@@ -518,7 +521,7 @@ def test_the_last_state_is_written_when_training_fails(tmp_path, state, slow_dis
     assert {path.name for path in tmp_path.iterdir()} == {"step-000000008.pt", "best.pt"}
 
 
-def test_what_a_killed_writer_left_is_removed(tiny, alone, tmp_path):
+def test_temporary_files_of_a_killed_writer_are_removed(tiny, alone, tmp_path):
     Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
     leftover = tmp_path / "checkpoints" / ".step-000000008.pt.123.tmp"
     leftover.write_bytes(b"half")
@@ -561,7 +564,7 @@ def test_loader_workers_of_a_killed_run_do_not_hold_its_folder(tmp_path):
     worker.start()
     assert ready.wait(60)
     with pytest.raises(ConfigError, match="another run is writing here"):
-        run_folder.lock_folder(tmp_path / "run")  # the worker does not give it away either
+        run_folder.lock_folder(tmp_path / "run")  # and the worker's copy does not release it
     lock.close()
     run_folder.lock_folder(tmp_path / "run").close()
     enough.set()
@@ -569,7 +572,7 @@ def test_loader_workers_of_a_killed_run_do_not_hold_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["checkpoints/best.pt", "deep/best.pt"])
-def test_a_checkpoint_within_the_run_that_is_moved_aside_can_be_gone_on_from(tiny, alone, tmp_path, name):
+def test_a_run_can_resume_from_a_checkpoint_in_the_folder_that_is_moved_aside(tiny, alone, tmp_path, name):
     folder = tmp_path / "run"
     Trainer(tiny(max_epochs=1), alone, folder, "tiny", "auto").train()
     (folder / name).parent.mkdir(exist_ok=True)
@@ -580,7 +583,7 @@ def test_a_checkpoint_within_the_run_that_is_moved_aside_can_be_gone_on_from(tin
     assert trainer.progress.epoch == 2 and len(list_checkpoints(folder / "checkpoints")) == 2
 
 
-def test_a_checkpoint_under_the_name_of_a_later_step_is_gone_on_from(tiny, alone, tmp_path):
+def test_a_run_can_resume_from_a_checkpoint_with_the_name_of_a_later_step(tiny, alone, tmp_path):
     own = tmp_path / "checkpoints"
     Trainer(tiny(max_epochs=2, keep_checkpoints=2), alone, tmp_path, "tiny", "auto").train()
     shutil.copy(own / "step-000000004.pt", own / "step-000000099.pt")
@@ -590,7 +593,7 @@ def test_a_checkpoint_under_the_name_of_a_later_step_is_gone_on_from(tiny, alone
     assert trainer.progress.epoch == 3 and list_checkpoints(own)[0].name == "step-000000012.pt"
 
 
-def test_another_runs_checkpoint_among_the_own_ones_replaces_none(tiny, alone, tmp_path):
+def test_another_runs_checkpoint_of_the_same_step_overwrites_none(tiny, alone, tmp_path):
     for name, workers in (("run", 0), ("other", 1)):
         config = tiny(max_epochs=1, num_data_workers=workers)
         Trainer(config, alone, tmp_path / name, "tiny", "auto").train()
@@ -601,7 +604,7 @@ def test_another_runs_checkpoint_among_the_own_ones_replaces_none(tiny, alone, t
     assert (own / "step-000000004.pt.superseded").read_bytes() == before
 
 
-def test_a_link_in_the_run_to_a_checkpoint_elsewhere_can_be_gone_on_from(tiny, alone, tmp_path):
+def test_a_run_can_resume_from_a_link_in_its_folder(tiny, alone, tmp_path):
     for name in ("run", "other"):
         Trainer(tiny(max_epochs=1), alone, tmp_path / name, "tiny", "auto").train()
     (tmp_path / "run/kept.pt").symlink_to(tmp_path / "other/checkpoints/best.pt")
@@ -610,17 +613,17 @@ def test_a_link_in_the_run_to_a_checkpoint_elsewhere_can_be_gone_on_from(tiny, a
     assert trainer.progress.epoch == 2 and (tmp_path / "run.1").exists()
 
 
-def test_a_start_that_is_lost_while_it_goes_back_loses_nothing(tiny, alone, tmp_path, monkeypatch):
-    """It goes back to step 4 of 12, which moves two checkpoints and cuts the records, and ends before one of these."""
+def test_a_start_killed_while_it_goes_back_loses_nothing(tiny, alone, tmp_path, monkeypatch):
+    """Going back to step 4 of 12 moves two checkpoints and cuts the records; a kill comes before one of these."""
     config, whole = tiny(max_epochs=3, keep_checkpoints=9), tmp_path / "whole"
     Trainer(config, alone, whole, "tiny", "auto").train()
     for event in (1, 2, 3):
         folder = shutil.copytree(whole, tmp_path / f"run-{event}")
         command = str(folder / "checkpoints/step-000000004.pt")
         with monkeypatch.context() as patch:
-            left = iter(range(1, event))
+            remaining = iter(range(1, event))
             for function in ("_set_aside", "_cut_records"):
-                patch.setattr(run_folder, function, _until_none_is(left, getattr(run_folder, function)))
+                patch.setattr(run_folder, function, _interrupted_after(remaining, getattr(run_folder, function)))
             with pytest.raises(KeyboardInterrupt):
                 Trainer(config, alone, folder, "tiny", command).train()
         steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -630,17 +633,19 @@ def test_a_start_that_is_lost_while_it_goes_back_loses_nothing(tiny, alone, tmp_
         assert all(torch.equal(value, states[1]["model"][name]) for name, value in states[0]["model"].items()), event
 
 
-def _until_none_is(left, function):
-    def lost_after_that(*arguments):
-        if next(left, None) is None:
+def _interrupted_after(remaining, function):
+    """Replace `function` by one that raises KeyboardInterrupt once the iterator `remaining` is exhausted."""
+
+    def call_or_interrupt(*arguments):
+        if next(remaining, None) is None:
             raise KeyboardInterrupt
         return function(*arguments)
 
-    return lost_after_that
+    return call_or_interrupt
 
 
 def _with_value(state, place, value):
-    """A copy of nested tables and lists with `value` at `place`."""
+    """Return a copy of nested tables and lists with `value` at `place`."""
     if not place:
         return value
     if isinstance(state, list):
@@ -648,7 +653,7 @@ def _with_value(state, place, value):
     return state | {place[0]: _with_value(state.get(place[0]), place[1:], value)}
 
 
-def test_damaged_lines_of_the_metrics_do_not_keep_a_run_from_going_on(tiny, alone, tmp_path):
+def test_damaged_lines_of_the_metrics_do_not_prevent_resuming(tiny, alone, tmp_path):
     Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes() + b"[" * 100_000 + b"\n" + b'\xff\xfe{"kind')
@@ -658,14 +663,14 @@ def test_damaged_lines_of_the_metrics_do_not_keep_a_run_from_going_on(tiny, alon
 
 def test_a_folder_that_cannot_be_used_is_named(tiny, alone, tmp_path):
     Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
-    (tmp_path / "checkpoints/.step.tmp").mkdir()  # of all things that a start has to change, one that it cannot
+    (tmp_path / "checkpoints/.step.tmp").mkdir()  # a start removes temporary files, but cannot remove a folder
     with pytest.raises(ExpectedError, match=r"\.step\.tmp: cannot be used: "):
         Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
 
 
-def test_the_lock_of_a_folder_that_is_moved_aside_is_not_that_of_the_new_one(tmp_path, monkeypatch):
-    """Between a second starter's opening of the lock and its taking, the first moves the folder aside, begins anew and
-    gives the old lock away."""
+def test_the_lock_of_a_folder_that_is_moved_aside_does_not_lock_the_new_one(tmp_path, monkeypatch):
+    """After the second process has opened the lock file and before it locks it, the first one moves the folder aside,
+    starts again and releases the old lock."""
     really, held = fcntl.flock, []
 
     def meanwhile(file, operation):
@@ -707,10 +712,3 @@ def _contents(folder):
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != "train.log"
     }
-
-
-def test_the_archive_comment_is_the_digest_of_what_stands_before_it(state):
-    content = encode(state)
-    head, comment = content[:-71], content[-71:]
-    assert comment == b"sha256:" + sha256(head).hexdigest().encode()
-    assert head[-2:] == struct.pack("<H", 71)

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in vain end with one message: who did not come to which collective."""
+"""Ranks that hang in collectives end with one message that names the rank and the collective it did not call."""
 
 import json
 import os
@@ -24,19 +24,19 @@ LIMIT = 4.0  # seconds, instead of `collective_timeout_seconds`, which stays lon
 
 
 def never_begin(world: World) -> None:
-    """No collective has ended when rank 1 stays away."""
+    """Rank 1 misses the first collective."""
     skip_a_sum(world)
 
 
 def skip_a_sum(world: World) -> None:
-    """Rank 1 stays in something else for good."""
+    """Rank 1 does something else forever."""
     if world.rank == 1:
         time.sleep(100)
     world.sum(torch.ones(55))
 
 
 def swap_two(world: World) -> None:
-    """Rank 2 does two things in the other order."""
+    """Rank 2 calls two collectives in the other order."""
     actions = [lambda: world.sum(torch.ones(3)), world.barrier]
     for action in reversed(actions) if world.rank == 2 else actions:
         action()
@@ -50,7 +50,7 @@ def stop_a_rank(world: World) -> None:
 
 
 def run(name: str, folder: Path) -> int:
-    """One rank."""
+    """Run one rank."""
     utils.distributed.rendezvous.GRACE_SECONDS = 0.5
     for module in utils.distributed.health.heartbeat, utils.distributed.health.hangs:
         module.SHORTEST_SECONDS = LIMIT  # type: ignore[attr-defined]
@@ -88,7 +88,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_rank_and_the_collective_are_named(tmp_path: Path, name: str) -> None:
-    """Once, and every rank's last collectives are written down."""
+    """In one message; every rank's last collectives are written to a file."""
     port, folder = free_port(), tmp_path / "run"
     folder.mkdir()
     job = Job(tmp_path, run, (name, folder), [torchrun_variables(rank, 3, port) for rank in range(3)])
@@ -119,7 +119,7 @@ def test_explanations() -> None:
     done = [call(1, ended=True), call(2, ended=True)]
     assert explain_hang({0: record(*done), 1: record(*done)}, 2, False) == ""
     assert explain_hang({0: record(), 1: record()}, 2, True) == ""
-    # two ranks have not come; a third has begun more, as asynchronous ones may
+    # two ranks have not come; another one has begun a later collective, asynchronously
     late = {0: record(*done, call(3), call(4)), 1: record(*done), 2: record(*done), 3: record(*done, call(3))}
     assert explain_hang(late, 4, False) == (
         "ranks 1, 2 did not come to all_reduce number 3 (4 values), in which ranks 0, 3 wait"
@@ -127,12 +127,13 @@ def test_explanations() -> None:
     # all are there, and nothing comes through
     same = {0: record(*done, call(3)), 1: record(*done, call(3))}
     assert (
-        explain_hang(same, 2, False) == "all ranks wait in all_reduce number 3 (4 values): see the network between them"
+        explain_hang(same, 2, False)
+        == "all ranks wait in all_reduce number 3 (4 values): check the network between them"
     )
     # what ranks gather may differ in size
     gathers = {rank: record(call(1, 5 + rank, "all_gather", ended=True)) for rank in range(2)}
     assert explain_hang(gathers, 2, False) == ""
-    # of two backends, the one that hangs
+    # two backends, of which one hangs
     gloo = call(9, ended=True, backend="gloo")
     both = {0: record(gloo, *done, call(3)), 1: record(gloo, *done)}
     assert explain_hang(both, 2, False).startswith("rank 1 did not come to all_reduce number 3")

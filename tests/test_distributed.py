@@ -507,7 +507,7 @@ def test_a_rank_is_pinned_to_the_usable_cores_near_its_gpu(monkeypatch: pytest.M
     try:
         assert pin_near_gpu(world) == ["rank 1 is pinned to the 1 cores nearest GPU 0000:3b:00.0"]
         assert os.sched_getaffinity(0) == {core}
-        assert "near GPU 0000:af:00.0; left as is" in pin_near_gpu(world)[0]
+        assert "near GPU 0000:af:00.0; processes are not pinned" in pin_near_gpu(world)[0]
         assert os.sched_getaffinity(0) == {core}
     finally:
         os.sched_setaffinity(0, usable)

@@ -213,7 +213,7 @@ def test_paths_that_are_not_a_run_or_checkpoint(tmp_path, run, capsys):
     status, message = refused(capsys, tmp_path)
     assert status == 4 and "holds no checkpoints" in message
     status, message = refused(capsys, run / "metrics.jsonl")
-    assert status == 4 and "is damaged or no checkpoint of this program" in message
+    assert status == 4 and "is damaged or not a checkpoint of this program" in message
     (tmp_path / "checkpoints").mkdir()
     status, message = refused(capsys, tmp_path)
     assert status == 4 and "holds no checkpoint of a step" in message

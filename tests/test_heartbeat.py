@@ -1,5 +1,4 @@
-"""A rank that is killed, stopped or cut off ends the others, also those that wait in a call that never returns; a slow
-one does not."""
+"""A killed, stopped or isolated rank ends the others, even in a call that never returns; a slow rank does not."""
 
 import ctypes
 import os
@@ -22,26 +21,25 @@ from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 
 LIMIT = 4.0  # seconds of silence, instead of `collective_timeout_seconds`, which stays long
-RUN_SECONDS = 200  # that the main threads would wait
+RUN_SECONDS = 200  # for which the main threads would wait
 
 
-def shorten() -> None:
-    """In a rank's process."""
+def shorten_timeouts() -> None:
     utils.distributed.rendezvous.GRACE_SECONDS = 0.5
     utils.distributed.health.heartbeat.SHORTEST_SECONDS = LIMIT
     utils.distributed.ranks.Heartbeat = lambda store, launch, limit, leave: Heartbeat(store, launch, LIMIT, leave)  # type: ignore[assignment, misc]
 
 
 def lose_a_rank(rank: int, number: int) -> int:
-    """One rank gets a signal that it cannot answer; the main threads of all others are where no signal reaches them."""
-    shorten()
+    """One rank is killed or stopped while the main threads of all others wait in a C function."""
+    shorten_timeouts()
 
     def action(world: World) -> None:
         world.barrier()
         if world.rank == rank:
             print(os.getpid(), flush=True)
             os.kill(os.getpid(), number)
-        # as a read from a GPU, but for the signals, which would cut a sleep short
+        # like a read from a GPU; in a loop, as signals interrupt usleep
         library, until = ctypes.CDLL(None), time.monotonic() + RUN_SECONDS
         while time.monotonic() < until:
             library.usleep(100_000_000)
@@ -49,9 +47,9 @@ def lose_a_rank(rank: int, number: int) -> int:
     return run_ranks(action, "cpu", 60, 600)
 
 
-def stop_and_go_on() -> int:
+def stop_and_continue() -> int:
     """Rank 1 is stopped for half of the limit, then both are slow for twice the limit: busy, and in one long call."""
-    shorten()
+    shorten_timeouts()
 
     def action(world: World) -> None:
         world.barrier()
@@ -71,7 +69,7 @@ def stop_and_go_on() -> int:
 
 
 def wait_for_the_others(job: Job, lost: int) -> list[Ended]:
-    """How the others ended; the lost rank may be stopped, and is killed after them."""
+    """Return how the others ended; then kill the lost rank, which may be stopped."""
     for number, process in enumerate(job.processes):
         if number != lost:
             process.wait(RUN_SECONDS / 2)
@@ -85,7 +83,7 @@ def wait_for_the_others(job: Job, lost: int) -> list[Ended]:
     [(0, signal.SIGKILL, False), (0, signal.SIGSTOP, False), (0, signal.SIGKILL, True), (1, signal.SIGSTOP, False)],
 )
 def test_a_lost_rank_ends_all_others(tmp_path: Path, lost: int, number: int, agent_store: bool) -> None:
-    """With rank 0, the store may be lost too, or be torchrun's and go on."""
+    """The store is lost with rank 0, unless torchrun serves it."""
     store = dist.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     port = store.port if agent_store else free_port()
     others = {"TORCHELASTIC_USE_AGENT_STORE": "True"} if agent_store else {}
@@ -103,14 +101,14 @@ def test_a_lost_rank_ends_all_others(tmp_path: Path, lost: int, number: int, age
     assert re.search(silent, line), line
 
 
-def test_a_slow_rank_is_not_lost_nor_one_that_goes_on(tmp_path: Path) -> None:
+def test_a_slow_rank_is_not_lost_nor_one_that_continues(tmp_path: Path) -> None:
     port = free_port()
-    job = Job(tmp_path, stop_and_go_on, (), [torchrun_variables(rank, 2, port) for rank in range(2)])
+    job = Job(tmp_path, stop_and_continue, (), [torchrun_variables(rank, 2, port) for rank in range(2)])
     assert [(process.status, process.errors) for process in job.wait(120)] == [(0, "")] * 2
 
 
-def test_silence_is_counted_in_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by the clock, which goes on while a process is stopped."""
+def test_silence_is_counted_in_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the clock, which continues while a process is stopped."""
     clock = iter(range(0, 10**9, 10**6))
     monkeypatch.setattr(time, "time", lambda: next(clock))
     silence = Silence()
@@ -121,16 +119,14 @@ def test_silence_is_counted_in_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not silence.lasts(100)
 
 
-def test_several_lost_ranks_are_told_in_one_message() -> None:
-    """Also one that never said where it is."""
-    store, told = dist.HashStore(), []
+def test_several_lost_ranks_are_named_in_one_message() -> None:
+    """Also one that has not written its host."""
+    store = dist.HashStore()
     store.set("beat/place/1", '["gpu07", 11]')
     store.set("beat/place/2", '["gpu07", 12]')
     heartbeat = Heartbeat.__new__(Heartbeat)
     heartbeat._store, heartbeat._limit, heartbeat._launch = store, 600, Launch(0, 4)
-    for ranks in ([1], [1, 2], [1, 2, 3]):
-        told.append(heartbeat._describe(ranks))
-    assert told == [
+    assert [heartbeat._describe(ranks) for ranks in ([1], [1, 2], [1, 2, 3])] == [
         "rank 1 (process 11 on gpu07)",
         "ranks 1, 2 (on gpu07)",
         "ranks 1-3 (on an unknown host, gpu07)",

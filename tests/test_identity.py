@@ -1,4 +1,4 @@
-"""A run is its configuration: what goes on by itself, what is refused and with which ways on, and what is kept."""
+"""Which changes of settings a run may resume with, and the remedies named if it may not; names from Slurm's jobs."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ from tests.test_train import records, run
 from utils.config import load_config
 from utils.config.command_line import Arguments, parse_arguments
 from utils.errors import ConfigError, Stopped
-from utils.run.identity import name_beside
+from utils.run.checkpoint.fit import suggest_folder
 
 CHANGES = {"lr": 0.3, "weight_decay": 0.1}
 SHOWN = "lr=0.1 -> 0.3, weight_decay=0.0005 -> 0.1"
@@ -29,9 +29,8 @@ def contents(folder):
 
 
 @pytest.mark.parametrize("epochs", [1, 2], ids=["stopped", "finished"])
-def test_a_run_with_other_values_is_not_gone_on_with(tiny, alone, tmp_path, capsys, epochs):
-    """Whether it has an epoch left or none: nothing of it changes, and the message names keys and ways on; of a
-    finished one no way that would train nothing."""
+def test_a_run_with_other_settings_is_not_resumed(tiny, alone, tmp_path, capsys, epochs):
+    """Its folder stays unchanged. The message suggests to resume it only if an epoch is left."""
     folder = tmp_path / "run"
     run(tiny(max_epochs=2), alone, folder)
     for path in sorted((folder / "checkpoints").glob("step-*.pt"))[epochs:]:
@@ -39,44 +38,42 @@ def test_a_run_with_other_values_is_not_gone_on_with(tiny, alone, tmp_path, caps
     before = contents(folder)
     capsys.readouterr()
     assert train.main(Arguments(tiny(max_epochs=2, **CHANGES), "tiny", folder, "auto", dry_run=False)) == 2
-    said = capsys.readouterr().err
-    going_on = f"or --resume {folder} to go on from its last checkpoint with the new values; " if epochs == 1 else ""
-    assert said.splitlines() == [
-        f"error: {folder}: holds a run with other values, which goes on with them only: {SHOWN}",
-        f"add to the command: --run-dir {folder}-lr0.3-weight_decay0.1 for a run of its own; {going_on}"
-        "or --resume never to move it aside and begin anew",
+    resume = f"or --resume {folder} to continue from its last checkpoint with the new values; " if epochs == 1 else ""
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: {folder}: holds a run with other settings: {SHOWN}",
+        f"add to the command: --run-dir {folder}-lr0.3-weight_decay0.1 for a separate run; {resume}"
+        "or --resume never to move it aside and start again",
     ]
     assert contents(folder) == before
 
 
-def test_each_way_on_that_is_named_leads_on(tiny, alone, tmp_path):
+def test_each_suggested_remedy_works(tiny, alone, tmp_path):
     folder = tmp_path / "run"
     run(tiny(max_epochs=1), alone, folder)
     config = tiny(max_epochs=2, lr=0.3)
-    ways = re.findall(r"(--run-dir|--resume) (\S+)", refusal(config, alone, folder))
-    assert [option for option, _ in ways] == ["--run-dir", "--resume", "--resume"]
-    beside, source, never = (value for _, value in ways)
-    assert len(records(Path(run(config, alone, Path(beside)).folder), "epoch")) == 2
+    remedies = re.findall(r"(--run-dir|--resume) (\S+)", refusal(config, alone, folder))
+    assert [option for option, _ in remedies] == ["--run-dir", "--resume", "--resume"]
+    separate, source, never = (value for _, value in remedies)
+    assert len(records(Path(run(config, alone, Path(separate)).folder), "epoch")) == 2
     run(config, alone, folder, resume=source)
     assert [row["kind"] for row in (*records(folder, "start"), *records(folder, "resume"))] == ["start", "resume"]
-    assert run(config, alone, folder).progress.epoch == 2  # from here on it is a run with these values
+    assert run(config, alone, folder).progress.epoch == 2  # from here on it is a run with these settings
     run(config, alone, folder, resume=never)
     assert (tmp_path / "run.1").exists() and len(records(folder, "epoch")) == 2
 
 
-def test_keys_that_change_the_training(tiny, alone, tmp_path):
+def test_training_settings_may_not_change(tiny, alone, tmp_path):
     epochs = {"max_epochs": 2, "limit_train_batches": 1}
     run(tiny(**epochs), alone, tmp_path)
     max((tmp_path / "checkpoints").glob("step-*.pt")).unlink()  # an epoch is left
     for key, value in {"fused_optimizer": True, "max_epochs": 3, "ema_decay": 0.9, "seed": 1}.items():
-        told = refusal(tiny(**epochs | {key: value}), alone, tmp_path)
-        assert f"which goes on with them only: {key}=" in told
-        # another seed would be another order of the images that the checkpoint is in the middle of
-        assert (f"--resume {tmp_path} " in told) == (key != "seed")
+        message = refusal(tiny(**epochs | {key: value}), alone, tmp_path)
+        assert f"holds a run with other settings: {key}=" in message
+        # with another seed the checkpoint would be in the middle of another order of the images
+        assert (f"--resume {tmp_path} " in message) == (key != "seed")
 
 
-def test_keys_that_change_nothing_go_on_and_every_configuration_is_kept(tiny, alone, tmp_path):
-    """Compared with `diff config.yaml.1 config.yaml`."""
+def test_other_settings_may_change_and_every_configuration_is_kept(tiny, alone, tmp_path):
     starts = [
         tiny(max_epochs=3, log_freq=1),
         tiny(max_epochs=3, log_freq=3, num_data_workers=1, checkpoint_every_steps=2, log_to_screen=False),
@@ -103,23 +100,6 @@ def test_a_start_with_the_same_values_adds_no_file(tiny, alone, tmp_path):
     assert [path.name for path in tmp_path.glob("config*")] == ["config.yaml"]
 
 
-def test_a_key_that_is_younger_than_the_checkpoint_had_its_default(tiny, alone, tmp_path, monkeypatch):
-    older = type(tiny()).model_dump
-
-    def without_label_smoothing(self, **options):
-        return {key: value for key, value in older(self, **options).items() if key != "label_smoothing"}
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(tiny()), "model_dump", without_label_smoothing)
-        config = tiny(max_epochs=1)
-        trainer = train.Trainer(config, alone, tmp_path, "tiny", "auto")
-        trainer.log.log_end = lambda *_: None
-        trainer.train()
-    run(tiny(max_epochs=1), alone, tmp_path)
-    with pytest.raises(ConfigError, match=r"label_smoothing=0\.0 -> 0\.1"):
-        run(tiny(max_epochs=1, label_smoothing=0.1), alone, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
@@ -130,12 +110,12 @@ def test_a_key_that_is_younger_than_the_checkpoint_had_its_default(tiny, alone, 
         ({"lr_milestones": [3, 5]}, "bs256-lr_milestones-3-5"),
     ],
 )
-def test_the_folder_beside_tells_the_difference(changes, name):
-    assert name_beside(Path("expts/bs256"), changes) == Path("expts", name)
+def test_the_suggested_folder_names_the_changes(changes, name):
+    assert suggest_folder(Path("expts/bs256"), changes) == Path("expts", name)
 
 
 def test_many_differences_get_a_short_name():
-    names = {name_beside(Path("x"), {f"key_number_{n}": n for n in range(last)}).name for last in (8, 9)}
+    names = {suggest_folder(Path("x"), {f"key_number_{n}": n for n in range(last)}).name for last in (8, 9)}
     assert len(names) == 2 and all(re.fullmatch(r"x-[0-9a-f]{8}", name) for name in names)
 
 
@@ -144,7 +124,7 @@ def test_many_differences_get_a_short_name():
 ARRAY = {"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
 
 
-def test_an_array_of_jobs_has_a_folder_and_values_for_each(monkeypatch, tmp_path):
+def test_each_job_of_an_array_has_its_own_folder_and_settings(monkeypatch, tmp_path):
     for name, value in ARRAY.items():
         monkeypatch.setenv(name, value)
     own = tmp_path / "own.yaml"
@@ -161,16 +141,16 @@ def test_an_array_of_jobs_has_a_folder_and_values_for_each(monkeypatch, tmp_path
     [
         (
             ["--run-dir=expts/x-%a"],
-            "--run-dir expts/x-%a: %a is the index in an array of jobs of Slurm (sbatch --array",
+            "--run-dir expts/x-%a: %a is the index in a Slurm job array (sbatch --array",
         ),
-        (["--run-dir=expts/x-%j"], "--run-dir expts/x-%j: %j is the number of a job of Slurm, but SLURM_JOB_ID is not"),
-        (["--set=seed=%a"], "--set seed=%a: %a is the index in an array of jobs"),
+        (["--run-dir=expts/x-%j"], "--run-dir expts/x-%j: %j is the number of a Slurm job, but SLURM_JOB_ID is not"),
+        (["--set=seed=%a"], "--set seed=%a: %a is the index in a Slurm job array"),
         (["--run-dir=x-%x"], "--run-dir x-%x: %x is not known; allowed: %a, %A, %j, %% for %"),
         (["--run-dir=50%"], "--run-dir 50%: % is not known"),
     ],
     ids=lambda part: part[0] if isinstance(part, list) else "",
 )
-def test_outside_of_an_array_it_is_refused(refused, monkeypatch, arguments, message):
+def test_outside_of_an_array_placeholders_are_refused(refused, monkeypatch, arguments, message):
     for name in ARRAY:
         monkeypatch.delenv(name, raising=False)
     assert message in refused(*arguments)

@@ -435,7 +435,7 @@ def test_a_stranger_at_the_port_is_not_waited_for_without_end(tmp_path: Path, an
         server.shutdown(socket.SHUT_RDWR)
     assert ended.status == 1
     first, second = complaints([ended])
-    assert f"error: rank 1: 127.0.0.1:{port} is open, but it is not rank 0 of this run that answers there" in first
+    assert f"error: rank 1: 127.0.0.1:{port} is open, but rank 0 of this run does not answer there" in first
     assert second == "set MASTER_PORT to a free one in every process"
 
 

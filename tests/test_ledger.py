@@ -1,4 +1,4 @@
-"""utils/timing/clock.py and tools/shared/ledger.py: where the time of a run went, over all of its starts."""
+"""The clock of a run, and the ledger: how a run spent its time, over all of its starts."""
 
 import json
 import time
@@ -23,7 +23,7 @@ from utils.timing.clock import ACTIVITIES, LOOP, Clock, process_age
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Time stands still until a test moves it: now.seconds += 1."""
+    """A clock that only the test advances: now.seconds += 1."""
     now = SimpleNamespace(seconds=1000.0)
     monkeypatch.setattr("utils.timing.clock.time", SimpleNamespace(perf_counter=lambda: now.seconds))
     return now
@@ -48,7 +48,7 @@ def test_all_time_belongs_to_one_activity(now: SimpleNamespace) -> None:
 
 def test_steps_up_to_the_last_of_an_earlier_start_are_replays(now: SimpleNamespace) -> None:
     clock = Clock()
-    clock.go_on(4, reached=7)
+    clock.resume(4, reached=7)
     now.seconds += 3
     clock.switch("train")
     for step in range(5, 10):
@@ -61,14 +61,14 @@ def test_steps_up_to_the_last_of_an_earlier_start_are_replays(now: SimpleNamespa
 
 
 def write(folder: Path, *records: dict[str, Any]) -> Path:
-    """A run folder with this metrics.jsonl."""
+    """Write a run folder with this metrics.jsonl."""
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 
 
 def begin(began: float, step: int = 0) -> dict[str, Any]:
-    """The record of a start that took four seconds to come so far."""
+    """Return the record of a start after four seconds."""
     return {"kind": "resume" if step else "start", "step": step, "time": began + 4, "clock_seconds": {"start": 4.0}}
 
 
@@ -90,7 +90,7 @@ def test_the_parts_add_up_to_the_wall_clock(tmp_path: Path) -> None:
     assert [(start.first, start.step, start.ended) for start in ledger.starts] == [(0, 7, False), (4, 9, True)]
 
 
-def test_clocks_that_disagree_and_lines_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+def test_clocks_that_disagree_and_unreadable_lines_are_reported(tmp_path: Path) -> None:
     write(tmp_path, begin(1000), at(6, train=6), begin(990, 6), at(9, train=3), {"kind": "step", "step": 9})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "st')
@@ -127,7 +127,7 @@ def test_the_report_draws_it(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_the_process_is_older_than_this_test() -> None:
+def test_process_age() -> None:
     assert 0 < process_age() < 86400
 
 
@@ -135,7 +135,7 @@ def test_the_process_is_older_than_this_test() -> None:
 def test_a_killed_start_stays_in_the_ledger(
     tiny: Callable[..., Config], alone: World, tmp_path: Path, saves: bool
 ) -> None:
-    """Also where its records go, since the run goes back to step 6, or begins again in a folder of its own."""
+    """Although its records are dropped: the run goes back to step 6, or starts again in a new folder."""
     began = time.time()
     config = tiny(max_epochs=2, log_freq=1, save_checkpoint=saves, checkpoint_every_steps=3)
     trainer = Trainer(config, alone, tmp_path / "run", "tiny", "auto")
@@ -149,7 +149,7 @@ def test_a_killed_start_stays_in_the_ledger(
     metrics = tmp_path / "run/metrics.jsonl"
     *kept, stop = metrics.read_text().splitlines()
     assert json.loads(stop)["kind"] == "stop" and json.loads(stop)["status"] == 130
-    metrics.write_text("\n".join([*kept, ""]))  # as if it had been killed
+    metrics.write_text("\n".join([*kept, ""]))  # a killed start writes no "stop"
     before = find_ledger(tmp_path / "run")
     time.sleep(0.5)  # stopped
     train_run(config, alone, tmp_path / "run")

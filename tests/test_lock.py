@@ -64,7 +64,7 @@ def test_a_start_that_still_reads_its_checkpoint_is_named(tiny: Callable[..., Co
         with pytest.raises(FolderHeldError, match=r"--run-dir\nit is process \d+ on \S+$"):
             lock_folder(tmp_path / "run")
 
-    open_run(tmp_path / "run", "auto", tiny(), {}, {}, begin=look).lock.close()
+    open_run(tmp_path / "run", "auto", tiny(), {}, {}, read_pretrained=look).lock.close()
 
 
 def test_an_unsigned_lock_names_no_holder(tmp_path: Path) -> None:

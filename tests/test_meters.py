@@ -1,4 +1,4 @@
-"""Model FLOP/s, MFU, and what sensors tell: on staged answers of NVML."""
+"""Model FLOP/s, MFU, and GPU sensors with a mocked NVML."""
 
 import json
 from collections.abc import Callable
@@ -23,30 +23,30 @@ from utils.training.metrics.flops import flops_per_image, measured_peak, publish
 
 
 class NVMLError(Exception):
-    """As pynvml's."""
+    """Mocks pynvml's exception."""
 
 
 def nvml(**answers: Any) -> SimpleNamespace:
-    """pynvml's functions with staged answers; those that are an error are raised."""
+    """Mock pynvml; a function whose answer is an error raises it."""
 
-    def answer(value: Any) -> Callable[..., Any]:
-        def ask(*_: object) -> Any:
+    def mock(value: Any) -> Callable[..., Any]:
+        def function(*_: object) -> Any:
             if isinstance(value, NVMLError):
                 raise value
             return value() if callable(value) else value
 
-        return ask
+        return function
 
     usual = {
         "Init": None, "DeviceGetHandleByUUID": "GPU-1", "DeviceGetPowerUsage": 700_000, "DeviceGetTemperature": 60,
         "DeviceGetClockInfo": 1980, "DeviceGetMemoryInfo": SimpleNamespace(used=8_000_000_000),
         "DeviceGetTotalEnergyConsumption": 1_000_000,
     }  # fmt: skip
-    functions = {f"nvml{name}": answer(value) for name, value in (usual | answers).items()}
+    functions = {f"nvml{name}": mock(value) for name, value in (usual | answers).items()}
     return SimpleNamespace(NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0, NVML_CLOCK_SM=1, **functions)
 
 
-def test_a_gpu_tells_power_temperature_clock_memory_and_energy() -> None:
+def test_a_gpu_reports_power_temperature_clock_memory_and_energy() -> None:
     gpu, notes = find_gpu(nvml(), "1")
     assert gpu is not None and notes == [] and gpu.joules() == 1000
     assert gpu.read() == {
@@ -54,7 +54,7 @@ def test_a_gpu_tells_power_temperature_clock_memory_and_energy() -> None:
     }  # fmt: skip
 
 
-def test_what_a_gpu_does_not_tell_is_left_out() -> None:
+def test_values_that_a_gpu_does_not_report_are_omitted() -> None:
     silent = NVMLError("Not Supported")
     gpu = Gpu(nvml(DeviceGetPowerUsage=silent, DeviceGetMemoryInfo=silent, DeviceGetTotalEnergyConsumption=silent), "")
     assert gpu.read() == {"gpu_temperature_c": 60, "gpu_clock_mhz": 1980} and gpu.joules() is None
@@ -62,11 +62,11 @@ def test_what_a_gpu_does_not_tell_is_left_out() -> None:
     assert found is None and note == "power and energy of the GPU are not recorded: Driver Not Loaded"
 
 
-def test_readings_are_averaged_between_log_points_and_energy_is_that_of_the_block() -> None:
+def test_readings_are_averaged_between_log_points_and_energy_is_counted_within_the_block() -> None:
     energy, power = iter((5_000_000, 8_000_000)), iter((300_000, 500_000))
-    staged = nvml(DeviceGetTotalEnergyConsumption=lambda: next(energy), DeviceGetPowerUsage=lambda: next(power))
-    with Sensors(Gpu(staged, "")) as running:
-        running._closing.set()  # no thread: only this test asks
+    mocked = nvml(DeviceGetTotalEnergyConsumption=lambda: next(energy), DeviceGetPowerUsage=lambda: next(power))
+    with Sensors(Gpu(mocked, "")) as running:
+        running._closing.set()  # stops the thread: only this test reads
         running._measure()
         running._measure()
         assert running.close_window()["gpu_power_w"] == 400
@@ -75,8 +75,8 @@ def test_readings_are_averaged_between_log_points_and_energy_is_that_of_the_bloc
     assert Sensors(None).joules() is None and Sensors(None).close_window() == {}
 
 
-def test_flops_are_those_of_a_pass_over_images(tiny: Callable[..., Config]) -> None:
-    """Counted without computing, and without touching network, gradients or random numbers."""
+def test_flops_are_counted_without_computing(tiny: Callable[..., Config]) -> None:
+    """And without changing network, gradients or random state."""
     model = build_model(tiny(model="resnet50", num_classes=100, dataset="cifar100"), 32).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
@@ -98,7 +98,7 @@ def test_flops_are_those_of_a_pass_over_images(tiny: Callable[..., Config]) -> N
         ("AMD EPYC x 2", "float32", None),
     ],
 )
-def test_peaks_are_of_the_very_device(device: str, number_format: str, peak: float | None) -> None:
+def test_published_peaks(device: str, number_format: str, peak: float | None) -> None:
     assert published_peak(device, number_format) == peak
 
 
@@ -108,17 +108,17 @@ def report(path: Path, device: str, bench: str = "limits") -> Path:
     return path
 
 
-def test_the_measured_peak_is_that_of_this_device(tmp_path: Path, alone: World) -> None:
+def test_the_measured_peak_must_be_of_this_device(tmp_path: Path, alone: World) -> None:
     here = device_name(alone.device)
     path = report(tmp_path / "limits.json", here)
     assert read_peak(path, here, "float32") == 0.5 and read_peak(path, here, "bf16") is None
     assert measured_peak({}, "float32") is None
     with pytest.raises(ConfigError, match=r"was measured on another one, this is "):
         read_peak(report(path, "another one"), here, "float32")
-    with pytest.raises(ConfigError, match=r"is no report of tools\.bench limits"):
+    with pytest.raises(ConfigError, match=r"not a report of tools\.bench limits"):
         read_peak(report(path, here, bench="ladder"), here, "float32")
     path.write_text("[]")
-    with pytest.raises(ConfigError, match=r"is no report of tools\.bench limits"):
+    with pytest.raises(ConfigError, match=r"not a report of tools\.bench limits"):
         read_peak(path, here, "float32")
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_peak(tmp_path / "absent", here, "float32")
@@ -138,7 +138,7 @@ def test_a_run_records_them(tiny: Callable[..., Config], alone: World, tmp_path:
     assert len(steps) == 2 and end["joules"] == 2 and end["joules_per_image"] == 2 / (4 * 32)
 
 
-def test_the_share_of_the_peak_is_of_all_devices_and_ranks_of_a_host_share_one(
+def test_mfu_is_relative_to_the_peak_of_all_devices_and_ranks_of_a_host_share_one(
     tiny: Callable[..., Config], alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Four(World):
@@ -156,8 +156,8 @@ def test_the_share_of_the_peak_is_of_all_devices_and_ranks_of_a_host_share_one(
     assert meters.window(100.0, 0)["mfu"] == pytest.approx(one / 2)
 
 
-class Looks(nn.Module):
-    """A network that looks at values."""
+class ReadsValues(nn.Module):
+    """A network that reads values of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,17 +167,14 @@ class Looks(nn.Module):
         return self.layer(images.mean((2, 3)) * float(images.sum()))
 
 
-def test_where_flops_or_peak_are_not_known_they_are_left_out(
-    tiny: Callable[..., Config], alone: World, tmp_path: Path
-) -> None:
+def test_unknown_flops_or_peak_are_omitted(tiny: Callable[..., Config], alone: World, tmp_path: Path) -> None:
     trainer = Trainer(tiny(), alone, tmp_path)
     assert [note for note in trainer.meters.notes if note.startswith("no MFU: the peak of ")]
     assert trainer.meters.window(100.0, 0).keys() == {"model_tflops"} and trainer.meters.totals(100) == {}
-    trainer.learner.model = Looks()
+    trainer.learner.model = ReadsValues()
     without = Meters(trainer.config, trainer.learner, alone, (3, 32, 32))
     assert without.window(100.0, 0) == {}
 
 
 def test_every_measured_name_is_known() -> None:
-    named = {"model_tflops", "mfu", "joules", "joules_per_image", *Gpu(nvml(), "").read()}
-    assert named <= MEASURED
+    assert {"model_tflops", "mfu", "joules", "joules_per_image", *Gpu(nvml(), "").read()} <= MEASURED

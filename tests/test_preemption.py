@@ -1,4 +1,4 @@
-"""utils.run.preemption: what a signal asks for, how soon, the second Ctrl-C. tests/test_resume.py stops whole runs."""
+"""Stopping on a signal: how soon, and the second Ctrl-C. tests/test_resume.py stops whole runs."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from utils.run.preemption import ONE_KEYSTROKE, Requests, listen
 
 @pytest.fixture
 def set_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """set_clock(seconds): what the monotonic clock shows from then on."""
+    """set_clock(seconds): set the monotonic clock."""
 
     def set_to(seconds: float) -> None:
         monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: seconds))
@@ -29,7 +29,7 @@ def set_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def interrupts(number: signal.Signals) -> bool:
-    """Whether the signal ends the training at once."""
+    """Send the signal; return whether it ends the training at once."""
     try:
         signal.raise_signal(number)
     except KeyboardInterrupt:
@@ -41,7 +41,7 @@ def interrupts(number: signal.Signals) -> bool:
 def test_a_second_ctrl_c_stops_at_once(
     first: signal.Signals, alone: World, set_clock: Callable[[float], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """But not what a launcher passes on of the same keystroke, nor any other signal."""
+    """But not a copy of the first one that a launcher passes on, nor any other signal."""
     requests = Requests(alone)
     before = signal.getsignal(signal.SIGINT)
     set_clock(100)
@@ -70,10 +70,10 @@ PACES = {
 
 
 def stop_in_the_middle(folder: Path, pace: list[tuple[float, float]]) -> int:
-    """Signals to either rank, or to both, after several numbers of batches: when they came, when each rank stopped, by
-    a clock that only batches move, and how many messages there were."""
+    """Signal either rank, or both, after several numbers of batches; write down when each rank stopped, by a clock that
+    only batches advance, and the number of all-reduces."""
 
-    def stop_after(world: World, batches: int, asked: int) -> tuple[int, float, int]:
+    def stop_after(world: World, batches: int, signalled: int) -> tuple[int, float, int]:
         clock, sent = [0.0], [0]
         preemption.time = SimpleNamespace(monotonic=lambda: clock[0])  # type: ignore[assignment]
         requests = Requests(world)
@@ -93,7 +93,7 @@ def stop_in_the_middle(folder: Path, pace: list[tuple[float, float]]) -> int:
             requests.start_loop()
             for number in itertools.count(1):
                 clock[0] += pace[-1][world.rank]
-                if number == batches and (world.rank == asked or batches == 2):
+                if number == batches and (world.rank == signalled or batches == 2):
                     signal.raise_signal(signal.SIGTERM)
                 if requests.poll():
                     assert requests.name() == "SIGTERM"
@@ -111,7 +111,7 @@ def stop_in_the_middle(folder: Path, pace: list[tuple[float, float]]) -> int:
 def test_ranks_stop_after_the_same_batch_within_two_seconds_or_the_batch(tmp_path: Path, pace: str) -> None:
     ended = run_job(tmp_path, 2, stop_in_the_middle, tmp_path, PACES[pace])
     assert [process.status for process in ended] == [0, 0], ended
-    assert "asked to stop" not in ended[1].errors  # one answer on the screen, the main rank's
+    assert "asked to stop" not in ended[1].errors  # only the main rank prints
     rows, others = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
     seconds = max(PACES[pace][-1])
     for (batches, (stopped, _, sent)), (_, (other, *_)) in zip(rows, others, strict=True):
@@ -120,4 +120,4 @@ def test_ranks_stop_after_the_same_batch_within_two_seconds_or_the_batch(tmp_pat
             assert stopped == batches
         else:
             assert (stopped - batches) * seconds <= 2.0
-            assert sent <= 10 + stopped * seconds * 2  # not one for each batch
+            assert sent <= 10 + stopped * seconds * 2  # not an all-reduce after every batch

@@ -1,5 +1,4 @@
-"""`pretrained`: the weights that a new run begins with, from every kind of file, and what is said of one that does not
-fit."""
+"""`pretrained`: a new run starts from the weights of each kind of file, and a file that does not fit is refused."""
 
 import json
 import sys
@@ -21,11 +20,11 @@ from utils.config.command_line import Arguments
 from utils.errors import CheckpointError
 from utils.run.checkpoint.pretrained import read_pretrained
 
-STILL = {"lr": 1e-30, "weight_decay": 0.0, "max_epochs": 1}  # a run that leaves its weights as they began
+FROZEN = {"lr": 1e-30, "weight_decay": 0.0, "max_epochs": 1}  # training does not change the weights
 
 
 def begin(config, alone, folder):
-    """The network's state, and the log, of a run that has begun, with BatchNorm's statistics as they began."""
+    """Return (the network's initial state, the notes) of a new run."""
     trainer = Trainer(config, alone, folder)
     opened = trainer._open_folder()
     opened.lock.close()
@@ -34,7 +33,7 @@ def begin(config, alone, folder):
 
 @pytest.fixture
 def other(tiny):
-    """A state of resnet8 with 10 classes that no seed gives."""
+    """A random state of resnet8 with 10 classes, unlike any initialisation."""
     torch.manual_seed(99)
     state = build_model(tiny()).state_dict()
     return {name: torch.randn_like(value) if value.is_floating_point() else value + 7 for name, value in state.items()}
@@ -46,16 +45,16 @@ def assert_equal(state, expected):
 
 
 @pytest.mark.parametrize(("kind", "changes"), [("safetensors", {"enable_nhwc": True, "ema_decay": 0.9}), ("pth", {})])
-def test_a_run_begins_with_the_weights_of_a_file(tiny, alone, tmp_path, other, kind, changes):
+def test_a_run_starts_from_the_weights_of_a_file(tiny, alone, tmp_path, other, kind, changes):
     path = tmp_path / f"weights.{kind}"
     save_file(other, path) if kind == "safetensors" else torch.save(other, path)
     state, (note,) = begin(tiny(pretrained=str(path), **changes), alone, tmp_path / "run")
     assert_equal(state, other)
-    assert note.startswith(f"Beginning with {len(other)} tensors of {path} (SHA-256 ")
-    assert "anew" not in note
+    assert note.startswith(f"Starting from {len(other)} tensors of {path} (SHA-256 ")
+    assert "newly initialised" not in note
 
 
-def test_half_weights_and_the_average_begin_with_them_too(tiny, alone, tmp_path, other):
+def test_half_precision_weights_and_the_average_start_from_them_too(tiny, alone, tmp_path, other):
     torch.save(other, tmp_path / "weights.pth")
     trainer = Trainer(tiny(pretrained=str(tmp_path / "weights.pth"), opt_level="O2"), alone, tmp_path / "O2")
     trainer._open_folder()
@@ -66,13 +65,13 @@ def test_half_weights_and_the_average_begin_with_them_too(tiny, alone, tmp_path,
     assert_equal(trainer.learner.validated.state_dict(), other)
 
 
-def test_training_begins_where_the_file_is_and_a_resumed_run_needs_none(tiny, alone, tmp_path, other):
+def test_training_starts_from_the_file_and_a_resumed_run_does_not_need_it(tiny, alone, tmp_path, other):
     path = tmp_path / "weights.pth"
     torch.save(other, path)
-    Trainer(tiny(pretrained=str(path), **STILL), alone, tmp_path / "still").train()
-    ended = torch.load(max((tmp_path / "still/checkpoints").glob("step-*")), weights_only=True)["model"]
+    Trainer(tiny(pretrained=str(path), **FROZEN), alone, tmp_path / "frozen").train()
+    ended = torch.load(max((tmp_path / "frozen/checkpoints").glob("step-*")), weights_only=True)["model"]
     assert torch.equal(ended["conv1.weight"], other["conv1.weight"])
-    assert "Beginning with" in (tmp_path / "still/train.log").read_text()
+    assert "Starting from" in (tmp_path / "frozen/train.log").read_text()
 
     config = tiny(pretrained=str(path), lr=1e-3, deterministic=True)
     whole = Trainer(config, alone, tmp_path / "whole")
@@ -98,7 +97,7 @@ def test_a_checkpoint_and_its_export_give_the_same_validated_weights(tiny, alone
 
 
 def test_torchvisions_file_gives_all_but_the_head(tiny, alone, tmp_path):
-    """In the format of its older files too, which lack BatchNorm's counters."""
+    """In the older format, which lacks BatchNorm's counters."""
     torch.manual_seed(5)
     published = torchvision.models.resnet18(num_classes=1000).state_dict()
     older = {name: value for name, value in published.items() if not name.endswith("num_batches_tracked")}
@@ -108,7 +107,7 @@ def test_torchvisions_file_gives_all_but_the_head(tiny, alone, tmp_path):
     state, (note,) = begin(config, alone, tmp_path / "run")
     head = {name: fresh[name] for name in ("fc.weight", "fc.bias")}
     assert_equal(state, published | head)
-    assert note.endswith("; fc.weight, fc.bias begin anew, for 10 classes instead of 1000")
+    assert note.endswith("; fc.weight, fc.bias newly initialised, for 10 classes instead of 1000")
 
 
 def write(kind, path, good):
@@ -137,15 +136,15 @@ def write(kind, path, good):
         ("head and more", r"bn1.bias \(7,\) -> \(16,\), fc.weight \(7, 64\) -> \(10, 64\), fc.bias"),
         ("everything", r"not in the file: bn1.weight.*; only in the file: x; of another shape: conv1.weight \(2,\)"),
         ("not finite", r"holds numbers that are not finite: layer1.0.bn1.weight\nit is damaged"),
-        ("nested", "does not hold tensors by name and nothing else"),
-        ("empty", "does not hold tensors by name and nothing else"),
+        ("nested", "does not hold a table of named tensors only"),
+        ("empty", "does not hold a table of named tensors only"),
         ("code", "cannot be read: Weights only load failed"),
         ("no weights", "cannot be read: .*\nexpected safetensors"),
         ("nowhere", "cannot be read: No such file or directory"),
     ],
 )
-def test_a_file_that_does_not_fit_is_named_with_all_that_differs(tiny, alone, tmp_path, other, kind, message):
-    """One error of two lines, with the earlier run where it was."""
+def test_a_file_that_does_not_fit_is_refused_with_all_differences(tiny, alone, tmp_path, other, kind, message):
+    """In at most two lines, and an earlier run is not moved."""
     path = tmp_path / "weights.pth"
     write(kind, path, other)
     (tmp_path / "run/checkpoints").mkdir(parents=True)
@@ -172,36 +171,36 @@ def test_damaged_files_are_refused(tiny, alone, tmp_path, other):
 
 
 def train_pretrained(folder: Path, *, dry_run: bool) -> int:
-    values = load_config(CIFAR100, "default").model_dump() | TINY | STILL
+    values = load_config(CIFAR100, "default").model_dump() | TINY | FROZEN
     config = Config(**values | {"pretrained": str(folder / "weights.pth")})
     return train.main(Arguments(config, "tiny", folder / "run", "auto", dry_run=dry_run))
 
 
-def test_two_ranks_begin_with_the_file_that_one_of_them_reads(tmp_path, other):
+def test_two_ranks_start_from_the_file_that_one_of_them_reads(tmp_path, other):
     torch.save(other, tmp_path / "weights.pth")
-    ended = run_job(tmp_path / "job", 2, train_pretrained_keeping_ranks_apart, tmp_path)
+    ended = run_job(tmp_path / "job", 2, train_pretrained_and_save_each_rank, tmp_path)
     assert [process.status for process in ended] == [0, 0], ended[0].errors
     for rank in (0, 1):
         assert torch.equal(torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True), other["conv1.weight"])
 
 
-def train_pretrained_keeping_ranks_apart(folder: Path) -> int:
-    """Each rank writes down what it began with."""
+def train_pretrained_and_save_each_rank(folder: Path) -> int:
+    """Each rank saves its initial weights."""
     really = Trainer._open_folder
 
-    def open_and_keep(trainer):
+    def open_and_save(trainer):
         opened = really(trainer)
         torch.save(trainer.learner.model.state_dict()["conv1.weight"], folder / f"rank-{trainer.world.rank}.pt")
         return opened
 
-    Trainer._open_folder = open_and_keep  # type: ignore[method-assign]
+    Trainer._open_folder = open_and_save  # type: ignore[method-assign]
     return train_pretrained(folder, dry_run=False)
 
 
-def test_a_dry_run_says_what_it_would_begin_with(tmp_path, other, capsys):
+def test_a_dry_run_reports_the_weights_it_would_start_from(tmp_path, other, capsys):
     torch.save(other | {"fc.weight": torch.ones(4, 64), "fc.bias": torch.ones(4)}, tmp_path / "weights.pth")
     assert train_pretrained(tmp_path, dry_run=True) == 0
-    assert "pretrained       Beginning with" in capsys.readouterr().out
+    assert "pretrained       Starting from" in capsys.readouterr().out
     (tmp_path / "weights.pth").unlink()
     assert train_pretrained(tmp_path, dry_run=True) == 4
     assert not (tmp_path / "run").exists()
@@ -227,7 +226,7 @@ def test_an_own_network_is_exported_without_its_code(tiny, alone, tmp_path, monk
     capsys.readouterr()
     Trainer(tiny(**config | {"model": "exported_net:branches"}), alone, tmp_path / "other").train()
     assert export.main([str(tmp_path / "other")]) == 1
-    told = capsys.readouterr().err
-    assert "torch.export cannot follow the network; nothing was written: " in told
-    assert f"{tmp_path}/exported_net.py:5: return super().forward" in told
+    error = capsys.readouterr().err
+    assert "torch.export cannot follow the network; nothing was written: " in error
+    assert f"{tmp_path}/exported_net.py:5: return super().forward" in error
     assert json.loads((tmp_path / "run/environment.json").read_text())["own_code"]

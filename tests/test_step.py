@@ -296,7 +296,7 @@ def test_gradients_cross_the_ranks_once_a_step(tiny, alone):
     buckets = []
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        wrap = partial(wrap_in_ddp, look=buckets.append)
+        wrap = partial(wrap_in_ddp, hook=buckets.append)
         learner = build_measured(tiny(micro_batch_size=2, batch_size=8), alone, wrap)
         buckets.clear()  # of what settles them
         learner.train_step(torch.randn(8, 3, 32, 32), torch.randint(10, (8,)))

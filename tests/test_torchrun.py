@@ -1,4 +1,4 @@
-"""tools.torchrun: what a rank says comes first, then one line, and all of torchrun's own words are in a file."""
+"""tools.torchrun prints a rank's message first, then one line; torchrun's own output goes to a file."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ ENDS = {
 
 
 def torchrun(tmp_path, program, *options):
-    """(exit status, lines of stderr, the file) of one rank that runs `program`."""
+    """Run `program` as one rank; return (exit status, lines of stderr, torchrun's file)."""
     script, file = tmp_path / "program.py", tmp_path / "torchrun.log"
     script.write_text(program)
     meeting = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'meeting'}"]
@@ -31,22 +31,22 @@ def torchrun(tmp_path, program, *options):
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_what_a_rank_says_comes_first_and_then_one_line(tmp_path, end):
+def test_the_ranks_message_comes_first_and_then_one_line(tmp_path, end):
     program, expected, line = ENDS[end]
-    status, said, file = torchrun(tmp_path, program)
-    assert status == expected, said
+    status, errors, file = torchrun(tmp_path, program)
+    assert status == expected, errors
     here = [f"torchrun on {socket.gethostname()}: {line}"] if line else []
     if file.exists():
         here[0] += f"; torchrun's log: {file}"
         assert "Traceback" in file.read_text()
-    assert said == (["error: rank 0: no data"] if "message" in end else []) + here
+    assert errors == (["error: rank 0: no data"] if "message" in end else []) + here
     assert file.exists() == (line is not None and "rank" in line)
 
 
-def test_a_port_that_is_taken_is_told_in_a_line(tmp_path):
+def test_a_taken_port_is_reported_in_one_line(tmp_path):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         where = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-conf=is_host=true", f"--rdzv-endpoint=localhost:{port}"]
-        status, said, file = torchrun(tmp_path, "", *where)
+        status, (error,), file = torchrun(tmp_path, "", *where)
     assert status == 1 and file.exists()
-    assert len(said) == 1 and f"port: {port}" in said[0] and "address already in use" in said[0]
+    assert f"port: {port}" in error and "address already in use" in error

@@ -289,7 +289,7 @@ def test_resuming_from_the_best_keeps_older_checkpoints(tiny, alone, tmp_path):
 
 def test_other_data_or_other_epochs_are_refused(tiny, alone, tmp_path):
     run(tiny(max_epochs=1), alone, tmp_path)
-    refused = r"was trained on other data, or with other epochs: "
+    refused = r"was trained on other data, or with epochs of another length: "
     with pytest.raises(CheckpointError, match=refused + r"steps_per_epoch 4 -> 3\n"):
         shorter = tiny(max_epochs=2, enable_profiling=True, profiling_iters_per_epoch=3)
         run(shorter, alone, tmp_path, resume=str(tmp_path))

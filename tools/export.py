@@ -83,7 +83,7 @@ def best_network(path: Path, state: dict[str, Any]) -> tuple["nn.Module", dict[s
 
     from models import build_model
     from utils.data.transforms.augment import Normalise
-    from utils.run.checkpoint.io import check_weights_fit
+    from utils.run.checkpoint.fit import check_weights_fit
 
     config = read_config(path, state)
     model = build_model(config, state["data"]["shape"][-1]).eval()

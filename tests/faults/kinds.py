@@ -138,9 +138,9 @@ KINDS: Mapping[str, FaultKind] = {
     "disk of logs full": FaultKind(_fill_disk_of_logs, (1,), f"{NO_WRITE}No space left on device", only_main=True),
     "disk read-only": FaultKind(_fail_writes(errno.EROFS), (1,), f"{NO_WRITE}Read-only file system", only_main=True),
     "write error": FaultKind(_fail_writes(errno.EIO), (1,), f"{NO_WRITE}Input/output error", only_main=True),
-    "read error": FaultKind(_fail_read, named="Passed over: .*Input/output error", only_main=True, before=True),
-    "damaged checkpoint": FaultKind(_damaged, named="Passed over: .*is damaged", only_main=True, before=True),
-    "cut-off checkpoint": FaultKind(_damaged, named="Passed over: .*is damaged", only_main=True, before=True),
+    "read error": FaultKind(_fail_read, named="Skipped: .*Input/output error", only_main=True, before=True),
+    "damaged checkpoint": FaultKind(_damaged, named="Skipped: .*is damaged", only_main=True, before=True),
+    "cut-off checkpoint": FaultKind(_damaged, named="Skipped: .*is damaged", only_main=True, before=True),
 }
 
 

@@ -118,7 +118,7 @@ def read_config(path: Path, state: dict[str, Any]) -> Config:
 def load_classifier(trained: Trained, world: "World") -> "Classifier":
     """The network as it was validated: weights or their average, precision, memory format."""
     from models import build_model
-    from utils.run.checkpoint.io import check_weights_fit
+    from utils.run.checkpoint.fit import check_weights_fit
     from utils.run.checkpoint.state import merge_buffers
     from utils.training.classifier import build_classifier
 

@@ -1,4 +1,4 @@
-"""The keys of runs with several processes."""
+"""The settings of runs with several processes."""
 
 from typing import Annotated, Literal
 

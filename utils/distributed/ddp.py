@@ -1,4 +1,4 @@
-"""DDP: how a network is spread over the ranks."""
+"""DDP: distribute a network over the ranks."""
 
 import inspect
 from collections.abc import Callable
@@ -14,22 +14,22 @@ from utils.distributed.world import World
 from utils.errors import ConfigError
 
 WARNINGS = {
-    "no_communication": "WARNING: parallel=no_communication: gradients are NOT averaged, every rank trains a network "
-    "of its own; this run measures speed, its accuracy means nothing",
+    "no_communication": "WARNING: parallel=no_communication: gradients are NOT averaged, every rank trains a separate "
+    "network; this run measures speed, its accuracy means nothing",
     "dataparallel": "WARNING: parallel=dataparallel: one process drives all GPUs and copies the network to them every "
-    "step; it is here to be compared with ddp",
+    "step; use it only for comparison with ddp",
 }
-# Sees this rank's own gradients, before they are averaged.
-Look = Callable[[dist.GradBucket], None]
+# Called with each bucket of this rank's gradients before they are averaged.
+BucketHook = Callable[[dist.GradBucket], None]
 
 
 def describe_parallel(config: DistributedConfig) -> list[str]:
-    """Warnings for ways of running that are only for measuring."""
+    """Return warnings about settings that are for measurements only."""
     return [WARNINGS[config.parallel]] if config.parallel in WARNINGS else []
 
 
 def synchronise_batch_norm(config: DistributedConfig, model: nn.Module, world: World) -> nn.Module:
-    """The network, with BatchNorm over all ranks where `enable_sync_bn` asks for it."""
+    """Return the network, with BatchNorm over all ranks if `enable_sync_bn` is set."""
     if not config.enable_sync_bn:
         return model
     if world.device.type != "cuda":
@@ -37,9 +37,8 @@ def synchronise_batch_norm(config: DistributedConfig, model: nn.Module, world: W
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if world.world_size > 1 else model
 
 
-def distribute(config: DistributedConfig, model: nn.Module, world: World, look: Look | None = None) -> nn.Module:
-    """Collective: what the training step calls instead of `model`, with the same parameters. DDP: `look` is shown each
-    bucket of gradients before it is averaged."""
+def distribute(config: DistributedConfig, model: nn.Module, world: World, hook: BucketHook | None = None) -> nn.Module:
+    """Collective: return the module that the training step calls instead of `model`, with the same parameters."""
     device, ranks = world.device.type, world.world_size
     if config.parallel == "dataparallel":
         if device != "cuda":
@@ -51,15 +50,15 @@ def distribute(config: DistributedConfig, model: nn.Module, world: World, look: 
         if config.parallel == "no_communication":
             raise ConfigError("parallel: no_communication compares several ranks, but this run has one; use ddp")
         return model
-    return wrap_in_ddp(config, model, world, look)
+    return wrap_in_ddp(config, model, world, hook)
 
 
 def wrap_in_ddp(
-    config: DistributedConfig, model: nn.Module, world: World, look: Look | None = None
+    config: DistributedConfig, model: nn.Module, world: World, hook: BucketHook | None = None
 ) -> DistributedDataParallel:
-    """Collective: DDP as the configuration asks for it, in a process group of any size."""
+    """Collective: wrap the network in DDP, in a process group of any size."""
     on_gpu = world.device.type == "cuda"
-    renamed = "forward_sync_buffers"  # of PyTorch 2.14
+    renamed = "forward_sync_buffers"  # since PyTorch 2.14
     options = inspect.signature(DistributedDataParallel).parameters
     # DDP: averages gradients over the ranks during backward
     distributed = DistributedDataParallel(
@@ -69,32 +68,32 @@ def wrap_in_ddp(
         gradient_as_bucket_view=True,  # gradients live inside the buckets: no copy, and less memory
         **{renamed if renamed in options else "broadcast_buffers": False},  # type: ignore[arg-type]
     )
-    if look is not None:
-        distributed.register_comm_hook(None, _looked_at(look))
+    if hook is not None:
+        distributed.register_comm_hook(None, _before_all_reduce(hook))
     if config.deterministic or not on_gpu:
         _settle_buckets(distributed)
     return distributed
 
 
-def _looked_at(look: Look) -> Callable[[dist.ProcessGroup, dist.GradBucket], Future[Tensor]]:
-    def look_and_reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
-        look(bucket)
+def _before_all_reduce(hook: BucketHook) -> Callable[[dist.ProcessGroup, dist.GradBucket], Future[Tensor]]:
+    def call_and_reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
+        hook(bucket)
         return default_hooks.allreduce_hook(group, bucket)
 
-    return look_and_reduce
+    return call_and_reduce
 
 
 def _settle_buckets(distributed: DistributedDataParallel) -> None:
-    """Collective: let DDP group the gradients as it will for all further steps.
+    """Collective: make DDP group the gradients as in all later steps.
 
     DDP regroups them after its first backward pass, in the order in which they came. With three or more ranks that
-    changes the order of their sums, so the first step after a resume would differ in the last bit from the same step of
-    a run that never stopped. Here a backward pass through nothing but the parameters comes first: the last layers'
-    gradients first, as in training. Weights, buffers and random generators stay as they are.
+    changes the order of the sums, so the first step after a resume would differ in the last bit from the same step of
+    an uninterrupted run. A backward pass through the parameters only, the last layers' gradients first as in training,
+    prevents that. It does not change weights, buffers or random generators.
     """
     model: nn.Module = distributed.module
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    own = vars(model).get("forward")  # usually None: forward is the class's
+    own = vars(model).get("forward")  # usually None, as forward is the class's method
     model.forward = lambda: sum(parameter.sum() for parameter in trained)
     try:
         distributed().backward()

@@ -1,4 +1,4 @@
-"""How a global batch is split over ranks and micro-batches."""
+"""Split a global batch over ranks and micro-batches."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class GlobalBatch:
 
     @property
     def rank_batch_size(self) -> int:
-        """Images of one rank in one optimizer step."""
+        """Images per rank and optimizer step."""
         return self.accumulation * self.micro_batch_size
 
     def __str__(self) -> str:
@@ -25,7 +25,7 @@ class GlobalBatch:
 
 
 def divide_batch(batch_size: int, world_size: int, micro_batch_size: int | None) -> GlobalBatch:
-    """The exact split of the global batch; `ConfigError` where there would be a remainder."""
+    """Split the global batch exactly; raise `ConfigError` if there is a remainder."""
     rank_batch_size, remainder = divmod(batch_size, world_size)
     if remainder or not rank_batch_size:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""What the launcher says of a process: its rank, how many there are, and where they meet. No torch, no side effects.
+"""Read rank, world size and meeting point from the launcher's variables. No torch, no side effects.
 
-The same command line runs under `python`, `torchrun`, `srun` and `mpirun`; each leaves its own variables.
+The same command line runs under `python`, `torchrun`, `srun` and `mpirun`; each sets its own variables.
 """
 
 import os
@@ -16,22 +16,22 @@ from pathlib import Path
 
 from utils.errors import ConfigError
 
-# What distinguishes one job from another, the same for all its ranks; the first that is set counts. srun: job and step.
+# Names of the job, the same for all its ranks; the first that is set counts. srun: job and step.
 SCHEDULER_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 JOB_VARIABLES = ("PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID", *SCHEDULER_VARIABLES)
 SLURM_FIELDS = {
-    "%a": ("SLURM_ARRAY_TASK_ID", "the index in an array of jobs of Slurm (sbatch --array)"),
-    "%A": ("SLURM_ARRAY_JOB_ID", "the number of an array of jobs of Slurm (sbatch --array)"),
-    "%j": ("SLURM_JOB_ID", "the number of a job of Slurm"),
+    "%a": ("SLURM_ARRAY_TASK_ID", "the index in a Slurm job array (sbatch --array)"),
+    "%A": ("SLURM_ARRAY_JOB_ID", "the number of a Slurm job array (sbatch --array)"),
+    "%j": ("SLURM_JOB_ID", "the number of a Slurm job"),
 }
-# For torchrun's ranks of one machine, to meet in a file and on the loopback (docs/reliability.md). Each sign of life
-# would be appended to the file; with one agent nothing waits for them.
+# Make torchrun's ranks of one machine meet in a file and on the loopback (docs/distributed.md). The long interval stops
+# torchrun from appending keep-alives to the file, which a single agent does not need.
 LOOPBACK_OPTIONS = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file,keep_alive_interval=100000")
-LOOPBACK_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # rank 0 serves the ranks' store, and not torchrun
-FIRST_PORT, NUM_PORTS = 20000, 10000  # below 32768, where Linux begins to hand out ports by itself
+LOOPBACK_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # rank 0 serves the ranks' store, not torchrun
+FIRST_PORT, NUM_PORTS = 20000, 10000  # below 32768, where Linux's automatic ports begin
 
 
-# The names of a launcher's variables. The number of ranks on a node is empty for srun, whose variable is a list.
+# The names of a launcher's variables. srun has a list of tasks per node instead of `local_world_size`.
 Launcher = namedtuple("Launcher", ("rank", "world_size", "local_rank", "local_world_size"))
 TORCHRUN = Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # also set by hand
 OPEN_MPI = Launcher(
@@ -44,7 +44,7 @@ SRUN = Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among the others, and where rank 0's store is."""
+    """This process's place among the ranks, and the address of rank 0's store."""
 
     rank: int = 0
     world_size: int = 1
@@ -52,17 +52,17 @@ class Launch:
     local_world_size: int = 1
     address: str = ""  # host name or address, empty with one process
     port: int = 0
-    job: str = ""  # keeps jobs apart that meet at one port by mistake
+    job: str = ""  # separates jobs that use the same port by mistake
     hosts_store: bool = True  # rank 0 serves the store; False: torchrun does
 
     @property
-    def tells_for_its_node(self) -> bool:
-        """One rank of each node, where all of them find out the same of rank 0."""
+    def reports_for_its_node(self) -> bool:
+        """Whether this rank prints what every rank of its node finds out about rank 0."""
         return self.local_rank == 0 or self.rank == 1
 
 
 def find_launch(environment: Mapping[str, str]) -> Launch:
-    """The launcher's variables, checked; one process when there are none. `ConfigError` where they make no sense."""
+    """Read and check the launcher's variables; without any, there is one process. Raises `ConfigError`."""
     launcher = _find_launcher(environment)
     if launcher is None:
         return Launch()
@@ -91,22 +91,22 @@ def find_launch(environment: Mapping[str, str]) -> Launch:
 
 
 def torchrun_here(processes: int, rendezvous: Path) -> tuple[list[str], dict[str, str]]:
-    """(the words before the program, what to add to the environment) for ranks on this machine alone.
+    """Return (command before the program, environment variables to add) for ranks on this machine only.
 
-    `rendezvous` is the file where torchrun lists its agents; no two starts may share it, and torchrun leaves it there.
+    `rendezvous` is the file in which torchrun lists its agents. Each start needs a new one; torchrun leaves it there.
     """
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", *LOOPBACK_OPTIONS]
     return [*command, f"--rdzv-endpoint={rendezvous}", f"--rdzv-id={uuid.uuid4().hex}"], LOOPBACK_VARIABLES
 
 
 def in_batch_job(environment: Mapping[str, str]) -> bool:
-    """Whether a scheduler started this process: Slurm, PBS or LSF."""
+    """Return whether a scheduler started this process: Slurm, PBS or LSF."""
     return any(environment.get(name) for name in SCHEDULER_VARIABLES)
 
 
 def fill_in_job(option: str, text: str, environment: Mapping[str, str]) -> str:
-    """`text` with what Slurm says of this job in the place of %a, %A and %j, as in the names of sbatch --output; %% is
-    a percent sign. `ConfigError`, which names the `option`, outside of such a job."""
+    """Replace %a, %A and %j in `text` by numbers of this Slurm job, as sbatch --output does; %% is a percent sign.
+    Raises `ConfigError` naming the `option` outside of such a job."""
 
     def fill_in(match: re.Match[str]) -> str:
         if match[0] == "%%":
@@ -122,38 +122,38 @@ def fill_in_job(option: str, text: str, environment: Mapping[str, str]) -> str:
 
 
 def was_restarted(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun or Slurm has started this run before and starts it again by itself."""
+    """Return whether torchrun or Slurm has automatically restarted this run."""
     counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     return any(environment.get(name, "0") not in ("", "0") for name in counts)
 
 
 def job_name(environment: Mapping[str, str]) -> str:
-    """The job that this process belongs to, which keeps its name when it is started again; empty outside of one."""
+    """Return the name of this process's job, which stays the same when it is restarted; empty outside of a job."""
     run = environment.get("TORCHELASTIC_RUN_ID", "")
     return environment.get("SLURM_JOB_ID") or (_name_torchrun() if run == "none" else run)
 
 
 def _name_torchrun() -> str:
-    """torchrun's process, for runs that nobody named: it stays the same when it starts its ranks again."""
+    """Name an unnamed run after torchrun's process, which stays the same when it restarts its ranks."""
     process = os.getppid()
-    try:  # the 22nd field, when it began: in containers every torchrun may have the same number
-        began = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    try:  # field 22, the start time: in containers every torchrun may have the same process number
+        started = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except OSError:
-        began = ""
-    return f"torchrun {process} {began}"
+        started = ""
+    return f"torchrun {process} {started}"
 
 
 def first_host(node_list: str) -> str:
-    """The first name in Slurm's notation: `gpu[03-05,9],cpu1` -> `gpu03`. Needs no scontrol."""
-    first = re.split(r",(?![^\[]*\])", node_list)[0]  # at commas outside of brackets
+    """Return the first host of a list in Slurm's notation: `gpu[03-05,9],cpu1` -> `gpu03`. Needs no scontrol."""
+    first = re.split(r",(?![^\[]*\])", node_list)[0]  # split at commas outside of brackets
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in words, runs of them shortened: `rank 3`, `ranks 1-3, 7`."""
+    """Name ranks, with consecutive ones as a range: `rank 3`, `ranks 1-3, 7`."""
     ordered = sorted(ranks)
     parts: list[str] = []
-    # within a run, a rank and its index grow together
+    # consecutive ranks have the same difference from their index
     for _, pairs in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):
         run = [rank for _, rank in pairs]
         parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
@@ -161,8 +161,8 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def _find_launcher(environment: Mapping[str, str]) -> Launcher | None:
-    """The first launcher whose variables are there. torchrun inside srun sets both its own and srun's, and so does
-    mpirun inside a Slurm job: srun comes last."""
+    """Return the first launcher whose variables are set. srun comes last: its variables are also set for torchrun or
+    mpirun inside a Slurm job."""
     if environment.get("RANK") and environment.get("WORLD_SIZE"):
         return TORCHRUN
     for launcher in (OPEN_MPI, MPICH, SRUN):
@@ -187,7 +187,7 @@ def _whole_number(environment: Mapping[str, str], name: str, default: int | None
 def _local_world_size(environment: Mapping[str, str], launcher: Launcher) -> int:
     if launcher != SRUN:
         return _whole_number(environment, launcher.local_world_size, default=1)
-    # tasks of each node in turn, such as 4(x2),3
+    # tasks per node, such as 4(x2),3
     tasks: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
         number, _, times = part.rstrip(")").partition("(x")
@@ -196,13 +196,13 @@ def _local_world_size(environment: Mapping[str, str], launcher: Launcher) -> int
 
 
 def _address(environment: Mapping[str, str], launcher: Launcher, world_size: int) -> str:
-    """MASTER_ADDR, or this machine where all ranks are on it, or the first node of the Slurm step or job."""
+    """Return MASTER_ADDR, or this machine if all ranks are on it, or the first node of the Slurm step or job."""
     if environment.get("MASTER_ADDR"):
         return environment["MASTER_ADDR"]
     if launcher != TORCHRUN:
         if environment.get(launcher.local_world_size) == str(world_size):
             return "127.0.0.1"
-        # a step's list is that of the ranks only where srun started them
+        # the step's list is the list of the ranks' nodes only if srun started them
         nodes = environment.get("SLURM_STEP_NODELIST") if launcher == SRUN else None
         nodes = nodes or environment.get("SLURM_JOB_NODELIST")
         if nodes:
@@ -214,14 +214,14 @@ def _address(environment: Mapping[str, str], launcher: Launcher, world_size: int
 
 
 def _port(environment: Mapping[str, str], launcher: Launcher, job: str) -> int:
-    """MASTER_PORT, or one that follows from the job, so that two jobs on a node do not meet."""
+    """Return MASTER_PORT, or a port derived from the job, so that two jobs on a node do not collide."""
     if environment.get("MASTER_PORT"):
         port = _whole_number(environment, "MASTER_PORT")
         if not 0 < port < 65536:
             raise ConfigError(f"MASTER_PORT is {port}; allowed: 1 to 65535")
         return port
     if launcher == SRUN:
-        # neighbouring jobs, and seven steps of one, keep apart; then the numbers start again
+        # different for neighbouring jobs, and for the first seven steps of each
         number, step = (_whole_number(environment, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
         return FIRST_PORT + (7 * number + step) % NUM_PORTS
     if not job:

@@ -1,7 +1,7 @@
-"""Brings the ranks of a run together, and lets all of them leave when one fails.
+"""Run a function on all ranks, and end all of them when one fails.
 
-The rank that fails first prints its error, and all the others leave with its exit status, those that wait in a
-collective for the one that failed included. rendezvous.py has how they agree on it.
+The rank that fails first prints its error, and all others leave with its exit status, also ranks that wait in a
+collective. rendezvous.py holds the protocol.
 """
 
 import gc
@@ -24,7 +24,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from utils.distributed.health.hangs import Record, explain_hang, switch_on_recorder, watch_collectives, write_records
+from utils.distributed.health.hangs import Record, enable_recorder, explain_hang, watch_collectives, write_records
 from utils.distributed.health.heartbeat import Heartbeat
 from utils.distributed.launch import Launch, find_launch, name_ranks
 from utils.distributed.rendezvous import (
@@ -40,7 +40,7 @@ from utils.distributed.world import World, choose_device
 from utils.errors import LOST_RANK, ConfigError, ExpectedError, Stopped, explain
 from utils.files import write_atomically
 
-LEAVE_SECONDS = 2 * (GRACE_SECONDS + ROLL_CALL_SECONDS)  # at most, from a failure's message to the end of the process
+LEAVE_SECONDS = 2 * (GRACE_SECONDS + ROLL_CALL_SECONDS)  # from a failure's message to the end of the process, at most
 
 
 def run_ranks(
@@ -52,10 +52,9 @@ def run_ranks(
 ) -> int:
     """Run `action` as this process's rank and return the exit status, which is the same for all ranks.
 
-    `folder`, where it exists, gets what the ranks last did when they wait for each other in vain.
-
-    Whatever it raises is printed in one place only, an `ExpectedError` without traceback. With several ranks a failure
-    does not return but ends the process, since other threads may hang in a collective.
+    An exception is printed by one rank only, an `ExpectedError` without traceback. With several ranks a failure ends
+    the process instead of returning, since other threads may hang in a collective. If the ranks hang, their last
+    collectives are written to `folder`, if it exists.
     """
     try:
         launch = find_launch(os.environ)
@@ -85,9 +84,9 @@ def _run_among_others(
     timeout: timedelta,
     folder: Path | None,
 ) -> Failure:
-    """Returns an orderly end's outcome; after a failure, ends the process."""
-    _share_cores(launch.local_world_size)
-    switch_on_recorder()
+    """Return how the run ended; after a failure, end the process."""
+    _set_threads(launch.local_world_size)
+    enable_recorder()
     meeting, outcome = None, Failure(0, "")
     try:
         meeting = Meeting(launch, start_timeout)
@@ -104,13 +103,13 @@ def _run_among_others(
         _refuse_shared_gpus(world)
         try:
             action(world)
-        except Stopped as stopped:  # all ranks have agreed on it, so that it is no failure to report to them
+        except Stopped as stopped:  # all ranks have agreed to stop, so it is no failure
             outcome = Failure(stopped.exit_status, str(stopped) if world.is_main else "")
-        world.barrier()  # rank 0 may still be writing what the others need not wait for
+        world.barrier()  # rank 0 may still be writing
         heartbeat.stop()
         hangs.set()
         meeting.stop_watching()
-        gc.collect()  # DistributedDataParallel keeps threads that must not outlive the group
+        gc.collect()  # DistributedDataParallel has threads that must not outlive the group
         dist.destroy_process_group()
         meeting.leave_last()
     except BaseException as error:
@@ -126,40 +125,40 @@ def _join_world(device: str, launch: Launch) -> World:
 
 
 def _refuse_mixed_devices(world: World, store: dist.Store) -> None:
-    """A node whose driver is broken would train on its CPU: its ranks would wait in other collectives than the rest."""
+    """Refuse ranks on CPUs among ranks on GPUs, as on a node with a broken driver: they would hang."""
     store.set(f"device/{world.rank}", world.device.type)
     if not world.is_main:
         return
     types = [store.get(f"device/{rank}").decode() for rank in range(world.world_size)]
     if without := [rank for rank, kind in enumerate(types) if kind == "cpu"] if "cuda" in types else []:
         raise ConfigError(
-            f"{name_ranks(without)} of {world.world_size} find no usable GPU, the others do; look at driver and "
+            f"{name_ranks(without)} of {world.world_size} find no usable GPU, the others do; check driver and "
             "CUDA_VISIBLE_DEVICES on their nodes with python -m tools.doctor, or use device: cpu"
         )
 
 
 def _refuse_shared_gpus(world: World) -> None:
-    """Collective: NCCL allows one rank per GPU, and says of two only that a system call failed."""
+    """Collective: refuse two ranks on one GPU, for which NCCL would only report a failed system call."""
     if world.device.type != "cuda":
         return
     gpus = world.gather((socket.gethostname(), str(torch.cuda.get_device_properties(world.device).uuid)))
     sharing = [rank for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
     if sharing:
         raise ConfigError(
-            f"{name_ranks(sharing)} share a GPU with another rank; start one process per GPU, and show the processes "
-            "of a node all of its GPUs, or each its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1)"
+            f"{name_ranks(sharing)} share a GPU with another rank; start one process per GPU, and let each process of "
+            "a node see all GPUs, or only its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1)"
         )
 
 
-def _share_cores(local_world_size: int) -> None:
-    """Threads of this process where nothing else says how many: its share of the cores that it may run on.
+def _set_threads(local_world_size: int) -> None:
+    """Without OMP_NUM_THREADS, give this process its share of the cores that it may run on.
 
-    torchrun sets OMP_NUM_THREADS, srun and mpirun do not, and more threads than cores are slower by far than one each.
+    torchrun sets OMP_NUM_THREADS, srun and mpirun do not, and more threads than cores are slow.
     """
     if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
         return
     cores = len(os.sched_getaffinity(0))
-    bound = cores * local_world_size <= (os.cpu_count() or 1)  # the launcher gave each process cores of its own
+    bound = cores * local_world_size <= (os.cpu_count() or 1)  # the launcher bound each process to separate cores
     torch.set_num_threads(max(1, cores if bound else cores // local_world_size))
 
 
@@ -168,10 +167,10 @@ def _describe(error: BaseException, launch: Launch) -> Failure:
     if isinstance(error, Stopped):
         return Failure(error.exit_status, str(error))
     if isinstance(error, KeyboardInterrupt):
-        return Failure(130, f"{who}interrupted; what was saved before is kept")
+        return Failure(130, f"{who}interrupted; earlier checkpoints are kept")
     expected = explain(error) if isinstance(error, Exception) else None
     if expected is not None:
-        if who and expected.rank is not None:  # that of another rank, which may come to say it later than this one
+        if who and expected.rank is not None:  # raised on another rank, which may report it later than this one
             who = f"rank {expected.rank}: "
         return Failure(expected.exit_status, f"error: {who}{expected}")
     trace = "".join(traceback.format_exception(error)).rstrip()
@@ -179,15 +178,15 @@ def _describe(error: BaseException, launch: Launch) -> Failure:
 
 
 def _settle(error: BaseException, meeting: Meeting | None, launch: Launch, folder: Path | None) -> Failure:
-    """What this rank prints and leaves with, after agreeing with the others which failure was the first."""
+    """Agree with the other ranks which failure was first, and return what this rank prints and leaves with."""
     if threading.current_thread() is threading.main_thread():
-        # torchrun and Slurm end the others as soon as one has failed: the seconds until this one has left are theirs
+        # torchrun and Slurm terminate the others as soon as one has failed: let this one finish its report
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        # PyTorch's handler raises, wherever this thread may be, when a loader worker has died
+        # PyTorch's handler would raise here when a loader worker dies
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     failure = _describe(error, launch)
     if meeting is None:
-        # no other rank can be asked; one of each node prints, since the reason is often the same for all of them
+        # the ranks cannot agree; one of each node prints, as the reason is often the same for all
         return failure if launch.local_rank == 0 else Failure(failure.status, "")
     meeting.ending.acquire(timeout=LEAVE_SECONDS)
     meeting.stop_watching()
@@ -207,8 +206,8 @@ def _settle(error: BaseException, meeting: Meeting | None, launch: Launch, folde
 
 def _explain_loss(error: BaseException, absent: list[int]) -> str:
     if absent:
-        return f"lost contact: no answer from {name_ranks(absent)}, killed perhaps, or its node is gone"
-    # NCCL says in its first line what failed, and in its last one why
+        return f"lost contact: no answer from {name_ranks(absent)}, perhaps killed, or its node is gone"
+    # NCCL's first line says what failed, its last line why
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = "; ".join(dict.fromkeys((lines[0], lines[-1])))
     return f"lost contact: {reason}" if LOST_RANK.search(reason) else reason
@@ -217,14 +216,14 @@ def _explain_loss(error: BaseException, absent: list[int]) -> str:
 def _end_for_silence(
     message: str, lost: Sequence[int], store: dist.Store | None, meeting: Meeting, launch: Launch, folder: Path | None
 ) -> NoReturn:
-    """In a thread that watches, with its own connection to the store: the main thread may wait for what never comes."""
+    """End the process from a watching thread, with its own connection to the store: the main thread may hang."""
     failure = Failure(1, f"error: rank {launch.rank}: {message}")
     if store is None:
-        _end(failure if launch.tells_for_its_node else Failure(1, ""), None, launch)
+        _end(failure if launch.reports_for_its_node else Failure(1, ""), None, launch)
     meeting.ending.acquire(timeout=LEAVE_SECONDS)
     meeting.stop_watching()
     _leave_in_time(failure.status)
-    with suppress(Exception):  # whatever keeps it from telling more, this thread has to end the process
+    with suppress(Exception):  # whatever fails here, this thread has to end the process
         answer(store, launch.rank)
         failure = claim(store, failure)
         store.set("alarm", "")
@@ -238,7 +237,7 @@ def _end_for_silence(
 def _add_collectives(
     failure: Failure, records: Mapping[int, Record], broken: bool, launch: Launch, folder: Path | None
 ) -> Failure:
-    """The failure with what the ranks wait in; one rank of them all has a message, and writes it down for all."""
+    """Add the collectives that the ranks wait in to the failure; the one rank with a message also writes the file."""
     reason = explain_hang(records, launch.world_size, broken)
     if not failure.message or not reason:
         return failure
@@ -252,7 +251,7 @@ def _add_collectives(
                 write_records(path, message, records)
                 written.append(f"; all ranks' last collectives: {path}")
 
-    # a disk that is full or does not answer may not keep the message back
+    # in a thread, as a full or hanging disk must not hold back the message
     writer = threading.Thread(target=write, name="write collectives", daemon=True)
     writer.start()
     writer.join(ROLL_CALL_SECONDS)
@@ -260,7 +259,7 @@ def _add_collectives(
 
 
 def _end(failure: Failure, meeting: Meeting | None, launch: Launch) -> NoReturn:
-    """Print, report to the others and the launcher, and leave at once."""
+    """Print the failure, report it to the other ranks and the launcher, and end this process at once."""
     _leave_in_time(failure.status)
     if failure.message:
         print(failure.message, file=sys.stderr, flush=True)
@@ -272,29 +271,29 @@ def _end(failure: Failure, meeting: Meeting | None, launch: Launch) -> NoReturn:
             meeting.raise_alarm()
             meeting.leave_last()
     _report_status(launch, failure.status)
-    for child in multiprocessing.active_children():  # loader workers, which only an orderly exit would end
+    for child in multiprocessing.active_children():  # loader workers, which os._exit would leave behind
         child.terminate()
     os._exit(failure.status)
 
 
 def _leave_in_time(status: int) -> None:
-    """Whatever may keep this process: the store, or the connection to it, which the main thread may hold."""
+    """End this process within LEAVE_SECONDS, even if the store hangs."""
     leave = threading.Timer(LEAVE_SECONDS, os._exit, [status])
     leave.daemon = True
     leave.start()
 
 
 def _report_to_torchrun(message: str) -> None:
-    """The message for the summary that torchrun prints of a failed run, in torchrun's own format."""
+    """Write the message, in torchrun's format, for the summary that torchrun prints of a failed run."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        with suppress(OSError):  # nothing may keep this rank from leaving: the message has been printed
+        with suppress(OSError):  # the message has been printed already
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
 
 
 def _report_status(launch: Launch, status: int) -> None:
-    """For a batch script that must know 75, where torchrun turns every failure into 1: it names a file."""
+    """Write the exit status to the file TRAIN_EXIT_STATUS_FILE: torchrun exits with 1 for every failure."""
     path = os.environ.get("TRAIN_EXIT_STATUS_FILE")
     if path and launch.rank == 0:
         try:

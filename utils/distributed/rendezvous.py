@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other, and report a failure to each other, through rank 0's store."""
+"""The ranks of a run meet, and report failures to each other, through rank 0's store."""
 
 import errno
 import json
@@ -17,26 +17,26 @@ from utils.distributed.health.hangs import Record, take_record
 from utils.distributed.launch import Launch, name_ranks
 from utils.errors import ConfigError, ExpectedError
 
-POLL_SECONDS = 0.2  # how often a rank looks whether another has failed
-ROLL_CALL_SECONDS = 3.0  # to answer, once contact with some rank is lost
-GRACE_SECONDS = 5.0  # after another rank's failure, to leave before being ended in mid-collective
-STORE_SECONDS = 30.0  # for one answer of the store
+POLL_SECONDS = 0.2  # between two checks whether another rank has failed
+ROLL_CALL_SECONDS = 3.0  # time to answer after contact with some rank is lost
+GRACE_SECONDS = 5.0  # time to leave after another rank's failure; then the process is ended in mid-collective
+STORE_SECONDS = 30.0  # time for one answer of the store
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How a run ended: its exit status and what is printed."""
+    """How a run ended: its exit status and message, empty if another rank prints it."""
 
     status: int
     message: str
 
 
 class Meeting:
-    """The ranks of one start, in rank 0's store, which is opened here; errors name its address.
+    """Opens rank 0's store, through which the ranks of one start meet; errors name its address.
 
-    Under torchrun the store outlives a start, and keys of the one before are still in it: rank 0 gives each meeting a
-    new name, and lists the ranks that came, so that no rank mistakes an old meeting for its own.
+    Under torchrun the store outlives a start, so it still has keys of the previous one. Rank 0 therefore gives each
+    meeting a new name and lists the ranks that arrived, so that no rank joins an old meeting.
     """
 
     def __init__(self, launch: Launch, start_timeout: float) -> None:
@@ -44,15 +44,17 @@ class Meeting:
         self._deadline = time.monotonic() + start_timeout
         self._is_host = launch.hosts_store and launch.rank == 0
         self._owner = "rank 0" if launch.hosts_store else "torchrun"
-        # with all ranks on one node, rank 0 serves the store to that node alone
+        # with all ranks on one node, rank 0 serves the store on the loopback only
         on_one_node = launch.hosts_store and launch.local_world_size == launch.world_size
         self._address = LOOPBACK if on_one_node else launch.address
         self._where = f"{self._address}:{launch.port}"
         self._lobby = dist.PrefixStore(f"train/{launch.job}/{launch.world_size}", self._open_store())
         self._set_name("nobody")
-        self._num_here = launch.world_size  # ranks that can still answer, as far as this one knows
+        self._num_here = launch.world_size  # ranks that can still answer, as far as this rank knows
         self._stop = threading.Event()
-        self.ending = threading.Lock()  # held by the thread that ends the process: nobody may cut its message off
+        self.ending = (
+            threading.Lock()
+        )  # held by the thread that ends the process, so that no other cuts its message off
 
     def _set_name(self, name: str) -> None:
         self._name, self.store = name, dist.PrefixStore(name, self._lobby)
@@ -86,11 +88,11 @@ class Meeting:
             remedy = "set MASTER_PORT to a free one in every process, or start with torchrun --standalone"
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 remedy = "torchrun chose it when it was free: start again"
-            raise ConfigError(f"port {port} on {here} is in use, by another job perhaps; {remedy}") from None
+            raise ConfigError(f"port {port} on {here} is in use, perhaps by another job; {remedy}") from None
 
     def _connect(self) -> dist.TCPStore:
-        """The store as its client. In a thread, since PyTorch waits without end for one who listens and never answers,
-        as another program at this port may do."""
+        """Connect to the store. In a thread, as PyTorch waits forever for another program that listens at this port and
+        never answers."""
         found: list[dist.TCPStore | Exception] = []
 
         def connect() -> None:
@@ -109,13 +111,13 @@ class Meeting:
         if result is not None and not isinstance(result, dist.DistError):
             raise result
         raise ExpectedError(
-            f"{self._where} is open, but it is not {self._owner} of this run that answers there; another job or "
-            f"program holds the port perhaps ({self._owner} then says so)\n"
+            f"{self._where} is open, but {self._owner} of this run does not answer there; perhaps another job or "
+            f"program uses the port ({self._owner} then reports it)\n"
             "set MASTER_PORT to a free one in every process"
         )
 
     def _wait_for_listener(self) -> None:
-        """PyTorch's own attempts to connect print a stack trace for each that fails."""
+        """Wait until the port is open; PyTorch's own attempts would each print a stack trace."""
         while time.monotonic() < self._deadline:
             try:
                 with socket.create_connection((self._address, self.launch.port), timeout=5):
@@ -125,11 +127,11 @@ class Meeting:
         raise ExpectedError(
             f"no answer from {self._where}, where {self._owner} should be, within {self.start_timeout:g} s "
             f"(start_timeout_seconds); tried from {socket.gethostname()}\n"
-            "see whether rank 0 has started, and whether MASTER_ADDR and MASTER_PORT are right and pass the firewall"
+            "check that rank 0 has started, and that MASTER_ADDR and MASTER_PORT are right and pass the firewall"
         )
 
     def assemble(self) -> None:
-        """Wait until every rank is here; `ExpectedError` that names the missing ones."""
+        """Wait until every rank has arrived; raise `ExpectedError` naming the missing ones."""
         if self.launch.rank == 0:
             self._receive()
         else:
@@ -147,17 +149,17 @@ class Meeting:
             message = (
                 f"{name_ranks(absent)} of {self.launch.world_size} did not arrive at {self._where} within "
                 f"{self.start_timeout:g} s (start_timeout_seconds)\n"
-                "see what became of these processes and their nodes, or allow more time"
+                "check these processes and their nodes, or allow more time"
             )
             self.store.set("absent", message)
             raise ExpectedError(message)
         self.store.set("complete", " ".join(self.store.get(f"arrived/{rank}").decode() for rank in others))
 
     def _arrive(self) -> None:
-        """Another rank: say that it is here, and wait until all are."""
+        """Announce this rank, other than rank 0, and wait until all have arrived."""
         token, key = uuid.uuid4().hex, f"arrived/{self.launch.rank}"
         seen, pause = "", 0.02
-        # longer than rank 0, whose message names the missing ranks
+        # wait longer than rank 0, whose message names the missing ranks
         while time.monotonic() < self._deadline + ROLL_CALL_SECONDS:
             if self._lobby.check(["meeting"]):
                 name = self._lobby.get("meeting").decode()
@@ -178,46 +180,46 @@ class Meeting:
         )
 
     def _without(self, ranks: Iterable[int], sign: str) -> list[int]:
-        """The ranks that have not put this sign into the store."""
+        """Return the ranks that have not set this key in the store."""
         return [rank for rank in ranks if not self.store.check([f"{sign}/{rank}"])]
 
     # ---- failure
 
     def watch(self, leave: Callable[[Failure], None]) -> None:
-        """Look for other ranks' failures from now on, in a thread; `leave` is called with the first one if this rank
-        is still here some seconds later."""
+        """Watch for other ranks' failures in a thread; it calls `leave` with the first one if this rank has not left
+        GRACE_SECONDS later."""
         threading.Thread(target=self._watch, args=(leave,), daemon=True).start()
 
     def stop_watching(self) -> None:
-        """This rank leaves by itself, whatever becomes of the others."""
+        """Stop the watching thread: this rank leaves on its own."""
         self._stop.set()
 
     def _watch(self, leave: Callable[[Failure], None]) -> None:
         failure = None
         try:
-            store = self.store.clone()  # a connection of this thread's own
+            store = self.store.clone()  # a separate connection for this thread
             while not store.check(["alarm"]):
                 if self._stop.wait(POLL_SECONDS):
                     return
             answer(store, self.launch.rank)
             failure = wait_for_failure(store, 2 * ROLL_CALL_SECONDS)
         except dist.DistError:
-            pass  # the store is gone, and with it the process that served it: the main thread says so, if it can
+            pass  # the process that served the store is gone: the main thread reports it, if it can
         if not self._stop.wait(GRACE_SECONDS):
             leave(failure or Failure(1, self.lost_store()))
 
     def lost_store(self) -> str:
-        """The message for a store that does not answer, on one rank of each node; empty on the others."""
-        if not self.launch.tells_for_its_node:
+        """Return the message for a store that does not answer, on one rank of each node; empty on the others."""
+        if not self.launch.reports_for_its_node:
             return ""
         return f"error: rank {self.launch.rank}: lost contact with {self._owner} at {self._where}"
 
     def raise_alarm(self) -> None:
-        """Ask every other rank to show that it is there, and to leave."""
+        """Ask every other rank to answer and to leave."""
         self.store.set("alarm", "")
 
     def call_the_roll(self) -> tuple[Failure | None, dict[int, Record]]:
-        """What failed first, where a rank has said so; else the records of the ranks that still answer."""
+        """Return (first failure, {}) if a rank has reported one, otherwise (None, records of the ranks that answer)."""
         answer(self.store, self.launch.rank)
         self.raise_alarm()
         until = time.monotonic() + ROLL_CALL_SECONDS
@@ -230,7 +232,7 @@ class Meeting:
         return None, records
 
     def leave_last(self) -> None:
-        """Rank 0, where it serves the store, waits until the others have left or are given up."""
+        """Note that this rank leaves. If it serves the store, first wait until the others have left or time is up."""
         left = self.store.add("left", 1)
         until = time.monotonic() + GRACE_SECONDS + ROLL_CALL_SECONDS
         while self._is_host and left < self._num_here and time.monotonic() < until:
@@ -239,22 +241,22 @@ class Meeting:
 
 
 def _listen_on_loopback(port: int) -> int:
-    """A socket for the store to serve and to close, where PyTorch's own would listen on every interface."""
+    """Return a listening socket for the store, which closes it. PyTorch's own would listen on every interface."""
     with socket.create_server((LOOPBACK, port)) as server:
         return server.detach()
 
 
 def answer(store: dist.Store, rank: int) -> None:
-    """To an alarm: this rank is there, and these were its last collectives."""
+    """Answer an alarm: this rank is alive, and these were its last collectives."""
     try:
         record = take_record()
-    except Exception:  # another version of PyTorch may tell otherwise; to be there is what counts
+    except Exception:  # another version of PyTorch may have another format; the answer itself matters more
         record = Record("unknown", 0)
     store.set(f"present/{rank}", record.encode())
 
 
 def gather_answers(store: dist.Store, ranks: Sequence[int], seconds: float) -> dict[int, Record]:
-    """The answers of these ranks to an alarm, as far as they come within that time."""
+    """Return the answers of these ranks to an alarm that arrive in time."""
     until = time.monotonic() + seconds
     while True:
         here = [rank for rank in ranks if store.check([f"present/{rank}"])]
@@ -264,14 +266,14 @@ def gather_answers(store: dist.Store, ranks: Sequence[int], seconds: float) -> d
 
 
 def claim(store: dist.Store, failure: Failure) -> Failure:
-    """Make this the failure of the run, or return the one that was first, without its message."""
-    mine = json.dumps(asdict(failure) | {"by": uuid.uuid4().hex})  # two ranks may have the same to say
+    """Make this the run's failure; if another one was first, return that without its message."""
+    mine = json.dumps(asdict(failure) | {"by": uuid.uuid4().hex})  # unique, as two ranks may fail alike
     first = store.compare_set("failure", "", mine).decode()
     return failure if first == mine else Failure(json.loads(first)["status"], "")
 
 
 def wait_for_failure(store: dist.Store, seconds: float) -> Failure | None:
-    """The run's failure without its message, which has been printed; None if there is none within that time."""
+    """Return the run's failure without its message, which has been printed; None if there is none in time."""
     until = time.monotonic() + seconds
     while not store.check(["failure"]):
         if time.monotonic() > until:

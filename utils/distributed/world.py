@@ -1,7 +1,6 @@
-"""This process among all ranks: rank, world size, device, collectives.
+"""A process's rank, world size, device and collectives.
 
-ranks.py starts and ends the ranks. Every function here works with one process and no process group too, so that callers
-need no second path.
+ranks.py starts and ends the ranks. Everything here works with one process and no process group, too.
 """
 
 import os
@@ -30,7 +29,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """The one process that writes files and to the screen."""
+        """Whether this is the process that writes files and to the screen."""
         return self.rank == 0
 
     def barrier(self) -> None:
@@ -39,13 +38,13 @@ class World:
             dist.barrier()
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Collective: `tensor` summed over the ranks, in place."""
+        """Collective: sum `tensor` over the ranks, in place."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def broadcast(self, value: T) -> T:
-        """Collective: rank 0's `value`, a plain picklable object, on every rank."""
+        """Collective: return rank 0's `value`, a plain picklable object, on every rank."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -53,7 +52,7 @@ class World:
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Collective: every rank's `value`, a plain picklable object, in the order of ranks, on every rank."""
+        """Collective: return every rank's `value`, a plain picklable object, in the order of ranks, on every rank."""
         if self.world_size == 1:
             return [value]
         values: list[T] = [value] * self.world_size
@@ -61,7 +60,7 @@ class World:
         return values
 
     def main_only(self, action: Callable[[], T]) -> T | None:
-        """Collective: `action` on the main process while the others wait; its `ExpectedError` is raised on all."""
+        """Collective: run `action` on the main process while the others wait; all raise its `ExpectedError`."""
         result, error = None, None
         if self.is_main:
             try:
@@ -73,12 +72,12 @@ class World:
         return result
 
     def main_first(self, action: Callable[[], T]) -> T:
-        """Collective: `action` on the main process, then on the others."""
+        """Collective: run `action` on the main process, then on the others."""
         result = self.main_only(action)
         return action() if result is None else result
 
     def average_buffers(self, model: nn.Module) -> None:
-        """Collective: the mean over the ranks of every floating-point buffer, in place: BatchNorm's statistics."""
+        """Collective: average every floating-point buffer (BatchNorm's statistics) over the ranks, in place."""
         buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         if self.world_size > 1 and buffers:
             flat = self.sum(torch.cat([buffer.flatten() for buffer in buffers])) / self.world_size
@@ -87,7 +86,7 @@ class World:
 
 
 def choose_device(device: str, local_rank: int) -> torch.device:
-    """The device of this process: `device` is auto, cpu or cuda."""
+    """Return the device of this process; `device` is auto, cpu or cuda."""
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise ConfigError("device: cuda was asked for, but PyTorch finds no usable GPU; use device: auto or cpu")
@@ -95,27 +94,27 @@ def choose_device(device: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
-        return torch.device("cuda", 0)  # srun --gpus-per-task=1 shows each process its own GPU only
+        return torch.device("cuda", 0)  # with srun --gpus-per-task=1, each process sees only its own GPU
     if local_rank >= gpus:
         raise ConfigError(f"rank {local_rank} of this node has no GPU: {gpus} here; start one process per GPU")
     return torch.device("cuda", local_rank)
 
 
 def pin_near_gpu(world: World) -> list[str]:
-    """Pin this process and its loader workers to the cores nearest its GPU; returns lines for the log."""
+    """Pin this process and its loader workers to the cores nearest its GPU; return lines for the log."""
     if world.world_size == 1 or world.device.type != "cuda":
         return []
     gpu: Any = torch.cuda.get_device_properties(world.device)
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     cores = cores_near(address) & os.sched_getaffinity(0)
     if not cores:
-        return [f"the kernel names no usable cores near GPU {address}; left as is"]
+        return [f"the kernel lists no usable cores near GPU {address}; processes are not pinned"]
     os.sched_setaffinity(0, cores)
     return [f"rank {world.rank} is pinned to the {len(cores)} cores nearest GPU {address}"]
 
 
 def cores_near(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
-    """Processor cores on the socket of a PCI device; empty where the kernel does not name them."""
+    """Return the processor cores near a PCI device; empty if the kernel does not list them."""
     try:
         text = (devices / pci_address / "local_cpulist").read_text(encoding="ascii").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""The keys of what a run writes."""
+"""The settings of a run's output."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""A run's folder: expts/<config>/ with one run in it, never two, and never an old one overwritten.
+"""Open a run's folder: it holds one run, and an earlier run is moved aside, never overwritten.
 
 config.yaml[.N]  environment.json  train.log  metrics.jsonl  tb_logs/  checkpoints/{step-*.pt,best.pt}
 """
@@ -22,25 +22,26 @@ from utils.base_config import BaseConfig, KeyFlag, render
 from utils.distributed.launch import job_name, was_restarted
 from utils.errors import CheckpointError, ExpectedError
 from utils.files import FolderHeldError, lock_folder, remove_leftovers, sign_lock, write_atomically
+from utils.run.checkpoint import fit
 from utils.run.checkpoint import io as checkpoint
 from utils.run.checkpoint.pretrained import Pretrained
-from utils.run.identity import check_same_run
 
-POLL_SECONDS = 1.0  # how often a folder's lock is tried that an earlier start holds
-STARTS = ("start", "resume")  # kinds of records in metrics.jsonl that begin those of a start
-ALWAYS_KEPT = (*STARTS, "stop", "lost")  # kinds that a run keeps where it goes back; "lost": how far a start came
+POLL_SECONDS = 1.0  # between two attempts to lock a folder that an earlier start holds
+STARTS = ("start", "resume")  # kinds of the first record of a start in metrics.jsonl
+ALWAYS_KEPT = (*STARTS, "stop", "lost")  # kinds kept when a run goes back to an earlier step
+RECORD_KEYS = {"kind", "step", "clock_seconds"}  # in every record
 
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run folder that this process holds."""
+    """A run folder that this process has locked."""
 
-    lock: IO[str]  # held as long as it is open
-    state: dict[str, Any] | None  # the checkpoint to go on from
+    lock: IO[str]  # held while this file is open
+    state: dict[str, Any] | None  # the checkpoint to resume from
     resumed_from: Path | None
-    pretrained: Pretrained | None  # what a new run begins with
-    notes: list[str]  # what the reader should know
-    reached: int  # the last step that an earlier start has recorded
+    pretrained: Pretrained | None  # the weights that a new run starts with
+    notes: list[str]  # lines for the log
+    reached: int  # the last step recorded by an earlier start
 
 
 def open_run(
@@ -49,69 +50,65 @@ def open_run(
     config: BaseConfig,
     weights: dict[str, Tensor],
     data: dict[str, Any],
-    begin: Callable[[], Pretrained | None] = lambda: None,
+    read_pretrained: Callable[[], Pretrained | None] = lambda: None,
     patience: float = 0.0,
 ) -> OpenedRun:
-    """Take `folder` for a run: resume what is there, or move it aside; `resume` is auto, never, or a path.
+    """Lock `folder`, and resume the run in it or move that run aside; `resume` is auto, never, or a path.
 
-    A job that Slurm or torchrun starts again goes on with what its earlier start wrote here, whatever `resume` says.
-    Raises `ExpectedError`, with the folder as it was, where another run holds it, where auto finds a run of another
-    configuration (utils/run/identity.py), or where the checkpoint does not fit the configuration, the names and shapes
-    of the network's `weights`, or the `data` (see utils/run/checkpoint/io.py).
-    `begin` is called where there is nothing to resume, and reads what a new run begins with. A job that is started
-    again waits up to `patience` seconds for an earlier start of its own that still holds the folder.
+    A job that Slurm or torchrun restarts resumes what its earlier start wrote here, whatever `resume` says. It waits up
+    to `patience` seconds for an earlier start that still holds the folder. `read_pretrained` is called if there is
+    nothing to resume.
+    Raises `ExpectedError` and leaves the folder unchanged if another run holds it, or if the checkpoint does not fit
+    the configuration, the names and shapes of the network's `weights`, or the `data` (utils/run/checkpoint/fit.py).
     """
-    own = folder / "checkpoints"
+    checkpoints = folder / "checkpoints"
     job = job_name(os.environ)
     restarted = bool(job) and was_restarted(os.environ)
-    with (
-        _naming_what_cannot_be_used(folder),
-        _held(folder, job, patience if restarted else 0.0) as (taken, waited),
-    ):
+    with _with_path_in_error(folder), _locked(folder, job, patience if restarted else 0.0) as (taken, waited):
         lock = taken
         lock.seek(0)
         earlier = lock.read().partition("\n")[0]
         again = restarted and earlier == job
         sign_lock(lock, earlier)
-        source = _find_source(own, "auto" if again else resume)
-        pretrained = begin() if source is None else None
+        source = _find_source(checkpoints, "auto" if again else resume)
+        pretrained = read_pretrained() if source is None else None
         notes = [*waited, pretrained.note] if pretrained else waited
         if source is not None:
             notes += source.notes
-            # a key that is younger than the checkpoint had its default
-            saved = type(config)().model_dump(mode="json") | source.state["config"]
+            saved, current = source.state["config"], config.model_dump(mode="json")
             if resume == "auto" and not again:
-                nothing_left = source.state["epoch"] >= config.model_dump()["max_epochs"]
-                check_same_run(folder, saved, config, nothing_left=nothing_left)
-            changed = checkpoint.check_fit(
-                source.path, saved, config.model_dump(mode="json"), config.keys_with(KeyFlag.FIXED_ON_RESUME)
-            )
-            checkpoint.check_weights_fit(source.path, source.state["model"], weights)
-            checkpoint.check_data_fits(source.path, source.state["data"], data)
+                epochs_left = source.state["epoch"] < current["max_epochs"]
+                fit.check_same_run(folder, saved, config, epochs_left=epochs_left)
+            changed = fit.check_config_fits(source.path, saved, current, config.keys_with(KeyFlag.FIXED_ON_RESUME))
+            fit.check_weights_fit(source.path, source.state["model"], weights)
+            fit.check_data_fits(source.path, source.state["data"], data)
             notes += [f"Resuming with another {key}: {saved.get(key)} -> {getattr(config, key)}" for key in changed]
-        if source is not None and source.path.parent.resolve() == own.resolve():
-            remove_leftovers(own)
+        if source is not None and source.path.parent.resolve() == checkpoints.resolve():
+            remove_leftovers(checkpoints)
         else:
-            if own.exists() or (folder / "metrics.jsonl").exists():
-                really = folder.resolve() if folder.is_symlink() else folder  # the link stays, as the new run's too
-                earlier_run = _move_aside(really)
+            if checkpoints.exists() or (folder / "metrics.jsonl").exists():
+                target = folder.resolve() if folder.is_symlink() else folder  # the link stays and leads to the new run
+                earlier_run = _move_aside(target)
                 notes.append(f"The earlier run in {folder} is now in {earlier_run}")
                 lock.close()
-                lock = lock_folder(really)
+                lock = lock_folder(target)
                 if source is None and (resume == "auto" or again) and _describes(earlier_run / "config.yaml", config):
-                    # lost before its first checkpoint, it is the same run begun again: its ledger has that time too
+                    # the same run, lost before its first checkpoint: its ledger includes the lost time
                     _cut_records(earlier_run / "metrics.jsonl", folder / "metrics.jsonl", 0, 0)
-            own.mkdir(exist_ok=True)
+            checkpoints.mkdir(exist_ok=True)
         if source is not None:
             _adopt(folder, source)
         sign_lock(lock, job)
         state, path = (source.state, source.path) if source else (None, None)
-        return OpenedRun(lock, state, path, pretrained, notes, _last_step(folder / "metrics.jsonl"))
+        reached = max((record["step"] for record in _records(folder / "metrics.jsonl")), default=0)
+        return OpenedRun(lock, state, path, pretrained, notes, reached)
 
 
 def _lock_in_time(folder: Path, job: str, patience: float) -> tuple[IO[str], list[str]]:
-    """The folder's lock, and a note where it was waited for: an earlier start of this job may be cut off from the other
-    ranks and from the scheduler, which has started the job again; it then ends by itself some time later."""
+    """Lock the folder; return the lock and, if it had to wait, a note.
+
+    An earlier start may still hold it: one that is cut off from the other ranks and from the scheduler, which has
+    restarted the job. It ends some time later."""
     began, holder = time.monotonic(), ""
     while True:
         try:
@@ -120,7 +117,7 @@ def _lock_in_time(folder: Path, job: str, patience: float) -> tuple[IO[str], lis
             if held.job != job or time.monotonic() - began >= patience:
                 raise
             if not holder:
-                holder = held.holder or "which has not said who it is"
+                holder = held.holder or "host and process unknown"
                 print(
                     f"{folder}: held by an earlier start of this job, {holder}; waiting up to {patience:g} s for it",
                     file=sys.stderr,
@@ -133,8 +130,8 @@ def _lock_in_time(folder: Path, job: str, patience: float) -> tuple[IO[str], lis
 
 
 @contextmanager
-def _naming_what_cannot_be_used(folder: Path) -> Iterator[None]:
-    """An `OSError` of the block becomes an `ExpectedError` with the file's name."""
+def _with_path_in_error(folder: Path) -> Iterator[None]:
+    """Turn an `OSError` of the block into an `ExpectedError` with the file's path."""
     try:
         yield
     except OSError as error:
@@ -142,15 +139,14 @@ def _naming_what_cannot_be_used(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _held(folder: Path, job: str, patience: float) -> Iterator[tuple[IO[str], list[str]]]:
-    """Take a run's folder; see `_lock_in_time`. Where the block fails, a folder that was not there goes again, unless
-    something is in it."""
-    was_there = os.path.exists(folder)
+def _locked(folder: Path, job: str, patience: float) -> Iterator[tuple[IO[str], list[str]]]:
+    """Lock a run's folder (see `_lock_in_time`). If the block fails, release it, and remove a new, empty folder."""
+    existed = os.path.exists(folder)
     lock, waited = _lock_in_time(folder, job, patience)
     try:
         yield lock, waited
     except BaseException:
-        if not was_there:
+        if not existed:
             with suppress(OSError):
                 (folder / ".lock").unlink()
                 folder.rmdir()
@@ -160,7 +156,7 @@ def _held(folder: Path, job: str, patience: float) -> Iterator[tuple[IO[str], li
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint to go on from, and the best one beside it: all is read before anything is moved."""
+    """A checkpoint to resume from and the best one next to it, both read before anything is moved."""
 
     path: Path
     state: dict[str, Any]
@@ -169,11 +165,11 @@ class _Source:
     notes: list[str]
 
 
-def _find_source(own: Path, resume: str) -> _Source | None:
+def _find_source(checkpoints: Path, resume: str) -> _Source | None:
     if resume == "never":
         return None
     if resume == "auto":
-        return _find_newest(own)
+        return _find_newest(checkpoints)
     path = Path(resume)
     if path.is_file():
         return _read_source(path, checkpoint.read_checkpoint(path), [])
@@ -191,50 +187,50 @@ def _find_newest(folder: Path) -> _Source | None:
         best, remedy = folder / "best.pt", "--resume never starts a new run"
         with suppress(CheckpointError):
             checkpoint.read_checkpoint(best)
-            remedy = f"--resume {shlex.quote(str(best))} goes on from the best one, {remedy}"
+            remedy = f"--resume {shlex.quote(str(best))} resumes from the best one, {remedy}"
         raise CheckpointError(f"{complaints[0]}\nno step's checkpoint in {folder} is good; {remedy}")
     return None
 
 
 def _read_source(path: Path, state: dict[str, Any], complaints: list[str]) -> _Source:
-    """The best checkpoint counts where it is the best so far of the run that wrote `path`. Where it is damaged, of a
-    later step, or gone, the best is still to come."""
+    """Use best.pt only if it was the best when the run wrote `path`. If it is damaged, missing or of a later step, the
+    best accuracy starts again from nothing."""
     best, best_path = None, path.with_name("best.pt")
     try:
         if best_path.exists() and checkpoint.read_checkpoint(best_path)["best"] == state["best"]:
             best = best_path.read_bytes()
     except CheckpointError as error:
         complaints = [*complaints, str(error)]
-    notes = [f"Passed over: {complaint}" for complaint in complaints]
+    notes = [f"Skipped: {complaint}" for complaint in complaints]
     notes.append(f"Resuming from {path}: epoch {state['epoch'] + 1}, batch {state['batch']}, step {state['step']}")
     if best is None:
         if epoch := state["best"]["epoch"]:
-            notes.append(f"The best weights so far, of epoch {epoch}, are gone: the best is still to come")
+            notes.append(f"The best weights so far, of epoch {epoch}, are lost: only later epochs count as best")
         state = state | {"best": checkpoint.NO_BEST}
     return _Source(path, state, path.read_bytes(), best, notes)
 
 
 def _adopt(folder: Path, source: _Source) -> None:
-    """The run's last checkpoint becomes the one it goes on from, and its best one the best so far.
+    """Make `source` the newest checkpoint of the run in `folder`, and its best one the run's best.
 
-    In this order: after a kill in between, the next start finds the records of a checkpoint that is there.
+    The records are cut last: if a kill comes in between, the next start has the records of the checkpoint it finds.
     """
-    own, step = folder / "checkpoints", source.state["step"]
-    last, own_best = checkpoint.step_path(own, step), own / "best.pt"
+    checkpoints, step = folder / "checkpoints", source.state["step"]
+    last, best = checkpoint.step_path(checkpoints, step), checkpoints / "best.pt"
     _put(last, source.content)
-    for newer in checkpoint.list_checkpoints(own):
-        if newer > last:  # damaged, not wanted, or under another's name
+    for newer in checkpoint.list_checkpoints(checkpoints):
+        if newer > last:  # damaged, abandoned, or wrongly named
             _set_aside(newer)
     if source.best is not None:
-        _put(own_best, source.best)
-    elif own_best.exists():  # of a later step, or damaged
-        _set_aside(own_best)
+        _put(best, source.best)
+    elif best.exists():  # of a later step, or damaged
+        _set_aside(best)
     metrics = folder / "metrics.jsonl"
     _cut_records(metrics, metrics, step, source.state["epoch"])
 
 
 def _put(path: Path, content: bytes) -> None:
-    """Write a checkpoint unless it is there already; another one in its place is set aside."""
+    """Write a checkpoint unless it exists; set aside another one of the same name."""
     if path.is_file() and path.read_bytes() == content:
         return
     if path.exists():
@@ -243,13 +239,13 @@ def _put(path: Path, content: bytes) -> None:
 
 
 def _set_aside(path: Path) -> None:
-    """Keep a checkpoint that the run goes back behind, as NAME.superseded, NAME.superseded.1 ..."""
+    """Keep an abandoned checkpoint as NAME.superseded, NAME.superseded.1 ..."""
     target = path.with_name(f"{path.name}.superseded")
     path.rename(_free_name(target) if target.exists() else target)
 
 
 def _move_aside(folder: Path) -> Path:
-    """Rename a run's folder to the first free NAME.1, NAME.2 ...; returns the new path."""
+    """Rename a run's folder to the first free NAME.1, NAME.2 ... and return the new path."""
     try:
         return folder.rename(_free_name(folder))
     except OSError as error:
@@ -257,12 +253,12 @@ def _move_aside(folder: Path) -> Path:
 
 
 def _describes(path: Path, config: BaseConfig) -> bool:
-    """Whether a config.yaml holds this configuration, under whatever name."""
+    """Return whether a config.yaml holds this configuration, under any name."""
     return path.is_file() and path.read_bytes().endswith(f"\n{_description(config)}".encode())
 
 
 def _free_name(path: Path) -> Path:
-    """The first of PATH.1, PATH.2 ... that is not taken."""
+    """Return the first of PATH.1, PATH.2 ... that does not exist."""
     names = (Path(f"{path}.{number}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())
 
@@ -272,8 +268,8 @@ def _description(config: BaseConfig) -> str:
 
 
 def write_description(folder: Path, config: BaseConfig, config_name: str, environment: dict[str, Any]) -> None:
-    """config.yaml, a block that can be run again, and environment.json. The configuration of an earlier start stays,
-    where it was another one, as config.yaml.1, config.yaml.2 ..."""
+    """Write environment.json and config.yaml, a block that can be run again. If an earlier start had another
+    configuration, it is kept as config.yaml.1, config.yaml.2 ..."""
     path, content = folder / "config.yaml", f"{config_name}:\n{_description(config)}".encode()
     if path.exists() and (earlier := path.read_bytes()) != content:
         write_atomically(_free_name(path), earlier)
@@ -282,42 +278,35 @@ def write_description(folder: Path, config: BaseConfig, config_name: str, enviro
 
 
 def _cut_records(path: Path, target: Path, step: int, epoch: int) -> None:
-    """Write to `target` the lines of a metrics.jsonl up to `step` and the finished `epoch`, since what came after is
-    done again, and those of ALWAYS_KEPT. An epoch's and the run's last line have the step of the last log point, but
-    come after a validation: their epoch counts too. Of the lines that go, the last of each start is kept as "lost",
-    with its position and times alone."""
+    """Write to `target` the records of a metrics.jsonl up to `step` and the finished `epoch`, as all after it is
+    trained again, and the kinds of ALWAYS_KEPT.
+
+    The record of an epoch, or of the run's end, has the step of the last log point, but comes after a validation: its
+    epoch counts, too. The last dropped record of each start is kept as "lost", with its position and times only."""
     if not path.exists():
         return
     kept: list[dict[str, Any]] = []
-    last: dict[str, Any] | None = None  # of the present start, one that goes
+    lost: dict[str, Any] | None = None  # the last dropped record of the current start
     for record in _records(path):
-        if record["kind"] in STARTS and last is not None:
-            kept.append(last)
+        if record["kind"] in STARTS and lost is not None:
+            kept.append(lost)
         if record["kind"] in ALWAYS_KEPT or (
             record["step"] <= step and (record["kind"] == "step" or record["epoch"] <= epoch)
         ):
             kept.append(record)
-            last = None
+            lost = None
         else:
-            last = {"kind": "lost", "epoch": record["epoch"], "step": record["step"]}
-            last |= {"clock_seconds": record["clock_seconds"]} if "clock_seconds" in record else {}
-    kept += [last] if last is not None else []
+            lost = {"kind": "lost"} | {key: record[key] for key in ("epoch", "step", "clock_seconds")}
+    kept += [lost] if lost is not None else []
     write_atomically(target, "".join(json.dumps(record) + "\n" for record in kept).encode())
 
 
-def _last_step(path: Path) -> int:
-    """The highest step in a metrics.jsonl; 0 where there is none."""
-    steps = [record.get("step") for record in _records(path)] if path.exists() else []
-    return max((step for step in steps if isinstance(step, int)), default=0)
-
-
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics.jsonl; other lines, which a kill cut short or which are damaged, are passed over."""
-    for line in path.read_bytes().splitlines():
+    """Yield the records of a metrics.jsonl, if it exists; skip lines that a kill cut short or that are damaged."""
+    for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
-            known = record["kind"] in ALWAYS_KEPT or isinstance(record["epoch"] + record["step"], int)
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, RecursionError):
             continue
-        if known:
+        if isinstance(record, dict) and record.keys() >= RECORD_KEYS:
             yield record

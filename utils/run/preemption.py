@@ -1,11 +1,11 @@
 """Stop on request: a signal sets a flag, the ranks agree on it between two batches, and the Trainer saves and leaves.
 
-Nothing is saved inside a signal handler: it may interrupt anything, a checkpoint being written included.
+Nothing is saved inside a signal handler, which may interrupt anything, such as the writing of a checkpoint.
 
-How soon: one process stops after the present batch. Several ranks compare their flags by one small message off the
-device's queue, about once a second, and all stop after the same batch: within two seconds, or after the present batch
-where a batch takes longer than half a second. The time is counted in batches, since that is what all ranks have in
-common: as many as fit into a second, at the pace of the batches before.
+One process stops after the current batch. Several ranks compare their flags by a small all-reduce on the CPU, about
+once a second, and all stop after the same batch: within two seconds, or after the current batch if batches take longer
+than half a second. The interval is counted in batches, as all ranks must agree on it: as many as fit into a second at
+the pace of the last ones.
 """
 
 import os
@@ -20,17 +20,18 @@ import torch.distributed as dist
 
 from utils.distributed.world import World
 
-POLL_SECONDS = 1.0  # ranks compare their flags this often
-# seconds; a launcher passes Ctrl-C on to processes that the terminal has already sent it to: those two are one
+POLL_SECONDS = 1.0  # between two comparisons of the flags
+# seconds: a second Ctrl-C within this time counts as the first one, as terminal and launcher may both send it
 ONE_KEYSTROKE = 1.0
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Requests:
-    """What is asked of the run, polled by every rank after the same batch.
+    """Requests to stop, polled by every rank after the same batch.
 
-    With several ranks the message of one batch is answered after the next, when it has long arrived, so no rank waits.
-    Where no two batches fit into `POLL_SECONDS` every batch has a message and waits for it, which is little beside it.
+    With several ranks, the all-reduce started after one batch is read after the next, when it has finished, so no rank
+    waits. If a batch takes most of `POLL_SECONDS`, each is followed by an all-reduce and waits for it: a short time in
+    comparison.
     """
 
     def __init__(self, world: World) -> None:
@@ -41,12 +42,12 @@ class Requests:
         self.start_loop()
 
     def start_loop(self) -> None:
-        """Batches of another kind follow, of training or validation: their pace is not known yet."""
-        self._every = 1  # batches from one message to the next, the same on all ranks
+        """Start a loop of training or validation, in which the pace of batches is not known yet."""
+        self._every = 1  # batches from one all-reduce to the next, the same on all ranks
         self._batches, self._since = 0, time.monotonic()
 
     def poll(self) -> bool:
-        """Collective: whether to stop, true on every rank once any of them got a signal."""
+        """Collective: return whether to stop, true on every rank once any of them got a signal."""
         self._batches += 1
         if self.world.world_size == 1:
             return self.signal is not None
@@ -60,7 +61,7 @@ class Requests:
         work.wait()
         self._pending = None
         number, microseconds = flags.tolist()
-        # at most twice as many as before: the host may run ahead of a GPU for some batches, which then seem short
+        # at most doubled: while the host runs ahead of a GPU, batches seem short
         self._every = max(1, min(2 * self._every, int(1e6 * POLL_SECONDS / max(1, microseconds))))
         self._batches, self._since = 0, time.monotonic()
         self.signal = number or self.signal
@@ -70,7 +71,7 @@ class Requests:
         return signal.Signals(self.signal).name if self.signal else "no signal"
 
     def _send(self) -> tuple[torch.Tensor, dist.Work]:
-        """[signal or 0, microseconds of a batch], on the CPU: goes over gloo, not through the GPU's queue."""
+        """Start an all-reduce of [signal or 0, microseconds per batch] over gloo, so not through the GPU's queue."""
         microseconds = int(1e6 * (time.monotonic() - self._since) / self._batches)
         flags = torch.tensor([self.signal or 0, microseconds])
         return flags, dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True)  # type: ignore[return-value]
@@ -87,7 +88,7 @@ def listen(requests: Requests) -> Iterator[None]:
         if requests.signal is None:
             requests.signal, requests.since_signal = number, now
             if requests.world.is_main:
-                with suppress(OSError):  # the terminal may be gone
+                with suppress(OSError):  # the terminal may be closed
                     os.write(2, b"\nasked to stop: saving after this step; Ctrl-C again stops without saving\n")
 
     before = {number: signal.signal(number, remember) for number in SIGNALS}
@@ -99,6 +100,6 @@ def listen(requests: Requests) -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """For a process that has nothing left to do but to end: a further signal must not change its exit status."""
+    """Ignore further signals, so that they do not change the exit status of a process that is about to end."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,9 +1,9 @@
-"""The clock of a run: what it does at present, the seconds of each activity so far, and how long it still needs.
+"""A run's clock: its current activity, the seconds of each activity so far, and the time left.
 
-Whatever needs a time of the run reads it here: throughput, the share of waiting for input, the training time in a
-checkpoint. Each record of metrics.jsonl holds the seconds by activity; tools/shared/ledger.py adds up a run's starts.
+Throughput, the time waiting for input and the training time in a checkpoint are read here. Each record of metrics.jsonl
+holds the seconds by activity; tools/shared/ledger.py adds up a run's starts.
 
-The times are the host's. A GPU is some steps behind it, at most to the next log point, where the host waits for it.
+The times are the host's. A GPU may be some steps behind; the host waits for it at each log point.
 """
 
 import os
@@ -13,25 +13,25 @@ from contextlib import contextmanager, suppress
 
 ACTIVITIES = ("start", "compile", "train", "replay", "input", "validation", "test", "checkpoint")
 LOOP = ("compile", "train", "replay", "input")  # the loop over training batches
-WORK = (*LOOP, "validation", "checkpoint")  # what counts as training time: no start, and no test of held out images
+WORK = (*LOOP, "validation", "checkpoint")  # training time: all but start-up and the test of held-out images
 
 
 class Clock:
-    """Counts from `age` seconds before its making."""
+    """Counts from `age` seconds before its construction."""
 
     def __init__(self, age: float = 0.0) -> None:
-        self.step = 0  # the last optimizer step, since the beginning of the run
-        self._reached = 0  # the last step of all earlier starts: up to there it trains again
+        self.step = 0  # the last optimizer step of the run
+        self._reached = 0  # the last step of all earlier starts: steps up to it are replays
         self._spent = dict.fromkeys(ACTIVITIES, 0.0)
         self._activity = "start"
         self._began = self._changed = time.perf_counter() - age
 
-    def go_on(self, step: int, reached: int) -> None:
-        """This start goes on from `step`; earlier ones have trained up to step `reached`."""
+    def resume(self, step: int, reached: int) -> None:
+        """This start resumes from `step`; earlier starts have trained up to step `reached`."""
         self.step, self._reached = step, reached
 
     def switch(self, activity: str) -> None:
-        """From now on the run does this. Training up to the last step of earlier starts is a replay."""
+        """Start another activity. Training up to the last step of earlier starts counts as a replay."""
         if activity == "train" and self.step < self._reached:
             activity = "replay"
         now = time.perf_counter()
@@ -40,7 +40,7 @@ class Clock:
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """The run does this in the `with` block, and goes on with what it did before."""
+        """Switch to `activity` for the `with` block, then back."""
         before = self._activity
         self.switch(activity)
         try:
@@ -49,27 +49,26 @@ class Clock:
             self.switch(before)
 
     def count_step(self, step: int) -> None:
-        """This optimizer step is done, as far as the host knows."""
+        """Note that an optimizer step is done, as far as the host knows."""
         self.step = step
         if self._activity == "replay" and step >= self._reached:
             self.switch("train")
 
     def seconds(self, *activities: str) -> float:
-        """Seconds so far of these activities together."""
+        """Return the seconds so far of these activities together."""
         spent = self.by_activity()
         return sum(spent[activity] for activity in activities)
 
     def by_activity(self) -> dict[str, float]:
-        """Seconds so far of each activity; they add up to `elapsed`."""
+        """Return the seconds so far of each activity; they add up to `elapsed`."""
         return self._spent | {self._activity: self._spent[self._activity] + time.perf_counter() - self._changed}
 
     def elapsed(self) -> float:
-        """Seconds since the clock began."""
         return time.perf_counter() - self._began
 
 
 def process_age() -> float:
-    """Seconds since this process was started, from Linux's /proc to 0.01 s; 0 where there is none."""
+    """Return the seconds since this process started, from Linux's /proc to 0.01 s; 0 on other systems."""
     with suppress(OSError, ValueError, IndexError, AttributeError):
         with open("/proc/self/stat", "rb") as file:
             started = int(file.read().rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
@@ -78,8 +77,8 @@ def process_age() -> float:
 
 
 class TimeLeft:
-    """How long a run still needs, from the pace of this process. Told where epochs begin and end; gives a forecast at
-    any log point, where the host has waited for the device."""
+    """Forecasts the time left from the pace of this process. Call it at log points, where the host has waited for the
+    device."""
 
     def __init__(self, epochs: int, batches: int, clock: Clock) -> None:
         self.epochs, self.batches = epochs, batches  # of the whole run; of one epoch
@@ -88,20 +87,21 @@ class TimeLeft:
         self.start_epoch(0)
 
     def start_epoch(self, first_batch: int) -> None:
-        """An epoch begins, or goes on with `first_batch` after a resume."""
+        """Start an epoch; `first_batch` is above 0 after a resume in mid-epoch."""
         self._started, self._whole = self.clock.elapsed(), first_batch == 0
         self._first_point: tuple[float, int] | None = None
 
     def end_epoch(self) -> None:
-        """Its validation is done."""
+        """End an epoch, after its validation."""
         if self._whole:
             self._epoch_seconds = self.clock.elapsed() - self._started
 
     def seconds(self, epoch: int, batch: int) -> float | None:
-        """What `epoch` finished epochs and `batch` batches of the next leave to do; None where nothing tells the pace.
+        """Return the seconds left after `epoch` finished epochs and `batch` batches of the next; None if the pace is
+        not known yet.
 
-        Until an epoch is over it is that of the batches since the first log point: without the start of workers and
-        compilation, and without validation.
+        Before the first whole epoch, the pace is that of the batches since the first log point. It excludes
+        compilation, the start of workers, and validation.
         """
         epoch_seconds = self._epoch_seconds
         if epoch_seconds is None:

@@ -1,12 +1,12 @@
-"""PROF: named ranges on the timeline, and a profile of one epoch; docs/performance.md says what it writes.
+"""PROF: named ranges on the timeline, and a profile of one epoch; docs/performance.md describes its output.
 
-Under Nsight Systems only the ranges are marked, as NVTX ranges, since only one tool can listen to the driver:
+Under Nsight Systems only the NVTX ranges are marked, since only one tool can listen to the driver:
 
     nsys profile --trace=cuda,nvtx --capture-range=nvtx --nvtx-capture=PROFILE \\
         --env-var=NSYS_NVTX_PROFILER_REGISTER_ONLY=0 python train.py --config=bs256-prof
 
-The ranges do not wait for the GPU, as that would change what is measured: nsys shows each range's share of the GPU as
-the range's projection, and the summary counts the kernels that were launched in a range.
+The ranges do not wait for the GPU, which would change the timing: nsys shows each range's GPU time as the range's
+projection, and the summary counts the kernels launched in a range.
 """
 
 import os
@@ -18,7 +18,7 @@ import torch
 
 from utils.timing.trace import describe_trace, read_trace
 
-MEMORY_EVENTS = 100_000  # the newest allocations that the snapshot holds
+MEMORY_EVENTS = 100_000  # allocations in the snapshot, the newest
 
 
 class Profiler:
@@ -29,7 +29,7 @@ class Profiler:
         self.running = False
 
     def range(self, name: str) -> AbstractContextManager[None]:
-        """A named range around a `with` block; nothing at all unless the profiler is running."""
+        """Mark a `with` block as a named range; does nothing unless the profiler is running."""
         return self._range(name) if self.running else nullcontext()
 
     @contextmanager
@@ -39,8 +39,8 @@ class Profiler:
 
     @contextmanager
     def capture(self, folder: Path | None, say: Callable[[str], None]) -> Iterator[None]:
-        """The range PROFILE, which `nsys --nvtx-capture=PROFILE` waits for. Without nsys: what is recorded goes into
-        `folder`/profile (None: nowhere), the summary to `say`."""
+        """Mark the range PROFILE, for which `nsys --nvtx-capture=PROFILE` waits. Without nsys, write a trace to
+        `folder`/profile (None: none) and its summary to `say`."""
         if "NSYS_PROFILING_SESSION_ID" in os.environ:
             folder = None
         self.running = True

@@ -1,4 +1,4 @@
-"""PROF: reads a Chrome trace of torch.profiler and says in words what it shows of the training step."""
+"""PROF: summarise a Chrome trace of torch.profiler as text."""
 
 import bisect
 import gzip
@@ -10,15 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# The tutorial's ranges; `iteration 7` and `epoch 2` count under their first word.
+# The tutorial's ranges; `iteration 7` counts as `iteration`.
 RANGES = ("iteration", "data", "zero_grad", "forward/loss/backward", "optimizer.step", "graph replay")
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
-# cuDNN's and PyTorch's kernels, and PyTorch's CPU operators, that only change a memory layout. oneDNN's reorders on a
-# CPU are inside its convolutions and cannot be seen here.
+# Kernels of cuDNN and PyTorch, and PyTorch's CPU operators, that only change a memory layout. On a CPU, oneDNN reorders
+# inside its convolutions, which a trace does not show.
 TRANSPOSES = re.compile(r"nchwToNhwc|nhwcToNchw|nchw2nhwc|nhwc2nchw|aten::contiguous$", re.IGNORECASE)
 HOST_WAITS = re.compile(r"cuda(Device|Stream|Event)Synchronize|cudaMemcpy$|aten::_local_scalar_dense$")
-# What a step is for; all else is the loop's own: input, metrics, logging, Python.
+# The training step itself; the rest of an iteration is input, metrics, logging and Python.
 STEP_RANGES = ("zero_grad", "forward/loss/backward", "optimizer.step", "graph replay")
 TOP = 8
 
@@ -40,7 +40,7 @@ class Event:
 
 
 def read_trace(path: Path) -> list[Event]:
-    """The complete events of a gzipped trace, by start; the outer of two that start together comes first."""
+    """Return the complete events of a gzipped trace by start time; of two that start together, the longer one first."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         rows = json.load(file)["traceEvents"]
     events = [
@@ -55,7 +55,7 @@ def read_trace(path: Path) -> list[Event]:
 
 
 def find_ranges(events: Iterable[Event]) -> dict[str, list[Event]]:
-    """The occurrences of each of RANGES, by start."""
+    """Return the occurrences of each of RANGES by start time."""
     found: dict[str, list[Event]] = {name: [] for name in RANGES}
     for event in events:
         name = re.sub(r" \d+$", "", event.name)
@@ -65,7 +65,7 @@ def find_ranges(events: Iterable[Event]) -> dict[str, list[Event]]:
 
 
 def describe_trace(events: Sequence[Event]) -> str:
-    """Time per range, top kernels or operators, layout transposes, gaps, waiting for input, host synchronisations."""
+    """Describe time per range, top kernels or operators, layout transposes, GPU gaps, input, host synchronisations."""
     ranges = find_ranges(events)
     iterations = ranges.get("iteration")
     if not iterations:
@@ -74,7 +74,7 @@ def describe_trace(events: Sequence[Event]) -> str:
     inside = [event for event in events if start <= event.start < host_end]
     launches = {event.correlation: event.start for event in inside if event.category in LAUNCHES}
     on_gpu = [event for event in events if event.category in GPU_WORK]
-    # a graph is one launch a step, so that the host is done many steps before the GPU
+    # with CUDA graphs, one launch per step, the host finishes many steps before the GPU
     end = max([host_end, *(event.end for event in on_gpu if event.correlation in launches)])
     work = [event for event in on_gpu if start <= event.start < end]
     operators = [event for event in inside if event.category == "cpu_op"]
@@ -109,8 +109,8 @@ def describe_trace(events: Sequence[Event]) -> str:
 def _describe_ranges(
     ranges: dict[str, list[Event]], launches: dict[int | None, float], work: Sequence[Event], total: float
 ) -> list[str]:
-    """Per range: its time on the host and, with a GPU, that of the work which was launched in it. Backward launches
-    from a thread of its own while the range's thread waits for it, so only the time of a launch tells its range."""
+    """Describe each range: its host time and, with a GPU, the time of the GPU work launched in it. Backward launches
+    from another thread, so a launch is assigned to a range by its time only."""
     launched = sorted((launches[event.correlation], event.duration) for event in work if event.correlation in launches)
     lines = [f"  {'range':24} {'host ms':>10} {'share':>7}" + (f" {'GPU ms':>10}" if work else "")]
     for name, occurrences in ranges.items():
@@ -127,7 +127,7 @@ def _describe_ranges(
 
 
 def _own_times(operators: Iterable[Event]) -> list[tuple[str, float]]:
-    """(name, time without that of the operators it calls) of each operator. `operators` by start, outer first."""
+    """Return (name, time without the operators it calls) of each operator. `operators` by start, outer first."""
     own: list[tuple[str, float]] = []
     stacks: dict[str, list[Event]] = defaultdict(list)
     for event in operators:
@@ -142,7 +142,7 @@ def _own_times(operators: Iterable[Event]) -> list[tuple[str, float]]:
 
 
 def _outermost(events: Iterable[Event]) -> list[Event]:
-    """Those that do not lie within an earlier one of the same thread."""
+    """Return the events that are not within an earlier event of the same thread."""
     kept: list[Event] = []
     ends: dict[str, float] = defaultdict(float)
     for event in events:
@@ -153,7 +153,7 @@ def _outermost(events: Iterable[Event]) -> list[Event]:
 
 
 def _union(work: Sequence[Event]) -> tuple[float, list[float]]:
-    """(time in which at least one piece runs, the gaps between), of events by start."""
+    """Return (time in which at least one event runs, the gaps between), for events by start."""
     gaps, reached = [], work[0].start
     for event in work:
         if event.start > reached:

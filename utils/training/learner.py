@@ -155,7 +155,7 @@ def build_learner(
     profiler, own_gradients = Profiler(world.device), None
     if config.verify_every_steps is not None and world.world_size > 1:
         own_gradients = OwnGradients(model, world.device, rounds_each_time_anew(config, world.device))
-        wrap = partial(wrap, look=own_gradients.look)
+        wrap = partial(wrap, hook=own_gradients.look)
     with on_capture_stream(world.device, graphed=graphed):
         spread = wrap(config, model, world)
     train_step = TrainStep(

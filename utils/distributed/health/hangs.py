@@ -1,8 +1,8 @@
-"""Why a run hangs: what each rank's last collectives were, from the flight recorder of torch.distributed.
+"""Explain why a run hangs from each rank's last collectives, which torch.distributed's flight recorder keeps.
 
-Ranks must call the same collectives in the same order. Where one does not come, or comes to another one, the rest wait
-in silence. The recorder numbers the collectives of every rank; whoever came least far is the rank that did not come.
-Collectives that are replayed in a CUDA graph are not recorded.
+Ranks must call the same collectives in the same order. If one rank does not, the others wait silently. The recorder
+numbers the collectives of every rank; the rank with the lowest number is the one that did not come. Collectives
+replayed in a CUDA graph are not recorded.
 """
 
 import json
@@ -19,21 +19,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from utils.distributed.health.heartbeat import LOOKS, SHORTEST_SECONDS, Silence
+from utils.distributed.health.heartbeat import CHECKS, SHORTEST_SECONDS, Silence
 from utils.distributed.launch import name_ranks
 from utils.files import write_atomically
 
-KEPT = 256  # collectives in each rank's memory
-NOTHING = -2  # PyTorch's number of the last collective that has ended is -1 before the first
-HANGS_AFTER = 19  # of the heartbeat's looks without an end; a rank that is lost is told before
-TOLD = 8  # of each rank, to the others: those around the first that has not ended
-# The recorders of PyTorch: gloo's, and NCCL's where there is one.
+RECORDED = 256  # collectives that the recorder keeps per rank
+NO_UNFINISHED = -2  # below -1, which PyTorch reports as the last finished collective before the first one
+HANGS_AFTER = 19  # checks without progress; the heartbeat reports a lost rank earlier
+REPORTED = 8  # collectives that each rank reports: around the first unfinished one
+# PyTorch's recorders: gloo's, and NCCL's if PyTorch has it.
 RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One call on one rank: its number among those of its backend, from 1, and the shapes of its inputs."""
+    """One call on one rank. `number` counts the calls of its backend from 1; `shapes` are of its inputs."""
 
     backend: str
     number: int
@@ -48,7 +48,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank tells of itself."""
+    """Host, process and last collectives of one rank."""
 
     host: str
     process: int
@@ -63,20 +63,20 @@ class Record:
         return cls(content["host"], content["process"], [Collective(**one) for one in content["collectives"]])
 
 
-def switch_on_recorder() -> None:
-    """Before the first process group; the user's own size is kept."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))
+def enable_recorder() -> None:
+    """Enable the flight recorder; call it before the first process group. A size set by the user is kept."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
 
 
 def take_record() -> Record:
-    """The last collectives of this rank, from any thread, also while another one waits in a collective."""
+    """Return this rank's last collectives, from any thread, also while another thread waits in a collective."""
     collectives = []
     for backend in RECORDERS:
         entries = _read(backend, with_collectives=True).get("entries", [])
         entries = [entry for entry in entries if not entry["is_p2p"]]
-        # a host may be far ahead of the collective that its GPU waits in
-        waits = next((place for place, entry in enumerate(entries) if not entry["retired"]), len(entries))
-        for entry in entries[max(0, waits - TOLD // 2) :][:TOLD]:
+        # a host may be far ahead of the collective in which its GPU waits
+        unfinished = next((place for place, entry in enumerate(entries) if not entry["retired"]), len(entries))
+        for entry in entries[max(0, unfinished - REPORTED // 2) :][:REPORTED]:
             collectives.append(
                 Collective(
                     backend,
@@ -99,19 +99,19 @@ def watch_collectives(
 ) -> threading.Event:
     """Start a thread that calls `leave`, as a `Heartbeat` does, when a collective of this rank does not end.
 
-    It does so shortly before the backend itself gives up after `limit` seconds, by an exception in gloo, by the end of
-    the process in NCCL. The event that is returned stops it.
+    It does so shortly before `limit` seconds, when gloo would raise an exception and NCCL end the process. The returned
+    event stops the thread.
     """
-    own, pause, stop = store.clone(), max(limit, SHORTEST_SECONDS) / LOOKS, threading.Event()
+    own, pause, stop = store.clone(), max(limit, SHORTEST_SECONDS) / CHECKS, threading.Event()
 
     def watch() -> None:
         silences = {backend: Silence(HANGS_AFTER) for backend in RECORDERS}
         while not stop.wait(pause):
             for backend, silence in silences.items():
-                ended = _find_unfinished(backend)
-                if silence.lasts(ended) and ended != NOTHING:
+                finished = _last_before_unfinished(backend)
+                if silence.lasts(finished) and finished != NO_UNFINISHED:
                     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(silence.since))
-                    since = f"since {when}, for nearly {pause * LOOKS:g} s (collective_timeout_seconds)"
+                    since = f"since {when}, for nearly {pause * CHECKS:g} s (collective_timeout_seconds)"
                     leave(f"the ranks wait for each other {since}", [], own)
                     return
 
@@ -119,45 +119,44 @@ def watch_collectives(
     return stop
 
 
-def _find_unfinished(backend: str) -> int:
-    """The number of the last collective that has ended, where a later one has begun; else `NOTHING`."""
+def _last_before_unfinished(backend: str) -> int:
+    """Return the number of the last finished collective if a later one has begun, otherwise `NO_UNFINISHED`."""
     for state in _read(backend, with_collectives=False).get("pg_status", {}).values():
         if int(state["last_enqueued_collective"]) > int(state["last_completed_collective"]):
             return int(state["last_completed_collective"])
-    return NOTHING
+    return NO_UNFINISHED
 
 
 def explain_hang(records: Mapping[int, Record], world_size: int, broken: bool) -> str:
-    """Which rank did not come to which collective that the others wait in, in one line; empty if nobody waits.
+    """Name, in one line, the rank that did not come and the collective in which the others wait; empty if none waits.
 
-    `records` are of the ranks that answered; `broken` says that their last collective was ended by an error.
+    `records`: of the ranks that answered; `broken`: an error has ended their last collective.
     """
     silent = [rank for rank in range(world_size) if rank not in records]
     for backend in RECORDERS:
         calls = {
             rank: [one for one in record.collectives if one.backend == backend] for rank, record in records.items()
         }
-        told = _explain_silence(silent, calls, broken) if silent else _explain_order(calls) or _explain_absence(calls)
-        if told:
-            return told
+        reason = _explain_silence(silent, calls, broken) if silent else _explain_order(calls) or _explain_absence(calls)
+        if reason:
+            return reason
     return ""
 
 
 def _explain_silence(silent: Sequence[int], calls: Mapping[int, Sequence[Collective]], broken: bool) -> str:
-    """Some of those who answer may have got one collective further than others before the loss was noticed."""
-    waiting = {rank: open_one for rank, own in calls.items() if (open_one := _first_open(own)) is not None}
+    waiting = {rank: unfinished for rank, own in calls.items() if (unfinished := _first_unfinished(own)) is not None}
     if broken:
         waiting |= {rank: own[-1] for rank, own in calls.items() if own and rank not in waiting}
     if not waiting:
         return ""
     answers = "does not answer" if len(silent) == 1 else "do not answer"
+    # some ranks may have got one collective further than others before the loss was noticed
     where = min(waiting.values(), key=lambda one: one.number)
     return f"{name_ranks(silent)} {answers}; {name_ranks(waiting)} {_wait(waiting)} in {where}"
 
 
 def _explain_order(calls: Mapping[int, Sequence[Collective]]) -> str:
-    """The first number under which two ranks called different things; where all give and get equally much, sizes
-    count too."""
+    """Describe the first number with different collectives on two ranks, or different sizes if these must be equal."""
     for number in sorted({one.number for own in calls.values() for one in own}):
         same = {rank: one for rank, own in calls.items() for one in own if one.number == number}
         first = min(same)
@@ -173,8 +172,9 @@ def _explain_absence(calls: Mapping[int, Sequence[Collective]]) -> str:
     missing = min(reached.values()) + 1
     waiting = {rank: one for rank, own in calls.items() for one in own if one.number == missing}
     if not waiting:
-        opened = [open_one for own in calls.values() if (open_one := _first_open(own)) is not None]
-        return f"all ranks wait in {opened[0]}: see the network between them" if len(opened) == len(calls) else ""
+        unfinished = [one for own in calls.values() if (one := _first_unfinished(own)) is not None]
+        everyone_waits = len(unfinished) == len(calls)
+        return f"all ranks wait in {unfinished[0]}: check the network between them" if everyone_waits else ""
     absent = [rank for rank, number in reached.items() if number < missing]
     own = calls[absent[0]]
     after = f"; its last was {own[-1]}" if len(absent) == 1 and own else ""
@@ -182,8 +182,8 @@ def _explain_absence(calls: Mapping[int, Sequence[Collective]]) -> str:
     return f"{name_ranks(absent)} did not come to {waiting[min(waiting)]}, {wait}{after}"
 
 
-def _first_open(own: Sequence[Collective]) -> Collective | None:
-    """What a rank waits in: its device works off one after the other."""
+def _first_unfinished(own: Sequence[Collective]) -> Collective | None:
+    """Return the collective in which a rank waits: its device runs them one after the other."""
     return next((one for one in own if not one.ended), None)
 
 
@@ -192,6 +192,6 @@ def _wait(ranks: Mapping[int, object]) -> str:
 
 
 def write_records(path: Path, message: str, records: Mapping[int, Record]) -> None:
-    """For whoever looks into it later: every rank's last collectives."""
+    """Write every rank's last collectives to a file."""
     content = {"message": message, "ranks": {str(rank): asdict(record) for rank, record in sorted(records.items())}}
     write_atomically(path, json.dumps(content, indent=1).encode())

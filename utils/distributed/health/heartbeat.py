@@ -1,12 +1,12 @@
-"""Signs of life between the ranks: a rank that is lost ends the others, wherever their main threads wait.
+"""Heartbeat between the ranks: a lost rank ends the others, wherever their main threads wait.
 
-gloo notices when a connection breaks, NCCL's watchdog when a collective takes too long. Neither watches work that was
-captured in a CUDA graph, nor the read of its results, which would wait for good. So a thread of every rank counts up a
-number in the store, over a connection of its own. Rank 0 looks at the numbers of all ranks, and they at that of rank 0.
-A rank that is only slow (a validation, a checkpoint, a compilation) goes on counting.
+gloo notices when a connection breaks, NCCL's watchdog when a collective takes too long. Neither watches work captured
+in a CUDA graph, nor the read of its results, which would wait forever. So a thread of every rank increments a counter
+in the store, over a separate connection. Rank 0 checks the counters of all ranks, and they check rank 0's. A rank that
+is only slow (a validation, a checkpoint, a compilation) keeps counting.
 
-Silence is measured in looks of this process, not in seconds of the clock: a process that was itself stopped for an
-hour, alone or with its node, finds the others silent for one look when it goes on.
+Silence is measured in checks by this process, not in seconds: a process that was stopped for an hour itself, or with
+its node, finds the others silent for one check when it continues.
 """
 
 import json
@@ -20,18 +20,18 @@ import torch.distributed as dist
 
 from utils.distributed.launch import Launch, name_ranks
 
-LOOKS = 20  # in `collective_timeout_seconds`
-LOST_AFTER = 15  # looks in a row without a sign of life; what waits for the lost rank is given up after it
-# of silence: on a busy machine a thread may wait some seconds for its turn, and a rank that leaves since another has
-# failed stays silent for eight
+CHECKS = 20  # per `collective_timeout_seconds`
+LOST_AFTER = 15  # checks in a row without a heartbeat; before collectives time out
+# the shortest timeout: on a busy machine a thread may wait for seconds, and a rank that leaves because another one has
+# failed is silent for eight
 SHORTEST_SECONDS = 10.0
 
 
 class Heartbeat:
-    """The threads of one rank; they run until `stop`, or until they call `leave` with what was lost.
+    """The threads of one rank; they run until `stop`, or until one calls `leave` because another rank is lost.
 
-    `leave` gets the message, the lost ranks, and a connection to the store, or None where the store does not answer.
-    The ranks stop together, after a barrier, so that none takes the end of another for a loss.
+    `leave` gets the message, the lost ranks, and a connection to the store, or None if the store does not answer. All
+    ranks call `stop` after a barrier, so that none takes the end of another for a loss.
     """
 
     def __init__(
@@ -44,13 +44,12 @@ class Heartbeat:
         self._launch, self._leave = launch, leave
         self._limit = max(limit, SHORTEST_SECONDS)
         self._store = store.clone()
-        self._rounds = 0  # of the first thread: each ends with an answer of the store
+        self._rounds = 0  # of the first thread, which the store has answered
         self._stop = threading.Event()
         for task in (self._beat, self._watch_the_store):
             threading.Thread(target=task, name=f"heartbeat: {task.__name__}", daemon=True).start()
 
     def stop(self) -> None:
-        """This rank and all others leave by themselves."""
         self._stop.set()
 
     def _beat(self) -> None:
@@ -63,18 +62,18 @@ class Heartbeat:
                 self._store.add(f"beat/{rank}", 1)
                 lost = [other for other, silence in silences.items() if silence.lasts(self._count(other))]
                 self._rounds += 1
-                if self._stop.wait(self._limit / LOOKS):
+                if self._stop.wait(self._limit / CHECKS):
                     return
                 if lost:
-                    self._stop.set()  # one message: the other thread would take what follows for the store's silence
+                    self._stop.set()  # for one message only: the other thread would report a silent store
                     since = min(silences[other].since for other in lost)
                     self._leave(f"no sign of life from {self._describe(lost)} {self._since(since)}", lost, self._store)
                     return
         except dist.DistError:
-            pass  # the store is gone, which the other thread notices
+            pass  # the store is gone, as the other thread will notice
 
     def _count(self, rank: int) -> int:
-        return self._store.add(f"beat/{rank}", 0)  # where a rank has not begun yet, get would wait for it
+        return self._store.add(f"beat/{rank}", 0)  # get would wait for a rank that has not begun yet
 
     def _describe(self, ranks: Sequence[int]) -> str:
         places = [self._place(rank) for rank in ranks]
@@ -83,7 +82,7 @@ class Heartbeat:
         return f"{name_ranks(ranks)} (on {', '.join(sorted({host for host, _ in places}))})"
 
     def _place(self, rank: int) -> tuple[str, str]:
-        """Host and process of a rank, as far as it has said."""
+        """Return host and process of a rank, if it has written them."""
         key = f"beat/place/{rank}"
         if not self._store.check([key]):
             return "an unknown host", "?"
@@ -98,9 +97,9 @@ class Heartbeat:
         )
 
     def _watch_the_store(self) -> None:
-        """The other thread may wait for good, where the process that serves the store is stopped or cut off."""
+        """Notice if the other thread hangs because the process that serves the store is stopped or cut off."""
         silence = Silence()
-        while not self._stop.wait(self._limit / LOOKS):
+        while not self._stop.wait(self._limit / CHECKS):
             if silence.lasts(self._rounds):
                 self._stop.set()
                 server = "rank 0, which serves the ranks' store," if self._launch.hosts_store else "torchrun's store"
@@ -110,16 +109,16 @@ class Heartbeat:
 
 
 class Silence:
-    """For how many looks a number has stayed the same."""
+    """Counts the checks in a row that found the same number."""
 
     def __init__(self, limit: int = LOST_AFTER) -> None:
         self.limit = limit
-        self.number, self.looks = -1, 0
-        self.since = time.time()  # the first look that found the present number
+        self.number, self.checks = -1, 0
+        self.since = time.time()  # when a check first found this number
 
     def lasts(self, number: int) -> bool:
-        """One more look at the number: whether it has been the same for too long."""
+        """Check the number once more; return whether it has been the same for too long."""
         if number != self.number:
-            self.number, self.looks, self.since = number, 0, time.time()
-        self.looks += 1
-        return self.looks > self.limit
+            self.number, self.checks, self.since = number, 0, time.time()
+        self.checks += 1
+        return self.checks > self.limit

@@ -1,7 +1,7 @@
-"""Checkpoints: atomic writing, checked reading, choosing. utils/run/checkpoint/schema.py says what they hold.
+"""Write checkpoints atomically, read and verify them, choose the newest good one. schema.py lists their content.
 
-Only tensors and plain values, read with `weights_only=True`. The file is what torch.save writes, with the SHA-256 of
-its content as the comment of the zip archive: PyTorch itself does not notice a flipped bit.
+They hold only tensors and plain values, read with `weights_only=True`. The file is what torch.save writes, with the
+SHA-256 of its content as the comment of the zip archive: PyTorch itself does not notice a flipped bit.
 """
 
 import hashlib
@@ -11,10 +11,9 @@ import os
 import re
 import struct
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from utils.files import open_regular, write_atomically
 from utils.run.checkpoint.schema import Table, explain_misfit
 
 FORMAT = 1
-STATISTICS = ("running_mean", "running_var")  # what no loss in training depends on
+STATISTICS = ("running_mean", "running_var")  # no training loss depends on them
 REMEDIES = "a lower lr, a warm-up (lr_warmup_epochs), clip_grad_norm or amp_dtype=bf16 are the usual remedies"
 NO_BEST = {"acc1": -1.0, "epoch": 0}  # before the first validation
 KEYS = frozenset(Table.model_fields)
@@ -36,11 +35,11 @@ _STEP_FILE = re.compile(r"step-(\d{9})\.pt")
 
 
 class DamagedError(CheckpointError):
-    """The file is not what was written; an older checkpoint may be whole."""
+    """The file is not what was written; an older checkpoint may be intact."""
 
 
 def encode(state: dict[str, Any]) -> bytes:
-    """torch.save's bytes with their SHA-256 as the archive's comment."""
+    """Return torch.save's bytes with their SHA-256 as the archive's comment."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     # the last two bytes of a zip archive without a comment are the comment's length
@@ -52,7 +51,7 @@ def encode(state: dict[str, Any]) -> bytes:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint file, on the CPU; `CheckpointError` where it cannot be used."""
+    """Return the state in a checkpoint file, on the CPU; raise `CheckpointError` if it cannot be used."""
     try:
         with open_regular(path) as file:
             content = file.read()
@@ -60,23 +59,25 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise DamagedError(f"{path}: cannot be read: {error.strerror}") from None
     head, comment = memoryview(content)[:-_COMMENT_BYTES], content[-_COMMENT_BYTES:]
     if comment != _DIGEST + hashlib.sha256(head).hexdigest().encode():
-        raise DamagedError(f"{path}: is damaged or no checkpoint of this program ({len(content)} bytes, wrong digest)")
+        raise DamagedError(
+            f"{path}: is damaged or not a checkpoint of this program ({len(content)} bytes, wrong digest)"
+        )
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # somebody wrote it on purpose, as the digest is right; torch may raise anything
+    except Exception as error:  # the digest is right, so somebody forged the file; torch may raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{path}: is no checkpoint of this program: {reason}") from None
-    if not isinstance(state, dict) or type(state.get("format")) is not int:  # not True
-        raise CheckpointError(f"{path}: is no checkpoint of this program: it names no format")
+        raise CheckpointError(f"{path}: is not a checkpoint of this program: {reason}") from None
+    if not isinstance(state, dict) or type(state.get("format")) is not int:  # a bool is an int, too
+        raise CheckpointError(f"{path}: is not a checkpoint of this program: it has no format number")
     if state["format"] != FORMAT:
         raise CheckpointError(
             f"{path}: has format {state['format']}, this program reads {FORMAT}; use the version that wrote it, or "
             "start a new run with --resume never or another --run-dir"
         )
     if missing := KEYS - state.keys():
-        raise CheckpointError(f"{path}: is no checkpoint of this program: it lacks {', '.join(sorted(missing))}")
+        raise CheckpointError(f"{path}: is not a checkpoint of this program: it lacks {', '.join(sorted(missing))}")
     if (problem := explain_misfit(state)) is not None:
-        raise CheckpointError(f"{path}: is no checkpoint of this program: {problem}")
+        raise CheckpointError(f"{path}: is not a checkpoint of this program: {problem}")
     return state
 
 
@@ -85,7 +86,7 @@ def step_path(folder: Path, step: int) -> Path:
 
 
 def save_last(folder: Path, content: bytes, step: int, keep: int) -> Path:
-    """Write the checkpoint of `step` and remove all but the `keep` newest; returns its path."""
+    """Write the checkpoint of `step`, remove all but the `keep` newest, and return its path."""
     path = step_path(folder, step)
     write_atomically(path, content)
     for old in list_checkpoints(folder)[keep:]:
@@ -95,12 +96,12 @@ def save_last(folder: Path, content: bytes, step: int, keep: int) -> Path:
 
 
 class Writer(AbstractContextManager["Writer"]):
-    """Writes the checkpoints of a run: before `save` returns, or (`background`) in a thread while training goes on.
+    """Writes the checkpoints of a run: before `save` returns, or (`background`) in a thread while training continues.
 
-    In the background one state is being written and the newest one waits, as copies in host memory: a state that is
-    due while the disk is slow replaces the one that waits. So training waits for the disk only in `wait`, at its end.
-    A failed write is raised by the next call. `before` is called before each write, in the same thread: it flushes
-    what a checkpoint is to be newer than.
+    In the background one state is written while at most one more waits, both copied to host memory; a newer state
+    replaces the waiting one. So training waits for the disk only in `wait`, at its end. The next call raises the error
+    of a failed write. `before` is called before each write, in the same thread, to flush files that a checkpoint must
+    not be newer than.
     """
 
     def __init__(self, folder: Path, keep: int, background: bool, before: Callable[[], None] = lambda: None) -> None:
@@ -112,7 +113,7 @@ class Writer(AbstractContextManager["Writer"]):
         self._failure: Exception | None = None
 
     def save(self, state: dict[str, Any], is_best: bool) -> None:
-        """Write `state` as the last checkpoint, and as the best one too where it is."""
+        """Write `state` as the last checkpoint and, if `is_best`, as the best one too."""
         check_finite(state)
         if not self.background:
             self._write(state if is_best else None, state)
@@ -127,6 +128,7 @@ class Writer(AbstractContextManager["Writer"]):
                 self._thread.start()
 
     def wait(self) -> None:
+        """Wait until everything is written."""
         self._join()
         self._raise_failure()
 
@@ -147,7 +149,7 @@ class Writer(AbstractContextManager["Writer"]):
                 self._failure = error
 
     def _write(self, best: dict[str, Any] | None, last: dict[str, Any]) -> None:
-        """The best one first: after a kill between the two, the run goes on from before it and finds it again."""
+        """Write the best checkpoint first: a run killed between the two resumes from before it and finds it again."""
         self.before()
         content = encode(last)
         if best is not None:
@@ -160,7 +162,7 @@ class Writer(AbstractContextManager["Writer"]):
             raise failure
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """After an error what waits is still written, but a failure of that is not raised; Ctrl-C waits for nothing."""
+        """After an error, write the waiting state but raise no error of that; after Ctrl-C, do not wait."""
         if error is None:
             self.wait()
         elif isinstance(error, Exception):
@@ -168,16 +170,16 @@ class Writer(AbstractContextManager["Writer"]):
 
 
 def check_finite(state: dict[str, Any]) -> None:
-    """`ExpectedError` where a weight is not a finite number, so that no such state replaces a good one.
+    """Raise `ExpectedError` if a weight is not finite, so that no such state replaces a good one.
 
-    A save comes after a check of the loss, which was finite up to this step: it is this step that spoilt the weights.
+    Every save follows a check that the loss is finite, so the update of the last step caused it.
     """
     weights: dict[str, Tensor] = state["model"]
     bad = [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]
     if not bad:
         return
     only_statistics = all(name.endswith(STATISTICS) for name in bad)
-    cause = "all are BatchNorm's statistics, so its inputs grew too large" if only_statistics else "its update did it"
+    cause = "its inputs grew too large, as all are BatchNorm statistics" if only_statistics else "the update caused it"
     raise ExpectedError(
         f"after step {state['step']}, {len(bad)} of the network's {len(weights)} tensors hold numbers that are not "
         f"finite, first {bad[0]}; nothing was saved since the last checkpoint\n"
@@ -197,14 +199,14 @@ def _copy_to_host(value: Any) -> Any:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The step checkpoints of a folder, newest first."""
+    """Return the step checkpoints of a folder, newest first."""
     return sorted((path for path in folder.glob("step-*.pt") if _STEP_FILE.fullmatch(path.name)), reverse=True)
 
 
 def newest_good(folder: Path) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
-    """(path, state, complaints): the newest checkpoint that is whole, and what was wrong with newer ones.
+    """Return (path, state, complaints): the newest intact checkpoint, and what was wrong with newer ones.
 
-    Only damage is passed over. One that is whole and of another version of this program raises its `CheckpointError`.
+    Only damaged ones are skipped. An intact one of another version of this program raises its `CheckpointError`.
     """
     complaints: list[str] = []
     for path in list_checkpoints(folder):
@@ -215,53 +217,6 @@ def newest_good(folder: Path) -> tuple[Path | None, dict[str, Any] | None, list[
     return None, None, complaints
 
 
-def check_fit(path: Path, saved: dict[str, Any], current: dict[str, Any], fixed: Collection[str]) -> list[str]:
-    """The keys whose change is allowed on resuming; `CheckpointError` where one of `fixed` differs."""
-    different = _differences(saved, current)
-    refused = [f"{key} {old!r} -> {new!r}" for key, (old, new) in different.items() if key in fixed]
-    if refused:
-        raise CheckpointError(
-            f"{path}: does not fit this configuration: {', '.join(refused)}\n"
-            "go on with the saved values, or start a new run with --resume never or another --run-dir"
-        )
-    return list(different)
-
-
-def check_data_fits(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """`CheckpointError` where order and position in the data, or its classes, would no longer mean what they did."""
-    different = [
-        f"{key} {shorten(str(old), 60)} -> {shorten(str(new), 60)}"
-        for key, (old, new) in _differences(saved, current).items()
-    ]
-    if different:
-        raise CheckpointError(
-            f"{path}: was trained on other data, or with other epochs: {', '.join(different)}\n"
-            "go on with the same data and limits, or start a new run with --resume never or another --run-dir"
-        )
-
-
-def _differences(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """{key: (saved value or None, current value)} of each current key whose value is another one."""
-    pairs = {key: (saved.get(key), value) for key, value in current.items()}
-    return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
-
-
-def check_weights_fit(path: Path, saved: dict[str, Tensor], current: dict[str, Tensor]) -> None:
-    """`CheckpointError` naming the tensors that only one side has or whose shapes differ."""
-    different = [f"{name} (only in the checkpoint)" for name in saved if name not in current]
-    for name, weight in current.items():
-        if name not in saved:
-            different.append(f"{name} (not in the checkpoint)")
-        elif saved[name].shape != weight.shape:
-            different.append(f"{name} {tuple(saved[name].shape)} -> {tuple(weight.shape)}")
-    if different:
-        shown = ", ".join(different[:3]) + (f" and {len(different) - 3} more" if len(different) > 3 else "")
-        raise CheckpointError(
-            f"{path}: its weights do not fit this network: {shown}\n"
-            "the network's code has changed since; use that of then, or start a new run with --resume never"
-        )
-
-
 def config_digest(config: dict[str, Any]) -> str:
-    """SHA-256 of a resolved configuration, independent of the order of its keys."""
+    """Return the SHA-256 of a resolved configuration, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()

@@ -1,8 +1,8 @@
-"""The weights that a new run begins with, from a file: the key `pretrained`.
+"""Load the weights that a new run starts with from a file (`pretrained`).
 
-Read are safetensors, as tools.export writes them too; a checkpoint of this program, of which it takes the weights that
-were validated; and a state dict that torch.save wrote, such as torchvision's .pth files. Every name of the network must
-be in the file and no other. Only a head for another number of classes stays as it is, freshly initialised.
+Formats: safetensors, as tools.export writes; a checkpoint of this program, of which the validated weights are used; a
+state dict written by torch.save, such as torchvision's .pth files. The file must hold exactly the network's tensors.
+Only a head for another number of classes is not loaded and stays freshly initialised.
 """
 
 import hashlib
@@ -18,22 +18,22 @@ from utils.errors import CheckpointError
 from utils.files import open_regular
 from utils.run.checkpoint import io as checkpoint
 
-COUNTERS = "num_batches_tracked"  # of BatchNorm, not in files that PyTorch before 0.4.1 wrote, such as torchvision's
+COUNTERS = "num_batches_tracked"  # BatchNorm's; missing from files of PyTorch before 0.4.1, such as torchvision's
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """The network's whole state to begin with, and what the log says of it, with the file's SHA-256."""
+    """The network's whole initial state, and a line for the log with the file's SHA-256."""
 
     weights: dict[str, Tensor]
     note: str
 
 
 def read_pretrained(name: str | None, network: Mapping[str, Tensor], num_classes: int) -> Pretrained | None:
-    """The weights of the file `name` in the place of those of `network`; None for no name.
+    """Return the state of `network` with the weights of the file `name`; None for no name.
 
-    For the main process: the other ranks get what it read, so that all begin with the same. `CheckpointError` where the
-    file cannot be read, or has other names and shapes.
+    Called by the main process only, which then sends the weights to the other ranks. Raises `CheckpointError` if the
+    file cannot be read or has other names or shapes.
     """
     if name is None:
         return None
@@ -56,21 +56,21 @@ def read_pretrained(name: str | None, network: Mapping[str, Tensor], num_classes
         ],
     }
     if any(problems.values()):
-        told = "; ".join(f"{kind}: {_list(names)}" for kind, names in problems.items() if names)
+        described = "; ".join(f"{kind}: {_list(names)}" for kind, names in problems.items() if names)
         raise CheckpointError(
-            f"pretrained {path}: does not fit this network: {told}\n"
-            "choose the network that it is of (model, stem, width), or rename its tensors; only a head for another "
-            "number of classes is replaced"
+            f"pretrained {path}: does not fit this network: {described}\n"
+            "choose the network that it was saved from (model, stem, width), or rename its tensors; only a head for "
+            "another number of classes is replaced"
         )
     weights = {name: saved[name] for name in network if name in saved and name not in head}
     bad = [name for name, weight in weights.items() if not weight.float().isfinite().all()]
     if bad:
         raise CheckpointError(
             f"pretrained {path}: holds numbers that are not finite: {_list(bad)}\n"
-            "it is damaged, or of a training that broke down; name another file of weights"
+            "it is damaged, or its training diverged; name another file of weights"
         )
-    replaced = f"; {', '.join(head)} begin anew, for {num_classes} classes instead of {classes}" if head else ""
-    note = f"Beginning with {len(weights)} tensors of {path} (SHA-256 {sha256}){replaced}"
+    replaced = f"; {', '.join(head)} newly initialised, for {num_classes} classes instead of {classes}" if head else ""
+    note = f"Starting from {len(weights)} tensors of {path} (SHA-256 {sha256}){replaced}"
     return Pretrained({name: weight.cpu() for name, weight in {**network, **weights}.items()}, note)
 
 
@@ -82,22 +82,22 @@ def _decode(path: Path, content: bytes) -> dict[str, Tensor]:
 
             return load(content)
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a file of another kind leads the two readers to
+    except Exception as error:  # the readers may raise anything for a file of another kind
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"pretrained {path}: cannot be read: {reason[:100]}\n{kinds}") from None
     if isinstance(state, dict) and state.keys() >= checkpoint.KEYS:
         state = checkpoint.read_checkpoint(path)  # compares its digest
         state = state["average"]["module"] if state["average"] else state["model"]
     if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
-        raise CheckpointError(f"pretrained {path}: does not hold tensors by name and nothing else\n{kinds}")
+        raise CheckpointError(f"pretrained {path}: does not hold a table of named tensors only\n{kinds}")
     return state
 
 
 def _find_head(
     saved: Mapping[str, Tensor], network: Mapping[str, Tensor], num_classes: int
 ) -> tuple[list[str], int | None]:
-    """(names, number of classes in the file) of what has `num_classes` rows here and another number there; ([], None)
-    where anything else differs in shape."""
+    """Return the names of the tensors that differ only in their rows, `num_classes` here, and the rows in the file;
+    ([], None) if any other shape differs."""
     differing = [name for name in network if name in saved and saved[name].shape != network[name].shape]
     rows = {saved[name].shape[:1] for name in differing}
     other_rows_only = all(

@@ -1,8 +1,7 @@
-"""What a checkpoint holds, with types, so that a file is refused whole before anything is done with it.
+"""The content of a checkpoint, with types. A file is checked as a whole before any of it is used: the digest shows that
+it is undamaged, not that this program wrote it.
 
-The digest shows that a file is what was written, not that this program wrote it.
-
-The loaders have no state beside (epoch, batch): order and augmentation are functions of seed, epoch and sample index.
+The loaders' only state is (epoch, batch): order and augmentation are functions of seed, epoch and sample index.
 """
 
 from typing import Annotated, Any, Literal
@@ -19,7 +18,7 @@ Nothing = Annotated[dict[str, Any], Field(max_length=0)]
 
 
 def explain_misfit(state: dict[str, Any]) -> str | None:
-    """The first place in `state`, a table with every key, that holds something of another kind; None where all fits."""
+    """Describe the first value in `state` of a wrong type or shape; None if there is none. All keys must be present."""
     try:
         Table.model_validate(state)
     except ValidationError as error:
@@ -34,13 +33,13 @@ class _Part(BaseModel):
 
 
 class _Data(_Part):
-    """What it learns from; the user's own data have a fingerprint too."""
+    """The data; a user's own data have a fingerprint, too."""
 
     train_images: Count
     steps_per_epoch: Count
     class_names: list[str] | tuple[str, ...]
     shape: tuple[int, int, int]  # channels, height, width
-    mean: list[float] | tuple[float, ...]  # of pixels in [0, 1], as std
+    mean: list[float] | tuple[float, ...]  # of pixels in [0, 1]; the same for std
     std: list[float] | tuple[float, ...]
 
 
@@ -59,7 +58,7 @@ class _Group(_Part):
 
 
 class _GradScaler(_Part):
-    """PyTorch's own names."""
+    """The names are PyTorch's."""
 
     scale: FiniteFloat
     growth_factor: FiniteFloat
@@ -79,8 +78,6 @@ class _Plateau(_Part):
 
 
 class _Best(_Part):
-    """The best validation so far."""
-
     acc1: FiniteFloat
     epoch: Count
 
@@ -88,7 +85,7 @@ class _Best(_Part):
 class _Rank(_Part):
     random: dict[str, Any]  # states of the random generators
     metric_sums: Tensor  # of the epoch so far: loss, correct, images
-    buffers: Tensors  # BatchNorm's, where they differ between ranks
+    buffers: Tensors  # BatchNorm's, if they differ between ranks
 
     @model_validator(mode="after")
     def _check_values(self) -> "_Rank":
@@ -100,23 +97,23 @@ class _Rank(_Part):
 
 
 class Table(_Part):
-    """A checkpoint. A key beside these is not looked at."""
+    """A checkpoint. Other keys are ignored."""
 
     format: Literal[1]  # version of this table
     config: dict[str, Any]  # the resolved configuration, plain values
     config_name: str  # of its block
     config_digest: str  # SHA-256 of `config`
     data: _Data
-    epoch: Count  # finished ones
-    batch: Count  # trained in the next epoch; where it is all of them, their validation is still to be done
-    step: Count  # optimizer steps in all
+    epoch: Count  # finished epochs
+    batch: Count  # batches trained in the next epoch; if all, its validation is still to be done
+    step: Count  # optimizer steps in total
     model: Tensors  # weights and buffers, keys without `module.`
-    average: _Average | None  # the moving average that is validated
+    average: _Average | None  # moving average of the weights, if there is one: it is validated
     optimizer: _Optimizer  # the learning rate is a function of step and plateau
     grad_scaler: _GradScaler | Nothing
     plateau: _Plateau
     logged_sums: FourSums  # the epoch's sums over all ranks at the last log point
-    best: _Best
+    best: _Best  # validation so far
     seconds: FiniteFloat  # training time so far, over all interruptions
     ranks: Annotated[list[_Rank], Field(min_length=1)]
     versions: dict[str, str]  # Python and torch that wrote it

@@ -1,4 +1,4 @@
-"""A run's whole state: gathered from all ranks for a checkpoint, and restored (table in schema.py)."""
+"""A run's whole state: gathered from all ranks for a checkpoint, and restored (schema.py lists it)."""
 
 import math
 import platform
@@ -20,7 +20,7 @@ from utils.training.learner import Learner
 
 @dataclass
 class Progress:
-    """Where a run is; the learner counts the steps."""
+    """The position and results of a run; the learner counts the steps."""
 
     clock: Clock
     epoch: int = 0  # finished epochs
@@ -30,26 +30,25 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Of training, over all interruptions."""
+        """Training time over all starts of the run."""
         return self.earlier_seconds + self.clock.seconds(*WORK)
 
     def see_accuracy(self, accuracy: float) -> bool:
-        """Whether this validation accuracy, of the epoch that ends, is the best so far."""
+        """Record the validation accuracy of the epoch that ends; return whether it is the best so far."""
         is_best = accuracy > self.best["acc1"]
         if is_best:
             self.best = {"acc1": accuracy, "epoch": self.epoch + 1}
         return is_best
 
     def finish_epoch(self) -> None:
-        """The next one begins."""
         self.epoch, self.batch = self.epoch + 1, 0
 
     def summarise(self, finished_before: bool, images_per_sec: float) -> str:
-        """The last line of a run; `images_per_sec` is 0 where there was no step to time."""
+        """Return the last line of a run's log; `images_per_sec` is 0 if no step was timed."""
         if self.best["epoch"]:
             result = f"best acc1 {100 * self.best['acc1']:.2f} % in epoch {self.best['epoch']:.0f} of {self.epoch}"
-        else:  # a finished run whose best.pt somebody removed
-            result = f"its best weights are no longer there, the last ones are of epoch {self.epoch}"
+        else:  # somebody removed best.pt of a finished run
+            result = f"its best weights are no longer there, the last ones are from epoch {self.epoch}"
         if finished_before:
             return f"Already finished: {result}; --resume never trains it again"
         per_image = f" ({1 / images_per_sec:.3g} seconds per image)" if images_per_sec else ""
@@ -58,7 +57,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class RunState:
-    """What a checkpoint holds, where it lives during the run."""
+    """The objects whose state a checkpoint holds."""
 
     config: BaseConfig
     config_name: str
@@ -68,7 +67,7 @@ class RunState:
     world: World
 
     def gather(self) -> dict[str, Any]:
-        """Collective: everything that training goes on from."""
+        """Collective: return everything that training resumes from."""
         config, progress = self.config.model_dump(mode="json"), self.progress
         return {
             "format": checkpoint.FORMAT,
@@ -87,7 +86,7 @@ class RunState:
         }
 
     def _describe_rank(self) -> dict[str, Any]:
-        """What differs between ranks. The buffers only in mid-epoch: they are averaged before validation."""
+        """Return what differs between ranks; buffers only in mid-epoch, as they are averaged before validation."""
         buffers = self.learner.named_buffers() if self.world.world_size > 1 and self.progress.batch else ()
         return {
             "random": seeds.random_state(),
@@ -96,7 +95,7 @@ class RunState:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `gather` returned, at the same or another world size."""
+        """Continue from what `gather` returned, at the same or another world size."""
         self.learner.load_state_dict(state)
         self.progress.epoch, self.progress.batch = state["epoch"], state["batch"]
         self.progress.best, self.progress.earlier_seconds = state["best"], state["seconds"]
@@ -114,14 +113,14 @@ class RunState:
         self.learner.sums.load(rank["metric_sums"], logged)
 
     def _merge_ranks(self, ranks: list[dict[str, Any]], logged: list[float]) -> None:
-        """Another world size: other random draws, and BatchNorm goes on from the mean of what the ranks had seen."""
+        """Resume at another world size: with new random streams, and BatchNorm's statistics averaged over the ranks."""
         seeds.seed_random_state(seeds.seed_of(self.learner.config.seed, self.world.rank, self.learner.steps))
         merge_buffers(self.learner, ranks)
         total: Tensor = sum(rank["metric_sums"] for rank in ranks)  # type: ignore[assignment]
         self.learner.sums.load(total if self.world.is_main else torch.zeros_like(total), logged)
 
     def check_finite(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Passes metrics on; they are over all ranks, so that all of them stop together when the loss is not finite."""
+        """Return `metrics` unchanged; raise `ExpectedError`, on all ranks alike, if their common loss is not finite."""
         if math.isfinite(metrics["loss"]):
             return metrics
         learner = self.learner
@@ -134,8 +133,8 @@ class RunState:
 
 
 def merge_buffers(classifier: Classifier, ranks: list[dict[str, Any]]) -> None:
-    """BatchNorm's buffers become the mean over the `ranks` of a checkpoint that several took in mid-epoch; in others
-    they are equal, and stay as they are."""
+    """Set BatchNorm's buffers to their mean over the `ranks` of a checkpoint, if it was saved in mid-epoch by several
+    ranks. Otherwise they are equal and stay as they are."""
     for name, buffer in classifier.named_buffers():
         if name in ranks[0]["buffers"] and buffer.is_floating_point():
             buffer.copy_(torch.stack([rank["buffers"][name] for rank in ranks]).mean(0))

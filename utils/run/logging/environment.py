@@ -1,4 +1,4 @@
-"""Versions, device, commit: what a figure needs to be compared with another."""
+"""Describe versions, device and commit, so that results can be compared."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ import torchvision
 
 from utils.program import CODE
 
-# Of the environment only these are recorded: all of it could hold secrets.
+# Only these environment variables are recorded: others may hold secrets.
 RECORDED_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "WORLD_SIZE", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES",
     "SLURM_RESTART_COUNT", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "TORCH_LOGS",
@@ -40,12 +40,12 @@ def describe_environment(device: torch.device, world_size: int) -> dict[str, Any
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or that of the processor with the number of its cores."""
+    """Return the name of the GPU, or of the processor with its number of cores."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
 
 
 def dali_version() -> str | None:
-    """The installed NVIDIA DALI, whichever of its packages it is."""
+    """Return package and version of the installed NVIDIA DALI, for any of its packages."""
     for package in ("nvidia-dali-cuda130", "nvidia-dali-cuda110"):
         try:
             return f"{package} {metadata.version(package)}"
@@ -63,7 +63,7 @@ def _processor() -> str:
 
 
 def read_processors(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[dict[str, str]]:
-    """What Linux tells of each processor, {name: value}; empty elsewhere."""
+    """Return /proc/cpuinfo's {name: value} of each processor; empty if there is no such file."""
     try:
         blocks = cpuinfo.read_text(encoding="utf-8").split("\n\n")
     except OSError:
@@ -76,9 +76,9 @@ def read_processors(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[dict[str, str
 
 
 def git_commit(root: Path = CODE) -> str | None:
-    """The newest commit that changed anything outside of results/, which names the code; None without git.
+    """Return the newest commit that changed anything outside results/; None without git.
 
-    So recording or committing the results of one run does not make the next a run of other code.
+    Recording or committing the results of a run so does not change the commit of the next run.
     """
 
     def git(*arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""What a run records: log lines, a progress bar, metrics.jsonl and TensorBoard."""
+"""Write a run's log, progress bar, metrics.jsonl and TensorBoard."""
 
 import json
 import logging
@@ -27,15 +27,15 @@ logger = logging.getLogger("train")
 
 
 class _LogFile(logging.FileHandler):
-    """train.log; an error of writing it is raised instead of printed beside the log."""
+    """train.log; raises write errors, which logging would print and ignore."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         raise  # noqa: PLE0704 - called while the error is handled
 
 
 @contextmanager
-def _naming(folder: Path) -> Iterator[None]:
-    """Turns an error of writing into `folder` into one that names it."""
+def _with_folder_in_error(folder: Path) -> Iterator[None]:
+    """Turn an `OSError` of the block into an `ExpectedError` that names the run's folder."""
     try:
         yield
     except OSError as error:
@@ -43,10 +43,10 @@ def _naming(folder: Path) -> Iterator[None]:
 
 
 class RunLogger(AbstractContextManager["RunLogger"]):
-    """The records of the main process. The other ranks' logger is not `enabled` and does nothing.
+    """Records the run in the main process. On other ranks it is not `enabled` and does nothing.
 
-    A terminal gets a progress bar and one line an epoch, a file or pipe the tutorial's plain lines; train.log gets
-    all lines in either case. A `with` block closes what `open` opened.
+    A terminal shows a progress bar and one line per epoch; a file or pipe gets the tutorial's plain lines; train.log
+    gets all lines in either case. A `with` block closes what `open` opened.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self._handlers: list[logging.Handler] = []
 
     def open(self, *, epoch: int, step: int, clock: Clock | None = None) -> "RunLogger":
-        """Go on after `epoch` and `step`; each record gets the times of `clock`."""
+        """Start recording after `epoch` and `step`; each record gets the times of `clock`."""
         self.clock = clock or self.clock
         if not self.enabled:
             return self
@@ -71,10 +71,10 @@ class RunLogger(AbstractContextManager["RunLogger"]):
             self.board = Board(self.folder / "tb_logs", epoch=epoch, step=step)
         logger.setLevel(logging.INFO)
         logger.propagate = False
-        with _naming(self.folder):
+        with _with_folder_in_error(self.folder):
             self._add_handler(_LogFile(self.folder / "train.log", encoding="utf-8"))
             self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
-        # Open MPI gives each rank a terminal of its own, out of which a bar would flood a pipe or a file
+        # Open MPI gives each rank a pseudo-terminal, so a bar could flood a pipe or a file
         if self.to_screen and sys.stdout.isatty() and OPEN_MPI.world_size not in os.environ:
             self._start_progress()
         elif self.to_screen:
@@ -87,8 +87,8 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self._handlers.append(handler)
 
     def _start_progress(self) -> None:
-        # rich draws numbers for links from Python's shared generator, whose state is in checkpoints: version 14 when it
-        # is imported, earlier ones at moments of their own
+        # rich numbers links with Python's global generator, whose state is in checkpoints: version 14 while it is
+        # imported, earlier versions at any time
         state = random.getstate()
         import rich.style
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -96,7 +96,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         random.setstate(state)
         if hasattr(rich.style, "randint"):
             rich.style.randint = random.Random().randint
-        # texts as columns, since `_print` switches markup off for plain strings around it, too
+        # texts as columns: `_print` disables markup in plain strings of the bar, too
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
         texts = (TextColumn("{task.fields[left]}"), TextColumn("{task.fields[info]}"))
         self.progress = Progress(*columns, *texts, transient=True, expand=True)
@@ -104,18 +104,17 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self.progress.start()
 
     def say(self, message: str) -> None:
-        """A line in the log and on the screen."""
+        """Write a line to the log and the screen."""
         self._log(message)
         self._print(message)
 
     def start_bar(self, description: str, total: int, done: int = 0) -> None:
         """Reuse the progress bar for the next loop over batches."""
         if self.progress is not None:
-            left = self.progress.tasks[self._task].fields["left"]  # of the run: it outlives a loop
+            left = self.progress.tasks[self._task].fields["left"]  # the whole run's time left: keep it
             self.progress.reset(self._task, description=description, total=total, completed=done, info="", left=left)
 
     def advance_bar(self, done: int) -> None:
-        """Batches done so far."""
         self._update_bar(completed=done)
 
     def _update_bar(self, **fields: Any) -> None:
@@ -124,18 +123,18 @@ class RunLogger(AbstractContextManager["RunLogger"]):
 
     def _log(self, message: str) -> None:
         if self.enabled:
-            with _naming(self.folder):
+            with _with_folder_in_error(self.folder):
                 logger.info(message)
 
     def _print(self, message: str, more: str = "") -> None:
-        """A line above the progress bar, on a terminal only; `more` on a line of its own where it does not fit."""
+        """Print a line above the progress bar, if there is one; `more` goes to a second line if it does not fit."""
         if self.progress is not None:
             console = self.progress.console
             gap = "\n" + " " * len("epoch 123") if more and len(message + more) > console.width else ""
             console.print(message + gap + more, highlight=False, markup=False, soft_wrap=True)
 
     def log_start(self, epoch: int, batch: int, step: int, resumed_from: Path | None, world_size: int) -> None:
-        """A start of the run: from the beginning, or from a checkpoint, at this position."""
+        """Record that the run starts, or resumes from a checkpoint, at this position."""
         self._record(
             "start" if resumed_from is None else "resume",
             epoch=epoch, batch=batch, step=step, time=time.time(),
@@ -144,7 +143,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         )  # fmt: skip
 
     def describe(self, config: BaseConfig, config_name: str, environment: dict[str, Any]) -> None:
-        """What this start of the run is, before its first record."""
+        """Show the configuration and environment of this start; called before its first record."""
         self._show(lambda board: board.describe(config, config_name, environment))
         if self.enabled and self.to:
             self.trackers = Trackers(self.to, TrackedRun(self.folder, self.folder.name, config.model_dump(mode="json")))
@@ -153,8 +152,8 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self, epoch: int, iteration: int, step: int, values: dict[str, float], left: float | None = None,
         images: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """A log point within an epoch, with the tutorial's line. `values`: loss, learning_rate, images_per_sec, ...;
-        `left`: seconds to the end of the run, if known; `images`: an augmented batch to show, if any."""
+        """Record a log point within an epoch, with the tutorial's line. `values`: loss, learning_rate, images_per_sec,
+        ...; `left`: seconds to the end of the run, if known; `images`: an augmented batch to show, if any."""
         rate, loss, remaining = significant(values["images_per_sec"]), values["loss"], time_left(left)
         self._log(f"Epoch: {epoch}, Iteration: {iteration}, Avg img/sec: {rate}")
         self._log(f"step {step}  loss {loss:.4f}  lr {significant(values['learning_rate'])}{remaining}")
@@ -164,7 +163,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
             self._show(lambda board: board.add_images(images))
 
     def log_epoch(self, epoch: int, step: int, values: dict[str, float], left: float | None = None) -> None:
-        """The end of an epoch. `values` holds loss/train, acc1/train, learning_rate, ..., and where it was validated
+        """Record the end of an epoch. `values`: loss/train, acc1/train, learning_rate, ..., and if it was validated
         loss/valid and acc1/valid; `left`: seconds to the end of the run, if known."""
         rate, remaining = values["learning_rate"], time_left(left)
         parts = [part for part in ("train", "valid") if f"acc1/{part}" in values]
@@ -182,42 +181,41 @@ class RunLogger(AbstractContextManager["RunLogger"]):
     def log_end(
         self, epoch: int, step: int, results: dict[str, float], counts: Tensor, class_names: Sequence[str]
     ) -> None:
-        """The end of the training: its results, and which classes it takes for which ([true, predicted] counts)."""
+        """Record the end of the training: its results, and the confusion matrix `counts` [true, predicted]."""
         if "test_acc1" in results:
             accuracy, loss, images = (results[f"test_{name}"] for name in ("acc1", "loss", "images"))
-            self.say(f"test acc1 {accuracy:.2%}, loss {loss:.4f}: {images:.0f} images that nothing was chosen by")
+            self.say(f"test acc1 {accuracy:.2%}, loss {loss:.4f}: {images:.0f} images never used for model selection")
         columns = ("class", "accuracy", "taken_for", "share")
         worst = [dict(zip(columns, row, strict=True)) for row in worst_classes(counts, class_names)]
         self._record("end", epoch=epoch, step=step, **results, worst_classes=worst)
         self._show(lambda board: board.add_classes(counts, class_names, epoch))
 
     def sync(self) -> None:
-        """Flush metrics.jsonl to the disk: before a checkpoint is written that the lines so far belong to."""
+        """Sync metrics.jsonl to the disk, so that a checkpoint written next is never newer than its records."""
         if self._metrics is not None:
-            with _naming(self.folder):
+            with _with_folder_in_error(self.folder):
                 os.fsync(self._metrics.fileno())
 
     def _record(self, kind: str, **values: Any) -> None:
-        """A line of metrics.jsonl, for all who follow the run."""
+        """Write a record to metrics.jsonl, TensorBoard and the trackers."""
         seconds = {name: round(spent, 3) for name, spent in self.clock.by_activity().items()}  # of this start
         record = {"kind": kind, **values, "clock_seconds": seconds}
         if self._metrics is not None:
-            with _naming(self.folder):
+            with _with_folder_in_error(self.folder):
                 self._metrics.write(json.dumps(record) + "\n")
                 self._metrics.flush()
         self._show(lambda board: board.record(record))
         if self.trackers is not None:
             self.trackers.record(record)
-            self._tell_faults()
+            self._log_tracker_errors(self.trackers)
 
-    def _tell_faults(self) -> None:
-        """What went wrong in the trackers."""
-        for fault in self.trackers.faults() if self.trackers is not None else ():
-            self.say(fault)
+    def _log_tracker_errors(self, trackers: Trackers) -> None:
+        for error in trackers.errors():
+            self.say(error)
 
     def _show(self, add: Callable[[Board], None]) -> None:
         if self.board is not None:
-            with _naming(self.folder):
+            with _with_folder_in_error(self.folder):
                 add(self.board)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -228,33 +226,33 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         if self.trackers is not None:
             self.trackers.close(finished=error is None)
             with suppress(ExpectedError):
-                self._tell_faults()
+                self._log_tracker_errors(self.trackers)
         for file in (self._metrics, self.board, *self._handlers):
             if file is not None:
-                with suppress(OSError):  # what a full disk did not take was raised when it was written
+                with suppress(OSError):  # the error was raised by the write that failed
                     file.close()
         for handler in self._handlers:
             logger.removeHandler(handler)
 
     def _log_error(self, error: BaseException) -> None:
-        """How the run ended, for train.log alone: main() prints it. With a traceback where it may be a bug."""
+        """Write to train.log only, as main() prints the error: how the run ended, with a traceback if unexpected."""
         status = getattr(error, "exit_status", 130 if isinstance(error, KeyboardInterrupt) else 1)
         reason = f"{type(error).__name__}: {error}"
         with suppress(ExpectedError):
             self._record("stop", step=self.clock.step, time=time.time(), status=status, reason=reason)
-        foreseen = isinstance(error, ExpectedError | KeyboardInterrupt)
+        expected = isinstance(error, ExpectedError | KeyboardInterrupt)
         level = logging.INFO if isinstance(error, Stopped) else logging.ERROR
-        trace = None if foreseen else (type(error), error, error.__traceback__)
+        trace = None if expected else (type(error), error, error.__traceback__)
         record = logger.makeRecord(logger.name, level, __file__, 0, f"ended by {reason}", (), trace)
         with suppress(OSError):
             self._handlers[0].handle(record)
 
 
 def significant(number: float, digits: int = 4) -> str:
-    """A measured number to so many digits that mean something, large ones without an exponent."""
+    """Round a number to significant digits; large numbers are printed without an exponent."""
     return f"{float(f'{number:.{digits}g}'):.10g}"
 
 
 def time_left(seconds: float | None) -> str:
-    """Hours, minutes and seconds left, to stand behind something else; nothing where it is not known or over."""
+    """Format hours, minutes and seconds left as the end of a line; empty if unknown or zero."""
     return f"  {timedelta(seconds=round(seconds))} left" if seconds else ""

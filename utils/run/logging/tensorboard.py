@@ -5,13 +5,15 @@
     by_second/...       by second of training: accuracy, loss
     result/...          at the end: the metrics of the HParams tab
 
-All in one folder, so that a run is one row with one colour. A resumed run cuts from the files what it trains again, as
-it does from metrics.jsonl.
+All is in one folder, so that a run is one row with one colour. A resumed run removes the events of steps that it trains
+again from the files, as it does from metrics.jsonl.
 """
 
 import json
+import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -20,12 +22,11 @@ import numpy as np
 from torch import Tensor
 
 from utils.base_config import BaseConfig, KeyFlag, render
-from utils.run.logging.event_files import cut_back
 from utils.run.logging.trackers import POSITIONS, Record, numbers
 from utils.training.metrics.confusion import worst_classes
 
 EPOCH_TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
-SCALING_TAGS = ("loss_scale", "skipped_steps")  # only where the loss is scaled
+SCALING_TAGS = ("loss_scale", "skipped_steps")  # only if the loss is scaled
 STEP_TAGS = "step/"
 SECOND_TAGS = {"acc1/valid": "by_second/acc1_valid", "loss/valid": "by_second/loss_valid"}
 LAYOUT = {
@@ -37,10 +38,10 @@ LAYOUT = {
     },
     "Speed, by step": {
         "images per second": ["Multiline", ["step/images_per_sec"]],
-        "share of the time waiting for input": ["Multiline", ["step/data_wait"]],
+        "fraction of the time waiting for input": ["Multiline", ["step/data_wait"]],
         "memory, GB": ["Multiline", ["step/memory_gb"]],
         "model TFLOP/s": ["Multiline", ["step/model_tflops"]],
-        "MFU, share of the peak": ["Multiline", ["step/mfu"]],
+        "MFU, fraction of the peak": ["Multiline", ["step/mfu"]],
     },
     "GPU of the main process, by step": {
         "power, W": ["Multiline", ["step/gpu_power_w"]],
@@ -49,18 +50,19 @@ LAYOUT = {
         "memory in use, GB": ["Multiline", ["step/gpu_memory_gb"]],
     },
 }
-# columns with which the HParams tab opens: what differs from `default`, by its name the first of them, and four keys
+# the first columns of the HParams tab: four settings, and as one text all others that differ from `default`; its name
+# comes first in the alphabet
 CHANGES = "also changed"
 ALWAYS_SHOWN = ("batch_size", "lr", "max_epochs", "model")
 RESULTS = (
     "best_acc1", "best_epoch", "last_acc1", "last_loss", "seconds", "images_per_sec", "test_acc1", "test_loss",
 )  # fmt: skip
 MATRIX_PIXELS = 600
-CODE = " " * 4  # before each line of a Markdown code block, which TensorBoard shows as it stands
+CODE = " " * 4  # indents a Markdown code block, which TensorBoard shows verbatim
 
 
 class Board:
-    """Its folder is opened when there is something to write; a resumed run goes on after `epoch` and `step`."""
+    """Writes a run's events, after `epoch` and `step` if it resumes. The folder is created by the first write."""
 
     def __init__(self, folder: Path, *, epoch: int, step: int) -> None:
         self.folder, self._epoch, self._step = folder, epoch, step
@@ -71,21 +73,33 @@ class Board:
         if self._opened is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            threading.excepthook = _leave_full_disks_to_the_log
-            cut_back(self.folder, self._is_outdated)
+            threading.excepthook = _hide_write_errors
+            self._cut_back()
             self._opened = SummaryWriter(str(self.folder))
             self._opened.add_custom_scalars(LAYOUT)
         return self._opened
 
+    def _cut_back(self) -> None:
+        """Truncate each file before the first event of a step or epoch that this run trains again.
+
+        SummaryWriter(purge_step=...) cannot do this: it hides all tags from one step on, and here some count optimizer
+        steps, some epochs and some seconds. A file holds the events of one process in order, so everything after an
+        outdated event is outdated, too. Nobody can read beyond a damaged event: that part stays."""
+        for path in self.folder.glob("events.out.tfevents.*"):
+            with suppress(ValueError):
+                for position, event in _read_events(path):
+                    if any(self._is_outdated(value.tag, event.step) for value in event.summary.value):
+                        os.truncate(path, position)
+                        break
+
     def _is_outdated(self, tag: str, step: int) -> bool:
-        """Whether a point is of what this run trains again."""
         if tag.startswith(STEP_TAGS):
             return step > self._step
         return tag in (*EPOCH_TAGS, *SCALING_TAGS) and step > self._epoch
 
     def record(self, record: Record) -> None:
-        """The numbers of a log point by step; of an epoch by epoch, the tutorial's tags, and by the second of training
-        at which it ended; of the end as the metrics of the run's row in the HParams tab."""
+        """Write a log point by step; an epoch by epoch, under the tutorial's tags, and by the second of training at
+        which it ended; the end of the run as the metrics of its row in the HParams tab."""
         values = numbers(record)
         if record["kind"] == "step":
             self._add_scalars(values, record["step"])
@@ -112,10 +126,10 @@ class Board:
             writer.file_writer.add_summary(summary)
 
     def _hparams(self, row: dict[str, float | str]) -> tuple[Any, Any, Any]:
-        """The columns of the HParams tab, and the start and the end of this run's row, which has succeeded.
+        """Return the columns of the HParams tab, and the start and the (successful) end of this run's row.
 
-        SummaryWriter.add_hparams writes the three at once, in a folder of its own, so that a run has no row before its
-        end; and the tab would open with the first five columns by name, as nothing marks others."""
+        SummaryWriter.add_hparams would write all three at the end into a separate folder, so a running run would have
+        no row, and it marks no columns to show first."""
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from torch.utils.tensorboard.summary import hparams
 
@@ -128,10 +142,10 @@ class Board:
         return columns, start, end
 
     def add_images(self, images: Tensor) -> None:
-        """A grid of an augmented batch, normalised [N, 3, H, W].
+        """Write a grid of an augmented batch, normalised [N, 3, H, W].
 
-        Each channel is stretched to [0, 1]. Since the black of padded borders and some white are in nearly every batch,
-        that undoes the normalisation without knowing mean and deviation.
+        Each channel is stretched to [0, 1]. As nearly every batch has black borders and some white, this undoes the
+        normalisation without knowing mean and standard deviation.
         """
         from torchvision.utils import make_grid
 
@@ -142,11 +156,11 @@ class Board:
         self._writer.add_image("augmented batch", grid, self._epoch + 1)
 
     def add_classes(self, counts: Tensor, names: Sequence[str], epoch: int) -> None:
-        """The confusion matrix as a picture, rows true classes, and the worst classes as a table."""
+        """Write the confusion matrix [true, predicted] as a picture, and the worst classes as a table."""
         self._writer.add_image("confusion matrix", draw_matrix(counts), epoch, dataformats="HWC")
-        rows = ["| class | accuracy | most often taken for | share |", "|---|---|---|---|"]
-        for name, accuracy, other, share in worst_classes(counts, names):
-            rows.append(f"| {name} | {accuracy:.1%} | {other} | {share:.1%} |")
+        rows = ["| class | accuracy | most often confused with | in |", "|---|---|---|---|"]
+        for name, accuracy, other, fraction in worst_classes(counts, names):
+            rows.append(f"| {name} | {accuracy:.1%} | {other} | {fraction:.1%} |")
         self._writer.add_text("run/worst classes", "\n".join(rows), epoch)
 
     def close(self) -> None:
@@ -154,15 +168,34 @@ class Board:
             self._opened.close()
 
 
-def _leave_full_disks_to_the_log(raised: threading.ExceptHookArgs) -> None:
-    """TensorBoard's threads end with a traceback where they cannot write; the run's own log says so in a line."""
+def _read_events(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield (position in bytes, event) of a file of TFRecords; raise `ValueError` where it is damaged."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.tensorflow_stub.errors import DataLossError, OutOfRangeError
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
+
+    reader, position = PyRecordReader_New(str(path)), 0
+    while True:
+        try:
+            reader.GetNext()
+        except OutOfRangeError:
+            return
+        except DataLossError as error:
+            raise ValueError(f"damaged at byte {position}") from error
+        content = reader.record()
+        yield position, Event.FromString(content)
+        position += 16 + len(content)  # length (8 bytes) with checksum (4), content with checksum (4)
+
+
+def _hide_write_errors(raised: threading.ExceptHookArgs) -> None:
+    """Suppress the tracebacks of TensorBoard's threads that cannot write: the run's log reports the error in a line."""
     if not (isinstance(raised.exc_value, OSError) and type(raised.thread).__module__.startswith("tensorboard")):
         threading.__excepthook__(raised)
 
 
 def compared(config: BaseConfig) -> dict[str, float | str]:
-    """The run's row in the HParams tab. TensorBoard takes the columns from any one run for all: so every run has the
-    same ones, a column of text for each key that can change a result but the four."""
+    """Return the run's row in the HParams tab. TensorBoard takes the columns of one run for all runs, so every run has
+    the same ones: `CHANGES`, `ALWAYS_SHOWN`, and as text each other setting that can change a result."""
     values, defaults = config.model_dump(mode="json"), type(config)().model_dump(mode="json")
     words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
     silent = {*config.keys_with(KeyFlag.FREE_ON_RESUME), *ALWAYS_SHOWN}
@@ -172,12 +205,12 @@ def compared(config: BaseConfig) -> dict[str, float | str]:
 
 
 def draw_matrix(counts: Tensor) -> np.ndarray:
-    """A confusion matrix [true, predicted] as an image, uint8 [H, W, 3]: white 0 %, dark blue 100 % of the true class.
+    """Draw a confusion matrix [true, predicted] as uint8 [H, W, 3]: white 0 %, dark blue 100 % of the true class.
 
-    The shade follows the square root of the share, so that rare confusions can be seen beside the diagonal.
+    The shade follows the square root of the fraction, so that rare confusions can be seen, too.
     """
-    shares = (counts / counts.sum(1, keepdim=True).clamp(min=1)).sqrt().numpy()
+    shades = (counts / counts.sum(1, keepdim=True).clamp(min=1)).sqrt().numpy()
     white, blue = np.array([255.0, 255.0, 255.0]), np.array([8.0, 48.0, 107.0])
-    image = (white + shares[..., None] * (blue - white)).round().astype(np.uint8)
-    scale = max(1, MATRIX_PIXELS // len(shares))
+    image = (white + shades[..., None] * (blue - white)).round().astype(np.uint8)
+    scale = max(1, MATRIX_PIXELS // len(shades))
     return image.repeat(scale, 0).repeat(scale, 1)

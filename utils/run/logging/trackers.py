@@ -1,7 +1,7 @@
-"""Metrics elsewhere: the records of metrics.jsonl, also for CSV files, Weights & Biases and MLflow (`log_to`).
+"""Send the records of metrics.jsonl to CSV files, Weights & Biases and MLflow as well (`log_to`).
 
-A tracker works in a thread of its own, so that a slow disk or network never holds up a step, and what goes wrong in it
-is told in the log and ends the tracker, never the run. A resumed run goes on in the same external run.
+Each tracker works in its own thread, so that a slow disk or network never delays a step. An error in it is logged and
+ends the tracker, never the run. A resumed run continues the same external run.
 """
 
 import csv
@@ -24,35 +24,34 @@ from typing import Any, Protocol
 from utils.files import write_atomically
 
 Record = Mapping[str, Any]
-CLOSING_SECONDS = 10.0  # that a run waits at its end, or before it stops on a signal, for all that is on the way
+CLOSING_SECONDS = 10.0  # the longest that an ending run waits for its trackers
 TABLES = {"step": "steps.csv", "epoch": "epochs.csv"}  # kinds of records with a CSV file
-METRICS = "metrics.jsonl"  # the records of the run so far
-POSITIONS = ("step", "epoch")  # where in the training a record stands
-# values of records that no two runs have in common
+POSITIONS = ("step", "epoch")  # the position of a record in the training
+# values that differ in each run
 MEASURED = frozenset({
     "seconds", "epoch_seconds", "clock_seconds", "images_per_sec", "data_wait", "memory_gb", "model_tflops", "mfu",
     "gpu_power_w", "gpu_temperature_c", "gpu_clock_mhz", "gpu_memory_gb", "joules", "joules_per_image",
 })  # fmt: skip
-REFUSED = re.compile(r"[/\\#?%:']")  # in a project's name by wandb, and the last in an experiment's by MLflow
-MLFLOW_BATCH = 100  # parameters that it takes at once
-IDS = "trackers.json"  # in the run's folder: the names that external runs have got
+REFUSED = re.compile(r"[/\\#?%:']")  # by wandb in a project's name; ' by MLflow in an experiment's name
+MLFLOW_BATCH = 100  # parameters in one request, at most
+IDS = "trackers.json"  # in the run's folder: the ids of the external runs
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told when a run starts or resumes."""
+    """The run, as its trackers see it."""
 
     folder: Path
-    name: str  # of the run
+    name: str
     config: Mapping[str, Any]
 
     def project(self) -> str:
-        """The name that stands for all runs beside this one, where the user gives none."""
+        """Return the default name for the project of this run and of those next to it: the parent folder's."""
         return REFUSED.sub("-", self.folder.resolve().parent.name)[:128]
 
 
 class Tracker(Protocol):
-    """Built in the main thread, where it imports its package; the rest happens in a thread of its own."""
+    """Constructed in the main thread, where it imports its package; all methods run in the tracker's own thread."""
 
     def open(self) -> None: ...
 
@@ -62,13 +61,13 @@ class Tracker(Protocol):
 
 
 class CsvTracker:
-    """steps.csv and epochs.csv in the run's folder, for a spreadsheet: made of metrics.jsonl, anew after each epoch."""
+    """steps.csv and epochs.csv in the run's folder, written again from metrics.jsonl after each epoch."""
 
     def __init__(self, start: TrackedRun) -> None:
         self.folder = start.folder
 
     def open(self) -> None:
-        self._write()  # without what is trained again
+        self._write()  # without records that the resumed run dropped
 
     def record(self, record: Record) -> None:
         if record["kind"] == "epoch":
@@ -79,8 +78,8 @@ class CsvTracker:
 
     def _write(self) -> None:
         rows: dict[str, list[Record]] = {kind: [] for kind in TABLES}
-        for line in (self.folder / METRICS).read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):  # a line that is being written
+        for line in (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):  # a line that is just being written
                 record = json.loads(line)
                 if record["kind"] in rows:
                     rows[record["kind"]].append(record)
@@ -95,7 +94,7 @@ class CsvTracker:
 
 
 class WandbTracker:
-    """Weights & Biases: online where this machine is logged in, else kept in the run's folder for `wandb sync`."""
+    """Weights & Biases: online if this machine is logged in, otherwise in the run's folder, for `wandb sync`."""
 
     def __init__(self, start: TrackedRun) -> None:
         self.start, self.wandb = start, import_package("wandb")
@@ -112,7 +111,7 @@ class WandbTracker:
             resume="allow",
             dir=str(start.folder),
             config=dict(start.config),
-            # without it, wandb would ask for a login at the terminal that shows the progress
+            # otherwise wandb would ask for a login at the terminal that shows the progress
             mode=os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline"),
             settings=wandb.Settings(console="off", silent=True),
         )
@@ -131,7 +130,7 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """MLflow: the server of MLFLOW_TRACKING_URI, else a folder `mlruns` beside the run's."""
+    """MLflow: the server of MLFLOW_TRACKING_URI, otherwise a folder `mlruns` next to the run's folder."""
 
     def __init__(self, start: TrackedRun) -> None:
         self.start, self.mlflow = start, import_package("mlflow")
@@ -140,7 +139,7 @@ class MlflowTracker:
         folder, known = self.start.folder, read_id(self.start.folder, "mlflow")
         store = folder.resolve().parent / "mlruns"
         if "MLFLOW_TRACKING_URI" not in os.environ:
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else its newest versions want a database
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # new versions require a database without it
         self.client = self.mlflow.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", store.as_uri()))
         if known:
             self.run = known
@@ -160,7 +159,7 @@ class MlflowTracker:
             return
         step = record["step" if record["kind"] == "step" else "epoch"]
         now, entity = int(1000 * time.time()), self.mlflow.entities.Metric
-        # the position is each value's own; as metrics, a file "step" would stand where the folder of step/... has to be
+        # each value has its position; a metric "step" would be a file where the file store needs the folder of step/...
         values = {key: value for key, value in numbers(record).items() if key not in POSITIONS}
         self.client.log_batch(self.run, [entity(key, value, now, step) for key, value in values.items()])
 
@@ -176,7 +175,7 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
 
 
 def import_package(name: str) -> ModuleType:
-    """An optional package; `ImportError` with the remedy where it is missing."""
+    """Import an optional package; raise `ImportError` with the remedy if it is missing."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -186,7 +185,7 @@ def import_package(name: str) -> ModuleType:
 
 
 def numbers(record: Record) -> dict[str, float]:
-    """A record's numbers by tag: those of a log point as step/..., of the end as result/..., as in TensorBoard."""
+    """Return a record's numbers by their tags in TensorBoard: step/... for a log point, result/... for the end."""
     prefix = {"step": "step/", "end": "result/"}.get(record["kind"], "")
     return {
         key if key in POSITIONS else prefix + key: value
@@ -196,57 +195,56 @@ def numbers(record: Record) -> dict[str, float]:
 
 
 def read_id(folder: Path, name: str) -> str | None:
-    """The external run that an earlier start of this run has opened."""
+    """Return the id of the external run that an earlier start of this run opened."""
     with suppress(OSError, ValueError, AttributeError):
         identity = json.loads((folder / IDS).read_text(encoding="utf-8")).get(name)
         return str(identity) if identity else None
     return None
 
 
-_ids = threading.Lock()  # two trackers open at the same time
+_ids_lock = threading.Lock()  # trackers open at the same time
 
 
 def keep_id(folder: Path, name: str, identity: str) -> None:
-    """Remember an external run for the next start."""
-    with _ids:
+    """Store an external run's id for the next start."""
+    with _ids_lock:
         known = {other: read_id(folder, other) for other in TRACKERS if read_id(folder, other)}
         write_atomically(folder / IDS, (json.dumps(known | {name: identity}) + "\n").encode())
 
 
 class Trackers:
-    """All trackers of a run. Nothing here waits, but `close` for at most CLOSING_SECONDS."""
+    """All trackers of a run. Only `close` waits, at most CLOSING_SECONDS."""
 
     def __init__(self, names: Sequence[str], start: TrackedRun) -> None:
         self._threads = [_TrackerThread(name, start) for name in names]
 
     def record(self, record: Record) -> None:
-        """Hand a record to each."""
         for thread in self._threads:
-            if thread.is_alive():  # else nobody would take it out
+            if thread.is_alive():  # a queue that nobody reads would grow
                 thread.waiting.put(record)
 
-    def faults(self) -> list[str]:
-        """What went wrong since the last call, a line each."""
-        return [thread.faults.get() for thread in self._threads for _ in range(thread.faults.qsize())]
+    def errors(self) -> list[str]:
+        """Return the errors since the last call, a line each."""
+        return [thread.errors.get() for thread in self._threads for _ in range(thread.errors.qsize())]
 
     def close(self, finished: bool) -> None:
-        """Let each take what waits, for a while."""
+        """Wait until every tracker has its records, but not longer than CLOSING_SECONDS."""
         until = time.monotonic() + CLOSING_SECONDS
         for thread in self._threads:
             thread.waiting.put(finished)
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
-                thread.faults.put(f"log_to {thread.name}: it did not answer within {CLOSING_SECONDS:.0f} s; left alone")
+                thread.errors.put(f"log_to {thread.name}: it did not answer within {CLOSING_SECONDS:.0f} s; given up")
 
 
 class _TrackerThread(threading.Thread):
-    """Feeds one tracker until it is closed or something goes wrong."""
+    """Feeds one tracker until it is closed or fails."""
 
     def __init__(self, name: str, start: TrackedRun) -> None:
-        super().__init__(name=name, daemon=True)  # the run's end never waits for it
-        self.waiting: queue.SimpleQueue[Record | bool] = queue.SimpleQueue()  # a truth value is the end
-        self.faults: queue.SimpleQueue[str] = queue.SimpleQueue()
+        super().__init__(name=name, daemon=True)  # the process may end before it
+        self.waiting: queue.SimpleQueue[Record | bool] = queue.SimpleQueue()  # a bool, `finished`, ends it
+        self.errors: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._tracker: Tracker | None = None
         try:
             self._tracker = TRACKERS[name](start)
@@ -267,4 +265,4 @@ class _TrackerThread(threading.Thread):
 
     def _complain(self, error: Exception) -> None:
         text = " ".join(str(error).split())[:300]
-        self.faults.put(f"log_to {self.name}: {text or type(error).__name__}; the run goes on without it")
+        self.errors.put(f"log_to {self.name}: {text or type(error).__name__}; the run continues without it")

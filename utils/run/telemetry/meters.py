@@ -1,4 +1,4 @@
-"""How well a run uses its devices: model FLOP/s, their share of the peak (MFU), power, energy for an image."""
+"""Measure how well a run uses its devices: model FLOP/s, their fraction of the peak (MFU), power, energy per image."""
 
 import json
 import socket
@@ -19,14 +19,14 @@ from utils.training.metrics.flops import flops_per_image, measured_peak, number_
 
 
 class Meters(AbstractContextManager["Meters"]):
-    """For the records of a run: `window` at log points, `totals` at the end. Reads sensors within a `with` block."""
+    """Gives values for a run's records: `window` at log points, `totals` at the end. A `with` block reads sensors."""
 
     def __init__(self, config: OutputConfig, learner: Learner, world: World, image_shape: Sequence[int]) -> None:
         self.learner, self.world, self.image_shape = learner, world, tuple(image_shape)
         gpu, self.notes = find_sensors(world.device)
         self.sensors = Sensors(gpu)
         sizes = {training_size(learner.config, epoch) for epoch in range(learner.config.max_epochs)}
-        self.flops = {size: self._flops(size) for size in sizes}  # now: hooks that come later do not see it
+        self.flops = {size: self._flops(size) for size in sizes}  # counted now, before hooks are registered
         format_, device = number_format(learner.precision, learner.config), device_name(world.device)
         limits = config.limits_report
         self.peak = published_peak(device, format_) if limits is None else read_peak(Path(limits), device, format_)
@@ -40,12 +40,12 @@ class Meters(AbstractContextManager["Meters"]):
         shape = self.image_shape if size is None else (self.image_shape[0], size, size)
         try:
             return flops_per_image(self.learner.model, shape)
-        except Exception:  # a network of the user's own may look at values, which are not there, and raise anything
+        except Exception:  # a user's network may read values, which meta tensors lack, and raise anything
             return None
 
     def window(self, images_per_sec: float, epoch: int) -> dict[str, float]:
-        """Since the last log point, in the epoch with this number from 0 on: {"model_tflops" of all devices together,
-        "mfu" (share of their peak), "gpu_power_w", ...}, without what is not known."""
+        """Return values since the last log point, those that are known: {"model_tflops" of all devices together, "mfu"
+        (fraction of their peak), "gpu_power_w", ...}. `epoch` counts from 0."""
         flops = self.flops[training_size(self.learner.config, epoch)]
         values = {} if flops is None else {"model_tflops": images_per_sec * flops / 1e12}
         if flops is not None and self.peak is not None:
@@ -53,8 +53,8 @@ class Meters(AbstractContextManager["Meters"]):
         return values | self.sensors.close_window()
 
     def totals(self, images: int) -> dict[str, float]:
-        """Collective: {"joules", "joules_per_image"} of all devices in this start, which trained so many images; empty
-        where a device does not tell."""
+        """Collective: return {"joules", "joules_per_image"} of all devices in this start, which trained `images`; empty
+        if a device does not report its energy."""
         spent = self.world.gather(self.sensors.joules())
         known = [joules for joules in spent if joules is not None]
         if not images or len(known) < len(spent):
@@ -71,7 +71,7 @@ class Meters(AbstractContextManager["Meters"]):
 
 
 def count_devices(parallel: str, world: World) -> int:
-    """Collective: GPUs that train; on CPUs the hosts, whose ranks share what a host can do."""
+    """Collective: count the GPUs that train; on CPUs the hosts, as the ranks of a host share its peak."""
     hosts = world.gather(socket.gethostname())
     if world.device.type != "cuda":
         return len(set(hosts))
@@ -79,7 +79,7 @@ def count_devices(parallel: str, world: World) -> int:
 
 
 def read_peak(path: Path, device: str, number_format: str) -> float | None:
-    """TFLOP/s in a report of `tools.bench limits`; `ConfigError` where it is none, or of another device."""
+    """Return TFLOP/s from a report of `tools.bench limits`; raise `ConfigError` if it is none or of another device."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         measured_on = report["environment"]["device"]
@@ -89,7 +89,7 @@ def read_peak(path: Path, device: str, number_format: str) -> float | None:
     except OSError as error:
         raise ConfigError(f"limits_report {path}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"limits_report {path}: is no report of tools.bench limits; its --json writes one") from None
+        raise ConfigError(f"limits_report {path}: not a report of tools.bench limits; write one with --json") from None
     if measured_on != device:
         raise ConfigError(f"limits_report {path}: was measured on {measured_on}, this is {device}")
     return measured_peak(limits, number_format)
