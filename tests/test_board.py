@@ -1,4 +1,4 @@
-"""utils.run.logging.tensorboard: what a run's TensorBoard folder holds, read back from its event files."""
+"""A run's TensorBoard folder, read back from its event files."""
 
 import json
 import time
@@ -41,7 +41,7 @@ def records(folder: Path, kind: str) -> list[dict]:
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
-def test_every_axis_has_its_tags_and_the_values_of_metrics_jsonl(run):
+def test_scalars_equal_metrics_jsonl_by_epoch_step_and_second(run):
     folder = run()
     events = read(folder / "tb_logs")
     assert not [path for path in (folder / "tb_logs").iterdir() if path.is_dir()]  # TensorBoard's rows are folders
@@ -73,7 +73,7 @@ def test_texts_pictures_layout_and_hparams(run):
     assert {"result/best_acc1", "result/seconds"} <= set(events.Tags()["scalars"])
 
 
-def test_hparams_hold_what_differs_from_default_as_one_text_and_every_key_that_changes_a_result():
+def test_hparams_have_the_changes_from_default_as_one_text_and_a_column_for_every_training_setting():
     changes = {"enable_nhwc": True, "log_freq": 7, "device": "cpu", "max_epochs": 3, "micro_batch_size": None}
     row = compared(Config(**Config().model_dump() | changes))
     assert row[CHANGES] == "device=cpu, enable_nhwc=true" and next(iter(row)) == CHANGES
@@ -84,8 +84,8 @@ def test_hparams_hold_what_differs_from_default_as_one_text_and_every_key_that_c
     assert not {"log_freq", "num_data_workers"} & row.keys() and row["micro_batch_size"] == "null"
 
 
-def test_hparams_open_with_what_differs_and_four_keys_always(run):
-    """As TensorBoard's own server gives the columns to its page, which shows the first five of each list."""
+def test_hparams_start_with_the_changes_and_four_settings(run):
+    """In the columns that TensorBoard's server sends to its page, which shows the first five of each list."""
     from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
     from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
     from tensorboard.context import RequestContext
@@ -109,7 +109,7 @@ def test_hparams_open_with_what_differs_and_four_keys_always(run):
     }
 
 
-def test_a_running_run_stands_in_hparams(tiny, alone, tmp_path):
+def test_hparams_have_a_row_before_the_run_ends(tiny, alone, tmp_path):
     board = Board(tmp_path, epoch=0, step=0)
     board.describe(tiny(), "tiny", {})
     board.close()
@@ -117,7 +117,7 @@ def test_a_running_run_stands_in_hparams(tiny, alone, tmp_path):
 
 
 def test_a_resumed_run_cuts_what_it_trains_again_and_loses_no_point(run):
-    """It goes back to the middle of the second epoch, so that points by step stay behind the last one by epoch."""
+    """It goes back to the middle of the second epoch, so points by step remain after the last point by epoch."""
     folder = run(max_epochs=2, log_freq=1, checkpoint_every_steps=1, keep_checkpoints=9)
     for step in (7, 8):
         (folder / f"checkpoints/step-{step:09d}.pt").unlink()
@@ -126,9 +126,9 @@ def test_a_resumed_run_cuts_what_it_trains_again_and_loses_no_point(run):
     (file,) = (folder / "tb_logs").iterdir()
     with file.open("ab") as events:  # as a kill leaves it
         events.write(b"half an event")
-    for name, kept in (("cut", file), ("whole", None)):  # what the abandoned branch leaves, and what all readers see
+    for name, kept in (("cut", file), ("whole", None)):  # after the cut, and after the resumed run
         if kept is None:
-            time.sleep(1)  # TensorBoard reads files in the order of their names, which tell whole seconds apart
+            time.sleep(1)  # TensorBoard reads files in the order of their names, which hold whole seconds
             run(max_epochs=3, log_freq=1)
         else:
             board = Board(folder / "tb_logs", epoch=1, step=6)
@@ -142,14 +142,14 @@ def test_a_resumed_run_cuts_what_it_trains_again_and_loses_no_point(run):
         assert len(events.Scalars("by_second/acc1_valid")) == (1 if kept else 3)
 
 
-def test_without_tensorboard_no_folder_and_the_same_log(tiny, alone, tmp_path):
+def test_without_tensorboard_there_is_no_folder(tiny, alone, tmp_path):
     Trainer(tiny(max_epochs=1), alone, tmp_path / "run", "tiny", "auto").train()
     assert not (tmp_path / "run/tb_logs").exists()
     end = records(tmp_path / "run", "end")
     assert len(end) == 1 and end[0]["best_epoch"] == 1 and len(end[0]["worst_classes"]) == 10
 
 
-def test_matrix_is_white_without_and_dark_on_the_diagonal():
+def test_confusion_matrix_is_white_at_0_and_dark_at_100_percent():
     image = draw_matrix(torch.tensor([[4, 0], [1, 3]]))
     assert image.dtype == np.uint8 and image.shape == (600, 600, 3)
     assert image[0, 599].tolist() == [255, 255, 255] and image[0, 0].tolist() == [8, 48, 107]

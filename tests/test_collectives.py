@@ -124,13 +124,12 @@ def test_explanations() -> None:
     assert explain_hang(late, 4, False) == (
         "ranks 1, 2 did not come to all_reduce number 3 (4 values), in which ranks 0, 3 wait"
     )
-    # all are there, and nothing comes through
+    # all ranks have come, and nothing gets through
     same = {0: record(*done, call(3)), 1: record(*done, call(3))}
-    assert (
-        explain_hang(same, 2, False)
-        == "all ranks wait in all_reduce number 3 (4 values): check the network between them"
+    assert explain_hang(same, 2, False) == (
+        "all ranks wait in all_reduce number 3 (4 values): check the network between them"
     )
-    # what ranks gather may differ in size
+    # gathered values may differ in size
     gathers = {rank: record(call(1, 5 + rank, "all_gather", ended=True)) for rank in range(2)}
     assert explain_hang(gathers, 2, False) == ""
     # two backends, of which one hangs

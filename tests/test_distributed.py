@@ -1,4 +1,4 @@
-"""The same numbers from 1, 2, 3 and 4 processes, from accumulation, and whichever way DDP is told to work."""
+"""1, 2, 3 and 4 processes, gradient accumulation and all options of DDP give the same numbers."""
 
 import copy
 import itertools
@@ -55,15 +55,15 @@ def configuration(**changes: Any) -> Config:
 
 @lru_cache(maxsize=1)
 def shapes() -> Dataset:
-    """Drawn once a process, not for every Trainer."""
+    """Generate the dataset once per process, not for every Trainer."""
     return load_dataset("shapes", Path("unused"), download=False)
 
 
 def train_some_steps(world: World, num_steps: int, **changes: Any) -> dict[str, Any]:
-    """Weights and gradients, flat, and metrics after some steps, and in how many pieces of memory the gradients lie.
+    """Return flat weights and gradients, and metrics after some steps, and the number of the gradients' storages.
 
-    BatchNorm in eval mode, in which nothing keeps an untrained network's activations in range: float32 amplifies its
-    rounding to 2e-4 within 20 steps, with one process and another order of summation too. So in float64.
+    BatchNorm is in eval mode, which does not keep an untrained network's activations in range: in float32, rounding
+    grows to 2e-4 within 20 steps, also with one process and another order of summation. So this is in float64.
     """
     torch.set_default_dtype(torch.float64)
     train.open_dataset = lambda config, world, fetch: shapes()
@@ -80,7 +80,7 @@ def train_some_steps(world: World, num_steps: int, **changes: Any) -> dict[str, 
         "weights": torch.cat([parameter.detach().flatten() for parameter in parameters]),
         "gradients": torch.cat([gradient.flatten() for gradient in gradients]),
         "metrics": trainer.learner.sums.average(world),
-        "drawn": torch.rand(1).item(),
+        "sample": torch.rand(1).item(),
         "storages": len({gradient.untyped_storage().data_ptr() for gradient in gradients}),
     }
 
@@ -105,14 +105,14 @@ def save_results(folder: Path, num_steps: int, variants: dict[str, dict[str, Any
 
 
 def results_of(folder: Path, world_size: int, num_steps: int, variants: dict[str, Any]) -> list[dict[str, Any]]:
-    """Per rank, what `train_some_steps` gave for each variant."""
+    """Return each rank's results of `train_some_steps` for each variant."""
     ended = run_job(folder / f"job-{world_size}", world_size, save_results, folder, num_steps, variants)
     assert [process.status for process in ended] == [0] * world_size, ended[0].errors
     return [torch.load(folder / f"{world_size}-{rank}.pt") for rank in range(world_size)]
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Relative to b, in the Euclidean norm."""
+    """Distance in the Euclidean norm, relative to b."""
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
@@ -121,7 +121,7 @@ ACCUMULATIONS = {f"accumulated {number}": {"micro_batch_size": BATCH // number} 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """20 steps of one process: the reference `plain`, and with accumulation."""
+    """Results of 20 steps in one process: the reference `plain`, and with accumulation."""
     folder = tmp_path_factory.mktemp("one")
     return results_of(folder, 1, 20, {"plain": {}} | ACCUMULATIONS)[0]
 
@@ -129,67 +129,66 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_equal_one_process(tmp_path: Path, one_process: dict[str, Any], world_size: int) -> None:
     results = results_of(tmp_path, world_size, 20, {"plain": {}})
-    assert len({result["plain"]["drawn"] for result in results}) == world_size  # dropout is each rank's own
+    assert len({result["plain"]["sample"] for result in results}) == world_size  # ranks have different dropout
     for result in results:
-        for what in ("weights", "gradients"):
-            assert distance(result["plain"][what], one_process["plain"][what]) < 1e-6, what
+        for name in ("weights", "gradients"):
+            assert distance(result["plain"][name], one_process["plain"][name]) < 1e-6, name
         metrics, expected = result["plain"]["metrics"], one_process["plain"]["metrics"]
         assert (metrics["images"], metrics["acc1"]) == (20 * BATCH, expected["acc1"])
         assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ACCUMULATIONS)
-def test_accumulation_equals_one_process(one_process: dict[str, Any], name: str) -> None:
-    for what in ("weights", "gradients"):
-        assert distance(one_process[name][what], one_process["plain"][what]) < 1e-6, what
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+def test_accumulation_equals_one_process(one_process: dict[str, Any], accumulation: str) -> None:
+    for name in ("weights", "gradients"):
+        assert distance(one_process[accumulation][name], one_process["plain"][name]) < 1e-6, name
 
 
-def test_every_way_of_ddp_gives_the_same(tmp_path: Path) -> None:
+def test_all_options_of_ddp_give_the_same(tmp_path: Path) -> None:
     first, second = results_of(tmp_path, 2, 3, VARIANTS)
     reference = results_of(tmp_path, 1, 3, {"plain": {}})[0]["plain"]
     for name, result in first.items():
         if name != "no communication":
             assert distance(result["weights"], reference["weights"]) < 1e-6, name
             assert torch.equal(result["weights"], second[name]["weights"]), name
-    apart = first["no communication"]["weights"], second["no communication"]["weights"]
-    assert distance(*apart) > 1e-3
-    # gradients live in the one bucket, however they are cleared
+    assert distance(first["no communication"]["weights"], second["no communication"]["weights"]) > 1e-3
+    # gradients stay in the single bucket, however they are cleared
     for name in ("fused", "zeroed", "dropped", "all at once", "accumulated, zeroed"):
         assert first[name]["storages"] == 1, name
     assert first["small buckets"]["storages"] > 3
 
 
 def repeat_a_step(folder: Path) -> int:
-    """The gradients of one and the same step, taken three times, and what building DDP left behind."""
+    """Save the gradients of the same step, taken three times, and whether building DDP changed anything."""
 
     def action(world: World) -> None:
         torch.manual_seed(0)
         model = build_model(configuration())
-        weights, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-        spread = distribute(configuration(), model, world)
-        untouched = all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-        untouched &= torch.equal(drawn, torch.get_rng_state())
-        untouched &= all(parameter.grad is None for parameter in model.parameters())
+        weights, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+        distributed = distribute(configuration(), model, world)
+        unchanged = all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+        unchanged &= torch.equal(generator, torch.get_rng_state())
+        unchanged &= all(parameter.grad is None for parameter in model.parameters())
         torch.manual_seed(world.rank)
         images = torch.randn(8, 3, 32, 32)
         gradients = []
         for _ in range(3):
-            spread(images).square().sum().backward()
+            distributed(images).square().sum().backward()
             gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
             model.zero_grad(set_to_none=True)
-        torch.save({"gradients": gradients, "untouched": untouched}, folder / f"{world.rank}.pt")
+        torch.save({"gradients": gradients, "unchanged": unchanged}, folder / f"{world.rank}.pt")
 
     return utils.distributed.ranks.run_ranks(action, "cpu", 60, 60)
 
 
-def test_the_first_step_sums_gradients_in_the_order_of_all_others(tmp_path: Path) -> None:
-    """Else a resumed run of three ranks would differ in the last bit. And DDP warns of nothing."""
+def test_the_first_step_sums_gradients_in_the_order_of_later_steps(tmp_path: Path) -> None:
+    """Otherwise a resumed run of three ranks would differ in the last bit. DDP prints no warning."""
     ended = run_job(tmp_path / "job", 3, repeat_a_step, tmp_path)
     assert [(process.status, process.errors) for process in ended] == [(0, "")] * 3
     for rank in range(3):
         result = torch.load(tmp_path / f"{rank}.pt")
         first, *others = result["gradients"]
-        assert result["untouched"]
+        assert result["unchanged"]
         assert first.norm() > 0
         assert all(torch.equal(first, other) for other in others)
 
@@ -203,46 +202,45 @@ def run_program(folder: Path, changes: dict[str, Any], resume: str = "auto") -> 
 
 
 def run_program_in_float64(folder: Path, changes: dict[str, Any]) -> int:
-    """With 101 images to validate, for it is slow."""
+    """Validate on 101 images only, as float64 is slow."""
     torch.set_default_dtype(torch.float64)
-    really, whole = Normalise.__call__, shapes()
+    really, dataset = Normalise.__call__, shapes()
     Normalise.__call__ = lambda self, images: really(self, images).double()  # type: ignore[method-assign]
-    assert isinstance(whole.valid, ImageArrays)
-    few = ImageArrays(whole.valid.images[:101], whole.valid.labels[:101])
-    train.open_dataset = lambda config, world, fetch: replace(whole, valid=few)
+    assert isinstance(dataset.valid, ImageArrays)
+    few = ImageArrays(dataset.valid.images[:101], dataset.valid.labels[:101])
+    train.open_dataset = lambda config, world, fetch: replace(dataset, valid=few)
     return run_program(folder, changes)
 
 
 def epochs_of(
     tmp_path: Path, name: str, world_size: int, program: Callable[..., int] = run_program, **changes: Any
 ) -> list[dict[str, Any]]:
-    """The epoch records of a whole run on `world_size` ranks; of one that is there already, also with other values."""
+    """Return the epoch records of a whole run on `world_size` ranks; an existing run is resumed, also with changes."""
     run = tmp_path / name
-    goes_on = [str(run.resolve())] if run.resolve().exists() else []
-    ended = run_job(tmp_path / f"job-{name}", world_size, program, run, changes, *goes_on)
+    resume = [str(run.resolve())] if run.resolve().exists() else []
+    ended = run_job(tmp_path / f"job-{name}", world_size, program, run, changes, *resume)
     assert [process.status for process in ended] == [0] * world_size, ended[0].errors
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["kind"] == "epoch"]
 
 
-def test_epoch_metrics_of_two_ranks_are_those_of_accumulation(tmp_path: Path) -> None:
-    """BatchNorm in train mode: both see the same micro-batches, so what was trained is equal to the last bit. So is the
-    average of weights."""
+def test_epoch_metrics_of_two_ranks_equal_accumulation(tmp_path: Path) -> None:
+    """With BatchNorm in train mode: both see the same micro-batches, so weights and their average are bitwise equal."""
     ranks = epochs_of(tmp_path, "ranks", 2, ema_decay=0.8)
     accumulated = epochs_of(tmp_path, "accumulated", 1, micro_batch_size=BATCH // 2, ema_decay=0.8)
     assert len(ranks) == 2
     for here, there in zip(ranks, accumulated, strict=True):
         for key in ("loss/train", "acc1/train", "learning_rate"):
             assert here[key] == there[key], key
-        # the running statistics are means taken every step here and once an epoch there
+        # running statistics are averaged once per epoch over ranks, every step with accumulation
         assert here["loss/valid"] == pytest.approx(there["loss/valid"], rel=1e-5)
         assert here["acc1/valid"] == there["acc1/valid"]
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_epoch_metrics_of_more_ranks_are_those_of_accumulation(tmp_path: Path, world_size: int) -> None:
-    """In float64: more than two ranks add up their gradients in another order, and float32 amplifies that rounding, in
-    these untrained networks with eight or six images a micro-batch, to 1e-4 of the loss within eight steps."""
+def test_epoch_metrics_of_more_ranks_equal_accumulation(tmp_path: Path, world_size: int) -> None:
+    """In float64: more than two ranks sum gradients in another order. In these untrained networks, with eight or six
+    images in a micro-batch, that rounding would grow to 1e-4 of the loss within eight steps in float32."""
     ranks = epochs_of(tmp_path, "ranks", world_size, run_program_in_float64)
     accumulated = epochs_of(tmp_path, "accumulated", 1, run_program_in_float64, micro_batch_size=BATCH // world_size)
     assert len(ranks) == 2
@@ -254,7 +252,7 @@ def test_epoch_metrics_of_more_ranks_are_those_of_accumulation(tmp_path: Path, w
 
 
 def test_two_ranks_resume_in_mid_epoch_bitwise_with_an_average(tmp_path: Path) -> None:
-    """BatchNorm's statistics differ between the ranks there, in the network and in its average."""
+    """BatchNorm's statistics differ between ranks in mid-epoch, in the network and in its average."""
     settings = {"ema_decay": 0.8, "checkpoint_every_steps": 1, "keep_checkpoints": 9}
     straight = epochs_of(tmp_path, "straight", 2, **settings)
     epochs_of(tmp_path, "parts", 2, **settings, max_epochs=1)
@@ -267,9 +265,8 @@ def test_two_ranks_resume_in_mid_epoch_bitwise_with_an_average(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_runs_go_on_in_mid_epoch_at_another_world_size(tmp_path: Path, before: int, after: int) -> None:
-    """After batch 2 of 4 of the first epoch: nothing of it is lost, neither of its sums nor of BatchNorm's statistics,
-    which differ between the ranks there."""
+def test_runs_resume_in_mid_epoch_at_another_world_size(tmp_path: Path, before: int, after: int) -> None:
+    """After batch 2 of 4, neither the epoch's sums nor BatchNorm's statistics, which differ between ranks, are lost."""
     settings = {"ema_decay": 0.8, "checkpoint_every_steps": 1, "keep_checkpoints": 9, "micro_batch_size": BATCH // 2}
     straight = epochs_of(tmp_path, "straight", after, **settings)
     epochs_of(tmp_path, "moved", before, max_epochs=1, **settings)
@@ -288,30 +285,29 @@ def test_runs_go_on_in_mid_epoch_at_another_world_size(tmp_path: Path, before: i
 
 
 def run_with_nan_on(rank: int, folder: Path) -> int:
-    """The whole program; the images of one rank stop being numbers with the third batch of the first epoch."""
+    """Run the program; the third batch of one rank is NaN."""
     really, batches = utils.training.batches.resize, itertools.count(1)
 
-    def spoil(images: torch.Tensor, size: int | None) -> torch.Tensor:
-        spoilt = next(batches) == 3 and int(os.environ["RANK"]) == rank
-        return really(images, size) * (float("nan") if spoilt else 1)
+    def resize(images: torch.Tensor, size: int | None) -> torch.Tensor:
+        is_nan = next(batches) == 3 and int(os.environ["RANK"]) == rank
+        return really(images, size) * (float("nan") if is_nan else 1)
 
-    utils.training.batches.resize = spoil
+    utils.training.batches.resize = resize
     return run_program(folder, {"log_freq": 2, "checkpoint_every_steps": 1})
 
 
-def test_a_loss_that_is_no_number_on_one_rank_ends_both_and_is_told_once(tmp_path: Path) -> None:
+def test_a_nan_loss_on_one_rank_ends_both_and_is_printed_once(tmp_path: Path) -> None:
     ended = run_job(tmp_path / "job", 2, run_with_nan_on, 1, tmp_path / "run")
     assert [process.status for process in ended] == [1, 1]
-    told = complaints(ended)
-    assert len(told) == 2, told
-    assert "the loss stopped being a finite number in epoch 1, iteration 2," in told[0]
-    assert "usual remedies" in told[1]
+    error, remedy = complaints(ended)
+    assert "the loss stopped being a finite number in epoch 1, iteration 2," in error
+    assert "usual remedies" in remedy
     path, state, _ = newest_good(tmp_path / "run/checkpoints")
     assert path is not None and state is not None and state["batch"] == 2
 
 
 def run_with_an_unused_layer(folder: Path) -> int:
-    """The whole program with a network that has parameters which nothing depends on."""
+    """Run the program with a network that has unused parameters."""
     really = train.build_model
 
     def build(*arguments: Any, **options: Any) -> nn.Module:
@@ -323,14 +319,14 @@ def run_with_an_unused_layer(folder: Path) -> int:
     return run_program(folder, {})
 
 
-def test_an_unused_layer_is_told_with_a_remedy(tmp_path: Path) -> None:
+def test_an_unused_layer_is_reported_with_the_remedy(tmp_path: Path) -> None:
     ended = run_job(tmp_path / "job", 2, run_with_an_unused_layer, tmp_path / "run")
     assert [process.status for process in ended] == [2, 2]
     assert "requires_grad_(False)" in complaints(ended)[1]
 
 
 def run_with_a_faulty_worker_of(rank: int, killed: bool, folder: Path) -> int:
-    """The whole program; the loader worker of one rank fails at its sixth batch, the second of the second epoch."""
+    """Run the program; the loader worker of one rank fails at its sixth batch, the second of the second epoch."""
     really, batches = AugmentedImages.__getitem__, itertools.count(1)
 
     def faulty(self: AugmentedImages, batch: Any) -> Any:
@@ -346,19 +342,19 @@ def run_with_a_faulty_worker_of(rank: int, killed: bool, folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("rank", "killed", "told"),
+    ("rank", "killed", "reason"),
     [
         (1, False, r"a loader worker failed: ZeroDivisionError: the sixth batch \(File "),
         (1, True, r"loader worker \d+ was killed by SIGKILL, as the kernel does when host memory runs out"),
     ],
 )
-def test_a_lost_loader_worker_of_one_rank_ends_both_and_is_told_once(
-    tmp_path: Path, rank: int, killed: bool, told: str
+def test_a_failed_loader_worker_of_one_rank_ends_both_and_is_printed_once(
+    tmp_path: Path, rank: int, killed: bool, reason: str
 ) -> None:
     ended = run_job(tmp_path / "job", 2, run_with_a_faulty_worker_of, rank, killed, tmp_path / "run")
     assert [process.status for process in ended] == [1, 1]
-    assert re.match(f"error: rank {rank}: {told}", complaints(ended)[0])
-    assert len(complaints(ended)) == 1 + killed  # the remedy has a line of its own
+    assert re.match(f"error: rank {rank}: {reason}", complaints(ended)[0])
+    assert len(complaints(ended)) == 1 + killed  # the second line is the remedy
     path, state, _ = newest_good(tmp_path / "run/checkpoints")
     assert path is not None and state is not None and state["epoch"] == 1
 
@@ -367,7 +363,7 @@ VALIDATION_SIZES = (2, 7, 100)
 
 
 def validate(folder: Path) -> int:
-    """Validation over the first few images only, with fewer batches than ranks, too."""
+    """Validate the first few images, also in fewer batches than there are ranks."""
 
     def action(world: World) -> None:
         trainer = train.Trainer(configuration(), world)
@@ -403,28 +399,28 @@ def test_validation_is_exact_at_any_world_size(tmp_path: Path) -> None:
             assert result[size]["loss"] == pytest.approx(results[0][size]["loss"], rel=1e-6)
 
 
-# ---- the pieces
+# ---- components
 
 
 def test_accumulated_statistics_are_the_mean_over_micro_batches() -> None:
-    """One BatchNorm fed with 3 micro-batches = the mean of 3 that were fed with one each."""
+    """One BatchNorm with 3 micro-batches equals the mean of 3 BatchNorms with one each."""
     torch.manual_seed(0)
-    layer, apart = nn.BatchNorm2d(4), [nn.BatchNorm2d(4) for _ in range(3)]
+    layer, separate = nn.BatchNorm2d(4), [nn.BatchNorm2d(4) for _ in range(3)]
     statistics = RunningStatistics(layer)
     for _ in range(5):
         statistics.start()
-        for number, other in enumerate(apart, start=1):
+        for number, other in enumerate(separate, start=1):
             images = 2 + torch.randn(8, 4, 3, 3)  # [N, 4, 3, 3]
             layer(images)
             other(images)
             statistics.collect(last=number == 3)
     assert layer.running_mean is not None and layer.running_var is not None
     for name in ("running_mean", "running_var"):
-        mean = torch.stack([getattr(other, name) for other in apart]).mean(0)
+        mean = torch.stack([getattr(other, name) for other in separate]).mean(0)
         assert torch.allclose(getattr(layer, name), mean, rtol=1e-5)
 
 
-def test_keys_that_cannot_work_here_are_named(alone: World) -> None:
+def test_settings_that_cannot_work_here_are_refused(alone: World) -> None:
     pair = World(rank=0, local_rank=0, world_size=2, device=torch.device("cpu"))
     model = nn.Linear(1, 1)
     with pytest.raises(ConfigError, match="enable_sync_bn needs CUDA devices, this run is on cpu"):
@@ -444,7 +440,7 @@ def test_a_micro_batch_is_no_larger_than_the_ranks_share() -> None:
         divide_batch(BATCH, 4, 4)
 
 
-def test_one_process_for_several_gpus_refuses_what_works_with_one_alone() -> None:
+def test_dataparallel_refuses_settings_that_need_one_gpu() -> None:
     with pytest.raises(
         ValueError, match="enable_cuda_graphs is true, but a CUDA graph cannot span the GPUs of parallel datap"
     ):
@@ -472,7 +468,7 @@ def test_batch_norm_is_synchronised_over_several_ranks_only(alone: World) -> Non
     assert converted.state_dict().keys() == plain.state_dict().keys()  # checkpoints fit either way
 
 
-def test_ways_to_measure_say_that_they_are_none_to_train() -> None:
+def test_settings_for_measurements_only_log_a_warning() -> None:
     assert describe_parallel(configuration()) == []
     assert "gradients are NOT averaged" in describe_parallel(configuration(parallel="no_communication"))[0]
     assert "one process drives all GPUs" in describe_parallel(configuration(parallel="dataparallel"))[0]
@@ -495,7 +491,7 @@ def test_cores_near_a_gpu(tmp_path: Path, alone: World) -> None:
 def test_a_rank_is_pinned_to_the_usable_cores_near_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     usable = os.sched_getaffinity(0)
     core = max(usable)
-    near = {"0000:3b:00.0": {core, 10_000}, "0000:af:00.0": {10_000}}  # the second's are not this process's to use
+    near = {"0000:3b:00.0": {core, 10_000}, "0000:af:00.0": {10_000}}  # this process may not use core 10,000
     buses = iter((0x3B, 0xAF))
     monkeypatch.setattr(
         torch.cuda,
@@ -515,7 +511,7 @@ def test_a_rank_is_pinned_to_the_usable_cores_near_its_gpu(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("rule", "peak"), [("none", 0.1), ("sqrt", 0.2), ("linear", 0.4)])
 def test_learning_rate_follows_the_batch(alone: World, rule: str, peak: float) -> None:
-    """Four times the reference batch; the warm-up starts from there, in every parameter group."""
+    """With four times the reference batch; the warm-up scales every parameter group."""
     config = configuration(
         lr=0.1, lr_scale_rule=rule, lr_reference_batch_size=BATCH // 4, lr_warmup_epochs=1, lr_schedule="constant"
     )

@@ -1,4 +1,4 @@
-"""tools.doctor's checks of hardware, on staged trees of /sys and staged answers of NVML."""
+"""tools.doctor's checks of hardware, with mocked /sys and NVML."""
 
 import os
 from dataclasses import replace
@@ -13,19 +13,18 @@ from tools.doctor.findings import Finding
 from tools.doctor.gpus import GpuFacts, check_gpu, read_gpus
 
 
-def stage(root: Path, files: dict[str, object]) -> Path:
+def write_files(root: Path, files: dict[str, object]) -> None:
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{content}\n")
-    return root
 
 
 def seen(finding: Finding) -> tuple[str, str]:
     return finding.level, finding.message
 
 
-def test_what_is_not_there_is_no_fault(tmp_path: Path) -> None:
+def test_missing_counters_are_not_failed(tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
     for check in (hardware.check_governor, hardware.check_processor_heat, hardware.check_memory_errors,
                   hardware.check_numa):  # fmt: skip
@@ -52,18 +51,18 @@ def test_this_machines_own_hardware_is_read() -> None:
 )
 def test_governor(governors: list[str], driver: str, expected: tuple[str, str], tmp_path: Path) -> None:
     for number, governor in enumerate(governors):
-        stage(tmp_path / f"cpu{number}/cpufreq", {"scaling_governor": governor, "scaling_driver": driver})
+        write_files(tmp_path / f"cpu{number}/cpufreq", {"scaling_governor": governor, "scaling_driver": driver})
     assert seen(hardware.check_governor(tmp_path)) == expected
 
 
-def test_cores_that_were_slowed_down(tmp_path: Path) -> None:
+def test_cores_throttled_by_heat(tmp_path: Path) -> None:
     for number, count in ((0, 0), (2, 5), (10, 70)):
         counts = {"core_throttle_count": count, "package_throttle_count": 3 if count else 0}
-        stage(tmp_path / f"cpu{number}/thermal_throttle", counts)
+        write_files(tmp_path / f"cpu{number}/thermal_throttle", counts)
     message = "cpu10 was throttled 70 times for heat, its package 3 times"
     assert seen(hardware.check_processor_heat(tmp_path)) == ("warn", message)
     for number in (2, 10):
-        stage(tmp_path / f"cpu{number}/thermal_throttle", {"core_throttle_count": 0, "package_throttle_count": 0})
+        write_files(tmp_path / f"cpu{number}/thermal_throttle", {"core_throttle_count": 0, "package_throttle_count": 0})
     assert seen(hardware.check_processor_heat(tmp_path)) == ("ok", "none of 3 cores was throttled")
 
 
@@ -76,31 +75,31 @@ def test_cores_that_were_slowed_down(tmp_path: Path) -> None:
     ],
 )
 def test_memory_errors(corrected: int, uncorrected: int, expected: tuple[str, str], tmp_path: Path) -> None:
-    stage(tmp_path / "mc0", {"ce_count": 0, "ue_count": 0})
-    stage(tmp_path / "mc1", {"ce_count": corrected, "ue_count": uncorrected})
+    write_files(tmp_path / "mc0", {"ce_count": 0, "ue_count": 0})
+    write_files(tmp_path / "mc1", {"ce_count": corrected, "ue_count": uncorrected})
     assert seen(hardware.check_memory_errors(tmp_path)) == expected
 
 
 def test_a_socket_without_memory(tmp_path: Path) -> None:
     for number, memory in ((0, 1000), (1, 1000)):
-        stage(tmp_path / f"node{number}", {"meminfo": f"Node {number} MemTotal:  {memory} kB", "cpulist": "0-7"})
+        write_files(tmp_path / f"node{number}", {"meminfo": f"Node {number} MemTotal:  {memory} kB", "cpulist": "0-7"})
     assert seen(hardware.check_numa(tmp_path)) == ("ok", "2 node(s)")
-    stage(tmp_path / "node1", {"meminfo": "Node 1 MemTotal:       0 kB"})
+    write_files(tmp_path / "node1", {"meminfo": "Node 1 MemTotal:       0 kB"})
     assert seen(hardware.check_numa(tmp_path)) == ("warn", "node1: cores without memory")
-    stage(tmp_path / "node1", {"cpulist": ""})  # memory of a device, say
+    write_files(tmp_path / "node1", {"cpulist": ""})  # for example a device's memory
     assert hardware.check_numa(tmp_path).level == "ok"
 
 
 def gpu_on_the_bus(root: Path, name: str, width: int, speed: str) -> None:
-    stage(root / name, {
+    write_files(root / name, {
         "vendor": "0x10de", "class": "0x030200", "current_link_width": width, "max_link_width": 16,
         "current_link_speed": speed, "max_link_speed": "32.0 GT/s PCIe",
     })  # fmt: skip
 
 
 def test_a_gpu_that_has_lost_lanes_is_named(tmp_path: Path) -> None:
-    stage(tmp_path / "0000:00:01.0", {"vendor": "0x8086", "class": "0x060400", "current_link_width": 4})
-    stage(tmp_path / "0000:3b:00.1", {"vendor": "0x10de", "class": "0x040300", "current_link_width": 0})  # its sound
+    write_files(tmp_path / "0000:00:01.0", {"vendor": "0x8086", "class": "0x060400", "current_link_width": 4})
+    write_files(tmp_path / "0000:3b:00.1", {"vendor": "0x10de", "class": "0x040300", "current_link_width": 0})  # audio
     gpu_on_the_bus(tmp_path, "0000:3b:00.0", 16, "32.0 GT/s PCIe")
     assert seen(hardware.check_pcie(tmp_path)) == ("ok", "1 GPU(s) at full width and speed")
     gpu_on_the_bus(tmp_path, "0000:3c:00.0", 16, "2.5 GT/s PCIe")
@@ -112,10 +111,10 @@ def test_a_gpu_that_has_lost_lanes_is_named(tmp_path: Path) -> None:
 
 def port(root: Path, device: str, **changes: object) -> None:
     files = {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "counters/link_downed": 0, "counters/symbol_error": 0}
-    stage(root / device / "ports/1", files | changes)
+    write_files(root / device / "ports/1", files | changes)
 
 
-def test_ports_that_are_down_slow_or_fail(tmp_path: Path) -> None:
+def test_infiniband_ports_that_are_down_slow_or_have_errors(tmp_path: Path) -> None:
     port(tmp_path, "mlx5_0")
     port(tmp_path, "mlx5_1")
     assert seen(hardware.check_infiniband(tmp_path)) == ("ok", "2 of 2 ports up at 400 Gb/sec (4X NDR)")
@@ -135,13 +134,13 @@ def test_ports_that_are_down_slow_or_fail(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "level"), [(79, "fail"), (48, "fail"), (94, "fail"), (31, "warn"), (13, "warn"), (43, "warn")]
 )
-def test_gpu_faults_in_the_kernels_log(number: int, level: str) -> None:
+def test_gpu_errors_in_the_kernel_log(number: int, level: str) -> None:
     line = f"3,1044,88,-;NVRM: Xid (PCI:0000:3b:00): {number}, pid=1234, GPU has fallen off the bus.\n"
     assert seen(hardware.check_kernel_log("6,1,2,-;usb 1-1\n")) == ("ok", "no Xid in the kernel's log")
     assert seen(hardware.check_kernel_log(2 * line)) == (level, f"Xid {number} of 0000:3b:00, 2 times")
 
 
-def test_the_kernels_log_is_read_to_its_end_without_waiting(tmp_path: Path) -> None:
+def test_the_kernel_log_is_read_without_waiting_for_more(tmp_path: Path) -> None:
     log = tmp_path / "log"
     os.mkfifo(log)
     writer = os.open(log, os.O_RDWR)
@@ -184,8 +183,8 @@ class NvmlError(Exception):
     pass
 
 
-def answers(**changes: Any) -> SimpleNamespace:
-    """The module pynvml with one GPU of three NVLinks."""
+def mocked_nvml(**changes: Any) -> SimpleNamespace:
+    """Mock the module pynvml with one GPU of three NVLinks."""
 
     def refuse(*_: Any) -> None:
         raise NvmlError("Not Supported")
@@ -210,22 +209,21 @@ def answers(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**given | changes)
 
 
-def test_nvml_is_asked_for_everything_and_may_refuse_any_of_it() -> None:
+def test_values_that_nvml_does_not_support_are_omitted() -> None:
     expected = GpuFacts(
         "NVIDIA H200 0", "GPU-1", uncorrected=7, corrected=1, remapped_rows=(1, 2, False, True), slowed=0x40,
         power_limit=450.0, default_power_limit=None, temperature=40, nvlinks=(True, False, True),
     )  # fmt: skip
-    assert read_gpus(answers()) == [expected]
+    assert read_gpus(mocked_nvml()) == [expected]
 
 
-def test_a_machine_without_a_driver_says_so() -> None:
+def test_a_missing_driver_is_reported() -> None:
     def absent() -> None:
         raise NvmlError("NVML Shared Library Not Found")
 
-    assert read_gpus(answers(nvmlInit=absent)) == "NVML Shared Library Not Found"
+    assert read_gpus(mocked_nvml(nvmlInit=absent)) == "NVML Shared Library Not Found"
 
 
-def test_every_name_is_one_of_the_real_module() -> None:
-    """The mocked counters replace it."""
+def test_pynvml_has_every_mocked_name() -> None:
     pynvml = pytest.importorskip("pynvml", reason='needs pip install ".[nvml]"')
-    assert not [name for name in vars(answers()) if not hasattr(pynvml, name)]
+    assert not [name for name in vars(mocked_nvml()) if not hasattr(pynvml, name)]

@@ -1,4 +1,4 @@
-"""How processes find each other under each launcher, and how all of them leave when one fails."""
+"""Ranks find each other under each launcher, and all of them leave when one fails."""
 
 import os
 import re
@@ -66,13 +66,13 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
         (OPEN_MPI, Launch(1, 2, 1, 2, "127.0.0.1", 22358, "95158273")),
         (MPICH, Launch(1, 2, 1, 2, "127.0.0.1", 5000, "")),
         (SRUN | TORCHRUN, Launch(3, 4, 1, 2, "node1", 1234, "abc", hosts_store=False)),
-        # one mpirun over two nodes of a Slurm job, which starts its remote half with srun
+        # mpirun over two nodes of a Slurm job, which starts the remote ranks with srun
         (
             SRUN | OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
             Launch(1, 2, 1, 1, "gpu03", 22358, "95158273"),
         ),
         (SRUN | {"MASTER_ADDR": "fast-gpu03", "MASTER_PORT": "99"}, Launch(5, 6, 1, 2, "fast-gpu03", 99, "1001.2")),
-        # a batch script and an interactive shell hold SLURM_NTASKS and SLURM_PROCID, but are no step of that many tasks
+        # a batch script and an interactive shell have SLURM_NTASKS and SLURM_PROCID, but are no step of so many tasks
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, Launch()),
         (SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}, Launch()),
     ],
@@ -98,7 +98,7 @@ def test_place_under_each_launcher(environment: dict[str, str], expected: Launch
         (MPICH | {"MASTER_PORT": ""}, "MASTER_PORT is not"),
     ],
 )
-def test_senseless_variables_are_named(environment: dict[str, str], message: str) -> None:
+def test_invalid_variables_are_named(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         find_launch(environment)
 
@@ -124,7 +124,7 @@ def test_tasks_of_each_node_in_slurms_notation(node: int, tasks: int) -> None:
     assert find_launch(SRUN | ranks).local_world_size == tasks
 
 
-def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("auto", 1) == torch.device("cuda", 1)
@@ -138,13 +138,13 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_sees(monkeyp
     assert choose_device("cuda", 1) == torch.device("cuda", 0)
 
 
-def test_ranks_in_words() -> None:
+def test_names_of_ranks() -> None:
     assert name_ranks([3]) == "rank 3"
     assert name_ranks([7, 1, 2, 3]) == "ranks 1-3, 7"
     assert name_ranks([0, 1]) == "ranks 0, 1"
 
 
-def test_neighbouring_jobs_and_steps_get_other_ports() -> None:
+def test_neighbouring_jobs_and_steps_get_different_ports() -> None:
     places = [
         SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(500, 540) for step in range(7)
     ]
@@ -159,11 +159,11 @@ def test_restarts_are_recognised() -> None:
     assert was_restarted({"SLURM_RESTART_COUNT": "1"})
 
 
-def test_a_job_keeps_its_name_and_another_has_another() -> None:
+def test_a_job_keeps_its_name_when_it_is_restarted() -> None:
     assert job_name({}) == ""
     assert job_name({"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "none"}) == "7"
     assert job_name({"TORCHELASTIC_RUN_ID": "abc"}) == "abc"
-    # what torchrun calls every run that nobody named: its process is the name
+    # torchrun calls every unnamed run "none": its process is the name
     name = job_name({"TORCHELASTIC_RUN_ID": "none"})
     assert name == job_name({"TORCHELASTIC_RUN_ID": "none"}) and name.startswith(f"torchrun {os.getppid()} ")
     code = "import os; from utils.distributed.launch import job_name; print(job_name(os.environ))"
@@ -179,7 +179,7 @@ def test_a_job_keeps_its_name_and_another_has_another() -> None:
     assert other.stdout.startswith("torchrun ") and other.stdout.strip() != name
 
 
-# ---- what the ranks below do
+# ---- programs of the ranks below
 
 
 def add_up(ranks: int) -> int:
@@ -192,7 +192,7 @@ def add_up(ranks: int) -> int:
 
 
 def fail_on(rank: int, kind: str, others: str) -> int:
-    """One rank fails as `kind` says, while the others wait in a collective or do something else that is long."""
+    """One rank fails, while the others wait in a collective or do something else that takes long."""
     utils.distributed.rendezvous.GRACE_SECONDS = 0.5
 
     def action(world: World) -> None:
@@ -201,7 +201,7 @@ def fail_on(rank: int, kind: str, others: str) -> int:
             time.sleep(0.3)
             if kind == "expected":
                 raise DataError("the disk is gone\nbuy another")
-            if kind == "unforeseen":
+            if kind == "unexpected":
                 raise ValueError("what is this")
             os.kill(os.getpid(), signal.SIGKILL)
         if others == "collective":
@@ -212,7 +212,7 @@ def fail_on(rank: int, kind: str, others: str) -> int:
 
 
 def fail_on_the_main_process(folder: Path) -> int:
-    """Rank 0 finds its folder held, and says so later than the other ranks, which learn it from rank 0."""
+    """Rank 0 finds its folder locked, and raises the error later than the other ranks, which have it from rank 0."""
 
     def action(world: World) -> None:
         try:
@@ -227,7 +227,7 @@ def fail_on_the_main_process(folder: Path) -> int:
 
 
 def fail_like_nccl(rank: int) -> int:
-    """One rank fails as NCCL does, while all still answer."""
+    """One rank fails like NCCL, while all ranks still answer."""
     utils.distributed.rendezvous.GRACE_SECONDS = 0.5
 
     def action(world: World) -> None:
@@ -242,8 +242,6 @@ def fail_like_nccl(rank: int) -> int:
 
 
 def share_a_gpu() -> int:
-    """As on a node that shows all its processes the same GPU."""
-
     def refuse(world: World) -> None:
         raise ConfigError("one GPU for all")
 
@@ -251,7 +249,7 @@ def share_a_gpu() -> int:
     return run_ranks(lambda world: None, "cpu", 20, 60)
 
 
-def tell_where_the_store_listens() -> int:
+def print_addresses_of_the_store() -> int:
     """Rank 0 prints the local addresses, in hexadecimal, of the sockets that listen at MASTER_PORT."""
 
     def action(world: World) -> None:
@@ -275,7 +273,7 @@ def stop_on_request() -> int:
 
 
 def split_odd() -> int:
-    """The whole program, with a batch that two ranks cannot share."""
+    """Run train.py with a batch that two ranks cannot share."""
     import train
     from utils.config.command_line import parse_arguments
 
@@ -292,7 +290,7 @@ def bad_command_line() -> int:
     return 0
 
 
-# ---- the ranks themselves
+# ---- real ranks
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -304,11 +302,11 @@ def test_ranks_meet_and_leave(tmp_path: Path, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(("rank", "others"), [(0, "collective"), (1, "collective"), (1, "something else")])
-def test_an_expected_failure_ends_all_and_is_told_once(tmp_path: Path, rank: int, others: str) -> None:
-    port, told = free_port(), tmp_path / "told"
-    ranks = [torchrun_variables(number, 3, port, TRAIN_EXIT_STATUS_FILE=str(told)) for number in range(3)]
+def test_an_expected_failure_ends_all_and_is_printed_once(tmp_path: Path, rank: int, others: str) -> None:
+    port, status = free_port(), tmp_path / "status"
+    ranks = [torchrun_variables(number, 3, port, TRAIN_EXIT_STATUS_FILE=str(status)) for number in range(3)]
     ended = Job(tmp_path, fail_on, (rank, "expected", others), ranks).wait()
-    assert told.read_text() == "3\n"
+    assert status.read_text() == "3\n"
     assert [process.status for process in ended] == [3, 3, 3]
     assert complaints(ended) == [f"error: rank {rank}: the disk is gone", "buy another"]
     assert max(process.seconds for process in ended) < 55  # the others would wait for 60
@@ -323,8 +321,8 @@ def test_a_failure_of_the_main_process_is_not_blamed_on_another(tmp_path: Path) 
     assert len(complaints(ended)) == 2  # the second line names the holder
 
 
-def test_an_unforeseen_failure_shows_one_traceback(tmp_path: Path) -> None:
-    ended = run_job(tmp_path, 3, fail_on, 1, "unforeseen", "collective")
+def test_an_unexpected_failure_shows_one_traceback(tmp_path: Path) -> None:
+    ended = run_job(tmp_path, 3, fail_on, 1, "unexpected", "collective")
     assert [process.status for process in ended] == [1, 1, 1]
     lines = complaints(ended)
     assert lines[-1] == "error: rank 1: ValueError: what is this"
@@ -338,11 +336,11 @@ def test_a_killed_rank_is_named(tmp_path: Path, rank: int) -> None:
     assert [process.status for process in ended if process is not ended[rank]] == [1, 1]
     first, *rest = complaints(ended)
     assert f"rank {rank}" in first.partition("lost contact")[2]
-    # with rank 0 the store is gone, in which the others say what they wait in
+    # with rank 0 the store is lost, so the others cannot report their collectives
     assert rest == ([] if rank == 0 else ["rank 2 does not answer; ranks 0, 1 wait in barrier number 2"])
 
 
-def test_a_failing_library_is_told_with_its_reason(tmp_path: Path) -> None:
+def test_a_failing_library_is_reported_with_its_reason(tmp_path: Path) -> None:
     ended = run_job(tmp_path, 2, fail_like_nccl, 1)
     assert [process.status for process in ended] == [1, 1]
     assert complaints(ended) == ["error: rank 1: NCCL error in: x.cpp:3, unhandled system error; no space left"]
@@ -372,7 +370,7 @@ def test_a_stop_ends_all_after_rank_0_has_saved(tmp_path: Path) -> None:
     assert ended[0].output == "saved\n"
 
 
-def test_the_same_error_everywhere_is_told_once(tmp_path: Path) -> None:
+def test_the_same_error_on_all_ranks_is_printed_once(tmp_path: Path) -> None:
     for function, words in (
         (split_odd, "batch_size 33 cannot be split evenly over 2 ranks"),
         (bad_command_line, 'batch_size is "none"'),
@@ -397,7 +395,7 @@ def wait_two_seconds() -> int:
     return run_ranks(lambda world: None, "cpu", 2, 20)
 
 
-def test_a_rank_without_rank_0_says_where_it_looked(tmp_path: Path) -> None:
+def test_a_rank_without_rank_0_names_the_address(tmp_path: Path) -> None:
     port = free_port()
     ended = Job(tmp_path, wait_two_seconds, (), [torchrun_variables(1, 2, port) | {"LOCAL_RANK": "0"}]).wait()
     assert ended[0].status == 1
@@ -411,27 +409,27 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     assert re.fullmatch(rf"error: rank 0: port {store.port} on \S+ is in use, .*MASTER_PORT.*\n", ended[0].errors)
 
 
-def wait_with_little_patience() -> int:
+def wait_one_second_for_the_store() -> int:
     utils.distributed.rendezvous.STORE_SECONDS = 1.0
     return wait_two_seconds()
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n"])
-def test_a_stranger_at_the_port_is_not_waited_for_without_end(tmp_path: Path, answer: bytes) -> None:
-    """rank 1, where something else than rank 0 listens, silent or not; alone PyTorch would wait for it for ever."""
+def test_a_rank_does_not_wait_forever_for_another_program_at_the_port(tmp_path: Path, answer: bytes) -> None:
+    """As PyTorch itself would, whether the program answers or not."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        kept = []
+        connections = []
 
         def serve() -> None:
             with suppress(OSError):
                 while True:
-                    kept.append(server.accept()[0])
-                    kept[-1].sendall(answer)
+                    connections.append(server.accept()[0])
+                    connections[-1].sendall(answer)
 
         threading.Thread(target=serve, daemon=True).start()
         port = server.getsockname()[1]
         rank = torchrun_variables(1, 2, port) | {"LOCAL_RANK": "0"}
-        (ended,) = Job(tmp_path, wait_with_little_patience, (), [rank]).wait()
+        (ended,) = Job(tmp_path, wait_one_second_for_the_store, (), [rank]).wait()
         server.shutdown(socket.SHUT_RDWR)
     assert ended.status == 1
     first, second = complaints([ended])
@@ -447,7 +445,7 @@ def test_the_store_of_one_node_answers_that_node_only(tmp_path: Path, one_node: 
     if not one_node:
         elsewhere = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
         ranks = [variables | elsewhere for variables in ranks]
-    ended = Job(tmp_path, tell_where_the_store_listens, (), ranks).wait()
+    ended = Job(tmp_path, print_addresses_of_the_store, (), ranks).wait()
     assert [process.status for process in ended] == [0, 0], ended[0].errors
     (address,) = ended[0].output.split()
     assert (address == "0100007F") is one_node  # 127.0.0.1
@@ -479,18 +477,18 @@ raise SystemExit(run_ranks(action, "cpu", 60, 60))
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_torchrun_can_be_kept_to_the_loopback(tmp_path: Path) -> None:
-    """As the project's tools do, also when it starts its ranks again; torchrun alone listens everywhere. Of gloo's own
-    sockets a variable decides."""
+def test_torchrun_can_be_restricted_to_the_loopback(tmp_path: Path) -> None:
+    """Also after a restart of its ranks. A plain torchrun listens on all interfaces. GLOO_SOCKET_IFNAME restricts
+    gloo's sockets."""
     script = tmp_path / "listeners.py"
     script.write_text(LISTENERS)
     environment = without_launcher(os.environ) | {
         "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     start, variables = torchrun_here(2, tmp_path / "rendezvous")
-    alone = [word for word in start if not word.startswith("--rdzv")]
+    plain = [word for word in start if not word.startswith("--rdzv")]
     addresses = []
-    for command, added in ((alone, {}), (start, variables)):
+    for command, added in ((plain, {}), (start, variables)):
         finished = subprocess.run(
             [*command, "--max-restarts=1", str(script)],
             capture_output=True,
@@ -505,8 +503,8 @@ def test_torchrun_can_be_kept_to_the_loopback(tmp_path: Path) -> None:
     assert addresses[1] == ["0100007F"]  # 127.0.0.1
 
 
-def test_what_keeps_torchrun_to_the_loopback_is_the_same_everywhere() -> None:
-    page, script = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/reliability.md", "submit.slr"))
+def test_page_and_script_restrict_torchrun_to_the_loopback_like_the_tools() -> None:
+    page, script = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/distributed.md", "submit.slr"))
     for word in [*LOOPBACK_OPTIONS, *(f"{name}={value}" for name, value in LOOPBACK_VARIABLES.items())]:
         assert word in page
     assert "store=" + LOOPBACK_OPTIONS[1].partition("store_type=")[2] in script
@@ -518,11 +516,11 @@ def test_a_host_name_that_does_not_resolve_is_named(tmp_path: Path) -> None:
     ranks = [torchrun_variables(rank, 2, port, **elsewhere) for rank in range(2)]
     ended = Job(tmp_path, wait_two_seconds, (), ranks).wait()
     assert [process.status for process in ended] == [2, 2]
-    assert len(complaints(ended)) == 2  # of each node, which may know other names
+    assert len(complaints(ended)) == 2  # one per node, as nodes may know different names
     assert all("MASTER_ADDR 'nowhere.invalid' does not resolve" in line for line in complaints(ended))
 
 
-def test_restarts_in_torchruns_store_do_not_mistake_an_old_meeting_for_their_own(tmp_path: Path) -> None:
+def test_restarts_in_torchruns_store_do_not_join_an_old_meeting(tmp_path: Path) -> None:
     store = dist.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     ranks = [torchrun_variables(rank, 2, store.port, TORCHELASTIC_USE_AGENT_STORE="True") for rank in range(2)]
     failed = Job(tmp_path / "first", fail_on, (1, "expected", "collective"), ranks).wait()
@@ -544,8 +542,8 @@ def test_two_jobs_on_one_node_do_not_meet(tmp_path: Path) -> None:
         assert [(process.status, process.output) for process in job.wait()] == [(0, "6.0 True\n")] * 3
 
 
-def test_strangers_at_one_port_do_not_meet(tmp_path: Path) -> None:
-    """Two jobs told the same port: the second fails, and its rank 1 does not join the first."""
+def test_two_jobs_at_the_same_port_do_not_meet(tmp_path: Path) -> None:
+    """Rank 1 of the second job does not join the first job, but fails."""
     port = free_port()
     first = [torchrun_variables(rank, 2, port, TORCHELASTIC_RUN_ID="one") for rank in range(2)]
     second = [torchrun_variables(1, 2, port, TORCHELASTIC_RUN_ID="two")]
@@ -555,8 +553,8 @@ def test_strangers_at_one_port_do_not_meet(tmp_path: Path) -> None:
     assert stranger.wait()[0].status != 0
 
 
-def test_a_second_process_of_one_rank_is_told_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first has arrived; the meeting is complete without the second."""
+def test_a_second_process_of_one_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one has arrived, and the meeting is complete without the second one."""
     monkeypatch.setattr(utils.distributed.rendezvous, "ROLL_CALL_SECONDS", 0.1)
     meeting = Meeting.__new__(Meeting)
     meeting.launch, meeting.start_timeout = Launch(rank=1, world_size=2), 0.0
@@ -569,7 +567,7 @@ def test_a_second_process_of_one_rank_is_told_of_the_first(monkeypatch: pytest.M
         meeting.assemble()
 
 
-# ---- the launchers themselves
+# ---- real launchers
 
 SHORT = (
     "train.py", "--config=quickstart", "--set", "device=cpu", "--set", "max_epochs=3", "--set", "limit_train_batches=4",
@@ -601,8 +599,8 @@ def test_mpirun_of_open_mpi(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_goes_on_after_a_killed_worker(tmp_path: Path) -> None:
-    """Rank 1 is killed in its second epoch; torchrun starts both again, and they go on from the first epoch's end."""
+def test_torchrun_resumes_after_a_killed_worker(tmp_path: Path) -> None:
+    """Rank 1 is killed in its second epoch; torchrun restarts both, and they resume from the first epoch's end."""
     run = tmp_path / "run"
     script = tmp_path / "killed_once.py"
     script.write_text(
@@ -627,7 +625,7 @@ def test_torchrun_goes_on_after_a_killed_worker(tmp_path: Path) -> None:
     assert "epoch 2, batch 0, step 4" in ended.stdout
     assert "Finished" in ended.stdout
     assert not (tmp_path / "run.1").exists()
-    # at another world size: finished already, and the same checkpoint goes on for one more epoch
+    # the finished run resumes for one more epoch at another world size
     more = launch(sys.executable, *SHORT, "--set", "max_epochs=4", "--run-dir", str(run), "--resume", str(run))
     assert more.returncode == 0, more.stderr
     assert "epoch 4, batch 0, step 12" in more.stdout

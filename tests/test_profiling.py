@@ -1,4 +1,4 @@
-"""A profiled run: its ranges, its trace and the summary, whose figures are held on traces made by hand."""
+"""A profiled run has the tutorial's ranges, a trace and a summary; hand-made traces check the summary's numbers."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ ITERATIONS = 3
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory):
-    """The folder of a run with the third of its blocks profiled, on the CPU."""
+    """The folder of a profiled run on the CPU."""
     from tests.conftest import CIFAR100, TINY
     from utils.config import Config, load_config
     from utils.distributed.world import World
@@ -46,12 +46,12 @@ def test_the_trace_holds_the_tutorials_ranges_and_exactly_the_iterations(profile
             assert outer.start <= inner.start and inner.end <= outer.end
 
 
-def test_only_the_profiled_epoch_is_recorded_and_every_epoch_is_as_short(profiled):
+def test_every_epoch_of_a_profiled_run_is_short(profiled):
     rows = [json.loads(line) for line in (profiled / "metrics.jsonl").read_text().splitlines()]
     assert max(row["step"] for row in rows) == 2 * ITERATIONS
 
 
-def test_the_summary_is_in_the_log_and_beside_the_trace(profiled):
+def test_the_summary_is_in_the_log_and_in_a_file(profiled):
     summary = (profiled / "profile/summary.txt").read_text()
     log = (profiled / "train.log").read_text()
     for line in summary.splitlines():
@@ -74,7 +74,7 @@ def describe(tmp_path, rows):
     return describe_trace(read_trace(path))
 
 
-def test_gpu_summary_counts_kernels_where_they_were_launched(tmp_path):
+def test_gpu_summary_counts_kernels_in_the_range_that_launched_them(tmp_path):
     rows = [
         event("iteration 0", "user_annotation", 0, 1000),
         event("data", "user_annotation", 0, 100),
@@ -100,8 +100,8 @@ def test_gpu_summary_counts_kernels_where_they_were_launched(tmp_path):
     assert "host synchronisations: 1.0 an iteration, 5.0 %" in lines
 
 
-def test_gpu_work_that_runs_after_the_host_is_done_counts(tmp_path):
-    """Graphs: the host launches four steps of 100 in 40 and is done; what is launched behind them does not count."""
+def test_gpu_work_after_the_host_has_finished_counts(tmp_path):
+    """With CUDA graphs: the host launches four steps of 100 in a time of 40. Later launches do not count."""
     rows = []
     for step in range(4):
         rows += [
@@ -127,7 +127,6 @@ def test_gpu_work_that_runs_after_the_host_is_done_counts(tmp_path):
 
 
 def test_a_gpu_that_is_busy_in_another_stream_is_not_idle(tmp_path):
-    """The short kernel runs and ends while the long one does."""
     rows = [
         event("iteration 0", "user_annotation", 0, 1000),
         event("cudaLaunchKernel", "cuda_runtime", 10, 5, 1),
@@ -140,7 +139,7 @@ def test_a_gpu_that_is_busy_in_another_stream_is_not_idle(tmp_path):
     assert "the GPU is idle 10.0 % of the time, 1 gaps, the longest 0.10 ms" in describe(tmp_path, rows)
 
 
-def test_one_item_of_a_gpu_is_one_wait(tmp_path):
+def test_one_item_call_is_one_wait(tmp_path):
     rows = [
         event("iteration 0", "user_annotation", 0, 1000),
         event("aten::_local_scalar_dense", "cpu_op", 100, 60),
@@ -151,7 +150,7 @@ def test_one_item_of_a_gpu_is_one_wait(tmp_path):
     assert "host synchronisations: 2.0 an iteration, 10.0 %" in describe(tmp_path, rows)
 
 
-def test_cpu_summary_counts_each_moment_once(tmp_path):
+def test_cpu_summary_counts_nested_operators_once(tmp_path):
     rows = [
         event("iteration 0", "user_annotation", 0, 1000),
         event("aten::conv2d", "cpu_op", 0, 600),

@@ -1,4 +1,4 @@
-"""A run that is stopped or lost anywhere and continued is, to the last bit, the run that was never interrupted."""
+"""A run that is stopped or killed anywhere and resumed is bitwise equal to an uninterrupted run."""
 
 import os
 import shutil
@@ -17,10 +17,10 @@ from utils.errors import ExpectedError, Stopped
 from utils.run.checkpoint import io as checkpoint
 from utils.run.checkpoint.io import encode, list_checkpoints, read_checkpoint
 
-# Three epochs of 4 batches, then 2 of validation; a log point after batches 1 and 3, so that 2 is within a window.
+# Three epochs of 4 batches of training and 2 of validation; a log point after batches 1 and 3, so none after batch 2.
 PLATEAU, ONECYCLE = "torchvision and plateau", "device and onecycle"
 LOADERS = {
-    # the learning rate is too high, so that validation gets worse and the plateau cuts
+    # with a learning rate too high, so that validation gets worse and the plateau schedule lowers it
     PLATEAU: {
         "data_loader": "torchvision", "lr_schedule": "plateau", "lr_plateau_patience": 0, "lr_warmup_epochs": 0.5,
         "lr": 0.3,
@@ -32,7 +32,7 @@ LOADERS = {
 }  # fmt: skip
 BATCHES, POLLS = 4, 4 + 2  # polls for requests: one after each batch, of training and of validation
 STOPS = {
-    "in mid-epoch, within a window": (PLATEAU, POLLS + 2, "in epoch 2 after 2 batches", {"epoch": 1, "batch": 2}),
+    "in mid-epoch, between log points": (PLATEAU, POLLS + 2, "in epoch 2 after 2 batches", {"epoch": 1, "batch": 2}),
     "before validation": (ONECYCLE, POLLS + BATCHES, "in epoch 2 in validation", {"epoch": 1, "batch": 4}),
     "in validation": (PLATEAU, POLLS + BATCHES + 1, "in epoch 2 in validation", {"epoch": 1, "batch": 4}),
     "between epochs": (ONECYCLE, 2 * POLLS + 1, "in epoch 3 after 1 batches", {"epoch": 2, "batch": 1}),
@@ -41,13 +41,13 @@ STOPS = {
 
 @pytest.fixture(scope="module")
 def whole_runs():
-    """Folders of uninterrupted runs by name of their loader: each is trained once."""
+    """Folders of uninterrupted runs by loader: each is trained once."""
     return {}
 
 
 @pytest.fixture
 def whole(tiny, alone, tmp_path_factory, whole_runs):
-    """whole(loader): (configuration, folder) of an uninterrupted run."""
+    """whole(loader): return (configuration, folder) of an uninterrupted run."""
 
     def train(loader):
         config = tiny(max_epochs=3, **LOADERS[loader])
@@ -60,7 +60,7 @@ def whole(tiny, alone, tmp_path_factory, whole_runs):
 
 
 def interrupt(trainer, poll, action):
-    """Do `action` right before the poll of that number."""
+    """Do `action` right before the poll with this number."""
     really, numbers = trainer.requests.poll, iter(range(1, 1000))
 
     def poll_and_act():
@@ -72,7 +72,7 @@ def interrupt(trainer, poll, action):
 
 
 def stop(trainer, poll):
-    """What the signal handler would do there."""
+    """Ask for a stop there, as the signal handler does."""
 
     def ask():
         trainer.requests.signal = signal.SIGTERM
@@ -81,7 +81,7 @@ def stop(trainer, poll):
 
 
 def same(one, other):
-    """Bitwise equality of tensors and plain values in dictionaries and lists."""
+    """Compare nested dictionaries and lists of tensors and plain values bitwise."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
@@ -92,7 +92,7 @@ def same(one, other):
 
 
 def assert_same_run(folder, whole):
-    """Everything that training goes on from, and everything that was recorded, but times."""
+    """Compare everything that training resumes from and everything recorded, except times."""
     states = [read_checkpoint(list_checkpoints(path / "checkpoints")[0]) for path in (folder, whole)]
     for key in checkpoint.KEYS - {"config", "config_digest", "seconds", "ranks"}:
         assert same(states[0][key], states[1][key]), key
@@ -132,7 +132,7 @@ def test_two_epochs_equal_one_and_a_resumed_one(tiny, alone, tmp_path):
     assert whole.learner.steps == resumed.learner.steps == 8
 
 
-def test_seconds_of_training_go_on_from_those_of_earlier_starts(tiny, alone, tmp_path):
+def test_seconds_of_training_include_earlier_starts(tiny, alone, tmp_path):
     run(tiny(max_epochs=1), alone, tmp_path)
     (path,) = list_checkpoints(tmp_path / "checkpoints")
     path.write_bytes(encode(read_checkpoint(path) | {"seconds": 1000.0}))
@@ -141,8 +141,8 @@ def test_seconds_of_training_go_on_from_those_of_earlier_starts(tiny, alone, tmp
     assert 1000 < seconds < 1600 and read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])["seconds"] > 1000
 
 
-def test_the_uninterrupted_runs_do_what_they_are_to_show(whole):
-    """Learning rates that change, for plateau a cut, and a loss scaler that counts."""
+def test_the_uninterrupted_runs_cover_their_cases(whole):
+    """The learning rate changes, the plateau schedule lowers it, and the loss scaler counts."""
     folders = {loader: whole(loader)[1] for loader in LOADERS}
     for folder in folders.values():
         rates = [row["learning_rate"] for row in records(folder, "step")]
@@ -154,8 +154,8 @@ def test_the_uninterrupted_runs_do_what_they_are_to_show(whole):
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
-def test_lost_without_a_word_goes_on_from_the_last_interval(alone, tmp_path, whole, background):
-    """As after a SIGKILL: what was done since the checkpoint of step 6 is done again, its log lines too."""
+def test_a_killed_run_resumes_from_the_last_interval(alone, tmp_path, whole, background):
+    """Everything after the checkpoint of step 6 is done again, its records included."""
     config, expected = whole(ONECYCLE)
     config = config.model_copy(update={"checkpoint_every_steps": 3, "checkpoint_async": background})
     trainer = Trainer(config, alone, tmp_path, "tiny", "auto")
@@ -221,14 +221,14 @@ def test_interrupted_after_every_single_step(tiny, alone, tmp_path):
             break
         except Stopped:
             interruptions += 1
-            if trainer.progress.batch == 3:  # a poll in validation saves the same step again: let this one pass
+            if trainer.progress.batch == 3:  # a stop in validation would save the same step forever
                 run_validation(config, alone, tmp_path / "parts")
     assert interruptions >= 5
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
 def run_validation(config, world, folder):
-    """Go on over the two batches of validation that are due, and stop after the next step."""
+    """Resume with the two batches of validation that are due, and stop after the next step."""
     trainer = Trainer(config, world, folder, "tiny", "auto")
     stop(trainer, 3)
     try:
@@ -238,7 +238,7 @@ def run_validation(config, world, folder):
 
 
 def test_a_clock_that_is_set_back_changes_nothing(alone, tmp_path, whole, monkeypatch):
-    """Neither order of checkpoints nor intervals come from the wall clock or from the times of files."""
+    """Neither the order of checkpoints nor intervals depend on the wall clock or on times of files."""
     config, expected = whole(ONECYCLE)
     trainer = Trainer(
         config.model_copy(update={"checkpoint_every_steps": 1, "keep_checkpoints": 99}),
@@ -262,12 +262,12 @@ def test_a_clock_that_is_set_back_changes_nothing(alone, tmp_path, whole, monkey
 @pytest.mark.parametrize("resume", ["nosuch", "auto"])
 def test_a_start_that_fails_leaves_no_new_folder(tiny, alone, tmp_path, resume):
     config, new = tiny(pretrained=None if resume == "nosuch" else str(tmp_path / "nosuch.pt")), tmp_path / "new"
-    for was_there in (False, True):
-        if was_there:
+    for existed in (False, True):
+        if existed:
             new.mkdir()
         with pytest.raises(ExpectedError, match="nosuch"):
             Trainer(config, alone, new, "tiny", resume).train()
-        assert new.exists() == was_there
+        assert new.exists() == existed
 
 
 def test_run_folder_that_is_removed_in_mid_run_is_named(tiny, alone, tmp_path):
@@ -280,7 +280,7 @@ def test_run_folder_that_is_removed_in_mid_run_is_named(tiny, alone, tmp_path):
 
 
 def iter_until(stream, words):
-    """The lines up to the first one with these words."""
+    """Yield the lines up to the first one with these words."""
     for line in stream:
         yield line
         if words in line:
@@ -293,7 +293,7 @@ def iter_until(stream, words):
     ids=lambda number: number.name,
 )
 def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path, number):
-    """Sent to every process of the run, as torchrun, Slurm and a terminal do: the loader's workers get it too."""
+    """Sent to every process of the run, loader workers included, as torchrun, Slurm and a terminal do."""
     keys = TINY | {"limit_train_batches": 40, "log_freq": 1, "data_loader": "torchvision", "num_data_workers": 1}
     folder = tmp_path / "run"
     command = [PYTHON, "train.py", "--config=bs128-opt", f"--run-dir={folder}"]
@@ -313,7 +313,7 @@ def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path, num
         time.sleep(0.01)
     os.killpg(process.pid, number)
     errors = "".join(iter_until(process.stderr, "with everything saved"))
-    process.send_signal(number)  # while Python ends, which takes a second: some schedulers send more than one
+    process.send_signal(number)  # again, as some schedulers do, while Python ends, which takes a second
     errors += process.communicate(timeout=120)[1]
     assert process.returncode == 75, errors
     assert errors.count("asked to stop") == 1

@@ -52,9 +52,7 @@ class Meeting:
         self._set_name("nobody")
         self._num_here = launch.world_size  # ranks that can still answer, as far as this rank knows
         self._stop = threading.Event()
-        self.ending = (
-            threading.Lock()
-        )  # held by the thread that ends the process, so that no other cuts its message off
+        self.ending = threading.Lock()  # held by the thread that ends the process, so that it can print its message
 
     def _set_name(self, name: str) -> None:
         self._name, self.store = name, dist.PrefixStore(name, self._lobby)
