@@ -1,4 +1,4 @@
-"""tests.faults.chaos: what it draws, that it finds out what goes wrong, and a small campaign."""
+"""tests.faults.chaos: the plan of faults, the detection of problems, and a small campaign."""
 
 import subprocess
 import sys
@@ -8,30 +8,30 @@ from dataclasses import dataclass
 import pytest
 
 from tests.conftest import ROOT
-from tests.faults.chaos import EPOCHS, MOST_FAULTS, STEPS_PER_EPOCH, judge, meet_faults
-from tests.faults.kinds import KINDS, Fault, damage, draw
+from tests.faults.chaos import EPOCHS, MOST_FAULTS, STEPS_PER_EPOCH, check_start, meet_faults
+from tests.faults.kinds import KINDS, Fault, damage, plan_faults
 from tests.faults.ranks import ForkedRun
 from tools.shared.interrupted_runs import Started
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
-# A run that meets its fault and ends as it is told, with these words; the next start finds it finished.
+# Mocks a run that meets its fault: prints `message`, writes records of these kinds and exits with this status.
 PROGRAM = """
 import json, pathlib, sys
-folder, status, said, kinds = sys.argv[1:]
+folder, status, message, kinds = sys.argv[1:]
 pathlib.Path(folder).mkdir(exist_ok=True)
 with pathlib.Path(folder, "metrics.jsonl").open("a") as metrics:
     for kind in kinds.split():
         metrics.write(json.dumps({"kind": kind}) + "\\n")
 print("chaos: USR1, rank 0, step 7.")
-print(said)
+print(message)
 sys.exit(int(status))
 """
 
 
 @dataclass(frozen=True)
 class ScriptedRun(ForkedRun):
-    """Starts PROGRAM; `train_arguments` are its status, what it says, and its records."""
+    """Starts PROGRAM; `train_arguments` are its status, message and kinds of records."""
 
     def start(self, folder, environment, output) -> Started:
         with output.open("wb") as file:
@@ -42,11 +42,11 @@ def meet_one(folder, *program):
     return meet_faults(ScriptedRun([*program], 1, 60, time.monotonic() + 60), [[Fault("USR1", 7, 0)]], folder)
 
 
-def test_the_same_seed_and_number_draw_the_same_and_all_kinds_come():
-    drawn = [draw(3, number, STEPS, 2, MOST_FAULTS) for number in range(300)]
-    assert drawn == [draw(3, number, STEPS, 2, MOST_FAULTS) for number in range(300)]
-    assert {fault.kind for starts in drawn for faults in starts for fault in faults} == KINDS.keys()
-    for starts in drawn:
+def test_the_same_seed_and_number_give_the_same_faults_and_all_kinds_occur():
+    plans = [plan_faults(3, number, STEPS, 2, MOST_FAULTS) for number in range(300)]
+    assert plans == [plan_faults(3, number, STEPS, 2, MOST_FAULTS) for number in range(300)]
+    assert {fault.kind for starts in plans for faults in starts for fault in faults} == KINDS.keys()
+    for starts in plans:
         steps = [fault.step for faults in starts for fault in faults]
         assert steps == sorted(set(steps)) and 1 <= len(steps) <= MOST_FAULTS
         assert not any(KINDS[fault.kind].statuses for faults in starts for fault in faults[:-1])
@@ -55,7 +55,7 @@ def test_the_same_seed_and_number_draw_the_same_and_all_kinds_come():
 
 
 @pytest.mark.parametrize(
-    ("status", "said", "wrong"),
+    ("status", "message", "wrong"),
     [
         (75, "stopped on SIGUSR1 in epoch 1", []),
         (1, "stopped on SIGUSR1 in epoch 1", ["status 1 after ['USR1'], expected (75,)"]),
@@ -63,21 +63,21 @@ def test_the_same_seed_and_number_draw_the_same_and_all_kinds_come():
         (75, "stopped on SIGUSR1\nerror: one\nerror: two", ["several messages: ['error: one', 'error: two']"]),
     ],
 )
-def test_an_end_that_is_not_the_expected_one_is_found_out(tmp_path, status, said, wrong):
-    met, found = meet_one(tmp_path / "run", str(status), said, "start end")
+def test_an_unexpected_end_is_reported(tmp_path, status, message, wrong):
+    met, found = meet_one(tmp_path / "run", str(status), message, "start end")
     assert [problem.split(":")[0] for problem in found] == [problem.split(":")[0] for problem in wrong]
-    assert [(fault.kind, named) for fault, named in met] == [("USR1", "SIGUSR1" in said)]
+    assert [(fault.kind, named) for fault, named in met] == [("USR1", "SIGUSR1" in message)]
 
 
-def test_a_start_that_left_no_record_is_found_out(tmp_path):
+def test_a_start_without_a_record_is_reported(tmp_path):
     _, found = meet_one(tmp_path / "run", "75", "stopped on SIGUSR1", "start start end")
     assert found == ["2 starts in metrics.jsonl, 1 that trained"]
 
 
 @pytest.mark.parametrize(
-    ("kind", "status", "said", "nproc", "finished", "named", "wrong"),
+    ("kind", "status", "output", "nproc", "finished", "named", "wrong"),
     [
-        ("kill of a rank", -9, "", 1, False, True, 0),  # it cannot say anything
+        ("kill of a rank", -9, "", 1, False, True, 0),  # a killed process prints nothing
         ("kill of a rank", -9, "", 2, False, False, 1),
         ("kill of a rank", -9, "error: rank 0: lost contact: no answer from rank 1, perhaps killed", 2, False, True, 0),
         ("USR1", 0, "", 1, True, True, 0),  # too late
@@ -87,8 +87,8 @@ def test_a_start_that_left_no_record_is_found_out(tmp_path):
         ("throttled core", 1, "", 1, False, True, 1),
     ],
 )
-def test_what_is_expected_of_a_start(kind, status, said, nproc, finished, named, wrong):
-    is_named, problems = judge([Fault(kind, 7, 1)], status, said, nproc, finished)
+def test_expectations_of_a_start(kind, status, output, nproc, finished, named, wrong):
+    is_named, problems = check_start([Fault(kind, 7, 1)], status, output, nproc, finished)
     assert (is_named, len(problems)) == ([named], wrong), problems
 
 
@@ -103,7 +103,7 @@ def test_a_checkpoint_is_damaged(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_small_campaign(tmp_path):
-    """In a process of its own, from which the ranks are forked."""
+    """In a separate process, which forks the ranks."""
     command = [
         sys.executable,
         "-m",
@@ -115,5 +115,5 @@ def test_a_small_campaign(tmp_path):
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "verdict: every run ended as the uninterrupted one" in done.stdout
+    assert "verdict: every run ended like the uninterrupted one" in done.stdout
     assert list(tmp_path.iterdir()) == []

@@ -1,16 +1,15 @@
-"""Draw faults, let runs meet them, and check that each run ends as an uninterrupted one, and says what happened.
+"""Inject random faults into runs, and check that each run ends like an uninterrupted one and reports its faults.
 
     python -m tests.faults.chaos --faults 300 --seed 1
     python -m tests.faults.chaos --faults 30 --seed 1 --nproc 2 --only 7
 
-Each run meets up to eight faults: kills of a rank, of a loader's worker, signals and storms of them, a process that is
-stopped for a while or gets little of its core, a clock set back, disks that are full, read-only or broken, a newest
-checkpoint that is damaged or cannot be read. They strike after drawn steps, so that the same seed and number give the
-same run again (`--only NUMBER`), up to the moment at which a signal arrives. The same command is
-started until the run is finished. Then final weights, optimizer, random states and metrics.jsonl must equal the
-uninterrupted run's; every start must have ended with the expected status and have named its fault, in one error
-message at most and with the rank's name; no process, temporary file or lock may be left, and the starts in
-metrics.jsonl must be those that trained.
+Each run meets up to eight faults: kills of a rank or a loader worker, one or many signals, a process that is stopped
+for a while or gets little of its core, a clock set back, full, read-only or broken disks, a newest checkpoint that is
+damaged or unreadable. They strike after random steps. The same seed and number repeat a run (`--only NUMBER`), except
+for the exact moment at which a signal arrives. The same command is started until the run has finished. Then:
+- final weights, optimizer, random states and metrics.jsonl equal the uninterrupted run's;
+- every start ended with the expected status and named its fault and rank, in at most one error message;
+- no process, temporary file or lock is left, and metrics.jsonl has exactly the starts that trained.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tests.faults.kinds import KINDS, Fault, damage, draw
+from tests.faults.kinds import KINDS, Fault, damage, plan_faults
 from tests.faults.ranks import ForkedRun
 from tools.shared.command_line import add_count, new_parser
 from tools.shared.interrupted_runs import KINDS as RECORDS
@@ -36,7 +35,7 @@ from tools.shared.output import print_table
 from tools.shared.read_runs import read_records
 from utils.errors import ExpectedError, exit_in_a_line
 
-LIBRARIES_OWN = ("torchinductor_", "pymp-")  # a cache, and sockets of workers that were killed
+FILES_OF_LIBRARIES = ("torchinductor_", "pymp-")  # a cache, and sockets of killed workers
 EPOCHS, STEPS_PER_EPOCH, MOST_FAULTS = 2, 16, 8
 SETTINGS = {
     "dataset": "shapes", "num_classes": 10, "data_loader": "torchvision", "num_data_workers": 1, "device": "cpu",
@@ -49,8 +48,8 @@ SETTINGS = {
 def campaign(
     job: ForkedRun, seed: int, numbers: Iterator[int], faults: int, work: Path
 ) -> tuple[Counter[str], list[str]]:
-    """({"KIND: met", "KIND: survived", "KIND: named": how often}, what was not as expected), over runs with at least
-    this many faults in all; the runs of the latter are kept in `work`."""
+    """Run until `faults` faults have struck; return ({"KIND: met", "KIND: survived", "KIND: named": count}, problems).
+    Runs with problems are kept in `work`."""
     uninterrupted = work / "uninterrupted"
     with Attempt(job, uninterrupted) as attempt:
         if (status := attempt.wait()) != 0:
@@ -62,7 +61,8 @@ def campaign(
         met: list[tuple[Fault, bool]] = []
         wrong: list[str] = []
         try:
-            met, wrong = meet_faults(job, draw(seed, number, EPOCHS * STEPS_PER_EPOCH, job.nproc, MOST_FAULTS), folder)
+            plan = plan_faults(seed, number, EPOCHS * STEPS_PER_EPOCH, job.nproc, MOST_FAULTS)
+            met, wrong = meet_faults(job, plan, folder)
         except ExpectedError as error:  # it hangs
             wrong.append(str(error))
         wrong += [f"differs: {difference}" for difference in compare(uninterrupted, folder)] if not wrong else []
@@ -70,8 +70,8 @@ def campaign(
         for fault, named in met:
             counts.update([f"{fault.kind}: met"])
             counts.update([f"{fault.kind}: survived"] * (not wrong) + [f"{fault.kind}: named"] * named)
-        told = ", ".join(f"{fault.kind} after step {fault.step}" for fault, _ in met) or "none struck"
-        print(f"run {number}: {told}: {'UNEXPECTED' if wrong else 'as expected'}", flush=True)
+        struck = ", ".join(f"{fault.kind} after step {fault.step}" for fault, _ in met) or "none struck"
+        print(f"run {number}: {struck}: {'UNEXPECTED' if wrong else 'as expected'}", flush=True)
         problems += [f"run {number}: {problem}" for problem in wrong]
         if not wrong:
             shutil.rmtree(folder)
@@ -81,8 +81,7 @@ def campaign(
 
 
 def meet_faults(job: ForkedRun, starts: list[list[Fault]], folder: Path) -> tuple[list[tuple[Fault, bool]], list[str]]:
-    """Start the run until it is finished; returns the faults that struck with whether they were named, and what went
-    wrong."""
+    """Start the run until it has finished; return ([(fault that struck, whether it was named)], problems)."""
     met: list[tuple[Fault, bool]] = []
     wrong: list[str] = []
     trained = 0
@@ -94,9 +93,10 @@ def meet_faults(job: ForkedRun, starts: list[list[Fault]], folder: Path) -> tupl
             status = attempt.wait()
             wait_for_orphans(folder, attempt.deadline)
             trained += attempt.has_begun()
-            said = attempt.log.read_text(errors="replace")
-        struck = [fault for fault in faults if fault.mark in said]
-        named, problems = judge(struck, status, said, job.nproc, bool(read_records(folder / METRICS, RECORDS[-1])))
+            output = attempt.log.read_text(errors="replace")
+        struck = [fault for fault in faults if fault.mark in output]
+        finished = bool(read_records(folder / METRICS, RECORDS[-1]))
+        named, problems = check_start(struck, status, output, job.nproc, finished)
         met += zip(struck, named, strict=True)
         wrong += problems
         if wrong or status == 0:
@@ -109,30 +109,32 @@ def meet_faults(job: ForkedRun, starts: list[list[Fault]], folder: Path) -> tupl
     return met, wrong
 
 
-def judge(struck: list[Fault], status: int, said: str, nproc: int, finished: bool) -> tuple[list[bool], list[str]]:
-    """Whether each fault of a start was named, or had nothing to be named for; and what was not as expected.
+def check_start(
+    struck: list[Fault], status: int, output: str, nproc: int, finished: bool
+) -> tuple[list[bool], list[str]]:
+    """Return (whether each fault of a start was named, if it had to be; problems).
 
-    A fault may come when the training is `finished`, too late to end the start otherwise."""
+    A fault may come after the training has `finished`, too late to end the start."""
     wrong: list[str] = []
     ended_by = [fault for fault in struck if KINDS[fault.kind].statuses]
     expected = KINDS[ended_by[-1].kind].statuses if ended_by else (0,)
     too_late = finished and status == 0
     if status not in expected and not too_late:
-        wrong.append(f"status {status} after {[fault.kind for fault in struck]}, expected {expected}: {said[-800:]}")
+        wrong.append(f"status {status} after {[fault.kind for fault in struck]}, expected {expected}: {output[-800:]}")
     all_named = []
     for fault in struck:
         pattern = KINDS[fault.kind].named.format(rank=fault.rank, who=f"rank {fault.rank}: " if nproc > 1 else "")
-        silent = status < 0 and (nproc == 1 or finished)  # a process that is killed says nothing
-        named = silent or (too_late and fault in ended_by) or re.search(pattern, said) is not None
+        silent = status < 0 and (nproc == 1 or finished)  # a killed process prints nothing
+        named = silent or (too_late and fault in ended_by) or re.search(pattern, output) is not None
         all_named.append(named)
-        wrong += [] if named else [f"{fault.kind} is not named ({pattern!r}): {said[-800:]}"]
-    errors = re.findall(r"^error: .*", said, re.MULTILINE)
+        wrong += [] if named else [f"{fault.kind} is not named ({pattern!r}): {output[-800:]}"]
+    errors = re.findall(r"^error: .*", output, re.MULTILINE)
     wrong += [f"several messages: {errors}"] if len(errors) > 1 else []
     return all_named, wrong
 
 
 def wait_for_orphans(folder: Path, deadline: float) -> None:
-    """Workers whose rank was killed end by themselves; `ExpectedError` where they hang."""
+    """Wait for the workers of killed ranks to end; raise `ExpectedError` if they hang."""
     while find_processes(folder):
         if time.monotonic() > deadline:
             raise ExpectedError(f"processes {sorted(find_processes(folder))} of {folder} do not end")
@@ -140,7 +142,7 @@ def wait_for_orphans(folder: Path, deadline: float) -> None:
 
 
 def find_leftovers(folder: Path) -> list[str]:
-    """What a finished run must not leave: temporary files, a lock that is held."""
+    """Return the temporary files and the lock that a finished run has left behind."""
     left = [f"left behind: {path.name}" for path in folder.rglob("*.tmp")]
     if not (folder / ".lock").exists():  # it failed before
         return left
@@ -152,12 +154,12 @@ def find_leftovers(folder: Path) -> list[str]:
     return left
 
 
-def show(counts: Counter[str], speaks: Mapping[str, bool]) -> None:
-    """A table by kind, and the sums. `speaks`: whether there is anything to be named, by kind."""
-    numbers = {kind: [counts[f"{kind}: {what}"] for what in ("met", "survived", "named")] for kind in speaks}
+def show(counts: Counter[str], has_message: Mapping[str, bool]) -> None:
+    """Print a table by kind, with sums. `has_message`: whether a fault of the kind must be named in the output."""
+    numbers = {kind: [counts[f"{kind}: {what}"] for what in ("met", "survived", "named")] for kind in has_message}
     numbers["all"] = [sum(column) for column in zip(*numbers.values(), strict=True)]
     rows = [
-        [kind, str(met), str(survived), str(named) if speaks.get(kind) else "-", str(met - survived)]
+        [kind, str(met), str(survived), str(named) if has_message.get(kind) else "-", str(met - survived)]
         for kind, (met, survived, named) in numbers.items()
     ]
     print_table("", ["fault", "met", "survived", "named right", "unexpected"], rows)
@@ -165,7 +167,7 @@ def show(counts: Counter[str], speaks: Mapping[str, bool]) -> None:
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table; returns the exit status."""
+    """Run the campaign, print its table, and return the exit status."""
     options = parser().parse_args(argv)
     seed = choose_seed(options.seed)
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: threads do not survive a fork
@@ -175,10 +177,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     end = time.monotonic() + options.total_timeout
     numbers = iter(range(1, options.faults + 1) if options.only is None else [options.only])
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:  # not below --work-dir: sockets need a short path
-        os.environ["TMPDIR"] = tempfile.tempdir = temporary  # what forked ranks inherit
+        os.environ["TMPDIR"] = tempfile.tempdir = temporary  # inherited by forked ranks
         job = ForkedRun(train, options.nproc, options.timeout, end)
         counts, problems = campaign(job, seed, numbers, options.faults, work)
-        left = [path for path in Path(temporary).iterdir() if not path.name.startswith(LIBRARIES_OWN)]
+        left = [path for path in Path(temporary).iterdir() if not path.name.startswith(FILES_OF_LIBRARIES)]
         problems += [f"left behind in TMPDIR: {path.name}" for path in left]
     show(counts, {kind: bool(properties.named) for kind, properties in KINDS.items()})
     repeat = f"python -m tests.faults.chaos --faults {options.faults} --nproc {options.nproc} --seed {seed}"
@@ -187,17 +189,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"verdict: {len(problems)} UNEXPECTED; the runs are in {work}\nrepeat with: {repeat}")
         return 1
     shutil.rmtree(work)
-    print(f"verdict: every run ended as the uninterrupted one\nrepeat with: {repeat}")
+    print(f"verdict: every run ended like the uninterrupted one\nrepeat with: {repeat}")
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     statuses = "0 all as expected; 1 something unexpected; 2 usage; 130 interrupted. Needs Linux."
     parser = new_parser("chaos", __doc__, statuses)
-    add_count(parser, "--faults", 10, "faults in all, at least")
+    add_count(parser, "--faults", 10, "faults in total, at least")
     add_count(parser, "--nproc", 1, "ranks", "K")
-    parser.add_argument("--only", type=int, metavar="NUMBER", help="only the run of this number")
+    parser.add_argument("--only", type=int, metavar="NUMBER", help="repeat only the run with this number")
     add_limits(parser, 300.0)
     return parser
 

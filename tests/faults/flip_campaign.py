@@ -1,4 +1,4 @@
-"""Many flips in one training: which of them changed its step, and which of these were found and named."""
+"""A campaign of bit flips in one training: how many changed their step, and how many of these were found and named."""
 
 import random
 import re
@@ -23,19 +23,19 @@ SIDE = 16  # pixels
 
 @dataclass
 class FlipCounts:
-    """Of one kind of tensor."""
+    """Results for one kind of tensor."""
 
     flips: int = 0
     changed: int = 0  # the step's result: weights, optimizer, gradients, buffers or loss
-    caught: int = 0  # of these
-    named: int = 0  # of these, the right rank and no other
-    not_changed: int = 0  # nothing of the result is another
-    seen_all_the_same: int = 0  # of these: the batch itself was another
+    caught: int = 0  # changed and detected
+    named: int = 0  # caught, with the right rank and no other
+    not_changed: int = 0  # the whole result is the same
+    detected_without_change: int = 0  # the flip was still in the batch or the state
 
 
 @dataclass
 class Outcome:
-    """What a campaign came to."""
+    """Results of a campaign."""
 
     flips: dict[str, FlipCounts] = field(default_factory=lambda: {kind: FlipCounts() for kind in KINDS})
     missed: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def tiny_network(num_classes: int) -> nn.Module:
-    """Images [N, 3, H, W] of at least 16 pixels -> logits [N, num_classes]: the smallest with a layer of each kind."""
+    """Build the smallest network with a layer of each kind: images [N, 3, H, W], H >= 16 -> logits [N, num_classes]."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=4, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
         nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
@@ -55,24 +55,24 @@ def tiny_network(num_classes: int) -> nn.Module:
 
 
 def build_tiny(config: Config, world: World) -> tuple[Learner, Verifier]:
-    """Collective: what a campaign trains, and what checks its steps."""
+    """Collective: build the learner of a campaign and the verifier of its steps."""
     learner = build_learner(config, lambda config: tiny_network(config.num_classes), world, 1000)
     return learner, Verifier(learner, world)
 
 
 def random_batches(learner: Learner, world: World) -> Iterator[Batch]:
-    """Batches of this rank without end: random images [N, 3, SIDE, SIDE] with random labels."""
-    drawn = torch.Generator().manual_seed(world.rank)
+    """Yield batches of this rank forever: random images [N, 3, SIDE, SIDE] with random labels."""
+    generator = torch.Generator().manual_seed(world.rank)
     shape = (learner.batch.rank_batch_size, 3, SIDE, SIDE)
     while True:
-        labels = torch.randint(learner.config.num_classes, shape[:1], generator=drawn)
-        yield torch.rand(shape, generator=drawn).to(world.device), labels.to(world.device)
+        labels = torch.randint(learner.config.num_classes, shape[:1], generator=generator)
+        yield torch.rand(shape, generator=generator).to(world.device), labels.to(world.device)
 
 
 def run_campaign(
     learner: Learner, verifier: Verifier, batches: Iterator[Batch], *, flips: int, clean: int, seed: int
 ) -> Outcome:
-    """Collective: `clean` checked steps, then `flips` flips, each in a checked step that is undone."""
+    """Collective: run `clean` checked steps, then `flips` flips, each in a checked step that is undone."""
     outcome, started = Outcome(), time.perf_counter()
     learner.model.train()
     for _ in range(clean):
@@ -87,7 +87,7 @@ def run_campaign(
 
 
 def train_cleanly(learner: Learner, verifier: Verifier, batch: Batch, outcome: Outcome) -> None:
-    """Collective: one checked step without a flip."""
+    """Collective: train one checked step without a flip."""
     outcome.clean_steps += 1
     try:
         verifier.train_step(*batch)
@@ -97,24 +97,24 @@ def train_cleanly(learner: Learner, verifier: Verifier, batch: Batch, outcome: O
 
 
 def draw_flip(number: int, seed: int, ranks: int, step: int) -> Flip:
-    """The same on every rank; the kinds take turns."""
-    draw = random.Random(f"{seed} {number}")
+    """Sample a flip, the same on every rank; the kinds take turns."""
+    generator = random.Random(f"{seed} {number}")
     kind = KINDS[number % len(KINDS)]
-    return Flip(kind, draw.randrange(ranks), step, f"{seed} {number} of the tensor", draw.choice((1, 2)))
+    return Flip(kind, generator.randrange(ranks), step, f"{seed} {number} of the tensor", generator.choice((1, 2)))
 
 
 def flip_once(learner: Learner, verifier: Verifier, flip: Flip, batch: Batch, outcome: Outcome) -> None:
-    """Collective: one flip in one checked step; afterwards everything is as before."""
+    """Collective: flip a bit in one checked step, then restore the state."""
     world = verifier.world
     before, left = KeptState(learner, batch), verifier.left
     learner.train_step(*batch)
-    right = {name: tensor.detach().clone() for name, tensor in _result(learner).items()}
+    expected = {name: tensor.detach().clone() for name, tensor in _result(learner).items()}
     before.restore()
     changed = False
 
     def compare() -> None:
         nonlocal changed
-        changed = not _equal(right, _result(learner))
+        changed = not _equal(expected, _result(learner))
 
     error = None
     with Flipper(verifier, flip, world.rank, after_pass=compare) as flipper:
@@ -135,7 +135,7 @@ def _count(outcome: Outcome, flip: Flip, struck: str, changed: bool, error: Corr
     tally.flips += 1
     if not changed:
         tally.not_changed += 1
-        tally.seen_all_the_same += error is not None
+        tally.detected_without_change += error is not None
         return
     tally.changed += 1
     tally.caught += error is not None
@@ -151,7 +151,7 @@ def _result(learner: Learner) -> Tensors:
 
 
 def _equal(first: Tensors, second: Tensors) -> bool:
-    """In every bit: NaN is itself, and 0 is not -0."""
+    """Compare bitwise: NaN equals itself, and 0 differs from -0."""
     return first.keys() == second.keys() and all(torch.equal(_bits(first[name]), _bits(second[name])) for name in first)
 
 

@@ -1,13 +1,13 @@
-"""Flip single bits on purpose, and see whether the checked steps (`verify_every_steps`) find them.
+"""Flip single bits, and count how many of them the checked steps (`verify_every_steps`) find.
 
     python -m tests.faults.inject --flips 1000 --clean 10000                     # a campaign, on this process's device
     torchrun --nproc_per_node=4 -m tests.faults.inject --flips 1000 --clean 10000         # the same, over ranks
-    python -m tests.faults.inject --strike weight --step 5 --set verify_every_steps=1     # a run that a flip strikes
+    python -m tests.faults.inject --strike weight --step 5 --set verify_every_steps=1     # a run with one flip
 
 A campaign trains a tiny network with every step checked: first --clean steps without flips, then --flips flips, each in
-a step of its own that is undone. Kinds, ranks, tensors, numbers and bits are drawn from --seed. Whether a flip changed
-its step's result is found out by comparing all of it with that of the same step without the flip, and never by a
-fingerprint. --strike trains the block as train.py does, in a folder of its own, with one flip in it.
+a separate step that is undone. Kinds, ranks, tensors, elements and bits are sampled from --seed. To decide whether a
+flip changed its step, all tensors of the result are compared with the same step without the flip; fingerprints are not
+used. --strike trains the block like train.py, in a separate folder, with one flip.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from utils.distributed.world import World
 from utils.errors import ConfigError, exit_in_a_line
 from utils.training.checks.verify_steps import Verifier
 
-EXIT_STATUS = "0 nothing was missed, misnamed or alarmed falsely, 1 something was; with --strike that of training: 5"
+EXIT_STATUS = "0 no flip missed or misnamed and no false alarm, 1 otherwise; with --strike the status of training: 5"
 CAMPAIGN = {
     "batch_size": 16, "verify_every_steps": 1, "deterministic": True, "lr_schedule": "constant",
     "lr": 0.01, "lr_warmup_epochs": 0, "enable_amp": False, "log_to_screen": False, "log_to_tensorboard": False,
@@ -41,7 +41,7 @@ CAMPAIGN = {
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """A campaign, or one run; returns the exit status."""
+    """Run a campaign, or train one run with a flip; return the exit status."""
     options = parser().parse_args(argv)
     if (options.strike is None) != (options.step is None):
         raise ConfigError("--strike KIND and --step N belong together; a campaign strikes in every step")
@@ -63,12 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = new_parser("inject", __doc__, EXIT_STATUS)
     add_config_arguments(parser, config="quickstart")
     add_count(parser, "--flips", 1000, "flips of a campaign")
     add_count(parser, "--clean", 1000, "checked steps of a campaign without flips")
-    parser.add_argument("--seed", type=int, default=0, help="what is flipped (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the flips (default: 0)")
     parser.add_argument("--strike", choices=KINDS, metavar="KIND", help=f"train with one flip: {', '.join(KINDS)}")
     parser.add_argument("--step", type=at_least_one, metavar="N", help="--strike: in this step, counted from 1")
     parser.add_argument("--rank", type=int, default=0, metavar="RANK", help="--strike: on this rank (default: 0)")
@@ -79,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def strike(options: argparse.Namespace, config: Config) -> int:
-    """train.py in this process, as one of the ranks, with one flip in it; returns its exit status."""
+    """Run train.py in this process, as one of the ranks, with one flip; return its exit status."""
     launch = find_launch(os.environ)
     rank, ranks = launch.rank, launch.world_size
     if not 0 <= options.rank < ranks:
@@ -87,12 +86,12 @@ def strike(options: argparse.Namespace, config: Config) -> int:
     flip = Flip(options.strike, options.rank, options.step - 1, str(options.seed))
     train_step, flippers = Verifier.train_step, list[Flipper]()
 
-    def lie_in_wait(verifier: Verifier, images: Tensor, labels: Tensor) -> None:
+    def install_flipper(verifier: Verifier, images: Tensor, labels: Tensor) -> None:
         Verifier.train_step = train_step  # type: ignore[method-assign]
-        flippers.append(Flipper(verifier, flip, rank, told=print).__enter__())
+        flippers.append(Flipper(verifier, flip, rank, report=print).__enter__())
         verifier.train_step(images, labels)
 
-    Verifier.train_step = lie_in_wait  # type: ignore[method-assign]
+    Verifier.train_step = install_flipper  # type: ignore[method-assign]
     choice = [f"--config={options.config}", f"--yaml_config={options.yaml_config}", f"--run-dir={options.run_dir}"]
     sys.argv = [str(TRAIN), *choice, "--resume=never", *(f"--set={setting}" for setting in options.set)]
     try:
@@ -105,7 +104,7 @@ def strike(options: argparse.Namespace, config: Config) -> int:
 
 
 def campaign(options: argparse.Namespace, config: Config, world: World) -> int:
-    """Collective: many flips; returns the exit status."""
+    """Collective: run a campaign and return the exit status."""
     learner, verifier = build_tiny(config, world)
     batches = random_batches(learner, world)
     outcome = run_campaign(learner, verifier, batches, flips=options.flips, clean=options.clean, seed=options.seed)
@@ -115,8 +114,8 @@ def campaign(options: argparse.Namespace, config: Config, world: World) -> int:
 
 
 def show(outcome: Outcome, ranks: int) -> None:
-    """The table by kind of tensor, and the verdict."""
-    columns = ("kind of tensor", "flips", "changed the step", "caught", "rank named", "changed nothing", "seen though")
+    """Print the table by kind of tensor, and the verdict."""
+    columns = ("kind of tensor", "flips", "changed the step", "caught", "rank named", "changed nothing", "yet detected")
     rows = [(kind, *map(str, asdict(tally).values())) for kind, tally in outcome.flips.items()]
     print_table(f"single bit flips in checked steps, {ranks} rank(s)", columns, rows)
     for title, lines in (("missed", outcome.missed), ("misnamed", outcome.misnamed), ("false alarm", outcome.alarms)):

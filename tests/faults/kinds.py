@@ -1,8 +1,7 @@
-"""The faults of a campaign: what each does to a rank, and how the start that it meets has to end.
+"""The faults of a campaign: what each does to a rank, and how the affected start must end.
 
-Each strikes after a given optimizer step, so that the same number draws the same campaign again: what acts on the rank
-itself at once, what comes from outside (signals, stops) a drawn moment later, which may be in the next step, a
-validation or the write of a checkpoint.
+Each strikes after a given optimizer step, so that a campaign can be repeated. Faults from outside (signals, stops)
+strike a random moment later, perhaps in the next step, a validation or the write of a checkpoint.
 """
 
 import errno
@@ -24,20 +23,21 @@ LONGEST_DELAY = 0.04  # seconds: some steps
 
 @dataclass(frozen=True)
 class FaultKind:
-    """One kind of fault, and what has to follow."""
+    """One kind of fault, and its expected consequences."""
 
     strike: Callable[[], None]
-    statuses: tuple[int, ...] = ()  # how the start may end; none: it goes on
-    named: str = ""  # what its output must say, as a regular expression; `{rank}` is the rank that it met, `{who}`
-    # how messages of several ranks begin
-    only_main: bool = False  # of what only the main process does
-    before: bool = False  # at the start, which has to have two checkpoints by then; not after a step
-    outside: bool = False  # comes at any moment
+    statuses: tuple[int, ...] = ()  # possible exit statuses of the start; none: it continues
+    # regular expression that its output must match; {rank} is the affected rank, {who} the prefix of several ranks'
+    # messages
+    named: str = ""
+    only_main: bool = False  # strikes only the main process
+    before: bool = False  # strikes at a start with at least two checkpoints, not after a step
+    outside: bool = False  # strikes at any moment
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, as drawn."""
+    """One planned fault."""
 
     kind: str
     step: int
@@ -46,7 +46,7 @@ class Fault:
 
     @property
     def mark(self) -> str:
-        """What the rank prints when it strikes."""
+        """The line that the rank prints when the fault strikes."""
         return f"chaos: {self.kind}, rank {self.rank}, step {self.step}."
 
 
@@ -59,13 +59,13 @@ def _send(*numbers: signal.Signals) -> Callable[[], None]:
 
 
 def _kill_worker() -> None:
-    """A loader's worker of this rank: the kernel kills them first where the memory is full."""
+    """Kill a loader worker of this rank, as the kernel does when memory is full."""
     workers = multiprocessing.active_children()
     os.kill(workers[0].pid or 0, signal.SIGKILL)
 
 
 def _in_a_shell(script: str) -> Callable[[], None]:
-    """From another process, as this one may be stopped."""
+    """Strike from another process, as this one may be stopped."""
 
     def strike() -> None:
         subprocess.Popen(["sh", "-c", script, "sh", str(os.getpid())])
@@ -79,7 +79,7 @@ def _set_clock_back() -> None:
 
 
 def _fail_writes(number: int) -> Callable[[], None]:
-    """Every file that is written whole, such as a checkpoint, fails with this error from now on."""
+    """From now on, every atomic write, such as of a checkpoint, fails with this error."""
 
     def strike() -> None:
         from utils import files
@@ -93,7 +93,7 @@ def _fail_writes(number: int) -> Callable[[], None]:
 
 
 def _fill_disk_of_logs() -> None:
-    """What is appended to the files of the run's folder that are open now meets a full disk, that of the kernel."""
+    """Let further writes to metrics.jsonl and train.log fail as on a full disk, with the kernel's /dev/full."""
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             if Path(os.readlink(f"/proc/self/fd/{number}")).name in ("metrics.jsonl", "train.log"):
@@ -101,7 +101,7 @@ def _fill_disk_of_logs() -> None:
 
 
 def _fail_read() -> None:
-    """The newest checkpoint cannot be read by the next who tries."""
+    """Let the next read of a checkpoint, the newest one, fail."""
     from utils.run.checkpoint import io as checkpoint
 
     really, failed = checkpoint.open_regular, set[str]()
@@ -116,10 +116,10 @@ def _fail_read() -> None:
 
 
 def _damaged() -> None:
-    """Before the start: chaos.py does it to the file."""
+    """Does nothing: chaos.py damages the file before the start."""
 
 
-KILLED = (-signal.SIGKILL, 1)  # of the process; of a rank beside it
+KILLED = (-signal.SIGKILL, 1)  # statuses of the killed process, and of the other ranks
 BOTH = (signal.SIGUSR1, signal.SIGTERM)
 STOP = f"kill -STOP $1; sleep {STOPPED_SECONDS}; kill -CONT $1"
 THROTTLE = "for _ in 1 2 3 4 5 6 7 8 9 10; do kill -STOP $1; sleep 0.05; kill -CONT $1; sleep 0.005; done"
@@ -154,10 +154,10 @@ def damage(path: Path, cut: bool) -> None:
     path.write_bytes(content)
 
 
-def draw(seed: int, number: int, steps: int, nproc: int, most: int) -> list[list[Fault]]:
-    """The faults of run `number`, at most `most`: a list for each start that one of them ends, and one for the last.
+def plan_faults(seed: int, number: int, steps: int, nproc: int, most: int) -> list[list[Fault]]:
+    """Sample up to `most` faults of run `number`: a list for each start that one of them ends, and one for the last.
 
-    `steps` are those of a whole run. No step has two, and none comes before the second checkpoint can be there."""
+    A whole run has `steps` steps. No step has two faults, and none comes before the second checkpoint."""
     source = random.Random(f"{seed}/{number}")
     starts: list[list[Fault]] = [[]]
     for step in sorted(source.sample(range(5, steps), source.randint(1, most))):

@@ -1,6 +1,6 @@
-"""Ranks with faults in them, forked from this process, which has imported torch: a start takes tenths of a second.
+"""Fork ranks with faults from this process, which has imported torch, so that a start takes tenths of a second.
 
-This process must not have run anything of torch on several threads.
+This process must not have used several threads of torch.
 """
 
 import multiprocessing
@@ -26,11 +26,10 @@ class ForkedRun(RunCommand):
     faults: Sequence[Fault] = ()
 
     def start(self, folder: Path, environment: Mapping[str, str], output: Path) -> Started:
-        """One process a rank."""
         import utils.data.build
         import utils.distributed.ranks
         import utils.run.logging.environment
-        import utils.training.learner  # noqa: F401 - with torch: so that the ranks have them already
+        import utils.training.learner  # noqa: F401 - imported before the fork, with torch
 
         output.write_bytes(b"")
         fork, processes = multiprocessing.get_context("fork"), []
@@ -47,13 +46,13 @@ class ForkedRun(RunCommand):
 
 @dataclass
 class ForkedRanks:
-    """The processes of one start, as `subprocess.Popen` has one."""
+    """The processes of one start, with the interface of `subprocess.Popen`."""
 
     processes: Sequence[BaseProcess]
     returncode: int | None = field(default=None, init=False)
 
     def poll(self) -> int | None:
-        """None until all have ended; then that of a rank that a signal killed, else the first that is not 0."""
+        """Return None until all have ended, then the status of a killed rank, otherwise the first nonzero status."""
         statuses = [process.exitcode for process in self.processes]
         if None not in statuses:
             ended = [status for status in statuses if status is not None]
@@ -61,7 +60,7 @@ class ForkedRanks:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status, once all have ended; `TimeoutError` after so many seconds."""
+        """Wait for all ranks and return the exit status; raise `TimeoutError` after `timeout` seconds."""
         for process in self.processes:
             process.join(timeout)
         if (status := self.poll()) is None:
@@ -76,23 +75,23 @@ def _free_port() -> str:
 
 
 def _train(arguments: list[str], environment: Mapping[str, str], output: Path, faults: Sequence[Fault]) -> None:
-    """train.py in this forked process, as the rank that its environment says."""
+    """Run train.py in this forked process, as the rank given by its environment."""
     os.setsid()
-    said = os.open(output, os.O_WRONLY | os.O_APPEND)
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
-        os.dup2(said, descriptor)
+        os.dup2(file, descriptor)
     os.environ.clear()
     os.environ.update(environment)
     from utils.data.datasets import dataset as datasets
 
-    datasets.NUM_SHAPES_TRAIN, datasets.NUM_SHAPES_VALID = 200, 100  # to draw all takes a second
+    datasets.NUM_SHAPES_TRAIN, datasets.NUM_SHAPES_VALID = 200, 100  # all shapes would take a second
     _arm(faults)
     sys.argv = arguments
     runpy.run_path(str(TRAIN), run_name="__main__")
 
 
 def _arm(faults: Sequence[Fault]) -> None:
-    """Let the faults of this rank strike: some at once, the others after their steps."""
+    """Let the faults of this rank strike, now or after their steps."""
     from utils.training.learner import Learner
 
     train: Callable[..., None] = Learner.train_step
@@ -115,6 +114,5 @@ def _arm(faults: Sequence[Fault]) -> None:
 
 
 def _strike(fault: Fault) -> None:
-    """One write for the whole line, which another thread's words may not divide."""
-    os.write(1, f"{fault.mark}\n".encode())
+    os.write(1, f"{fault.mark}\n".encode())  # one write, so that no other thread's output divides the line
     KINDS[fault.kind].strike()
