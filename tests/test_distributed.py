@@ -446,7 +446,7 @@ def test_dataparallel_refuses_settings_that_need_one_gpu() -> None:
     ):
         configuration(parallel="dataparallel", enable_cuda_graphs=True, fused_optimizer=True)
     for autocast in ({"enable_amp": True}, {"opt_level": "O1"}):
-        with pytest.raises(ValueError, match="amp_dtype bf16 needs parallel ddp or opt_level O2"):
+        with pytest.raises(ValueError, match="amp_dtype bf16 with autocast needs parallel ddp or opt_level O2"):
             configuration(parallel="dataparallel", amp_dtype="bf16", **autocast)
         configuration(parallel="dataparallel", **autocast)
     configuration(parallel="dataparallel", amp_dtype="bf16", opt_level="O2")
