@@ -196,19 +196,6 @@ def test_a_stop_whose_checkpoint_cannot_be_written_fails(alone, tmp_path, tiny):
         trainer.train()
 
 
-def test_validation_saves_no_step_twice(alone, tmp_path, tiny):
-    trainer = Trainer(tiny(max_epochs=1, checkpoint_every_steps=1), alone, tmp_path, "tiny", "auto")
-    saved_steps, save = [], trainer.writer.save
-
-    def save_and_count(state, is_best):
-        saved_steps.append(state["step"])
-        save(state, is_best)
-
-    trainer.writer.save = save_and_count
-    trainer.train()
-    assert saved_steps == [1, 2, 3, 4, 4]  # one after each step, one at the end of the epoch
-
-
 def test_interrupted_after_every_single_step(tiny, alone, tmp_path):
     config = tiny(max_epochs=2, limit_train_batches=3)
     run(config, alone, tmp_path / "whole")

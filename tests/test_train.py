@@ -344,10 +344,12 @@ def test_resume_path_starts_from_another_runs_checkpoint(tiny, alone, tmp_path):
     assert read_checkpoint(tmp_path / "two/checkpoints/step-000000008.pt")["best"] == whole.progress.best
 
 
-def test_non_finite_loss_stops_and_leaves_the_last_checkpoint(tiny, alone, tmp_path):
-    run(tiny(max_epochs=1), alone, tmp_path)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_non_finite_loss_stops_and_leaves_the_last_checkpoint(tiny, alone, tmp_path, micro_batches):
+    settings = {"micro_batch_size": tiny().batch_size // micro_batches}
+    run(tiny(max_epochs=1, **settings), alone, tmp_path)
     good = {path: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
-    trainer = Trainer(tiny(max_epochs=3), alone, tmp_path, "tiny", str(tmp_path))
+    trainer = Trainer(tiny(max_epochs=3, **settings), alone, tmp_path, "tiny", str(tmp_path))
     step, count = trainer.learner.step.__call__, iter(range(100))
 
     def break_the_second_batch(images, labels, sums):
