@@ -302,7 +302,7 @@ def test_a_failed_write_leaves_the_old_file_only(tmp_path, monkeypatch):
     path = tmp_path / "file"
     checkpoint.write_atomically(path, b"old")
     monkeypatch.setattr(os, "fsync", _no_space)
-    with pytest.raises(ExpectedError, match="file: cannot be written: No space left on device; what was"):
+    with pytest.raises(ExpectedError, match="file: cannot be written: No space left on device; an earlier version"):
         checkpoint.write_atomically(path, b"new")
     assert _contents(tmp_path) == {"file": b"old"}
 
@@ -377,8 +377,8 @@ print(newest_good(folder)[0].name, sorted(path.name for path in folder.iterdir()
     torch.save(state, tmp_path.parent / "state.pt")
     result = _run_on_own_disk(tmp_path, "4m", script)
     assert result.stdout.splitlines() == [
-        f"error: {tmp_path}/step-000000002.pt: cannot be written: No space left on device; what was there before is "
-        "untouched ; status 1",
+        f"error: {tmp_path}/step-000000002.pt: cannot be written: No space left on device; an earlier "
+        "version of the file is unchanged ; status 1",
         "step-000000001.pt ['step-000000001.pt']",
     ], result.stderr
 
