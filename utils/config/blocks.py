@@ -148,10 +148,8 @@ class _Reader:
                 raise ConfigError(f"{origin}: {what}; {remedy}")
             lines[key] = line
             if key == "extends":
-                # line 0: they are set before any line of this file
-                extended = {
-                    key: replace(entry, line=0) for key, entry in self._extend(path, origin, value_node).items()
-                }
+                entries = self._extend(path, origin, value_node)
+                extended = {key: replace(entry, line=0) for key, entry in entries.items()}  # before this file's lines
             elif key == "<<":
                 sources = value_node.value if isinstance(value_node, SequenceNode) else [value_node]
                 for source in reversed(sources):
@@ -247,7 +245,8 @@ def _compose(text: str, origin: str, what: str) -> Node | None:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         number = mark.line if mark else max(yaml.reader.last_line, text.count("\n", 0, getattr(error, "position", 0)))
         line = f":{number + 1}" if what == "is" else ""
-        problem = " ".join(str(getattr(error, "problem", None) or str(error).splitlines()[0]).split())
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
+        problem = " ".join(str(getattr(error, "problem", None) or first_line).split())
         remedies = {
             "undefined alias": "; its anchor &NAME must come before it",
             "'\\t'": "; indent with spaces",
