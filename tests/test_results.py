@@ -4,6 +4,7 @@ import csv
 import hashlib
 import json
 import re
+import runpy
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -110,3 +111,16 @@ def test_rows_equal_their_logs() -> None:
 def test_every_kept_log_of_a_training_has_a_row() -> None:
     named = {ROOT / row["log"] for rows in read_rows().values() for row in rows}
     assert {*(ROOT / "results").glob("*/seed-*/train.log")} <= named
+
+
+def test_pictures_are_drawn_from_the_stored_records(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason='matplotlib is missing: pip install ".[plot]"')
+    figures = ROOT / "docs/figures"
+    measured = runpy.run_path(str(figures / "measured.py"))
+    measured["draw_ladder"](tmp_path / "ladder_two_cores.png")
+    measured["draw_features"](tmp_path / "cifar100_cpu.png")
+    measured["draw_published"](tmp_path / "sc20_accuracy.png")
+    for name in ("killed_and_resumed", "doctor_nodes"):
+        runpy.run_path(str(figures / f"{name}.py"))["draw"](tmp_path / f"{name}.png")
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {path.name for path in figures.glob("*.png")} - {"report.png"}  # a screenshot

@@ -1,0 +1,91 @@
+"""Draw the pictures of stored measurements: PYTHONPATH=. python docs/figures/measured.py"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.shared.png_plots import COLOURS, draw_bars, new_figure, save
+
+FIGURES = Path(__file__).resolve().parent
+RESULTS = FIGURES.parents[1] / "results"
+Curve = Sequence[tuple[float, float]]  # (epoch or minutes, accuracy in %)
+
+
+def draw_ladder(path: Path) -> None:
+    """Images/s of ResNet50 on two cores; each block adds one switch to the block above."""
+    rungs = json.loads((RESULTS / "2026-11-21-two-cores/ladder-batch64.json").read_text("utf-8"))["results"]["rungs"]
+    full = {name: sample["full"] for name, sample in rungs.items()}
+    medians = {name: sample["median"] for name, sample in full.items()}
+    spread = [
+        [sample["median"] - sample["min"] for sample in full.values()],
+        [sample["max"] - sample["median"] for sample in full.values()],
+    ]
+    figure, axes = new_figure(size=(8, 4.2))
+    draw_bars(axes, medians, "ResNet50 on two cores of an AMD EPYC (Zen 5)", spread)
+    save(figure, path)
+
+
+def draw_features(path: Path) -> None:
+    """Accuracy against minutes with and without the recipe's features."""
+    curves = {
+        "with the recipe's features": measured("2026-11-21-cifar100-cpu"),
+        "without": measured("2026-11-21-cifar100-cpu-plain"),
+    }
+    figure, axes = new_figure(size=(7, 4))
+    draw_curves(axes, curves)
+    axes.set(xlabel="minutes", title="resnet9 on two CPU cores", xlim=(0, 12.5), ylim=(0, 80))
+    save(figure, path)
+
+
+def draw_published(path: Path) -> None:
+    """Accuracy against epochs of the SC20 tutorial's six runs."""
+    runs = json.loads((RESULTS / "reference/sc20_curves.json").read_text("utf-8"))["runs"]
+    figure, axes = new_figure(size=(8.4, 4.8))
+    points = {name: zip(run["epoch"], run["acc1/valid"], strict=True) for name, run in runs.items()}
+    draw_curves(axes, {name: [(epoch, 100 * accuracy) for epoch, accuracy in run] for name, run in points.items()})
+    axes.set(xlabel="epoch", title="The SC20 tutorial's runs of ResNet50 on V100 GPUs", xlim=(0, 170), ylim=(0, 90))
+    axes.set_xticks(range(0, 121, 20))
+    save(figure, path)
+
+
+def measured(folder: str) -> Curve:
+    """(minutes, validation accuracy in %) after each epoch of seed 0 of a folder of results."""
+    lines = (RESULTS / folder / "seed-0/metrics.jsonl").read_text("utf-8").splitlines()
+    epochs = [record for record in map(json.loads, lines) if record["kind"] == "epoch"]
+    return [(record["seconds"] / 60, 100 * record["acc1/valid"]) for record in epochs]
+
+
+def draw_curves(axes: Any, curves: Mapping[str, Curve], gap: float = 4.5) -> None:
+    """Draw each curve with its name and its last accuracy at its end; labels are at least `gap` apart."""
+    right = max(x for curve in curves.values() for x, _ in curve)
+    ends = {name: curve[-1][1] for name, curve in curves.items()}
+    top = max(*ends.values(), sum(ends.values()) / len(ends) + gap * (len(ends) - 1) / 2)
+    below = top + gap
+    for name in sorted(curves, key=lambda name: -ends[name]):
+        curve = curves[name]
+        (line,) = axes.plot(*zip(*curve, strict=True), color=COLOURS[list(curves).index(name)], linewidth=1.6)
+        x, y = curve[-1]
+        below = below - gap if len(ends) > 2 else y
+        axes.annotate(
+            f"{name}: {y:.1f} %",
+            (x, y),
+            (1.06 * right, below),
+            color=line.get_color(),
+            va="center",
+            arrowprops={
+                "arrowstyle": "-",
+                "color": line.get_color(),
+                "linewidth": 0.6,
+                "relpos": (0, 0.5),
+                "shrinkA": 1,
+                "shrinkB": 1,
+            },
+        )
+    axes.set_ylabel("validation accuracy, %")
+
+
+if __name__ == "__main__":
+    draw_ladder(FIGURES / "ladder_two_cores.png")
+    draw_features(FIGURES / "cifar100_cpu.png")
+    draw_published(FIGURES / "sc20_accuracy.png")
