@@ -1,6 +1,6 @@
-"""Draws architecture.svg from the table of imports in docs/architecture.md: python docs/figures/architecture.py
+"""Draw architecture.svg from the table of imports in docs/architecture.md: python docs/figures/architecture.py
 
-The small modules that everything uses share one box without arrows. tests/test_docs.py holds the picture up to date.
+The small modules that everything uses share one box without arrows. tests/test_docs.py fails if the picture is out of date.
 """
 
 import re
@@ -33,7 +33,7 @@ OFFSETS = {
 
 
 def draw(page: str) -> str:
-    """The picture of the table in `page`, as SVG. A package that has no place yet raises a `KeyError`."""
+    """Return the picture of the table in `page`, as SVG; raise a `KeyError` for a package that has no place yet."""
     rows = {name: (kind, set(re.findall(r"`(\w+)`", imports))) for name, kind, imports in ROW.findall(page)}
     packages = [name for name, (kind, _) in rows.items() if kind == "/"]
     small = ", ".join(name for name, (kind, _) in rows.items() if kind == ".py")
