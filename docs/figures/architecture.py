@@ -1,6 +1,6 @@
 """Draw architecture.svg from the table of imports in docs/architecture.md: python docs/figures/architecture.py
 
-The small modules that everything uses share one box without arrows. tests/test_docs.py fails if the picture is out of date.
+The small modules that everything uses share one box without arrows. A test compares the picture with the table.
 """
 
 import re
@@ -55,7 +55,7 @@ def draw(page: str) -> str:
 
 
 def box(x: int, y: int, half_width: int, title: str, words: str) -> list[str]:
-    """A box around (x, y) with two lines of text."""
+    """Return a box around (x, y) with two lines of text."""
     return [
         f'<rect x="{x - half_width}" y="{y - HALF_HEIGHT}" width="{2 * half_width}" height="{2 * HALF_HEIGHT}" rx="4" '
         'fill="#eef4fa" stroke="#0072B2"/>',
@@ -65,7 +65,7 @@ def box(x: int, y: int, half_width: int, title: str, words: str) -> list[str]:
 
 
 def arrow(importer: str, imported: str) -> str:
-    """From the lower edge of one package to the upper edge of another."""
+    """Return an arrow from the lower edge of one package to the upper edge of another."""
     start, end = OFFSETS.get((importer, imported), (0, 0))
     (x1, y1, _), (x2, y2, _) = PACKAGES[importer], PACKAGES[imported]
     return (
