@@ -1,10 +1,10 @@
-"""A rehearsal of tools.bring_up: cuts off every part in the midst of its work, then calls it until nothing is left.
+"""A rehearsal of tools.bring_up: interrupts every part, then repeats the command until all parts are done.
 
     python -m tests.rehearse_bring_up DIR MINUTES [ARGUMENTS OF bring_up] > transcript.txt    # DIR: not there yet
 
-Each part is cut off in a call of MINUTES: by their end, or before by a signal to the command, in turn SIGTERM, SIGINT
-and SIGKILL, as soon as a training has written its first figures, one of the tests has passed, or a bench has worked for
-some seconds. Prints each command and what it said, and at the end how each part went on.
+Each part is interrupted in a call of MINUTES: by their end, or earlier by a signal to the command, in turn SIGTERM,
+SIGINT and SIGKILL, as soon as a training has written its first figures, a test has passed, or a bench has run for some
+seconds. Prints each command with its output, and at the end how each part resumed.
 """
 
 import json
@@ -21,10 +21,10 @@ from tools.bring_up.parts import PARTS, Part
 from tools.bring_up.progress import BringUpProgress, read_progress
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
-LIMIT = 300.0  # seconds that a part may need to come to the midst of its work
-IN_ITS_MIDST = 4.0  # seconds of a part that writes nothing until its end
+LIMIT = 300.0  # seconds until a part must be under way
+BENCH_SECONDS = 4.0  # a bench writes nothing until its end: interrupt it after this
 WIDTH = 200
-LONGER = ("--set=max_epochs=8", "--set=save_checkpoint=true")  # so that a training is caught before its end
+LONGER = ("--set=max_epochs=8", "--set=save_checkpoint=true")  # so that a training can be interrupted
 
 
 def start(out: Path, arguments: Sequence[str]) -> "subprocess.Popen[str]":
@@ -32,26 +32,26 @@ def start(out: Path, arguments: Sequence[str]) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def tell(arguments: Sequence[str], lines: Sequence[str], status: int, out: Path, note: str = "") -> None:
+def report(arguments: Sequence[str], lines: Sequence[str], status: int, out: Path, note: str = "") -> None:
     print(f"$ python -m tools.bring_up --out DIR {' '.join(arguments)}{note}")
     for line in lines:
         print(f"    {line.rstrip().replace(str(out), 'DIR')}"[:WIDTH])
     print(f"    exit status {status}", flush=True)
 
 
-def in_its_midst(part: Part, folder: Path, began: float) -> bool:
-    """Whether a part has done some of its work, and not all."""
+def is_under_way(part: Part, folder: Path, began: float) -> bool:
+    """Return whether a part has done some of its work, but not all."""
     if part.epochs:
         metrics, checkpoints = folder / "run/metrics.jsonl", folder / "run/checkpoints"
         rows = metrics.read_text("utf-8").splitlines() if metrics.exists() else []
         return any(json.loads(row)["kind"] == "epoch" for row in rows[:-1]) and any(checkpoints.glob("*.pt"))
     if "pytest" in part.command:
         return any(" PASSED" in path.read_text("utf-8", "replace") for path in folder.glob("log-*.txt"))
-    return time.monotonic() - began > IN_ITS_MIDST
+    return time.monotonic() - began > BENCH_SECONDS
 
 
-def cut_off(part: Part, number: signal.Signals, out: Path, arguments: Sequence[str]) -> None:
-    """One call of this part, ended by a signal to the command."""
+def interrupt(part: Part, number: signal.Signals, out: Path, arguments: Sequence[str]) -> None:
+    """Call this part and end it by a signal to the command."""
     words = [*arguments, "--part", part.name]
     process, lines, sent = start(out, words), [], False
     assert process.stdout is not None
@@ -60,16 +60,16 @@ def cut_off(part: Part, number: signal.Signals, out: Path, arguments: Sequence[s
         if line.startswith(f"{part.name}: about"):
             began = time.monotonic()
             while process.poll() is None and time.monotonic() < began + LIMIT:
-                if in_its_midst(part, out / "parts" / part.name, began):
+                if is_under_way(part, out / "parts" / part.name, began):
                     process.send_signal(number)
                     sent = True
                     break
                 time.sleep(0.02)
-    tell(words, lines, process.wait(), out, f"    # {number.name} in its midst" if sent else "")
+    report(words, lines, process.wait(), out, f"    # {number.name} under way" if sent else "")
 
 
-def went_on(progress: BringUpProgress, out: Path) -> Iterator[str]:
-    """Of each part how it ended, after how many calls, and what shows that the last call went on."""
+def outcomes(progress: BringUpProgress, out: Path) -> Iterator[str]:
+    """Yield how each part ended, after how many calls, and how the last call resumed."""
     for part in PARTS:
         entry = progress.of(part.name)
         logs = sorted((out / "parts" / part.name).glob("log-*.txt"), key=lambda path: int(path.stem[4:]))
@@ -83,14 +83,14 @@ def went_on(progress: BringUpProgress, out: Path) -> Iterator[str]:
 def main(arguments: Sequence[str]) -> int:
     out, minutes, rest = Path(arguments[0]).resolve(), arguments[1], ["--small", *LONGER, *arguments[2:]]
     for position, part in enumerate(PARTS):
-        cut_off(part, SIGNALS[position % len(SIGNALS)], out, [*rest, "--minutes", minutes])
+        interrupt(part, SIGNALS[position % len(SIGNALS)], out, [*rest, "--minutes", minutes])
     status = UNFINISHED
     while status == UNFINISHED:
         process = start(out, rest)
         lines, _ = process.communicate()
         status = process.wait()
-        tell(rest, lines.splitlines(), status, out)
-    print(*went_on(read_progress(out), out), sep="\n")
+        report(rest, lines.splitlines(), status, out)
+    print(*outcomes(read_progress(out), out), sep="\n")
     for path in sorted((out / "packed").iterdir()):
         print(f"DIR/packed/{path.name}: {path.stat().st_size:,} bytes")
     return status

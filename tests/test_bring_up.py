@@ -1,4 +1,4 @@
-"""tools.bring_up: its parts cut off in every way go on, its page and figures, the comparison; tools.pack."""
+"""tools.bring_up: parts cut off in every way resume; its page and figures, the comparison; tools.pack."""
 
 import io
 import json
@@ -18,17 +18,17 @@ from tests.conftest import ROOT
 from tools import pack
 from tools.bring_up import __main__ as entry
 from tools.bring_up import command, run
-from tools.bring_up.baseline import Baseline, Change, read_baseline
-from tools.bring_up.figures import Figure, read_figures
-from tools.bring_up.page import pack_logs, write_all
-from tools.bring_up.parts import EAGER, PARTS, CallSettings, Part, words
+from tools.bring_up.figures import GOAL, PUBLISHED, Baseline, Change, Figure, read_baseline, read_figures
+from tools.bring_up.page import write_all
+from tools.bring_up.parts import EAGER, PARTS, CallSettings, Part, build_command
 from tools.bring_up.progress import BringUpProgress, PartProgress, check_same, read_progress
-from tools.bring_up.published import GOAL, PUBLISHED, stand_beside
-from tools.bring_up.run import Deadline, eager_wins, run_parts, seconds_of
+from tools.bring_up.run import eager_is_faster, estimate_seconds, run_parts
+from tools.shared import limited_command
+from tools.shared.limited_command import Deadline
 from utils.errors import ConfigError, DataError, ExpectedError
 
 MACHINE = {"device": "NVIDIA H200", "torch": "2.14.1", "cuda": "13.0", "host": "here", "type": "cuda"}
-# Counts its starts in its folder; goes on from there if asked to, and takes a second to stop.
+# Counts its starts in its folder and ends at the start with the given number; hangs at those before.
 PROGRAM = """
 import pathlib, sys, time
 folder, needed, stubborn = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -51,7 +51,6 @@ def program(tmp_path: Path) -> Path:
 
 
 def fake(program: Path, name: str, starts: int = 1, **rest: Any) -> Part:
-    """A part that ends at its start with this number and hangs at those before."""
     kind = rest.pop("kind", "polite")
     return Part(name, "a fake", f"{program} {{folder}} {starts} {kind}", rest.pop("seconds", 1.0), **rest)
 
@@ -63,14 +62,10 @@ def progress_in(folder: Path) -> BringUpProgress:
     return found
 
 
-def call(
-    table: list[Part], out: Path, seconds: float, clock: Deadline | None = None
-) -> tuple[BringUpProgress, list[str]]:
-    """One call: reads the progress, runs what there is time for."""
+def call(table: list[Part], out: Path, seconds: float) -> tuple[BringUpProgress, list[str]]:
+    """One call: reads the progress, runs the parts that there is time for."""
     progress, said = progress_in(out), []
-    run_parts(
-        table, CallSettings(out), progress, clock or Deadline(time.monotonic() + seconds), lambda: None, said.append
-    )
+    run_parts(table, CallSettings(out), progress, Deadline(time.monotonic() + seconds), lambda: None, said.append)
     progress.write()
     return read_progress(out), said
 
@@ -78,28 +73,29 @@ def call(
 @pytest.fixture(autouse=True)
 def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "GRACE", 0.5)
-    monkeypatch.setattr(run, "LEAST", 0.5)
+    monkeypatch.setattr(limited_command, "GRACE", 0.5)
+    monkeypatch.setattr(run, "MIN_SECONDS", 0.5)
 
 
 def states(progress: BringUpProgress) -> list[str]:
     return [part.state for part in progress.parts.values()]
 
 
-def test_every_part_is_cut_off_by_the_time_and_goes_on_in_the_next_call(program: Path, tmp_path: Path) -> None:
-    table = [fake(program, name, starts=2, goes_on=True) for name in ("a", "b", "c")]
+def test_a_part_cut_off_by_the_time_limit_resumes_in_the_next_call(program: Path, tmp_path: Path) -> None:
+    table = [fake(program, name, starts=2, resumable=True) for name in ("a", "b", "c")]
     out = tmp_path / "out"
-    for _ in range(20):  # a start that hangs ends its call; the next call ends that part and cuts off the next one
+    for _ in range(20):  # each call ends one part and cuts off the next
         progress, _said = call(table, out, seconds=2.5)
         if states(progress) == ["done"] * 3:
             break
     assert states(progress) == ["done"] * 3
     assert all(part.cut_offs >= 1 and part.calls > part.cut_offs for part in progress.parts.values())
-    assert (out / "parts/a/log-1.txt").read_text() == "start 1\n" and (out / "parts/a/log-2.txt").exists()
+    assert (out / "parts/a/log-1.txt").exists() and (out / "parts/a/log-2.txt").exists()
     _progress, said = call(table, out, seconds=2.5)
     assert said == []  # all is done: nothing runs again
 
 
-def test_a_stopped_call_ends_the_part_at_hand_and_leaves_the_rest(program: Path, tmp_path: Path) -> None:
+def test_a_stopped_call_ends_the_current_part_and_leaves_the_rest_waiting(program: Path, tmp_path: Path) -> None:
     clock = Deadline(time.monotonic() + 60)
     table = [fake(program, "a"), fake(program, "b", starts=2, kind="deaf"), fake(program, "c")]
     progress, said = progress_in(tmp_path), []
@@ -113,15 +109,15 @@ def test_a_stopped_call_ends_the_part_at_hand_and_leaves_the_rest(program: Path,
     run_parts(table, CallSettings(tmp_path), progress, clock, lambda: None, say)
     assert states(progress) == ["done", "cut off", "waiting"] and progress.of("b").note == "on request"
     assert call(table, tmp_path, 60)[0].parts["c"].state == "done"
-    assert (tmp_path / "parts/b/starts").read_text() == "xx"  # SIGTERM was ignored, so it was killed, and began again
+    assert (tmp_path / "parts/b/starts").read_text() == "xx"  # it ignored SIGTERM, so it was killed, and started again
 
 
-def test_a_killed_call_leaves_no_process_and_its_part_goes_on(program: Path, tmp_path: Path) -> None:
+def test_a_killed_call_leaves_no_process_and_its_part_resumes(program: Path, tmp_path: Path) -> None:
     table = f"[Part('a', 'a fake', '{program} {{folder}} 2 deaf', 1.0)]"
     script = (
         "import time, sys; from pathlib import Path; from tests.test_bring_up import *\n"
         f"out = Path({str(tmp_path)!r}); progress = progress_in(out)\n"
-        f"run_parts({table}, CallSettings(out), progress, Deadline(time.monotonic() + 60), lambda: None)"
+        f"run_parts({table}, CallSettings(out), progress, Deadline(time.monotonic() + 60), lambda: None, print)"
     )
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.DEVNULL)
     log = tmp_path / "parts/a/log-1.txt"
@@ -153,7 +149,7 @@ def running(word: str) -> bool:
     return False
 
 
-def test_what_begins_again_is_given_up_when_a_whole_call_was_not_enough_twice(program: Path, tmp_path: Path) -> None:
+def test_a_part_that_cannot_resume_fails_after_two_whole_calls(program: Path, tmp_path: Path) -> None:
     table = [fake(program, "a", starts=9), fake(program, "b")]
     assert states(call(table, tmp_path, 2)[0]) == ["cut off", "waiting"]
     progress, _said = call(table, tmp_path, 2)
@@ -161,7 +157,7 @@ def test_what_begins_again_is_given_up_when_a_whole_call_was_not_enough_twice(pr
     assert states(call(table, tmp_path, 20)[0]) == ["failed", "done"]
 
 
-def test_what_does_not_fit_waits_what_is_missing_is_named_what_fails_says_why(program: Path, tmp_path: Path) -> None:
+def test_a_part_waits_for_time_reports_missing_packages_and_why_it_failed(program: Path, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.py"
     wrong.write_text("print('error: no such block'); raise SystemExit(2)")
     table = [
@@ -181,7 +177,6 @@ def test_what_does_not_fit_waits_what_is_missing_is_named_what_fails_says_why(pr
 
 
 def test_every_part_of_the_table_is_a_command_that_parses(tmp_path: Path) -> None:
-    """Of training by train.py itself; of the tools their options; pytest's files exist."""
     from tools.bench.__main__ import COMMANDS
     from utils.config.command_line import parse_arguments
 
@@ -192,7 +187,7 @@ def test_every_part_of_the_table_is_a_command_that_parses(tmp_path: Path) -> Non
     assert names[len(order) : len(order) + 4] == ["bs128-opt", "accuracy", "peers", "record-75-bs2048"]
     for part in PARTS:
         for small in (False, True):
-            found = words(part, CallSettings(tmp_path, ("lr=0.3",), small, eager_wins=True))
+            found = build_command(part, CallSettings(tmp_path, ("lr=0.3",), small, eager_is_faster=True))
             assert "{" not in " ".join(found)
             if part.epochs:
                 config = parse_arguments(found[2:]).config
@@ -202,7 +197,7 @@ def test_every_part_of_the_table_is_a_command_that_parses(tmp_path: Path) -> Non
                 assert found[3] in COMMANDS
 
 
-def test_tests_that_passed_are_not_run_again(tmp_path: Path) -> None:
+def test_passed_tests_do_not_run_again(tmp_path: Path) -> None:
     part = next(part for part in PARTS if part.name == "gpu-tests")
     folder = tmp_path / "parts/gpu-tests"
     folder.mkdir(parents=True)
@@ -210,7 +205,7 @@ def test_tests_that_passed_are_not_run_again(tmp_path: Path) -> None:
         "tests/test_gpu.py::test_a[one two] PASSED [ 3%]\ntests/test_gpu.py::test_b FAILED [ 4%]\n"
         "tests/test_gpu.py::test_c \n"
     )
-    found = words(part, CallSettings(tmp_path))
+    found = build_command(part, CallSettings(tmp_path))
     assert [word for word in found if word.startswith("--deselect")] == [
         "--deselect=tests/test_gpu.py::test_a[one two]"
     ]
@@ -234,21 +229,21 @@ def rung(median: float, spread: float = 0.01) -> dict[str, Any]:
             "arithmetic_share": 0.25, "memory_share": 0.5}  # fmt: skip
 
 
-def test_eager_replaces_compilation_where_it_is_faster(tmp_path: Path) -> None:
+def test_eager_replaces_compilation_if_it_is_faster(tmp_path: Path) -> None:
     accuracy = next(part for part in PARTS if part.name == "accuracy")
     for eager, wins in ((900, False), (1100, True)):
         rungs = {"eager": rung(500), "compiled": rung(1500), "eager-graphs": rung(eager), "compiled-graphs": rung(1000)}
         report(tmp_path, "compile", {"rungs": rungs})
-        assert eager_wins(tmp_path) is wins
-        assert (EAGER in words(accuracy, CallSettings(tmp_path, eager_wins=wins))) is wins
-    report(tmp_path, "compile", {"rungs": {"eager": rung(500), "compiled": rung(1500)}})  # no graphs on a CPU
-    assert not eager_wins(tmp_path)
+        assert eager_is_faster(tmp_path) is wins
+        assert (EAGER in build_command(accuracy, CallSettings(tmp_path, eager_is_faster=wins))) is wins
+    report(tmp_path, "compile", {"rungs": {"eager": rung(500), "compiled": rung(1500)}})  # a CPU has no graphs
+    assert not eager_is_faster(tmp_path)
 
 
-def test_what_goes_on_stays_compiled_or_eager_as_it_began(program: Path, tmp_path: Path) -> None:
+def test_a_resumed_part_stays_compiled_or_eager(program: Path, tmp_path: Path) -> None:
     def table(seconds: float) -> list[Part]:
         command = f"{program} {{folder}} 2 polite {{compile}}"
-        return [Part("on", "", command, seconds, goes_on=True), Part("anew", "", command, seconds)]
+        return [Part("resumed", "", command, seconds, resumable=True), Part("restarted", "", command, seconds)]
 
     rungs = {"eager": rung(900), "compiled": rung(1000)}
     report(tmp_path, "compile", {"rungs": rungs})
@@ -257,29 +252,29 @@ def test_what_goes_on_stays_compiled_or_eager_as_it_began(program: Path, tmp_pat
     report(tmp_path, "compile", {"rungs": rungs | {"eager": rung(1100)}})
     progress, _ = call(table(1.0), tmp_path, seconds=60)
     assert states(progress) == ["done"] * 2
-    assert [EAGER in progress.parts[name].command for name in ("on", "anew")] == [False, True]
+    assert [EAGER in progress.parts[name].command for name in ("resumed", "restarted")] == [False, True]
 
 
-def test_estimates_come_from_what_was_measured(tmp_path: Path) -> None:
+def test_estimates_come_from_measurements(tmp_path: Path) -> None:
     record, limits = (next(part for part in PARTS if part.name == name) for name in ("record-75", "limits"))
-    call_settings = CallSettings(tmp_path)
-    assert seconds_of(record, call_settings, PartProgress()) == record.seconds
+    settings = CallSettings(tmp_path)
+    assert estimate_seconds(record, settings, PartProgress()) == record.seconds
     report(tmp_path, "ladder", {"rungs": {"fastest": rung(10_000)}})
-    assert seconds_of(record, call_settings, PartProgress()) == pytest.approx(25 + 18 * 53_333 / 10_000, rel=1e-3)
+    assert estimate_seconds(record, settings, PartProgress()) == pytest.approx(25 + 18 * 53_333 / 10_000, rel=1e-3)
     run_folder = tmp_path / "parts/record-75/run"
     run_folder.mkdir(parents=True)
     lines = [{"kind": "epoch", "epoch": number, "seconds": 7.0 * number} for number in range(1, 9)]
     (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert seconds_of(record, call_settings, PartProgress()) == 25 + 10 * 7.0
+    assert estimate_seconds(record, settings, PartProgress()) == 25 + 10 * 7.0
     cut_off = PartProgress(state="cut off", seconds=40.0, calls=1, cut_offs=1)
-    assert seconds_of(limits, call_settings, cut_off) == 60.0
+    assert estimate_seconds(limits, settings, cut_off) == 60.0
 
 
 # ---- figures, page, baseline
 
 
 def bring_up(folder: Path, fastest: float = 20_000, spread: float = 0.01, **machine: Any) -> BringUpProgress:
-    """A folder as a call leaves it: a ladder, limits, tests, a record."""
+    """Write a folder as a call leaves it: a ladder, limits, tests, a record."""
     rungs = {"bs256": rung(2_000), "bs256-amp": rung(5_000), "fastest": rung(fastest, spread)}
     report(folder, "ladder", {"limits": {}, "rungs": rungs})
     report(folder, "limits", {"product bf16, TFLOP/s": sample(700), "memory, GB/s": sample(4_000)})
@@ -307,7 +302,7 @@ def bring_up(folder: Path, fastest: float = 20_000, spread: float = 0.01, **mach
     return progress
 
 
-def test_figures_have_spread_and_their_share_of_the_ceiling(tmp_path: Path) -> None:
+def test_figures_have_a_spread_and_their_fraction_of_the_limit(tmp_path: Path) -> None:
     progress = bring_up(tmp_path)
     found = {figure.key: figure for figure in read_figures(tmp_path, progress.parts)}
     fastest = found["ladder: fastest, images/s"]
@@ -316,27 +311,29 @@ def test_figures_have_spread_and_their_share_of_the_ceiling(tmp_path: Path) -> N
     assert found["layers: convolution 3x3, 64x32x32 to 64, forward, ms"].share == 0.5
     assert found["record-75: time to 75%, s"].median == 41 and found["record-75: best accuracy, %"].median == 76
     assert (found["gpu-tests: passed, tests"].median, found["gpu-tests: failed, tests"].median) == (1, 1)
-    met = {(one.what, one.there): (one.met, one.better_by) for one in stand_beside(found)}
-    assert met["everything that only a GPU can show", 0] == (False, "+1.00")
-    assert met["each switch trains like float32", 0] == (None, "-")
-    assert met["22,000 images/s", 22_000] == (False, "0.91 x")
-    assert met["75 % within 60 s", 60][0] is True and met["75 % within 30 s", 30][0] is False
-    assert met["mixed precision", 1795] == (True, "2.79 x")
+    measured = [(one, found[one.key]) for one in PUBLISHED if one.key in found]
+    met = {one.what: (one.is_met(figure), one.relative(figure)) for one, figure in measured}
+    assert met["failed tests that need a GPU"] == (False, "+1.00")
+    assert "failed tests: each switch trains like float32" not in met
+    assert met["22,000 images/s"] == (False, "0.91 x")
+    assert met["75 % within 60 s"][0] is True and met["75 % within 30 s"][0] is False
+    assert met["mixed precision"] == (True, "2.79 x")
 
 
-def test_published_figures_are_those_of_the_sources() -> None:
+def test_published_figures_are_in_the_sources() -> None:
     sources = (ROOT / "results/reference/README.md").read_text("utf-8")
     assert [row for row in PUBLISHED if GOAL not in row.where and f"{row.value:,g}" not in sources] == []
 
 
-def test_the_page_is_offline_and_whole_and_the_raw_logs_restore_the_folder(tmp_path: Path) -> None:
+def test_the_page_is_offline_and_complete_and_the_raw_logs_restore_the_folder(tmp_path: Path) -> None:
     progress = bring_up(tmp_path / "one")
     slower = Figure("ladder", "fastest", 30_000, 29_000, 31_000, "images/s")
     regressions = write_all(tmp_path / "one", progress, Baseline(MACHINE, {"ladder": "done"}, [slower]))
     assert [line.partition(",")[0] for line in regressions] == ["ladder: fastest"]
     page = (tmp_path / "one/packed/bring_up.html").read_text("utf-8")
-    for text in ("NVIDIA H200", "Beside published figures and goals", "680", "REGRESSION ladder: fastest, images/s",
-                 "gpu-tests: failed: status 1: 1 failed", "25% of arithmetic", "goal for an H200"):  # fmt: skip
+    for text in ("NVIDIA H200", "Compared with published figures and goals", "680",
+                 "REGRESSION ladder: fastest, images/s", "gpu-tests: failed: status 1: 1 failed", "25% of arithmetic", "goal for an H200",
+                 "on NVIDIA H200", "41.00 (one seed)"):  # fmt: skip
         assert text in page
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page.partition("<script>")[0])
     content = json.loads((tmp_path / "one/packed/bring_up.json").read_text())
@@ -349,19 +346,19 @@ def test_the_page_is_offline_and_whole_and_the_raw_logs_restore_the_folder(tmp_p
     assert not list((tmp_path / "two").rglob("*.pt"))
 
 
-def test_logs_come_in_pieces_and_what_has_no_room_is_named(tmp_path: Path) -> None:
-    folder = tmp_path / "parts/a"
-    folder.mkdir(parents=True)
+def test_logs_come_in_pieces_and_files_without_room_are_listed(tmp_path: Path) -> None:
     (tmp_path / "packed").mkdir()
+    (tmp_path / "small.txt").write_text("kept")
     for number in range(6):
-        (folder / f"noise-{number}.txt").write_bytes(os.urandom(150_000 + number))
-    (folder / "small.txt").write_text("kept")
-    assert pack_logs(tmp_path, piece=350_000, pieces=2) == ["parts/a/noise-4.txt", "parts/a/noise-5.txt"]
+        (tmp_path / f"noise-{number}.txt").write_bytes(os.urandom(150_000 + number))
+    logs = [tmp_path / "small.txt", *sorted(tmp_path.glob("noise-*"))]
+    packed = (logs, tmp_path, tmp_path / "packed", "logs.tar.gz")
+    assert pack.pack_files(*packed, piece=350_000, max_pieces=2) == ["noise-4.txt", "noise-5.txt"]
     files = sorted((tmp_path / "packed").iterdir())
     assert [path.name for path in files] == ["logs.tar.gz.1", "logs.tar.gz.2"]
     with tarfile.open(fileobj=io.BytesIO(b"".join(path.read_bytes() for path in files))) as archive:
         assert len(archive.getnames()) == 5
-    assert pack_logs(tmp_path, piece=2_000_000, pieces=2) == []
+    assert pack.pack_files(*packed, piece=2_000_000, max_pieces=2) == []
     assert [path.name for path in (tmp_path / "packed").iterdir()] == ["logs.tar.gz.1"]
 
 
@@ -373,8 +370,8 @@ def figure(median: float, low: float, high: float, unit: str = "images/s", bette
     ("before", "now", "regressed"),
     [
         (figure(100, 98, 102), figure(90, 88, 92), True),
-        (figure(100, 85, 102), figure(90, 88, 92), False),  # within what the trials differed
-        (figure(100, 99.9, 100.1), figure(97, 96.9, 97.1), False),  # less than machines of one kind differ
+        (figure(100, 85, 102), figure(90, 88, 92), False),  # the trials overlap
+        (figure(100, 99.9, 100.1), figure(97, 96.9, 97.1), False),  # within the difference of machines of one kind
         (figure(100, 98, 102), figure(120, 118, 122), False),
         (figure(1.0, 0.9, 1.1, "ms", "lower"), figure(1.3, 1.2, 1.4, "ms", "lower"), True),
         (figure(60, 60, 60, "s", "lower"), figure(70, 70, 70, "s", "lower"), False),  # a single run
@@ -393,7 +390,7 @@ def test_another_version_is_compared_another_device_and_a_rehearsal_are_refused(
 ) -> None:
     write_all(tmp_path / "old", bring_up(tmp_path / "old", torch="2.11.0"))
     bring_up(tmp_path / "new", fastest=15_000)
-    monkeypatch.setattr(command, "look", lambda: dict(MACHINE))
+    monkeypatch.setattr(command, "describe_machine", lambda: dict(MACHINE))
     arguments = ["--out", str(tmp_path / "new"), "--baseline", str(tmp_path / "old"), "--part", "ladder"]
     assert command.main(arguments) == 1
     said = capsys.readouterr().out
@@ -403,15 +400,15 @@ def test_another_version_is_compared_another_device_and_a_rehearsal_are_refused(
     assert "REGRESSION ladder: fastest" in (tmp_path / "new/packed/bring_up.html").read_text("utf-8")
     bring_up(tmp_path / "new")
     assert command.main(arguments) == 0 and "REGRESSION none" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="was another device: NVIDIA H200, this is NVIDIA A100"):
+    with pytest.raises(ConfigError, match="was measured on NVIDIA H200, this is NVIDIA A100"):
         read_baseline(tmp_path / "old", {"device": "NVIDIA A100"}, small=False)
     with pytest.raises(ConfigError, match="rehearsal"):
         read_baseline(tmp_path / "old", MACHINE, small=True)
-    with pytest.raises(ConfigError, match="no bring-up"):
+    with pytest.raises(ConfigError, match="holds no bring-up"):
         read_baseline(tmp_path / "nothing", MACHINE, small=False)
 
 
-def test_a_rung_that_is_gone_is_a_regression(tmp_path: Path) -> None:
+def test_a_missing_rung_is_a_regression(tmp_path: Path) -> None:
     progress = bring_up(tmp_path)
     before = read_figures(tmp_path, progress.parts)
     now = [figure for figure in before if "bs256-amp" not in figure.name]
@@ -419,9 +416,9 @@ def test_a_rung_that_is_gone_is_a_regression(tmp_path: Path) -> None:
     assert gone == ["ladder: bs256-amp, images/s", "ladder: bs256-amp, step alone, images/s"]
 
 
-def test_a_failed_part_runs_again_where_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_part_runs_again_if_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bring_up(tmp_path)
-    monkeypatch.setattr(command, "look", lambda: dict(MACHINE))
+    monkeypatch.setattr(command, "describe_machine", lambda: dict(MACHINE))
     monkeypatch.setattr(command, "run_parts", lambda *_: None)
     assert command.main(["--out", str(tmp_path), "--part", "gpu-tests", "--part", "limits"]) == command.UNFINISHED
     parts = read_progress(tmp_path).parts
@@ -432,12 +429,12 @@ def test_a_failed_part_runs_again_where_it_is_named(tmp_path: Path, monkeypatch:
 def test_figures_of_two_kinds_of_machine_are_never_mixed(tmp_path: Path) -> None:
     progress = bring_up(tmp_path)
     check_same(progress, MACHINE | {"host": "another"}, False, [])
-    with pytest.raises(ConfigError, match=r"torch 2\.14\.1 -> 2\.11\.0"):
+    with pytest.raises(ConfigError, match=r"begun differently: torch 2\.14\.1 -> 2\.11\.0"):
         check_same(progress, MACHINE | {"torch": "2.11.0"}, False, [])
-    with pytest.raises(ConfigError, match="--small"):
+    with pytest.raises(ConfigError, match="--small False -> True"):
         check_same(progress, MACHINE, True, [])
     (tmp_path / "state.json").write_text("{")
-    with pytest.raises(ConfigError, match="is no state"):
+    with pytest.raises(ConfigError, match="not the state of a bring-up"):
         read_progress(tmp_path)
 
 
@@ -446,11 +443,12 @@ def test_the_list_runs_and_writes_nothing(tmp_path: Path, capsys: pytest.Capture
     said = capsys.readouterr().out
     assert all(f"{part.name} " in said for part in PARTS) and "about 90.0 s" in said
     assert not (tmp_path / "out").exists()
-    assert command.main(["--out", str(tmp_path), "--part", "lader"]) == 2
-    assert "expected one of: doctor, gpu-tests" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--out", str(tmp_path), "--part", "lader"])
+    assert re.search("lader.*doctor.*gpu-tests", capsys.readouterr().err)
 
 
-def test_what_is_missing_is_named_before_anything_starts(
+def test_a_missing_package_is_reported_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly", None)
@@ -459,8 +457,7 @@ def test_what_is_missing_is_named_before_anything_starts(
 
 
 @pytest.mark.slow
-def test_a_real_part_is_cut_off_and_goes_on(tmp_path: Path) -> None:
-    """Of a rehearsal: by a signal to the command, which reports 75; then to its end, with the page."""
+def test_a_real_part_is_cut_off_and_resumes(tmp_path: Path) -> None:
     name = "record-75"
     words = [sys.executable, "-m", "tools.bring_up", "--out", str(tmp_path), "--small", "--set=device=cpu"]
     process = subprocess.Popen([*words, "--part", name], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -480,7 +477,7 @@ def test_a_real_part_is_cut_off_and_goes_on(tmp_path: Path) -> None:
 # ---- tools.pack
 
 
-def test_pieces_are_small_and_one_line_of_shell_restores_tree_and_data(
+def test_one_line_of_shell_restores_tree_and_data_from_small_pieces(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not (ROOT / ".git").exists():
@@ -511,7 +508,7 @@ def test_pieces_are_small_and_one_line_of_shell_restores_tree_and_data(
     assert pack.main(["--out", str(pieces)]) == 2  # not empty
 
 
-def test_what_is_wanted_are_the_packages_with_their_needs_without_those_of_the_target() -> None:
+def test_wanted_packages_include_their_needs_but_not_those_of_the_target() -> None:
     found = pack.wanted(["required", "tests"])
     assert {"pydantic", "pydantic-core", "ruamel-yaml", "pytest", "iniconfig"} <= set(found)
     assert not {"torch", "numpy", "rich"} & set(found)
@@ -521,6 +518,6 @@ def test_what_is_wanted_are_the_packages_with_their_needs_without_those_of_the_t
         pack.download({"pydantic": "0.0.0.nowhere"}, Path("/nonexistent"), "3.12", None)
 
 
-def test_pack_refuses_data_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_data_is_an_error(tmp_path: Path) -> None:
     assert pack.main(["--out", str(tmp_path / "out"), "--data", str(tmp_path / "none")]) == DataError.exit_status
     assert not (tmp_path / "out").exists()

@@ -314,7 +314,7 @@ def test_states(run, page, tmp_path, capsys):
 def test_a_run_that_ended_at_its_accuracy_is_finished(run, page):
     folder = run("enough", stop_at_accuracy=0.01)
     text, tables = page(folder)
-    assert tables["results"][1][1:3] == ["finished", "1 of 2"] and "What could not be read" not in text
+    assert tables["results"][1][1:3] == ["finished", "1 of 2"] and "Problems and unfinished parts" not in text
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join(line for line in lines if '"kind": "end"' not in line) + "\n")
     assert page(folder)[1]["results"][1][1] == "failed", "the epoch ended, the run did not"

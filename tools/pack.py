@@ -92,6 +92,26 @@ def split(path: Path, folder: Path, size: int) -> dict[str, str]:
     return sums
 
 
+def pack_files(files: Sequence[Path], root: Path, target: Path, name: str, piece: int, max_pieces: int) -> list[str]:
+    """Write `files` as NAME.1, NAME.2 and so on in `target`, of at most `piece` bytes each.
+
+    Returns the paths, relative to `root`, for which there was no room."""
+    buffer, room, no_room = io.BytesIO(), piece * max_pieces, []
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as archive:
+        for path in files:
+            room -= path.stat().st_size + 2 * tarfile.BLOCKSIZE  # an upper bound: compressed it is smaller
+            if room < 0:
+                no_room.append(str(path.relative_to(root)))
+            else:
+                archive.add(path, str(path.relative_to(root)))
+    for old in target.glob(f"{name}.*"):
+        old.unlink()
+    content = buffer.getvalue()
+    for number, start in enumerate(range(0, len(content), piece), start=1):
+        write_file(target / f"{name}.{number}", content[start : start + piece])
+    return no_room
+
+
 def wanted(groups: Iterable[str]) -> dict[str, str]:
     """{package: version here} of the groups and all that they need, without what the target has."""
     has = closure(THERE, {}, optional=True)

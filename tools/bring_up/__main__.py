@@ -1,13 +1,12 @@
-"""`python -m tools.bring_up`: names a package that is missing before anything starts; then command.py."""
+"""`python -m tools.bring_up`: reports a missing package before anything starts, then runs command.py."""
 
 import sys
 from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
     try:
-        import jinja2  # noqa: F401 - of the page, which comes last
+        import jinja2  # noqa: F401 - for the page, which is written last
         import plotly  # noqa: F401
 
         from tools.bring_up.command import main as start

@@ -1,37 +1,33 @@
-"""A bring-up as one offline page, one JSON file and an archive of its raw logs in pieces: DIR/packed/."""
+"""Writes DIR/packed/: a bring-up as one offline page, one JSON file, and an archive of its raw logs in pieces."""
 
-import io
-import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tools.bring_up.baseline import Baseline, Change
-from tools.bring_up.figures import Figure, read_figures
+from tools.bring_up.figures import PUBLISHED, Baseline, Change, Figure, read_figures
 from tools.bring_up.parts import PARTS
 from tools.bring_up.progress import BringUpProgress
-from tools.bring_up.published import stand_beside
+from tools.pack import pack_files
 from tools.report import Section, duration, gather, render_page, sections_of
 from tools.shared.output import printable, write_file, write_json
 from tools.shared.pages.plots import Style
 from utils.errors import DataError
-from utils.files import write_atomically
 from utils.program import CODE
 
 CURVES = CODE / "results/reference/sc20_curves.json"
-DRAWN = ("compile", "ladder", "loaders")  # reports that tools.report draws bars of
-REHEARSAL = "A REHEARSAL with small sizes: the figures measure nothing. "
+BAR_CHARTS = ("compile", "ladder", "loaders")  # parts whose reports tools.report draws as bars
+TRAININGS = {part.name for part in PARTS if part.epochs}
 REGRESSION = (
-    "A regression is worse by more than 5 % (25 % for the seconds of a single run, 1 point for an accuracy), and "
-    "where there are several trials each of them is worse than each earlier one."
+    "A regression is worse by more than 5 % (25 % for the seconds of a single run, 1 point for an accuracy). With "
+    "several trials, each must also be worse than each earlier one."
 )
-PIECE = 16 * 2**20  # bytes; some machines give back only so much in a file
-PIECES = 6  # at most: 8 files with the page and the figures
-LEFT_OUT = (".pt", ".tmp", ".lock")
+PIECE = 16 * 2**20  # bytes; some machines return only files of limited size
+MAX_PIECES = 6  # with the page and the figures 8 files
+NOT_PACKED = (".pt", ".tmp", ".lock")
 
 
 def write_all(out: Path, progress: BringUpProgress, baseline: Baseline | None = None) -> list[str]:
-    """Write everything in packed/; returns a line for each regression against the baseline."""
+    """Write everything in packed/. Returns a line for each regression against the baseline."""
     figures = read_figures(out, progress.parts)
     changes = baseline.changes(figures) if baseline else []
     regressions = [str(change) for change in changes if change.regressed]
@@ -40,56 +36,42 @@ def write_all(out: Path, progress: BringUpProgress, baseline: Baseline | None = 
         regressions += [f"{key}: in the baseline, not here" for key in gone]
     packed = out / "packed"
     packed.mkdir(exist_ok=True)
-    left_out = pack_logs(out)
     content = {
         "rehearsal": progress.small,
-        "machine": progress.machine,
-        "settings": progress.settings,
+        **progress.model_dump(include={"machine", "settings"}),
         "parts": {part.name: progress.of(part.name).model_dump() for part in PARTS},
         "figures": [asdict(figure) for figure in figures],
         "regressions": regressions,
-        "left_out_of_the_packed_logs": left_out,
+        "left_out_of_the_packed_logs": pack_logs(out),
     }
     write_json(packed / "bring_up.json", content)
-    styles, drawn, problems = _drawn(out)
-    sections = [*_tables(progress, figures, changes), *drawn]
-    untold = [f"{name}: {entry.state}: {entry.note}" for name, entry in progress.parts.items()
-              if entry.state not in ("done", "running")]  # fmt: skip
-    title = f"{REHEARSAL if progress.small else ''}Bring-up of {progress.machine.get('device')}"
-    lines = [*(f"REGRESSION {line}" for line in regressions), *untold, *problems]
+    styles, charts, problems = _charts(out)
+    unfinished = [f"{name}: {entry.state}: {entry.note}" for name, entry in progress.parts.items()
+                  if entry.state not in ("done", "running")]  # fmt: skip
+    rehearsal = "A REHEARSAL with small sizes: the figures measure nothing. " if progress.small else ""
+    title = f"{rehearsal}Bring-up of {progress.machine.get('device')}"
+    lines = [*(f"REGRESSION {line}" for line in regressions), *unfinished, *problems]
+    sections = [*_tables(progress, figures, changes), *charts]
     page = render_page(printable(title), [printable(line) for line in lines], sections, styles)
     write_file(packed / "bring_up.html", page.encode("utf-8", "backslashreplace"))
     return regressions
 
 
-def pack_logs(out: Path, piece: int = PIECE, pieces: int = PIECES) -> list[str]:
-    """Write packed/logs.tar.gz.1 and so on; returns what has no room, the smallest files being packed first.
+def pack_logs(out: Path) -> list[str]:
+    """Write packed/logs.tar.gz.1 and so on. The smallest files come first; returns those without room.
 
-    Unpacked they make a folder that another call can go on with. Checkpoints are not in them, so that a training that
-    was cut off begins again there."""
+    Another call can continue in the unpacked folder. Checkpoints are not packed, so an unfinished training starts again
+    there."""
     files = [path for path in (out / "state.json", *(out / "parts").rglob("*")) if path.is_file()]
-    files = [path for path in files if path.suffix not in LEFT_OUT and "checkpoints" not in path.parts]
+    files = [path for path in files if path.suffix not in NOT_PACKED and "checkpoints" not in path.parts]
     files.sort(key=lambda path: (path.name != "state.json", path.stat().st_size, path))
-    buffer, room, left_out = io.BytesIO(), piece * pieces, []
-    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as archive:
-        for path in files:
-            room -= path.stat().st_size + 2 * tarfile.BLOCKSIZE  # packed it is smaller
-            if room < 0:
-                left_out.append(str(path.relative_to(out)))
-            else:
-                archive.add(path, str(path.relative_to(out)))
-    for old in (out / "packed").glob("logs.tar.gz.*"):
-        old.unlink()
-    content = buffer.getvalue()
-    for number, start in enumerate(range(0, len(content), piece), start=1):
-        write_atomically(out / f"packed/logs.tar.gz.{number}", content[start : start + piece])
-    return left_out
+    return pack_files(files, out, out / "packed", "logs.tar.gz", PIECE, MAX_PIECES)
 
 
-def _drawn(out: Path) -> tuple[Mapping[str, Style], list[Section], list[str]]:
-    """Runs beside the published curves, and bars, as tools.report shows them."""
+def _charts(out: Path) -> tuple[Mapping[str, Style], list[Section], list[str]]:
+    """Return the runs next to the published curves, and bars, as tools.report shows them."""
     runs = [path.parent for path in sorted((out / "parts").glob("*/run/metrics.jsonl"))]
-    reports = [path for name in DRAWN if (path := out / "parts" / name / "report.json").exists()]
+    reports = [path for name in BAR_CHARTS if (path := out / "parts" / name / "report.json").exists()]
     published = [CURVES] if runs and CURVES.exists() else []
     try:
         found = gather([*runs, *published, *reports])
@@ -100,35 +82,42 @@ def _drawn(out: Path) -> tuple[Mapping[str, Style], list[Section], list[str]]:
 
 
 def _tables(progress: BringUpProgress, figures: Sequence[Figure], changes: Sequence[Change]) -> list[Section]:
+    device = f"on {progress.machine.get('device')}"
     compared = [
         (change.now.key, change.before.text(), change.now.text(), f"{change.percent:+.1f} %",
          "REGRESSION" if change.regressed else "")
         for change in changes
     ]  # fmt: skip
-    met = {None: "not measured", True: "yes", False: "NO"}
-    published = [
-        (one.what, one.where, f"{one.there:,g}", one.here.text() if one.here else "-", one.better_by, met[one.met],
-         _share(one.here))
-        for one in stand_beside({figure.key: figure for figure in figures})
-    ]  # fmt: skip
+    by_key = {figure.key: figure for figure in figures}
+    published = []
+    for entry in PUBLISHED:
+        row = ("-", "-", "not measured", "-")
+        if here := by_key.get(entry.key):
+            row = (_value(here), entry.relative(here), "yes" if entry.is_met(here) else "NO", _share(here))
+        published.append((entry.what, entry.where, f"{entry.value:,g}", *row))
     parts = []
     for part in PARTS:
-        entry = progress.of(part.name)
-        seconds = duration(entry.seconds) if entry.calls else "-"
-        parts.append((f"{part.name}: {part.what}", entry.state, seconds, entry.calls, entry.note))
-    rows = [(figure.part, figure.name, figure.text(), figure.unit, _share(figure)) for figure in figures]
+        done = progress.of(part.name)
+        seconds = duration(done.seconds) if done.calls else "-"
+        parts.append((f"{part.name}: {part.what}", done.state, seconds, done.calls, done.note))
+    rows = [(figure.part, figure.name, _value(figure), figure.unit, _share(figure)) for figure in figures]
     machine = [(name, value) for name, value in progress.machine.items() if value not in (None, {})]
-    beside = ("what", "on", "there", "here", "better by", "at least as good", "share of this device's ceiling")
+    compare = ("what", "device or goal", "there", device, "relative", "at least as good", "fraction of a limit")
     return [
-        Section("Against the baseline", "baseline", ("figure", "before", "now", "change", ""), compared, REGRESSION),
-        Section("Beside published figures and goals", "published", beside, published,
-                "Images/s where no other unit is named. results/reference/README.md has the sources."),
+        Section("Compared with the baseline", "baseline", ("figure", "before", "now", "change", ""), compared,
+                f"Both {device}. {REGRESSION}"),
+        Section("Compared with published figures and goals", "published", compare, published,
+                "Images/s unless another unit is named. docs/sources.md has the sources."),
         Section("Parts", "parts", ("part", "state", "time", "calls", "note"), parts),
-        Section("Figures", "figures", ("part", "figure", "value", "unit", "share of the ceiling"), rows,
-                "Median (lowest-highest) of the trials. The ceilings are those that the part limits measured here."),
+        Section("Figures", "figures", ("part", "figure", device, "unit", "fraction of a limit"), rows,
+                "Median (lowest-highest) of the trials. The part limits measured the limits here."),
         Section("Machine", "machine", ("", "value"), machine),
     ]  # fmt: skip
 
 
-def _share(figure: Figure | None) -> str:
-    return "-" if figure is None or figure.share is None else f"{figure.share:.0%} of {figure.of}"
+def _value(figure: Figure) -> str:
+    return figure.text() + (" (one seed)" if figure.part in TRAININGS and figure.unit in ("%", "s") else "")
+
+
+def _share(figure: Figure) -> str:
+    return "-" if figure.share is None else f"{figure.share:.0%} of {figure.of}"

@@ -1,4 +1,4 @@
-"""What has been done of a bring-up: DIR/state.json, written whole at every change, so any call may be killed."""
+"""The progress of a bring-up: DIR/state.json, written whole at every change, so that any call may be killed."""
 
 import json
 from pathlib import Path
@@ -6,19 +6,20 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
+from tools.bench.reports import read_report
 from tools.shared.output import write_json
-from utils.errors import ConfigError
+from utils.errors import ConfigError, DataError
 
-SAME = ("device", "torch", "cuda", "cudnn", "torchvision", "python")  # of the machines whose figures stand together
+MUST_MATCH = ("device", "torch", "cuda", "cudnn", "torchvision", "python")  # in all calls of one folder
 
 
 class PartProgress(BaseModel):
     """One part's progress."""
 
     state: str = "waiting"  # running, cut off, done, failed, left out
-    seconds: float = 0.0  # of all calls together
+    seconds: float = 0.0  # all calls together
     calls: int = 0
-    cut_offs: int = 0  # by the end of a call's time
+    cut_offs: int = 0  # calls that ended before the part did
     note: str = ""
     command: list[str] = []
     host: str = ""
@@ -29,7 +30,7 @@ class PartProgress(BaseModel):
 
 
 class BringUpProgress(BaseModel):
-    """The file, and what is in it."""
+    """The content of state.json."""
 
     path: Path = Field(exclude=True)
     machine: dict[str, Any] = {}
@@ -45,16 +46,14 @@ class BringUpProgress(BaseModel):
 
 
 def read_progress(folder: Path) -> BringUpProgress:
-    """What DIR holds; nothing done where it holds none. A part that was running when its call was killed is cut off.
-
-    `ConfigError` where the file is damaged."""
+    """Read DIR/state.json; empty if there is none. Raises `ConfigError` if it is damaged."""
     path = folder / "state.json"
     if not path.exists():
         return BringUpProgress(path=path)
     try:
         progress = BringUpProgress.model_validate({**json.loads(path.read_text("utf-8")), "path": path})
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: is no state of a bring-up: {error!r}; give another --out") from None
+        raise ConfigError(f"{path}: not the state of a bring-up: {error!r}; give another --out") from None
     for entry in progress.parts.values():
         if entry.state == "running":
             entry.state, entry.note = "cut off", "its call was killed"
@@ -62,25 +61,19 @@ def read_progress(folder: Path) -> BringUpProgress:
 
 
 def check_same(progress: BringUpProgress, machine: dict[str, Any], small: bool, settings: list[str]) -> None:
-    """`ConfigError` where DIR holds figures that cannot stand beside those of this call."""
-    before, folder = progress.machine, progress.path.parent
-    different = [
-        f"{key} {before.get(key)} -> {machine.get(key)}" for key in SAME if before.get(key) != machine.get(key)
-    ]
-    if before and different:
-        raise ConfigError(
-            f"{folder}: was begun elsewhere: {', '.join(different)}\ngive another --out; --baseline compares"
-        )
-    if before and (progress.small, progress.settings) != (small, settings):
-        was = (
-            " ".join(["--small"] * progress.small + [f"--set {text}" for text in progress.settings]) or "none of these"
-        )
-        raise ConfigError(f"{folder}: was begun with other --small or --set: {was}; give them, or --out")
+    """Raise `ConfigError` if DIR holds figures of another machine, size or settings."""
+    before = {key: progress.machine.get(key) for key in MUST_MATCH}
+    before |= {"--small": progress.small, "--set": progress.settings}
+    now = {key: machine.get(key) for key in MUST_MATCH} | {"--small": small, "--set": settings}
+    different = ", ".join(f"{key} {before[key]} -> {now[key]}" for key in now if before[key] != now[key])
+    if progress.machine and different:
+        folder = progress.path.parent
+        raise ConfigError(f"{folder}: was begun differently: {different}\ngive another --out; --baseline compares")
 
 
 def read_results(out: Path, part: str) -> dict[str, Any]:
-    """The results that a bench wrote; empty where there is nothing whole."""
+    """Return the results of a bench; empty if there is no complete report."""
     try:
-        return dict(json.loads((out / "parts" / part / "report.json").read_text("utf-8"))["results"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_report(out / "parts" / part / "report.json").results
+    except DataError:
         return {}

@@ -1,0 +1,71 @@
+"""Run a command until a time limit or a signal, with its output in a log, and leave none of its processes behind."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from utils.program import CODE
+
+GRACE = 20.0  # seconds from SIGTERM to SIGKILL, in which a command saves and ends
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Deadline:
+    """When to end (time.monotonic), and whether a signal asked to end now."""
+
+    moment: float
+    stopped: bool = False
+
+    def left(self) -> float:
+        return self.moment - time.monotonic()
+
+    def stop(self, *_: object) -> None:
+        """Handle a signal."""
+        self.stopped = True
+
+
+def run_limited(command: Sequence[str], log: Path, limit: float, deadline: Deadline) -> int | None:
+    """Run a command and return its exit status, or None if it was ended after `limit` seconds or by
+    `deadline.stop`."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=CODE, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True, preexec_fn=_die_with_parent,  # noqa: PLW1509 - there are no threads here
+        )  # fmt: skip
+        ends = time.monotonic() + limit
+        try:
+            while process.poll() is None and time.monotonic() < ends and not deadline.stopped:
+                time.sleep(0.05)
+            ended_itself = process.poll() is not None
+            if not ended_itself:
+                _signal_group(process, signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE)
+        finally:
+            _signal_group(process, signal.SIGKILL)
+            process.wait()
+    return process.returncode if ended_itself or process.returncode == 0 else None
+
+
+def _die_with_parent() -> None:
+    """Be killed with the parent: a command that keeps running would disturb later measurements."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _signal_group(process: "subprocess.Popen[bytes]", number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+def last_line(log: Path) -> str:
+    """Return the last error in a log, or its last line."""
+    lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or lines or ["no output"])[-1][:300]
