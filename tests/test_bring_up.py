@@ -23,8 +23,8 @@ from tools.bring_up.page import write_all
 from tools.bring_up.parts import EAGER, PARTS, CallSettings, Part, build_command
 from tools.bring_up.progress import BringUpProgress, PartProgress, check_same, read_progress
 from tools.bring_up.run import eager_is_faster, estimate_seconds, run_parts
-from tools.shared import limited_command
-from tools.shared.limited_command import Deadline
+from tools.shared import processes
+from tools.shared.processes import Deadline
 from utils.errors import ConfigError, DataError, ExpectedError
 
 MACHINE = {"device": "NVIDIA H200", "torch": "2.14.1", "cuda": "13.0", "host": "here", "type": "cuda"}
@@ -73,7 +73,7 @@ def call(table: list[Part], out: Path, seconds: float) -> tuple[BringUpProgress,
 @pytest.fixture(autouse=True)
 def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "GRACE", 0.5)
-    monkeypatch.setattr(limited_command, "GRACE", 0.5)
+    monkeypatch.setattr(processes, "GRACE", 0.5)
     monkeypatch.setattr(run, "MIN_SECONDS", 0.5)
 
 
@@ -331,9 +331,9 @@ def test_the_page_is_offline_and_complete_and_the_raw_logs_restore_the_folder(tm
     regressions = write_all(tmp_path / "one", progress, Baseline(MACHINE, {"ladder": "done"}, [slower]))
     assert [line.partition(",")[0] for line in regressions] == ["ladder: fastest"]
     page = (tmp_path / "one/packed/bring_up.html").read_text("utf-8")
-    for text in ("NVIDIA H200", "Compared with published figures and goals", "680",
-                 "REGRESSION ladder: fastest, images/s", "gpu-tests: failed: status 1: 1 failed", "25% of arithmetic", "goal for an H200",
-                 "on NVIDIA H200", "41.00 (one seed)"):  # fmt: skip
+    for text in ("NVIDIA H200", "Compared with published figures and goals", "680", "on NVIDIA H200",
+                 "REGRESSION ladder: fastest, images/s", "gpu-tests: failed: status 1: 1 failed", "25% of arithmetic",
+                 "goal for an H200", "41.00 (one seed)"):  # fmt: skip
         assert text in page
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page.partition("<script>")[0])
     content = json.loads((tmp_path / "one/packed/bring_up.json").read_text())

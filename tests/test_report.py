@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 from tools import runs as runs_tool
 from tools.report import duration, goals, main, same_but_seed
 from tools.shared.pages.plots import style
-from tools.shared.png_plots import COLOURS
+from tools.shared.pages.png_plots import COLOURS
 from tools.shared.read_runs import Run, differences, read
 from train import Trainer
 

@@ -267,7 +267,7 @@ def published_table(seen: bool) -> str:
 
 def plot(path: Path, weak: Sequence[ForecastRow], strong: Sequence[ForecastRow]) -> None:
     """Draw throughput and efficiency against GPUs. Raises `ConfigError` if matplotlib is missing."""
-    from tools.shared.png_plots import new_figure, save
+    from tools.shared.pages.png_plots import new_figure, save
 
     figure, (left, right) = new_figure(1, 2)
     for name, rows in (("weak", weak), ("strong", strong)):

@@ -26,7 +26,7 @@ from tools.bench.training import Rung, alone, training_flops_per_image
 from tools.bench.workers import Worker
 from tools.shared.command_line import add_count
 from tools.shared.output import check_writable, print_table
-from tools.shared.png_plots import draw_bars, new_figure, save
+from tools.shared.pages.png_plots import draw_bars, new_figure, save
 from utils.config import Config, load_config
 from utils.data.build import open_dataset
 from utils.distributed.world import World

@@ -26,9 +26,8 @@ from tools.bring_up.progress import PartProgress, check_same, read_progress
 from tools.bring_up.run import eager_is_faster, estimate_seconds, run_parts
 from tools.report import duration
 from tools.shared.command_line import minutes, new_parser
-from tools.shared.limited_command import Deadline
-from tools.shared.machine import describe_machine
 from tools.shared.output import make_folder
+from tools.shared.processes import Deadline, describe_machine
 from utils.errors import ConfigError, exit_in_a_line
 
 UNFINISHED = 75

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tools.bring_up.parts import EAGER, SMALL_SECONDS, CallSettings, Part, build_command, passed_tests
 from tools.bring_up.progress import BringUpProgress, PartProgress, read_results
-from tools.shared.limited_command import GRACE, Deadline, last_line, run_limited
+from tools.shared.processes import GRACE, Deadline, last_line, run_limited
 from tools.shared.read_runs import read_run_folder
 
 MIN_SECONDS = 40.0  # a resumable part does not start with less: its start-up takes some of it

@@ -9,7 +9,7 @@ from typing import Any
 
 from tools.bench.reports import Rate, Report, rates
 from tools.shared.ledger import LABELS, TimeLedger
-from tools.shared.png_plots import COLOURS
+from tools.shared.pages.png_plots import COLOURS
 from tools.shared.read_runs import Run
 
 LOSS_OUTLIER = 1.5  # times the 95th percentile of what is drawn: the first view cuts losses above it off

@@ -1,4 +1,5 @@
-"""Run a command until a time limit or a signal, with its output in a log, and leave none of its processes behind."""
+"""Run commands until a time limit or a signal, with their output in a log, and leave no process behind; describe the
+machine from another process."""
 
 import ctypes
 import os
@@ -6,10 +7,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
+from utils.errors import ExpectedError
 from utils.program import CODE
 
 GRACE = 20.0  # seconds from SIGTERM to SIGKILL, in which a command saves and ends
@@ -69,3 +74,28 @@ def last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or ["no output"])[-1][:300]
+
+
+def describe_machine() -> dict[str, Any]:
+    """Describe the machine in another process, so that this one holds no GPU memory while it measures."""
+    try:
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            return pool.submit(_describe).result()
+    except (ImportError, RuntimeError, OSError) as error:
+        raise ExpectedError(f"PyTorch does not start here: {error}\ntry python -m tools.doctor") from None
+
+
+def _describe() -> dict[str, Any]:
+    """Return versions, device, commit and the device's memory."""
+    import torch
+
+    from utils.distributed.world import choose_device
+    from utils.run.logging.environment import describe_environment
+
+    device, packed_commit = choose_device("auto", 0), CODE / "commit.txt"  # tools.pack writes it: a tree without .git
+    found = describe_environment(device, 1)
+    found.pop("command")
+    if found["commit"] is None and packed_commit.exists():
+        found["commit"] = packed_commit.read_text("utf-8").strip()
+    gigabytes = torch.cuda.mem_get_info(device)[1] / 1e9 if device.type == "cuda" else None
+    return found | {"type": device.type, "gigabytes": gigabytes}
