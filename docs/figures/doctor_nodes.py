@@ -18,7 +18,7 @@ from typing import Any
 from matplotlib.patches import Rectangle
 
 from tools.doctor.findings import SLOW, Document, read_document
-from tools.shared.png_plots import new_figure, save
+from tools.shared.pages.png_plots import new_figure, save
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "results/2026-11-25-doctor-nodes"
