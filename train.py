@@ -50,7 +50,7 @@ from utils.training.batches import TrainingBatches
 from utils.training.checks.dry_run import describe
 from utils.training.checks.stragglers import StepWatch, input_remedy
 from utils.training.checks.verify_steps import Verifier
-from utils.training.learner import build_learner, check_keys, check_outputs
+from utils.training.learner import build_learner, check_outputs, check_settings
 from utils.training.metrics.confusion import Confusion
 from utils.training.metrics.throughput import Throughput
 from utils.training.validation import Collector, validate
@@ -74,7 +74,7 @@ class Trainer:
     ) -> None:
         self.config, self.world, self.folder, self.config_name, self.resume = config, world, folder, config_name, resume
         self.clock = clock or Clock()
-        check_keys(config, world)
+        check_settings(config, world)
         notes = describe_parallel(config) + pin_near_gpu(world)
 
         dataset = open_dataset(config, world, fetch=fetch)
@@ -82,8 +82,8 @@ class Trainer:
         self.data = dataset.describe() | {"steps_per_epoch": len(self.loaders.train)}
 
         build = partial(build_model, image_side=self.data["shape"][-1])
-        preparing = partial(self.clock.during, "compile")
-        self.learner = build_learner(config, build, world, len(self.loaders.train), preparing=preparing)
+        compile_timer = partial(self.clock.during, "compile")
+        self.learner = build_learner(config, build, world, len(self.loaders.train), compile_timer=compile_timer)
         self.verifier = Verifier(self.learner, world)
         check_outputs(self.learner, config.model, self.data["shape"])
         self.watch = StepWatch(self.learner.model, world, self.clock)
@@ -240,7 +240,7 @@ class Trainer:
         self.world.main_only(lambda: self.log.log_epoch(self.progress.epoch, self.learner.steps, values, left))
         self._report_unreadable()
         remedy = input_remedy(self.config.data_loader, self.config.num_data_workers)
-        for remark in self.watch.judge(remedy) + self.verifier.remarks():
+        for remark in self.watch.remarks(remedy) + self.verifier.remarks():
             self.log.say(remark)
         if self.finished:  # before the last checkpoint, after which a killed run has nothing left to do
             self._log_end(valid, test, confusion)
@@ -250,7 +250,7 @@ class Trainer:
         results = {f"best_{name}": value for name, value in self.progress.best.items()}
         results |= {"last_acc1": valid["acc1"], "last_loss": valid["loss"]}
         results |= {"seconds": self.progress.seconds, "images_per_sec": self.throughput.overall()}
-        results |= self.meters.totals(self.throughput.images_in_all())
+        results |= self.meters.totals(self.throughput.total_images())
         results |= {f"test_{name}": value for name, value in test.items()}
         counts, names = confusion.collect(self.world), self.data["class_names"]
         epoch, steps = self.progress.epoch, self.learner.steps

@@ -1,6 +1,7 @@
 """Shared by all tests: small configurations, data, and the choice of tests that this machine can run."""
 
 import copy
+import json
 import os
 import shutil
 import sys
@@ -164,6 +165,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def read_records(folder: Path, kind: str = "") -> list[dict[str, Any]]:
+    """Records in the metrics.jsonl of a run; only those of `kind` if given."""
+    records = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [record for record in records if kind in ("", record["kind"])]
 
 
 def check_equal_training(learners: list[Learner]) -> None:

@@ -1,4 +1,4 @@
-"""--dry-run: what it counts, and that it waits for no rank that is not there."""
+"""--dry-run: its memory estimate, several ranks, and that it leaves no files."""
 
 import sys
 from pathlib import Path
@@ -30,7 +30,7 @@ from utils.training.checks.dry_run import state_bytes
         {"opt_level": "O2", "optimizer": "lamb"},
     ],
 )
-def test_the_memory_estimate_counts_what_a_step_leaves(tiny, alone, changes):
+def test_the_memory_estimate_counts_all_tensors_after_a_step(tiny, alone, changes):
     def size(tensors: Any) -> int:
         return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
@@ -42,17 +42,19 @@ def test_the_memory_estimate_counts_what_a_step_leaves(tiny, alone, changes):
         ema.update()
     weights = {*trainer.learner.model.parameters(), *trainer.learner.weights.parameters()}
     states = trainer.learner.optimizer.state.values()
-    moments = [value for state in states for name, value in state.items() if name != "step"]  # AdamW's has four bytes
+    moments = [
+        value for state in states for name, value in state.items() if name != "step"
+    ]  # AdamW's step is a tensor of 4 bytes
     average = [] if ema is None else ema.network.state_dict().values()
     assert state_bytes(config, trainer.learner.weights) == 2 * size(weights) + size(moments) + size(average)
 
 
-def dry_run_of_ranks_that_wait_for_each_other(folder: Path) -> int:
-    """As with enable_sync_bn, which only CUDA has: a collective in the forward pass of training."""
-    really = train.build_model
+def dry_run_with_a_collective_in_the_forward_pass(folder: Path) -> int:
+    """Imitate enable_sync_bn, which needs CUDA."""
+    build_model = train.build_model
 
     def build(config: Config, **options: Any) -> torch.nn.Module:
-        model = really(config, **options)
+        model = build_model(config, **options)
         model.register_forward_hook(lambda *_: dist.barrier() if model.training else None)
         return model
 
@@ -62,14 +64,13 @@ def dry_run_of_ranks_that_wait_for_each_other(folder: Path) -> int:
 
 
 def test_a_dry_run_describes_on_every_rank_and_prints_on_one(tmp_path):
-    ended = run_job(tmp_path / "job", 2, dry_run_of_ranks_that_wait_for_each_other, tmp_path / "run")
+    ended = run_job(tmp_path / "job", 2, dry_run_with_a_collective_in_the_forward_pass, tmp_path / "run")
     assert [process.status for process in ended] == [0, 0], ended[0].errors
     assert ended[0].output.count("memory estimate") == 1
     assert ended[1].output == ""
 
 
-def test_a_dry_run_without_data_fetches_nothing_and_leaves_no_file(tiny, tmp_path, monkeypatch, capsys):
-    """It says what is missing and what brings it."""
+def test_a_dry_run_without_data_downloads_nothing_and_leaves_no_file(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(VERSIONS["cifar100"].dataset_class, "download", lambda _: pytest.fail("a download"))
     config = tiny(dataset="cifar100", num_classes=100, data_path="deep/data")

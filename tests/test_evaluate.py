@@ -171,7 +171,7 @@ def test_top_counts_and_calibration_equal_their_definitions(alone):
         top.add(outputs[part], labels[part])
         calibration.add(outputs[part], labels[part])
     ranks = (outputs >= outputs.gather(1, labels[:, None])).sum(1)
-    assert top.share(alone) == (ranks <= 3).double().mean().item()
+    assert top.accuracy(alone) == (ranks <= 3).double().mean().item()
     confidence, predicted = outputs.double().softmax(1).max(1)
     expected = 0.0
     bins = calibration.collect(alone)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.conftest import RECIPE
-from tests.test_optimizer import halves_after_three_updates
+from tests.test_optimizer import half_weights_after_three_updates
 from tests.test_step import SWITCHES, train_losses
 from tools.bench.training import build_measured
 from train import Trainer
@@ -96,7 +96,7 @@ def test_the_fused_update_of_half_weights_is_right(tiny, gpu, nesterov, dtype):
     """For O3; PyTorch's CPU kernel was wrong up to 2.13."""
     values = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
     plain, fused = (
-        halves_after_three_updates(tiny(fused_optimizer=on, **values), "cuda", dtype) for on in (False, True)
+        half_weights_after_three_updates(tiny(fused_optimizer=on, **values), "cuda", dtype) for on in (False, True)
     )
     torch.testing.assert_close(fused, plain, rtol=6 * 2**-8, atol=6 * 2**-8)
 

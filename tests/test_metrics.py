@@ -1,4 +1,4 @@
-"""Sums, windows and files of a run's metrics."""
+"""Metric sums, and the log files of a run."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ def batches(*sizes):
         yield torch.randn(size, 5, generator=generator), torch.randint(5, (size,), generator=generator)
 
 
-def test_averages_are_by_image_however_the_epoch_is_cut(alone):
+def test_averages_are_per_image_for_any_division_into_batches(alone):
     sums, logits, labels = MetricSums(alone.device), [], []
     for outputs, targets in batches(7, 1, 4):
         sums.add(nn.functional.cross_entropy(outputs, targets), outputs, targets)
@@ -40,8 +40,8 @@ def test_averages_are_by_image_however_the_epoch_is_cut(alone):
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_sums_have_the_bits_of_one_operation_after_the_other(alone, mixed):
-    """Added in as few operations as possible, as each is a kernel of its own in every step."""
+def test_sums_are_bitwise_equal_to_simple_operations(alone, mixed):
+    """MetricSums uses as few kernels as possible."""
     sums, expected = MetricSums(alone.device), torch.zeros(4, dtype=torch.float64)
     for number, (outputs, targets) in enumerate(batches(*[7, 129, 2048] * 100)):
         loss = nn.functional.cross_entropy(outputs, targets) * (math.nan if number > 290 else 1)
@@ -55,7 +55,7 @@ def test_sums_have_the_bits_of_one_operation_after_the_other(alone, mixed):
     assert sums.sums.tolist()[1:] == expected.tolist()[1:] and sums.finite_batches() == 291
 
 
-def test_windows_add_up_to_the_whole(alone):
+def test_windows_add_up_to_the_epoch(alone):
     sums, windows = MetricSums(alone.device), []
     for outputs, targets in batches(3, 5, 2):
         sums.add(nn.functional.cross_entropy(outputs, targets), outputs, targets)
@@ -66,7 +66,7 @@ def test_windows_add_up_to_the_whole(alone):
 
 
 @pytest.mark.parametrize("not_finite", [math.inf, math.nan])
-def test_first_loss_that_is_not_finite_is_found(alone, not_finite):
+def test_the_first_non_finite_loss_is_found(alone, not_finite):
     sums = MetricSums(alone.device)
     for loss in (1.0, 2.0, not_finite, 1.0):
         sums.add(torch.tensor(loss), torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64))
@@ -75,7 +75,7 @@ def test_first_loss_that_is_not_finite_is_found(alone, not_finite):
 
 
 def make_logger(folder, done=0, **changes):
-    """Opened after `done` epochs of one step each."""
+    """Open a logger after `done` epochs of one step each."""
     logger = RunLogger(folder, **{"enabled": True, "to_screen": False, "to_tensorboard": False} | changes)
     return logger.open(epoch=done, step=done)
 
@@ -90,7 +90,7 @@ def test_other_ranks_write_nothing(tmp_path):
 
 def test_lines_reach_a_pipe_once_and_the_log_file(tmp_path, capsys):
     before = list(logging.getLogger("train").handlers)
-    for _ in range(2):  # a second logger must not inherit the first one's handlers
+    for _ in range(2):  # a second logger must not inherit the first's handlers
         with make_logger(tmp_path, to_screen=True) as log:
             log.log_step(3, 20, 80, {"loss": 1.0, "learning_rate": 0.1, "images_per_sec": 680.5})
     assert capsys.readouterr().out.count("INFO - Epoch: 3, Iteration: 20, Avg img/sec: 680.5") == 2
@@ -100,7 +100,7 @@ def test_lines_reach_a_pipe_once_and_the_log_file(tmp_path, capsys):
 
 
 def test_the_log_has_loss_accuracy_rate_speed_and_time_left(tmp_path):
-    """Beside the tutorial's lines, in their form, and no digit that means nothing."""
+    """In addition to the tutorial's lines in their format, with significant digits only."""
     values = EPOCH | {"loss/train": 1.23456789, "acc1/valid": 0.45678901, "learning_rate": 0.0123456}
     with make_logger(tmp_path) as log:
         step = {"loss": 1.23456789, "learning_rate": 0.0123456, "images_per_sec": 98765.4321}
@@ -122,10 +122,10 @@ def test_the_log_has_loss_accuracy_rate_speed_and_time_left(tmp_path):
     assert not lines[-1].endswith("left")  # the run is over
 
 
-def test_time_left_is_that_of_the_whole_run():
+def test_time_left_covers_the_whole_run():
     clock = [0.0]
     left = TimeLeft(3, 10, SimpleNamespace(elapsed=lambda: clock[0]))
-    left.start_epoch(4)  # a resumed one, whose first batch takes long
+    left.start_epoch(4)  # a resumed epoch, whose first batch takes long
     clock[0] = 50.0
     assert left.seconds(0, 5) is None
     clock[0] = 54.0
@@ -142,11 +142,11 @@ def test_time_left_is_that_of_the_whole_run():
     assert left.seconds(2, 5) == pytest.approx(15.0)
 
 
-def test_resumed_run_cuts_the_repeated_epochs_from_tensorboard(tmp_path, monkeypatch):
+def test_a_resumed_run_removes_repeated_epochs_from_tensorboard(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.summary.writer import event_file_writer
 
-    # files of one second are read in the order of their names, whose last number counts the writers of a process
+    # files of the same second are read in order of their names, which end with the number of the writer
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
     for first_epoch, loss in ((0, 9.0), (1, 2.0)):
@@ -158,8 +158,8 @@ def test_resumed_run_cuts_the_repeated_epochs_from_tensorboard(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("launched", [True, False])
-def test_a_bar_draws_nothing_from_pythons_generator_and_is_no_terminals_of_open_mpi(tmp_path, monkeypatch, launched):
-    """The generator's state is in checkpoints, and a bar redraws at moments of its own."""
+def test_a_progress_bar_uses_no_random_numbers_and_is_off_under_open_mpi(tmp_path, monkeypatch, launched):
+    """The state of Python's generator is in checkpoints, and a bar redraws at arbitrary times."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
     if launched:

@@ -1,4 +1,4 @@
-"""Learning-rate factors against literal lists and PyTorch's schedulers; the optimizer against plain SGD."""
+"""Schedules against literal lists and PyTorch's schedulers; optimizers against PyTorch's."""
 
 import json
 import math
@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.conftest import CIFAR100, ROOT
+from tests.conftest import CIFAR100, ROOT, read_records
 from train import Trainer
-from utils.config import Config, list_blocks, load_config
+from utils.config import Config, load_config
 from utils.errors import ConfigError
 from utils.training.optimizers import build as optimizer_module
 from utils.training.optimizers.build import build_optimizer, load_optimizer, set_learning_rate
@@ -21,8 +21,8 @@ def factors(schedule, steps):
     return [schedule.factor(step) for step in range(steps)]
 
 
-def test_warmup_rises_with_every_step():
-    schedule = Schedule(kind="constant", warmup_steps=4, total_steps=6)
+def test_warmup_rises_with_every_step(tiny):
+    schedule = build_schedule(tiny(lr_schedule="constant", lr_warmup_epochs=2, max_epochs=3), 2)
     assert factors(schedule, 6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
@@ -36,7 +36,7 @@ TUTORIAL_WARMUPS = {
 
 
 @pytest.mark.parametrize("name", TUTORIAL_WARMUPS)
-def test_warmup_of_the_tutorial_rises_by_the_epoch(name):
+def test_the_tutorials_warmup_rises_per_epoch(name):
     rates, steps = TUTORIAL_WARMUPS[name], 24
     config = load_config(CIFAR100, name)
     schedule = build_schedule(config, steps)
@@ -46,27 +46,14 @@ def test_warmup_of_the_tutorial_rises_by_the_epoch(name):
     assert published[: len(rates)] == pytest.approx(rates)
 
 
-def test_other_warmups_rise_by_the_step():
-    epochs = load_config(CIFAR100, "bs2048-warmup-opt")
-    steps = build_schedule(Config(**epochs.model_dump() | {"lr_warmup_by": "step"}), 24)
-    assert 0.4 * steps.factor(0) == pytest.approx(0.00104167, rel=1e-5)
-    assert [steps.factor(24 * epoch - 1) for epoch in (1, 2, 16)] == pytest.approx([1 / 16, 2 / 16, 1])
-    tutorial = set(TUTORIAL_WARMUPS)
-    for path in sorted((ROOT / "config").glob("*.yaml")):
-        risen = {name for name in list_blocks(path) if load_config(path, name).lr_warmup_by == "epoch"}
-        assert risen == (tutorial if path == CIFAR100 else set())
-
-
-def test_warmup_by_epochs_of_no_epoch_is_none():
+def test_a_warmup_of_no_epochs_starts_at_the_peak():
     assert build_schedule(Config(lr_warmup_by="epoch"), 24).factor(0) == 1
 
 
-def test_training_follows_the_warmup_by_epochs(tiny, alone, tmp_path):
-    """The rates of a whole run of three epochs, of which two are the warm-up."""
+def test_training_follows_the_warmup_per_epoch(tiny, alone, tmp_path):
     config = tiny(lr=0.4, lr_warmup_epochs=2, lr_warmup_by="epoch", lr_schedule="constant", max_epochs=3, log_freq=1)
     Trainer(config, alone, tmp_path, "tiny", "auto").train()
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    rates = {kind: [row["learning_rate"] for row in records if row["kind"] == kind] for kind in ("step", "epoch")}
+    rates = {kind: [row["learning_rate"] for row in read_records(tmp_path, kind)] for kind in ("step", "epoch")}
     steps = len(rates["step"]) // 3
     assert steps > 1
     assert rates == {"step": [0.2] * steps + [0.4] * 2 * steps, "epoch": [0.2, 0.4, 0.4]}
@@ -130,16 +117,15 @@ def test_plateau_cuts_when_pytorch_does():
             assert schedule.factor(0, ours.cuts) == pytest.approx(optimizer.param_groups[0]["lr"])
 
 
-def test_the_plateau_observes_the_validation_loss_of_epochs_behind_the_warmup(tiny, alone, tmp_path, monkeypatch):
+def test_the_plateau_observes_the_validation_loss_of_epochs_after_the_warmup(tiny, alone, tmp_path, monkeypatch):
     observed = []
     monkeypatch.setattr(Plateau, "observe", lambda plateau, loss: observed.append(loss))
     config = tiny(lr_schedule="plateau", lr_warmup_epochs=1, max_epochs=3)
     Trainer(config, alone, tmp_path, "tiny", "auto").train()
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert observed == [row["loss/valid"] for row in records if row["kind"] == "epoch"][1:]
+    assert observed == [row["loss/valid"] for row in read_records(tmp_path, "epoch")][1:]
 
 
-def test_a_resumed_plateau_has_the_present_patience_and_the_earlier_course(tiny, alone):
+def test_a_resumed_plateau_has_the_new_patience_and_the_saved_counts(tiny, alone):
     before, after = (Trainer(tiny(lr_plateau_patience=patience), alone).learner for patience in (5, 2))
     for loss in (1.0, 1.5, 1.5):
         before.plateau.observe(loss)
@@ -149,15 +135,16 @@ def test_a_resumed_plateau_has_the_present_patience_and_the_earlier_course(tiny,
     assert after.plateau.cuts == 1
 
 
-def test_plateau_never_takes_nan_for_progress():
+def test_nan_is_no_progress_for_the_plateau():
     plateau = Plateau(patience=0)
     plateau.observe(math.nan)
     assert plateau.cuts == 1
 
 
 def test_learning_rate_reaches_every_group():
-    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(()))], "lr": lr} for lr in (1.0, 0.1)])
-    for factor in (0.5, 0.25):  # from the initial rate each time, not from the last
+    groups = [{"params": [nn.Parameter(torch.zeros(()))], "initial_lr": rate} for rate in (1.0, 0.1)]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    for factor in (0.5, 0.25):  # of the initial rate, not of the last one
         set_learning_rate(optimizer, factor)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.025]
 
@@ -188,7 +175,7 @@ def test_plain_and_fused_sgd_equal_pytorchs_built_by_hand(tiny, nesterov):
 
 @pytest.mark.parametrize("decay_all", [True, False])
 def test_plain_and_fused_adamw_equal_pytorchs_built_by_hand(tiny, decay_all):
-    """A matrix and a bias; the fused kernel too, and a bias that is not decayed where the configuration says so."""
+    """A matrix and a bias, decayed or not."""
     generator = torch.Generator().manual_seed(0)
     gradients = [(torch.randn(4, 5, generator=generator), torch.randn(5, generator=generator)) for _ in range(5)]
 
@@ -214,8 +201,8 @@ def test_plain_and_fused_adamw_equal_pytorchs_built_by_hand(tiny, decay_all):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
-def halves_after_three_updates(config: Config, device: str, dtype: torch.dtype) -> Tensor:
-    """67 weights in half precision; the kernels of CPUs take eight and more of them at once."""
+def half_weights_after_three_updates(config: Config, device: str, dtype: torch.dtype) -> Tensor:
+    """Train 67 half-precision weights: not a multiple of the kernels' vector width."""
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(4, 67, generator=generator).to(device, dtype)
     parameter = nn.Parameter(start)
@@ -224,39 +211,40 @@ def halves_after_three_updates(config: Config, device: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_the_update_of_half_weights_is_right_on_a_cpu(tiny, nesterov):
-    """In PyTorch before 2.14 the fused kernel's is not, by more than 1."""
+    """PyTorch's fused kernel before 2.14 is wrong by more than 1."""
     values = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
     plain, chosen = (
-        halves_after_three_updates(tiny(enable_extra_opts=on, **values), "cpu", torch.bfloat16) for on in (False, True)
+        half_weights_after_three_updates(tiny(enable_extra_opts=on, **values), "cpu", torch.bfloat16)
+        for on in (False, True)
     )
-    # each of the three updates rounds weight and momentum to 8 bits, in other places
+    # each of the three updates rounds weight and momentum to 8 bits, at different points
     torch.testing.assert_close(chosen, plain, rtol=6 * 2**-8, atol=6 * 2**-8)
 
 
-def test_half_weights_are_not_fused_where_pytorch_is_wrong(tiny, alone, monkeypatch):
+def test_half_weights_are_not_fused_where_pytorchs_kernel_is_wrong(tiny, alone, monkeypatch):
     def fused(**changes):
         learner = Trainer(tiny(enable_extra_opts=True, amp_dtype="bf16", **changes), alone).learner
         return learner.optimizer.param_groups[0]["fused"], [note for note in learner.notes if "fused" in note]
 
-    monkeypatch.setattr(optimizer_module, "RIGHT_FUSED_HALVES", "99")
+    monkeypatch.setattr(optimizer_module, "FUSED_HALF_FIXED_IN", "99")
     assert fused(opt_level="O3") == (
-        None, [f"fused_optimizer left out: torch {torch.__version__} is wrong for half weights on a CPU"],
+        None, [f"fused_optimizer disabled: torch {torch.__version__} is wrong for half weights on a CPU"],
     )  # fmt: skip
     with pytest.raises(ConfigError, match="fused_optimizer true with half weights on a CPU: PyTorch's kernel is wrong"):
         fused(opt_level="O3", fused_optimizer=True)
     for others in ({"opt_level": "O2"}, {"opt_level": "O1"}, {"opt_level": "O3", "optimizer": "adamw"}):
         assert fused(**others) == (True, []), others
     monkeypatch.undo()
-    monkeypatch.setattr(optimizer_module, "RIGHT_FUSED_HALVES", "2.0")
+    monkeypatch.setattr(optimizer_module, "FUSED_HALF_FIXED_IN", "2.0")
     assert fused(opt_level="O3") == (True, [])
 
 
 def test_fused_sgd_survives_a_first_step_that_loss_scaling_skips(tiny):
-    """PyTorch's fused kernel leaves a momentum buffer unwritten then; deterministic mode fills such memory with NaN."""
+    """PyTorch's fused kernel would leave the momentum unwritten; deterministic mode fills such memory with NaN."""
     parameter = nn.Parameter(torch.ones(50))
     optimizer = build_optimizer(tiny(fused_optimizer=True), nn.ParameterList([parameter]))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(torch.zeros(()))  # makes the scaler create its state, as scaling a loss does
+    scaler.scale(torch.zeros(()))  # creates the scaler's state
     overflow, gradient = torch.full((50,), math.inf), torch.full((50,), 2.0)
     torch.use_deterministic_algorithms(True)
     try:
@@ -265,12 +253,11 @@ def test_fused_sgd_survives_a_first_step_that_loss_scaling_skips(tiny):
         torch.use_deterministic_algorithms(False)
     plain = nn.Parameter(torch.ones(50))
     reference = build_optimizer(tiny(fused_optimizer=False), nn.ParameterList([plain]))
-    torch.testing.assert_close(
-        result, train(reference, plain, [gradient, gradient])
-    )  # the scale is 1 after the overflow
+    # the scale is 1 after the overflow
+    torch.testing.assert_close(result, train(reference, plain, [gradient, gradient]))
 
 
-def test_restored_optimizer_keeps_its_buffers_but_not_its_options(tiny):
+def test_a_restored_optimizer_keeps_its_buffers_but_not_its_options(tiny):
     def optimizer(**changes):
         return build_optimizer(tiny(**changes), nn.ParameterList([nn.Parameter(torch.ones(3))]))
 
@@ -285,8 +272,8 @@ def test_restored_optimizer_keeps_its_buffers_but_not_its_options(tiny):
 @pytest.mark.parametrize(
     "changes", [{"momentum": 0.0}, {"momentum": 0.9}, {"optimizer": "adamw"}], ids=["no momentum", "momentum", "adamw"]
 )
-def test_a_restored_optimizer_updates_in_the_present_memory_format(tiny, changes):
-    """enable_nhwc and momentum may change between two starts; the fused kernel adds raw memory to raw memory."""
+def test_a_restored_optimizer_updates_in_the_new_memory_format(tiny, changes):
+    """enable_nhwc and momentum may change between two starts; the fused kernel ignores strides."""
     generator = torch.Generator().manual_seed(0)
     first, second = (torch.randn(4, 3, 2, 2, generator=generator) for _ in range(2))
     results = []

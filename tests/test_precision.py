@@ -1,13 +1,13 @@
-"""Number formats: apex's levels against float32, master weights, loss scaling with its skipped steps."""
+"""Precision: apex's levels against float32, master weights, loss scaling and skipped steps."""
 
 import copy
-import json
 import math
 
 import pytest
 import torch
 from torch import nn
 
+from tests.conftest import read_records
 from train import Trainer
 from utils.errors import ConfigError
 from utils.run.checkpoint.io import read_checkpoint
@@ -40,7 +40,7 @@ def batches(number):
 
 
 def losses(config, precision, steps=60):
-    """The loss of each step of a training in this precision; and model, weights and scaler after it."""
+    """Train; return the loss of each step, and model, weights and scaler afterwards."""
     model = network()
     weights = MasterWeights(model, precision)
     optimizer, scaler = build_optimizer(config, weights.parameters()), precision.loss_scaler()
@@ -49,10 +49,10 @@ def losses(config, precision, steps=60):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(precision.forward(model, images), labels)
         scaler.scale(loss).backward()
-        weights.take_gradients()
+        weights.move_gradients_to_masters()
         scaler.step(optimizer)
         scaler.update()
-        weights.give_weights()
+        weights.copy_masters_to_model()
         history.append(loss.item())
     return torch.tensor(history), model, weights, scaler
 
@@ -71,8 +71,7 @@ LEVELS = [
 
 @pytest.mark.parametrize("precision", LEVELS, ids=str)
 def test_every_level_trains_like_float32(tiny, precision):
-    """Those with a loss scale by the fused kernel, which unscales the gradients."""
-    config = tiny(lr=0.05, enable_extra_opts=precision.loss_scale is not None)
+    config = tiny(lr=0.05, enable_extra_opts=precision.loss_scale is not None)  # fused kernels unscale
     steps = 12 if precision.half is torch.float16 else 60  # PyTorch only emulates fp16 on a CPU
     reference, *_ = losses(config, Precision("cpu"), steps)
     history, *_ = losses(config, precision, steps)
@@ -81,7 +80,7 @@ def test_every_level_trains_like_float32(tiny, precision):
     torch.testing.assert_close(history, reference, rtol=tolerance, atol=tolerance)
 
 
-def test_o0_is_float32_to_the_bit(tiny):
+def test_o0_is_bitwise_float32(tiny):
     config = tiny(opt_level="O0", enable_amp=True)
     precision = choose_precision(config, CPU)
     history, _, weights, scaler = losses(config, precision, 5)
@@ -102,7 +101,7 @@ def test_o0_is_float32_to_the_bit(tiny):
         ({"opt_level": "O3", "keep_batchnorm_fp32": True}, "O3: bf16 weights, float32 BatchNorm"),
     ],
 )  # fmt: skip
-def test_keys_choose_the_precision(tiny, changes, expected):
+def test_settings_choose_the_precision(tiny, changes, expected):
     assert str(choose_precision(tiny(**changes), CPU)).removesuffix(".0") == expected
 
 
@@ -127,7 +126,7 @@ def test_cuda_chooses_fp16_with_dynamic_scaling_but_none_for_o3(tiny):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon"])
 def test_squared_gradients_need_more_range_than_fp16_weights_have(tiny, optimizer):
-    """Weights of resnet8 went from 1 to 1213 and 80 in two steps, in bf16 to 1.02."""
+    """In fp16, weights of resnet8 went from 1 to 1213 and 80 in two steps; in bf16 to 1.02."""
     cuda, keys = torch.device("cuda"), {"opt_level": "O3", "optimizer": optimizer}
     for dtype in ("auto", "fp16"):
         with pytest.raises(ConfigError, match=f"optimizer {optimizer} with opt_level O3 needs amp_dtype bf16"):
@@ -138,7 +137,7 @@ def test_squared_gradients_need_more_range_than_fp16_weights_have(tiny, optimize
 
 
 @pytest.mark.parametrize(("level", "batchnorm"), [("O2", True), ("O2", False), ("O3", True), ("O3", False)])
-def test_levels_cast_what_the_table_says(tiny, level, batchnorm):
+def test_levels_cast_as_in_the_table(tiny, level, batchnorm):
     _, model, weights, _ = losses(tiny(), Precision("cpu", level, keep_batchnorm_fp32=batchnorm), 2)
     assert model[0].weight.dtype == model[5].weight.dtype == torch.bfloat16
     assert model[1].weight.dtype == model[1].running_mean.dtype == (torch.float32 if batchnorm else torch.bfloat16)
@@ -151,14 +150,14 @@ def test_levels_cast_what_the_table_says(tiny, level, batchnorm):
         assert torch.equal(model.state_dict()[name], master.bfloat16()), name
 
 
-def test_master_gradients_stay_where_they_are_until_they_are_dropped(tiny):
+def test_master_gradients_keep_their_memory(tiny):
     """A CUDA graph that zeroes kept gradients does so at their addresses."""
     _, model, weights, _ = losses(tiny(), Precision("cpu", "O2"), 1)
     (half, master), places = (model[0].weight, weights.masters["0.weight"]), []
     for value in (1.0, 2.0):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, value)
-        weights.take_gradients()
+        weights.move_gradients_to_masters()
         places.append(master.grad.data_ptr())
         assert half.grad is None and torch.equal(master.grad, torch.full_like(master, value))
     assert places[0] == places[1]
@@ -177,7 +176,7 @@ def test_master_weights_collect_updates_that_half_weights_lose(tiny):
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_level_resumes_to_the_bit_and_saves_its_full_precision(tiny, alone, tmp_path, level):
+def test_a_level_resumes_bitwise_and_saves_full_precision(tiny, alone, tmp_path, level):
     def run(folder, epochs, resume="auto"):
         config = tiny(opt_level=level, max_epochs=epochs, enable_extra_opts=True)
         trainer = Trainer(config, alone, tmp_path / folder, "tiny", resume)
@@ -221,7 +220,7 @@ def test_a_constant_scale_stays_and_still_skips(fused):
     torch.testing.assert_close(after, torch.full((4,), 0.8))
 
 
-def test_scaler_state_comes_back():
+def test_scaler_state_is_restored():
     before, after, constant = LossScaler("cpu", "dynamic"), LossScaler("cpu", "dynamic"), LossScaler("cpu", 8.0)
     scaled_steps(before, [math.inf, 1.0])
     for scaler in (after, constant):
@@ -238,10 +237,7 @@ def test_scale_and_skipped_steps_are_logged(tiny, alone, tmp_path):
     Trainer(
         tiny(enable_amp=True, amp_dtype="bf16", loss_scale=64, log_to_tensorboard=True), alone, tmp_path, "tiny", "auto"
     ).train()
-    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        if row["kind"] not in ("step", "epoch"):
-            continue
+    for row in read_records(tmp_path, "step") + read_records(tmp_path, "epoch"):
         assert (row["loss_scale"], row["skipped_steps"]) == (64, 0)
     events = EventAccumulator(str(tmp_path / "tb_logs")).Reload()
     assert [scalar.value for scalar in events.Scalars("loss_scale")] == [64, 64]
@@ -250,7 +246,7 @@ def test_scale_and_skipped_steps_are_logged(tiny, alone, tmp_path):
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_tf32_is_what_the_key_says(tiny, enabled):
+def test_enable_tf32_sets_the_backends(tiny, enabled):
     notes = prepare_backends(tiny(enable_tf32=enabled), CPU)
     try:
         assert torch.backends.cudnn.allow_tf32 == torch.backends.cuda.matmul.allow_tf32 == enabled
@@ -260,8 +256,8 @@ def test_tf32_is_what_the_key_says(tiny, enabled):
 
 
 @pytest.mark.parametrize("layout", [{}, {"enable_nhwc": True, "enable_extra_opts": True}], ids=["plain", "fast"])
-def test_o2_in_bf16_gives_the_bits_of_o1_without_its_casts_of_single_weights(tiny, alone, layout):
-    """Both round the same weights, images and gradients; O2 all weights in one operation, and all gradients."""
+def test_o2_in_bf16_is_bitwise_equal_to_o1(tiny, alone, layout):
+    """Both round the same weights, images and gradients; O2 rounds all weights in one operation."""
     generator = torch.Generator().manual_seed(0)
     batches = [(torch.randn(16, 3, 32, 32, generator=generator), torch.arange(16) % 10) for _ in range(2)]
     found = []
@@ -275,8 +271,7 @@ def test_o2_in_bf16_gives_the_bits_of_o1_without_its_casts_of_single_weights(tin
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_auto_leaves_bf16_out_where_there_are_no_kernels_for_it(tiny, native, monkeypatch):
-    """Auto of either key; what is asked for by name stays. fp16 on a CPU is refused on every processor."""
+def test_auto_disables_bf16_without_kernels_for_it(tiny, native, monkeypatch):
     monkeypatch.setattr(precision_module, "has_bf16_kernels", lambda: native)
     for changes in ({"enable_amp": "auto"}, {"enable_amp": "auto", "amp_dtype": "bf16"}, {"enable_amp": True}):
         found = str(choose_precision(tiny(**changes), CPU))

@@ -1,7 +1,6 @@
-"""What a recipe adds to plain SGD: each against a reference, and through whole runs."""
+"""Parts of a recipe beyond plain SGD: each against a reference, and in whole runs."""
 
 import copy
-import json
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from models import build_model
+from tests.conftest import read_records
 from train import Trainer
 from utils.config import Config
 from utils.errors import CheckpointError
@@ -25,8 +25,7 @@ STEPS = 6
 
 
 def epochs(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == "epoch"]
+    return read_records(folder, "epoch")
 
 
 def run(config, world, folder, resume="auto"):
@@ -39,14 +38,14 @@ def run(config, world, folder, resume="auto"):
 
 
 def problem():
-    """Parameters (a filter, a matrix that starts at 0, a vector), and their gradients in each of STEPS steps."""
+    """Return parameters (a filter, a matrix that starts at 0, a vector) and their gradients for STEPS steps."""
     rng = np.random.default_rng(0)
     start = [rng.normal(size=(4, 3, 3, 3)), np.zeros((5, 4)), rng.normal(size=5)]
     return start, [[rng.normal(size=value.shape) for value in start] for _ in range(STEPS)]
 
 
 def ours(tiny, rates, **changes):
-    """The parameters after STEPS steps of the optimizer that the configuration builds."""
+    """Train the parameters for STEPS steps with the configured optimizer."""
     start, gradients = problem()
     parameters = [nn.Parameter(torch.from_numpy(value.copy())) for value in start]
     optimizer = build_optimizer(tiny(**changes), parameters)
@@ -60,7 +59,7 @@ def ours(tiny, rates, **changes):
 
 
 def lars_paper(rates, momentum, decay, trust, *, nesterov):
-    """Algorithm 1 of arXiv:1708.03888, with the learning rate outside of the momentum, as in torch.optim.SGD."""
+    """Algorithm 1 of arXiv:1708.03888, with the learning rate applied after the momentum, as in torch.optim.SGD."""
     weights, gradients = problem()
     buffers = [np.zeros_like(weight) for weight in weights]
     for rate, step in zip(rates, gradients, strict=True):
@@ -101,20 +100,20 @@ def assert_same(left, right):
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_lars_is_the_papers(tiny, nesterov):
+def test_lars_equals_the_paper(tiny, nesterov):
     changes = {"optimizer": "lars", "momentum": 0.8, "weight_decay": 0.01, "nesterov": nesterov}
     expected = lars_paper(RATES, 0.8, 0.01, LARS_TRUST_COEFFICIENT, nesterov=nesterov)
     assert_same(ours(tiny, RATES, **changes), expected)
 
 
-def test_lamb_is_the_papers(tiny):
+def test_lamb_equals_the_paper(tiny):
     changes = {"optimizer": "lamb", "momentum": 0.8, "weight_decay": 0.01}
     assert_same(ours(tiny, RATES, **changes), lamb_paper(RATES, 0.8, 0.01))
 
 
 @pytest.mark.parametrize("name", ["lars", "lamb", "adamw", "fused adamw", "muon"])
-def test_other_optimizers_go_on_from_their_state(tiny, name):
-    """To the bit: a convolution, a matrix and a vector, which is not decayed."""
+def test_other_optimizers_resume_from_their_state(tiny, name):
+    """Bitwise, for a convolution, a matrix and an undecayed vector."""
     *fused, name = name.split()
     keys = tiny(optimizer=name, fused_optimizer=bool(fused), weight_decay_bn_bias=False)
 
@@ -140,7 +139,7 @@ def test_other_optimizers_go_on_from_their_state(tiny, name):
     assert all(map(torch.equal, rest, expected))
 
 
-def test_a_state_of_another_optimizer_is_refused(tiny, alone, tmp_path):
+def test_the_state_of_another_optimizer_is_refused(tiny, alone, tmp_path):
     run(tiny(max_epochs=1), alone, tmp_path)
     with pytest.raises(CheckpointError, match="optimizer 'sgd' -> 'lars'"):
         run(tiny(max_epochs=2, optimizer="lars"), alone, tmp_path, resume=str(tmp_path))
@@ -150,8 +149,8 @@ def test_a_state_of_another_optimizer_is_refused(tiny, alone, tmp_path):
 
 
 @pytest.mark.parametrize(("optimizer", "factor"), [("sgd", 0.9), ("lars", 0.9), ("lamb", 0.0)])
-def test_weight_decay_leaves_batchnorm_and_biases_alone(tiny, optimizer, factor):
-    """With gradients of zero, one step shrinks what is decayed, in LAMB by all of its length, and leaves the rest."""
+def test_weight_decay_can_exclude_batchnorm_and_biases(tiny, optimizer, factor):
+    """With gradients of zero, one step shrinks only decayed parameters (LAMB scales the step to their full norm)."""
     model = build_model(tiny())
     before = {name: value.clone() for name, value in model.named_parameters()}
     config = tiny(optimizer=optimizer, weight_decay_bn_bias=False, weight_decay=0.1, lr=1.0)
@@ -166,11 +165,7 @@ def test_weight_decay_leaves_batchnorm_and_biases_alone(tiny, optimizer, factor)
         torch.testing.assert_close(value, before[name] * (factor if decayed else 1.0))
 
 
-def test_weight_decay_on_everything_is_the_tutorials(tiny):
-    assert len(build_optimizer(tiny(), build_model(tiny()).parameters()).param_groups) == 1
-
-
-def test_clipped_gradient_has_the_given_length_and_the_direction_of_the_whole(tiny, alone):
+def test_a_clipped_gradient_has_the_given_norm_and_the_same_direction(tiny, alone):
     gradients = {}
     for limit in (None, 0.5, 1e6):
         trainer = Trainer(tiny(clip_grad_norm=limit, micro_batch_size=16), alone)
@@ -186,8 +181,8 @@ def test_clipped_gradient_has_the_given_length_and_the_direction_of_the_whole(ti
 @pytest.mark.parametrize(
     "changes", [{}, {"loss_scale": 1024.0}, {"opt_level": "O2", "amp_dtype": "bf16"}], ids=["plain", "scaled", "O2"]
 )
-def test_clipping_measures_the_gradient_that_the_optimizer_gets(tiny, alone, changes):
-    """Without the loss scale, and that of the master weights."""
+def test_clipping_acts_on_the_gradient_of_the_optimizer(tiny, alone, changes):
+    """The gradient of the master weights, without the loss scale."""
     learner = Trainer(tiny(clip_grad_norm=0.5, batch_size=8, **changes), alone).learner
     learner.train_step(torch.randn(8, 3, 32, 32), torch.randint(10, (8,)))
     gradients = [parameter.grad.flatten() for parameter in learner.weights.parameters()]
@@ -197,7 +192,7 @@ def test_clipping_measures_the_gradient_that_the_optimizer_gets(tiny, alone, cha
 # ---- moving average
 
 
-def test_average_equals_pytorchs_and_is_what_is_validated(tiny, alone, tmp_path):
+def test_average_equals_pytorchs_and_is_validated(tiny, alone, tmp_path):
     trainer, seen = Trainer(tiny(ema_decay=0.7, max_epochs=1), alone, tmp_path), []
     reference = AveragedModel(trainer.learner.model, multi_avg_fn=get_ema_multi_avg_fn(0.7), use_buffers=True)
     update = trainer.learner.ema.update
@@ -234,8 +229,8 @@ def test_average_is_saved_and_resumed_in_mid_epoch(tiny, alone, tmp_path):
     assert read_checkpoint(path)["average"]["updates"] == 4
 
 
-def test_average_can_be_switched_on_and_off_in_a_run_that_goes_on(tiny, alone):
-    """It begins with the weights that are there, and the first step behind takes their place."""
+def test_average_can_be_switched_on_and_off_in_a_resumed_run(tiny, alone):
+    """It starts from the loaded weights, and the first step replaces them."""
     learners = [Trainer(tiny(batch_size=8, ema_decay=decay), alone).learner for decay in (None, 0.5)]
     without, averaging = learners
     batch = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
@@ -254,11 +249,11 @@ def test_average_can_be_switched_on_and_off_in_a_run_that_goes_on(tiny, alone):
     assert without.validated is without.model and torch.equal(without.model.fc.weight, averaging.model.fc.weight)
 
 
-# ---- validation with mirrored and shifted images
+# ---- test-time augmentation
 
 
 @pytest.mark.parametrize(("shift", "flip", "views"), [(0, False, 1), (0, True, 2), (2, False, 3), (2, True, 6)])
-def test_the_mean_of_mirrored_and_shifted_images_is_validated(tiny, alone, shift, flip, views):
+def test_validation_averages_mirrored_and_shifted_images(tiny, alone, shift, flip, views):
     classifier = build_classifier(tiny(test_time_shift=shift, test_time_flip=flip), build_model, alone)
     model, images = classifier.model.eval(), torch.randn(4, 3, 32, 32).contiguous(memory_format=torch.channels_last)
     places = [(torch.arange(32) + shifted).clamp(0, 31) for shifted in dict.fromkeys((0, -shift, shift))]
@@ -269,25 +264,16 @@ def test_the_mean_of_mirrored_and_shifted_images_is_validated(tiny, alone, shift
         torch.testing.assert_close(classifier.predict(images), sum(map(model, seen)) / views)
 
 
-def test_test_time_flip_is_for_validation_only(tiny, alone, tmp_path):
-    plain = run(tiny(max_epochs=1), alone, tmp_path / "plain")
-    flipped = run(tiny(max_epochs=1, test_time_flip=True), alone, tmp_path / "flipped")
-    assert torch.equal(plain.learner.model.fc.weight, flipped.learner.model.fc.weight)
-    rows = [epochs(tmp_path / name)[0] for name in ("plain", "flipped")]
-    assert rows[0]["loss/train"] == rows[1]["loss/train"]
-    assert rows[0]["loss/valid"] != rows[1]["loss/valid"]
-
-
 # ---- image size by epoch
 
 
-def test_sizes_follow_the_shares_of_the_epochs(tiny):
+def test_image_sizes_follow_progressive_image_shares(tiny):
     config = tiny(max_epochs=10, progressive_image_sizes=(16, 24), progressive_image_shares=(0.3, 0.55))
     assert [training_size(config, epoch) for epoch in range(10)] == [16] * 3 + [24] * 3 + [None] * 4
     assert training_size(tiny(), 0) is None
 
 
-def test_resizing_smooths_and_keeps_the_memory_format():
+def test_resizing_antialiases_and_keeps_the_memory_format():
     images = torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)
     small = resize(images, 16)
     assert small.shape == (2, 3, 16, 16)
@@ -295,12 +281,12 @@ def test_resizing_smooths_and_keeps_the_memory_format():
     constant = torch.full((1, 3, 32, 32), 0.25)
     torch.testing.assert_close(resize(constant, 20), torch.full((1, 3, 20, 20), 0.25))
     stripes = torch.zeros(1, 3, 32, 32)
-    stripes[..., ::2] = 1  # finer than the small grid: grey, not moire
+    stripes[..., ::2] = 1  # finer than the small grid: must become grey
     assert (resize(stripes, 16)[..., 2:-2] - 0.5).abs().max() < 0.1
     assert resize(images, None) is images
 
 
-def test_network_trains_on_small_images_and_validates_on_whole_ones(tiny, alone, tmp_path):
+def test_network_trains_on_small_images_and_validates_at_full_size(tiny, alone, tmp_path):
     config = tiny(progressive_image_sizes=(16,), progressive_image_shares=(0.5,), limit_train_batches=2)
     trainer, sizes = Trainer(config, alone, tmp_path), []
     trainer.learner.model.conv1.register_forward_hook(
@@ -310,10 +296,10 @@ def test_network_trains_on_small_images_and_validates_on_whole_ones(tiny, alone,
     assert sizes == [(True, 16)] * 2 + [(False, 32)] * 2 + [(True, 32)] * 2 + [(False, 32)] * 2
 
 
-# ---- validation after some epochs only
+# ---- validation of some epochs only
 
 
-def test_epochs_that_are_not_validated_train_alike(tiny, alone, tmp_path):
+def test_epochs_that_are_not_validated_train_the_same(tiny, alone, tmp_path):
     keys = {"max_epochs": 5, "lr_schedule": "cosine"}
     runs = [run(tiny(validate_every_epochs=every, **keys), alone, tmp_path / str(every)) for every in (1, 2)]
     assert all(map(torch.equal, *(trainer.learner.model.state_dict().values() for trainer in runs)))
@@ -330,9 +316,9 @@ def test_epochs_that_are_not_validated_train_alike(tiny, alone, tmp_path):
     assert log.count(", valid acc1=") == 3 and log.count("train acc1=") == 5
 
 
-def test_a_run_goes_on_behind_an_epoch_that_was_not_validated(tiny, alone, tmp_path):
+def test_a_run_resumes_after_an_epoch_that_was_not_validated(tiny, alone, tmp_path):
     keys = {"lr_schedule": "constant", "validate_every_epochs": 3}
-    run(tiny(max_epochs=1, **keys), alone, tmp_path / "parts")  # its last, and so validated
+    run(tiny(max_epochs=1, **keys), alone, tmp_path / "parts")  # the last epoch is validated
     run(tiny(max_epochs=4, **keys), alone, tmp_path / "parts", resume=str(tmp_path / "parts"))
     assert [row["epoch"] for row in epochs(tmp_path / "parts") if "acc1/valid" in row] == [1, 3, 4]
     config = tiny(max_epochs=4, stop_at_accuracy=0.01, **keys)
@@ -342,7 +328,7 @@ def test_a_run_goes_on_behind_an_epoch_that_was_not_validated(tiny, alone, tmp_p
 # ---- stopping at a target
 
 
-def test_run_ends_at_its_target_and_stays_ended(tiny, alone, tmp_path):
+def test_a_run_ends_at_its_target_and_stays_finished(tiny, alone, tmp_path):
     first = run(tiny(max_epochs=4, stop_at_accuracy=0.01), alone, tmp_path)
     assert len(epochs(tmp_path)) == 1
     assert first.progress.best["acc1"] >= 0.01
@@ -353,7 +339,7 @@ def test_run_ends_at_its_target_and_stays_ended(tiny, alone, tmp_path):
     assert len(epochs(tmp_path)) == 4
 
 
-def test_an_accuracy_that_equals_the_target_is_enough(tiny, alone, tmp_path):
+def test_an_accuracy_equal_to_the_target_ends_the_run(tiny, alone, tmp_path):
     accuracy = run(tiny(max_epochs=1), alone, tmp_path / "one").progress.best["acc1"]
     run(tiny(max_epochs=3, stop_at_accuracy=accuracy), alone, tmp_path / "three")
     assert len(epochs(tmp_path / "three")) == 1
@@ -368,7 +354,7 @@ def test_of_equal_accuracies_the_first_is_the_best():
     assert seen == [True, False, False, True] and progress.best == {"acc1": 0.6, "epoch": 4}
 
 
-# ---- what is refused
+# ---- refused combinations
 
 
 @pytest.mark.parametrize(
@@ -397,12 +383,12 @@ def test_of_equal_accuracies_the_first_is_the_best():
         ({"lr_schedule": "plateau", "validate_every_epochs": 2}, "plateau follows the validation loss of every epoch"),
     ],
 )
-def test_combinations_without_meaning_are_refused(tiny, changes, message):
+def test_contradictory_settings_are_refused(tiny, changes, message):
     with pytest.raises(ValueError, match=message):
         Config(**tiny().model_dump() | changes)
 
 
-def test_group_switch_leaves_the_fused_kernel_out_where_there_is_none(tiny):
+def test_enable_extra_opts_fuses_only_optimizers_with_a_fused_kernel(tiny):
     assert tiny(enable_extra_opts=True).extra_opt("fused_optimizer")
     assert tiny(enable_extra_opts=True, optimizer="adamw").extra_opt("fused_optimizer")
     assert not tiny(enable_extra_opts=True, optimizer="lamb").extra_opt("fused_optimizer")

@@ -1,4 +1,4 @@
-"""The training step: eager, compiled and captured compute the same, and none waits for the device."""
+"""The training step: all variants compute the same, and none waits for the device."""
 
 import itertools
 import subprocess
@@ -24,7 +24,6 @@ from utils.distributed.ddp import wrap_in_ddp
 from utils.distributed.world import World
 from utils.errors import ConfigError, ExpectedError
 from utils.run.logging.logger import RunLogger
-from utils.training.batches import prefetch
 from utils.training.kernels.compilers import compiles, has_compiler
 from utils.training.kernels.conv import weight_gradient as conv_products
 from utils.training.kernels.conv.weight_gradient import ProductConv2d
@@ -35,7 +34,7 @@ from utils.training.metrics.flops import flops_per_image
 from utils.training.optimizers.build import build_optimizer, learning_rate, set_learning_rate
 from utils.training.step import choose_step, wants_graphs
 
-# every switch of speed that a CPU can use, alone; the last one is all together
+# every speed switch that a CPU can use, one at a time; the last entry combines some
 SWITCHES = {
     "amp": {"enable_amp": True},
     "O2": {"opt_level": "O2"},
@@ -86,13 +85,13 @@ def references() -> dict[str, Tensor]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_switch_trains_like_float32_for_200_steps(tiny, alone, references, name):
-    """Rounding grows along a training, so single steps are held at first, and then the course of the loss."""
+    """Rounding errors grow, so the first steps are compared one by one, then means over 50 steps."""
     small: dict[str, object] = {"lr": 0.02, "limit_train_batches": 50, "fused_optimizer": False}
     if "reference" not in references:
         references["reference"] = train_losses(tiny(**small), alone, 200)
     reference, losses = references["reference"], train_losses(tiny(**(small | SWITCHES[name])), alone, 200)
     assert reference[:10].mean() > 2.2 and reference[-50:].mean() < 1.9  # it has learned
-    if name != "accumulation":  # whose BatchNorm sees other batches
+    if name != "accumulation":  # where BatchNorm sees smaller batches
         torch.testing.assert_close(losses[:10], reference[:10], rtol=0.03, atol=0.03)
     windows = (losses.view(4, 50).mean(1), reference.view(4, 50).mean(1))
     torch.testing.assert_close(*windows, rtol=0.08, atol=0.03)
@@ -103,7 +102,7 @@ OWN_LAYERS = ("stem", "fused norm", "conv products", "conv winograd")  # by name
 
 @pytest.mark.parametrize(("name", "layers"), [*zip(OWN_LAYERS, (1, 6, 8, 4), strict=True)])
 def test_training_continues_with_and_without_our_own_layers(tiny, alone, name, layers):
-    """Three steps with them equal three without, up to rounding; then each goes on from the other's state."""
+    """Three steps with and without them are equal up to rounding; then each resumes from the other's state."""
     if name not in SWITCHES:
         pytest.skip("no C++ compiler")
     changes = {"lr": 0.02, "enable_nhwc": True}
@@ -111,7 +110,7 @@ def test_training_continues_with_and_without_our_own_layers(tiny, alone, name, l
     own = (PaddedConvolution, NormReLU, ProductConv2d, WinogradConv2d)
     assert [sum(isinstance(module, own) for module in one.model.modules()) for one in learners] == [0, layers]
     check_equal_training(learners)
-    if name == "conv winograd":  # the network's operations are counted, however they are computed
+    if name == "conv winograd":  # FLOPs are the network's, whatever the method
         assert len({flops_per_image(one.model, (3, 32, 32)) for one in learners}) == 1
 
 
@@ -134,7 +133,7 @@ class Small(nn.Module):
         return self.fc(self.norm(self.conv(images)).relu().mean((2, 3)))
 
 
-def test_a_compiled_step_equals_the_eager_one_and_keeps_the_models_names(tiny, alone, monkeypatch):
+def test_a_compiled_step_equals_the_eager_one_and_keeps_parameter_names(tiny, alone, monkeypatch):
     monkeypatch.setattr("tools.bench.training.build_model", lambda config, **_: Small())
     trainings = [build_measured(tiny(enable_compile=compiled), alone) for compiled in (False, True)]
     generator = torch.Generator().manual_seed(0)
@@ -151,7 +150,7 @@ def test_a_compiled_step_equals_the_eager_one_and_keeps_the_models_names(tiny, a
     torch.testing.assert_close(trainings[0].sums.sums, trainings[1].sums.sums, rtol=1e-5, atol=0)
 
 
-def test_compile_without_a_compiler_says_what_to_do(tiny, alone, monkeypatch):
+def test_compile_without_a_compiler_is_refused(tiny, alone, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"enable_compile needs a C\+\+ compiler, and no-such-compiler is not found"):
         Trainer(tiny(enable_compile=True), alone)
@@ -163,7 +162,7 @@ def test_compile_without_a_compiler_says_what_to_do(tiny, alone, monkeypatch):
 
 
 def test_compiling_needs_pythons_headers_and_for_cuda_a_c_compiler(tiny, monkeypatch, tmp_path):
-    """What is missing comes one after the other; auto compiles for CUDA where nothing is."""
+    """Each error names the next missing part; auto compiles for CUDA if nothing is missing."""
     cpu, cuda, found = torch.device("cpu"), torch.device("cuda", 0), ["g++"]
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
@@ -191,7 +190,7 @@ def test_compiling_needs_pythons_headers_and_for_cuda_a_c_compiler(tiny, monkeyp
 @pytest.mark.parametrize(
     "changes", [{"clip_grad_norm": 0.01, "label_smoothing": 0.1}, {"micro_batch_size": 8, "enable_amp": True}]
 )
-def test_the_step_that_is_measured_is_the_one_that_trains(tiny, alone, changes):
+def test_the_measured_step_is_the_training_step(tiny, alone, changes):
     trainer, measured = (build(tiny(**changes), alone) for build in (Trainer, build_measured))
     assert measured.step.config.clip_grad_norm == changes.get("clip_grad_norm")
     assert measured.step.accumulation == trainer.learner.batch.accumulation
@@ -222,16 +221,16 @@ def test_learning_rate_as_number_and_as_tensor(tiny, graphed, monkeypatch):
             set_learning_rate(optimizer, factor)
         assert reads.count == 0, "a rate on the device is written without reading it"
         assert learning_rate(optimizer) == 0.5 * factor
-    assert (optimizer.param_groups[0]["lr"] is before) is graphed  # a graph reads the very tensor it was captured with
+    assert (optimizer.param_groups[0]["lr"] is before) is graphed  # a graph reads the tensor of its capture
 
 
 class HostReads(TorchDispatchMode):
-    """Counts the operations by which the host asks for a tensor's value, and so would wait for a GPU."""
+    """Counts the operations in which the host reads a tensor's value, for which it would wait for a GPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.count = 0
-        self.aside: Counter[str] = Counter()
+        self.separate: Counter[str] = Counter()
         for name in ("cpu", "tolist", "numpy", "item", "__bool__", "__float__", "__int__"):
             monkeypatch.setattr(Tensor, name, self._counted(getattr(Tensor, name)))
 
@@ -242,13 +241,13 @@ class HostReads(TorchDispatchMode):
 
         return call
 
-    def setting_aside(self, method: Callable[..., Any], into: str = "log points") -> Callable[..., Any]:
-        """`method`, with what it reads counted apart."""
+    def counted_separately(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Wrap `method` so that its reads are counted under `name`."""
 
         def call(*args: Any) -> Any:
             before = self.count
             result = method(*args)
-            self.aside[into] += self.count - before
+            self.separate[name] += self.count - before
             self.count = before
             return result
 
@@ -261,53 +260,48 @@ class HostReads(TorchDispatchMode):
 
 
 def count_reads(config: Config, alone: World, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int, int]:
-    """How often an epoch, as a run trains it, asks for a value outside its log points, and in them."""
+    """Train an epoch; return the number of host reads outside log points and in them."""
     trainer = Trainer(config, alone)
     logger = RunLogger(folder, enabled=True, to_screen=False, to_tensorboard=False)
     with logger.open(epoch=0, step=0) as trainer.log, HostReads(monkeypatch) as reads:
-        monkeypatch.setattr(trainer, "_log_point", reads.setting_aside(trainer._log_point))
-        # it reads the flags of signals, which are on the CPU wherever training is
-        monkeypatch.setattr(trainer.requests, "poll", reads.setting_aside(trainer.requests.poll, into="polls"))
+        monkeypatch.setattr(trainer, "_log_point", reads.counted_separately(trainer._log_point, "log points"))
+        # the flags of signals are always on the CPU
+        monkeypatch.setattr(trainer.requests, "poll", reads.counted_separately(trainer.requests.poll, "polls"))
         trainer.train_one_epoch()
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1
-    return reads.count, reads.aside["log points"]
+    return reads.count, reads.separate["log points"]
 
 
 @pytest.mark.parametrize("name", ["recipe", *(name for name in SWITCHES if name not in ("compile", "all"))])
-def test_no_epoch_asks_for_a_value_outside_its_log_points(tiny, alone, monkeypatch, tmp_path, name):
+def test_the_host_reads_values_only_at_log_points(tiny, alone, monkeypatch, tmp_path, name):
     config = tiny(log_freq=1000, **(SWITCHES | {"recipe": RECIPE})[name])
-    between, in_log_points = count_reads(config, alone, monkeypatch, tmp_path)
-    assert between == 0
-    assert in_log_points > 0  # the counter counts
+    outside, in_log_points = count_reads(config, alone, monkeypatch, tmp_path)
+    assert outside == 0
+    assert in_log_points > 0
 
 
-def test_extra_opts_are_what_keeps_loss_scaling_from_asking(tiny, alone, monkeypatch, tmp_path):
-    """PyTorch's scaler asks whether to skip the step of an optimizer that is not fused: the one exception."""
-    plain, fused = (tmp_path / name for name in ("plain", "fused"))
-    for folder in (plain, fused):
-        folder.mkdir()
-    asking = tiny(enable_amp=True, loss_scale=128, log_freq=1000)
-    assert count_reads(asking, alone, monkeypatch, plain)[0] > 0
-    silent = tiny("bs256-amp-nhwc-extra-opts", loss_scale=128, log_freq=1000)
-    assert count_reads(silent, alone, monkeypatch, fused)[0] == 0
+def test_loss_scaling_without_a_fused_optimizer_reads_values(tiny, alone, monkeypatch, tmp_path):
+    """The one exception: PyTorch's scaler reads whether to skip the step."""
+    config = tiny(enable_amp=True, loss_scale=128, log_freq=1000)
+    assert count_reads(config, alone, monkeypatch, tmp_path)[0] > 0
 
 
-def test_gradients_cross_the_ranks_once_a_step(tiny, alone):
+def test_gradients_are_averaged_once_per_step(tiny, alone):
     """With the last of four micro-batches, in one bucket."""
     buckets = []
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         wrap = partial(wrap_in_ddp, hook=buckets.append)
         learner = build_measured(tiny(micro_batch_size=2, batch_size=8), alone, wrap)
-        buckets.clear()  # of what settles them
+        buckets.clear()  # of the step that settles them
         learner.train_step(torch.randn(8, 3, 32, 32), torch.randint(10, (8,)))
     finally:
         dist.destroy_process_group()
     assert learner.batch.accumulation == 4 and len(buckets) == 1
 
 
-def test_a_loss_that_is_not_finite_is_told_with_its_iteration(tiny, alone):
-    """Of a step, whatever the number of its micro-batches."""
+def test_a_non_finite_loss_is_reported_with_its_iteration(tiny, alone):
+    """An iteration is a step, whatever the number of micro-batches."""
     trainer = Trainer(tiny(batch_size=8, micro_batch_size=2), alone)
     for iteration in range(4):
         images = torch.full((8, 3, 32, 32), torch.nan) if iteration == 2 else torch.randn(8, 3, 32, 32)
@@ -316,15 +310,9 @@ def test_a_loss_that_is_not_finite_is_told_with_its_iteration(tiny, alone):
         trainer.state.check_finite(trainer.learner.sums.average(alone))
 
 
-def test_prefetch_hands_on_what_comes(tiny):
-    batches = [(torch.full((1,), number), torch.tensor([number])) for number in range(3)]
-    for value in (False, True, "auto"):
-        assert list(prefetch(tiny(enable_prefetch=value), iter(batches), torch.device("cpu"))) == batches
-
-
 @pytest.mark.slow
 def test_kept_memory_is_not_faulted_in_again():
-    """In a process of its own, since nothing takes it back: page faults of ten times the same 64 MB."""
+    """Page faults of ten allocations of 64 MB, in a process of its own, as the setting cannot be undone."""
     program = """
 import resource, sys, torch
 from pathlib import Path
@@ -343,12 +331,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         command = [sys.executable, "-c", program, value]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
         faults[value] = int(result.stdout)
-    # seldom none: a kernel that reclaims idle pages causes some of its own; without the key's effect both are equal
+    # seldom 0, since the kernel may reclaim idle pages; without the setting's effect both are equal
     assert faults["auto"] * 2 < faults["false"]
 
 
 @pytest.mark.parametrize("has_bf16", [False, True])
-def test_fastest_is_what_each_device_can_do(tiny, alone, has_bf16, monkeypatch):
+def test_fastest_uses_what_the_device_supports(tiny, alone, has_bf16, monkeypatch):
     for module in ("precision", "kernels.conv.winograd", "kernels.conv.weight_gradient"):
         monkeypatch.setattr(f"utils.training.{module}.has_bf16_kernels", lambda: has_bf16)
     config = tiny("fastest")

@@ -387,7 +387,7 @@ def test_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys):
     assert train_module.main(Arguments(config, "tiny", tmp_path / "run", "auto", dry_run=True)) == 0
     said = capsys.readouterr().out
     assert "78,042 parameters" in said
-    assert "128 in 4 steps an epoch" in said
+    assert "128 in 4 steps per epoch" in said
     assert "memory estimate" in said
     rates = said.partition("learning rate    schedule step\n")[2].splitlines()
     corners = [(int(line.split()[1]), float(line.split()[2])) for line in rates]

@@ -1,7 +1,6 @@
-"""train_simple.py: plain PyTorch, and on the same batches the bits of train.py's block bs128."""
+"""train_simple.py: plain PyTorch, and on the same batches bitwise equal to train.py's block bs128."""
 
 import ast
-import itertools
 import re
 import sys
 from collections.abc import Callable
@@ -19,18 +18,18 @@ from utils.distributed.world import World
 from utils.training.validation import validate
 
 
-def test_on_the_same_batches_its_weights_are_those_of_train_py(
+def test_on_the_same_batches_its_weights_equal_those_of_train_py(
     tiny: Callable[..., Config], alone: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, over an epoch of training, its validation, and a cut of the learning rate."""
+    """Bitwise, over an epoch of training, its validation, and a cut of the learning rate."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     config = tiny("bs128")
     trainer = Trainer(config, alone)
     simple = train_simple.Trainer(ModelConfig(model=config.model, num_classes=10), alone.device, config.seed)
     assert not torch.backends.cudnn.allow_tf32
     learner, train, valid = trainer.learner, list(trainer.loaders.train), list(trainer.loaders.valid)
-    losses = itertools.chain([None], itertools.repeat(2.0, 13))
-    for fixed in losses:  # after 11 epochs without a better loss the rate is cut
+    # an epoch with its own loss, then 13 short ones of loss 2: after 11 without progress the rate is cut
+    for fixed in (None, *[2.0] * 13):
         learner.model.train()
         for images, labels in train[:1] if fixed else train:
             learner.train_step(images, labels)
@@ -47,16 +46,14 @@ def test_on_the_same_batches_its_weights_are_those_of_train_py(
         assert torch.equal(value, simple.model.state_dict()[name]), name
 
 
-def test_its_settings_are_those_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_settings_equal_those_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     block = load_config(CIFAR100, "bs128")
     monkeypatch.setattr(train_simple, "CIFAR100", lambda path, train, transform, download: FakeData(300, (3, 32, 32)))
     train, valid = (train_simple.build_loader("", training) for training in (True, False))
-    assert [len(train), len(valid)] == [2, 3]  # a last batch that is not full is validated only
+    assert [len(train), len(valid)] == [2, 3]  # a partial last batch is only validated
     assert (train.batch_size, valid.batch_size) == (block.batch_size, block.valid_batch_size_per_gpu)
-    assert (
-        pytest.approx(block.cifar100_mean) == train_simple.MEAN
-        and pytest.approx(block.cifar100_std) == train_simple.STD
-    )
+    assert pytest.approx(block.cifar100_mean) == train_simple.MEAN
+    assert pytest.approx(block.cifar100_std) == train_simple.STD
 
 
 def test_it_runs_and_needs_only_pytorch_torchvision_and_the_networks(

@@ -1,4 +1,4 @@
-"""Steps that are trained twice: they change nothing, find every flipped bit that changes something, name its rank."""
+"""Steps that are trained twice: they change no result, detect every flipped bit that does, and name its rank."""
 
 import itertools
 import json
@@ -23,17 +23,17 @@ from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, CorruptionError
 from utils.run.checkpoint.io import newest_good
-from utils.training.checks.dry_run import describe, kept_bytes
+from utils.training.checks.dry_run import describe, snapshot_bytes
+from utils.training.checks.faulty_ranks import Evidence, describe_fault, find_fault, outlier_ranks
 from utils.training.checks.fingerprints import (
     CHUNK,
     WORKING_BYTES,
-    Prints,
+    Fingerprints,
     describe_verification,
     fingerprint,
-    take_prints,
+    take_fingerprints,
 )
-from utils.training.checks.judgement import Evidence, judge, odd_ranks, tell
-from utils.training.checks.step_state import KeptState, gradients, own_tensors, shared_tensors
+from utils.training.checks.step_state import Snapshot, gradients, own_tensors, shared_tensors
 from utils.training.checks.verify_steps import Verifier, is_due
 from utils.training.learner import Learner
 
@@ -51,7 +51,7 @@ COMPILED = pytest.param({"enable_compile": True}, id="compiled", marks=pytest.ma
 
 
 def some_steps(learner: Learner, verifier: Verifier, number: int) -> dict[str, Tensor]:
-    """What is left of the state after some steps, gradients included."""
+    """Return a copy of the state after some steps, gradients included."""
     learner.model.train()
     for images, labels in itertools.islice(random_batches(learner, verifier.world), number):
         verifier.train_step(images, labels)
@@ -60,7 +60,7 @@ def some_steps(learner: Learner, verifier: Verifier, number: int) -> dict[str, T
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_every_bit_and_place_counts_in_a_fingerprint(dtype: torch.dtype) -> None:
+def test_every_bit_and_position_changes_a_fingerprint(dtype: torch.dtype) -> None:
     tensor = (torch.randn(3, 2, 2) > 0.3).to(dtype)
     tensor[0, 0], tensor[2, 0] = 1, 0
     seen = {int(fingerprint(tensor)), int(fingerprint(tensor.flip(0)))}
@@ -75,20 +75,20 @@ def test_every_bit_and_place_counts_in_a_fingerprint(dtype: torch.dtype) -> None
     assert int(fingerprint(tensor)) in seen
 
 
-def test_a_fingerprint_is_of_the_numbers_and_not_of_their_layout() -> None:
+def test_a_fingerprint_depends_on_the_numbers_not_on_the_memory_format() -> None:
     images = torch.randn(2, 3, 4, 5)
     assert fingerprint(images) == fingerprint(images.to(memory_format=torch.channels_last))
     large = torch.zeros(2 * CHUNK + 3)
     empty = fingerprint(large)
-    prints = {int(empty)}
+    seen = {int(empty)}
     for number in (0, CHUNK - 1, CHUNK, 2 * CHUNK + 2):  # in different chunks
         changed = large.clone()
         changed[number] = 1
-        prints.add(int(fingerprint(changed)))
-    assert len(prints) == 5
+        seen.add(int(fingerprint(changed)))
+    assert len(seen) == 5
 
 
-def test_one_step_of_each_window_is_drawn_from_the_seed(tiny) -> None:
+def test_one_step_of_each_window_is_sampled_from_the_seed(tiny) -> None:
     config, other, never, always = (
         tiny(verify_every_steps=every, seed=seed) for every, seed in ((10, 0), (10, 1), (None, 0), (1, 0))
     )
@@ -101,8 +101,8 @@ def test_one_step_of_each_window_is_drawn_from_the_seed(tiny) -> None:
 
 
 @pytest.mark.parametrize("changes", [*(pytest.param(mode, id=name) for name, mode in MODES.items()), COMPILED])
-def test_checked_steps_train_what_unchecked_ones_do(tiny, alone, changes) -> None:
-    """The network draws at random (dropout): a repetition repeats its draws."""
+def test_checked_steps_give_the_same_result_as_unchecked_ones(tiny, alone, changes) -> None:
+    """With dropout: a repetition repeats its random numbers."""
     unchecked = some_steps(*build_tiny(tiny(batch_size=8, **changes), alone), 4)
     learner, verifier = build_tiny(tiny(batch_size=8, verify_every_steps=1, **changes), alone)
     checked = some_steps(learner, verifier, 4)
@@ -128,7 +128,7 @@ def test_flips_of_every_kind_are_caught(tiny, alone, name) -> None:
     assert outcome.clean_steps == 2 + 2 * len(KINDS)
 
 
-def test_a_campaign_counts_what_a_blind_verifier_misses(tiny, alone, monkeypatch) -> None:
+def test_a_campaign_counts_flips_that_are_missed(tiny, alone, monkeypatch) -> None:
     monkeypatch.setattr(Verifier, "_is_due", lambda verifier: False)
     outcome = campaign(tiny(verify_every_steps=1, batch_size=16), alone, 14)
     assert len(outcome.missed) == flips_of(outcome)[1] > 0
@@ -141,7 +141,7 @@ def configuration(**changes: Any) -> Config:
 
 
 def run_ranked(folder: Path, ranks: int, function: Callable[..., int], *arguments: Any) -> list[Ended]:
-    """With more time than `run_job` gives."""
+    """As `run_job`, with more time."""
     port = free_port()
     variables = [torchrun_variables(rank, ranks, port) for rank in range(ranks)]
     return Job(folder, function, arguments, variables).wait(280)
@@ -166,15 +166,15 @@ def test_the_rank_of_a_flip_is_named_among_several(tmp_path, ranks, changes) -> 
 
 
 def strike(folder: Path, settings: dict[str, Any], *options: str) -> int:
-    """In a process of its own: train.py sets its signal handlers."""
+    """Run in a process of its own, as train.py sets signal handlers."""
     short = {"batch_size": 12, "max_epochs": 1, "limit_train_batches": 8, "lr_schedule": "constant"}
     values = TINY | short | {"lr_warmup_epochs": 0} | settings
     sets = [f"--set={key}={json.dumps(value)}" for key, value in values.items()]
     return inject.main([f"--run-dir={folder}", *sets, *options])
 
 
-def test_a_weight_that_differed_before_is_found_by_the_majority(tmp_path) -> None:
-    """In a step that is not checked: at the next one that is, the repetitions are equal and the ranks are not."""
+def test_a_weight_that_differed_earlier_is_found_by_the_majority(tmp_path) -> None:
+    """The flip is in an unchecked step: in the next checked one, the repetitions are equal but the ranks differ."""
     config = configuration(verify_every_steps=2)
     step = next(step for step in range(1, 8) if not is_due(config, step))
     options = ("--strike=optimizer", f"--step={step + 1}", "--rank=2")
@@ -197,7 +197,7 @@ def test_a_run_stops_before_it_saves(tmp_path) -> None:
     assert state is not None and state["step"] == 2
 
 
-def test_what_cannot_be_flipped_is_said(tmp_path, capsys) -> None:
+def test_impossible_flips_are_refused(tmp_path, capsys) -> None:
     def refused(*arguments: str) -> str:
         assert inject.main([f"--run-dir={tmp_path / 'run'}", *arguments]) == ConfigError.exit_status
         return capsys.readouterr().err
@@ -211,24 +211,27 @@ def test_what_cannot_be_flipped_is_said(tmp_path, capsys) -> None:
     assert (ended.status, "never came" in ended.errors) == (ConfigError.exit_status, True), ended.errors
 
 
-class BesideARougherRank(World):
+class WorldWithANoisierRank(World):
     def gather(self, value: Any) -> list[Any]:
-        """What another rank has measured, too."""
+        """Add another rank's measurement."""
         return [value, {"of another rank": 0.5}] if isinstance(value, dict) else [value]
 
 
-def test_a_device_that_rounds_differently_each_time_is_measured_first(tiny, alone) -> None:
+def test_varying_rounding_is_measured_first(tiny, alone) -> None:
     learner, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=16), alone)
-    verifier.rounds, verifier.measured, verifier.world = True, False, BesideARougherRank(0, 0, 1, alone.device)
-    drawn = torch.Generator().manual_seed(0)
+    verifier.rounding_varies, verifier.noise_measured = True, False
+    verifier.world = WorldWithANoisierRank(0, 0, 1, alone.device)
+    generator = torch.Generator().manual_seed(0)
     for parameter in learner.model.parameters():  # as the order of a GPU's atomic additions does
-        parameter.register_hook(lambda gradient: gradient * (1 + 1e-6 * torch.randn(gradient.shape, generator=drawn)))
+        parameter.register_hook(
+            lambda gradient: gradient * (1 + 1e-6 * torch.randn(gradient.shape, generator=generator))
+        )
     some_steps(learner, verifier, 20)
     (measured, verified) = verifier.remarks()
     assert re.search(r"6 repetitions of one step differ.*gradient \d", measured)
     assert re.search(r"Verified 20 step\(s\), none wrong, in .* s: .*% of the training", verified)
-    assert 0 < verifier.bounds["gradient"] < 1e-5
-    assert verifier.bounds["of another rank"] == 0.5
+    assert 0 < verifier.noise["gradient"] < 1e-5
+    assert verifier.noise["of another rank"] == 0.5
     assert verifier.remarks() == []
     with Flipper(verifier, Flip("weight", 0, learner.steps, "1"), 0) as flipper:
         flipper._strike = lambda chosen: flip_bit(chosen[1], 0, 30)  # type: ignore[method-assign]
@@ -236,8 +239,8 @@ def test_a_device_that_rounds_differently_each_time_is_measured_first(tiny, alon
             some_steps(learner, verifier, 1)
 
 
-def test_the_log_says_what_is_promised(tiny, alone) -> None:
-    promise = "verify_every_steps 3: one of 3 steps is trained twice; every bit of it must be equal"
+def test_the_log_describes_verification(tiny, alone) -> None:
+    promise = "verify_every_steps 3: one step in 3 is trained twice; all bits must be equal"
     learner, _ = build_tiny(tiny(verify_every_steps=3), alone)
     assert learner.notes == [promise]
     cuda = torch.device("cuda", 0)
@@ -246,58 +249,58 @@ def test_the_log_says_what_is_promised(tiny, alone) -> None:
     assert describe_verification(tiny(), cuda) == []
 
 
-def test_the_estimate_of_memory_counts_what_is_kept(tiny, alone) -> None:
+def test_the_memory_estimate_counts_the_snapshot(tiny, alone) -> None:
     for changes in ({}, {"ema_decay": 0.9}, {"opt_level": "O2"}, {"optimizer": "adamw", "lr": 0.001}):
         learner, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=8, **changes), alone)
         some_steps(learner, verifier, 1)
         batch = next(random_batches(learner, alone))
-        kept = sum(copy.nbytes for _, copy in KeptState(learner, batch).pairs)
-        counted = kept_bytes(learner.config, learner.weights, len(batch[0]), tuple(batch[0].shape[1:]))
+        kept = sum(copy.nbytes for _, copy in Snapshot(learner, batch).pairs)
+        counted = snapshot_bytes(learner.config, learner.weights, len(batch[0]), tuple(batch[0].shape[1:]))
         few = 200  # the loss scale, sums, AdamW's counts of steps
         assert abs(counted - WORKING_BYTES - kept) < few
-        assert kept_bytes(tiny(), learner.weights, 8, (3, 16, 16)) == 0
-    told = describe(learner, (3, 16, 16), network="tiny", dataset="none")
-    assert "kept while a step is verified" in told
+        assert snapshot_bytes(tiny(), learner.weights, 8, (3, 16, 16)) == 0
+    assert "snapshot for verify_every_steps" in describe(learner, (3, 16, 16), network="tiny", dataset="none")
 
 
 SEEN = Evidence("host a, cpu", [], [], [], [], "", {"weight x": 1, "weight y": 2})
 
 
-def test_the_judgement() -> None:
-    assert judge([SEEN] * 3) is None
+def test_faulty_ranks_are_found_from_the_evidence() -> None:
+    assert find_fault([SEEN] * 3) is None
     other = replace(SEEN, state={"weight x": 1, "weight y": 3})
-    assert odd_ranks([SEEN.state, other.state, SEEN.state]) == ([1], ["weight y"])
-    assert odd_ranks([SEEN.state, other.state]) == ([0, 1], ["weight y"])
-    result = replace(SEEN, result=["gradient x"], odd="the first of three repetitions is the odd one")
+    assert outlier_ranks([SEEN.state, other.state, SEEN.state]) == ([1], ["weight y"])
+    assert outlier_ranks([SEEN.state, other.state]) == ([0, 1], ["weight y"])
+    result = replace(SEEN, result=["gradient x"], outlier="the first of three repetitions differs")
     own = replace(result, own=["own gradient x", "loss"])
-    verdict = judge([result, own, result])
-    assert verdict is not None and (verdict.ranks, verdict.tensors) == ([1], ["own gradient x", "loss"])
-    verdict = judge([result, SEEN, SEEN])
-    assert verdict is not None and verdict.ranks == [0]
-    verdict = judge([result, result])
-    assert verdict is not None and "sum over the ranks" in verdict.how
-    verdict = judge([own, replace(SEEN, at_rest=["weight x"])])
-    assert verdict is not None and (verdict.ranks, verdict.how) == ([1], "changed in memory since the step before")
-    message = tell(7, [SEEN, replace(own, device="host b, H200 GPU-1")])
+    fault = find_fault([result, own, result])
+    assert fault is not None and (fault.ranks, fault.tensors) == ([1], ["own gradient x", "loss"])
+    fault = find_fault([result, SEEN, SEEN])
+    assert fault is not None and fault.ranks == [0]
+    fault = find_fault([result, result])
+    assert fault is not None and "sum over the ranks" in fault.how
+    fault = find_fault([own, replace(SEEN, changed_at_rest=["weight x"])])
+    assert fault is not None and (fault.ranks, fault.how) == ([1], "changed in memory since the step before")
+    message = describe_fault(7, [SEEN, replace(own, device="host b, H200 GPU-1")])
     assert "step 7, of rank 1 (host b, H200 GPU-1): own gradient x (and 1 more) differs" in message
 
 
-def test_a_distance_that_is_no_number_is_apart(tiny, alone) -> None:
+def test_a_nan_distance_differs(tiny, alone) -> None:
     _, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=8), alone)
-    verifier.bounds = {"gradient": 0.5}
+    verifier.noise = {"gradient": 0.5}
     right, *others = (
-        Prints({"gradient x": bits}, {"gradient x": (total, 4.0)}) for bits, total in enumerate((1.0, 2.0, math.nan))
+        Fingerprints({"gradient x": bits}, {"gradient x": (total, 4.0)})
+        for bits, total in enumerate((1.0, 2.0, math.nan))
     )
-    assert [verifier._apart(right, other) for other in others] == [[], ["gradient x"]]
+    assert [verifier._differing_tensors(right, other) for other in others] == [[], ["gradient x"]]
 
 
-def test_prints_tell_apart_what_is_missing() -> None:
-    one, two = (take_prints({name: torch.ones(2)}, sketched=False) for name in "ab")
+def test_a_missing_tensor_differs() -> None:
+    one, two = (take_fingerprints({name: torch.ones(2)}, sketched=False) for name in "ab")
     assert set(one.distances(two)) == {"a", "b"}
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_the_odd_one_of_three_repetitions_is_named(tiny, alone, monkeypatch, number: int) -> None:
+def test_the_outlier_of_three_repetitions_is_named(tiny, alone, monkeypatch, number: int) -> None:
     learner, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=8), alone)
     train_step, repetitions = learner.train_step, itertools.count(1)
 
@@ -308,6 +311,6 @@ def test_the_odd_one_of_three_repetitions_is_named(tiny, alone, monkeypatch, num
                 next(learner.model.parameters()).view(-1)[0] += 1
 
     monkeypatch.setattr(learner, "train_step", spoil)
-    odd = ("first", "second")[number - 1]
-    with pytest.raises(CorruptionError, match=f"the {odd} of three repetitions is the odd one"):
+    outlier = ("first", "second")[number - 1]
+    with pytest.raises(CorruptionError, match=f"the {outlier} of three repetitions differs"):
         some_steps(learner, verifier, 1)

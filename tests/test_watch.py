@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 from utils.distributed.launch import torchrun_here
 from utils.distributed.world import World
 from utils.timing.clock import Clock
-from utils.training.checks.stragglers import JUDGED_WINDOWS, StepWatch, Window, input_remedy, slow_ranks, waiting_share
+from utils.training.checks.stragglers import SLOW_WINDOWS, StepWatch, Window, input_remedy, input_wait, slow_ranks
 from utils.training.metrics.confusion import Confusion, worst_classes
 
 
@@ -40,9 +40,12 @@ def test_a_rank_is_slow_only_when_it_is_so_in_every_window():
     assert slow_ranks([[0.0, 0.0]] * 5) == [], "nothing was timed"
 
 
-def test_waiting_share_is_by_time_not_by_window():
-    assert waiting_share([Window(own=1, waiting=1, total=10), Window(own=1, waiting=5, total=10)]) == 0.3
-    assert waiting_share([]) == 0.0
+def test_input_wait_is_weighted_by_time():
+    assert (
+        input_wait([Window(before_collective=1, waiting=1, total=10), Window(before_collective=1, waiting=5, total=10)])
+        == 0.3
+    )
+    assert input_wait([]) == 0.0
 
 
 def running() -> Clock:
@@ -79,29 +82,29 @@ def test_waiting_for_input_is_measured_and_said_once(alone, clock):
     windows = epoch(watch, model, clock, waiting=3)
     assert [window["data_wait"] for window in windows] == [0.3] * 4
     assert windows[0]["memory_gb"] > 0.01
-    remarks = watch.judge(input_remedy("torchvision", 6))
-    assert len(remarks) == 1 and "takes 30% of the time; more num_data_workers (now 6 a rank)" in remarks[0]
+    remarks = watch.remarks(input_remedy("torchvision", 6))
+    assert len(remarks) == 1 and "takes 30% of the time; try more num_data_workers (now 6 per rank)" in remarks[0]
     epoch(watch, model, clock, waiting=3)
-    assert watch.judge("") == []
+    assert watch.remarks("") == []
 
 
 def test_a_rank_that_has_become_slow_is_named_whatever_it_was_before(alone, clock):
     """Judged by the last windows alone."""
     watch, remarks = StepWatch(nn.Conv2d(3, 1, 1), alone, running()), []
     for seconds in (1.0, 1.5, 1.5):
-        others = ("other", [Window(seconds, 0, 1)] * JUDGED_WINDOWS)
+        others = ("other", [Window(seconds, 0, 1)] * SLOW_WINDOWS)
         watch.world = SimpleNamespace(gather=lambda mine, others=others: [mine, others])
-        watch._windows = [Window(1.0, 0, 1)] * JUDGED_WINDOWS
-        remarks.append(watch.judge(""))
+        watch._windows = [Window(1.0, 0, 1)] * SLOW_WINDOWS
+        remarks.append(watch.remarks(""))
     assert [len(remark) for remark in remarks] == [0, 1, 0]
-    assert remarks[1][0].startswith("Rank 1 on other is slow: 1.50 times the median")
+    assert remarks[1][0].startswith("Rank 1 on other is slow: it needs 1.50 times the median")
 
 
 def test_a_little_waiting_is_not_worth_a_line(alone, clock):
     model = nn.Conv2d(3, 1, 1)
     watch = StepWatch(model, alone, running())
     epoch(watch, model, clock, waiting=0.5)
-    assert watch.judge("remedy") == []
+    assert watch.remarks("remedy") == []
 
 
 def test_own_time_ends_with_the_gradient_of_the_first_layer(alone, clock):
@@ -109,7 +112,7 @@ def test_own_time_ends_with_the_gradient_of_the_first_layer(alone, clock):
     model = nn.Sequential(nn.Conv2d(3, 1, 1), nn.Conv2d(1, 1, 1))
     watch = StepWatch(model, alone, running())
     epoch(watch, model, clock, waiting=3)
-    assert {window.own for window in watch._windows} == {5.0}
+    assert {window.before_collective for window in watch._windows} == {5.0}
 
 
 def test_the_first_batch_is_kept_for_the_picture_once(alone):
@@ -138,7 +141,7 @@ def test_between_log_points_the_host_never_waits_for_the_gpu():
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     watch.close_window()
-    assert watch.own_share.steps == []
+    assert watch.step_timer.steps == []
 
 
 def test_worst_classes_and_what_they_are_taken_for(alone):
@@ -177,7 +180,7 @@ def action(world):
         for images, _ in watch.batches([batch] * 6):
             parallel(images).sum().backward()
             watch.close_window()
-        for remark in watch.judge(""):
+        for remark in watch.remarks(""):
             if world.is_main:
                 print(remark)
 

@@ -86,7 +86,7 @@ def evaluate(trained: Trained, folder: Path | None, world: "World", *, test: boo
     if not sum(world.gather(int(sums.sums[2]))):
         raise DataError(f"{folder or trained.config.data_path}: none of its {len(split.labels)} images can be read")
     figures, counts, bins = sums.average(world), confusion.collect(world), calibration.collect(world)
-    top_accuracy = top.share(world)
+    top_accuracy = top.accuracy(world)
     return {
         "network": trained.describe(classifier, world),
         "checkpoint": str(trained.path),

@@ -14,7 +14,7 @@ from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import CorruptionError
 from utils.training.batches import Batch
-from utils.training.checks.step_state import KeptState, Tensors, gradients, own_tensors, shared_tensors
+from utils.training.checks.step_state import Snapshot, Tensors, gradients, own_tensors, shared_tensors
 from utils.training.checks.verify_steps import Verifier
 from utils.training.learner import Learner, build_learner
 
@@ -93,7 +93,7 @@ def train_cleanly(learner: Learner, verifier: Verifier, batch: Batch, outcome: O
         verifier.train_step(*batch)
     except CorruptionError as error:
         outcome.alarms.append(str(error))
-        verifier.left = None  # of a step that was not gone on from
+        verifier.state_after_last_step = None  # of a step that raised
 
 
 def draw_flip(number: int, seed: int, ranks: int, step: int) -> Flip:
@@ -106,7 +106,7 @@ def draw_flip(number: int, seed: int, ranks: int, step: int) -> Flip:
 def flip_once(learner: Learner, verifier: Verifier, flip: Flip, batch: Batch, outcome: Outcome) -> None:
     """Collective: flip a bit in one checked step, then restore the state."""
     world = verifier.world
-    before, left = KeptState(learner, batch), verifier.left
+    before, last_state = Snapshot(learner, batch), verifier.state_after_last_step
     learner.train_step(*batch)
     expected = {name: tensor.detach().clone() for name, tensor in _result(learner).items()}
     before.restore()
@@ -125,7 +125,7 @@ def flip_once(learner: Learner, verifier: Verifier, flip: Flip, batch: Batch, ou
     struck = next(filter(None, world.gather(flipper.struck)), "nothing")
     changed = any(world.gather(changed))
     before.restore()
-    verifier.left = left
+    verifier.state_after_last_step = last_state
     _count(outcome, flip, struck, changed, error)
 
 

@@ -1,1 +1,1 @@
-"""What trains: network, optimizer, schedule, precision and the step."""
+"""Training: precision, optimizer, schedule, step, validation, and the checks on them."""

@@ -1,4 +1,4 @@
-"""An epoch's batches on their way to the step: prefetched, watched, mixed, resized."""
+"""Batches between loader and step: prefetched, timed, mixed, resized."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,12 +10,12 @@ from utils.timing.profiler import Profiler
 from utils.training.checks.stragglers import StepWatch
 from utils.training.config import RecipeConfig, SpeedConfig, TrainingConfig
 
-Batch = tuple[Tensor, Tensor]  # images [N, 3, H, W] and labels [N], or shares of the classes [N, classes]
-Mix = Callable[[Tensor, Tensor, int, int], Batch]  # (images, labels, epoch, batch) -> mixed ones
+Batch = tuple[Tensor, Tensor]  # images [N, 3, H, W] and labels [N], or class fractions [N, classes]
+Mix = Callable[[Tensor, Tensor, int, int], Batch]  # (images, labels, epoch, batch) -> mixed batch
 
 
 class TrainingBatches:
-    """The batches of a training loader, as the step takes them."""
+    """Batches of a training loader, ready for the step."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class TrainingBatches:
         return len(self.loader)
 
     def rest_of_epoch(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Batch]]:
-        """(number, batch) from `first_batch` on; PROF: the range of an iteration holds what is done with its batch."""
+        """Yield (number, batch) from `first_batch` on; PROF: an iteration's range includes the use of its batch."""
         self.loader.set_epoch(epoch, first_batch)
         size = training_size(self.config, epoch)
         batches = self.watch.batches(prefetch(self.config, iter(self.loader), self.device))
@@ -46,10 +46,8 @@ class TrainingBatches:
 
 
 def prefetch(config: SpeedConfig, batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """PREFETCH: the next batch is copied and augmented on a side stream while the device trains on the present one.
-
-    On a CPU there is nothing to overlap with: the batches come as they are.
-    """
+    """PREFETCH: copy and augment the next batch on a side stream while the device trains on the current one. On a CPU
+    the batches pass unchanged."""
     if config.enable_prefetch is False or device.type != "cuda":
         yield from batches
         return
@@ -61,20 +59,20 @@ def prefetch(config: SpeedConfig, batches: Iterator[Batch], device: torch.device
             return
         torch.cuda.current_stream().wait_stream(stream)
         for tensor in batch:
-            tensor.record_stream(torch.cuda.current_stream())  # else its memory could be given away during the step
+            tensor.record_stream(torch.cuda.current_stream())  # else its memory could be reused during the step
         yield batch
 
 
 def training_size(config: RecipeConfig, epoch: int) -> int | None:
-    """The side in pixels that images are resized to in `epoch` (counted from 0); None: as they are."""
-    for size, share in zip(config.progressive_image_sizes, config.progressive_image_shares, strict=True):
-        if epoch < round(share * config.max_epochs):
+    """Side in pixels of the training images in `epoch`, counted from 0; None: full size."""
+    for size, end in zip(config.progressive_image_sizes, config.progressive_image_shares, strict=True):
+        if epoch < round(end * config.max_epochs):
             return size
     return None
 
 
 def resize(images: Tensor, size: int | None) -> Tensor:
-    """Images [N, 3, H, W] -> [N, 3, size, size], smoothed as far as they shrink, in the same memory format."""
+    """Resize images [N, 3, H, W] to [N, 3, size, size] with antialiasing, in the same memory format."""
     if size is None:
         return images
     return nn.functional.interpolate(images, size=(size, size), mode="bilinear", antialias=True)

@@ -1,4 +1,4 @@
-"""The part of the learner that classifies: what training validates, and what a checkpoint is evaluated with later."""
+"""The part of the learner that predicts: validation in training and the evaluation of a checkpoint use it."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,34 +36,32 @@ class Classifier:
 
     @property
     def validated(self) -> nn.Module:
-        """The network that is validated: the moving average where there is one."""
+        """The network that is validated: the moving average if there is one."""
         return self.model if self.ema is None else self.ema.network
 
     def predict(self, images: Tensor) -> Tensor:
-        """Images [N, 3, H, W] -> float32 logits [N, classes] of the network that is validated.
-
-        AMP: in the precision of training."""
-        views = [images, *other_views(self.config, images)]
+        """Images [N, 3, H, W] -> float32 logits [N, classes] of the validated network, averaged over test-time
+        augmentation. AMP: computed in the precision of training."""
+        views = [images, *augmented_views(self.config, images)]
         outputs = [self.precision.forward(self.validated, view) for view in views]
         return reduce(torch.add, outputs) / len(outputs) if len(outputs) > 1 else outputs[0]
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """BatchNorm's buffers of the network and of its average."""
+        """Buffers of the network and of its moving average."""
         yield from self.model.named_buffers()
         if self.ema is not None:
             yield from self.ema.network.named_buffers(prefix="average")
 
     def load_network(self, state: dict[str, Any]) -> None:
-        """Weights and average from these keys of a checkpoint's table: model, average."""
+        """Load weights and moving average from the entries `model` and `average` of a checkpoint."""
         self.weights.load_state_dict(state["model"])
-        self.ema = build_ema(self.config, self.model)  # where none was saved, it begins with these weights
+        self.ema = build_ema(self.config, self.model)  # if none was saved, it starts from these weights
         if self.ema is not None and state["average"] is not None:
             self.ema.load_state_dict(state["average"])
 
 
-def other_views(config: TrainingConfig, images: Tensor) -> Iterator[Tensor]:
-    """What is validated beside the images [N, 3, H, W] themselves, in the same size: `test_time_flip`,
-    `test_time_shift`."""
+def augmented_views(config: TrainingConfig, images: Tensor) -> Iterator[Tensor]:
+    """Test-time augmentation by `test_time_flip` and `test_time_shift`: the other views of images [N, 3, H, W]."""
     if config.test_time_flip:
         yield images.flip(-1)
     if not config.test_time_shift:
@@ -78,21 +76,21 @@ def other_views(config: TrainingConfig, images: Tensor) -> Iterator[Tensor]:
 
 
 def build_classifier(config: SomeConfig, build_model: Callable[[SomeConfig], nn.Module], world: World) -> Classifier:
-    """The network that `build_model` makes, with weights that follow from `seed`.
+    """Build the network by `build_model`, with weights from `seed`.
 
-    Seeds the random generators, and sets PyTorch's process-wide switches. Raises `ConfigError` for what this device
-    cannot do.
+    Seeds the random generators and sets PyTorch's process-wide switches. Raises `ConfigError` for settings that this
+    device cannot meet.
     """
     precision = choose_precision(config, world.device)
     notes = prepare_backends(config, world.device)
     seeds.seed_random_state(config.seed)
-    model = pad_stem(config, build_model(config))  # STEM: zeros beside the three colours
-    notes += fuse_norm_relu(config, model, world.device)  # FUSE: BatchNorm, shortcut and ReLU as one
+    model = pad_stem(config, build_model(config))  # STEM: zero channels added to the three colours
+    notes += fuse_norm_relu(config, model, world.device)  # FUSE: BatchNorm, shortcut and ReLU as one kernel
     notes += use_winograd(config, model, precision, world.device)  # CONV: 3x3 convolutions with fewer multiplications
-    notes += use_products(config, model, precision, world.device)  # CONV: gradients of weights as products
+    notes += use_products(config, model, precision, world.device)  # CONV: weight gradients as matrix products
     model = synchronise_batch_norm(config, model, world).to(world.device)
     check_deterministic_kernels(config, model, world.device)
     if config.enable_nhwc:
-        # NHWC: weights in the channels_last memory format; the loaders bring the images in the same one
+        # NHWC: weights in the channels_last memory format, as the loaders' images
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return Classifier(config, model, precision, MasterWeights(model, precision), build_ema(config, model), notes)

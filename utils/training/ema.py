@@ -10,41 +10,41 @@ from utils.training.config import RecipeConfig
 
 
 class Ema:
-    """The exponential moving average of a network's weights and BatchNorm statistics, `network`.
+    """`network`: the exponential moving average of a network's weights and BatchNorm statistics.
 
-    Computes what torch.optim.swa_utils.AveragedModel does, which on a GPU makes the host wait in every step. Each rank
-    averages its own: weights are the same on all of them, statistics are averaged before validation.
+    Equals torch.optim.swa_utils.AveragedModel, which on a GPU makes the host wait in every step. Each rank averages its
+    own copy: weights are equal on all ranks, statistics are averaged over the ranks before validation.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.network, self.decay = copy.deepcopy(model), decay
         self.updates = 0
-        mine, theirs = (list(network.state_dict().values()) for network in (self.network, model))
-        self._averaged = _where(mine, floating=True), _where(theirs, floating=True)
-        self._counted = _where(mine, floating=False), _where(theirs, floating=False)  # BatchNorm's batches
+        ours, theirs = (list(network.state_dict().values()) for network in (self.network, model))
+        self._averaged = _select(ours, floating=True), _select(theirs, floating=True)
+        self._counters = _select(ours, floating=False), _select(theirs, floating=False)  # BatchNorm's batches
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step of the network; the first one starts the average."""
+        """Update the average after a step of the network; the first call starts it."""
         torch._foreach_lerp_(*self._averaged, 1 - self.decay if self.updates else 1.0)
-        if self._counted[0]:
-            torch._foreach_copy_(*self._counted)
+        if self._counters[0]:
+            torch._foreach_copy_(*self._counters)
         self.updates += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The average and how often it was updated."""
+        """Return the average and its number of updates."""
         return {"module": self.network.state_dict(), "updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved average."""
+        """Restore a saved average."""
         self.network.load_state_dict(state["module"])
         self.updates = state["updates"]
 
 
-def _where(tensors: list[Tensor], *, floating: bool) -> list[Tensor]:
+def _select(tensors: list[Tensor], *, floating: bool) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.is_floating_point() == floating]
 
 
 def build_ema(config: RecipeConfig, model: nn.Module) -> Ema | None:
-    """The average that `ema_decay` asks for."""
+    """Build the moving average of `ema_decay`, if set."""
     return None if config.ema_decay is None else Ema(model, config.ema_decay)

@@ -1,4 +1,4 @@
-"""The learner: all that a training step reads and changes, built in one place for the Trainer and for every bench."""
+"""The learner: everything that a training step reads and changes. The Trainer and every bench build it here."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,14 +15,20 @@ from utils.distributed.global_batch import GlobalBatch, divide_batch
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.timing.profiler import Profiler
-from utils.training.checks.fingerprints import OwnGradients, describe_verification, rounds_each_time_anew
+from utils.training.checks.fingerprints import LocalGradients, describe_verification, rounding_varies
 from utils.training.classifier import Classifier, build_classifier
 from utils.training.config import TrainingConfig
 from utils.training.metrics.sums import MetricSums
-from utils.training.optimizers.build import build_optimizer, fuses, learning_rate, load_optimizer, set_learning_rate
+from utils.training.optimizers.build import (
+    build_optimizer,
+    learning_rate,
+    load_optimizer,
+    set_learning_rate,
+    uses_fused_kernel,
+)
 from utils.training.optimizers.schedule import Plateau, Schedule, build_schedule
 from utils.training.precision import LossScaler, choose_precision
-from utils.training.step import Preparing, Step, TrainStep, choose_step, on_capture_stream, wants_graphs
+from utils.training.step import CompileTimer, Step, TrainStep, choose_step, on_capture_stream, wants_graphs
 from utils.user_code import user_code_errors
 
 SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
@@ -30,7 +36,7 @@ SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
 
 @dataclass
 class Learner(Classifier):
-    """A network with all that trains it. `steps` counts the optimizer steps so far."""
+    """A network and everything that trains it. `steps` counts the optimizer steps so far."""
 
     batch: GlobalBatch
     optimizer: torch.optim.Optimizer
@@ -40,14 +46,14 @@ class Learner(Classifier):
     step: Step
     sums: MetricSums
     profiler: Profiler
-    own_gradients: OwnGradients | None  # where steps are verified on several ranks
+    local_gradients: LocalGradients | None  # if steps are verified on several ranks
     steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.plateau = Plateau(self.config.lr_plateau_patience)
 
     def train_step(self, images: Tensor, labels: Tensor) -> None:
-        """One optimizer step on this rank's share of a global batch, at the learning rate of this step."""
+        """Train one optimizer step on this rank's part of a global batch."""
         set_learning_rate(self.optimizer, self.schedule.factor(self.steps, self.plateau.cuts))
         self.step(images, labels, self.sums)
         if self.ema is not None:
@@ -55,23 +61,23 @@ class Learner(Classifier):
         self.steps += 1
 
     def average_buffers(self, world: World) -> None:
-        """Collective. DDP: each rank's BatchNorm statistics become the mean over all ranks."""
+        """Collective. DDP: set each rank's BatchNorm statistics to the mean over all ranks."""
         world.average_buffers(self.model)
         if self.ema is not None:
             world.average_buffers(self.ema.network)
 
     def observe_validation(self, loss: float) -> None:
-        """Tell the plateau schedule an epoch's validation loss; as in the tutorial, not in the warm-up's epochs."""
+        """Pass an epoch's validation loss to the plateau schedule; as in the tutorial, not during the warm-up."""
         if self.steps > self.schedule.warmup_steps:
             self.plateau.observe(loss)
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the last step; waits for the device where it is kept there."""
+        """Learning rate of the last step; waits for the device if it is stored there."""
         return learning_rate(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """These keys of a checkpoint's table: step, model, average, optimizer, grad_scaler, plateau."""
+        """Return the learner's part of a checkpoint."""
         return {
             "step": self.steps,
             "model": self.weights.state_dict(),
@@ -82,31 +88,31 @@ class Learner(Classifier):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict` of a learner with keys that fit."""
+        """Restore the `state_dict` of a learner with compatible settings."""
         self.load_network(state)
         load_optimizer(self.optimizer, state["optimizer"])
         if state["grad_scaler"]:
             self.loss_scaler.load_state_dict(state["grad_scaler"])
         self.plateau = Plateau(**state["plateau"] | {"patience": self.config.lr_plateau_patience})
         self.steps = state["step"]
-        if self.steps:  # for the epoch's record, where only its validation is left
+        if self.steps:  # for the epoch's record, if only its validation remains
             set_learning_rate(self.optimizer, self.schedule.factor(self.steps - 1, self.plateau.cuts))
 
 
-def check_keys(config: TrainingConfig, world: World) -> None:
-    """`ConfigError` for what this device or number of ranks cannot do, to be known before data is fetched."""
+def check_settings(config: TrainingConfig, world: World) -> None:
+    """Raise `ConfigError`, before data is downloaded, for settings that this device or number of ranks cannot meet."""
     divide_batch(config.batch_size, world.world_size, config.micro_batch_size)
     choose_precision(config, world.device)
 
 
 def check_outputs(learner: Learner, model_name: str, image_shape: tuple[int, int, int]) -> None:
-    """Collective: `ConfigError` where the network does not turn images [2, *image_shape] into logits [2, num_classes],
-    in validation or in training, or trains nothing by them. Leaves the network and the random generators as they are.
-    """
+    """Collective: raise `ConfigError` unless the network maps images [2, *image_shape] to logits [2, num_classes], in
+    training and validation mode, and its logits depend on a trained parameter. Restores the network's buffers and the
+    random generators."""
     model, precision, num_classes = learner.model, learner.precision, learner.config.num_classes
     parameter = next(model.parameters(), None)
     if parameter is None:
-        raise ConfigError(f"model {model_name}: has no parameters, so that there is nothing to train")
+        raise ConfigError(f"model {model_name}: has no parameters, so there is nothing to train")
     images = torch.zeros(2, *image_shape, device=parameter.device)
     images = images.to(precision.half) if precision.casts_weights else images
     random, was_training = seeds.random_state(), model.training
@@ -136,13 +142,13 @@ def build_learner(
     steps_per_epoch: int,
     *,
     wrap: Callable[..., nn.Module] = distribute,
-    preparing: Preparing = nullcontext,
+    compile_timer: CompileTimer = nullcontext,
 ) -> Learner:
-    """Collective: the network that `build_model` makes, and what trains it; `wrap` spreads it over the ranks.
-    Within `preparing()` steps are compiled and captured, when they first are trained.
+    """Collective: build the network by `build_model` and everything that trains it; `wrap` distributes the network over
+    the ranks. Steps are compiled and captured, when first trained, within `compile_timer()`.
 
-    Seeds the random generators, and sets PyTorch's process-wide switches: learners that take turns in one process set
-    them again by `prepare_backends`. Raises `ConfigError` for what this device or number of ranks cannot do.
+    Seeds the random generators and sets PyTorch's process-wide switches: learners that take turns in one process must
+    call `prepare_backends` again. Raises `ConfigError` for settings that this device or number of ranks cannot meet.
     """
     batch = divide_batch(config.batch_size, world.world_size, config.micro_batch_size)
     classifier = build_classifier(config, build_model, world)
@@ -152,19 +158,29 @@ def build_learner(
     optimizer = build_optimizer(config, weights.parameters(), graphed=graphed)
     loss_scaler = precision.loss_scaler()
     criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
-    profiler, own_gradients = Profiler(world.device), None
+    profiler, local_gradients = Profiler(world.device), None
     if config.verify_every_steps is not None and world.world_size > 1:
-        own_gradients = OwnGradients(model, world.device, rounds_each_time_anew(config, world.device))
-        wrap = partial(wrap, hook=own_gradients.look)
+        sketched = rounding_varies(config, world.device)
+        local_gradients = LocalGradients(model, world.device, sketched=sketched)
+        wrap = partial(wrap, hook=local_gradients.record)
     with on_capture_stream(world.device, graphed=graphed):
-        spread = wrap(config, model, world)
+        wrapped = wrap(config, model, world)
     train_step = TrainStep(
-        config, spread, weights, precision, criterion, optimizer, loss_scaler, batch.accumulation, profiler, preparing
+        config,
+        wrapped,
+        weights,
+        precision,
+        criterion,
+        optimizer,
+        loss_scaler,
+        batch.accumulation,
+        profiler,
+        compile_timer,
     )
     step, step_notes = choose_step(config, train_step, world.device)
     notes += step_notes + describe_verification(config, world.device)
-    if config.extra_opt("fused_optimizer") and not fuses(config, weights.parameters()):
-        notes.append(f"fused_optimizer left out: torch {torch.__version__} is wrong for half weights on a CPU")
+    if config.extra_opt("fused_optimizer") and not uses_fused_kernel(config, weights.parameters()):
+        notes.append(f"fused_optimizer disabled: torch {torch.__version__} is wrong for half weights on a CPU")
     return Learner(
         **vars(classifier),
         batch=batch,
@@ -175,5 +191,5 @@ def build_learner(
         step=step,
         sums=MetricSums(world.device),
         profiler=profiler,
-        own_gradients=own_gradients,
+        local_gradients=local_gradients,
     )

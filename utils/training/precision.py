@@ -1,4 +1,4 @@
-"""AMP: which number formats weights, forward pass and update use, and whether the loss is scaled.
+"""AMP: the number formats of weights, forward pass and update, and the scale of the loss.
 
 | level | weights | BatchNorm | forward | optimizer updates | loss scale |
 |---|---|---|---|---|---|
@@ -7,7 +7,7 @@
 | O2 | half | float32 | half | float32 master weights | dynamic with fp16 |
 | O3 | half | half | half | the half weights: the "speed of light", not meant to converge | none |
 
-The levels are NVIDIA apex's, in plain PyTorch; half is fp16 or bf16 (`amp_dtype`). `enable_amp` alone is O1.
+The levels are NVIDIA apex's, in plain PyTorch; half is fp16 or bf16 (`amp_dtype`). `enable_amp` means O1.
 """
 
 from dataclasses import dataclass
@@ -21,28 +21,28 @@ from utils.errors import ConfigError
 from utils.training.config import SpeedConfig
 
 Level = Literal["O0", "O1", "O2", "O3"]
-NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-DIVIDE_BY_SQUARES = ("adamw", "lamb", "muon")  # optimizers that keep squared gradients in the type of the weights
+FORMAT_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+ADAPTIVE = ("adamw", "lamb", "muon")  # optimizers that keep squared gradients, in the format of the weights
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The table above for one run and the kind of device it is on."""
+    """One row of the table above, for one kind of device."""
 
     device_type: str
     level: Level = "O0"
-    half: torch.dtype = torch.bfloat16  # without meaning in O0
+    half: torch.dtype = torch.bfloat16  # unused in O0
     keep_batchnorm_fp32: bool = True  # O2, O3
     loss_scale: float | Literal["dynamic"] | None = None
-    remark: str = ""  # why it is not what enable_amp asked for
+    remark: str = ""  # why enable_amp has no effect
 
     @property
     def casts_weights(self) -> bool:
-        """Whether weights and images are in half precision, instead of what autocast chooses."""
+        """Whether weights and images are in half precision, without autocast."""
         return self.level in ("O2", "O3")
 
     def autocast(self) -> torch.autocast:
-        """AMP: the context for forward and loss; does nothing but in O1."""
+        """AMP: autocast context for the forward pass; does nothing except in O1."""
         return torch.autocast(self.device_type, dtype=self.half, enabled=self.level == "O1")
 
     def forward(self, model: nn.Module, images: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Precision:
         return outputs.float()
 
     def cast_weights(self, model: nn.Module) -> None:
-        """AMP: O2 and O3 make the model's weights half, in place; its BatchNorm may stay float32."""
+        """AMP: cast the model's weights to half precision in place for O2 and O3; BatchNorm may stay float32."""
         if not self.casts_weights:
             return
         model.to(self.half)
@@ -61,14 +61,14 @@ class Precision:
                 module.float()
 
     def loss_scaler(self) -> "LossScaler":
-        """AMP: scales the loss so that small fp16 gradients do not become zero; does nothing where not asked for."""
+        """AMP: build the scaler that keeps small fp16 gradients from becoming zero; disabled without `loss_scale`."""
         return LossScaler(self.device_type, self.loss_scale)
 
     def __str__(self) -> str:
         scale = "" if self.loss_scale is None else f", loss scale {self.loss_scale}"
         if self.level == "O0":
             return f"float32{scale}{self.remark}"
-        half = NAMES[self.half]
+        half = FORMAT_NAMES[self.half]
         if self.level == "O1":
             return f"{half} autocast{scale}"
         batchnorm = "float32" if self.keep_batchnorm_fp32 else half
@@ -77,20 +77,23 @@ class Precision:
 
 
 def has_bf16_kernels() -> bool:
-    """Whether oneDNN has bf16 kernels for this processor: x86 needs AVX-512. Without them PyTorch converts number by
-    number, and ResNets train about ten times slower than in float32."""
+    """Whether oneDNN has bf16 kernels for this processor; x86 needs AVX-512. Without them PyTorch converts each number,
+    and ResNets train about ten times slower than in float32."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
-    """What the AMP keys mean on this device. On a processor without bf16 `auto`, of either key, leaves autocast out."""
+    """Choose the precision for the AMP settings on this device. On a processor without bf16 kernels, `auto` of
+    `enable_amp` or `amp_dtype` disables autocast."""
     level: Level = config.opt_level or ("O1" if config.enable_amp else "O0")
     if config.amp_dtype == "fp16" and level != "O0" and device.type != "cuda":
         raise ConfigError(f"amp_dtype fp16 needs a CUDA device, this run is on {device.type}; use bf16 or auto")
-    chosen_here = level == "O1" and config.opt_level is None and "auto" in (config.enable_amp, config.amp_dtype)
-    if chosen_here and device.type == "cpu" and not has_bf16_kernels():
-        forced = "enable_amp=true with amp_dtype=bf16 forces bf16"
-        remark = f": enable_amp has no effect, this processor has no bf16 kernels ({forced})"
+    is_auto = level == "O1" and config.opt_level is None and "auto" in (config.enable_amp, config.amp_dtype)
+    if is_auto and device.type == "cpu" and not has_bf16_kernels():
+        remark = (
+            ": enable_amp has no effect, this processor has no bf16 kernels "
+            "(enable_amp=true with amp_dtype=bf16 forces bf16)"
+        )
         return Precision(device_type="cpu", loss_scale=config.loss_scale, remark=remark)
     fp16 = config.amp_dtype == "fp16" or (config.amp_dtype == "auto" and device.type == "cuda")
     keep_batchnorm_fp32 = config.keep_batchnorm_fp32
@@ -101,36 +104,34 @@ def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
         keep_batchnorm_fp32=level != "O3" if keep_batchnorm_fp32 is None else keep_batchnorm_fp32,
         loss_scale=config.loss_scale or ("dynamic" if fp16 and level in ("O1", "O2") else None),
     )
-    if level == "O3" and fp16 and config.optimizer in DIVIDE_BY_SQUARES:
+    if level == "O3" and fp16 and config.optimizer in ADAPTIVE:
         raise ConfigError(
-            f"optimizer {config.optimizer} with opt_level O3 needs amp_dtype bf16, which is {config.amp_dtype}, here "
-            "fp16: it divides by squared gradients, and small ones are 0 in fp16; else use opt_level O2"
+            f"optimizer {config.optimizer} with opt_level O3 needs amp_dtype bf16 or opt_level O2; amp_dtype "
+            f"{config.amp_dtype} is fp16 here, where squares of small gradients, by which it divides, are 0"
         )
     if level == "O3" and not fp16 and precision.loss_scale is not None and device.type == "cuda":
         raise ConfigError(
             f"loss_scale {precision.loss_scale} with opt_level O3 needs amp_dtype fp16 on a GPU, "
-            "where PyTorch unscales no bf16 gradients; use loss_scale null, which bf16 does not need"
+            "where PyTorch cannot unscale bf16 gradients; use loss_scale null, as bf16 needs no loss scale"
         )
     if level == "O3" and fp16 and precision.loss_scale is not None:
-        # the fused optimizer unscales as it updates; PyTorch unscales no fp16 gradients before an update
+        # only the fused optimizer unscales fp16 gradients, during its update
         if not config.extra_opt("fused_optimizer"):
             raise ConfigError(
-                f"loss_scale {precision.loss_scale} with opt_level O3 needs fused_optimizer: true, "
-                "as PyTorch unscales no fp16 gradients for other optimizers"
+                f"loss_scale {precision.loss_scale} with opt_level O3 needs fused_optimizer: true; "
+                "PyTorch cannot unscale fp16 gradients for other optimizers"
             )
         if config.clip_grad_norm is not None:
             raise ConfigError(
                 f"clip_grad_norm {config.clip_grad_norm:g} with opt_level O3 and loss_scale {precision.loss_scale} "
-                "would have to unscale fp16 gradients, which PyTorch does not; use opt_level O2, or no loss_scale"
+                "would need unscaled fp16 gradients, which PyTorch does not offer; use opt_level O2 or loss_scale null"
             )
     return precision
 
 
 class MasterWeights:
-    """AMP: casts a model for O2 or O3 and, for O2, keeps the float32 weights that the optimizer updates.
-
-    In the other levels there is nothing to keep, and the optimizer updates the model's own parameters.
-    """
+    """AMP: casts a model for O2 or O3 and, for O2, keeps the float32 weights that the optimizer updates. In the other
+    levels the optimizer updates the model's own parameters."""
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
         self.model = model
@@ -141,46 +142,48 @@ class MasterWeights:
             for name, parameter in model.named_parameters()
             if precision.level == "O2" and parameter.dtype != torch.float32
         }
-        self._halves: list[Tensor] = [parameter for name, parameter in model.named_parameters() if name in self.masters]
+        self._half_weights: list[Tensor] = [
+            parameter for name, parameter in model.named_parameters() if name in self.masters
+        ]
 
     def parameters(self) -> list[nn.Parameter]:
-        """What the optimizer updates, in the order of the model's parameters."""
+        """Parameters that the optimizer updates, in the order of the model's parameters."""
         return [self.masters.get(name, parameter) for name, parameter in self.model.named_parameters()]
 
-    def take_gradients(self) -> None:
-        """After backward: the half weights' gradients become the masters'."""
-        pairs = zip(self._halves, self.masters.values(), strict=True)
+    def move_gradients_to_masters(self) -> None:
+        """Move the half weights' gradients to the master weights, after backward."""
+        pairs = zip(self._half_weights, self.masters.values(), strict=True)
         trained = [(half, master) for half, master in pairs if half.grad is not None]
         if not trained:
             return
-        # in the same memory as long as it is there: a CUDA graph captured `zero_grad` with it
+        # reuse existing memory: a CUDA graph has captured `zero_grad` with it
         gradients = [torch.empty_like(master) if master.grad is None else master.grad for _, master in trained]
         torch._foreach_copy_(gradients, [cast(Tensor, half.grad) for half, _ in trained])
         for (half, master), gradient in zip(trained, gradients, strict=True):
             half.grad, master.grad = None, gradient
 
     @torch.no_grad()
-    def give_weights(self) -> None:
-        """After the optimizer's step: the model's half weights are the masters', rounded."""
+    def copy_masters_to_model(self) -> None:
+        """Set the model's half weights to the rounded masters, after the optimizer's step."""
         if self.masters:
-            torch._foreach_copy_(self._halves, list(self.masters.values()))
+            torch._foreach_copy_(self._half_weights, list(self.masters.values()))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The model's state with the masters in place of its half weights."""
+        """Return the model's state with the masters instead of the half weights."""
         return self.model.state_dict() | {name: master.detach() for name, master in self.masters.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Model and masters from a state of any level."""
+        """Load model and masters from a state of any level."""
         self.model.load_state_dict(state)
         for name, master in self.masters.items():
             master.copy_(state[name])
 
 
 class LossScaler(torch.amp.GradScaler):
-    """PyTorch's scaler with apex's constant scale beside the dynamic one, and a count of skipped steps.
+    """PyTorch's scaler with apex's constant scale as an alternative to the dynamic one, and a count of skipped steps.
 
-    The fused optimizer skips an overflowed step on the device; for any other, PyTorch asks the device in every step.
+    A fused optimizer skips an overflowed step on the device; for any other, the host waits for the device in each step.
     """
 
     def __init__(self, device_type: str, loss_scale: float | Literal["dynamic"] | None) -> None:
@@ -190,7 +193,7 @@ class LossScaler(torch.amp.GradScaler):
         self.skipped = torch.zeros((), device=device_type)  # steps, on the device
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """The optimizer's step, unless a gradient overflowed."""
+        """Take the optimizer's step unless a gradient overflowed."""
         result = super().step(optimizer, *args, **kwargs)
         if self.is_enabled():
             for found_inf in self._found_inf_per_device(optimizer).values():
@@ -198,30 +201,30 @@ class LossScaler(torch.amp.GradScaler):
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """The scale of the next step."""
+        """Set the scale of the next step."""
         super().update(self.constant if new_scale is None else new_scale)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a step changes, in place: scale, steps since it last changed, skipped steps; empty when switched off."""
+        """Tensors that a step changes in place: scale, steps since its last change, skipped steps; {} if disabled."""
         if not self.is_enabled():
             return {}
         if self._scale is None:
-            self.scale(torch.zeros((), device=self.skipped.device))  # which makes them
+            self.scale(torch.zeros((), device=self.skipped.device))  # creates them
         assert self._scale is not None and self._growth_tracker is not None
         return {"loss scale": self._scale, "growth tracker": self._growth_tracker, "skipped steps": self.skipped}
 
     def metrics(self) -> dict[str, float]:
-        """{"loss_scale", "skipped_steps"} for a log point, where the device is waited for; empty when switched off."""
+        """Return {"loss_scale", "skipped_steps"}, {} if disabled; waits for the device."""
         if not self.is_enabled():
             return {}
         return {"loss_scale": self.get_scale(), "skipped_steps": self.skipped.item()}
 
     def state_dict(self) -> dict[str, Any]:
-        """As PyTorch's, with the count."""
+        """Return PyTorch's state with the number of skipped steps."""
         return super().state_dict() | {"skipped": self.skipped.item()} if self.is_enabled() else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """A count that an earlier state lacks begins at 0; a constant scale stays as configured."""
+        """Restore the state, except for a constant scale, which stays as configured."""
         if not self.is_enabled():
             return
         super().load_state_dict(state_dict)
@@ -229,4 +232,4 @@ class LossScaler(torch.amp.GradScaler):
             self._init_scale = self.constant
             if self._scale is not None:
                 self._scale.fill_(self._init_scale)
-        self.skipped.fill_(state_dict.get("skipped", 0.0))
+        self.skipped.fill_(state_dict["skipped"])

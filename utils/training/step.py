@@ -1,7 +1,7 @@
-"""One training step: the only code that runs for every batch, and so the code where a host synchronisation hurts.
+"""One training step: the code that runs for every batch, so it must not make the host wait for the device.
 
 Eager, compiled (`enable_compile`) or captured as a CUDA graph (`enable_cuda_graphs`); each is `step(images, labels,
-sums)` and computes the same.
+sums)` and computes the same values.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,15 +25,15 @@ from utils.training.precision import LossScaler, MasterWeights, Precision
 # PyTorch asks for 11 steps before a graph with DDP is captured (its notes on CUDA graphs), for 3 without.
 GRAPH_WARMUP_STEPS = 11
 Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-# One optimizer step on this rank's share of a global batch; adds loss and hits to the sums, on the device.
+# One optimizer step on this rank's part of a global batch; adds loss and correct predictions to the sums.
 Step = Callable[[Tensor, Tensor, MetricSums], None]
-Preparing = Callable[[], AbstractContextManager[None]]
+CompileTimer = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(eq=False)
 class TrainStep:
-    """zero_grad, forward, loss, backward over the micro-batches, optimizer step. `model` is the network as it is spread
-    over the ranks; `weights` hold what the optimizer updates."""
+    """zero_grad, forward, loss, backward over the micro-batches, optimizer step. `model` is the network as distributed
+    over the ranks; `weights` holds the parameters that the optimizer updates."""
 
     config: SpeedConfig
     model: nn.Module
@@ -44,23 +44,23 @@ class TrainStep:
     loss_scaler: LossScaler
     accumulation: int
     profiler: Profiler
-    preparing: Preparing = nullcontext
+    compile_timer: CompileTimer = nullcontext
 
     def __post_init__(self) -> None:
         self.statistics = RunningStatistics(self.model) if self.accumulation > 1 else None
         self.forward: Forward = self._forward
 
     def compile(self) -> None:
-        """COMPILE: forward and loss, and with them their backward. The model itself, its state's keys and validation
-        stay as they are; a batch of another size would be compiled anew, but training batches have one size."""
+        """COMPILE: compile forward and loss, and with them their backward, once for each shape of images. The names in
+        the model's state and its validation do not change."""
         compiled: Forward = torch.compile(self._forward, dynamic=False)
-        known = set[torch.Size]()
+        compiled_shapes = set[torch.Size]()
 
         def forward(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-            if images.shape in known:
+            if images.shape in compiled_shapes:
                 return compiled(images, labels)
-            known.add(images.shape)
-            with self.preparing():  # compiles the backward pass too
+            compiled_shapes.add(images.shape)
+            with self.compile_timer():  # compiles the backward pass too
                 return compiled(images, labels)
 
         self.forward = forward
@@ -85,14 +85,14 @@ class TrainStep:
                 sums.add(loss.detach(), outputs.detach(), micro_labels)
 
         with self.profiler.range("optimizer.step"):
-            self.weights.take_gradients()
+            self.weights.move_gradients_to_masters()
             if self.config.clip_grad_norm is not None:
-                self.loss_scaler.unscale_(self.optimizer)  # the length that counts is that of the true gradient
+                self.loss_scaler.unscale_(self.optimizer)  # clip by the norm of the unscaled gradient
                 nn.utils.clip_grad_norm_(self.weights.parameters(), self.config.clip_grad_norm)
-            # AMP: unscales the gradients, and skips the step where they overflowed
+            # AMP: unscales the gradients, and skips the step if they overflowed
             self.loss_scaler.step(self.optimizer)
             self.loss_scaler.update()
-            self.weights.give_weights()
+            self.weights.copy_masters_to_model()
 
     def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, float32 logits [N, classes])."""
@@ -100,7 +100,7 @@ class TrainStep:
         return self.criterion(outputs, labels), outputs
 
     def _reduce_gradients(self, last: bool) -> AbstractContextManager[None]:
-        """DDP: gradients cross the ranks once a step, with the last micro-batch."""
+        """DDP: average gradients over the ranks once per step, with the last micro-batch."""
         communicates = last and self.config.parallel != "no_communication"
         if isinstance(self.model, DistributedDataParallel) and not communicates:
             return self.model.no_sync()
@@ -108,10 +108,10 @@ class TrainStep:
 
 
 class GraphedStep:
-    """GRAPHS: the whole step captured as one CUDA graph, so that the host launches one thing instead of thousands.
+    """GRAPHS: the whole step captured as one CUDA graph, so the host makes one launch instead of thousands.
 
-    The first steps run eagerly on a side stream, as PyTorch asks; they are steps of the training like any other. The
-    graph reads its batch from fixed buffers, and the learning rate and the loss scale from tensors.
+    The first steps run eagerly on a side stream, as PyTorch requires; they train like all others. The graph reads its
+    batch from fixed buffers, and learning rate and loss scale from tensors.
     """
 
     def __init__(self, step: TrainStep, device: torch.device) -> None:
@@ -133,9 +133,9 @@ class GraphedStep:
             self.images, self.labels, self.sums = images.clone(), labels.clone(), sums
             # thread_local: NCCL's watchdog and the loader's pinning thread may use CUDA meanwhile
             graph = torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local")
-            with self.step.preparing(), graph:
+            with self.step.compile_timer(), graph:
                 self.step(self.images, self.labels, self.sums)
-        assert sums is self.sums, "the graph adds to the sums that it was captured with"
+        assert sums is self.sums, "the graph adds to the sums of its capture"
         with self.step.profiler.range("graph replay"):
             self.images.copy_(images)
             self.labels.copy_(labels)
@@ -143,7 +143,7 @@ class GraphedStep:
 
 
 def choose_step(config: SpeedConfig, step: TrainStep, device: torch.device) -> tuple[Step, list[str]]:
-    """`step` eager, compiled or captured, and notes for the log."""
+    """Return `step` eager, compiled or captured, and notes for the log."""
     notes = []
     check_fusion(config, device)
     if compiles(config, device):
@@ -152,7 +152,7 @@ def choose_step(config: SpeedConfig, step: TrainStep, device: torch.device) -> t
             raise ConfigError(f"enable_compile needs {missing}, or set enable_compile to false or auto")
         step.compile()
         notes.append("compiled: the first step takes up to minutes")
-    elif config.parallel != "dataparallel":  # whose copies of the network run in threads
+    elif config.parallel != "dataparallel":  # its replicas run in threads
         defer_batch_counters(step.weights.model)
     if config.enable_cuda_graphs is True and device.type != "cuda":
         raise ConfigError(f"enable_cuda_graphs needs a CUDA device, this run is on {device.type}; use false or auto")
@@ -164,14 +164,14 @@ def choose_step(config: SpeedConfig, step: TrainStep, device: torch.device) -> t
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """GRAPHS: the side stream on which steps are captured."""
+    """GRAPHS: the side stream that captures steps."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def on_capture_stream(device: torch.device, *, graphed: bool) -> Iterator[None]:
-    """GRAPHS: a `with` block whose work runs on the capture stream, after all before it and before all after it; DDP
-    must be built there, since it accumulates gradients on the stream that it was built on."""
+    """GRAPHS: run the `with` block on the capture stream, in order with the work before and after. DDP must be built
+    there, since it accumulates gradients on the stream that it was built on."""
     if not graphed:
         yield
         return
@@ -183,5 +183,5 @@ def on_capture_stream(device: torch.device, *, graphed: bool) -> Iterator[None]:
 
 
 def wants_graphs(config: SpeedConfig, device: torch.device) -> bool:
-    """Whether the step will be a CUDA graph; no capture spans the GPUs of dataparallel."""
+    """Whether the step will be a CUDA graph; a graph cannot span the GPUs of dataparallel."""
     return config.enable_cuda_graphs is not False and device.type == "cuda" and config.parallel != "dataparallel"

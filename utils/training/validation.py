@@ -1,4 +1,4 @@
-"""Validation: a loader's images seen by the network that is validated, in training and for a checkpoint later."""
+"""Validation over a loader's images, in training and for a checkpoint."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
@@ -14,7 +14,7 @@ Batches = Iterable[tuple[Tensor, Tensor]]  # images [N, 3, H, W] and labels [N] 
 
 
 class Collector(Protocol):
-    """Something that is counted over all batches, on the device."""
+    """A metric that is counted over all batches, on the device."""
 
     def add(self, outputs: Tensor, labels: Tensor) -> None: ...
 
@@ -26,8 +26,8 @@ def validate(
     collectors: Sequence[Collector] = (),
     after_batch: Callable[[int], None] = lambda number: None,
 ) -> MetricSums:
-    """Loss and accuracy of this rank; each of `collectors` is given every batch too, and `after_batch` its number
-    from 1 on."""
+    """Sum loss and accuracy of this rank; `collectors` see every batch too, and `after_batch` its number, counted from
+    1."""
     sums = MetricSums(world.device)
     for number, (outputs, labels) in enumerate(classify(classifier, batches), start=1):
         sums.add(nn.functional.cross_entropy(outputs, labels), outputs, labels)
@@ -39,7 +39,7 @@ def validate(
 
 @torch.no_grad()
 def classify(classifier: Classifier, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
-    """(float32 logits [N, classes], labels [N]) of one batch after the other."""
+    """Yield (float32 logits [N, classes], labels [N]) of each batch."""
     classifier.validated.eval()
     for images, labels in batches:
         yield classifier.predict(images), labels

@@ -1,4 +1,4 @@
-"""What a run would do and need, without training: `train.py --dry-run`."""
+"""Describe a run without training: `train.py --dry-run`."""
 
 import math
 from collections.abc import Iterable
@@ -16,42 +16,42 @@ PROBE_IMAGES = 4
 
 
 def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: str, dataset: str) -> str:
-    """Parameters, steps, the learning rate where its course changes, and an estimate of memory."""
-    keys, schedule = learner.config, learner.schedule
+    """Return a text on parameters, steps, estimated memory, and the learning rate where its course changes."""
+    config, schedule = learner.config, learner.schedule
     parameters = sum(parameter.numel() for parameter in learner.model.parameters())
-    steps = schedule.total_steps // keys.max_epochs
-    states = state_bytes(keys, learner.weights)
+    steps = schedule.total_steps // config.max_epochs
+    states = state_bytes(config, learner.weights)
     per_image = activation_bytes_per_image(learner.model, learner.criterion, learner.precision, image_shape)
     activations = per_image * learner.batch.micro_batch_size
-    kept = kept_bytes(keys, learner.weights, learner.batch.rank_batch_size, image_shape)
+    snapshot = snapshot_bytes(config, learner.weights, learner.batch.rank_batch_size, image_shape)
     lines = [
         f"model            {network}, {parameters:,} parameters, {learner.precision}",
-        f"training images  {dataset}, {steps * keys.batch_size:,} in {steps} steps an epoch",
+        f"training images  {dataset}, {steps * config.batch_size:,} in {steps} steps per epoch",
         f"batch            {learner.batch}",
-        f"epochs           {keys.max_epochs}, {schedule.total_steps:,} steps",
-        f"memory estimate  {_gigabytes(states + activations + kept)} a rank, without libraries and workspaces:",
+        f"epochs           {config.max_epochs}, {schedule.total_steps:,} steps",
+        f"memory estimate  {_gigabytes(states + activations + snapshot)} per rank, without libraries and workspaces:",
         f"  weights, gradients and optimizer {_gigabytes(states)}, activations {_gigabytes(activations)}",
-        *([f"  kept while a step is verified {_gigabytes(kept)}"] if kept else []),
-        f"learning rate    schedule {keys.lr_schedule}",
+        *([f"  snapshot for verify_every_steps {_gigabytes(snapshot)}"] if snapshot else []),
+        f"learning rate    schedule {config.lr_schedule}",
     ]
-    lines += [f"  step {step:>8,}  {keys.peak_lr * schedule.factor(step):.6g}" for step in _corners(schedule)]
-    if keys.lr_schedule == "plateau":
-        patience = keys.lr_plateau_patience + 1
-        lines.append(f"  then x {keys.lr_decay_factor:g} after {patience} epochs without a better validation loss")
+    lines += [f"  step {step:>8,}  {config.peak_lr * schedule.factor(step):.6g}" for step in _turning_points(schedule)]
+    if config.lr_schedule == "plateau":
+        patience = config.lr_plateau_patience + 1
+        lines.append(f"  then x {config.lr_decay_factor:g} after {patience} epochs without a better validation loss")
     return "\n".join(lines)
 
 
 def state_bytes(config: TrainingConfig, weights: MasterWeights) -> int:
-    """Bytes of what is kept from step to step: weights, gradients, the optimizer's moments, the average of weights."""
-    # the half weights' gradients are dropped only when they have become the masters'
+    """Bytes kept from step to step: weights, gradients, the optimizer's moments, the moving average."""
+    # half weights and masters have gradients at the same time
     return _updated_bytes(config, weights) + _bytes({*weights.model.parameters(), *weights.parameters()})
 
 
-def kept_bytes(
+def snapshot_bytes(
     config: TrainingConfig, weights: MasterWeights, rank_batch_size: int, image_shape: tuple[int, int, int]
 ) -> int:
-    """Bytes that `verify_every_steps` takes on the device: the state before the step, the batch, and for fingerprints;
-    0 where nothing is verified."""
+    """Bytes that `verify_every_steps` takes on the device for the state before the step, the batch and fingerprints; 0
+    if it is null."""
     if config.verify_every_steps is None:
         return 0
     batch = rank_batch_size * (math.prod(image_shape) * 4 + 8)  # float32 images, int64 labels
@@ -59,9 +59,9 @@ def kept_bytes(
 
 
 def _updated_bytes(config: TrainingConfig, weights: MasterWeights) -> int:
-    """Weights, the optimizer's moments, the average of weights."""
-    # AdamW and LAMB keep mean and square of the gradients, and so does Muon but for convolutions, at most; LARS a
-    # momentum, SGD that only where there is one
+    """Bytes of weights, the optimizer's moments and the moving average."""
+    # AdamW and LAMB keep mean and square of the gradients; Muon too except for convolutions, so 2 is its upper bound.
+    # LARS keeps a momentum, SGD only if momentum is not 0.
     moments = {"adamw": 2, "lamb": 2, "lars": 1, "muon": 2}.get(config.optimizer, int(config.momentum > 0))
     updated = weights.parameters()
     average = _bytes(weights.model.state_dict().values()) if config.ema_decay is not None else 0
@@ -72,21 +72,21 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _corners(schedule: Schedule) -> list[int]:
+def _turning_points(schedule: Schedule) -> list[int]:
     """Steps at which the learning rate starts, turns and ends."""
-    corners = {0, schedule.warmup_steps - 1, schedule.warmup_steps, schedule.total_steps - 1}
+    points = {0, schedule.warmup_steps - 1, schedule.warmup_steps, schedule.total_steps - 1}
     turns = [*schedule.milestone_steps]
     if 1 < schedule.warmup_stride < schedule.warmup_steps:
         turns.append(schedule.warmup_stride)
-    corners |= {step - before for step in turns for before in (0, 1)}
-    return sorted(step for step in corners if 0 <= step < schedule.total_steps)
+    points |= {step - before for step in turns for before in (0, 1)}
+    return sorted(step for step in points if 0 <= step < schedule.total_steps)
 
 
 def activation_bytes_per_image(
     model: nn.Module, criterion: nn.Module, precision: Precision, image_shape: tuple[int, int, int]
 ) -> int:
-    """Bytes that autograd keeps for the backward pass of one image: what a batch twice as large keeps beyond a small
-    one, since autocast's half weights are kept once for a batch of any size."""
+    """Bytes that autograd keeps for the backward pass of one image: the difference between two batch sizes, since
+    autocast keeps half weights once per batch."""
     small, large = (
         _activation_bytes(model, criterion, precision, (num_images, *image_shape))
         for num_images in (PROBE_IMAGES, 2 * PROBE_IMAGES)

@@ -1,14 +1,14 @@
-"""Numbers on the device that stand for whole tensors: two that differ in a bit have different fingerprints.
+"""Fingerprints of tensors, computed on the device: tensors that differ in a bit have different fingerprints.
 
-The fingerprint is multilinear hashing over the integers mod 2^64 (Lemire and Kaser 2014, "Strongly universal string
-hashing is fast"): each word of at most 32 bits times an odd factor of its position, summed. An odd factor has an
-inverse, so that a change of one word always shows; changes of several, an exchange among them, cancel by chance alone,
-with a probability of at most about 2^-32.
+A fingerprint is a multilinear hash over the integers mod 2^64 (Lemire and Kaser 2014, "Strongly universal string
+hashing is fast"): each word of at most 32 bits is multiplied by an odd factor of its position, and the products are
+summed. An odd factor has an inverse, so a change of one word always changes the fingerprint. Changes of several words,
+swaps included, cancel by chance only, with a probability of at most about 2^-32.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -17,22 +17,24 @@ from torch import Tensor, nn
 
 from utils.training.config import TrainingConfig
 
-CHUNK = 2**20  # numbers at once: what bounds the memory for factors and products
+CHUNK = 2**20  # numbers at once; bounds the memory of factors and products
 CHUNK_FACTOR = 0x1E3779B97F4A7C15  # odd
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by bytes of a number
 WORKING_BYTES = 3 * 8 * CHUNK  # factors, products, and the numbers in float64
+Pending = tuple[list[str], Tensor, Tensor | None]  # names [N], fingerprints [N] and sketches [N, 2] on the device
 
 
 @cache
 def factors(device: torch.device) -> Tensor:
-    """The odd factors of `CHUNK` positions, int64: the same in every process, from a generator of its own."""
-    drawn = torch.Generator().manual_seed(0)
-    return (torch.randint(-(2**63), 2**63 - 1, (CHUNK,), generator=drawn) | 1).to(device)
+    """Odd factors of `CHUNK` positions, int64, the same in every process; torch's global generator is not used."""
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randint(-(2**63), 2**63 - 1, (CHUNK,), generator=generator) | 1).to(device)
 
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Of all bits of a tensor of any type and layout, each at its index: a scalar int64 on its device."""
+    """Hash all bits of a tensor of any type in the order of its indices, whatever its memory format: a scalar int64 on
+    its device."""
     bits = tensor.detach().reshape(-1).view(WORDS[tensor.element_size()])
     odd = factors(tensor.device)
     first, *others = bits.split(CHUNK)
@@ -44,8 +46,8 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sketch(tensor: Tensor) -> Tensor:
-    """The sum of all numbers with a random sign each, and of their squares, float64 [2] on the tensor's device. For
-    devices that round differently each time: there fingerprints cannot be equal, but these are close."""
+    """Sum the numbers with random signs, and their squares: float64 [2] on the tensor's device. On devices whose
+    rounding varies, the fingerprints of repetitions differ but their sketches are close."""
     numbers = tensor.detach().reshape(-1)
     odd = factors(tensor.device)
     totals = torch.zeros(2, dtype=torch.float64, device=tensor.device)
@@ -56,94 +58,91 @@ def sketch(tensor: Tensor) -> Tensor:
 
 
 @dataclass
-class Prints:
-    """What stands for several tensors, on the host: {name: fingerprint}, and {name: sketch} where they are wanted."""
+class Fingerprints:
+    """Fingerprints and sketches of several tensors by name, on the host; sketches only if they were requested."""
 
     bits: dict[str, int]
     sketches: dict[str, tuple[float, float]]
 
-    def distances(self, other: "Prints") -> dict[str, float]:
-        """{name: how far apart}, for each tensor that is not the same in both: the difference of the signed sums as a
-        share of the tensor's Euclidean length; without sketches infinite."""
+    def distances(self, other: "Fingerprints") -> dict[str, float]:
+        """{name: distance} for each tensor that differs: the difference of the signed sums relative to the tensor's
+        Euclidean norm; infinite without sketches."""
         names = [name for name in self.bits | other.bits if self.bits.get(name) != other.bits.get(name)]
         return {name: self._distance(other, name) for name in names}
 
-    def _distance(self, other: "Prints", name: str) -> float:
+    def _distance(self, other: "Fingerprints", name: str) -> float:
         if name not in self.sketches or name not in other.sketches:
             return float("inf")
         (mine, my_square), (theirs, their_square) = self.sketches[name], other.sketches[name]
         if my_square == their_square == 0 or not (math.isfinite(my_square) or math.isfinite(their_square)):
-            return 0.0  # 0 and -0; a gradient that overflowed, which the loss scale is there for
+            return 0.0  # 0 and -0; or a gradient that overflowed, which the loss scale handles
         return abs(mine - theirs) / max(my_square, their_square) ** 0.5
 
 
-def take_prints(tensors: Mapping[str, Tensor], *, sketched: bool) -> Prints:
-    """The prints of all `tensors`; waits for the device."""
-    return read_prints(*start_prints(tensors, sketched=sketched))
+def take_fingerprints(tensors: Mapping[str, Tensor], *, sketched: bool) -> Fingerprints:
+    """Compute the fingerprints of `tensors`; waits for the device."""
+    return read_fingerprints(start_fingerprints(tensors, sketched=sketched))
 
 
-def start_prints(tensors: Mapping[str, Tensor], *, sketched: bool) -> tuple[list[str], Tensor, Tensor | None]:
-    """What `read_prints` takes, without waiting for the device: names [N], fingerprints [N], sketches [N, 2]."""
+def start_fingerprints(tensors: Mapping[str, Tensor], *, sketched: bool) -> Pending:
+    """Start the fingerprints of `tensors` without waiting for the device."""
     device = next(iter(tensors.values())).device  # of the first: AdamW may count its steps on the host
     bits = torch.stack([fingerprint(tensor).to(device) for tensor in tensors.values()])
-    drawn = torch.stack([sketch(tensor).to(device) for tensor in tensors.values()]) if sketched else None
-    return list(tensors), bits, drawn
+    sketches = torch.stack([sketch(tensor).to(device) for tensor in tensors.values()]) if sketched else None
+    return list(tensors), bits, sketches
 
 
-def read_prints(names: list[str], bits: Tensor, sketches: Tensor | None) -> Prints:
-    """Brings them to the host."""
-    drawn = [] if sketches is None else [(total, squares) for total, squares in sketches.tolist()]
-    return Prints(dict(zip(names, bits.tolist(), strict=True)), dict(zip(names, drawn, strict=False)))
+def read_fingerprints(pending: Pending) -> Fingerprints:
+    """Copy fingerprints to the host; waits for the device."""
+    names, bits, sketches = pending
+    pairs = [] if sketches is None else [(total, squares) for total, squares in sketches.tolist()]
+    return Fingerprints(dict(zip(names, bits.tolist(), strict=True)), dict(zip(names, pairs, strict=False)))
 
 
-@dataclass
-class OwnGradients:
-    """Fingerprints of this rank's gradients before they are averaged, where a CUDA graph can write them too."""
+class LocalGradients:
+    """Fingerprints of this rank's gradients before the all-reduce, in buffers that a CUDA graph can write to."""
 
-    model: nn.Module
-    device: torch.device
-    sketched: bool
-    wanted: bool = False
-    places: dict[int, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.names = [f"own gradient {name}" for name, _ in self.model.named_parameters()]
-        self.places = {id(parameter): place for place, parameter in enumerate(self.model.parameters())}
-        self.bits = torch.zeros(len(self.names), dtype=torch.int64, device=self.device)
-        self.sketches = torch.zeros(len(self.names), 2, dtype=torch.float64, device=self.device)
-        factors(self.device)  # a capture allocates nothing that must stay
+    def __init__(self, model: nn.Module, device: torch.device, *, sketched: bool) -> None:
+        self.device, self.sketched = device, sketched
+        self.enabled = False
+        self.names = [f"own gradient {name}" for name, _ in model.named_parameters()]
+        self.index = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+        self.bits = torch.zeros(len(self.names), dtype=torch.int64, device=device)
+        self.sketches = torch.zeros(len(self.names), 2, dtype=torch.float64, device=device)
+        factors(device)  # before a capture, whose allocations do not outlive it
 
     @torch.no_grad()
-    def look(self, bucket: dist.GradBucket) -> None:
-        """At a bucket before it is averaged; a graph has no Python in it, and so always looks."""
+    def record(self, bucket: dist.GradBucket) -> None:
+        """Take the fingerprints of a bucket before it is averaged. During capture always: a replayed graph runs no
+        Python, so `enabled` could not switch it on."""
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if not (self.wanted or capturing):
+        if not (self.enabled or capturing):
             return
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            place = self.places[id(parameter)]
-            self.bits[place] = fingerprint(gradient)
+            index = self.index[id(parameter)]
+            self.bits[index] = fingerprint(gradient)
             if self.sketched:
-                self.sketches[place] = sketch(gradient)
+                self.sketches[index] = sketch(gradient)
 
-    def take(self) -> Prints:
-        """Of the last step; waits for the device."""
-        return read_prints(self.names, self.bits, self.sketches if self.sketched else None)
+    def read(self) -> Fingerprints:
+        """Return the fingerprints of the last step; waits for the device."""
+        return read_fingerprints((self.names, self.bits, self.sketches if self.sketched else None))
 
 
-def rounds_each_time_anew(config: TrainingConfig, device: torch.device) -> bool:
-    """Whether repetitions of a step may differ in their last digits on this device."""
+def rounding_varies(config: TrainingConfig, device: torch.device) -> bool:
+    """Whether repetitions of a step may round differently on this device."""
     return device.type == "cuda" and not config.deterministic
 
 
 def describe_verification(config: TrainingConfig, device: torch.device) -> list[str]:
-    """What `verify_every_steps` promises here, for the log."""
+    """Describe for the log what `verify_every_steps` detects on this device."""
     every = config.verify_every_steps
     if every is None:
         return []
-    promise = "every bit of it must be equal"
-    if rounds_each_time_anew(config, device):
+    promise = "all bits must be equal"
+    if rounding_varies(config, device):
         promise = (
-            "without deterministic: true a GPU may round differently each time, so that the first check measures "
-            "how far repetitions lie apart, and only what is further is found"
+            "without deterministic: true a GPU may round differently each time, so the first check measures this "
+            "variation, and only larger differences are detected"
         )
-    return [f"verify_every_steps {every}: one of {every} steps is trained twice; {promise}"]
+    return [f"verify_every_steps {every}: one step in {every} is trained twice; {promise}"]

@@ -1,9 +1,8 @@
-"""What a run watches about itself, without making the host wait for the device outside log points.
+"""Find slow ranks and slow input; the host waits for the device only at log points.
 
-Where does a step's time go: how long did the host wait for input, and how long did this rank need before it had to
-wait for the others? DDP's all-reduce makes every rank's step equally long, so a slow rank only shows in the time taken
-before it (https://github.com/pytorch/pytorch/issues/71303). A step captured as a CUDA graph replays without Python and
-so without these times: with graphs no rank is named, and `tools.doctor` is what finds a slow one.
+DDP's all-reduce makes every rank's step equally long, so a slow rank shows only in the time before the first collective
+(https://github.com/pytorch/pytorch/issues/71303). A CUDA graph replays without Python and so cannot be timed: with
+graphs no rank is named, and `tools.doctor` finds slow ones.
 """
 
 import resource
@@ -11,7 +10,8 @@ import socket
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,44 +20,44 @@ from utils.distributed.world import World
 from utils.program import command
 from utils.timing.clock import LOOP, Clock
 
-SLOW_RANK = 1.15  # times the median of the other ranks
-WAITING_SHARE = 0.10  # of the time of an epoch
-JUDGED_WINDOWS = 5  # a rank is slow when it was so in each of the last windows
+SLOW_FACTOR = 1.15  # a rank is slow above this many times the median of the other ranks
+MAX_INPUT_WAIT = 0.10  # fraction of an epoch's time
+SLOW_WINDOWS = 5  # a rank is named if it was slow in each of the last windows
 SAMPLE_IMAGES = 64
 
 
 @dataclass
 class Window:
-    """What one rank saw between two log points; seconds."""
+    """Seconds of one rank between two log points."""
 
-    own: float  # per step, from asking for input to the last gradient, before any collective of the step
-    waiting: float  # for input, in all
+    before_collective: float  # per step, from the request for input to the last gradient
+    waiting: float  # total wait for input
     total: float  # in the loop over training batches
 
 
 class StepWatch:
-    """Times input and the rank's own share of each step; judged once an epoch, over all ranks."""
+    """Times each step's input and its work before the first collective; compares the ranks once an epoch."""
 
     def __init__(self, model: nn.Module, world: World, clock: Clock) -> None:
         self.world, self.clock = world, clock
-        self.own_share = _OwnShare(world.device)
+        self.step_timer = _StepTimer(world.device)
         self._sample: Tensor | None = None
         self._windows: list[Window] = []
         self._history: list[list[Window]] = []  # [log point][rank], over epochs
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._first = True
         self._start_window()
-        # The gradient of the first layer is the last to come; its hook runs before DDP waits for the other ranks.
+        # The first layer's gradient comes last; its hook runs before DDP waits for the other ranks.
         first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
-        first.register_post_accumulate_grad_hook(lambda parameter: self.own_share.last_gradient())
+        first.register_post_accumulate_grad_hook(lambda parameter: self.step_timer.last_gradient())
 
     def batches(self, loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """`loader`'s batches, the wait for each of them timed."""
+        """Yield the loader's batches, and time the wait for each."""
         self._start_window()
-        self.own_share.clear()
+        self.step_timer.clear()
         iterator = iter(loader)
         while True:
-            self.own_share.start_step()
+            self.step_timer.start_step()
             with self.clock.during("input"):
                 batch = next(iterator, None)
             if batch is None:
@@ -71,138 +71,127 @@ class StepWatch:
         self._waited, self._since = self.clock.seconds("input"), self.clock.seconds(*LOOP)
 
     def take_sample(self) -> Tensor | None:
-        """Images of the process's first batch, once."""
+        """Return images of the process's first batch at the first call, then None."""
         sample, self._sample = self._sample, None
         return sample
 
     def close_window(self) -> dict[str, float]:
-        """{"data_wait" (share of the window), "memory_gb"}; begins the next. Call when the device has caught up."""
+        """Return {"data_wait" (fraction of the window), "memory_gb"} and start the next window. Call when the device
+        has finished its work."""
         waiting, total = self.clock.seconds("input") - self._waited, self.clock.seconds(*LOOP) - self._since
-        window = Window(self.own_share.seconds_per_step(), waiting, total)
+        window = Window(self.step_timer.seconds_per_step(), waiting, total)
         self._start_window()
-        if not self._first:  # the process's first window holds the start of workers and the choice of algorithms
+        if not self._first:  # the process's first window includes the start of workers and the choice of algorithms
             self._windows.append(window)
         self._first = False
         return {"data_wait": window.waiting / window.total, "memory_gb": peak_memory(self.world.device) / 1e9}
 
-    def judge(self, remedy: str) -> list[str]:
-        """Collective, at the end of an epoch: remarks for the log, each made once."""
+    def remarks(self, remedy: str) -> list[str]:
+        """Collective, at the end of an epoch: return remarks for the log, each only once."""
         ranks = self.world.gather((socket.gethostname(), self._windows))
         self._windows = []
-        remarks = self._judge_input([windows for _, windows in ranks], remedy)
+        remarks = self._remark_on_input([windows for _, windows in ranks], remedy)
         self._history += [list(row) for row in zip(*(windows for _, windows in ranks), strict=False)]
-        self._history = self._history[-JUDGED_WINDOWS:]
-        for rank, factor in slow_ranks([[window.own for window in row] for row in self._history]):
-            if f"rank {rank}" not in self._said:
-                self._said.add(f"rank {rank}")
+        self._history = self._history[-SLOW_WINDOWS:]
+        for rank, factor in slow_ranks([[window.before_collective for window in row] for row in self._history]):
+            if f"rank {rank}" not in self._reported:
+                self._reported.add(f"rank {rank}")
                 remarks.append(
-                    f"Rank {rank} on {ranks[rank][0]} is slow: {factor:.2f} times the median of the others before they "
-                    f"wait for each other; look at its node with: {' '.join(command('doctor'))} --nodes"
+                    f"Rank {rank} on {ranks[rank][0]} is slow: it needs {factor:.2f} times the median of the others "
+                    f"before each all-reduce; check its node with: {' '.join(command('doctor'))} --nodes"
                 )
         return remarks
 
-    def _judge_input(self, ranks: list[list[Window]], remedy: str) -> list[str]:
-        shares = [waiting_share(windows) for windows in ranks]
-        worst = max(range(len(shares)), key=lambda rank: shares[rank])
-        if shares[worst] <= WAITING_SHARE or "input" in self._said:
+    def _remark_on_input(self, ranks: list[list[Window]], remedy: str) -> list[str]:
+        waits = [input_wait(windows) for windows in ranks]
+        worst = max(range(len(waits)), key=lambda rank: waits[rank])
+        if waits[worst] <= MAX_INPUT_WAIT or "input" in self._reported:
             return []
-        self._said.add("input")
+        self._reported.add("input")
         of_rank = f" of rank {worst}" if len(ranks) > 1 else ""
-        return [f"Waiting for input takes {shares[worst]:.0%} of the time{of_rank}; {remedy}"]
+        return [f"Waiting for input takes {waits[worst]:.0%} of the time{of_rank}; {remedy}"]
 
 
-def waiting_share(windows: list[Window]) -> float:
-    """Share of the windows' time in which the host waited for input."""
+def input_wait(windows: list[Window]) -> float:
+    """Fraction of the windows' time in which the host waited for input."""
     total = sum(window.total for window in windows)
     return sum(window.waiting for window in windows) / total if total else 0.0
 
 
 def slow_ranks(windows: list[list[float]]) -> list[tuple[int, float]]:
-    """Ranks that took more than SLOW_RANK times the median of the other ranks in each of JUDGED_WINDOWS windows, with
+    """Ranks that took more than SLOW_FACTOR times the median of the other ranks in each of SLOW_WINDOWS windows, with
     the median of that factor. `windows[i][rank]`: seconds per step."""
-    if len(windows) < JUDGED_WINDOWS or len(windows[0]) < 2:
+    if len(windows) < SLOW_WINDOWS or len(windows[0]) < 2:
         return []
     factors = []
     for row in windows:
-        others = medians_of_the_others(row)
+        others = medians_of_others(row)
         factors.append([seconds / other if other else 1.0 for seconds, other in zip(row, others, strict=True)])
     return [
         (rank, statistics.median(column))
         for rank, column in enumerate(zip(*factors, strict=True))
-        if min(column) > SLOW_RANK
+        if min(column) > SLOW_FACTOR
     ]
 
 
-def medians_of_the_others(values: Sequence[float]) -> list[float]:
-    """For each of at least two values the median of all the others: of two, each is held to the other one, where the
-    median of both would hide half of the difference."""
+def medians_of_others(values: Sequence[float]) -> list[float]:
+    """For each of at least two values, the median of the others. Two values are compared with each other; the median
+    of both would hide half of their difference."""
     order = sorted(values)
     return [statistics.median(order[:rank] + order[rank + 1 :]) for rank in map(order.index, values)]
 
 
 def input_remedy(data_loader: str, num_workers: int) -> str:
-    """What to do when the loader is what a run waits for."""
+    """Return the remedy for a run that waits for its loader."""
     if data_loader == "torchvision":
-        return f"more num_data_workers (now {num_workers} a rank) or data_loader=device shorten it"
-    return f"{' '.join(command('bench'))} loaders tells which data_loader is fastest here"
+        return f"try more num_data_workers (now {num_workers} per rank) or data_loader=device"
+    return f"find the fastest data_loader here with: {' '.join(command('bench'))} loaders"
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that tensors held on a GPU, or the most memory that this process held; no synchronisation."""
+    """Peak bytes of tensors on a GPU, or of this process on a CPU; does not wait for the device."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-@dataclass
-class _OwnShare:
-    """Time of steps from their start to their last gradient: the host's on a CPU, events in the queue of a GPU.
+class _StepTimer:
+    """Time of steps from their start to their last gradient: the host's clock on a CPU, events on a GPU, which are read
+    at the log point, when the device has finished its work."""
 
-    On a GPU nothing is read until the log point, where the device has caught up.
-    """
-
-    device: torch.device
-    steps: list[float] = field(default_factory=list)
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.cuda = self.device.type == "cuda"
-        self.started = 0.0
-        self.ended: float | None = None
-        self.pair: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.clear()
 
     def clear(self) -> None:
-        self.steps, self.events, self.ended, self.pair = [], [], None, None
+        self.steps: list[tuple[Any, Any]] = []  # start and end, in seconds or as events
+        self.start, self.end = None, None
 
     def start_step(self) -> None:
-        self._keep_last()
-        if self.cuda:
-            self.pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            self.pair[0].record()
-        else:
-            self.started = time.perf_counter()
+        self._finish_step()
+        self.start = self._now()
 
     def last_gradient(self) -> None:
-        """With several micro-batches it is called for each of them, and the last call stands."""
+        """Take the time of the last gradient; with several micro-batches the last call counts."""
         if self.cuda and torch.cuda.is_current_stream_capturing():
             return  # a captured step replays without Python: nothing to time
-        self.ended = time.perf_counter()
-        if self.pair is not None:
-            self.pair[1].record()
-
-    def _keep_last(self) -> None:
-        if self.ended is None:
-            return
-        if self.pair is not None:
-            self.events.append(self.pair)
-        else:
-            self.steps.append(self.ended - self.started)
-        self.ended, self.pair = None, None
+        self.end = self._now()
 
     def seconds_per_step(self) -> float:
-        """The mean since the last call, 0 where nothing was timed."""
-        self._keep_last()
-        self.steps += [start.elapsed_time(end) / 1e3 for start, end in self.events]
-        mean = sum(self.steps) / len(self.steps) if self.steps else 0.0
-        self.steps, self.events = [], []
-        return mean
+        """Return the mean since the last call, 0 if nothing was timed."""
+        self._finish_step()
+        seconds = [start.elapsed_time(end) / 1e3 if self.cuda else end - start for start, end in self.steps]
+        self.steps = []
+        return sum(seconds) / len(seconds) if seconds else 0.0
+
+    def _finish_step(self) -> None:
+        if self.end is not None:
+            self.steps.append((self.start, self.end))
+        self.end = None
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -1,20 +1,19 @@
-"""Silent corruption is caught: one of `verify_every_steps` steps, drawn from the seed, is trained twice and compared.
+"""Detect silent corruption: train one step in every `verify_every_steps`, sampled from the seed, twice and compare.
 
-| what is compared | finds | names the rank by |
+| comparison | detects | finds the rank by |
 |---|---|---|
-| two repetitions of the step | what went wrong in one of them | its loss, buffers, gradients before the all-reduce |
-| shared state, after the step before and now | what changed in memory meanwhile | its state |
-| shared state after the step, over the ranks | what went wrong earlier on one rank alone | the majority |
+| two repetitions of the step | an error in one of them | its loss, buffers, gradients before the all-reduce |
+| shared state after the previous step and now | a change in memory in between | its state |
+| shared state after the step, over the ranks | an earlier error on one rank | the majority |
 
-A third repetition tells which of two is odd. fingerprints.py says what is compared of a tensor. Where
-repetitions round differently, on a GPU without `deterministic`, the first check measures by how much.
+A third repetition shows which of two is wrong. fingerprints.py says how tensors are compared. On a GPU without
+`deterministic`, where rounding varies, the first check measures how much repetitions differ.
 """
 
 import hashlib
 import random
 import socket
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -22,19 +21,26 @@ from torch import Tensor
 
 from utils.distributed.world import World
 from utils.errors import CorruptionError
-from utils.training.checks.fingerprints import Prints, read_prints, rounds_each_time_anew, start_prints, take_prints
-from utils.training.checks.judgement import Evidence, tell
-from utils.training.checks.step_state import KeptState, gradients, own_tensors, shared_tensors
+from utils.training.checks.faulty_ranks import Evidence, describe_fault
+from utils.training.checks.fingerprints import (
+    Fingerprints,
+    Pending,
+    read_fingerprints,
+    rounding_varies,
+    start_fingerprints,
+    take_fingerprints,
+)
+from utils.training.checks.step_state import Snapshot, gradients, shared_tensors
 from utils.training.config import TrainingConfig
 from utils.training.learner import Learner
 from utils.training.step import GraphedStep
 
-MEASURED_REPETITIONS = 6  # of the first checked step, where they may differ
-NOISE_FACTOR = 8  # times the largest distance between these is still no corruption
+NOISE_REPETITIONS = 6  # of the first checked step, where rounding varies
+NOISE_FACTOR = 8  # up to this many times the largest distance between these is no corruption
 
 
 def is_due(config: TrainingConfig, steps: int) -> bool:
-    """Whether the step after `steps` is checked: one of each `verify_every_steps`, at a place drawn from the seed."""
+    """Whether the step after `steps` is checked: one in every `verify_every_steps`, sampled from the seed."""
     every = config.verify_every_steps
     if every is None:
         return False
@@ -44,15 +50,15 @@ def is_due(config: TrainingConfig, steps: int) -> bool:
 
 @dataclass
 class Repetition:
-    """What one pass through the step came to, on one rank."""
+    """Result of one pass through the step on one rank."""
 
-    own: Prints  # of this rank's batch, loss, buffers and gradients before the all-reduce
-    result: Prints  # of what all ranks have in common
+    own: Fingerprints  # batch, loss, buffers and gradients before the all-reduce
+    result: Fingerprints  # what all ranks have in common
 
 
 @dataclass
 class Cost:
-    """Seconds of the checks beyond the steps that they are, and of these steps."""
+    """Seconds of the checked steps themselves, and seconds of their checks beyond that."""
 
     checks: int = 0
     extra: float = 0.0
@@ -60,126 +66,128 @@ class Cost:
 
 
 class Verifier:
-    """Trains a learner's steps in its place, and checks one of each `verify_every_steps`."""
+    """Trains a learner's steps, and checks those that are due."""
 
     def __init__(self, learner: Learner, world: World) -> None:
         self.learner, self.config, self.world = learner, learner.config, world
-        self.rounds = rounds_each_time_anew(self.config, world.device)
-        self.bounds: dict[str, float] = {}  # {kind of tensor: distance that repetitions have by themselves}
-        self.measured = not self.rounds
-        self.left: tuple[list[str], Tensor, Tensor | None] | None = None  # shared state after the last step
-        self.cost, self.told = Cost(), Cost()
+        self.rounding_varies = rounding_varies(self.config, world.device)
+        self.noise: dict[str, float] = {}  # {kind of tensor: largest distance between repetitions by rounding}
+        self.noise_measured = not self.rounding_varies
+        self.state_after_last_step: Pending | None = None
+        self.cost = Cost()  # since the last remarks
         self._remarks: list[str] = []
 
     def train_step(self, images: Tensor, labels: Tensor) -> None:
-        """Collective: one step. Raises `CorruptionError` on all ranks where its check fails."""
+        """Collective: one step. Raises `CorruptionError` on all ranks if its check fails."""
         if self._is_due():
             self._check(images, labels)
         else:
             self.learner.train_step(images, labels)
-        self.left = start_prints(shared_tensors(self.learner), sketched=False) if self._is_due() else None
+        self.state_after_last_step = None
+        if self._is_due():
+            self.state_after_last_step = start_fingerprints(shared_tensors(self.learner), sketched=False)
 
     def remarks(self) -> list[str]:
-        """For the log: what was measured, and what the checks since the last call cost."""
+        """Remarks for the log: the measured variation of rounding, and the cost of the checks since the last call."""
         remarks, self._remarks = self._remarks, []
-        checks, every = self.cost.checks - self.told.checks, self.config.verify_every_steps
-        if checks and every:
-            extra, steps = self.cost.extra - self.told.extra, self.cost.steps - self.told.steps
-            share = extra / (steps * every)
-            remarks.append(f"Verified {checks} step(s), none wrong, in {extra:.2f} s: {share:.2%} of the training")
-            self.told = Cost(self.cost.checks, self.cost.extra, self.cost.steps)
+        cost, every = self.cost, self.config.verify_every_steps
+        if cost.checks and every:
+            fraction = cost.extra / (cost.steps * every)
+            remarks.append(
+                f"Verified {cost.checks} step(s), none wrong, in {cost.extra:.2f} s: {fraction:.2%} of the training"
+            )
+            self.cost = Cost()
         return remarks
 
     def _is_due(self) -> bool:
         step = self.learner.step
         if isinstance(step, GraphedStep) and not step.captured:
-            return False  # a step that is launched one by one, and its graph, need not round alike
+            return False  # eager steps and the graph may round differently
         return is_due(self.config, self.learner.steps)
 
     def _check(self, images: Tensor, labels: Tensor) -> None:
-        left = read_prints(*self.left).bits if self.left is not None else {}
-        started = time.perf_counter()  # the device has caught up with the steps before
-        kept = KeptState(self.learner, (images, labels))
-        before = take_prints(kept.tensors(), sketched=False)
-        at_rest = [name for name, bits in left.items() if before.bits.get(name) != bits]
-        first = self._repeat(kept)
-        if not self.measured:
-            self._measure(kept, first)
-        not_restored = self._go_back(kept, before)
-        began = time.perf_counter()
-        second = self._repeat(kept)
-        step_seconds = time.perf_counter() - began
-        own, result = self._apart(first.own, second.own), self._apart(first.result, second.result)
+        last_state = {} if self.state_after_last_step is None else read_fingerprints(self.state_after_last_step).bits
+        started = time.perf_counter()  # the device has finished the previous steps
+        snapshot = Snapshot(self.learner, (images, labels))
+        before = take_fingerprints(snapshot.tensors(), sketched=False)
+        changed_at_rest = [name for name, bits in last_state.items() if before.bits.get(name) != bits]
+        first = self._repeat(snapshot)
+        if not self.noise_measured:
+            self._measure_noise(snapshot, first)
+        not_restored = self._restore(snapshot, before)
+        step_started = time.perf_counter()
+        second = self._repeat(snapshot)
+        step_seconds = time.perf_counter() - step_started
+        own = self._differing_tensors(first.own, second.own)
+        result = self._differing_tensors(first.result, second.result)
         state = self._shared_state(second)
-        wrong = bool(at_rest or not_restored or own or result)
-        looks = self.world.gather((wrong, hashlib.sha256(repr(state).encode()).hexdigest()))
-        if any(wrong for wrong, _ in looks) or len({digest for _, digest in looks}) > 1:
-            odd = ""
-            if any(wrong for wrong, _ in looks):
-                self._go_back(kept, before)
-                odd = self._which_is_odd(first, second, self._repeat(kept))
-            evidence = Evidence(describe_device(self.world), at_rest, not_restored, own, result, odd, state)
-            raise CorruptionError(tell(self.learner.steps, self.world.gather(evidence)))
+        wrong_here = bool(changed_at_rest or not_restored or own or result)
+        ranks = self.world.gather((wrong_here, hashlib.sha256(repr(state).encode()).hexdigest()))
+        wrong = any(wrong for wrong, _ in ranks)
+        if wrong or len({digest for _, digest in ranks}) > 1:
+            outlier = ""
+            if wrong:
+                self._restore(snapshot, before)
+                outlier = self._outlier(first, second, self._repeat(snapshot))
+            device = describe_device(self.world)
+            evidence = Evidence(device, changed_at_rest, not_restored, own, result, outlier, state)
+            raise CorruptionError(describe_fault(self.learner.steps, self.world.gather(evidence)))
         self.cost.checks += 1
         self.cost.steps += step_seconds
         self.cost.extra += time.perf_counter() - started - step_seconds
 
-    def _repeat(self, kept: KeptState) -> Repetition:
-        """One pass through the step."""
-        learner, own_gradients = kept.learner, kept.learner.own_gradients
-        if own_gradients is not None:
-            own_gradients.wanted = True
-        learner.train_step(*kept.batch)
-        everything = kept.tensors() | gradients(learner)
-        own_names = {"images", "labels", *own_tensors(learner)}
-        prints = take_prints(everything, sketched=self.rounds)
-        own, result = _split(prints, own_names)
-        if own_gradients is not None:
-            own_gradients.wanted = False
-            theirs = own_gradients.take()
-            own = Prints(own.bits | theirs.bits, own.sketches | theirs.sketches)
+    def _repeat(self, snapshot: Snapshot) -> Repetition:
+        """Train one pass through the step."""
+        learner, local_gradients = self.learner, self.learner.local_gradients
+        if local_gradients is not None:
+            local_gradients.enabled = True
+        learner.train_step(*snapshot.batch)
+        own = take_fingerprints(snapshot.own_tensors(), sketched=self.rounding_varies)
+        result = take_fingerprints(shared_tensors(learner) | gradients(learner), sketched=self.rounding_varies)
+        if local_gradients is not None:
+            local_gradients.enabled = False
+            local = local_gradients.read()
+            own = Fingerprints(own.bits | local.bits, own.sketches | local.sketches)
         return Repetition(own, result)
 
-    def _go_back(self, kept: KeptState, before: Prints) -> list[str]:
-        """Restore; returns what is not as it was."""
-        kept.restore()
-        now = take_prints(kept.tensors(), sketched=False)
+    def _restore(self, snapshot: Snapshot, before: Fingerprints) -> list[str]:
+        """Restore the snapshot; return the tensors that still differ from `before`."""
+        snapshot.restore()
+        now = take_fingerprints(snapshot.tensors(), sketched=False)
         return [name for name, bits in before.bits.items() if now.bits.get(name) != bits]
 
     def _shared_state(self, repetition: Repetition) -> dict[str, int]:
-        """What must be the same on every rank: weights, their average, optimizer, loss scale."""
+        """Fingerprints that must be equal on all ranks: weights, their average, optimizer state, loss scale."""
         if self.config.parallel == "no_communication":
             return {}
-        return {
-            name: bits for name, bits in repetition.result.bits.items() if not name.startswith(("gradient ", "buffer "))
-        }
+        return {name: bits for name, bits in repetition.result.bits.items() if not name.startswith("gradient ")}
 
-    def _apart(self, first: Prints, second: Prints) -> list[str]:
-        """The tensors that lie further apart than repetitions do by themselves."""
-        distances = first.distances(second)
+    def _differing_tensors(self, first: Fingerprints, second: Fingerprints) -> list[str]:
+        """Names of the tensors that differ by more than rounding."""
         return [
             name
-            for name, distance in distances.items()
-            if not distance <= NOISE_FACTOR * self.bounds.get(_kind(name), 0.0)  # so that NaN is apart
+            for name, distance in first.distances(second).items()
+            if not distance <= NOISE_FACTOR * self.noise.get(_kind(name), 0.0)  # "not <=": NaN differs
         ]
 
-    def _which_is_odd(self, first: Repetition, second: Repetition, third: Repetition) -> str:
+    def _outlier(self, first: Repetition, second: Repetition, third: Repetition) -> str:
         def agree(one: Repetition, other: Repetition) -> bool:
-            return not (self._apart(one.own, other.own) or self._apart(one.result, other.result))
+            own, result = ((one.own, other.own), (one.result, other.result))
+            return not (self._differing_tensors(*own) or self._differing_tensors(*result))
 
         if agree(second, third):
-            return "the first of three repetitions is the odd one"
+            return "the first of three repetitions differs"
         if agree(first, third):
-            return "the second of three repetitions is the odd one"
+            return "the second of three repetitions differs"
         return "no two of three repetitions agree"
 
-    def _measure(self, kept: KeptState, first: Repetition) -> None:
-        """Collective: how far repetitions of this step lie apart by themselves, on any rank."""
+    def _measure_noise(self, snapshot: Snapshot, first: Repetition) -> None:
+        """Collective: measure how much repetitions of this step differ by rounding, on any rank."""
         found: dict[str, float] = {}
         repetitions = [first]
-        for _ in range(MEASURED_REPETITIONS - 1):
-            kept.restore()
-            repetitions.append(self._repeat(kept))
+        for _ in range(NOISE_REPETITIONS - 1):
+            snapshot.restore()
+            repetitions.append(self._repeat(snapshot))
         for number, one in enumerate(repetitions):
             for other in repetitions[:number]:
                 distances = one.own.distances(other.own) | one.result.distances(other.result)
@@ -187,22 +195,20 @@ class Verifier:
                     found[_kind(name)] = max(found.get(_kind(name), 0.0), distance)
         for rank in self.world.gather(found):
             for kind, distance in rank.items():
-                self.bounds[kind] = max(self.bounds.get(kind, 0.0), distance)
-        self.measured = True
-        if self.bounds:
-            told = ", ".join(f"{kind} {distance:.1e}" for kind, distance in self.bounds.items())
+                self.noise[kind] = max(self.noise.get(kind, 0.0), distance)
+        self.noise_measured = True
+        if self.noise:
+            noise = ", ".join(f"{kind} {distance:.1e}" for kind, distance in self.noise.items())
             self._remarks.append(
-                f"{MEASURED_REPETITIONS} repetitions of one step differ, as shares of a tensor's length: {told}; what "
-                f"differs less than {NOISE_FACTOR} times as much is not found (deterministic: true finds every bit)"
+                f"{NOISE_REPETITIONS} repetitions of one step differ by these fractions of a tensor's norm: {noise}; "
+                f"up to {NOISE_FACTOR} times as much is not detected (deterministic: true detects every bit)"
             )
         else:
-            self._remarks.append(
-                f"{MEASURED_REPETITIONS} repetitions of one step were equal bit for bit, as all must be"
-            )
+            self._remarks.append(f"{NOISE_REPETITIONS} repetitions of one step were bitwise equal, as all must be")
 
 
 def describe_device(world: World) -> str:
-    """Host and device of this rank, with the device's UUID where it has one."""
+    """Host and device of this rank, with the UUID of a GPU."""
     host = socket.gethostname()
     if world.device.type != "cuda":
         return f"host {host}, {world.device.type}"
@@ -210,17 +216,6 @@ def describe_device(world: World) -> str:
     return f"host {host}, {properties.name} GPU-{properties.uuid}"
 
 
-def _split(prints: Prints, names: Iterable[str]) -> tuple[Prints, Prints]:
-    """Those of `names`, and the others."""
-    chosen = set(names)
-    parts = []
-    for inside in (True, False):
-        bits = {name: value for name, value in prints.bits.items() if (name in chosen) == inside}
-        sketches = {name: value for name, value in prints.sketches.items() if (name in chosen) == inside}
-        parts.append(Prints(bits, sketches))
-    return parts[0], parts[1]
-
-
 def _kind(name: str) -> str:
-    """The kind of a tensor by its name: all of a kind have one bound."""
+    """Kind of a tensor by its name; all tensors of a kind have one noise bound."""
     return " ".join(name.split(" ")[:-1]) or name

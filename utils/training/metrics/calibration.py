@@ -1,4 +1,4 @@
-"""What is counted of a checkpoint beside loss, accuracy and confusions: top-k accuracy, and calibration."""
+"""Top-k accuracy and calibration of a checkpoint."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,50 +12,50 @@ NUM_BINS = 15  # as in Guo et al. 2017
 
 
 class TopCounts:
-    """Images whose true class is among the `k` largest outputs, counted on the device without waiting for it."""
+    """Counts images whose true class is among the `k` largest outputs, on the device without waiting for it."""
 
     def __init__(self, k: int, device: torch.device) -> None:
         self.k = k
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # such images, all images
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # correct images, all images
 
     def add(self, outputs: Tensor, labels: Tensor) -> None:
-        """Outputs [N, classes] and labels [N] of one batch."""
+        """Add outputs [N, classes] and labels [N] of one batch."""
         self.counts[0] += (outputs.topk(self.k, 1).indices == labels[:, None]).any(1).sum()
         self.counts[1] += labels.shape[0]
 
-    def share(self, world: World) -> float:
-        """Collective: their share of all images, in [0, 1]."""
+    def accuracy(self, world: World) -> float:
+        """Collective: top-k accuracy over all images, in [0, 1]."""
         right, images = world.sum(self.counts.clone()).tolist()
         return right / images
 
 
 @dataclass(frozen=True)
 class Bin:
-    """The images whose confidence, the probability of the predicted class, is in (low, high]."""
+    """Images whose confidence, the probability of the predicted class, is in (low, high]."""
 
     low: float
     high: float
     images: int
-    confidence: float  # mean over these images; 0 where there is none
+    confidence: float  # mean over these images; 0 without images
     accuracy: float
 
 
 class Calibration:
-    """Images by confidence in bins of equal width (Guo et al. 2017, arXiv:1706.04599), counted on the device."""
+    """Counts images by confidence in bins of equal width (Guo et al. 2017, arXiv:1706.04599), on the device."""
 
     def __init__(self, device: torch.device, num_bins: int = NUM_BINS) -> None:
-        # of each bin: images, correct predictions, summed confidence
+        # per bin: images, correct predictions, summed confidence
         self.sums = torch.zeros(num_bins, 3, dtype=torch.float64, device=device)
 
     def add(self, outputs: Tensor, labels: Tensor) -> None:
-        """Outputs [N, classes] and labels [N] of one batch."""
+        """Add outputs [N, classes] and labels [N] of one batch."""
         confidence, predicted = outputs.double().softmax(1).max(1)
         bins = (confidence * len(self.sums)).ceil().long().clamp(1, len(self.sums)) - 1
         counted = torch.stack([torch.ones_like(confidence), (predicted == labels).double(), confidence], dim=1)
         self.sums.index_add_(0, bins, counted)
 
     def collect(self, world: World) -> list[Bin]:
-        """Collective: the bins over all ranks."""
+        """Collective: return the bins over all ranks."""
         rows = world.sum(self.sums.clone()).tolist()
         return [
             Bin(
@@ -70,6 +70,6 @@ class Calibration:
 
 
 def expected_calibration_error(bins: Sequence[Bin]) -> float:
-    """The mean over all images of the difference between accuracy and confidence of their bin, in [0, 1]."""
+    """Mean over all images of the difference between accuracy and confidence of their bin, in [0, 1]."""
     total = sum(part.images for part in bins)
     return sum(part.images * abs(part.accuracy - part.confidence) for part in bins) / total

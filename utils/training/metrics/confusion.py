@@ -1,4 +1,4 @@
-"""How often each class is taken for another."""
+"""Confusion matrix, and the classes with the lowest accuracy."""
 
 from collections.abc import Sequence
 
@@ -11,26 +11,26 @@ WORST_CLASSES = 10
 
 
 class Confusion:
-    """How often each class was taken for each other one, counted on the device without waiting for it."""
+    """Confusion matrix, counted on the device without waiting for it."""
 
     def __init__(self, num_classes: int, device: torch.device) -> None:
         self.num_classes = num_classes
         self.counts = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=device)
 
     def add(self, outputs: Tensor, labels: Tensor) -> None:
-        """Outputs [N, classes] and labels [N] of one batch."""
+        """Add outputs [N, classes] and labels [N] of one batch."""
         cells = labels * self.num_classes + outputs.argmax(1)
         self.counts.index_add_(0, cells, torch.ones_like(cells))
 
     def collect(self, world: World) -> Tensor:
-        """Collective: counts over all ranks, int64 [true class, predicted class], on the CPU."""
+        """Collective: return the counts over all ranks, int64 [true class, predicted class], on the CPU."""
         return world.sum(self.counts.clone()).view(self.num_classes, self.num_classes).cpu()
 
 
 def rank_classes(counts: Tensor) -> list[tuple[int, float, int | None, float]]:
-    """(class, its accuracy, what it is most often taken for, how often) for each class with images, the worst first.
+    """Return (class, accuracy, most frequent wrong prediction, its fraction) for each class with images, worst first.
 
-    `counts`: [true class, predicted class]; shares in [0, 1]. None where it is never taken for another.
+    `counts`: [true class, predicted class]. The wrong prediction is None if there is none.
     """
     totals = counts.sum(1)
     accuracy = counts.diagonal() / totals.clamp(min=1)
@@ -39,15 +39,15 @@ def rank_classes(counts: Tensor) -> list[tuple[int, float, int | None, float]]:
     for label in sorted(present, key=lambda label: (float(accuracy[label]), label)):
         others = counts[label].clone()
         others[label] = -1
-        taken_for = int(others.argmax())
-        share = float(others[taken_for] / totals[label])
-        rows.append((label, float(accuracy[label]), taken_for if share > 0 else None, share))
+        wrong = int(others.argmax())
+        fraction = float(others[wrong] / totals[label])
+        rows.append((label, float(accuracy[label]), wrong if fraction > 0 else None, fraction))
     return rows
 
 
 def worst_classes(counts: Tensor, names: Sequence[str]) -> list[tuple[str, float, str, float]]:
-    """`rank_classes` with names, for the worst classes."""
+    """Return `rank_classes` with names, for the worst classes."""
     return [
-        (names[label], accuracy, "-" if taken_for is None else names[taken_for], share)
-        for label, accuracy, taken_for, share in rank_classes(counts)[:WORST_CLASSES]
+        (names[label], accuracy, "-" if wrong is None else names[wrong], fraction)
+        for label, accuracy, wrong, fraction in rank_classes(counts)[:WORST_CLASSES]
     ]

@@ -1,4 +1,4 @@
-"""What a training step computes for one image, and what a device could compute: their quotient is the MFU."""
+"""FLOPs of a training step per image, and the peak FLOP/s of a device: their quotient gives the MFU."""
 
 import re
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from utils import seeds
 from utils.training.config import TrainingConfig
-from utils.training.precision import NAMES, Precision
+from utils.training.precision import FORMAT_NAMES, Precision
 
-# TFLOP/s of dense matrix products by the maker's data sheets, which https://www.nvidia.com/en-us/data-center/ leads to:
-# {words of the device's name, the longer name first: {number format: TFLOP/s}}
+# TFLOP/s of dense matrix products from NVIDIA's data sheets (https://www.nvidia.com/en-us/data-center/):
+# {words of the device name, the longer name first: {number format: TFLOP/s}}
 PEAKS: Mapping[str, Mapping[str, float]] = {
     "B200": {"bf16": 2250, "fp16": 2250, "tf32": 1125, "float32": 75},
     "H200 NVL": {"bf16": 835, "fp16": 835, "tf32": 417, "float32": 60},
@@ -31,10 +31,10 @@ PEAKS: Mapping[str, Mapping[str, float]] = {
 
 
 def flops_per_image(model: nn.Module, image_shape: tuple[int, ...]) -> float:
-    """Floating-point operations of forward and backward pass for one image [C, H, W], a multiply-add counted as two.
+    """Count the floating-point operations of forward and backward pass for one image [C, H, W]; a multiply-add is two.
 
-    Computes nothing: runs on tensors without values (device meta), and leaves the network as it is. Raises whatever a
-    network raises that looks at values.
+    Runs on tensors without values (device meta) and does not change the network. A network that reads values raises
+    its own error.
     """
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     empty = {
@@ -54,20 +54,20 @@ def flops_per_image(model: nn.Module, image_shape: tuple[int, ...]) -> float:
 
 
 def number_format(precision: Precision, config: TrainingConfig) -> str:
-    """In which products are computed: float32, tf32, bf16 or fp16."""
+    """Number format of matrix products: float32, tf32, bf16 or fp16."""
     if precision.level != "O0":
-        return NAMES[precision.half]
+        return FORMAT_NAMES[precision.half]
     return "tf32" if config.enable_tf32 and precision.device_type == "cuda" else "float32"
 
 
 def measured_peak(limits: Mapping[str, float], number_format: str) -> float | None:
-    """TFLOP/s, of what `tools.bench limits` measures, by its names: of products or convolutions, whichever is faster
-    here, as on AMD's processors MKL's float32 products are slower than oneDNN's convolutions."""
+    """Peak TFLOP/s in a report of `tools.bench limits`: the faster of matrix products and convolutions. On AMD CPUs,
+    MKL's float32 products are slower than oneDNN's convolutions."""
     kinds = (f"product {number_format}, TFLOP/s", f"convolution {number_format} NHWC, TFLOP/s")
     return max((limits[kind] for kind in kinds if kind in limits), default=None)
 
 
 def published_peak(device_name: str, number_format: str) -> float | None:
-    """TFLOP/s of a GPU by its name; None where the table has none."""
+    """Peak TFLOP/s of a GPU by its name; None if the table has no entry."""
     known = (formats for name, formats in PEAKS.items() if re.search(rf"\b{name}\b", device_name))
     return next(known, {}).get(number_format)

@@ -9,56 +9,56 @@ from utils.distributed.world import World
 
 
 class MetricSums:
-    """Loss, correct predictions and images of an epoch, summed on the device without waiting for it.
+    """Sums of loss, correct predictions and images of an epoch, on the device without waiting for it.
 
-    Averages are by image, so they do not depend on how an epoch was cut into batches or ranks.
+    Averages are per image, so they do not depend on the division of an epoch into batches or ranks.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # summed loss, correct predictions, images, batches before the first loss that is not finite
+        # loss, correct predictions, images, batches before the first non-finite loss
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
         self.logged = [0.0] * 4  # totals over all ranks at the last log point
 
     def reset(self) -> None:
-        """Start again at zero, in the same memory: a CUDA graph of the step keeps adding to it."""
+        """Set the sums to zero in the same memory, to which a CUDA graph of the step adds."""
         self.sums.zero_()
         self.logged = [0.0] * 4
 
     def load(self, sums: Tensor, logged: list[float]) -> None:
-        """Go on from saved sums [4] and from what was logged of them."""
+        """Restore saved sums [4] and the totals of the last log point."""
         self.sums.copy_(sums)
         self.logged = logged
 
     def set_finite_batches(self, batches: int) -> None:
-        """All of the epoch's `batches` so far were finite: nothing else is ever saved."""
+        """Set the count of batches with a finite loss; only such epochs are saved."""
         self.sums[3] = batches
 
     def add(self, mean_loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
-        """Add one batch: its mean loss (scalar), outputs [N, classes] and labels [N], or the shares of the classes in
-        mixed targets [N, classes], of which the largest counts."""
+        """Add one batch: its mean loss (scalar), outputs [N, classes] and labels [N], or mixed targets [N, classes],
+        whose largest class counts as the label."""
         num_images = labels.shape[0]
-        if not num_images:  # a validation batch of which no file could be read: the mean of nothing is NaN
+        if not num_images:  # a validation batch without readable files: its mean loss is NaN
             return
-        # few kernels, as this is done in every step: the product is exact in float64, so it may be rounded with the sum
+        # few kernels, as this runs in every step; the product is exact in float64, so it may be rounded with the sum
         self.sums[0].add_(mean_loss, alpha=num_images)
         classes = labels if labels.dim() == 1 else labels.argmax(1)
         hits = torch.empty(num_images, dtype=self.sums.dtype, device=self.sums.device)
         self.sums[1] += torch.eq(outputs.argmax(1), classes, out=hits).sum()
         self.sums[2] += num_images
-        self.sums[3] += self.sums[0] < math.inf  # cross entropy is above 0: what is not finite is inf or NaN
+        self.sums[3] += self.sums[0] < math.inf  # cross entropy is positive, so a non-finite sum is inf or NaN
 
     def average(self, world: World) -> dict[str, float]:
-        """Collective: {"loss", "acc1" (share in [0, 1]), "images"} over all ranks; waits for the device."""
+        """Collective: return {"loss", "acc1" in [0, 1], "images"} over all ranks; waits for the device."""
         return self._average(self._totals(world), [0.0] * 4)
 
     def average_since_last(self, world: World) -> dict[str, float]:
-        """Collective: like `average`, over what was added since the last call."""
+        """Collective: return `average` over the batches since the last call."""
         totals, before = self._totals(world), self.logged
         self.logged = totals
         return self._average(totals, before)
 
     def finite_batches(self) -> int:
-        """Batches of this rank before the first with a loss that is not finite; waits for the device."""
+        """Return this rank's number of batches before the first non-finite loss; waits for the device."""
         return int(self.sums[3].item())
 
     def _totals(self, world: World) -> list[float]:

@@ -4,10 +4,10 @@ from utils.timing.clock import LOOP, Clock
 
 
 class Throughput:
-    """Images per second over all ranks, between log points, in the loop over training batches.
+    """Images per second over all ranks between log points, in the loop over training batches.
 
-    The first window of a process holds the start of workers, cuDNN's choice of algorithms and compilation, so `overall`
-    leaves it out wherever there is another.
+    The first window of a process includes the start of workers, cuDNN's choice of algorithms and compilation, so
+    `overall` skips it unless it is the only one.
     """
 
     def __init__(self, world_size: int, clock: Clock) -> None:
@@ -16,30 +16,30 @@ class Throughput:
         self.start()
 
     def start(self) -> None:
-        """Begin a window now; the time since the last one does not count."""
+        """Start a window now; the time since the last one does not count."""
         self.images, self.since = 0, self.clock.seconds(*LOOP)
 
     def add(self, images: int) -> None:
-        """Count one more batch of this rank."""
+        """Count a batch of this rank."""
         self.images += images * self.world_size
 
     def close_window(self) -> float:
-        """Images per second since the window began, 0 for an empty one; begins the next. Call when the device has
-        caught up."""
+        """Return images per second of the window, 0 if it is empty, and start the next one. Call when the device has
+        finished its work."""
         if not self.images:
             return 0.0
         seconds = self.clock.seconds(*LOOP) - self.since
-        window = (self.images, seconds)
-        self.windows.append(window)
+        self.windows.append((self.images, seconds))
+        images_per_sec = self.images / seconds
         self.start()
-        return window[0] / seconds
+        return images_per_sec
 
-    def images_in_all(self) -> int:
-        """Images of all closed windows, over all ranks."""
+    def total_images(self) -> int:
+        """Return the images of all closed windows, over all ranks."""
         return sum(images for images, _ in self.windows)
 
     def overall(self) -> float:
-        """Images per second over all windows but the first."""
+        """Return images per second over all windows except the first."""
         counted = self.windows[1:] or self.windows
-        seconds = sum(window[1] for window in counted)
-        return sum(window[0] for window in counted) / seconds if seconds else 0.0
+        seconds = sum(seconds for _, seconds in counted)
+        return sum(images for images, _ in counted) / seconds if seconds else 0.0

@@ -1,8 +1,7 @@
-"""LARS and LAMB: optimizers that give each layer a step in proportion to its weights, for large batches.
+"""LARS and LAMB: optimizers for large batches, which scale each layer's step in proportion to its weights.
 
-In both, only matrices and filters are scaled so; a group with `adapt` false, for BatchNorm and biases, gets the plain
-update, as is usual. The learning rate multiplies the whole update, as in torch.optim.SGD. Tests hold both equal to the
-papers' formulas.
+BatchNorm and biases, in a group with `layerwise` false, get the plain update, as is usual. The learning rate multiplies
+the whole update, as in torch.optim.SGD. Tests compare both with the papers' formulas.
 """
 
 from abc import ABC, abstractmethod
@@ -13,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 LARS_TRUST_COEFFICIENT = 0.001  # You, Gitman and Ginsburg 2017, section 5
-ADAM_BETA2 = 0.999  # Kingma and Ba's, and that of LAMB: You et al. 2019
+ADAM_BETA2 = 0.999  # default of Kingma and Ba, of You et al. 2019 for LAMB, and of PyTorch
 LAMB_EPSILON = 1e-6
 
 
-class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
-    """One update of every parameter that has a gradient, for these and Muon; `options` are the defaults of a group."""
+class ForeachOptimizer(torch.optim.Optimizer, ABC):
+    """Base of LARS, LAMB and Muon: updates all parameters of a group at once. `options`: defaults of the groups."""
 
     def __init__(self, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], **options: float | bool) -> None:
-        super().__init__(parameters, {"adapt": True, **options})
+        super().__init__(parameters, options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -34,17 +33,17 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        """Change the parameters of a group in place."""
+        """Update the parameters of a group in place."""
 
     def _buffers(self, name: str, parameters: list[Tensor]) -> list[Tensor]:
-        """The state `name` of each parameter, which begins at 0."""
+        """Return the state `name` of each parameter; it starts at 0."""
         for parameter in parameters:
             if name not in self.state[parameter]:
                 self.state[parameter][name] = torch.zeros_like(parameter)
         return [self.state[parameter][name] for parameter in parameters]
 
     def _adam(self, parameters: list[Tensor], gradients: list[Tensor], beta1: float, epsilon: float) -> list[Tensor]:
-        """Adam's steps, at a learning rate of -1 (Kingma and Ba 2014, arXiv:1412.6980)."""
+        """Return Adam's updates before the learning rate and the sign (Kingma and Ba 2014, arXiv:1412.6980)."""
         for parameter in parameters:
             self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
         step = self.state[parameters[0]]["step"]
@@ -57,19 +56,19 @@ class LayerwiseOptimizer(torch.optim.Optimizer, ABC):
         return list(torch._foreach_div(torch._foreach_div(means, 1 - beta1**step), roots))
 
 
-class Lars(LayerwiseOptimizer):
-    """SGD with momentum whose gradient each layer scales by trust_coefficient x |w| / (|g| + weight_decay x |w|).
+class Lars(ForeachOptimizer):
+    """SGD with momentum; each layer's gradient is scaled by trust_coefficient x |w| / (|g| + weight_decay x |w|).
 
     You, Gitman and Ginsburg 2017, arXiv:1708.03888, equation 6.
-    Options: lr, momentum, weight_decay, nesterov, trust_coefficient.
+    Options: lr, momentum, weight_decay, nesterov, trust_coefficient, layerwise.
     """
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         updates = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
-        if group["adapt"]:
+        if group["layerwise"]:
             weights, slopes = _norms(parameters), _norms(gradients)
             scale = group["trust_coefficient"] * weights / (slopes + group["weight_decay"] * weights)
-            torch._foreach_mul_(updates, _where_both(weights, slopes, scale))
+            torch._foreach_mul_(updates, _scales(weights, slopes, scale))
         buffers = self._buffers("momentum_buffer", parameters)
         torch._foreach_mul_(buffers, group["momentum"])
         torch._foreach_add_(buffers, updates)
@@ -78,26 +77,26 @@ class Lars(LayerwiseOptimizer):
         torch._foreach_add_(parameters, updates if group["nesterov"] else buffers, alpha=-float(group["lr"]))
 
 
-class Lamb(LayerwiseOptimizer):
-    """Adam with decoupled weight decay whose update r each layer scales by |w| / |r|.
+class Lamb(ForeachOptimizer):
+    """Adam with decoupled weight decay; each layer's update r is scaled by |w| / |r|.
 
-    You et al. 2019, arXiv:1904.00962, algorithm 2, with phi(x) = x. Options: lr, beta1, weight_decay.
+    You et al. 2019, arXiv:1904.00962, algorithm 2, with phi(x) = x. Options: lr, beta1, weight_decay, layerwise.
     """
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         updates = self._adam(parameters, gradients, group["beta1"], LAMB_EPSILON)
         torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
-        if group["adapt"]:
+        if group["layerwise"]:
             weights, lengths = _norms(parameters), _norms(updates)
-            torch._foreach_mul_(updates, _where_both(weights, lengths, weights / lengths))
+            torch._foreach_mul_(updates, _scales(weights, lengths, weights / lengths))
         torch._foreach_add_(parameters, updates, alpha=-float(group["lr"]))
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
-    """The Euclidean norm of each of N tensors, [N]."""
+    """Return the Euclidean norms of N tensors, [N]."""
     return torch.stack(torch._foreach_norm(tensors))
 
 
-def _where_both(first: Tensor, second: Tensor, scale: Tensor) -> list[Tensor]:
-    """scale [N] as N scalars, 1 where one of the norms is 0: weights that start at 0 must be able to leave it."""
+def _scales(first: Tensor, second: Tensor, scale: Tensor) -> list[Tensor]:
+    """Return scale [N] as N scalars, but 1 where either norm is 0, so weights that start at 0 can change."""
     return list(torch.where((first > 0) & (second > 0), scale, 1.0).unbind())

@@ -1,9 +1,9 @@
-"""Muon: the step of each convolution is made orthogonal; all other parameters are AdamW's.
+"""Muon: orthogonalised updates for convolutions, AdamW for all other parameters.
 
-K. Jordan et al. 2024 ("Muon: an optimizer for hidden layers in neural networks"). The sizes of both steps are matched
-as in Liu et al. 2025 (arXiv:2502.16982), so that one learning rate and one weight decay serve both. A convolution
-[out, in, height, width] counts as a matrix [out, in x height x width]. torch.optim.Muon takes matrices alone and has no
-second rule for the rest; a test holds both equal where there are only matrices.
+K. Jordan et al. 2024 ("Muon: an optimizer for hidden layers in neural networks"). The sizes of both updates are matched
+as in Liu et al. 2025 (arXiv:2502.16982), so one learning rate and one weight decay serve both. A convolution
+[out, in, height, width] is treated as a matrix [out, in x height x width]. torch.optim.Muon takes only matrices and has
+no rule for other parameters; a test compares both on matrices.
 """
 
 import math
@@ -12,41 +12,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.training.optimizers.lars_lamb import LayerwiseOptimizer
+from utils.training.optimizers.lars_lamb import ForeachOptimizer
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the iteration; these and the steps are Jordan's
-STEPS = 5
-MATCHED = 0.2  # root mean square of AdamW's usual step at a learning rate of 1: Liu et al., section 2.2
-EPSILON = 1e-8  # AdamW's
-LEAST_NORM = 1e-7
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration; Jordan's, as their number of steps
+NEWTON_SCHULZ_STEPS = 5
+ADAMW_RMS = 0.2  # root mean square of AdamW's usual update at a learning rate of 1: Liu et al., section 2.2
+ADAMW_EPSILON = 1e-8
+MIN_NORM = 1e-7
 
 
-class Muon(LayerwiseOptimizer):
-    """Options of a group: lr, momentum (beta1 of AdamW), nesterov, weight_decay (decoupled from the gradient), and
-    adapt: whether its parameters are those whose steps are made orthogonal."""
+class Muon(ForeachOptimizer):
+    """Options of a group: lr, momentum (beta1 of AdamW), nesterov, weight_decay (decoupled from the gradient),
+    orthogonalise (false: AdamW)."""
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         rate, momentum = float(group["lr"]), group["momentum"]
         torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
-        if group["adapt"]:
+        if group["orthogonalise"]:
             steps = self._buffers("momentum_buffer", parameters)
             torch._foreach_lerp_(steps, gradients, 1 - momentum)
             if group["nesterov"]:
                 steps = list(torch._foreach_lerp(gradients, steps, momentum))
             steps = [orthogonalise(step.flatten(1)).view(step.shape) for step in steps]
         else:
-            steps = self._adam(parameters, gradients, momentum, EPSILON)
+            steps = self._adam(parameters, gradients, momentum, ADAMW_EPSILON)
         torch._foreach_add_(parameters, steps, alpha=-rate)
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
-    """[rows, columns] -> nearly U V' of the singular value decomposition U S V', times the size of AdamW's step.
+    """[rows, columns] -> nearly U V' of the singular value decomposition U S V', scaled to the size of AdamW's update.
     All but the smallest singular values end near 1, between 0.6 and 1.2.
 
-    Jordan's iteration of Newton and Schulz multiplies the matrix x by polynomials of the small square matrix x x',
-    which commute with each other. So they are multiplied first, and x, mostly much wider, by their product alone. In
-    float32, without TF32, with which the smallest would be lost; torch.optim.Muon takes bf16, in which a CPU's products
-    are up to 90 times as slow.
+    Jordan's Newton-Schulz iteration multiplies the matrix x by polynomials of the small square matrix x x'. They
+    commute, so they are multiplied with each other first and x, usually much wider, is multiplied once, by their
+    product. In float32 without TF32, which would lose the smallest singular values; torch.optim.Muon uses bf16, whose
+    products are up to 90 times slower on a CPU.
     """
     tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
     try:
@@ -59,21 +59,21 @@ def _orthogonalise(matrix: Tensor) -> Tensor:
     first, second, third = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.mT if tall else matrix).float()
-    x = x / x.norm().clamp(min=LEAST_NORM)
+    x = x / x.norm().clamp(min=MIN_NORM)
     square = x @ x.mT
     one, factors = torch.eye(len(x), device=x.device), None
-    for step in range(STEPS):
+    for step in range(NEWTON_SCHULZ_STEPS):
         factor = torch.addmm(square, square, square, beta=second, alpha=third).add_(one, alpha=first)
         factors = factor if factors is None else factor @ factors
-        if step < STEPS - 1:
+        if step < NEWTON_SCHULZ_STEPS - 1:
             square = factor @ square @ factor
     x = factors @ x
-    return (x.mT if tall else x).to(matrix.dtype) * (MATCHED * math.sqrt(max(matrix.shape)))
+    return (x.mT if tall else x).to(matrix.dtype) * (ADAMW_RMS * math.sqrt(max(matrix.shape)))
 
 
 def muon_groups(parameters: list[nn.Parameter], *, decay_vectors: bool) -> list[dict[str, Any]]:
-    """Convolutions; matrices, such as the last layer's, and embeddings; BatchNorm and biases, decayed only with
-    `decay_vectors`."""
+    """Return three groups: convolutions; matrices, such as the last layer's, and embeddings; BatchNorm and biases,
+    decayed only with `decay_vectors`."""
     convolutions, matrices, vectors = (
         [parameter for parameter in parameters if kind(parameter.ndim)]
         for kind in (lambda ndim: ndim == 4, lambda ndim: ndim in (2, 3), lambda ndim: ndim < 2)
@@ -81,6 +81,6 @@ def muon_groups(parameters: list[nn.Parameter], *, decay_vectors: bool) -> list[
     undecayed = {} if decay_vectors else {"weight_decay": 0.0}
     return [
         {"params": convolutions},
-        {"params": matrices, "adapt": False},
-        {"params": vectors, "adapt": False, **undecayed},
+        {"params": matrices, "orthogonalise": False},
+        {"params": vectors, "orthogonalise": False, **undecayed},
     ]

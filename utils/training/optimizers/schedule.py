@@ -11,9 +11,9 @@ ONECYCLE_END = 1 / 25e4  # and final_div_factor 1e4 below that
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning-rate factor of each optimizer step: a pure function of the step and of the plateau's cuts.
+    """Learning-rate factor of each optimizer step: a pure function of the step and the plateau's cuts.
 
-    Steps count attempted updates: one that loss scaling skips still advances the schedule.
+    Steps count attempted updates: a step that loss scaling skips still advances the schedule.
     """
 
     kind: str
@@ -21,10 +21,10 @@ class Schedule:
     total_steps: int
     decay_factor: float = 0.2
     milestone_steps: tuple[int, ...] = ()
-    warmup_stride: int = 1  # steps between two rises of the warm-up, of which warmup_steps is a multiple
+    warmup_stride: int = 1  # steps between two rises of the warm-up; divides warmup_steps
 
     def factor(self, step: int, plateau_cuts: int = 0) -> float:
-        """Factor on the peak learning rate for `step`, counted from 0."""
+        """Return the factor on the peak learning rate for `step`, counted from 0."""
         if self.kind == "onecycle":
             return self._onecycle(step)
         if step < self.warmup_steps:
@@ -49,7 +49,7 @@ class Schedule:
 
 
 def build_schedule(config: ScheduleConfig, steps_per_epoch: int) -> Schedule:
-    """Turns the epochs of the configuration into steps, once."""
+    """Build the schedule, with the configured epochs converted to steps."""
     return Schedule(
         kind=config.lr_schedule,
         warmup_steps=round(config.lr_warmup_epochs * steps_per_epoch),
@@ -70,7 +70,7 @@ class Plateau:
     cuts: int = 0
 
     def observe(self, loss: float) -> None:
-        """Tell the loss of one more epoch."""
+        """Take the validation loss of one more epoch."""
         if loss < self.best * (1 - 1e-4):
             self.best, self.bad_epochs = loss, 0
         else:
