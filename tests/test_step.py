@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import RECIPE, ROOT, check_equal_training
@@ -349,24 +348,3 @@ def test_fastest_uses_what_the_device_supports(tiny, alone, has_bf16, monkeypatc
     assert not wants_graphs(config, alone.device)
     assert wants_graphs(config, torch.device("cuda", 0))
     assert not wants_graphs(tiny("fastest", parallel="dataparallel", amp_dtype="auto"), torch.device("cuda", 0))
-
-
-class RecordingDDP(DistributedDataParallel):
-    """Records for each forward pass whether DDP would average the gradients; there are no ranks."""
-
-    def __init__(self, module: nn.Module) -> None:
-        nn.Module.__init__(self)
-        self.module, self.averages, self.require_backward_grad_sync = module, [], True
-
-    def forward(self, *inputs: Any) -> Any:
-        self.averages.append(self.require_backward_grad_sync)
-        return self.module(*inputs)
-
-
-def test_ranks_average_gradients_once_per_step(tiny: Callable[..., Config], alone: World) -> None:
-    learner = Trainer(tiny(micro_batch_size=tiny().batch_size // 4), alone).learner
-    step = learner.step
-    images, labels = torch.randn(tiny().batch_size, 3, 32, 32), torch.zeros(tiny().batch_size, dtype=torch.int64)
-    step.model = RecordingDDP(step.model)
-    step(images, labels, learner.sums)
-    assert step.model.averages == [False, False, False, True]
