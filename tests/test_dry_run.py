@@ -42,9 +42,7 @@ def test_the_memory_estimate_counts_all_tensors_after_a_step(tiny, alone, change
         ema.update()
     weights = {*trainer.learner.model.parameters(), *trainer.learner.weights.parameters()}
     states = trainer.learner.optimizer.state.values()
-    moments = [
-        value for state in states for name, value in state.items() if name != "step"
-    ]  # AdamW's step is a tensor of 4 bytes
+    moments = [value for state in states for name, value in state.items() if name != "step"]
     average = [] if ema is None else ema.network.state_dict().values()
     assert state_bytes(config, trainer.learner.weights) == 2 * size(weights) + size(moments) + size(average)
 

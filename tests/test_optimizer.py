@@ -109,7 +109,7 @@ def test_plateau_cuts_when_pytorch_does():
         reference = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=patience, eps=0)
         ours = Plateau(patience)
         schedule = Schedule(kind="plateau", warmup_steps=0, total_steps=1, decay_factor=0.5)
-        span = generator.choice((1.0, 3e-4))  # a loss that is better by less than 1e-4 of it is not
+        span = generator.choice((1.0, 3e-4))  # improvements below a fraction of 1e-4 do not count
         for _ in range(40):
             loss = 1 - span * generator.random()
             reference.step(loss)

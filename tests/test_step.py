@@ -96,7 +96,7 @@ def test_a_switch_trains_like_float32_for_200_steps(tiny, alone, references, nam
     torch.testing.assert_close(*windows, rtol=0.08, atol=0.03)
 
 
-OWN_LAYERS = ("stem", "fused norm", "conv products", "conv winograd")  # by names of SWITCHES
+OWN_LAYERS = ("stem", "fused norm", "conv products", "conv winograd")  # names in SWITCHES
 
 
 @pytest.mark.parametrize(("name", "layers"), [*zip(OWN_LAYERS, (1, 6, 8, 4), strict=True)])
@@ -181,7 +181,7 @@ def test_compiling_needs_pythons_headers_and_for_cuda_a_c_compiler(tiny, monkeyp
     (tmp_path / "Python.h").touch()
     assert "enable_compile needs a C compiler too, and gcc or clang is not found" in refused()
     found.append("clang")
-    assert auto(cuda) and not auto(cpu)  # which gains nothing by it
+    assert auto(cuda) and not auto(cpu)  # a CPU gains nothing
     monkeypatch.setenv("CC", "no-such-compiler")
     assert "a C compiler too, and no-such-compiler is not found" in refused()
 

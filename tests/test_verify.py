@@ -222,7 +222,7 @@ def test_varying_rounding_is_measured_first(tiny, alone) -> None:
     verifier.rounding_varies, verifier.noise_measured = True, False
     verifier.world = WorldWithANoisierRank(0, 0, 1, alone.device)
     generator = torch.Generator().manual_seed(0)
-    for parameter in learner.model.parameters():  # as the order of a GPU's atomic additions does
+    for parameter in learner.model.parameters():  # imitate the varying order of a GPU's atomic additions
         parameter.register_hook(
             lambda gradient: gradient * (1 + 1e-6 * torch.randn(gradient.shape, generator=generator))
         )
@@ -256,8 +256,8 @@ def test_the_memory_estimate_counts_the_snapshot(tiny, alone) -> None:
         batch = next(random_batches(learner, alone))
         kept = sum(copy.nbytes for _, copy in Snapshot(learner, batch).pairs)
         counted = snapshot_bytes(learner.config, learner.weights, len(batch[0]), tuple(batch[0].shape[1:]))
-        few = 200  # the loss scale, sums, AdamW's counts of steps
-        assert abs(counted - WORKING_BYTES - kept) < few
+        # loss scale, metric sums and AdamW's step counts are not in the estimate
+        assert abs(counted - WORKING_BYTES - kept) < 200
         assert snapshot_bytes(tiny(), learner.weights, 8, (3, 16, 16)) == 0
     assert "snapshot for verify_every_steps" in describe(learner, (3, 16, 16), network="tiny", dataset="none")
 
