@@ -9,10 +9,9 @@ import pytest
 from tests.conftest import ROOT
 from tests.fake_cuda import golden_steps, runtime
 
-# the other two groups take most of the time
-QUICK = ("cifar10.yaml", "cifar100.yaml")
 GROUPS = [
-    pytest.param(group, marks=() if group in QUICK else pytest.mark.slow, id=group) for group in golden_steps.groups()
+    pytest.param(group, marks=pytest.mark.slow if group == golden_steps.COMPILED else (), id=group)
+    for group in golden_steps.groups()
 ]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not runtime.is_active(), reason="counts on the fake CUDA runtime")]
 

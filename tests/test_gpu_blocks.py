@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import CLASSES
-from tests.fake_cuda.golden_steps import FILES, key_of
+from tests.conftest import CLASSES, ROOT
+from tests.fake_cuda.golden_steps import key_of
 from tests.gpu_runs import check_resume
 from utils.config import Config, list_blocks, load_config
 
@@ -39,7 +39,7 @@ def shrink(config: Config) -> Config:
 def distinct() -> list[Any]:
     """Return the blocks that differ after shrinking, each named after its first."""
     found: dict[Any, Any] = {}
-    for path in FILES:
+    for path in sorted((ROOT / "config").glob("*.yaml")):
         for name in list_blocks(path):
             config = shrink(load_config(path, name))
             schedule = config.lr_schedule, config.lr_warmup_by, config.lr_warmup_epochs > 0
