@@ -96,7 +96,7 @@ def _can_fork(options: list[str], folder: str) -> bool:
 
 
 def _is_from_this_checkout(options: list[str]) -> bool:
-    """Whether they name a module of this project, or a script that does not import another checkout's `utils`."""
+    """Whether `options` name a module of this project, or a script that does not import another checkout's `utils`."""
     ours = os.path.join(os.path.dirname(os.path.dirname(SOURCE)), "utils")  # type: ignore[name-defined] # noqa: F821
     if options[:1] == ["-m"]:
         return options[1].startswith(("tools.", "torch.distributed.")) and os.path.realpath("utils") == ours

@@ -107,7 +107,7 @@ def test_in_bf16_only_rounding_differs(
 
 
 def test_gradients_of_weights_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 64 equal parts, whose sum in bf16 would stop growing or be rounded 64 times."""
+    """A sum of 64 equal parts in bf16 would stop growing or be rounded 64 times."""
     set_side(monkeypatch, 2, 4, 4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     image, weight, bias = random(1, 32, 4, 4, seed=0), random(32, 32, 3, 3, seed=1), random(32, seed=2)
@@ -222,7 +222,7 @@ def test_two_runs_give_the_same_bits(function: Callable[..., Tensor]) -> None:
         assert (value - expected).norm() <= (1e-5 if function is by_winograd else 1e-2) * expected.norm()
 
 
-def test_what_needs_no_gradient_gets_none() -> None:
+def test_only_needed_gradients_are_computed() -> None:
     layer = nn.Conv2d(32, 32, 3, padding=1)
     layer.__class__ = WinogradConv2d
     images = random(2, 32, 6, 6, seed=0).requires_grad_()

@@ -164,9 +164,9 @@ def test_silu_and_its_derivative_are_within_rounding_of_float64() -> None:
     assert not mean.any() and torch.equal(invstd, one)
     torch.testing.assert_close(out[0].flatten().double(), expected, rtol=5e-7, atol=1e-30)
     only_first = torch.stack([one, zero]).view_as(x).contiguous(memory_format=torch.channels_last)
-    _, _, _, of_bias = norm_relu_cpu.backward(only_first, x, None, z, zero, mean, invstd, True)
+    _, _, _, grad_bias = norm_relu_cpu.backward(only_first, x, None, z, zero, mean, invstd, True)
     # as in PyTorch, 1 - sigmoid(z) is rounded by 6e-8 before it is multiplied by z, up to 17
-    torch.testing.assert_close(of_bias.double(), exact.grad, rtol=5e-7, atol=2e-6)
+    torch.testing.assert_close(grad_bias.double(), exact.grad, rtol=5e-7, atol=2e-6)
     of_nan, *_ = norm_relu_cpu.forward(x, None, z * torch.nan, zero, zero.clone(), one.clone(), 0.1, 0.0, True)
     assert of_nan.isnan().all()
 
@@ -346,8 +346,8 @@ def test_the_triton_kernels_compile_for_an_h100_without_one(tmp_path: Path, monk
     from utils.training.kernels.norm_relu import triton_kernels as kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    maps, numbers = ("x", "shortcut", "out", "gradient", "passed", "of_x"), ("momentum", "eps")
-    counts = ("pixels", "channels", "share", "num_parts")
+    maps, numbers = ("x", "shortcut", "out", "gradient", "passed", "grad_x"), ("momentum", "eps")
+    counts = ("pixels", "channels", "part_pixels", "num_parts")
     kinds = dict.fromkeys(maps, "*bf16") | dict.fromkeys(numbers, "fp32") | dict.fromkeys(counts, "i32")
     every = kernels._sum_x, kernels._statistics, kernels._apply, kernels._sum_gradient, kernels._apply_gradient
     for kernel, silu in product(every, (False, True)):

@@ -219,11 +219,11 @@ void part_gradients(const T* gradient, const T* x, const T* out, const float* me
     });
 }
 
-// Compute the gradient of x; `gradient` is already through the activation if keeps_passed, and may be in `of_x`.
+// Compute the gradient of x; `gradient` is already through the activation if keeps_passed, and may be in `grad_x`.
 template <bool added, Activation kind, typename T>
 void apply_gradients(const T* gradient, const T* __restrict x, const float* __restrict mean,
                      const float* __restrict scale, const float* __restrict bias, const float* __restrict level,
-                     const float* __restrict slope, Rows rows, int64_t channels, T* of_x) {
+                     const float* __restrict slope, Rows rows, int64_t channels, T* grad_x) {
     for (int64_t at = rows.first * channels; at < rows.last * channels; at += channels)
 #pragma GCC ivdep
         for (int64_t c = 0; c < channels; ++c) {
@@ -232,19 +232,19 @@ void apply_gradients(const T* gradient, const T* __restrict x, const float* __re
                     ? load(gradient[at + c])
                     : passed<false, kind>(gradient[at + c], x[at + c], x[at + c], mean[c], scale[c], bias[c]);
             const float centred = load(x[at + c]) - mean[c];
-            store((value - level[c] - centred * slope[c]) * scale[c], of_x + at + c);
+            store((value - level[c] - centred * slope[c]) * scale[c], grad_x + at + c);
         }
 }
 
 template <bool added, Activation kind, typename T>
 void backward(const T* gradient, const T* x, const T* out, const float* weight, const float* bias, const float* mean,
-              const float* invstd, T* of_x, T* of_shortcut, float* of_weight, float* of_bias, int64_t pixels,
+              const float* invstd, T* grad_x, T* grad_shortcut, float* grad_weight, float* grad_bias, int64_t pixels,
               int64_t channels) {
     const int64_t parts = count_parts(pixels, channels);
     const double count = static_cast<double>(pixels);
     std::vector<double> totals(parts * channels), products(parts * channels);
     std::vector<float> level(channels), slope(channels), scale(channels);
-    T* kept = added ? of_shortcut : of_x;
+    T* kept = added ? grad_shortcut : grad_x;
     for (int64_t c = 0; c < channels; ++c) scale[c] = invstd[c] * weight[c];
 #pragma omp parallel for schedule(static)
     for (int64_t part = 0; part < parts; ++part)
@@ -254,15 +254,15 @@ void backward(const T* gradient, const T* x, const T* out, const float* weight, 
     add_parts(products, parts, channels);
     for (int64_t c = 0; c < channels; ++c) {
         const double total = totals[c], product = products[c];
-        of_bias[c] = static_cast<float>(total);
-        of_weight[c] = static_cast<float>(product * invstd[c]);
+        grad_bias[c] = static_cast<float>(total);
+        grad_weight[c] = static_cast<float>(product * invstd[c]);
         level[c] = static_cast<float>(total / count);
         slope[c] = static_cast<float>(product * invstd[c] * invstd[c] / count);
     }
 #pragma omp parallel for schedule(static)
     for (int64_t part = 0; part < parts; ++part)
         apply_gradients<added, kind>(keeps_passed<added, kind> ? kept : gradient, x, mean, scale.data(), bias,
-                                     level.data(), slope.data(), rows_of(part, parts, pixels), channels, of_x);
+                                     level.data(), slope.data(), rows_of(part, parts, pixels), channels, grad_x);
 }
 
 }  // namespace
@@ -277,11 +277,11 @@ void backward(const T* gradient, const T* x, const T* out, const float* weight, 
     }                                                                                                                  \
     extern "C" void norm_relu_backward_##name(                                                                         \
         const T* gradient, const T* x, const T* out, const float* weight, const float* bias, const float* mean,        \
-        const float* invstd, T* of_x, T* of_shortcut, float* of_weight, float* of_bias, int64_t pixels,                \
+        const float* invstd, T* grad_x, T* grad_shortcut, float* grad_weight, float* grad_bias, int64_t pixels,        \
         int64_t channels, int64_t silu) {                                                                              \
         const auto call = out ? backward<true, RELU, T> : silu ? backward<false, SILU, T> : backward<false, RELU, T>;  \
-        call(gradient, x, out ? out : x, weight, bias, mean, invstd, of_x, of_shortcut, of_weight, of_bias, pixels,    \
-             channels);                                                                                                \
+        call(gradient, x, out ? out : x, weight, bias, mean, invstd, grad_x, grad_shortcut, grad_weight, grad_bias,    \
+             pixels, channels);                                                                                        \
     }
 
 KERNELS(float32, float)

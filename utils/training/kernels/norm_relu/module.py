@@ -57,8 +57,8 @@ def norm_relu_backward(
         z = out
     passed = aten.silu_backward(gradient, z.to(gradient.dtype)) if silu else torch.where(z > 0, gradient, 0)
     # PyTorch's CPU kernel needs weights and statistics of one type; it does not read running statistics in training
-    known = weight, None, None, mean.to(weight.dtype), invstd.to(weight.dtype)
-    gradients = aten.native_batch_norm_backward(passed, x, *known, True, eps, [True] * 3)
+    statistics = weight, None, None, mean.to(weight.dtype), invstd.to(weight.dtype)
+    gradients = aten.native_batch_norm_backward(passed, x, *statistics, True, eps, [True] * 3)
     return gradients[0], x.new_empty(0) if out is None else passed, gradients[1], gradients[2]
 
 
@@ -104,8 +104,8 @@ class _NormReLUFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        of_x, of_shortcut, of_weight, of_bias = norm_relu_backward(gradient, *saved, *ctx.numbers)
-        return of_x, None if saved[1] is None else of_shortcut, of_weight, of_bias, None, None, None, None, None
+        grad_x, grad_shortcut, grad_weight, grad_bias = norm_relu_backward(gradient, *saved, *ctx.numbers)
+        return grad_x, None if saved[1] is None else grad_shortcut, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _activate(z: Tensor, silu: bool) -> Tensor:

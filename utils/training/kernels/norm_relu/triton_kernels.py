@@ -24,12 +24,12 @@ def _tile(first_row, last_row, channels, column, rows: tl.constexpr, columns: tl
 
 
 @triton.jit
-def _normalised(x, at, here, mean, invstd, weight, bias, column, known):
+def _normalised(x, address, mask, mean, invstd, weight, bias, column, valid):
     """Return (normalised x, the same with weight and bias) of a tile."""
-    scaled = tl.load(x + at, here, 0.0).to(tl.float32) - tl.load(mean + column, known, 0.0)[None, :]
-    scaled *= tl.load(invstd + column, known, 0.0)[None, :]
-    z = scaled * tl.load(weight + column, known, 0.0).to(tl.float32)[None, :]
-    return scaled, z + tl.load(bias + column, known, 0.0).to(tl.float32)[None, :]
+    scaled = tl.load(x + address, mask, 0.0).to(tl.float32) - tl.load(mean + column, valid, 0.0)[None, :]
+    scaled *= tl.load(invstd + column, valid, 0.0)[None, :]
+    z = scaled * tl.load(weight + column, valid, 0.0).to(tl.float32)[None, :]
+    return scaled, z + tl.load(bias + column, valid, 0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -42,21 +42,21 @@ def _through_activation(z, gradient, silu: tl.constexpr):
 
 
 @triton.jit
-def _sum_x(x, shift, parts, pixels, channels, share, rows: tl.constexpr, columns: tl.constexpr):
+def _sum_x(x, shift, parts, pixels, channels, part_pixels, rows: tl.constexpr, columns: tl.constexpr):
     """Write parts [part, 2, channels]: sums of x - shift and of its square. A shift near the mean keeps digits that the
     difference of two large sums would lose."""
     column, part = tl.program_id(0) * columns + tl.arange(0, columns), tl.program_id(1)
-    known = column < channels
-    start = tl.load(shift + column, known, 0.0).to(tl.float32)
+    valid = column < channels
+    start = tl.load(shift + column, valid, 0.0).to(tl.float32)
     total, squares = tl.zeros([columns], tl.float32), tl.zeros([columns], tl.float32)
-    end = tl.minimum((part + 1) * share, pixels)
-    for first in range(part * share, end, rows):
-        at, here = _tile(first, end, channels, column, rows, columns)
-        centred = tl.where(here, tl.load(x + at, here, 0.0).to(tl.float32) - start[None, :], 0.0)
+    end = tl.minimum((part + 1) * part_pixels, pixels)
+    for first in range(part * part_pixels, end, rows):
+        address, mask = _tile(first, end, channels, column, rows, columns)
+        centred = tl.where(mask, tl.load(x + address, mask, 0.0).to(tl.float32) - start[None, :], 0.0)
         total += tl.sum(centred, 0)
         squares += tl.sum(centred * centred, 0)
-    tl.store(parts + 2 * part * channels + column, total, known)
-    tl.store(parts + (2 * part + 1) * channels + column, squares, known)
+    tl.store(parts + 2 * part * channels + column, total, valid)
+    tl.store(parts + (2 * part + 1) * channels + column, squares, valid)
 
 
 @triton.jit
@@ -64,21 +64,21 @@ def _statistics(
     parts, running_mean, running_var, mean, invstd, pixels, channels, num_parts, momentum, eps, columns: tl.constexpr
 ):
     column = tl.program_id(0) * columns + tl.arange(0, columns)
-    known = column < channels
+    valid = column < channels
     total, squares = tl.zeros([columns], tl.float32), tl.zeros([columns], tl.float32)
     for part in range(num_parts):
-        total += tl.load(parts + 2 * part * channels + column, known, 0.0)
-        squares += tl.load(parts + (2 * part + 1) * channels + column, known, 0.0)
-    old_mean = tl.load(running_mean + column, known, 0.0).to(tl.float32)
-    old_var = tl.load(running_var + column, known, 0.0).to(tl.float32)
+        total += tl.load(parts + 2 * part * channels + column, valid, 0.0)
+        squares += tl.load(parts + (2 * part + 1) * channels + column, valid, 0.0)
+    old_mean = tl.load(running_mean + column, valid, 0.0).to(tl.float32)
+    old_var = tl.load(running_var + column, valid, 0.0).to(tl.float32)
     offset = total / pixels
     centre = old_mean + offset
     var = tl.maximum(squares / pixels - offset * offset, 0.0)
-    tl.store(mean + column, centre, known)
-    tl.store(invstd + column, 1.0 / tl.sqrt(var + eps), known)
+    tl.store(mean + column, centre, valid)
+    tl.store(invstd + column, 1.0 / tl.sqrt(var + eps), valid)
     unbiased = var * (pixels / tl.maximum(pixels - 1.0, 1.0))
-    tl.store(running_mean + column, old_mean + momentum * (centre - old_mean), known)
-    tl.store(running_var + column, old_var + momentum * (unbiased - old_var), known)
+    tl.store(running_mean + column, old_mean + momentum * (centre - old_mean), valid)
+    tl.store(running_var + column, old_var + momentum * (unbiased - old_var), valid)
 
 
 @triton.jit
@@ -87,56 +87,56 @@ def _apply(
     added: tl.constexpr, silu: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * columns + tl.arange(0, columns)
-    at, here = _tile(tl.program_id(0) * rows, pixels, channels, column, rows, columns)
-    _, z = _normalised(x, at, here, mean, invstd, weight, bias, column, column < channels)
+    address, mask = _tile(tl.program_id(0) * rows, pixels, channels, column, rows, columns)
+    _, z = _normalised(x, address, mask, mean, invstd, weight, bias, column, column < channels)
     if added:
-        z += tl.load(shortcut + at, here, 0.0).to(tl.float32)
+        z += tl.load(shortcut + address, mask, 0.0).to(tl.float32)
     activated = z / (1 + tl.exp(-z)) if silu else tl.where(z <= 0, 0.0, z)  # NaN stays
-    tl.store(out + at, activated, here)
+    tl.store(out + address, activated, mask)
 
 
 @triton.jit
 def _sum_gradient(
-    gradient, x, out, weight, bias, mean, invstd, parts, passed, pixels, channels, share,
+    gradient, x, out, weight, bias, mean, invstd, parts, passed, pixels, channels, part_pixels,
     added: tl.constexpr, silu: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     """Write parts [part, 2, channels]: sums of the gradient through the activation, and of it times the normalised x.
     With a shortcut (`added`), write its gradient to `passed`."""
     column, part = tl.program_id(0) * columns + tl.arange(0, columns), tl.program_id(1)
-    known = column < channels
-    of_bias, of_weight = tl.zeros([columns], tl.float32), tl.zeros([columns], tl.float32)
-    end = tl.minimum((part + 1) * share, pixels)
-    for first in range(part * share, end, rows):
-        at, here = _tile(first, end, channels, column, rows, columns)
-        scaled, z = _normalised(x, at, here, mean, invstd, weight, bias, column, known)
+    valid = column < channels
+    grad_bias, grad_weight = tl.zeros([columns], tl.float32), tl.zeros([columns], tl.float32)
+    end = tl.minimum((part + 1) * part_pixels, pixels)
+    for first in range(part * part_pixels, end, rows):
+        address, mask = _tile(first, end, channels, column, rows, columns)
+        scaled, z = _normalised(x, address, mask, mean, invstd, weight, bias, column, valid)
         if added:
-            z = tl.load(out + at, here, 0.0).to(tl.float32)
-        passed_here = _through_activation(z, tl.load(gradient + at, here, 0.0).to(tl.float32), silu)
+            z = tl.load(out + address, mask, 0.0).to(tl.float32)
+        passed_here = _through_activation(z, tl.load(gradient + address, mask, 0.0).to(tl.float32), silu)
         if added:
-            tl.store(passed + at, passed_here, here)
-        of_bias += tl.sum(passed_here, 0)
-        of_weight += tl.sum(passed_here * scaled, 0)  # 0 outside the matrix, like the gradient
-    tl.store(parts + 2 * part * channels + column, of_bias, known)
-    tl.store(parts + (2 * part + 1) * channels + column, of_weight, known)
+            tl.store(passed + address, passed_here, mask)
+        grad_bias += tl.sum(passed_here, 0)
+        grad_weight += tl.sum(passed_here * scaled, 0)  # 0 outside the matrix, like the gradient
+    tl.store(parts + 2 * part * channels + column, grad_bias, valid)
+    tl.store(parts + (2 * part + 1) * channels + column, grad_weight, valid)
 
 
 @triton.jit
 def _apply_gradient(
-    gradient, x, weight, bias, mean, invstd, sums, of_x, pixels, channels,
+    gradient, x, weight, bias, mean, invstd, sums, grad_x, pixels, channels,
     masked: tl.constexpr, silu: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of x; `masked`: `gradient` already contains ReLU's mask."""
     column = tl.program_id(1) * columns + tl.arange(0, columns)
-    known = column < channels
-    at, here = _tile(tl.program_id(0) * rows, pixels, channels, column, rows, columns)
-    scaled, z = _normalised(x, at, here, mean, invstd, weight, bias, column, known)
-    passed = tl.load(gradient + at, here, 0.0).to(tl.float32)
+    valid = column < channels
+    address, mask = _tile(tl.program_id(0) * rows, pixels, channels, column, rows, columns)
+    scaled, z = _normalised(x, address, mask, mean, invstd, weight, bias, column, valid)
+    passed = tl.load(gradient + address, mask, 0.0).to(tl.float32)
     if not masked:
         passed = _through_activation(z, passed, silu)
-    of_bias = tl.load(sums + column, known, 0.0) / pixels
-    of_weight = tl.load(sums + channels + column, known, 0.0) / pixels
-    factor = tl.load(invstd + column, known, 0.0) * tl.load(weight + column, known, 0.0).to(tl.float32)
-    tl.store(of_x + at, (passed - of_bias[None, :] - scaled * of_weight[None, :]) * factor[None, :], here)
+    grad_bias = tl.load(sums + column, valid, 0.0) / pixels
+    grad_weight = tl.load(sums + channels + column, valid, 0.0) / pixels
+    factor = tl.load(invstd + column, valid, 0.0) * tl.load(weight + column, valid, 0.0).to(tl.float32)
+    tl.store(grad_x + address, (passed - grad_bias[None, :] - scaled * grad_weight[None, :]) * factor[None, :], mask)
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int, int]:
@@ -156,8 +156,8 @@ def forward(
     pixels, channels, blocks, num_parts = _sizes(x)
     parts = torch.empty(num_parts, 2, channels, dtype=torch.float32, device=x.device)
     mean, invstd = (torch.empty(channels, dtype=torch.float32, device=x.device) for _ in range(2))
-    share = triton.cdiv(pixels, num_parts)
-    _sum_x[blocks, num_parts](x, running_mean, parts, pixels, channels, share, ROWS, COLUMNS)
+    part_pixels = triton.cdiv(pixels, num_parts)
+    _sum_x[blocks, num_parts](x, running_mean, parts, pixels, channels, part_pixels, ROWS, COLUMNS)
     _statistics[(blocks,)](
         parts, running_mean, running_var, mean, invstd, pixels, channels, num_parts, momentum, eps, COLUMNS
     )
@@ -176,16 +176,16 @@ def backward(
     added = out is not None
     pixels, channels, blocks, num_parts = _sizes(x)
     parts = torch.empty(num_parts, 2, channels, dtype=torch.float32, device=x.device)
-    of_x, passed = torch.empty_like(x), torch.empty_like(x) if added else x.new_empty(0)
-    scale, share = (weight, bias, mean, invstd), triton.cdiv(pixels, num_parts)
+    grad_x, passed = torch.empty_like(x), torch.empty_like(x) if added else x.new_empty(0)
+    scale, part_pixels = (weight, bias, mean, invstd), triton.cdiv(pixels, num_parts)
     _sum_gradient[blocks, num_parts](
         gradient, x, x if out is None else _in_nhwc(out), *scale, parts, passed if added else x,
-        pixels, channels, share, added, silu, ROWS, COLUMNS,
+        pixels, channels, part_pixels, added, silu, ROWS, COLUMNS,
     )  # fmt: skip
     sums, grid = parts.sum(0), (triton.cdiv(pixels, ROWS), blocks)
     masked = passed if added else gradient
-    _apply_gradient[grid](masked, x, *scale, sums, of_x, pixels, channels, added, silu, ROWS, COLUMNS)
-    return of_x, passed, sums[1].to(weight.dtype, copy=True), sums[0].to(bias.dtype, copy=True)
+    _apply_gradient[grid](masked, x, *scale, sums, grad_x, pixels, channels, added, silu, ROWS, COLUMNS)
+    return grad_x, passed, sums[1].to(weight.dtype, copy=True), sums[0].to(bias.dtype, copy=True)
 
 
 def _in_nhwc(tensor: Tensor) -> Tensor:
