@@ -177,13 +177,13 @@ def test_compiling_needs_pythons_headers_and_for_cuda_a_c_compiler(tiny, monkeyp
         assert not auto(cuda)
         return str(error.value)
 
-    assert f"enable_compile needs Python's headers, and {tmp_path}/Python.h is not found" in refused()
+    assert f"enable_compile needs Python's headers, but {tmp_path}/Python.h is not found" in refused()
     (tmp_path / "Python.h").touch()
-    assert "enable_compile needs a C compiler too, and gcc or clang is not found" in refused()
+    assert "enable_compile needs a C compiler too, but gcc or clang is not found" in refused()
     found.append("clang")
     assert auto(cuda) and not auto(cpu)  # a CPU gains nothing
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert "a C compiler too, and no-such-compiler is not found" in refused()
+    assert "a C compiler too, but no-such-compiler is not found" in refused()
 
 
 @pytest.mark.parametrize(

@@ -37,14 +37,14 @@ def missing_compiler(device: torch.device) -> str:
     """
     cpp = os.environ.get("CXX", "g++")
     if shutil.which(cpp) is None:
-        return f"a C++ compiler, and {cpp} is not found; install one, name it in the environment variable CXX"
+        return f"a C++ compiler, but {cpp} is not found; install one, name yours in the environment variable CXX"
     header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
     if not header.exists():
-        return f"Python's headers, and {header} is not found; install python3-dev"
+        return f"Python's headers, but {header} is not found; install python3-dev"
     c_compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if device.type == "cuda" and not any(map(shutil.which, c_compilers)):
         named = " or ".join(c_compilers)
-        return f"a C compiler too, and {named} is not found; install one, name it in the environment variable CC"
+        return f"a C compiler too, but {named} is not found; install one, name yours in the environment variable CC"
     return ""
 
 
