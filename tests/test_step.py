@@ -151,7 +151,7 @@ def test_a_compiled_step_equals_the_eager_one_and_keeps_parameter_names(tiny, al
 
 def test_compile_without_a_compiler_is_refused(tiny, alone, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match=r"enable_compile needs a C\+\+ compiler, and no-such-compiler is not found"):
+    with pytest.raises(ConfigError, match=r"enable_compile needs a C\+\+ compiler, but no-such-compiler is not found"):
         Trainer(tiny(enable_compile=True), alone)
     assert not any("compiled" in note for note in Trainer(tiny(enable_compile="auto"), alone).notes)
     monkeypatch.delenv("CXX")
