@@ -10,12 +10,13 @@ from safetensors.torch import load_file
 
 from models import build_model
 from tools import export
+from tools.shared.read_runs import read_records
 from train import Trainer
 from utils.config import Config
 from utils.data.datasets.dataset import load_dataset
 from utils.errors import ExpectedError
 
-torch_export_warns = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # by torch.export
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +31,13 @@ def image_batch(tmp_path_factory):
     [{}, {"ema_decay": 0.8}, {"enable_nhwc": True, "opt_level": "O2", "loss_scale": 128.0}],
     ids=["the model", "its average", "O2"],
 )
-@torch_export_warns
 def test_the_exported_program_classifies_as_validation_did(tiny, alone, tmp_path, image_batch, changes, capsys):
     Trainer(tiny(limit_train_batches=40, **changes), alone, tmp_path, "tiny", "auto").train()
     assert export.main([str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     pixels, labels = image_batch
     logits = torch.export.load(tmp_path / "export/model.pt2").module()(pixels)
-    best = max(float(json.loads(line)["acc1/valid"]) for line in epochs(tmp_path))
+    best = max(record["acc1/valid"] for record in read_records(tmp_path / "metrics.jsonl", "epoch"))
     found = (logits.argmax(1) == labels).float().mean().item()
     assert best > 0.15
     # O2 validates with half-precision weights, which may change a few of 200 predictions
@@ -45,14 +45,8 @@ def test_the_exported_program_classifies_as_validation_did(tiny, alone, tmp_path
     assert f"best acc1 {100 * best:.2f} %" in printed
 
 
-def epochs(folder):
-    return [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"kind": "epoch"' in line]
-
-
-@torch_export_warns
 def test_safetensors_suffice_to_rebuild_the_network(tiny, alone, tmp_path, image_batch):
-    trainer = Trainer(tiny(), alone, tmp_path / "run", "tiny", "auto")
-    trainer.train()
+    Trainer(tiny(), alone, tmp_path / "run", "tiny", "auto").train()
     assert export.main([str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
     path = tmp_path / "out/model.safetensors"
     with safe_open(path, framework="pt") as file:
@@ -76,7 +70,6 @@ class DiffersWhenExported(torch.nn.Module):
         return self.factor * means if torch.compiler.is_exporting() else means
 
 
-@torch_export_warns
 @pytest.mark.parametrize(("factor", "difference"), [(1.001, r"1\.0e-03"), (float("nan"), "nan")])
 def test_a_program_that_differs_is_refused(factor, difference):
     with pytest.raises(ExpectedError, match=f"differs from the network by {difference} of the largest logit"):

@@ -1,6 +1,5 @@
 """submit.slr and submit_multinode.slr: with fake Slurm commands, and (marked slurm) on a real cluster."""
 
-import json
 import os
 import re
 import shlex
@@ -13,11 +12,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from slurm_cluster import SlurmCluster, wait_until, why_not
 
 from tests.conftest import ROOT, TINY
+from tools.shared.read_runs import read_records
 
 PYTHON = Path(sys.executable).parent  # holds torchrun too
 SCRIPTS = ["submit.slr", "submit_multinode.slr"]
@@ -78,7 +79,7 @@ class FakeJob:
             make_command(commands, name, f"{record}\n{action}")
         for name in ["train.py", "tools", *SCRIPTS]:
             (folder / name).symlink_to(ROOT / name)
-        self.environment = {"PATH": str(commands), "SLURM_SUBMIT_DIR": str(folder), **environment}
+        self.environment = {"PATH": str(commands), **environment}
 
     def start(self, script: str, *args: str, cwd: Path | None = None) -> "subprocess.Popen[str]":
         return subprocess.Popen(
@@ -456,7 +457,7 @@ def test_submitted_from_another_folder(tmp_path: Path, script: str) -> None:
     """Slurm starts a script in the current folder of sbatch, or in --chdir."""
     (project := tmp_path / "project").mkdir()
     (elsewhere := tmp_path / "elsewhere").mkdir()
-    job = fake_job(project, {"srun": "pwd >folder"}, SLURM_SUBMIT_DIR=str(elsewhere))
+    job = fake_job(project, {"srun": "pwd >folder"})
     assert job.run(script)[0] == 0  # --chdir=project
     assert Path((project / "folder").read_text().strip()) == project
     status, output = job.run(script, cwd=elsewhere)
@@ -641,12 +642,10 @@ class Run:
         assert fields["JobState"] == state, f"{fields['JobState']} {fields['ExitCode']}, not {state}:\n{self.log()}"
         return fields
 
-    def epochs(self) -> list[dict[str, float]]:
+    def epochs(self) -> list[dict[str, Any]]:
         """Return the records of the epochs without the measured times."""
-        rows = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
-        return [
-            {key: value for key, value in row.items() if "sec" not in key} for row in rows if row["kind"] == "epoch"
-        ]
+        records = read_records(self.folder / "metrics.jsonl", "epoch")
+        return [{key: value for key, value in record.items() if "sec" not in key} for record in records]
 
 
 @pytest.fixture(scope="module")
