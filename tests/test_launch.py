@@ -67,10 +67,7 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
         (MPICH, Launch(1, 2, 1, 2, "127.0.0.1", 5000, "")),
         (SRUN | TORCHRUN, Launch(3, 4, 1, 2, "node1", 1234, "abc", hosts_store=False)),
         # mpirun over two nodes of a Slurm job, which starts the remote ranks with srun
-        (
-            SRUN | OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
-            Launch(1, 2, 1, 1, "gpu03", 22358, "95158273"),
-        ),
+        (SRUN | OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, Launch(1, 2, 1, 1, "gpu03", 22358, "95158273")),
         (SRUN | {"MASTER_ADDR": "fast-gpu03", "MASTER_PORT": "99"}, Launch(5, 6, 1, 2, "fast-gpu03", 99, "1001.2")),
         # a batch script and an interactive shell have SLURM_NTASKS and SLURM_PROCID, but are no step of so many tasks
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, Launch()),

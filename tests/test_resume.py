@@ -228,11 +228,7 @@ def test_a_clock_that_is_set_back_changes_nothing(alone, tmp_path, whole, monkey
     """Neither the order of checkpoints nor intervals depend on the wall clock or on times of files."""
     config, expected = whole(ONECYCLE)
     trainer = Trainer(
-        config.model_copy(update={"checkpoint_every_steps": 1, "keep_checkpoints": 99}),
-        alone,
-        tmp_path,
-        "tiny",
-        "auto",
+        config.model_copy(update={"checkpoint_every_steps": 1, "keep_checkpoints": 99}), alone, tmp_path, "tiny", "auto"
     )
     stop(trainer, POLLS + 2)
     now = iter(range(2_000_000_000, 0, -3600))

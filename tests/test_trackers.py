@@ -136,10 +136,7 @@ class Broken:
         self.reach("close")
 
 
-@pytest.mark.parametrize(
-    ("place", "hang"),
-    [("import", False), ("open", True), ("record", False), ("close", False)],
-)
+@pytest.mark.parametrize(("place", "hang"), [("import", False), ("open", True), ("record", False), ("close", False)])
 def test_an_error_is_a_line_in_the_log_and_the_run_continues(tiny, alone, tmp_path, monkeypatch, place, hang):
     monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda start: Broken(start, place, hang))
     monkeypatch.setattr(trackers, "CLOSING_SECONDS", 0.2)
