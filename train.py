@@ -222,7 +222,7 @@ class Trainer:
             if self.loaders.test is not None and self._is_finished_with(self.progress.epoch + 1, valid["acc1"]):
                 test = self._evaluate("test", self.loaders.test)
             self.learner.observe_validation(valid["loss"])
-            is_best = self.progress.see_accuracy(valid["acc1"])
+            is_best = self.progress.record_accuracy(valid["acc1"])
         self.progress.finish_epoch()
         self.learner.sums.reset()
         values = {

@@ -30,7 +30,7 @@ def contents(folder):
 
 @pytest.mark.parametrize("epochs", [1, 2], ids=["stopped", "finished"])
 def test_a_run_with_other_settings_is_not_resumed(tiny, alone, tmp_path, capsys, epochs):
-    """Its folder stays unchanged. The message suggests to resume it only if an epoch is left."""
+    """The folder stays unchanged. The message suggests to resume the run only if an epoch is left."""
     folder = tmp_path / "run"
     run(tiny(max_epochs=2), alone, folder)
     for path in sorted((folder / "checkpoints").glob("step-*.pt"))[epochs:]:

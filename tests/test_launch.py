@@ -33,7 +33,7 @@ from utils.distributed.launch import (
     was_restarted,
 )
 from utils.distributed.ranks import run_ranks
-from utils.distributed.rendezvous import Meeting
+from utils.distributed.rendezvous import Rendezvous
 from utils.distributed.world import World, choose_device
 from utils.errors import ConfigError, DataError, Stopped
 from utils.files import FolderHeldError, lock_folder, sign_lock
@@ -552,16 +552,16 @@ def test_two_jobs_at_the_same_port_do_not_meet(tmp_path: Path) -> None:
 
 def test_a_second_process_of_one_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one has arrived, and the meeting is complete without the second one."""
-    monkeypatch.setattr(utils.distributed.rendezvous, "ROLL_CALL_SECONDS", 0.1)
-    meeting = Meeting.__new__(Meeting)
-    meeting.launch, meeting.start_timeout = Launch(rank=1, world_size=2), 0.0
-    meeting._deadline, meeting._where, meeting._lobby = time.monotonic(), "host:1", dist.HashStore()
-    meeting._set_name("nobody")
-    meeting._lobby.set("meeting", "now")
+    monkeypatch.setattr(utils.distributed.rendezvous, "ANSWER_SECONDS", 0.1)
+    rendezvous = Rendezvous.__new__(Rendezvous)
+    rendezvous.launch, rendezvous.start_timeout = Launch(rank=1, world_size=2), 0.0
+    rendezvous._deadline, rendezvous._where, rendezvous._lobby = time.monotonic(), "host:1", dist.HashStore()
+    rendezvous._set_name("nobody")
+    rendezvous._lobby.set("meeting", "now")
     for key in ("arrived/1", "complete"):
-        dist.PrefixStore("now", meeting._lobby).set(key, "the first")
+        dist.PrefixStore("now", rendezvous._lobby).set(key, "the first")
     with pytest.raises(ConfigError, match="another process is already rank 1 at host:1"):
-        meeting.assemble()
+        rendezvous.wait_for_ranks()
 
 
 # ---- real launchers

@@ -349,7 +349,7 @@ def test_of_equal_accuracies_the_first_is_the_best():
     progress = Progress(Clock())
     seen = []
     for accuracy in (0.5, 0.5, 0.4, 0.6):
-        seen.append(progress.see_accuracy(accuracy))
+        seen.append(progress.record_accuracy(accuracy))
         progress.finish_epoch()
     assert seen == [True, False, False, True] and progress.best == {"acc1": 0.6, "epoch": 4}
 

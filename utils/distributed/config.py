@@ -9,14 +9,14 @@ class DistributedConfig(SharedConfig):
     """several processes"""
 
     parallel: Literal["ddp", "dataparallel", "no_communication"] = "ddp"
-    """DDP: one process per device; to compare with: dataparallel, no_communication. dataparallel is one process for all
+    """DDP: one process per device; for comparison: dataparallel, no_communication. dataparallel is one process for all
     GPUs (torch.nn.DataParallel); no_communication never averages gradients, so its accuracy means nothing."""
     bucket_cap_mb: PositiveFloat = 25
-    """DDP: MiB of gradients in one all-reduce. Buckets are reduced while backward still computes the others."""
+    """DDP: MiB of gradients per all-reduce. Buckets are reduced while backward still computes the others."""
     enable_sync_bn: bool = False
     """DDP: BatchNorm over the whole global batch; CUDA only. Without it each rank sees its own micro-batch."""
     start_timeout_seconds: Annotated[PositiveFloat, KeyFlag.FREE_ON_RESUME] = 600
     """Seconds to wait at the start for all ranks; then the run ends and names the missing ones."""
     collective_timeout_seconds: Annotated[PositiveFloat, KeyFlag.FREE_ON_RESUME] = 600
     """Seconds that a rank waits in a collective for the others. Rank 0's download of a dataset is such a wait. A rank
-    that gives no sign of life for so long, for it was killed or stopped or is cut off, ends the others."""
+    without a heartbeat for that long, because it is killed, stopped or isolated, ends the others."""

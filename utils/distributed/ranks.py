@@ -28,19 +28,19 @@ from utils.distributed.health.hangs import Record, enable_recorder, explain_hang
 from utils.distributed.health.heartbeat import Heartbeat
 from utils.distributed.launch import Launch, find_launch, name_ranks
 from utils.distributed.rendezvous import (
+    ANSWER_SECONDS,
     GRACE_SECONDS,
-    ROLL_CALL_SECONDS,
     Failure,
-    Meeting,
-    answer,
-    claim,
+    Rendezvous,
+    answer_alarm,
+    claim_failure,
     gather_answers,
 )
 from utils.distributed.world import World, choose_device
 from utils.errors import LOST_RANK, ConfigError, ExpectedError, Stopped, explain
 from utils.files import write_atomically
 
-LEAVE_SECONDS = 2 * (GRACE_SECONDS + ROLL_CALL_SECONDS)  # from a failure's message to the end of the process, at most
+LEAVE_SECONDS = 2 * (GRACE_SECONDS + ANSWER_SECONDS)  # from a failure's message to the end of the process, at most
 
 
 def run_ranks(
@@ -87,17 +87,17 @@ def _run_among_others(
     """Return how the run ended; after a failure, end the process."""
     _set_threads(launch.local_world_size)
     enable_recorder()
-    meeting, outcome = None, Failure(0, "")
+    rendezvous, outcome = None, Failure(0, "")
     try:
-        meeting = Meeting(launch, start_timeout)
-        meeting.assemble()
-        meeting.watch(partial(_end, meeting=meeting, launch=launch))
-        leave = partial(_end_for_silence, meeting=meeting, launch=launch, folder=folder)
-        heartbeat = Heartbeat(meeting.store, launch, timeout.total_seconds(), leave)
-        hangs = watch_collectives(meeting.store, timeout.total_seconds(), leave)
+        rendezvous = Rendezvous(launch, start_timeout)
+        rendezvous.wait_for_ranks()
+        rendezvous.watch(partial(_end, rendezvous=rendezvous, launch=launch))
+        leave = partial(_end_after_loss, rendezvous=rendezvous, launch=launch, folder=folder)
+        heartbeat = Heartbeat(rendezvous.store, launch, timeout.total_seconds(), leave)
+        hangs = watch_collectives(rendezvous.store, timeout.total_seconds(), leave)
         world = _join_world(device, launch)
         backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-        store = dist.PrefixStore("group", meeting.store)
+        store = dist.PrefixStore("group", rendezvous.store)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
         _refuse_mixed_devices(world, store)
         _refuse_shared_gpus(world)
@@ -108,12 +108,12 @@ def _run_among_others(
         world.barrier()  # rank 0 may still be writing
         heartbeat.stop()
         hangs.set()
-        meeting.stop_watching()
+        rendezvous.stop_watching()
         gc.collect()  # DistributedDataParallel has threads that must not outlive the group
         dist.destroy_process_group()
-        meeting.leave_last()
+        rendezvous.leave_last()
     except BaseException as error:
-        _end(_settle(error, meeting, launch, folder), meeting, launch)
+        _end(_agree_on_failure(error, rendezvous, launch, folder), rendezvous, launch)
     return outcome
 
 
@@ -177,7 +177,9 @@ def _describe(error: BaseException, launch: Launch) -> Failure:
     return Failure(1, f"{trace}\nerror: {who}{type(error).__name__}: {error}" if who else trace)
 
 
-def _settle(error: BaseException, meeting: Meeting | None, launch: Launch, folder: Path | None) -> Failure:
+def _agree_on_failure(
+    error: BaseException, rendezvous: Rendezvous | None, launch: Launch, folder: Path | None
+) -> Failure:
     """Agree with the other ranks which failure was first, and return what this rank prints and leaves with."""
     if threading.current_thread() is threading.main_thread():
         # torchrun and Slurm terminate the others as soon as one has failed: let this one finish its report
@@ -185,23 +187,25 @@ def _settle(error: BaseException, meeting: Meeting | None, launch: Launch, folde
         # PyTorch's handler would raise here when a loader worker dies
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     failure = _describe(error, launch)
-    if meeting is None:
+    if rendezvous is None:
         # the ranks cannot agree; one of each node prints, as the reason is often the same for all
         return failure if launch.local_rank == 0 else Failure(failure.status, "")
-    meeting.ending.acquire(timeout=LEAVE_SECONDS)
-    meeting.stop_watching()
+    rendezvous.ending.acquire(timeout=LEAVE_SECONDS)
+    rendezvous.stop_watching()
     lost_rank = LOST_RANK.search(str(error)) is not None
     try:
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and lost_rank):
-            first, records = meeting.call_the_roll()
+            first, records = rendezvous.collect_answers()
             if first is not None:
                 return first
             absent = [rank for rank in range(launch.world_size) if rank not in records]
-            failure = claim(meeting.store, Failure(1, f"error: rank {launch.rank}: {_explain_loss(error, absent)}"))
+            failure = claim_failure(
+                rendezvous.store, Failure(1, f"error: rank {launch.rank}: {_explain_loss(error, absent)}")
+            )
             return _add_collectives(failure, records, True, launch, folder)
-        return claim(meeting.store, failure)
+        return claim_failure(rendezvous.store, failure)
     except dist.DistError:
-        return Failure(1, meeting.lost_store()) if lost_rank else failure
+        return Failure(1, rendezvous.lost_store()) if lost_rank else failure
 
 
 def _explain_loss(error: BaseException, absent: list[int]) -> str:
@@ -213,25 +217,30 @@ def _explain_loss(error: BaseException, absent: list[int]) -> str:
     return f"lost contact: {reason}" if LOST_RANK.search(reason) else reason
 
 
-def _end_for_silence(
-    message: str, lost: Sequence[int], store: dist.Store | None, meeting: Meeting, launch: Launch, folder: Path | None
+def _end_after_loss(
+    message: str,
+    lost: Sequence[int],
+    store: dist.Store | None,
+    rendezvous: Rendezvous,
+    launch: Launch,
+    folder: Path | None,
 ) -> NoReturn:
     """End the process from a watching thread, with its own connection to the store: the main thread may hang."""
     failure = Failure(1, f"error: rank {launch.rank}: {message}")
     if store is None:
         _end(failure if launch.reports_for_its_node else Failure(1, ""), None, launch)
-    meeting.ending.acquire(timeout=LEAVE_SECONDS)
-    meeting.stop_watching()
-    _leave_in_time(failure.status)
+    rendezvous.ending.acquire(timeout=LEAVE_SECONDS)
+    rendezvous.stop_watching()
+    _limit_exit_time(failure.status)
     with suppress(Exception):  # whatever fails here, this thread has to end the process
-        answer(store, launch.rank)
-        failure = claim(store, failure)
+        answer_alarm(store, launch.rank)
+        failure = claim_failure(store, failure)
         store.set("alarm", "")
         if failure.message:
             here = [rank for rank in range(launch.world_size) if rank not in lost]
-            records = gather_answers(store, here, ROLL_CALL_SECONDS)
+            records = gather_answers(store, here, ANSWER_SECONDS)
             failure = _add_collectives(failure, records, False, launch, folder)
-    _end(failure, meeting, launch)
+    _end(failure, rendezvous, launch)
 
 
 def _add_collectives(
@@ -254,29 +263,29 @@ def _add_collectives(
     # in a thread, as a full or hanging disk must not hold back the message
     writer = threading.Thread(target=write, name="write collectives", daemon=True)
     writer.start()
-    writer.join(ROLL_CALL_SECONDS)
+    writer.join(ANSWER_SECONDS)
     return Failure(failure.status, message + "".join(written))
 
 
-def _end(failure: Failure, meeting: Meeting | None, launch: Launch) -> NoReturn:
+def _end(failure: Failure, rendezvous: Rendezvous | None, launch: Launch) -> NoReturn:
     """Print the failure, report it to the other ranks and the launcher, and end this process at once."""
-    _leave_in_time(failure.status)
+    _limit_exit_time(failure.status)
     if failure.message:
         print(failure.message, file=sys.stderr, flush=True)
         _report_to_torchrun(failure.message[max(0, failure.message.rfind("error: rank")) :])
     sys.stdout.flush()
     with suppress(dist.DistError):  # the store's process may be gone already
-        if meeting is not None:
-            meeting.stop_watching()
-            meeting.raise_alarm()
-            meeting.leave_last()
+        if rendezvous is not None:
+            rendezvous.stop_watching()
+            rendezvous.raise_alarm()
+            rendezvous.leave_last()
     _report_status(launch, failure.status)
     for child in multiprocessing.active_children():  # loader workers, which os._exit would leave behind
         child.terminate()
     os._exit(failure.status)
 
 
-def _leave_in_time(status: int) -> None:
+def _limit_exit_time(status: int) -> None:
     """End this process within LEAVE_SECONDS, even if the store hangs."""
     leave = threading.Timer(LEAVE_SECONDS, os._exit, [status])
     leave.daemon = True

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -18,7 +18,7 @@ from utils.distributed.launch import Launch, name_ranks
 from utils.errors import ConfigError, ExpectedError
 
 POLL_SECONDS = 0.2  # between two checks whether another rank has failed
-ROLL_CALL_SECONDS = 3.0  # time to answer after contact with some rank is lost
+ANSWER_SECONDS = 3.0  # time to answer after contact with some rank is lost
 GRACE_SECONDS = 5.0  # time to leave after another rank's failure; then the process is ended in mid-collective
 STORE_SECONDS = 30.0  # time for one answer of the store
 LOOPBACK = "127.0.0.1"
@@ -32,7 +32,7 @@ class Failure:
     message: str
 
 
-class Meeting:
+class Rendezvous:
     """Opens rank 0's store, through which the ranks of one start meet; errors name its address.
 
     Under torchrun the store outlives a start, so it still has keys of the previous one. Rank 0 therefore gives each
@@ -128,19 +128,19 @@ class Meeting:
             "check that rank 0 has started, and that MASTER_ADDR and MASTER_PORT are right and pass the firewall"
         )
 
-    def assemble(self) -> None:
+    def wait_for_ranks(self) -> None:
         """Wait until every rank has arrived; raise `ExpectedError` naming the missing ones."""
         if self.launch.rank == 0:
-            self._receive()
+            self._wait_for_others()
         else:
-            self._arrive()
+            self._announce()
 
-    def _receive(self) -> None:
+    def _wait_for_others(self) -> None:
         self._set_name(uuid.uuid4().hex)
         self._lobby.set("meeting", self._name)
         absent = others = list(range(1, self.launch.world_size))
         while absent and time.monotonic() < self._deadline:
-            absent = self._without(absent, "arrived")
+            absent = [rank for rank in absent if not self.store.check([f"arrived/{rank}"])]
             time.sleep(0.02)
         if absent:
             self._num_here -= len(absent)
@@ -153,12 +153,12 @@ class Meeting:
             raise ExpectedError(message)
         self.store.set("complete", " ".join(self.store.get(f"arrived/{rank}").decode() for rank in others))
 
-    def _arrive(self) -> None:
+    def _announce(self) -> None:
         """Announce this rank, other than rank 0, and wait until all have arrived."""
         token, key = uuid.uuid4().hex, f"arrived/{self.launch.rank}"
         seen, pause = "", 0.02
         # wait longer than rank 0, whose message names the missing ranks
-        while time.monotonic() < self._deadline + ROLL_CALL_SECONDS:
+        while time.monotonic() < self._deadline + ANSWER_SECONDS:
             if self._lobby.check(["meeting"]):
                 name = self._lobby.get("meeting").decode()
                 if name != self._name:
@@ -176,10 +176,6 @@ class Meeting:
             f"rank 0 did not arrive at {self._where} within {self.start_timeout:g} s; see its own message: if "
             "another job holds that port, set MASTER_PORT to a free one in every process"
         )
-
-    def _without(self, ranks: Iterable[int], sign: str) -> list[int]:
-        """Return the ranks that have not set this key in the store."""
-        return [rank for rank in ranks if not self.store.check([f"{sign}/{rank}"])]
 
     # ---- failure
 
@@ -199,8 +195,8 @@ class Meeting:
             while not store.check(["alarm"]):
                 if self._stop.wait(POLL_SECONDS):
                     return
-            answer(store, self.launch.rank)
-            failure = wait_for_failure(store, 2 * ROLL_CALL_SECONDS)
+            answer_alarm(store, self.launch.rank)
+            failure = wait_for_failure(store, 2 * ANSWER_SECONDS)
         except dist.DistError:
             pass  # the process that served the store is gone: the main thread reports it, if it can
         if not self._stop.wait(GRACE_SECONDS):
@@ -216,11 +212,11 @@ class Meeting:
         """Ask every other rank to answer and to leave."""
         self.store.set("alarm", "")
 
-    def call_the_roll(self) -> tuple[Failure | None, dict[int, Record]]:
+    def collect_answers(self) -> tuple[Failure | None, dict[int, Record]]:
         """Return (first failure, {}) if a rank has reported one, otherwise (None, records of the ranks that answer)."""
-        answer(self.store, self.launch.rank)
+        answer_alarm(self.store, self.launch.rank)
         self.raise_alarm()
-        until = time.monotonic() + ROLL_CALL_SECONDS
+        until = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < until:
             failure = wait_for_failure(self.store, POLL_SECONDS)
             if failure is not None:
@@ -232,7 +228,7 @@ class Meeting:
     def leave_last(self) -> None:
         """Note that this rank leaves. If it serves the store, first wait until the others have left or time is up."""
         left = self.store.add("left", 1)
-        until = time.monotonic() + GRACE_SECONDS + ROLL_CALL_SECONDS
+        until = time.monotonic() + GRACE_SECONDS + ANSWER_SECONDS
         while self._is_host and left < self._num_here and time.monotonic() < until:
             time.sleep(0.02)
             left = self.store.add("left", 0)
@@ -244,7 +240,7 @@ def _listen_on_loopback(port: int) -> int:
         return server.detach()
 
 
-def answer(store: dist.Store, rank: int) -> None:
+def answer_alarm(store: dist.Store, rank: int) -> None:
     """Answer an alarm: this rank is alive, and these were its last collectives."""
     try:
         record = take_record()
@@ -263,7 +259,7 @@ def gather_answers(store: dist.Store, ranks: Sequence[int], seconds: float) -> d
         time.sleep(0.05)
 
 
-def claim(store: dist.Store, failure: Failure) -> Failure:
+def claim_failure(store: dist.Store, failure: Failure) -> Failure:
     """Make this the run's failure; if another one was first, return that without its message."""
     mine = json.dumps(asdict(failure) | {"by": uuid.uuid4().hex})  # unique, as two ranks may fail alike
     first = store.compare_set("failure", "", mine).decode()

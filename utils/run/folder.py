@@ -92,7 +92,7 @@ def open_run(
                 notes.append(f"The earlier run in {folder} is now in {earlier_run}")
                 lock.close()
                 lock = lock_folder(target)
-                if source is None and (resume == "auto" or again) and _describes(earlier_run / "config.yaml", config):
+                if source is None and (resume == "auto" or again) and _has_config(earlier_run / "config.yaml", config):
                     # the same run, lost before its first checkpoint: its ledger includes the lost time
                     _cut_records(earlier_run / "metrics.jsonl", folder / "metrics.jsonl", 0, 0)
             checkpoints.mkdir(exist_ok=True)
@@ -217,19 +217,19 @@ def _adopt(folder: Path, source: _Source) -> None:
     """
     checkpoints, step = folder / "checkpoints", source.state["step"]
     last, best = checkpoint.step_path(checkpoints, step), checkpoints / "best.pt"
-    _put(last, source.content)
+    _write_if_different(last, source.content)
     for newer in checkpoint.list_checkpoints(checkpoints):
         if newer > last:  # damaged, abandoned, or wrongly named
             _set_aside(newer)
     if source.best is not None:
-        _put(best, source.best)
+        _write_if_different(best, source.best)
     elif best.exists():  # of a later step, or damaged
         _set_aside(best)
     metrics = folder / "metrics.jsonl"
     _cut_records(metrics, metrics, step, source.state["epoch"])
 
 
-def _put(path: Path, content: bytes) -> None:
+def _write_if_different(path: Path, content: bytes) -> None:
     """Write a checkpoint unless it exists; set aside another one of the same name."""
     if path.is_file() and path.read_bytes() == content:
         return
@@ -252,7 +252,7 @@ def _move_aside(folder: Path) -> Path:
         raise CheckpointError(f"{folder}: cannot be moved aside: {error.strerror}; choose another --run-dir") from None
 
 
-def _describes(path: Path, config: BaseConfig) -> bool:
+def _has_config(path: Path, config: BaseConfig) -> bool:
     """Return whether a config.yaml holds this configuration, under any name."""
     return path.is_file() and path.read_bytes().endswith(f"\n{_description(config)}".encode())
 

@@ -100,8 +100,8 @@ class TimeLeft:
         """Return the seconds left after `epoch` finished epochs and `batch` batches of the next; None if the pace is
         not known yet.
 
-        Before the first whole epoch, the pace is that of the batches since the first log point. It excludes
-        compilation, the start of workers, and validation.
+        Until an epoch has ended, the pace is measured from the first log point: without compilation, the start of
+        workers, and validation.
         """
         epoch_seconds = self._epoch_seconds
         if epoch_seconds is None:

@@ -33,7 +33,7 @@ class Progress:
         """Training time over all starts of the run."""
         return self.earlier_seconds + self.clock.seconds(*WORK)
 
-    def see_accuracy(self, accuracy: float) -> bool:
+    def record_accuracy(self, accuracy: float) -> bool:
         """Record the validation accuracy of the epoch that ends; return whether it is the best so far."""
         is_best = accuracy > self.best["acc1"]
         if is_best:
