@@ -1,6 +1,5 @@
 """A run's TensorBoard folder, read back from its event files."""
 
-import json
 import time
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.test_train import records
 from train import Trainer
 from utils.config import Config
 from utils.run.logging.tensorboard import ALWAYS_SHOWN, CHANGES, RESULTS, Board, compared, draw_matrix
@@ -34,11 +34,6 @@ def run(tiny, alone, tmp_path):
         return folder
 
     return train
-
-
-def records(folder: Path, kind: str) -> list[dict]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
 def test_scalars_equal_metrics_jsonl_by_epoch_step_and_second(run):

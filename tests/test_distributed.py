@@ -18,7 +18,6 @@ import torch
 from conftest import CIFAR100, TINY
 from processes import complaints, run_job
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import train
 import utils.distributed.ranks
@@ -472,12 +471,6 @@ def test_settings_for_measurements_only_log_a_warning() -> None:
     assert describe_parallel(configuration()) == []
     assert "gradients are NOT averaged" in describe_parallel(configuration(parallel="no_communication"))[0]
     assert "one process drives all GPUs" in describe_parallel(configuration(parallel="dataparallel"))[0]
-
-
-def test_one_process_needs_no_ddp(alone: World) -> None:
-    model = nn.Linear(1, 1)
-    assert distribute(configuration(), model, alone) is model
-    assert not isinstance(model, DistributedDataParallel)
 
 
 def test_cores_near_a_gpu(tmp_path: Path, alone: World) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import train
+from tests.test_checkpoint import contents
 from tests.test_resume import stop
 from tests.test_train import records, run
 from utils.config import load_config
@@ -22,10 +23,6 @@ def refusal(config, world, folder):
     with pytest.raises(ConfigError) as refused:
         run(config, world, folder)
     return str(refused.value)
-
-
-def contents(folder):
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @pytest.mark.parametrize("epochs", [1, 2], ids=["stopped", "finished"])

@@ -527,18 +527,6 @@ def test_restarts_in_torchruns_store_do_not_join_an_old_meeting(tmp_path: Path) 
         assert [(process.status, process.output, process.errors) for process in ended] == [(0, "3.0 True\n", "")] * 2
 
 
-def test_two_jobs_on_one_node_do_not_meet(tmp_path: Path) -> None:
-    def places(job: int, ranks: int) -> list[dict[str, str]]:
-        common = SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0"}
-        common |= {"SLURM_STEP_TASKS_PER_NODE": str(ranks), "SLURM_STEP_NUM_TASKS": str(ranks)}
-        return [common | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(ranks)]
-
-    number = 100 + os.getpid() % 1000
-    jobs = [Job(tmp_path / str(job), add_up, (3,), places(job, 3)) for job in (number, number + 1)]
-    for job in jobs:
-        assert [(process.status, process.output) for process in job.wait()] == [(0, "6.0 True\n")] * 3
-
-
 def test_two_jobs_at_the_same_port_do_not_meet(tmp_path: Path) -> None:
     """Rank 1 of the second job does not join the first job, but fails."""
     port = free_port()

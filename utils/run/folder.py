@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from utils.base_config import BaseConfig, KeyFlag, render
+from utils.base_config import BaseConfig, render
 from utils.distributed.launch import job_name, was_restarted
 from utils.errors import CheckpointError, ExpectedError
 from utils.files import FolderHeldError, lock_folder, remove_leftovers, sign_lock, write_atomically
@@ -75,14 +75,12 @@ def open_run(
         notes = [*waited, pretrained.note] if pretrained else waited
         if source is not None:
             notes += source.notes
-            saved, current = source.state["config"], config.model_dump(mode="json")
             if resume == "auto" and not again:
-                epochs_left = source.state["epoch"] < current["max_epochs"]
-                fit.check_same_run(folder, saved, config, epochs_left=epochs_left)
-            changed = fit.check_config_fits(source.path, saved, current, config.keys_with(KeyFlag.FIXED_ON_RESUME))
+                epochs_left = source.state["epoch"] < config.model_dump()["max_epochs"]
+                fit.check_same_run(folder, source.state["config"], config, epochs_left=epochs_left)
+            notes += fit.check_config_fits(source.path, source.state["config"], config)
             fit.check_weights_fit(source.path, source.state["model"], weights)
             fit.check_data_fits(source.path, source.state["data"], data)
-            notes += [f"Resuming with another {key}: {saved.get(key)} -> {getattr(config, key)}" for key in changed]
         if source is not None and source.path.parent.resolve() == checkpoints.resolve():
             remove_leftovers(checkpoints)
         else:

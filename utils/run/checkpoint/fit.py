@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -51,16 +51,16 @@ def _as_name(key: str, value: Any) -> str:
     return f"{key}{text}" if number else f"{key}-{text}"
 
 
-def check_config_fits(path: Path, saved: dict[str, Any], current: dict[str, Any], fixed: Collection[str]) -> list[str]:
-    """Return the settings that changed and may change; raise `CheckpointError` if one of `fixed` changed."""
-    different = _differences(saved, current)
+def check_config_fits(path: Path, saved: Mapping[str, Any], config: BaseConfig) -> list[str]:
+    """Return a note for each changed setting; raise `CheckpointError` if one changed that is fixed on resume."""
+    different, fixed = _differences(saved, config.model_dump(mode="json")), config.keys_with(KeyFlag.FIXED_ON_RESUME)
     refused = [f"{key} {old!r} -> {new!r}" for key, (old, new) in different.items() if key in fixed]
     if refused:
         raise CheckpointError(
             f"{path}: does not fit this configuration: {', '.join(refused)}\n"
             "resume with the saved values, or start a new run with --resume never or another --run-dir"
         )
-    return list(different)
+    return [f"Resuming with another {key}: {old} -> {new}" for key, (old, new) in different.items()]
 
 
 def check_data_fits(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
@@ -91,8 +91,12 @@ def check_weights_fit(path: Path, saved: dict[str, Tensor], current: dict[str, T
         elif saved[name].shape != weight.shape:
             different.append(f"{name} {tuple(saved[name].shape)} -> {tuple(weight.shape)}")
     if different:
-        shown = ", ".join(different[:3]) + (f" and {len(different) - 3} more" if len(different) > 3 else "")
         raise CheckpointError(
-            f"{path}: its weights do not fit this network: {shown}\n"
+            f"{path}: its weights do not fit this network: {shorten_list(different)}\n"
             "the network's code has changed since; use the earlier code, or start a new run with --resume never"
         )
+
+
+def shorten_list(names: Sequence[str]) -> str:
+    """Join the first three names, and count the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

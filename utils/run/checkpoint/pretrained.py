@@ -17,6 +17,7 @@ from torch import Tensor
 from utils.errors import CheckpointError
 from utils.files import open_regular
 from utils.run.checkpoint import io as checkpoint
+from utils.run.checkpoint.fit import shorten_list
 
 COUNTERS = "num_batches_tracked"  # BatchNorm's; missing from files of PyTorch before 0.4.1, such as torchvision's
 
@@ -56,7 +57,7 @@ def read_pretrained(name: str | None, network: Mapping[str, Tensor], num_classes
         ],
     }
     if any(problems.values()):
-        described = "; ".join(f"{kind}: {_list(names)}" for kind, names in problems.items() if names)
+        described = "; ".join(f"{kind}: {shorten_list(names)}" for kind, names in problems.items() if names)
         raise CheckpointError(
             f"pretrained {path}: does not fit this network: {described}\n"
             "choose the network that it was saved from (model, stem, width), or rename its tensors; only a head for "
@@ -66,7 +67,7 @@ def read_pretrained(name: str | None, network: Mapping[str, Tensor], num_classes
     bad = [name for name, weight in weights.items() if not weight.float().isfinite().all()]
     if bad:
         raise CheckpointError(
-            f"pretrained {path}: holds numbers that are not finite: {_list(bad)}\n"
+            f"pretrained {path}: holds numbers that are not finite: {shorten_list(bad)}\n"
             "it is damaged, or its training diverged; name another file of weights"
         )
     replaced = f"; {', '.join(head)} newly initialised, for {num_classes} classes instead of {classes}" if head else ""
@@ -104,7 +105,3 @@ def _find_head(
         saved[name].ndim and network[name].shape == (num_classes, *saved[name].shape[1:]) for name in differing
     )
     return (differing, next(iter(rows))[0]) if len(rows) == 1 and other_rows_only else ([], None)
-
-
-def _list(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
