@@ -479,6 +479,18 @@ def test_a_kill_between_the_two_writes_loses_no_best_weights(tiny, alone, tmp_pa
     assert trainer.progress.best["epoch"] == 1 == read_checkpoint(tmp_path / "checkpoints/best.pt")["epoch"]
 
 
+def test_validation_does_not_save_again_what_was_saved_before_it(tiny, alone, tmp_path, monkeypatch):
+    saved = []
+
+    def save(folder, content, step, keep):
+        saved.append(step)
+        save_last(folder, content, step, keep)
+
+    monkeypatch.setattr(checkpoint, "save_last", save)
+    Trainer(tiny(max_epochs=1, checkpoint_every_steps=2), alone, tmp_path, "tiny", "auto").train()
+    assert saved == [2, 4, 4]  # the last one has the result of the validation
+
+
 def test_an_error_of_the_writing_thread_surfaces(tmp_path, state, monkeypatch):
     writer = Writer(tmp_path, keep=2, background=True)
     writer.save(state, is_best=False)
