@@ -12,8 +12,8 @@ from PIL import Image
 
 
 def main(source: Path, target: Path, side: int) -> None:
-    """Of the test images 1,000: only the time of reading counts."""
-    draw = np.random.default_rng(0)
+    """Write the training images and 1,000 test images; only the time to read them is measured."""
+    generator = np.random.default_rng(0)
     for split, file, number in (("train", "train.bin", 50_000 if side == 32 else 10_000), ("val", "test.bin", 1_000)):
         records = np.fromfile(source / file, np.uint8).reshape(-1, 3074)[:number]
         for index, record in enumerate(records):
@@ -24,7 +24,7 @@ def main(source: Path, target: Path, side: int) -> None:
                 image.save(folder / f"{index:05d}.png")
             else:
                 pixels = np.asarray(image.resize((side, side), Image.Resampling.BICUBIC)).astype(np.int16)
-                noisy = np.clip(pixels + draw.integers(-20, 21, pixels.shape, np.int16), 0, 255).astype(np.uint8)
+                noisy = np.clip(pixels + generator.integers(-20, 21, pixels.shape, np.int16), 0, 255).astype(np.uint8)
                 Image.fromarray(noisy).save(folder / f"{index:05d}.jpg", quality=90)
 
 

@@ -21,7 +21,7 @@ NUMBER, THREADS, TRIALS = 5000, 2, 5
 
 
 def main(folders: Path, shards: Path, report: Path) -> None:
-    """Interleaved; each trial reads other images, first from the disk and then from memory."""
+    """Measure interleaved trials; each reads other images, first from the disk and then from memory."""
     places = {
         str(path): opened("imagenet", path, 32, 1.0).train
         for path, opened in ((folders, open_folders), (shards, open_shards))
