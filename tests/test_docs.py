@@ -20,13 +20,13 @@ NAMED_PAGES = ("README.md", "CONTRIBUTING.md", "results/README.md", "results/ref
 PAGES = sorted([*(ROOT / name for name in NAMED_PAGES), *(ROOT / "docs").glob("*.md")])
 EVIDENCE = sorted({*(ROOT / "results").glob("**/*.md")} - {*PAGES})  # with commands of their time
 SCRIPTS = sorted(ROOT.glob("*.slr"))
-STANDS_FOR = re.compile(r"`([A-Z][A-Z0-9]+)`\s+(?:stands )?for\s+`(--[^`]+)`")  # a page's own abbreviations
+ABBREVIATION = re.compile(r"`([A-Z][A-Z0-9]+)`\s+(?:stands )?for\s+`(--[^`]+)`")  # a page's own abbreviations
 SHELL_VARIABLE = re.compile(r'^([A-Z]+)="(--[^"]+|\$[^"]+)"$', re.MULTILINE)
 OWN_FILE = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
 OPTION = re.compile(r"--[a-z][\w-]*")
 
 
-LAUNCHED = re.compile(r"(?:python3?|torchrun|srun|mpirun|mpiexec|nsys)\b.*?((?:train\.py|-m tools\.[a-z_]+).*)")
+COMMAND = re.compile(r"(?:python3?|torchrun|srun|mpirun|mpiexec|nsys)\b.*?((?:train\.py|-m tools\.[a-z_]+).*)")
 
 
 def commands() -> list[tuple[str, str]]:
@@ -34,13 +34,13 @@ def commands() -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
         text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
-        short = dict(STANDS_FOR.findall(text))
+        short = dict(ABBREVIATION.findall(text))
         for name, value in SHELL_VARIABLE.findall(text):  # a variable may use earlier ones
             short[f"${name}"] = " ".join(short.get(word, word) for word in value.split())
         for number, line in enumerate(text.splitlines(), start=1):
             for code in re.findall(r"`([^`]+)`", line) or [line]:
                 for part in code.split("&&"):
-                    match = LAUNCHED.search(part)
+                    match = COMMAND.search(part)
                     if match and "..." not in match.group(1):
                         command = " ".join(short.get(word, word) for word in match.group(1).split())
                         found.append((f"{page.relative_to(ROOT)}:{number}", command))
