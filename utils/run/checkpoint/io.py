@@ -100,8 +100,7 @@ class Writer(AbstractContextManager["Writer"]):
 
     In the background one state is written while at most one more waits, both copied to host memory; a newer state
     replaces the waiting one. So training waits for the disk only in `wait`, at its end. The next call raises the error
-    of a failed write. `before` is called before each write, in the same thread, to flush files that a checkpoint must
-    not be newer than.
+    of a failed write. `before` is called before each write, in the same thread; it syncs the records to the disk.
     """
 
     def __init__(self, folder: Path, keep: int, background: bool, before: Callable[[], None] = lambda: None) -> None:
