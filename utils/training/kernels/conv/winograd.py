@@ -124,27 +124,27 @@ class _WinogradConvolution(torch.autograd.Function):
         tiles, wanted, (_, outputs, channels) = ctx.tiles, ctx.needs_input_grad, weights.shape
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         image_gradient = torch.empty_like(images) if wanted[0] else None
-        plane_gradient: Tensor | None = None  # of `weights`
+        weight_planes: Tensor | None = None  # the gradient of `weights`
         for part in tiles.parts():
-            slopes = tiles.empty_planes(part, outputs)
+            output_planes = tiles.empty_planes(part, outputs)
             if argmax is None:
-                tiles.call("gradient_to_planes", gradient[part], slopes, channels=outputs)
+                tiles.call("gradient_to_planes", gradient[part], output_planes, channels=outputs)
             else:
-                tiles.call("pooled_to_planes", gradient[part], argmax[part], slopes, channels=outputs)
-            planes = tiles.empty_planes(part, channels)
+                tiles.call("pooled_to_planes", gradient[part], argmax[part], output_planes, channels=outputs)
+            image_planes = tiles.empty_planes(part, channels)
             if wanted[1]:
-                tiles.call("images_to_planes", images[part], planes, channels=channels)
+                tiles.call("images_to_planes", images[part], image_planes, channels=channels)
                 # with `out`: without it autocast changes the format, if backward runs within autocast
-                if plane_gradient is None:
-                    plane_gradient = torch.bmm(slopes.mT, planes, out=torch.empty_like(weights)).float()
-                elif plane_gradient.dtype == planes.dtype:
-                    torch.baddbmm(plane_gradient, slopes.mT, planes, out=plane_gradient)
+                if weight_planes is None:
+                    weight_planes = torch.bmm(output_planes.mT, image_planes, out=torch.empty_like(weights)).float()
+                elif weight_planes.dtype == image_planes.dtype:
+                    torch.baddbmm(weight_planes, output_planes.mT, image_planes, out=weight_planes)
                 else:  # sum in float32
-                    plane_gradient += torch.bmm(slopes.mT, planes, out=torch.empty_like(weights))
+                    weight_planes += torch.bmm(output_planes.mT, image_planes, out=torch.empty_like(weights))
             if image_gradient is not None:
-                planes = torch.bmm(slopes, weights, out=planes)
-                tiles.call("planes_to_gradient", planes, image_gradient[part], channels=channels)
-        weight_gradient = tiles.planes_to_weights(plane_gradient) if plane_gradient is not None else None
+                image_planes = torch.bmm(output_planes, weights, out=image_planes)
+                tiles.call("planes_to_gradient", image_planes, image_gradient[part], channels=channels)
+        weight_gradient = tiles.planes_to_weights(weight_planes) if weight_planes is not None else None
         bias_gradient = gradient.sum((0, 2, 3), dtype=torch.float32) if wanted[2] else None
         return image_gradient, weight_gradient, bias_gradient, None, None
 

@@ -189,8 +189,8 @@ void forward(const T* x, const T* shortcut, const float* weight, const float* bi
 // The gradient through the activation. ReLU's mask with a shortcut is read off the output; else the input is recomputed.
 template <bool added, Activation kind, typename T>
 inline float passed(T gradient, T x, T out, float mean, float scale, float bias) {
-    const float slope = load(gradient);  // unconditionally: a conditional load is not vectorised
-    return through<kind>(added ? load(out) : normalised(load(x), mean, scale, bias), slope);
+    const float incoming = load(gradient);  // unconditionally: a conditional load is not vectorised
+    return through<kind>(added ? load(out) : normalised(load(x), mean, scale, bias), incoming);
 }
 
 // Whether the first pass stores these gradients for the second: with a shortcut, as its gradient; SiLU's, as costly.
