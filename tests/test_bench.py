@@ -39,7 +39,7 @@ def test_trials_are_interleaved_and_the_warm_up_is_dropped() -> None:
     assert results["a"]["calls"].values == results["b"]["calls"].values == (2, 3, 4)
 
 
-def test_what_is_measured_so_far_is_known_after_each_round_and_may_end_it() -> None:
+def test_after_round_gets_the_results_so_far_and_may_end_the_measurement() -> None:
     rounds: list[tuple[float, ...]] = []
 
     def after_round(results: common.Results) -> bool:
@@ -54,7 +54,7 @@ def test_what_is_measured_so_far_is_known_after_each_round_and_may_end_it() -> N
 
 
 class FakeWorker:
-    """A rung whose steps take no time but that of a clock."""
+    """A rung whose steps advance only a fake clock."""
 
     def __init__(self, clock: list[float], seconds_per_step: float) -> None:
         self.clock, self.seconds_per_step = clock, seconds_per_step
@@ -70,7 +70,7 @@ class FakeWorker:
     [(100.0, 5, ""), (2.0, 5, ""), (0.5, 3, "the budget ends after 3 of 5 trials"), (-1.0, 1, "ends after 1 of 5")],
 )
 def test_the_ladders_budget_is_for_the_whole_command(minutes_left, trials, said, monkeypatch, capsys) -> None:
-    """Two rungs of a second a step: 10 seconds of the first short trials, and at least 6 seconds a round."""
+    """Two rungs at one second per step: 10 seconds for the first short trials, at least 6 seconds per round."""
     clock = [0.0]
     monkeypatch.setattr(ladder, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     parser = argparse.ArgumentParser()
@@ -89,7 +89,7 @@ def test_the_ladders_budget_is_for_the_whole_command(minutes_left, trials, said,
     assert said in capsys.readouterr().out
 
 
-def test_a_rung_may_add_a_switch_to_a_block_and_the_ladder_says_which_wins(capsys) -> None:
+def test_a_rung_with_settings_is_compared_with_its_block(capsys) -> None:
     rung = ladder.read_rung(CIFAR100, "fastest+enable_compile=false+lr=0.3", ["batch_size=64"])
     assert (rung.enable_compile, rung.lr, rung.batch_size) == (False, 0.3, 64)
     assert rung.amp_dtype == ladder.read_rung(CIFAR100, "fastest", []).amp_dtype
@@ -98,18 +98,18 @@ def test_a_rung_may_add_a_switch_to_a_block_and_the_ladder_says_which_wins(capsy
         block, _, switch = name.partition("+")
         changed = ladder.read_rung(CIFAR100, name, []) != ladder.read_rung(CIFAR100, block, [])
         assert changed is bool(switch), f"{name} changes nothing"
-    samples = {"fastest": (10.0, 11.0), "alone+d=1": (1.0,)}
+    samples = {"fastest": (10.0, 11.0), "other+d=1": (1.0,)}
     samples |= {"fastest+a=1": (12.0, 13.0), "fastest+b=1": (8.0, 9.0), "fastest+c=1": (9.0, 12.0)}
     verdicts = ladder.compare_switches({name: {"full": Trials(values)} for name, values in samples.items()})
-    assert list(verdicts) == ["fastest+a=1", "fastest+b=1", "fastest+c=1"], "a rung without its block is not judged"
+    assert list(verdicts) == ["fastest+a=1", "fastest+b=1", "fastest+c=1"], "a rung without its block is not compared"
     assert verdicts["fastest+a=1"] == "fastest+a=1: 1.190 x fastest: wins here, use --set a=1"
     assert "loses here, leave fastest as it is" in verdicts["fastest+b=1"]
     assert "no difference beyond the spread" in verdicts["fastest+c=1"]
     one = {name: {"full": Trials((value,))} for name, value in {"fastest": 1.0, "fastest+a=1": 2.0}.items()}
-    assert "no verdict from one trial" in ladder.compare_switches(one)["fastest+a=1"]
+    assert "one trial does not decide" in ladder.compare_switches(one)["fastest+a=1"]
 
 
-def test_a_sample_tells_median_and_spread() -> None:
+def test_trials_show_median_and_spread() -> None:
     sample = Trials((3.0, 1.0, 2.0))
     assert f"{sample:.1f}" == "2.0 (1.0-3.0)"
     assert sample.as_json() == {"median": 2.0, "min": 1.0, "max": 3.0, "values": [3.0, 1.0, 2.0]}
@@ -135,7 +135,7 @@ def test_loaders_measures_every_loader_and_writes_the_report(tmp_path: Path) -> 
         assert 0 <= values["waiting"]["median"] < 1
 
 
-def test_loaders_reads_each_epoch_cold_and_then_from_memory(tiny, alone, monkeypatch) -> None:
+def test_loaders_read_each_epoch_cold_and_then_cached(tiny, alone, monkeypatch) -> None:
     config = tiny(batch_size=8, limit_train_batches=5)
     loader = build_loaders(config, open_dataset(config, alone), alone).train
     events: list[object] = []
@@ -145,11 +145,11 @@ def test_loaders_reads_each_epoch_cold_and_then_from_memory(tiny, alone, monkeyp
     case = loaders.LoaderTrial(config, loader, None, alone, num_batches=4, num_steps=0, cold=True)
     assert case().keys() == case().keys() == {"cold_images_per_sec", "images_per_sec"}
     assert events == ["dropped", 0, 0, "dropped", 1, 1]
-    with pytest.raises(ConfigError, match=r"a trial's 1 \+ 5 batches are more than an epoch's 5"):
+    with pytest.raises(ConfigError, match=r"a trial's 1 \+ 5 batches exceed an epoch's 5"):
         loaders.LoaderTrial(config, loader, None, alone, num_batches=5, num_steps=0, cold=True)
 
 
-def test_loaders_compares_places_of_the_data(tiny, alone, monkeypatch, tmp_path, capsys) -> None:
+def test_loaders_compare_data_paths(tiny, alone, monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(loaders, "drop_page_cache", lambda: None)
     monkeypatch.setattr(common, "on_all_ranks", lambda config, action: action(alone) or 0)
     parser = argparse.ArgumentParser()
@@ -165,7 +165,7 @@ def test_loaders_compares_places_of_the_data(tiny, alone, monkeypatch, tmp_path,
     assert "cold cache" in table and all(name in table for name in names)
 
 
-def test_a_page_cache_that_may_not_be_dropped(monkeypatch) -> None:
+def test_dropping_the_page_cache_without_permission_is_an_error(monkeypatch) -> None:
     def refuse(path: Path, text: str) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -180,13 +180,13 @@ SMALL = ["--set", "dataset=shapes", "--set", "num_classes=10", "--set", "model=r
 
 
 @pytest.mark.slow
-def test_ladder_measures_compares_and_tells_a_regression(tmp_path: Path) -> None:
+def test_ladder_measures_compares_and_reports_a_regression(tmp_path: Path) -> None:
     report, picture = tmp_path / "report.json", tmp_path / "ladder.png"
     rungs = "bs256,bs256-amp-nhwc-extra-opts-graphs,fastest"
     arguments = ["ladder", f"--configs={rungs}", "--trials=2", "--iters=2", "--warmup=1", *SMALL]
     first = bench(*arguments, f"--json={report}", f"--plot={picture}")
     assert first.returncode == 0, first.stderr
-    assert "graphs: left out: enable_cuda_graphs needs a CUDA device" in first.stderr
+    assert "graphs: skipped: enable_cuda_graphs needs a CUDA device" in first.stderr
     assert "about" in first.stdout and "speed-up" in first.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     content = json.loads(report.read_text())
@@ -219,29 +219,31 @@ def test_a_baseline_of_other_versions_or_settings_is_refused(tiny, tmp_path: Pat
     with pytest.raises(ConfigError, match="rung was another configuration: lr differ"):
         read({}, lr=0.7)
     path.write_text("{}")
-    with pytest.raises(ConfigError, match="is no report of this command"):
+    with pytest.raises(ConfigError, match="not a report of this command"):
         read_baseline(path, environment, {})
 
 
 @pytest.mark.parametrize(("now", "status"), [(94.0, True), (96.0, False), (200.0, False), (None, True)])
-def test_a_rung_of_the_baseline_that_is_slower_or_left_out_is_a_regression(now: float | None, status: bool) -> None:
+def test_a_slower_or_skipped_rung_of_the_baseline_is_a_regression(now: float | None, status: bool) -> None:
     results = {} if now is None else {"rung": {"full": Trials((now,))}}
     (line,), regression = compare_with_baseline(results, {"rung": {"median": 100.0}})
     assert regression is status and line.endswith("REGRESSION") is status
-    assert ("left out now" in line) is (now is None)
+    assert ("skipped now" in line) is (now is None)
 
 
-def judge(config: Config, world: World, samples: dict[str, Trials], limits: dict[str, Trials]) -> dict[str, Any]:
+def evaluated(config: Config, world: World, samples: dict[str, Trials], limits: dict[str, Trials]) -> dict[str, Any]:
     return evaluate(samples, per_image(config, world, limits), limits)
 
 
-def test_shares_are_of_the_datasets_own_images(tiny, alone) -> None:
-    """ImageNet's images have 49 times the pixels of CIFAR's, and in a ResNet nearly as many times the work."""
+def test_fractions_count_the_datasets_own_images(tiny, alone) -> None:
+    """ImageNet's images have 49 times the pixels of CIFAR's, and in a ResNet nearly 49 times the work."""
     samples = {"full": Trials((100.0,))}
     kinds = ("product float32, TFLOP/s", "convolution float32 NHWC, TFLOP/s")
     ceilings = dict.fromkeys((*kinds, "memory, GB/s"), Trials((1.0,)))
     small, large = (
-        judge(tiny(dataset=name, num_classes=10, image_size=None, data_loader="synthetic"), alone, samples, ceilings)
+        evaluated(
+            tiny(dataset=name, num_classes=10, image_size=None, data_loader="synthetic"), alone, samples, ceilings
+        )
         for name in ("cifar10", "imagenet")
     )
     for share in ("arithmetic_share", "memory_share"):
@@ -249,30 +251,30 @@ def test_shares_are_of_the_datasets_own_images(tiny, alone) -> None:
 
 
 @pytest.mark.parametrize("faster", ["product", "convolution"])
-def test_the_arithmetic_ceiling_is_the_faster_of_products_and_convolutions(faster, tiny, alone) -> None:
+def test_the_arithmetic_limit_is_the_faster_of_products_and_convolutions(faster, tiny, alone) -> None:
     limits = {"product float32, TFLOP/s": 1.0, "convolution float32 NHWC, TFLOP/s": 1.0, "memory, GB/s": 1.0}
     limits[next(name for name in limits if name.startswith(faster))] = 4.0
     ceilings = {name: Trials((value,)) for name, value in limits.items()}
-    result = judge(tiny(), alone, {"full": Trials((100.0,))}, ceilings)
+    result = evaluated(tiny(), alone, {"full": Trials((100.0,))}, ceilings)
     assert result["arithmetic_share"] == pytest.approx(result["tflops"] / 4)
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
-def test_a_file_that_cannot_be_written_is_told_before_measuring(option, tmp_path, monkeypatch, capsys) -> None:
+def test_an_unwritable_file_is_reported_before_measuring(option, tmp_path, monkeypatch, capsys) -> None:
     pytest.importorskip("matplotlib", reason='matplotlib is missing: pip install ".[plot]"')
     monkeypatch.setattr(ladder, "measure_limits", lambda *_, **__: pytest.fail("began to measure"))
     assert main(["ladder", f"{option}={tmp_path}/none/file"]) == 2
     assert f"error: {option} {tmp_path}/none/file: cannot be written: No such file" in capsys.readouterr().err
 
 
-def test_a_missing_matplotlib_is_told_before_measuring(tmp_path, monkeypatch, capsys) -> None:
+def test_a_missing_matplotlib_is_reported_before_measuring(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(ladder, "measure_limits", lambda *_, **__: pytest.fail("began to measure"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["ladder", f"--plot={tmp_path}/picture.png"]) == 2
     assert "matplotlib is missing" in capsys.readouterr().err
 
 
-def test_a_check_of_a_file_leaves_it_as_it_is(tmp_path) -> None:
+def test_check_writable_leaves_the_file_unchanged(tmp_path) -> None:
     (tmp_path / "old").write_text("kept")
     for name in ("old", "new"):
         check_writable("--json", tmp_path / name)
@@ -281,7 +283,7 @@ def test_a_check_of_a_file_leaves_it_as_it_is(tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_limits_measures_every_ceiling(ranks: int, tmp_path: Path) -> None:
+def test_limits_measures_every_limit(ranks: int, tmp_path: Path) -> None:
     report = tmp_path / "limits.json"
     launcher = ["torch.distributed.run", f"--nproc_per_node={ranks}", "-m"] if ranks > 1 else []
     finished = bench("limits", "--set", "device=cpu", "--trials=1", f"--json={report}", launcher=launcher)
@@ -309,8 +311,7 @@ def test_ddp_overhead_measures_each_way_against_the_plain_step(tmp_path: Path) -
     assert results["plain: overhead, % of milliseconds"]["median"] == 0
 
 
-def test_peers_are_beside_this_project_with_and_without_what_only_it_has(tiny) -> None:
-    """keep_cpu_memory on a CPU, graphs on a GPU."""
+def test_peers_run_with_and_without_the_switch_that_only_this_project_has(tiny) -> None:
     names = ["this project", "timm", "lightning"]
     cpu, cuda = (peers.rows_of(tiny("fastest"), torch.device(kind)) for kind in ("cpu", "cuda"))
     assert list(cpu) == [*names, "timm, without keep_cpu_memory", "lightning, without keep_cpu_memory"]
@@ -321,7 +322,7 @@ def test_peers_are_beside_this_project_with_and_without_what_only_it_has(tiny) -
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., Any]) -> list[Any]:
-    """`name` with `function` in its place; returns the list that grows with every call."""
+    """Replace `name` by `function`; returns the list of its calls."""
     calls: list[Any] = []
 
     def call(*arguments: Any) -> Any:
@@ -346,26 +347,26 @@ def test_nothing_is_timed_before_a_graph_is_captured(tiny, alone, monkeypatch) -
     assert len(steps) == 5 + 5 + 2
 
 
-def test_a_loader_that_is_not_installed_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert loaders.without_absent(["torchvision", "dali", "device"], None) == ["torchvision", "device"]
-    assert capsys.readouterr().err.startswith("dali: left out, NVIDIA DALI is not installed; pip install")
-    assert loaders.without_absent(["dali", "device"], "nvidia-dali-cuda130 2.4.0") == ["dali", "device"]
-    assert loaders.without_absent(["dali"], None) == ["dali"], "asked for alone: an error when it is built"
+def test_a_loader_that_is_not_installed_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert loaders.without_missing_dali(["torchvision", "dali", "device"], None) == ["torchvision", "device"]
+    assert capsys.readouterr().err.startswith("dali: skipped: NVIDIA DALI is not installed; pip install")
+    assert loaders.without_missing_dali(["dali", "device"], "nvidia-dali-cuda130 2.4.0") == ["dali", "device"]
+    assert loaders.without_missing_dali(["dali"], None) == ["dali"], "the only one: an error when it is built"
 
 
-def test_a_case_that_cannot_run_here_is_left_out_unless_it_is_the_only_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_case_that_cannot_run_here_is_skipped_unless_it_is_the_only_one(capsys: pytest.CaptureFixture[str]) -> None:
     def refuse() -> dict[str, float]:
         raise ConfigError("it does not start here")
 
     cases = {"dali": refuse, "device": lambda: {"images_per_sec": 1.0}}
-    assert list(common.measure(cases, 2, leave_out=True)) == ["device"]
-    assert capsys.readouterr().err == "dali: left out: it does not start here\n"
-    for alone, leave_out in ({"dali": refuse}, True), (cases, False):
+    assert list(common.measure(cases, 2, skip_unavailable=True)) == ["device"]
+    assert capsys.readouterr().err == "dali: skipped: it does not start here\n"
+    for chosen, skip in ({"dali": refuse}, True), (cases, False):
         with pytest.raises(ConfigError):
-            common.measure(alone, 2, leave_out=leave_out)
+            common.measure(chosen, 2, skip_unavailable=skip)
 
 
-def test_measured_steps_are_fed_as_the_trainer_feeds_its_own(tiny, alone, monkeypatch) -> None:
+def test_measured_steps_get_their_batches_as_in_the_trainer(tiny, alone, monkeypatch) -> None:
     config = tiny(enable_prefetch=True)
     feeding = [counted(monkeypatch, f"tools.bench.{name}.prefetch", prefetch) for name in ("training", "loaders")]
     step = peers.OurStep(config)
@@ -390,18 +391,18 @@ def test_peers_train_the_same_or_say_what_to_install(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_lightnings_clock_stops_before_it_takes_the_network_off_the_device(tiny, monkeypatch) -> None:
+def test_lightnings_clock_stops_before_it_moves_the_network_to_the_cpu(tiny, monkeypatch) -> None:
     lightning = pytest.importorskip("lightning", reason='lightning is missing: pip install ".[peers]"')
     events: list[str] = []
 
-    def noting(event: str, result: Any) -> Callable[..., Any]:
+    def recording(event: str, result: Any) -> Callable[..., Any]:
         return lambda *_: (events.append(event), result)[1]
 
     ticks = iter([10.0, 12.0])
     clock = SimpleNamespace(perf_counter=lambda: (events.append("clock"), next(ticks))[1])
     monkeypatch.setattr(peers, "time", clock)
-    monkeypatch.setattr(common, "synchronize", noting("wait", None))
-    monkeypatch.setattr(lightning.LightningModule, "cpu", noting("to the CPU", None))
+    monkeypatch.setattr(common, "synchronize", recording("wait", None))
+    monkeypatch.setattr(lightning.LightningModule, "cpu", recording("to the CPU", None))
     assert peers.lightning_trial(tiny(batch_size=8))(1, 3) == {"full": 3 * 8 / 2.0}
     assert events == ["wait", "clock", "wait", "clock", "to the CPU"]
 

@@ -88,5 +88,5 @@ def test_a_run_and_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     added: dict[tuple[str, int], list[dict[str, Any]]] = {}
     add_report(added, report)
     assert list(added) == [("weak", 2)]
-    with pytest.raises(ConfigError, match="is no report of"):
+    with pytest.raises(ConfigError, match="not a report of"):
         add_report(added, tmp_path / "absent.json")

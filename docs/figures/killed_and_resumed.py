@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tools.shared.png_plots import COLOURS, new_figure, save
+from tools.shared.pages.png_plots import COLOURS, new_figure, save
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "results/2026-11-25-killed-and-resumed"

@@ -13,14 +13,14 @@ from utils.program import command
 
 COMMANDS = {
     "ddp_overhead": "what a process group and DDP cost a single process",
-    "scaling": "weak and strong scaling over processes, and the share of communication",
+    "scaling": "weak and strong scaling over processes, and the fraction of time spent in communication",
     "record": "time to an accuracy, or the accuracy at the end, over several seeds",
-    "paired": "gains in accuracy by settings, over the same seeds without them",
-    "loaders": "images/s of each data loader, alone and feeding a training step",
-    "ladder": "images/s of every rung of speed, as shares of what the machine can do",
-    "limits": "what the machine can do: products, convolutions, memory, copies, disk, all-reduce",
-    "layers": "where a step's time goes: time, share and rate by kind of operation",
-    "peers": "this project's training step against timm's and Lightning's",
+    "paired": "gains in accuracy by settings, on the same seeds",
+    "loaders": "images/s of each data loader, by itself and feeding a training step",
+    "ladder": "images/s of every rung, and as fractions of the hardware limits",
+    "limits": "hardware limits: products, convolutions, memory, copies, disk, all-reduce",
+    "layers": "where a step's time goes: time, fraction and rate by kind of operation",
+    "peers": "this project's training step compared with timm's and Lightning's",
 }
 
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         subparser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        if name in argv:  # the others are not imported: torch takes its seconds
+        if name in argv:  # importing all would import torch, which takes seconds
             importlib.import_module(f"tools.bench.{name}").add_arguments(subparser)
     options = parser.parse_args(argv)
     return importlib.import_module(f"tools.bench.{options.command}").run(options)

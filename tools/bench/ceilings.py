@@ -1,5 +1,5 @@
-"""The ceilings of a machine, each measured in seconds: products, convolutions, memory, copies to the device, disk,
-all-reduce. `python -m tools.bench limits` prints them; other benches give their results as shares of them."""
+"""Hardware limits, measured within seconds: products, convolutions, memory, copies to the device, disk, all-reduce.
+`python -m tools.bench limits` prints them; other benches give their results as fractions of them."""
 
 import os
 import tempfile
@@ -16,14 +16,14 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float1
 
 
 def measure_limits(world: World, trials: int) -> dict[str, common.Trials]:
-    """Collective: each ceiling by name with its unit; TFLOP/s count a multiply-add as two."""
+    """Collective: return each limit by name and unit; TFLOP/s count a multiply-add as two."""
     device = world.device
     cuda = device.type == "cuda"
     tf32 = [False, True] if cuda else [False]
     results = {}
     for name, dtype in DTYPES.items():
         if name == "fp16" and not cuda:
-            continue  # only emulated there
+            continue  # CPUs only emulate it
         for enabled in tf32 if name == "float32" else [False]:
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = enabled
             label = "tf32" if enabled else name
@@ -41,7 +41,7 @@ def measure_limits(world: World, trials: int) -> dict[str, common.Trials]:
 def _rate(
     amount: float, action: Callable[[], object], device: torch.device, trials: int, unit: float = 1e9
 ) -> common.Trials:
-    """How many times `unit` per second, where an action is `amount`; a trial repeats it for at least 50 ms."""
+    """Return `amount` / `unit` per second of an action; a trial repeats it for at least 50 ms."""
     action()
     repeats = max(1, int(0.05 / common.time_action(device, action)))
 
@@ -53,14 +53,14 @@ def _rate(
 
 
 def product(device: torch.device, dtype: torch.dtype, trials: int) -> common.Trials:
-    """TFLOP/s of a large matrix product."""
+    """Measure TFLOP/s of a large matrix product."""
     size = 8192 if device.type == "cuda" else 1024
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return _rate(2 * size**3, lambda: left @ right, device, trials, unit=1e12)
 
 
 def convolution(device: torch.device, dtype: torch.dtype, trials: int) -> common.Trials:
-    """The 3x3 convolution of ResNet50's third stage, 256 channels on 8x8 pixels, forward only."""
+    """Measure TFLOP/s of the 3x3 convolution in ResNet50's third stage, 256 channels on 8x8 pixels, forward only."""
     num_images, channels, size = (256 if device.type == "cuda" else 32), 256, 8
     images = torch.randn(num_images, channels, size, size, device=device).to(dtype, memory_format=torch.channels_last)
     kernel = torch.randn(channels, channels, 3, 3, device=device).to(dtype, memory_format=torch.channels_last)
@@ -70,25 +70,25 @@ def convolution(device: torch.device, dtype: torch.dtype, trials: int) -> common
 
 
 def memory(device: torch.device, trials: int) -> common.Trials:
-    """GB/s read and written by a copy that no cache holds."""
+    """Measure GB/s read and written by a copy larger than the caches."""
     source = torch.ones((1 << 30 if device.type == "cuda" else 1 << 28) // 4, device=device)
     target = torch.empty_like(source)
     return _rate(2 * source.nbytes, lambda: target.copy_(source), device, trials)
 
 
 def host_to_device(device: torch.device, trials: int) -> common.Trials:
-    """GB/s from pinned memory of the host."""
+    """Measure GB/s from pinned host memory."""
     source = torch.ones(1 << 26).pin_memory()
     target = torch.empty_like(source, device=device)
     return _rate(source.nbytes, lambda: target.copy_(source, non_blocking=True), device, trials)
 
 
 def _disk(trials: int) -> dict[str, common.Trials]:
-    """GB/s of a file of 64 MiB in the folder for temporary files, as a first epoch finds it and as a second does."""
+    """Measure GB/s of reading a file of 64 MiB in the temporary folder, from the disk and from the page cache."""
     with tempfile.TemporaryFile() as file:
         file.write(os.urandom(1 << 26))
         file.flush()
-        os.fsync(file.fileno())  # only what is on the disk can be dropped from the cache
+        os.fsync(file.fileno())  # only pages on the disk can be dropped from the cache
         content = bytearray(1 << 26)
 
         def read(cached: bool) -> None:
@@ -104,7 +104,7 @@ def _disk(trials: int) -> dict[str, common.Trials]:
 
 
 def all_reduce(device: torch.device, trials: int) -> common.Trials:
-    """Collective: GB/s, bytes of the tensor over the time: the rate that DDP gets."""
+    """Collective: measure GB/s of an all-reduce, the tensor's bytes over the time."""
     gradient: Tensor = torch.ones(25_000_000, device=device)
     values = []
     for _ in range(trials + 1):

@@ -1,4 +1,4 @@
-"""The protocol of every measurement: interleaved trials, warm-up dropped, median and spread, and a JSON report."""
+"""The protocol of every measurement: a warm-up, interleaved trials, median and spread, and a JSON report."""
 
 import argparse
 import statistics
@@ -22,7 +22,7 @@ from utils.run.logging.environment import describe_environment
 
 @dataclass(frozen=True)
 class Trials:
-    """The results of the trials of one case, in the order they ran."""
+    """The values of one quantity in the trials of one case, in the order they ran."""
 
     values: tuple[float, ...]
 
@@ -31,15 +31,15 @@ class Trials:
         return statistics.median(self.values)
 
     def as_json(self) -> dict[str, Any]:
-        """Median, the whole spread, and every value."""
+        """Return median, spread and every value."""
         return {"median": self.median, "min": min(self.values), "max": max(self.values), "values": list(self.values)}
 
     def __format__(self, spec: str) -> str:
-        """`median (min-max)`, each number in the format `spec`."""
+        """Return `median (min-max)`, each number in the format `spec`."""
         return f"{self.median:{spec}} ({min(self.values):{spec}}-{max(self.values):{spec}})"
 
 
-Results = dict[str, dict[str, Trials]]  # {case: {quantity: sample}}
+Results = dict[str, dict[str, Trials]]  # {case: {quantity: trials}}
 
 
 def measure(
@@ -48,14 +48,13 @@ def measure(
     *,
     warm_up: int = 1,
     after_round: Callable[[Results], bool] = lambda results: True,
-    leave_out: bool = False,
+    skip_unavailable: bool = False,
 ) -> Results:
-    """Run every case `warm_up` times unseen, then `trials` times.
+    """Run every case `warm_up` times, then `trials` times that count.
 
-    Interleaved: one trial of each case after the other, so that a machine that becomes slower or busier
-    affects all of them equally. `after_round` is given all results so far when each case has had one more trial, and
-    ends the measurement by False. `leave_out`: a case that cannot run here, by a `ConfigError` of its first trial, is
-    named and left out, unless it is the only one.
+    Trials are interleaved, one of each case after the other, so that a machine that becomes slower affects all cases
+    alike. After each round `after_round` gets all results so far; it returns False to end the measurement.
+    `skip_unavailable`: report and skip a case whose first trial raises `ConfigError`, unless no other is left.
     """
     seen: dict[str, list[Mapping[str, float]]] = {name: [] for name in cases}
     for trial in range(warm_up + trials):
@@ -63,9 +62,9 @@ def measure(
             try:
                 values = cases[name]()
             except ConfigError as error:
-                if not leave_out or trial or len(seen) == 1:
+                if not skip_unavailable or trial or len(seen) == 1:
                     raise
-                print(f"{name}: left out: {error}", file=sys.stderr)
+                print(f"{name}: skipped: {error}", file=sys.stderr)
                 del seen[name]
                 continue
             if trial >= warm_up:
@@ -83,38 +82,38 @@ def _samples(seen: Mapping[str, list[Mapping[str, float]]]) -> Results:
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, config: str = "default", trials: int = 3) -> None:
-    """The options that measurements share: which configuration, how many trials, where the report goes."""
+    """Add the options that measurements share: configuration, number of trials, report."""
     add_config_arguments(parser, config=config)
     add_count(parser, "--trials", trials, "trials that count")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write figures, configuration and environment here")
 
 
 def read_config(options: argparse.Namespace) -> Config:
-    """The configuration that the shared options name; `ConfigError` where it, or the report's file, cannot be used."""
+    """Return the configuration that the options name. Raises `ConfigError` if it, or the report's file, is unusable."""
     check_writable("--json", options.json)
     return load_config(options.yaml_config, options.config, options.set)
 
 
 def on_all_ranks(config: Config, action: Callable[[World], None]) -> int:
-    """Run `action` as one of the ranks that the launcher started; returns the exit status."""
+    """Run `action` on this rank of the launcher's; returns the exit status."""
     return run_ranks(action, config.device, config.start_timeout_seconds, config.collective_timeout_seconds)
 
 
 def write_report(path: Path | None, command: str, config: Config, world: World, results: Mapping[str, Any]) -> None:
-    """`results` with what they were measured on, as JSON; on the main rank, where there is a path."""
+    """Write `results` and their environment as JSON; only on the main rank, and if there is a path."""
     if path is not None and world.is_main:
         environment = describe_environment(world.device, world.world_size)
         write_results(path, command, config, results, environment=environment)
 
 
 def write_results(path: Path, command: str, config: Config, results: Mapping[str, Any], **more: Any) -> None:
-    """A report in the form that `tools.bench.reports` reads."""
+    """Write a report that `tools.bench.reports` can read."""
     report = {"bench": command, "config": config.model_dump(mode="json"), "results": results, **more}
     write_json(path, report, default=as_json)
 
 
 def as_json(value: Any) -> Any:
-    """For json.dumps: samples as median, range and values."""
+    """Convert `Trials` for json.dumps."""
     if isinstance(value, Trials):
         return value.as_json()
     raise TypeError(f"{value!r} has no JSON form")
@@ -127,7 +126,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def time_action(device: torch.device, action: Callable[[], object]) -> float:
-    """Seconds until the action and what it started on the device are done; nothing else may be running there."""
+    """Return the seconds until the action and its work on the device are done. The device must be idle before."""
     synchronize(device)
     started = time.perf_counter()
     action()

@@ -1,4 +1,4 @@
-"""What the distributed path costs a single process: DDP in a process group of one rank, against the plain step."""
+"""The overhead of the distributed path in a single process: DDP in a process group of one rank."""
 
 import argparse
 import math
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         for name in CASES:
             row = [name]
             for quantity in QUANTITIES:
-                # each trial against the one next to it: a change of the machine affects both
+                # pair each trial with its neighbour: a change of the machine affects both
                 pairs = zip(results[name][quantity].values, results["plain"][quantity].values, strict=True)
                 overheads[name, quantity] = common.Trials(tuple(100 * (mine / plain - 1) for mine, plain in pairs))
                 row += [f"{results[name][quantity].median:.1f}", f"{overheads[name, quantity].median:+.1f}"]

@@ -1,10 +1,10 @@
-"""The ladder: every rung of speed by name, measured with the protocol of DLPerf (github.com/Oneflow-Inc/DLPerf).
+"""The ladder: the speed of each configuration block (rung), by the protocol of DLPerf (github.com/Oneflow-Inc/DLPerf).
 
-Each rung is a process of its own. Trials are interleaved, so that a busier machine affects all rungs equally;
-each trial drops its warm-up and times the step alone on one batch, the loader alone, and both together.
+Each rung runs in its own process. Trials are interleaved, so that a busier machine affects all rungs alike. After a
+warm-up each trial times the step on one batch, the loader by itself, and both together.
 
-A rung is a block, or a block with one switch more, as in `fastest+enable_compile=false`: such a rung is compared with
-its block, and a line says which of the two wins on this machine.
+A rung is a block, or a block with settings, as in `fastest+enable_compile=false`. Such a rung is compared with its
+block, and a line says which of the two is faster on this machine.
 """
 
 import argparse
@@ -39,9 +39,9 @@ from utils.training.precision import choose_precision
 RUNGS = (
     "bs256,bs256-amp,bs256-amp-nhwc,bs256-amp-nhwc-extra-opts,bs256-amp-nhwc-extra-opts-bf16,"
     "bs256-amp-nhwc-extra-opts-compile,bs256-amp-nhwc-extra-opts-device,bs256-amp-nhwc-extra-opts-graphs,fastest,"
-    "fastest+enable_compile=false"  # Inductor may lay convolutions out worse: pytorch/pytorch#189239
+    "fastest+enable_compile=false"  # Inductor's layouts may be slower: pytorch/pytorch#189239
 )
-# Switches that are off until a ladder on a GPU has judged them, each beside the block that might take it.
+# Switches that stay off until they have been measured on a GPU, each next to the block that might use it.
 CANDIDATES = (
     "fastest,fastest+enable_compile=false,fastest+amp_dtype=fp16,fastest+stem_channels=4,fastest+stem_channels=8,"
     "record-75,record-75+amp_dtype=fp16,record-75+opt_level=O2,record-75+stem_channels=8,"
@@ -51,7 +51,7 @@ CANDIDATES = (
 LISTS = {"ladder": RUNGS, "candidates": CANDIDATES}
 COMPARABLE = ("python", "torch", "torchvision", "cuda", "cudnn", "device", "threads", "world_size", "host")
 TOLERANCE = 5  # percent; a rung that is slower by more is a regression
-# What a step must move at least: each kept activation and its gradient is written once and read once.
+# A step moves at least this: each stored activation and its gradient is written once and read once.
 TRAFFIC_PER_ACTIVATION = 4
 
 
@@ -60,29 +60,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_arguments(parser, trials=5)
     parser.add_argument(
         "--configs", default="ladder", metavar="A,B,...",
-        help=f"the rungs, BLOCK or BLOCK+KEY=VALUE, or a list's name: {', '.join(LISTS)} (default: ladder: {RUNGS})",
+        help=f"rungs, each BLOCK or BLOCK+KEY=VALUE, or a list: {', '.join(LISTS)} (default: ladder: {RUNGS})",
     )  # fmt: skip
     add_count(parser, "--iters", 120, "timed steps of a trial")
     parser.add_argument("--warmup", type=int, default=20, metavar="N", help="steps before them (default: 20)")
     parser.add_argument(
         "--budget-minutes", type=float, default=10, metavar="M",
-        help="for the whole command: fewer steps, and at last fewer trials, where they would exceed it (default: 10)",
+        help="limit of the whole command, kept by fewer steps, then by fewer trials (default: 10)",
     )  # fmt: skip
     parser.add_argument(
-        "--baseline",
-        type=Path,
-        metavar="PATH",
-        help=f"an earlier report; status 1 where a rung is over {TOLERANCE} % slower",
-    )
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the ladder into this picture")
+        "--baseline", type=Path, metavar="PATH",
+        help=f"an earlier report; exit status 1 if a rung is over {TOLERANCE} % slower",
+    )  # fmt: skip
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the ladder as a PNG file")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure every rung, print the table, write the report; 1 where the baseline was faster."""
+    """Measure every rung, print the table, write the report; returns 1 if the baseline was faster."""
     until = time.monotonic() + 60 * options.budget_minutes
     common.read_config(options)
     if options.plot:
-        new_figure()  # if matplotlib is missing, that is an error before minutes of measuring
+        new_figure()  # fails now if matplotlib is missing, not after minutes of measuring
         check_writable("--plot", options.plot)
     rungs = LISTS.get(options.configs, options.configs).split(",")
     configs = {name: read_rung(options.yaml_config, name, options.set) for name in rungs}
@@ -94,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
     known: dict[str, dict[str, float]] = {}
 
     def evaluated(samples: common.Results) -> dict[str, dict[str, Any]]:
-        """What the samples so far mean, in the report too."""
+        """Evaluate the trials so far and write the report."""
         for name in samples.keys() - known.keys():
             known[name] = per_image(configs[name], world, limits)
         results = {name: evaluate(rows, known[name], limits) for name, rows in samples.items()}
@@ -106,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
 
     with ExitStack() as stack:
         results = evaluated(measure(start(configs, stack), options, until, evaluated))
-    show(results)
+    show(results, environment["device"])
     if options.plot:
         draw(options.plot, results, environment["device"])
     lines, regression = compare_with_baseline(results, baseline)
@@ -116,13 +114,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_rung(yaml_config: Path, name: str, settings: Sequence[str]) -> Config:
-    """The configuration of a rung, `BLOCK` or `BLOCK+KEY=VALUE`."""
+    """Return the configuration of a rung, `BLOCK` or `BLOCK+KEY=VALUE`."""
     block, *switches = name.split("+")
     return load_config(yaml_config, block, [*settings, *switches])
 
 
 def start(configs: Mapping[str, Config], stack: ExitStack) -> dict[str, Worker]:
-    """A process per rung, one built after the other, until `stack` is closed; what cannot run here is left out."""
+    """Start a process for each rung, one after the other; `stack` ends them. Skips rungs that cannot run here."""
     workers: dict[str, Worker] = {}
     for name, config in configs.items():
         worker = stack.enter_context(Worker(Rung, config))
@@ -130,7 +128,7 @@ def start(configs: Mapping[str, Config], stack: ExitStack) -> dict[str, Worker]:
             worker.receive()
             workers[name] = worker
         except ConfigError as error:  # the process has ended
-            print(f"{name}: left out: {error}", file=sys.stderr)
+            print(f"{name}: skipped: {error}", file=sys.stderr)
     if not workers:
         raise ConfigError("--configs: none of these rungs can run here")
     return workers
@@ -142,8 +140,9 @@ def measure(
     until: float,
     after_round: Callable[[common.Results], object],
 ) -> common.Results:
-    """A first short trial of each rung is not counted: it compiles, and gives the estimate. `until`: when the budget
-    ends; `after_round` is called with all results whenever each rung has had one more trial."""
+    """Run the trials. A first short trial of each rung compiles, gives the estimate and does not count.
+
+    `until`: when the budget ends (time.monotonic); `after_round` gets all results after each round of trials."""
     from rich.progress import Progress
 
     with Progress(transient=True) as progress:
@@ -151,11 +150,11 @@ def measure(
         seconds = 0.0
         for worker in workers.values():
             worker.run(max(2, options.warmup), 1)
-            seconds += worker.run(0, 2)["seconds"] / 2  # of a step with and without its loader
+            seconds += worker.run(0, 2)["seconds"] / 2
             progress.advance(task)
         steps = options.trials * (options.warmup + options.iters)
-        share = max(0.0, min(1.0, (until - time.monotonic()) / max(1e-9, seconds * steps)))
-        warmup, iters = max(1, int(share * options.warmup)), max(2, int(share * options.iters))
+        fraction = max(0.0, min(1.0, (until - time.monotonic()) / max(1e-9, seconds * steps)))
+        warmup, iters = max(1, int(fraction * options.warmup)), max(2, int(fraction * options.iters))
         minutes = seconds * options.trials * (warmup + iters) / 60
         progress.console.print(f"about {minutes:.1f} minutes: {options.trials} trials of {warmup} + {iters} steps")
         progress.update(task, description="trials")
@@ -167,8 +166,8 @@ def measure(
 
         began = time.monotonic()
 
-        def go_on(results: common.Results) -> bool:
-            """Whether one more round, as long as the last one, fits."""
+        def another_round_fits(results: common.Results) -> bool:
+            """Return whether a round as long as the last one fits into the budget."""
             nonlocal began
             after_round(results)
             now = time.monotonic()
@@ -180,49 +179,41 @@ def measure(
             return fits
 
         cases = {name: partial(trial, worker) for name, worker in workers.items()}
-        return common.measure(cases, options.trials, warm_up=0, after_round=go_on)
+        return common.measure(cases, options.trials, warm_up=0, after_round=another_round_fits)
 
 
 def per_image(config: Config, world: World, limits: Mapping[str, common.Trials]) -> dict[str, float]:
-    """What a training step does for one image, {"flops", "bytes"}, and "ceiling", the TFLOP/s in its precision."""
+    """Return a training step's "flops" and "bytes" per image, and "limit", the measured TFLOP/s in its precision."""
     precision = choose_precision(config, world.device)
     shape = open_dataset(config, world).train.image_shape
     model = build_model(config, shape[-1]).to(world.device)
     precision.cast_weights(model)
     moved = TRAFFIC_PER_ACTIVATION * activation_bytes_per_image(model, nn.CrossEntropyLoss(), precision, shape)
     medians = {name: sample.median for name, sample in limits.items()}
-    ceiling = measured_peak(medians, number_format(precision, config))
-    assert ceiling is not None, "limits are measured in every number format of this device"
-    return {"flops": training_flops_per_image(config, shape), "bytes": moved, "ceiling": ceiling}
+    limit = measured_peak(medians, number_format(precision, config))
+    assert limit is not None, "limits are measured in every number format of this device"
+    return {"flops": training_flops_per_image(config, shape), "bytes": moved, "limit": limit}
 
 
 def evaluate(
     samples: Mapping[str, common.Trials], image: Mapping[str, float], limits: Mapping[str, common.Trials]
 ) -> dict[str, Any]:
-    """The samples with what follows from them: TFLOP/s and the shares of the measured ceilings."""
+    """Return the trials with TFLOP/s and the fractions of the hardware limits."""
     teraflops = samples["full"].median * image["flops"] / 1e12
     return {
         **samples,
         "tflops": teraflops,
-        "arithmetic_share": teraflops / image["ceiling"],
+        "arithmetic_share": teraflops / image["limit"],
         "memory_share": samples["full"].median * image["bytes"] / 1e9 / limits["memory, GB/s"].median,
     }
 
 
-def show(results: Mapping[str, Mapping[str, Any]]) -> None:
-    """The table: images/s of loader, step and both, and what the machine could do."""
+def show(results: Mapping[str, Mapping[str, Any]], device: str) -> None:
+    """Print images/s of loader, step and both, and the fractions of the hardware limits."""
     first = next(iter(results.values()))["full"].median
     columns = (
-        "rung",
-        "full, images/s",
-        "speed-up",
-        "step alone",
-        "loader alone",
-        "TFLOP/s",
-        "arithmetic",
-        "memory",
-        "GB",
-    )
+        "rung", "full, images/s", "speed-up", "step only", "loader only", "TFLOP/s", "arithmetic", "memory", "GB",
+    )  # fmt: skip
     rows = [
         (
             name,
@@ -237,18 +228,19 @@ def show(results: Mapping[str, Mapping[str, Any]]) -> None:
         )
         for name, values in results.items()
     ]
-    print_table("median (min-max); shares of the measured ceilings", columns, rows)
+    print_table(f"{device}: median (min-max); arithmetic and memory: fractions of the measured limits", columns, rows)
 
 
 def read_baseline(
     path: Path, environment: Mapping[str, Any], configs: Mapping[str, Config]
 ) -> dict[str, dict[str, float]]:
-    """{rung of `configs`: {"median", "min", "max"}} of an earlier report; `ConfigError` where it is not comparable."""
+    """Return {rung of `configs`: {"median", "min", "max"}} of an earlier report. Raises `ConfigError` if it is not
+    comparable."""
     try:
         report = read_report(path)
         before, rungs, saved = report.environment, report.results["rungs"], report.results["configs"]
     except (DataError, KeyError) as error:
-        raise ConfigError(f"--baseline {path}: is no report of this command: {error!r}") from None
+        raise ConfigError(f"--baseline {path}: not a report of this command: {error!r}") from None
     different = [key for key in COMPARABLE if before.get(key) != environment[key]]
     if different:
         was = ", ".join(f"{key} {before.get(key)!r} -> {environment[key]!r}" for key in different)
@@ -262,7 +254,7 @@ def read_baseline(
 
 
 def compare_switches(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """{rung with a switch: whether it or its block wins}: where the trials of one are all faster than the other's."""
+    """Return {rung with settings: a line}. The rung or its block wins if all its trials are faster than the other's."""
     verdicts = {}
     for name, values in results.items():
         block, _, switch = name.partition("+")
@@ -271,7 +263,7 @@ def compare_switches(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]
         ours, theirs = values["full"], results[block]["full"]
         ratio = f"{ours.median / theirs.median:.3f} x {block}"
         if len(ours.values) == 1:
-            verdicts[name] = f"{name}: {ratio}: no verdict from one trial, take a longer --budget-minutes"
+            verdicts[name] = f"{name}: {ratio}: one trial does not decide, give more --budget-minutes"
         elif min(ours.values) > max(theirs.values):
             verdicts[name] = f"{name}: {ratio}: wins here, use --set {switch}"
         elif max(ours.values) < min(theirs.values):
@@ -284,12 +276,12 @@ def compare_switches(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]
 def compare_with_baseline(
     results: Mapping[str, Mapping[str, Any]], baseline: Mapping[str, Mapping[str, float]]
 ) -> tuple[list[str], bool]:
-    """A line for each rung of the baseline, and whether there is a regression: a median that fell by more than
-    TOLERANCE percent, or a rung that was left out."""
+    """Return a line for each rung of the baseline, and whether one regressed: its median fell by more than TOLERANCE
+    percent, or it was skipped."""
     lines = []
     for name, before in baseline.items():
         if name not in results:
-            lines.append(f"{name}: in the baseline, left out now: REGRESSION")
+            lines.append(f"{name}: in the baseline, skipped now: REGRESSION")
             continue
         change = 100 * (results[name]["full"].median / before["median"] - 1)
         lines.append(f"{name}: {change:+.1f} % against the baseline{' REGRESSION' if change < -TOLERANCE else ''}")
@@ -297,7 +289,7 @@ def compare_with_baseline(
 
 
 def draw(path: Path, results: Mapping[str, Mapping[str, Any]], device: str) -> None:
-    """A bar per rung with the spread of its trials."""
+    """Draw a bar for each rung with the spread of its trials."""
     samples = {name: values["full"] for name, values in results.items()}
     spread = [
         [sample.median - min(sample.values) for sample in samples.values()],

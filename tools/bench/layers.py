@@ -1,10 +1,10 @@
-"""Where a training step's time goes: time, share of the step and achieved rate by kind of operation.
+"""Where a training step's time goes: time, fraction of the step and achieved rate by kind of operation.
 
     python -m tools.bench layers --config=fastest
 
-Operations are timed inside of training steps on random images: forward where their function or layer is called,
-backward where autograd computes their gradients. So no network is known here by name. Beside the rate stands the
-measured rate of products or convolutions, whichever is faster, or of memory, each feature map read or written once.
+Operations are timed inside training steps on random images: forward where their function or layer is called, backward
+where autograd computes their gradients. So any network can be measured. The table compares each rate with the measured
+rate of products or convolutions, whichever is faster, or of memory if each feature map is read or written once.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from tools.shared.output import print_table, say
 from utils.config import Config
 from utils.data.build import image_side
 from utils.errors import ConfigError
+from utils.run.logging.environment import device_name
 from utils.training.kernels.compilers import compiles
 from utils.training.kernels.conv.weight_gradient import ProductConv2d
 from utils.training.kernels.conv.winograd import PooledWinogradConv2d, WinogradConv2d
@@ -38,7 +39,7 @@ CONVOLUTION, LINEAR, NORM, RELU, ADDITION, POOLING, FUSED = (
     "convolution", "linear", "BatchNorm", "ReLU", "addition", "pooling", "BatchNorm and activation",
 )  # fmt: skip
 UPDATE, REST, STEP = "update of the weights", "everything else", "whole step"
-# by the names of PyTorch's functions, which layers, torch.nn.functional and tensors call
+# kind of operation by the name of PyTorch's function
 FUNCTIONS = {
     "conv2d": CONVOLUTION,
     "linear": LINEAR,
@@ -49,10 +50,10 @@ FUNCTIONS = {
         ("max_pool2d", "avg_pool2d", "adaptive_max_pool2d", "adaptive_avg_pool2d", "amax", "mean"), POOLING
     ),
 }
-# this project's layers, each one operation, whatever it calls
+# this project's layers count as one operation each, whatever they call
 LAYERS: dict[type[nn.Module], str] = {NormReLU: FUSED, ProductConv2d: CONVOLUTION, WinogradConv2d: CONVOLUTION}
-STEPS_TO_WARM_UP = 2
-HEAD_START = 200_000_000  # a GPU's clock cycles, about 0.1 s, in which the host queues operations
+WARM_UP_STEPS = 2
+HEAD_START_CYCLES = 200_000_000  # of a GPU, about 0.1 s, in which the host queues operations
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     world = alone(config)
     learner = eager = build_measured(config, world)
     if compiles(config, world.device) or wants_graphs(config, world.device):
-        say("The step is compiled or captured, its operations are timed without; 'everything else' may be negative.")
+        say(f"The step is compiled or captured; operations are timed in an eager one, so '{REST}' may be negative.")
         eager = build_measured(config.model_copy(update={"enable_compile": False, "enable_cuda_graphs": False}), world)
     images, labels = random_batch(config, world.device)
     timer = StepTimer(eager, world.device)
@@ -76,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
             "kinds": lambda: timer.time_step(images, labels),
         },
         options.trials,
-        warm_up=max(STEPS_TO_WARM_UP, capture_steps(config, world.device)),
+        warm_up=max(WARM_UP_STEPS, capture_steps(config, world.device)),
     )
     kinds, step = results["kinds"], results["step"][STEP]
     if set(kinds) <= {UPDATE}:
@@ -85,13 +86,13 @@ def run(options: argparse.Namespace) -> int:
         )
     limits = measure_limits(number_format(learner.precision, config), world.device)
     layers = {name: compare(sample, step, timer.work[name], limits) for name, sample in kinds.items()}
-    show(config, layers, step)
+    show(config, device_name(world.device), layers, step)
     common.write_report(options.json, "layers", config, world, {"layers": layers, "step": step, "limits": limits})
     return 0
 
 
 def random_batch(config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Images of the configuration's size and layout, and labels."""
+    """Return random images of the configuration's size and layout, and labels."""
     side = image_side(config)
     layout = torch.channels_last if config.enable_nhwc else torch.contiguous_format
     images = torch.randn(config.batch_size, 3, side, side, device=device).contiguous(memory_format=layout)
@@ -101,7 +102,7 @@ def random_batch(config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
 class StepTimer(TorchFunctionMode):
     """Trains steps of an eager learner and times each call of FUNCTIONS and LAYERS, its backward pass and the update.
 
-    `work`: {kind: what its operations compute or move in the last step, (amount, unit)}, FLOPs or bytes.
+    `work`: {kind: (amount, unit)}: FLOPs computed or bytes moved in the last step.
     """
 
     def __init__(self, learner: Learner, device: torch.device) -> None:
@@ -109,7 +110,7 @@ class StepTimer(TorchFunctionMode):
         self.learner, self.device = learner, device
         self.spans: list[tuple[str, Any, Any]] = []
         self.work: dict[str, tuple[float, str]] = {}
-        self.called: list[tuple[Any, set[Node | None]]] = []  # a layer of LAYERS that has not returned yet
+        self.called: list[tuple[Any, set[Node | None]]] = []  # layers of LAYERS that have not returned yet
         for module in learner.model.modules():
             if isinstance(module, tuple(LAYERS)):
                 module.register_forward_pre_hook(self._enter)
@@ -119,10 +120,10 @@ class StepTimer(TorchFunctionMode):
         learner.optimizer.register_step_post_hook(lambda *_: self._add(UPDATE, started.pop(), _update_bytes(learner)))
 
     def time_step(self, images: Tensor, labels: Tensor) -> dict[str, float]:
-        """Train one step; milliseconds of each kind of operation in it."""
+        """Train one step and return the milliseconds of each kind of operation."""
         self.spans, self.work = [], {}
         if self.device.type == "cuda":
-            torch.cuda._sleep(HEAD_START)  # so that the device does not wait for the host between two marks
+            torch.cuda._sleep(HEAD_START_CYCLES)  # so that the device does not wait for the host between two marks
         with self:
             self.learner.train_step(images, labels)
         common.synchronize(self.device)
@@ -134,14 +135,14 @@ class StepTimer(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, kwargs = FUNCTIONS.get(getattr(function, "__name__", "")), kwargs or {}
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        # no gradients: the optimizer, an average of weights, and what autograd functions call
+        # without gradients: the optimizer, an average of weights, and calls inside autograd functions
         if kind is None or self.called or not torch.is_grad_enabled() or not _are_features(kind, tensors):
             return function(*args, **kwargs)
         features = tensors if kind in (ADDITION, POOLING) else tensors[:1]
         before, start = {tensor.grad_fn for tensor in features}, self._now()
         output = function(*args, **kwargs)
         weight = tensors[1] if kind in (CONVOLUTION, LINEAR) else None
-        self._note(kind, start, before, features, weight, output, output.numel())
+        self._record(kind, start, before, features, weight, output, output.numel())
         return output
 
     def _enter(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -154,14 +155,15 @@ class StepTimer(TorchFunctionMode):
         if isinstance(module, PooledWinogradConv2d):
             numbers = len(output) * output.shape[1] * inputs[0].shape[2:].numel()  # before its pooling
         weight: Any = module.weight if kind == CONVOLUTION else None
-        self._note(kind, start, before, inputs, weight, output, numbers)
+        self._record(kind, start, before, inputs, weight, output, numbers)
 
-    def _note(
+    def _record(
         self, kind: str, start: Any, before: set[Node | None], features: Sequence[Tensor], weight: Tensor | None,
         output: Tensor, numbers: int,
     ) -> None:  # fmt: skip
-        """Add a forward pass that ends now, and its backward pass when autograd comes to it. `before`: the nodes of
-        what the operation took; `numbers`: how many a convolution or product computes."""
+        """Record a forward pass that ends now, and its backward pass when autograd runs it.
+
+        `before`: the nodes of the inputs; `numbers`: how many numbers a convolution or product computes."""
         forward = backward = kind
         if kind == CONVOLUTION:
             assert weight is not None
@@ -170,9 +172,9 @@ class StepTimer(TorchFunctionMode):
             forward, backward = (f"{kind} {size}, {which}" for which in ("forward", "backward"))
         moved = sum(tensor.nbytes for tensor in features) + output.nbytes
         work: tuple[float, str] = (moved, "bytes")
-        # the gradients of output and input, and what was kept for them; an addition passes its gradient on as it is
-        again = {ADDITION: 0, POOLING: moved}.get(kind, moved + features[0].nbytes)
-        work_of_backward: tuple[float, str] = (again, "bytes")
+        # gradients of output and input, and stored tensors; an addition passes its gradient on unchanged
+        moved_backward = {ADDITION: 0, POOLING: moved}.get(kind, moved + features[0].nbytes)
+        work_of_backward: tuple[float, str] = (moved_backward, "bytes")
         if weight is not None:
             flops = 2.0 * numbers * math.prod(weight.shape[1:])
             work = (flops, "FLOPs")
@@ -190,7 +192,7 @@ class StepTimer(TorchFunctionMode):
         self.work[kind] = (self.work.get(kind, (0.0, unit))[0] + amount, unit)
 
     def _now(self) -> Any:
-        """Seconds, or on a GPU a mark in its queue."""
+        """Return the time in seconds, or on a GPU an event in its queue."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -199,18 +201,18 @@ class StepTimer(TorchFunctionMode):
 
 
 def _are_features(kind: str, tensors: Sequence[Tensor]) -> bool:
-    """Whether a call computes feature maps, not a loss or a counter."""
+    """Return whether a call computes feature maps, not a loss or a counter."""
     if not tensors or tensors[0].ndim < 2 or not tensors[0].is_floating_point():
         return False
     return kind != ADDITION or (len(tensors) == 2 and tensors[0].shape == tensors[1].shape)
 
 
 def _nodes(last: Node | None, before: set[Node | None]) -> Iterator[Node]:
-    """The nodes of the graph from `last` back to those of `before` and to leaves, all without these."""
+    """Yield the nodes of the graph from `last` back to the nodes `before` and the leaves, without these."""
     waiting, seen = [last], set(before)
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen or hasattr(node, "variable"):  # which the accumulation of a leaf has
+        if node is None or node in seen or hasattr(node, "variable"):  # an accumulation node of a leaf
             continue
         seen.add(node)
         yield node
@@ -218,7 +220,7 @@ def _nodes(last: Node | None, before: set[Node | None]) -> Iterator[Node]:
 
 
 def _update_bytes(learner: Learner) -> tuple[float, str]:
-    """Weights and what the optimizer keeps of them read and written, gradients read."""
+    """Return the bytes of an update: weights and optimizer state read and written, gradients read."""
     optimizer, total = learner.optimizer, 0
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         kept = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
@@ -227,8 +229,8 @@ def _update_bytes(learner: Learner) -> tuple[float, str]:
 
 
 def measure_limits(name: str, device: torch.device) -> dict[str, common.Trials]:
-    """What bounds operations in this number format, by the names of `limits`."""
-    dtype = DTYPES.get(name, torch.float32)  # tf32 as the configuration has set it
+    """Measure the limits in this number format, by the names of `limits`."""
+    dtype = DTYPES.get(name, torch.float32)  # tf32 as configured
     return {
         f"product {name}, TFLOP/s": product(device, dtype, 3),
         f"convolution {name} NHWC, TFLOP/s": convolution(device, dtype, 3),
@@ -242,7 +244,7 @@ def compare(
     work: tuple[float, str],
     limits: Mapping[str, common.Trials],
 ) -> dict[str, Any]:
-    """A kind of operation for table and report: its rate beside the best one; `share` is their quotient."""
+    """Return a kind of operation for table and report: its rate and the best one; `share` is their quotient."""
     amount, what = work
     unit, scale, bound = ("TFLOP/s", 1e12, "arithmetic") if what == "FLOPs" else ("GB/s", 1e9, "memory")
     rate = amount / scale / (sample.median / 1e3)
@@ -253,8 +255,8 @@ def compare(
     }  # fmt: skip
 
 
-def show(config: Config, layers: Mapping[str, Mapping[str, Any]], step: common.Trials) -> None:
-    """The table, the longest first."""
+def show(config: Config, device: str, layers: Mapping[str, Mapping[str, Any]], step: common.Trials) -> None:
+    """Print the table, the longest kind first."""
     rest = step.median - sum(layer["milliseconds"].median for layer in layers.values())
     rows = [
         (name, f"{layer['milliseconds']:.3g}", f"{layer['share_of_step']:.1%}", f"{layer['rate']:.3g} {layer['unit']}",
@@ -262,5 +264,5 @@ def show(config: Config, layers: Mapping[str, Mapping[str, Any]], step: common.T
         for name, layer in sorted(layers.items(), key=lambda item: -item[1]["milliseconds"].median)
     ]  # fmt: skip
     rows += [(REST, f"{rest:.3g}", f"{rest / step.median:.1%}", "-", "-"), (STEP, f"{step:.4g}", "100.0%", "-", "-")]
-    title = f"{config.model}, batch {config.batch_size}, a training step: median (min-max)"
+    title = f"{config.model}, batch {config.batch_size}, a training step on {device}: median (min-max)"
     print_table(title, ("kind of operation", "ms", "share", "rate", "best measured rate"), rows)

@@ -1,4 +1,4 @@
-"""What this machine can do, in seconds."""
+"""Measure the hardware limits within seconds."""
 
 import argparse
 

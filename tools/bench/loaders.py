@@ -1,4 +1,4 @@
-"""Images per second of each data loader, alone and feeding a training step, and how much of a step is waiting."""
+"""Images per second of each data loader, by itself and feeding a training step, and the time that a step waits."""
 
 import argparse
 import itertools
@@ -21,7 +21,7 @@ from utils.config import Config, load_config
 from utils.data.build import Dataset, Loader, build_loaders, open_dataset
 from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.run.logging.environment import dali_version
+from utils.run.logging.environment import dali_version, device_name
 from utils.training.batches import prefetch
 from utils.training.kernels.backends import prepare_backends
 
@@ -32,19 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m tools.bench loaders`."""
     common.add_arguments(parser, config="bs256-amp-nhwc-extra-opts")
     parser.add_argument(
-        "--loaders", default=BACKENDS, metavar="A,B", help=f"which ones (default, what is installed: {BACKENDS})"
+        "--loaders", default=BACKENDS, metavar="A,B", help=f"loaders (default: the installed ones, {BACKENDS})"
     )
     parser.add_argument(
-        "--data_paths", metavar="A,B", help="each loader on the data in each of these folders (default: data_path)"
+        "--data_paths", metavar="A,B", help="measure each loader on each of these folders (default: data_path)"
     )
     parser.add_argument(
         "--cold", action="store_true",
-        help="also with a cold page cache: drop this machine's before each trial, which takes root, then the same "
-        "images again",
+        help="also measure with a cold page cache: drop it before each trial (needs root), then read again",
     )  # fmt: skip
-    add_count(parser, "--batches", 100, "batches of a trial of a loader alone")
+    add_count(parser, "--batches", 100, "batches of a trial without training")
     parser.add_argument(
-        "--steps", type=int, default=20, metavar="N", help="training steps of a trial; 0: loaders alone (default: 20)"
+        "--steps", type=int, default=20, metavar="N", help="training steps of a trial; 0: no training (default: 20)"
     )
 
 
@@ -53,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     config = common.read_config(options)
     if options.cold:
         drop_page_cache()
-    names = without_absent(options.loaders.split(","), dali_version())
+    names = without_missing_dali(options.loaders.split(","), dali_version())
     configs: dict[str, Config] = {}
     for path in options.data_paths.split(",") if options.data_paths else [None]:
         changes = [] if path is None else [f"data_path={as_yaml(path)}"]
@@ -74,8 +73,8 @@ def run(options: argparse.Namespace) -> int:
             cases[name] = LoaderTrial(chosen, built.train, step, world, options.batches, options.steps, options.cold)
             if world.is_main:
                 print(*(f"{name}: {note}" for note in built.notes), sep="\n", end="\n" if built.notes else "")
-        # of several ranks all must go on, or none
-        results = common.measure(cases, options.trials, leave_out=world.world_size == 1)
+        # several ranks must all skip a case, or none
+        results = common.measure(cases, options.trials, skip_unavailable=world.world_size == 1)
         if world.is_main:
             show(config, next(iter(datasets.values())), world, results)
         common.write_report(options.json, "loaders", config, world, results)
@@ -83,16 +82,16 @@ def run(options: argparse.Namespace) -> int:
     return common.on_all_ranks(config, measure)
 
 
-def without_absent(names: list[str], dali: str | None) -> list[str]:
-    """Leave DALI out, saying so, where it is not installed and there are others to measure."""
+def without_missing_dali(names: list[str], dali: str | None) -> list[str]:
+    """Skip DALI, with a message, if it is not installed and there are other loaders to measure."""
     if dali is None and "dali" in names and len(names) > 1:
-        print('dali: left out, NVIDIA DALI is not installed; pip install ".[dali]"', file=sys.stderr)
+        print('dali: skipped: NVIDIA DALI is not installed; pip install ".[dali]"', file=sys.stderr)
         return [name for name in names if name != "dali"]
     return names
 
 
 def drop_page_cache() -> None:
-    """Make this machine forget the files that it has in memory, and the folders; `ConfigError` where it may not."""
+    """Drop this machine's page cache. Raises `ConfigError` without the permission."""
     try:
         os.sync()
         Path("/proc/sys/vm/drop_caches").write_text("3\n")
@@ -102,7 +101,7 @@ def drop_page_cache() -> None:
 
 @dataclass
 class LoaderTrial:
-    """One trial of one loader: it runs through the epochs, and each trial continues where the last one stopped."""
+    """Measures one loader. Each trial continues in the epochs where the last one stopped."""
 
     config: Config
     loader: Loader
@@ -117,8 +116,8 @@ class LoaderTrial:
         self.num_dropped = max(1, self.num_batches // 4)
         if self.cold and len(self.loader) < self.num_dropped + self.num_batches:
             raise ConfigError(
-                f"--cold: a trial's {self.num_dropped} + {self.num_batches} batches are more than an epoch's "
-                f"{len(self.loader)}, so that some would be read twice; use fewer --batches or a smaller batch_size"
+                f"--cold: a trial's {self.num_dropped} + {self.num_batches} batches exceed an epoch's "
+                f"{len(self.loader)}, so some would be read twice; use fewer --batches or a smaller batch_size"
             )
 
     def __call__(self) -> Mapping[str, float]:
@@ -126,12 +125,12 @@ class LoaderTrial:
         if self.cold:
             epoch = next(self.epochs)
             drop_page_cache()
-            values["cold_images_per_sec"] = self._alone([epoch])
-            values["images_per_sec"] = self._alone([epoch])  # the same files, which are in memory now
+            values["cold_images_per_sec"] = self._time_loader([epoch])
+            values["images_per_sec"] = self._time_loader([epoch])  # the same files, now cached
         else:
-            values["images_per_sec"] = self._alone(self.epochs)
+            values["images_per_sec"] = self._time_loader(self.epochs)
         if self.step is not None:
-            values |= self._feeding(self.step)
+            values |= self._time_training(self.step)
         return values
 
     def _batches(self, epochs: Iterable[int]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -139,9 +138,9 @@ class LoaderTrial:
             self.loader.set_epoch(epoch)
             yield from self.loader
 
-    def _alone(self, epochs: Iterable[int]) -> float:
-        """Images per second over all ranks with nothing else to do; the first batches, which start workers or were
-        prepared ahead, do not count."""
+    def _time_loader(self, epochs: Iterable[int]) -> float:
+        """Return images per second over all ranks without training. The first batches do not count: they start
+        workers, or were prepared ahead."""
         batches = self._batches(epochs)
         for _ in range(self.num_dropped):
             next(batches)
@@ -150,8 +149,8 @@ class LoaderTrial:
         seconds = common.time_action(self.world.device, lambda: counts.extend(len(labels) for _, labels in timed))
         return sum(counts) * self.world.world_size / seconds
 
-    def _feeding(self, step: Callable[[Tensor, Tensor], None]) -> dict[str, float]:
-        """Images per second of training, and the share of that time in which the host waited for the next batch."""
+    def _time_training(self, step: Callable[[Tensor, Tensor], None]) -> dict[str, float]:
+        """Return images per second of training, and the fraction of time that the host waited for a batch."""
         batches = prefetch(self.config, self._batches(self.epochs), self.world.device)
         for images, labels in itertools.islice(batches, max(1, capture_steps(self.config, self.world.device))):
             step(images, labels)
@@ -169,10 +168,10 @@ class LoaderTrial:
 
 
 def show(config: Config, dataset: Dataset, world: World, results: Mapping[str, Mapping[str, Any]]) -> None:
-    """The table: median and spread of the trials. `without input` compares with the synthetic loader's training."""
+    """Print median and spread of the trials; the last column compares with the synthetic loader's training."""
     feeding = any("waiting" in values for values in results.values())
     cold = any("cold_images_per_sec" in values for values in results.values())
-    columns = ["loader", "images/s alone", *(["cold cache"] if cold else [])]
+    columns = ["loader", "images/s", *(["cold cache"] if cold else [])]
     if feeding:
         columns += ["images/s training", "waiting, % of a step", "slower than without input, %"]
     rows = []
@@ -187,5 +186,5 @@ def show(config: Config, dataset: Dataset, world: World, results: Mapping[str, M
             best = results["synthetic"]["training_images_per_sec"] if "synthetic" in results else None
             row.append("" if best is None else f"{100 * (1 - training.median / best.median):.1f}")
         rows.append(row)
-    setting = f"{dataset.name}, batch {config.batch_size}, {world.world_size} rank(s) on {world.device.type}"
+    setting = f"{dataset.name}, batch {config.batch_size}, {world.world_size} rank(s) on {device_name(world.device)}"
     print_table(f"{setting}: median (min-max)", columns, rows)

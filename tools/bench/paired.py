@@ -1,12 +1,12 @@
-"""Paired comparisons: a configuration without and with some settings, on the same seeds, with gains and their spread.
+"""Paired comparisons: train a configuration without and with some settings on the same seeds; gains and their spread.
 
     python -m tools.bench paired --config=cifar100-cpu --with lr=0.05 --with cutout_size=8 \\
         --seeds 3 --out results/DATE-recipe
 
-Each seed is trained without any of them and then with each --with, one run after the other, so that a machine that
-grows slower is not taken for a gain. All have the configuration's epochs; a --with may name other settings too, such as
-`max_epochs`, and the table has the ratio of the times, so that equal time can be set up. Each run's logs are kept; the
-same command goes on where it was stopped, and with more seeds or settings it adds to what is there.
+Each seed is trained first without and then with each --with, one run after the other, so that a machine that becomes
+slower does not look like a gain. All runs have the configuration's epochs. A --with may also change `max_epochs`: the
+table has the ratio of the times, so that runs of equal time can be compared. All logs are kept. The same command
+resumes, and with more seeds or settings it adds runs.
 """
 
 import argparse
@@ -32,22 +32,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, config="cifar100-cpu")
     parser.add_argument(
         "--with", dest="others", action="append", required=True, metavar="KEY=VALUE,...",
-        help="settings to compare with the configuration without them; those after a comma belong together; repeatable",
+        help="settings to add to the configuration; a comma joins settings of one comparison; repeatable",
     )  # fmt: skip
-    add_count(parser, "--seeds", 3, "seeds, each a run without and one with each of the settings")
-    parser.add_argument("--first_seed", type=int, default=0, metavar="K", help="the first of them (default: 0)")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the logs and the report")
+    add_count(parser, "--seeds", 3, "seeds, each a run without and one with each --with")
+    parser.add_argument("--first_seed", type=int, default=0, metavar="K", help="the first seed (default: 0)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of logs and report")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train what is not there yet, and report."""
+    """Run the missing trainings and write the report."""
     common = [*options.set, "save_checkpoint=false", "log_to_tensorboard=false"]
     arms = {WITHOUT: common} | {text: common + split_settings(text) for text in options.others}
     folders = {text: options.out / folder_name(text) for text in arms}
     if len(set(folders.values())) < len(arms):
-        raise ConfigError("--with: two of them have the same name for a folder; write one of them in another order")
+        raise ConfigError("--with: two have the same folder name; write the settings of one in another order")
     for text, settings in arms.items():
-        config = load_config(options.yaml_config, options.config, settings)  # a mistake ends it before the first run
+        config = load_config(options.yaml_config, options.config, settings)  # fails before the first run
         make_folder(folders[text])
         check_same_config(folders[text], options.config, config)
     now = describe_environment(choose_device(config.device, 0), 1)
@@ -63,30 +63,31 @@ def run(options: argparse.Namespace) -> int:
     environment = read_json(next(folders[WITHOUT].glob("seed-*/environment.json")))
     report = {"config_name": options.config, "settings": common, "environment": environment} | compare(trials)
     write_json(options.out / REPORT, report)
-    print_table(f"{options.config}: gain in points over the same seeds without", *table(report))
+    title = f"{options.config} on {environment['device']}: gain in points over the same seeds without"
+    print_table(title, *table(report))
     return 0
 
 
 def split_settings(text: str) -> list[str]:
-    """KEY=VALUE,KEY=VALUE as settings; a comma inside of brackets divides nothing."""
+    """Split KEY=VALUE,KEY=VALUE into settings, but not at a comma inside a value."""
     return re.split(r",(?=\w+=)", text)
 
 
 def folder_name(text: str) -> str:
-    """What a --with is called among the logs."""
+    """Return the name of a --with's folder."""
     return re.sub(r"[^\w.=-]+", "-", text)
 
 
 def read_trials(folder: Path) -> dict[int, dict[str, Any]]:
-    """{seed: what it gave} of every seed in a folder."""
+    """Return {seed: its trial} of every seed in a folder."""
     found = [read_json(path) for path in folder.glob("seed-*/trial.json")]
     return {trial["seed"]: trial for trial in sorted(found, key=lambda trial: trial["seed"])}
 
 
 def compare(trials: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Of each settings: accuracy, gain by seed over `WITHOUT`, both with mean and deviation, and the ratio of times.
+    """Return each arm's accuracy, gain over `WITHOUT` by seed, and ratio of times, with mean and deviation.
 
-    Only seeds that both sides have count for a gain."""
+    Only seeds that both arms have count for a gain."""
     without = trials[WITHOUT]
     report: dict[str, Any] = {}
     for text, mine in trials.items():
@@ -104,7 +105,7 @@ def compare(trials: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> dict[str, 
 
 
 def table(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows, the largest gain first."""
+    """Return columns and rows, the largest gain first."""
     arms = sorted(report["arms"].items(), key=lambda arm: -arm[1]["gain"]["mean"])
     rows = [
         [

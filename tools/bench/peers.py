@@ -1,4 +1,4 @@
-"""The same network, precision, layout and data in this project's step, in timm's and in Lightning's.
+"""The training step of this project, of timm and of Lightning, with the same network, precision, layout and data.
 
 pip install ".[peers]" && python -m tools.bench peers --config=fastest
 """
@@ -25,6 +25,7 @@ from utils.base_config import as_yaml
 from utils.config import Config
 from utils.data.build import build_loaders, image_side, open_dataset
 from utils.errors import ConfigError
+from utils.run.logging.environment import device_name
 from utils.training.batches import prefetch
 from utils.training.kernels.backends import prepare_backends
 from utils.training.kernels.compilers import compiles
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     for key, off in {"clip_grad_norm": None, "label_smoothing": 0.0, "micro_batch_size": None}.items():
         if getattr(config, key) != off:
             remedy = f"use {as_yaml(off)}"
-            raise ConfigError(f"{key} {getattr(config, key):g}: only this project's step has it here; {remedy}")
+            raise ConfigError(f"{key} {getattr(config, key):g}: timm's and Lightning's step here lack it; {remedy}")
     world = alone(config)
     with ExitStack() as stack:
         workers = {}
@@ -63,16 +64,17 @@ def run(options: argparse.Namespace) -> int:
         results = common.measure(cases, options.trials, warm_up=0)
     ours = results["this project"]["full"].median
     rows = [(name, f"{row['full']:,.1f}", f"{ours / row['full'].median:.3f}") for name, row in results.items()]
-    title = f"{config.model}, batch {config.batch_size}, {choose_precision(config, world.device)}: median (min-max)"
-    print_table(title, ["training step", "images/s", "this project is faster by"], rows)
+    setting = f"{config.model}, batch {config.batch_size}, {choose_precision(config, world.device)}"
+    title = f"{setting}, {device_name(world.device)}: median (min-max)"
+    print_table(title, ["training step", "images/s", "this project's relative speed"], rows)
     common.write_report(options.json, "peers", config, world, results)
     return 0
 
 
 def rows_of(config: Config, device: torch.device) -> dict[str, tuple[Callable[[Config], Trial], Config]]:
-    """{row: (what builds its trial, with which configuration)}.
+    """Return {row: (function that builds its trial, its configuration)}.
 
-    Each kind of device has one switch that only this project offers, so the table has rows with it and without it.
+    On each kind of device one switch exists only in this project, so the table has rows with and without it.
     """
     peers: dict[str, Callable[[Config], Trial]] = {"timm": timm_trial, "lightning": lightning_trial}
     rows: dict[str, tuple[Callable[[Config], Trial], Config]] = {"this project": (OurStep, config)}
@@ -134,9 +136,9 @@ def timm_trial(config: Config) -> Trial:
 
 
 def lightning_trial(config: Config) -> Trial:
-    """Lightning's Trainer.fit with `barebones`, which switches off all that is not training."""
+    """Lightning's Trainer.fit with `barebones`, which switches everything off but training."""
     lightning = _import("lightning")
-    logging.getLogger("lightning").setLevel(logging.ERROR)  # else it prints a page of advice with every trial
+    logging.getLogger("lightning").setLevel(logging.ERROR)  # otherwise it prints a page of advice in every trial
     warnings.filterwarnings("ignore", module="lightning")
     world = alone(config)
     prepare_backends(config, world.device)
@@ -146,7 +148,7 @@ def lightning_trial(config: Config) -> Trial:
     loader = build_loaders(config, open_dataset(config, world), world).train
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
-        """Remembers when its timed steps began and ended."""
+        """Records when its timed steps began and ended."""
 
         def __init__(self, warmup: int, iters: int) -> None:
             super().__init__()
@@ -162,7 +164,7 @@ def lightning_trial(config: Config) -> Trial:
             return nn.functional.cross_entropy(forward(images), labels)
 
         def on_train_batch_end(self, *_: object) -> None:
-            """Stops the clock after the last update: `fit` moves model and optimizer to the CPU before it returns."""
+            """Stop the clock after the last update: `fit` moves model and optimizer to the CPU before it returns."""
             if self.steps == self.warmup + self.iters:
                 common.synchronize(world.device)
                 self.ended = time.perf_counter()
@@ -171,7 +173,7 @@ def lightning_trial(config: Config) -> Trial:
             return build_optimizer(config, self.model.parameters())
 
     class Batches(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
-        """The project's loader, without end."""
+        """The project's loader, endlessly."""
 
         def __iter__(self):  # type: ignore[no-untyped-def]
             return prefetch(config, endless(loader), world.device)

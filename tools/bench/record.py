@@ -1,14 +1,14 @@
-"""Time to an accuracy, or the accuracy at the end, over several seeds: the raw logs and their mean and deviation.
+"""Time to an accuracy, or the accuracy at the end, over several seeds: raw logs, mean and deviation.
 
-Each seed is a train.py of its own, one after the other, without checkpoints and TensorBoard files. It has three times:
+Each seed is one train.py, one after the other, without checkpoints and TensorBoard files. It has three times:
 
 - command: from the start of the process to its end: Python, imports, data, and everything below;
-- run: from the first batch to the end of the validation that reached the target, compilation and validations included;
-- training: the training steps alone, at the throughput of all log points but the first: no start-up, no compilation, no
-  validation. The one to hold beside results that leave these out.
+- run: from the first batch to the end of the validation that reached the target, with compilation and validations;
+- training: only the training steps, at the throughput of all log points but the first. Compare this one with results
+  that exclude start-up, compilation and validation.
 
-A folder of results takes more seeds later, one command after another, as long as configuration, code, versions and
-device are the same; the code is identified by the newest commit that changed anything outside of results/.
+Later commands can add seeds to a folder of results, if configuration, code, versions and device are the same. The code
+is identified by the newest commit that changed anything outside results/.
 """
 
 import argparse
@@ -42,16 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m tools.bench record`."""
     add_config_arguments(parser, config="record-75")
     add_count(parser, "--seeds", 5, "seeds, each a run")
-    parser.add_argument("--first_seed", type=int, default=0, metavar="K", help="the first of them (default: 0)")
+    parser.add_argument("--first_seed", type=int, default=0, metavar="K", help="the first seed (default: 0)")
     parser.add_argument(
-        "--target", type=float, metavar="SHARE",
+        "--target", type=float, metavar="ACCURACY",
         help="end each run at this validation accuracy, in [0, 1] (default: the configuration's stop_at_accuracy)",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="DIR", help="of the results (default: results/<date>-<config>)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for results (default: results/<date>-<config>)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the seeds that are not there yet, summarise, bring the table up to date."""
+    """Run the missing seeds, summarise, update the table."""
     settings = [*options.set, "save_checkpoint=false", "log_to_tensorboard=false"]
     if options.target is not None:
         settings.append(f"stop_at_accuracy={options.target}")
@@ -74,9 +74,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_seed(yaml_config: Path, name: str, settings: Sequence[str], seed: int, out: Path) -> Trial:
-    """One run to its end; its logs are in out/seed-N afterwards."""
+    """Run one seed to its end and move its logs to out/seed-N."""
     partial, final = out / f".seed-{seed}.partial", out / f"seed-{seed}"
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was interrupted
+    shutil.rmtree(partial, ignore_errors=True)  # from an interrupted run
     with FollowedRun(yaml_config, name, [*settings, *as_settings({"seed": seed})], partial) as training:
         for record in (record for record in training if "acc1/valid" in record):
             print(f"seed {seed}, epoch {record['epoch']}: {record['acc1/valid']:.2%}", end="\r", flush=True)
@@ -93,7 +93,7 @@ def run_seed(yaml_config: Path, name: str, settings: Sequence[str], seed: int, o
 
 
 def measure(epochs: Sequence[Mapping[str, Any]], config: Config, command_seconds: float) -> Trial:
-    """What one seed gave, from the records of its epochs."""
+    """Return the results of one seed, from the records of its epochs."""
     last, best = epochs[-1], max(epochs, key=lambda record: record.get("acc1/valid", -1.0))
     target = config.stop_at_accuracy
     return {
@@ -113,12 +113,12 @@ def measure(epochs: Sequence[Mapping[str, Any]], config: Config, command_seconds
 
 
 def summarise(out: Path, name: str, config: Config) -> dict[str, Any]:
-    """All seeds in a folder; `ConfigError` where they were run differently."""
+    """Summarise all seeds in a folder. Raises `ConfigError` if they were run differently."""
     folders = _seed_folders(out)
     environment = read_json(folders[0] / "environment.json")
     check_same_environment(out, environment)
     trials = [read_json(folder / "trial.json") for folder in folders]
-    # a mean over those seeds alone that reached the target would be too good
+    # a mean over only the seeds that reached the target would be too good
     missed = any(trial["reached"] is False for trial in trials)
     return {
         "config_name": name,
@@ -134,7 +134,7 @@ def summarise(out: Path, name: str, config: Config) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float | None]:
-    """Mean and the deviation of a sample, which one value does not have."""
+    """Return mean and sample standard deviation, which is None for one value."""
     return {"mean": statistics.mean(values), "sd": statistics.stdev(values) if len(values) > 1 else None}
 
 
@@ -143,7 +143,7 @@ def _seed_folders(out: Path) -> list[Path]:
 
 
 def check_same_environment(out: Path, expected: Mapping[str, Any]) -> None:
-    """`ConfigError` where the folder holds seeds of other code, versions or devices than `expected`."""
+    """Raise `ConfigError` if the folder holds seeds of other code, versions or devices than `expected`."""
     for folder in _seed_folders(out):
         there = read_json(folder / "environment.json")
         if key := next((key for key in SAME if there.get(key) != expected.get(key)), None):
@@ -152,7 +152,7 @@ def check_same_environment(out: Path, expected: Mapping[str, Any]) -> None:
 
 
 def check_same_config(out: Path, name: str, config: Config) -> None:
-    """`ConfigError` where the folder holds seeds of another configuration."""
+    """Raise `ConfigError` if the folder holds seeds of another configuration."""
     for folder in _seed_folders(out):
         path = folder / "config.yaml"
         there = load_config(path, next(iter(list_blocks(path))))
@@ -172,7 +172,7 @@ def _describe(trial: Trial, target: float | None) -> str:
 
 
 def table(measured: Sequence[tuple[Path, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows; the first column is the configuration."""
+    """Return columns and rows; the first column is the configuration."""
     columns = ["configuration", "target", "seeds", "reached", "epochs", "best acc1, %"]
     columns += [*(f"{time}, s" for time in TIMES), "device", "commit", "logs"]
     return columns, [_row(folder, summary) for folder, summary in measured]
@@ -196,7 +196,7 @@ def _row(folder: Path, summary: Mapping[str, Any]) -> list[str]:
 
 
 def show_mean(values: Mapping[str, float | None] | None, factor: float, form: str) -> str:
-    """A `spread` times a factor, as mean ± deviation."""
+    """Return a `spread` times a factor as "mean ± deviation"."""
     if values is None or values["mean"] is None:
         return "target missed"
     deviation = "" if values["sd"] is None else f" ± {factor * values['sd']:{form.removeprefix('+')}}"
@@ -204,7 +204,7 @@ def show_mean(values: Mapping[str, float | None] | None, factor: float, form: st
 
 
 def render_table(root: Path) -> str:
-    """results/README.md's table: every folder of results, newest first."""
+    """Return the table of results/README.md: every folder of results, newest first."""
     folders = sorted((path.parent for path in root.glob("*/summary.json")), reverse=True)
     measured = [(folder, read_json(folder / "summary.json")) for folder in folders]
     columns, rows = table(measured)
@@ -212,7 +212,7 @@ def render_table(root: Path) -> str:
 
 
 def update_readme(root: Path) -> None:
-    """Write the table between its marks, where there is a README.md that has them."""
+    """Write the table between its marks, if there is a README.md with the marks."""
     path = root / "README.md"
     text = path.read_text("utf-8") if path.exists() else ""
     if BEGIN in text and END in text:
@@ -221,5 +221,5 @@ def update_readme(root: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What `write_json` wrote."""
+    """Read a file that `write_json` wrote."""
     return json.loads(path.read_text("utf-8"))

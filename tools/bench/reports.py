@@ -1,4 +1,4 @@
-"""Reports of tools.bench: reading them, and the rates of their cases. No torch."""
+"""Reads reports of tools.bench and the rates of their cases. No torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +18,13 @@ class ScalingTrials(BaseModel):
 
 
 class Report(BaseModel):
-    """What --json writes."""
+    """The content of --json."""
 
     bench: str = ""
     environment: dict[str, Any] = {}
     config: dict[str, Any] = {}
     results: dict[str, Any]
-    trials: list[ScalingTrials] = []  # of `scaling` alone
+    trials: list[ScalingTrials] = []  # only of `scaling`
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,23 @@ class Rate:
     images_per_sec: float
     config: dict[str, Any]
     ranks: int = 1
-    training: bool = True  # False: of a loader alone
+    training: bool = True  # False: of a loader without training
     mode: str = ""  # weak or strong, of a scaling report
     epoch_images_per_sec: float | None = None
 
 
 def read_report(path: Path) -> Report:
-    """`DataError` where the file cannot be read or is no report."""
+    """Read a report. Raises `DataError` if the file cannot be read or is not a report."""
     try:
         return Report.model_validate_json(path.read_bytes())
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except ValidationError:
-        raise DataError(f"{path}: is no report of tools.bench; make one with --json") from None
+        raise DataError(f"{path}: not a report of tools.bench; make one with --json") from None
 
 
 def rates(report: Report) -> dict[str, Rate]:
-    """{case: its rate} of a report of `ladder`, `scaling` or `loaders`; empty for others."""
+    """Return {case: its rate} of a report of `ladder`, `scaling` or `loaders`; empty for others."""
     rungs = report.results.get("rungs")
     configs = report.results.get("configs", {})
     found = {}

@@ -1,9 +1,8 @@
-"""Weak and strong scaling over processes of one machine, each run a torchrun of its own.
+"""Weak and strong scaling over processes of one machine; each trial is a torchrun.
 
-Strong: the global batch stays that of the configuration; weak: it grows with the processes. Protocol of DLPerf: first
-steps dropped, several interleaved trials, median; speed-up = images/s over those of the fewest processes, efficiency =
-speed-up over the ratio of processes. The share of communication is what a step lasts longer than one that never
-averages gradients.
+Strong: constant global batch; weak: the global batch grows with the processes. Protocol of DLPerf: the first steps do
+not count, several interleaved trials, median. Speed-up: images/s relative to the fewest processes. Efficiency: speed-up
+over the ratio of processes. Communication: the fraction of a step that disappears when gradients are not averaged.
 """
 
 import argparse
@@ -41,10 +40,10 @@ from utils.training.metrics.sums import MetricSums
 
 MODES = ("strong", "weak")
 QUANTITIES = ("train_images_per_sec", "epoch_images_per_sec")
-ROUNDS = 3  # with and without communication take turns
+ROUNDS = 3  # of alternating steps with and without communication
 COMPARED = ("commit", "python", "torch", "torchvision", "cuda", "cudnn", "device", "threads")
 
-Records = dict[tuple[str, int], list[dict[str, Any]]]  # (mode, processes) -> one record a trial
+Records = dict[tuple[str, int], list[dict[str, Any]]]  # (mode, processes) -> one record per trial
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "--steps", 60, "steps of a trial that count")
     parser.add_argument("--dropped", type=int, default=20, metavar="N", help="steps before them (default: 20)")
     parser.add_argument(
-        "--add", type=Path, action="append", default=[], metavar="PATH", help="an earlier report, to show beside it"
+        "--add", type=Path, action="append", default=[], metavar="PATH", help="add the trials of an earlier report"
     )
 
 
@@ -83,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def cases_of(config: Config, processes: Sequence[int], modes: Sequence[str]) -> dict[tuple[str, int], Config]:
-    """The configuration of every (mode, processes); `ConfigError` where a batch cannot be split."""
+    """Return the configuration of every (mode, processes). Raises `ConfigError` if a batch cannot be split."""
     unknown = [mode for mode in modes if mode not in MODES]
     if unknown:
         raise ConfigError(f"--mode {unknown[0]}: allowed: {', '.join(MODES)}")
@@ -97,9 +96,9 @@ def cases_of(config: Config, processes: Sequence[int], modes: Sequence[str]) -> 
 
 
 def run_once(config: Config, processes: int, most: int, steps: int, dropped: int) -> dict[str, Any]:
-    """One trial in processes of its own: {"values", "environment", "config"}.
+    """Run one trial under torchrun: {"values", "environment", "config"}.
 
-    On a CPU each process stands for a device and has the cores that are left for each with `most` processes.
+    On a CPU each process represents a device. It gets the cores that each has with `most` processes.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
@@ -107,7 +106,7 @@ def run_once(config: Config, processes: int, most: int, steps: int, dropped: int
         command += [__file__, config.model_dump_json(), str(steps), str(dropped), str(path)]
         threads = str(max(1, (os.cpu_count() or 1) // most))
         environment = {"OMP_NUM_THREADS": threads} | os.environ | rendezvous
-        # by its path, and the code before the working directory, whose files may have the names of our modules
+        # the code comes before the working directory, whose files may have the names of our modules
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CODE), os.environ.get("PYTHONPATH")]))
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if ended.returncode or not path.exists():
@@ -118,9 +117,9 @@ def run_once(config: Config, processes: int, most: int, steps: int, dropped: int
 
 
 def check_comparable(records: Records) -> None:
-    """`ConfigError` that names the first key or version in which two runs differ."""
+    """Raise `ConfigError` with the first setting or version in which two runs differ."""
     everything = [
-        (_with_its_share(record["config"], mode, processes), record["environment"])
+        (_with_local_batch(record["config"], mode, processes), record["environment"])
         for (mode, processes), runs in records.items()
         for record in runs
     ]
@@ -136,13 +135,13 @@ def check_comparable(records: Records) -> None:
                 raise ConfigError(f"runs that differ cannot be compared: {found}")
 
 
-def _with_its_share(config: Mapping[str, Any], mode: str, processes: int) -> dict[str, Any]:
-    """The configuration with the batch size that all runs share: weak scaling multiplies it by the processes."""
+def _with_local_batch(config: Mapping[str, Any], mode: str, processes: int) -> dict[str, Any]:
+    """Return the configuration with its batch size before weak scaling multiplied it by the processes."""
     return {**config, "batch_size": Fraction(config["batch_size"], processes if mode == "weak" else 1)}
 
 
 def summarise(records: Records) -> dict[str, dict[str, Any]]:
-    """{"strong 2": {quantity: sample, speed-up and efficiency of each quantity}}, by medians."""
+    """Return {"strong 2": {quantity: trials, and its speed-up and efficiency by medians}}."""
     results: dict[str, dict[str, Any]] = {}
     for (mode, processes), runs in sorted(records.items()):
         fewest = min(number for other, number in records if other == mode)
@@ -160,8 +159,8 @@ def _sample(runs: Sequence[Mapping[str, Any]], quantity: str) -> common.Trials:
 
 
 def show(config: Config, results: Mapping[str, Mapping[str, Any]]) -> None:
-    """The tables for the terminal."""
-    for what, description in (("train", "training steps alone"), ("epoch", "whole epoch: loader, metrics, validation")):
+    """Print the tables."""
+    for what, description in (("train", "training steps only"), ("epoch", "whole epoch: loader, metrics, validation")):
         rows = []
         for name, values in results.items():
             share = values.get("communication_share")
@@ -173,13 +172,13 @@ def show(config: Config, results: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def add_report(records: Records, path: Path) -> None:
-    """The trials of an earlier report, beside those of this run."""
+    """Add the trials of an earlier report to the records."""
     try:
         report = read_report(path)
         if not report.trials:
             raise DataError("no trials")
     except DataError:
-        raise ConfigError(f"--add {path}: is no report of `python -m tools.bench scaling --json`") from None
+        raise ConfigError(f"--add {path}: not a report of `python -m tools.bench scaling --json`") from None
     for case in report.trials:
         records.setdefault((case.mode, case.processes), []).extend(case.runs)
 
@@ -188,7 +187,7 @@ def add_report(records: Records, path: Path) -> None:
 
 
 def measure_rank(config: Config, world: World, steps: int, dropped: int) -> dict[str, Any]:
-    """Collective: seconds of a training step with and without communication, and images/s of a whole epoch."""
+    """Collective: measure a training step with and without communication, and images/s of a whole epoch."""
     loaders = build_loaders(config, open_dataset(config, world), world)
     images, labels = next(iter(loaders.train))
     cases = {"ddp": build_measured(config, world)}
@@ -213,7 +212,7 @@ def measure_rank(config: Config, world: World, steps: int, dropped: int) -> dict
 
 
 def _time_steps(learner: Learner, images: Tensor, labels: Tensor, world: World, steps: int) -> float:
-    """Seconds a step of the slowest rank."""
+    """Return the seconds per step of the slowest rank."""
     world.barrier()
     started = time.perf_counter()
     for _ in range(steps):
@@ -224,7 +223,7 @@ def _time_steps(learner: Learner, images: Tensor, labels: Tensor, world: World, 
 
 
 def _time_epoch(learner: Learner, loaders: Loaders, config: Config, world: World, steps: int) -> float:
-    """Training images/s over at most `steps` batches from the loader, with metrics and validation in the time."""
+    """Return training images/s over at most `steps` batches of the loader, including metrics and validation."""
     world.barrier()
     started = time.perf_counter()
     loaders.train.set_epoch(0)
@@ -244,15 +243,16 @@ def _time_epoch(learner: Learner, loaders: Loaders, config: Config, world: World
             outputs = learner.predict(images)
             sums.add(torch.nn.functional.cross_entropy(outputs, labels), outputs, labels)
             if number >= max(1, len(loaders.valid) * batches // len(loaders.train)):
-                break  # of the validation the same share as of the training
+                break  # validate the same fraction as was trained
     sums.average(world)
     learner.model.train()
     return batches * config.batch_size / max(world.gather(time.perf_counter() - started))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure as one of the ranks, which `run_once` started: the configuration as JSON, steps, steps that are dropped
-    first, and the record's path. Returns the exit status."""
+    """Measure as one of the ranks that `run_once` started; returns the exit status.
+
+    `arguments`: the configuration as JSON, steps, steps that do not count, the record's path."""
     config, steps, dropped = Config(**json.loads(arguments[0])), int(arguments[1]), int(arguments[2])
 
     def action(world: World) -> None:

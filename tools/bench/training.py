@@ -1,4 +1,4 @@
-"""The training step of a configuration, built by what the Trainer uses, and timed."""
+"""Builds and times the training step of a configuration, with the code that the Trainer uses."""
 
 import itertools
 import time
@@ -22,13 +22,13 @@ from utils.training.metrics.flops import flops_per_image
 from utils.training.step import GRAPH_WARMUP_STEPS, wants_graphs
 
 Consumer = Callable[[Tensor, Tensor], object]
-STEPS_PER_EPOCH = 1000  # for the schedule alone: no measurement lasts longer
+STEPS_PER_EPOCH = 1000  # only for the schedule: no measurement lasts longer
 
 
 def build_measured(
     config: Config, world: World, wrap: Callable[[DistributedConfig, nn.Module, World], nn.Module] = distribute
 ) -> Learner:
-    """Collective: the learner that trains under train.py, spread over the ranks by `wrap`, ready to train steps."""
+    """Collective: build train.py's learner, distributed over the ranks by `wrap`."""
     build = partial(build_model, image_side=image_side(config))
     learner = build_learner(config, build, world, STEPS_PER_EPOCH, wrap=wrap)
     learner.model.train()
@@ -36,12 +36,12 @@ def build_measured(
 
 
 def capture_steps(config: Config, device: torch.device) -> int:
-    """Steps up to and with the one that captures a graph, all slower than what follows; 0 without graphs."""
+    """Return the number of steps up to the one that captures a graph, which are slow; 0 without graphs."""
     return GRAPH_WARMUP_STEPS + 1 if wants_graphs(config, device) else 0
 
 
 class Rung:
-    """A configuration's training step, and its loader alone and together with it; a trial returns images per second."""
+    """Measures images per second of a configuration's training step, of its loader, and of both together."""
 
     def __init__(self, config: Config) -> None:
         self.world = alone(config)
@@ -53,7 +53,7 @@ class Rung:
             self.learner.train_step(*self.batch)
 
     def __call__(self, warmup: int, iters: int) -> dict[str, float]:
-        """{"compute", "io", "full": images/s, "seconds": of the whole trial, "memory": bytes at most}."""
+        """Run a trial: {"compute", "io", "full": images/s, "seconds": of the trial, "memory": peak bytes}."""
         started = time.perf_counter()
         device, train = self.world.device, self.learner.train_step
         values = {
@@ -63,11 +63,11 @@ class Rung:
             "memory": float(peak_memory(device)),
         }
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # for the other rungs; the next warm-up takes it again
+            torch.cuda.empty_cache()  # for the other rungs; the next warm-up allocates it again
         return values | {"seconds": time.perf_counter() - started}
 
     def _full(self, warmup: int, iters: int) -> float:
-        """Images per second of loader and step together."""
+        """Return images per second of loader and step together."""
         batches = prefetch(self.config, endless(self.loader), self.world.device)
         return images_per_sec(self.config, self.world.device, batches, warmup, iters, self.learner.train_step)
 
@@ -75,7 +75,7 @@ class Rung:
 def images_per_sec(
     config: Config, device: torch.device, batches: Iterator[Batch], warmup: int, iters: int, consume: Consumer
 ) -> float:
-    """Of `iters` batches given to `consume`, after `warmup` that do not count."""
+    """Return images per second of `iters` batches given to `consume`, after `warmup` that do not count."""
 
     def consume_next(count: int) -> None:
         for images, labels in itertools.islice(batches, count):
@@ -86,17 +86,17 @@ def images_per_sec(
 
 
 def alone(config: Config) -> World:
-    """The world of a single process on the configuration's device."""
+    """Return the world of a single process on the configuration's device."""
     return World(rank=0, local_rank=0, world_size=1, device=choose_device(config.device, 0))
 
 
 def endless(loader: Loader) -> Iterator[Batch]:
-    """The batches of one epoch after the other."""
+    """Yield the batches of one epoch after the other."""
     for epoch in itertools.count():
         loader.set_epoch(epoch)
         yield from loader
 
 
 def training_flops_per_image(config: Config, image_shape: tuple[int, int, int]) -> float:
-    """Floating-point operations of forward and backward pass for one image, a multiply-add counted as two."""
+    """Return the FLOPs of forward and backward pass for one image; a multiply-add counts as two."""
     return flops_per_image(build_model(config, image_shape[-1]), image_shape)

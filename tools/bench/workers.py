@@ -1,4 +1,4 @@
-"""Cases in processes of their own, so that the switches, caches and memory of one cannot touch another."""
+"""Runs each case in its own process, so that its switches, caches and memory cannot affect another."""
 
 import multiprocessing
 from collections.abc import Callable, Mapping
@@ -11,18 +11,18 @@ Trial = Callable[..., Mapping[str, float]]
 
 
 class Worker:
-    """A process that builds one case with `build(*arguments)` and then runs its trials when asked."""
+    """A process that builds one case with `build(*arguments)` and runs its trials on request."""
 
     def __init__(self, build: Callable[..., Trial], *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
-        # no daemon, as it may start a loader's workers; it ends when this side of the pipe does
+        # not a daemon, because it may start a loader's workers; it ends when this end of the pipe closes
         self.process = context.Process(target=_serve, args=(other, build, arguments))
         self.process.start()
         other.close()
 
     def receive(self) -> Any:
-        """The answer to the last request, or to being built; raises the worker's `ExpectedError`."""
+        """Return the answer to the last request, or to the build. Raises the worker's `ExpectedError`."""
         try:
             answer = self.pipe.recv()
         except EOFError:
@@ -33,7 +33,7 @@ class Worker:
         return answer
 
     def run(self, *arguments: Any) -> Mapping[str, float]:
-        """One trial."""
+        """Run one trial."""
         self.pipe.send(arguments)
         return self.receive()
 
@@ -48,7 +48,7 @@ class Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Also after an error: Python waits for every such process before it ends."""
+        """Also after an error: at its end Python waits for every such process."""
         self.close()
 
 
@@ -60,5 +60,5 @@ def _serve(pipe: Connection, build: Callable[..., Trial], arguments: tuple[Any, 
             pipe.send(trial(*pipe.recv()))
     except ExpectedError as error:
         pipe.send(error)
-    except (EOFError, KeyboardInterrupt):  # the other side is done, or reports the interruption itself
+    except (EOFError, KeyboardInterrupt):  # the parent has closed the pipe, or reports the interruption itself
         pass
