@@ -87,7 +87,7 @@ class Trainer:
         self.verifier = Verifier(self.learner, world)
         check_outputs(self.learner, config.model, self.data["shape"])
         self.watch = StepWatch(self.learner.model, world, self.clock)
-        mix = build_mix(config, self.loaders.plan)
+        mix = build_mix(config, self.loaders.train.plan)
         profiler = self.learner.profiler
         self.batches = TrainingBatches(config, self.loaders.train, mix, self.watch, profiler, world.device)
 

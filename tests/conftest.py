@@ -21,8 +21,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny_shards import make_folders
 
 from tests import forked_python
+from tools import prepare_data
 from utils.config import Config, load_config
 from utils.config.command_line import parse_arguments
 from utils.data.datasets import dataset as datasets
@@ -73,7 +75,25 @@ def _fork_python() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _draw_shapes_once() -> None:
     """Generating the shapes takes half a second, and most tests use the same ones."""
-    datasets._draw_shapes_dataset = cache(datasets._draw_shapes_dataset)
+    datasets._generate_shapes_dataset = cache(datasets._generate_shapes_dataset)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folders(tmp_path_factory.mktemp("made") / "folders")
+
+
+@pytest.fixture(scope="session")
+def packed(folders: Path) -> Path:
+    """The images of `folders` in shards: 5 for training, of 4 or 5 images, and 3 for validation."""
+    assert prepare_data.main(["--shards", f"{folders.parent}/shards", f"--from={folders}", "--images_per_shard=5"]) == 0
+    return folders.parent / "shards"
+
+
+@pytest.fixture
+def copied(packed: Path, tmp_path: Path) -> Path:
+    """A copy of `packed` to be damaged."""
+    return Path(shutil.copytree(packed, tmp_path / "copied"))
 
 
 @pytest.fixture(scope="session")

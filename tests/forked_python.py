@@ -150,8 +150,8 @@ def _serve(listener: socket.socket) -> None:
         importlib.import_module(name)
     from utils.data.datasets import dataset as datasets
 
-    datasets._draw_shapes_dataset = functools.cache(datasets._draw_shapes_dataset)
-    datasets._draw_shapes_dataset(0)  # the shapes of most runs, in half a second
+    datasets._generate_shapes_dataset = functools.cache(datasets._generate_shapes_dataset)
+    datasets._generate_shapes_dataset()  # the shapes of most runs, in half a second
     sys.path[:2] = []
     folder = os.environ[FOLDER]
     owner = int(folder.rpartition("-")[2])

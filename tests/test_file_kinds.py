@@ -1,4 +1,4 @@
-"""What each loader does with every kind of file that a class folder may hold; docs/data.md shows the table."""
+"""Every kind of file that a class folder may hold, with each loader; docs/data.md shows the table."""
 
 import io
 import os
@@ -27,14 +27,14 @@ from utils.distributed.world import World
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZE = 32
-LEVELS_OF_DALI = 2  # of 255, by which the pixels of a JPEG may differ from PIL's; seen on a CPU: 0
+LEVELS_OF_DALI = 2  # of 255, maximum difference of a JPEG from PIL; seen on a CPU: 0
 LOADERS = pytest.mark.parametrize("loader", ["torchvision", "device", DALI])
 
-SHOWN, LEFT_OUT = "shown", "unreadable"
+SHOWN, UNREADABLE = "shown", "unreadable"
 
 
 def picture(seed: int = 0, size: int = SIZE) -> Image.Image:
-    """Smooth, and like none of its turns."""
+    """Return an image with smooth colours that differs from its rotations."""
     coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
     return Image.fromarray(coarse).resize((size, size), Image.Resampling.BICUBIC)
 
@@ -56,7 +56,7 @@ def moving(kind: str, **options: Any) -> bytes:
 
 
 def deep_png(channels: int) -> bytes:
-    """Of 16 bits a channel, grey or RGB, by hand: PIL writes no RGB of 16 bits."""
+    """Encode a PNG with 16 bits per channel, grey or RGB: PIL cannot write 16-bit RGB."""
     pixels = np.asarray(picture()).astype(np.uint16)[..., :channels] * 257 - 100 * (channels == 1)
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in np.clip(pixels, 0, 65535).astype(np.uint16))
     header = struct.pack(">IIBBBBB", SIZE, SIZE, 16, 0 if channels == 1 else 2, 0, 0, 0)
@@ -77,19 +77,19 @@ def with_alpha(kind: str, **options: Any) -> bytes:
 
 
 def damage_middle(content: bytes) -> bytes:
-    """Inside the compressed data, as bits rot: decoders go on, with a picture that is wrong from there on."""
+    """Damage the compressed data: decoders continue, and the picture is wrong from there on."""
     middle = (content.rfind(b"\xff\xda") + len(content)) // 2
     return content[:middle] + b"\x12\x34\x56" + content[middle + 3 :]
 
 
 def damage_codes(content: bytes) -> bytes:
-    """In the table of Huffman codes, which only the decoder of the image's data reads."""
+    """Damage the Huffman table, which is read only for decoding."""
     start = content.find(b"\xff\xc4")
     return content[: start + 6] + b"\xff\xff" + content[start + 8 :]
 
 
 def bomb() -> bytes:
-    """A PNG whose header promises 20,000 x 20,000 pixels."""
+    """Return a PNG whose header claims 20,000 x 20,000 pixels."""
     body = struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0)
     header = struct.pack(">I", 13) + b"IHDR" + body + struct.pack(">I", zlib.crc32(b"IHDR" + body))
     return b"\x89PNG\r\n\x1a\n" + header
@@ -107,7 +107,7 @@ def link_to_an_image(path: bytes) -> None:
 
 
 JPEG = encode("JPEG", quality=90)
-# kind of file: its name, its content, whether it is shown. Of several names of one row, all do the same.
+# kind of file: [(name, content, outcome)]; all files of a kind have the same outcome
 KINDS: dict[str, list[tuple[str | bytes, bytes | Callable[[bytes], object], str]]] = {
     "JPEG: grey, colour, progressive, with restart markers, coded as RGB": [
         ("grey.jpg", encode("JPEG", picture().convert("L")), SHOWN),
@@ -155,26 +155,26 @@ KINDS: dict[str, list[tuple[str | bytes, bytes | Callable[[bytes], object], str]
     ],
     "a name that is not UTF-8": [(b"\xff\xfe caf\xe9.jpg", JPEG, SHOWN)],
     "JPEG whose data are damaged, with all its markers": [("damaged.jpg", damage_middle(JPEG), SHOWN)],
-    "JPEG whose data are damaged so that PIL refuses them": [("codes.jpg", damage_codes(JPEG), LEFT_OUT)],
+    "JPEG whose data are damaged so that PIL refuses them": [("codes.jpg", damage_codes(JPEG), UNREADABLE)],
     "cut: JPEG, PNG, WebP": [
-        ("cut.jpg", JPEG[: len(JPEG) * 2 // 3], LEFT_OUT),
-        ("cut-progressive.jpg", encode("JPEG", progressive=True)[:-40], LEFT_OUT),
-        ("cut-header.jpg", JPEG[:300], LEFT_OUT),
-        ("cut.png", encode("PNG")[:-60], LEFT_OUT),
-        ("cut.webp", encode("WEBP")[:-30], LEFT_OUT),
+        ("cut.jpg", JPEG[: len(JPEG) * 2 // 3], UNREADABLE),
+        ("cut-progressive.jpg", encode("JPEG", progressive=True)[:-40], UNREADABLE),
+        ("cut-header.jpg", JPEG[:300], UNREADABLE),
+        ("cut.png", encode("PNG")[:-60], UNREADABLE),
+        ("cut.webp", encode("WEBP")[:-30], UNREADABLE),
     ],
     "no image: text, an empty file, macOS's ._x.jpg": [
-        ("text.jpg", b"no image", LEFT_OUT),
-        ("empty.jpg", b"", LEFT_OUT),
-        ("._x.jpg", b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X        " + bytes(100), LEFT_OUT),
+        ("text.jpg", b"no image", UNREADABLE),
+        ("empty.jpg", b"", UNREADABLE),
+        ("._x.jpg", b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X        " + bytes(100), UNREADABLE),
     ],
-    "more than 179 million pixels": [("bomb.png", bomb(), LEFT_OUT)],
+    "more than 179 million pixels": [("bomb.png", bomb(), UNREADABLE)],
     "no regular file: FIFO, device, socket, folder, a link to nothing": [
-        ("fifo.jpg", os.mkfifo, LEFT_OUT),
-        ("device.jpg", lambda path: os.symlink("/dev/zero", path), LEFT_OUT),
-        ("socket.jpg", make_socket, LEFT_OUT),
-        ("folder.jpg", os.mkdir, LEFT_OUT),
-        ("broken.jpg", lambda path: os.symlink("nowhere", path), LEFT_OUT),
+        ("fifo.jpg", os.mkfifo, UNREADABLE),
+        ("device.jpg", lambda path: os.symlink("/dev/zero", path), UNREADABLE),
+        ("socket.jpg", make_socket, UNREADABLE),
+        ("folder.jpg", os.mkdir, UNREADABLE),
+        ("broken.jpg", lambda path: os.symlink("nowhere", path), UNREADABLE),
     ],
     "any other ending, such as .gif and .avif": [("x.gif", moving("GIF"), "not looked at")],
 }
@@ -183,7 +183,7 @@ ROWS = [(kind, name, content, outcome) for kind, files in KINDS.items() for name
 
 @pytest.fixture(scope="module")
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A class for each file, which alone is in val/CLASS; labels then tell the files."""
+    """One class for each file, the only one in val/CLASS, so that labels identify files."""
     root = tmp_path_factory.mktemp("kinds")
     for number, (_, name, content, outcome) in enumerate(ROWS):
         for split in ("train", "val"):
@@ -225,7 +225,7 @@ def config(tiny: Callable[..., Config]) -> Callable[..., Config]:
 
 
 def expected_pixels(content: bytes, path: Path) -> np.ndarray:
-    """By torchvision.datasets.ImageFolder's own loader, but for grey of 16 bits; uint8 [H, W, 3]."""
+    """Decode with torchvision.datasets.ImageFolder's loader, except 16-bit grey; uint8 [H, W, 3]."""
     with Image.open(io.BytesIO(content)) as image:
         if image.mode not in ("I", "I;16"):
             return np.asarray(pil_loader(path))
@@ -236,9 +236,9 @@ def expected_pixels(content: bytes, path: Path) -> np.ndarray:
 def test_every_kind_of_file(loader: str, config: Callable[..., Config], kinds: Path) -> None:
     chosen = config(kinds, data_loader=loader)
     images, labels, unreadable = load(chosen)
-    assert labels.tolist() == [number for number, row in enumerate(ROWS) if row[3] != LEFT_OUT]
+    assert labels.tolist() == [number for number, row in enumerate(ROWS) if row[3] != UNREADABLE]
     names = {os.path.basename(os.fsencode(path)) for path in unreadable}
-    assert names == {os.fsencode(name) for _, name, _, outcome in ROWS if outcome == LEFT_OUT}
+    assert names == {os.fsencode(name) for _, name, _, outcome in ROWS if outcome == UNREADABLE}
     dataset = open_dataset(chosen, World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu")))
     mean, std = (np.array(values).reshape(3, 1, 1) for values in (dataset.mean, dataset.std))
     tolerance = LEVELS_OF_DALI / 255 if loader == "dali" else 1e-6
@@ -250,7 +250,6 @@ def test_every_kind_of_file(loader: str, config: Callable[..., Config], kinds: P
 
 
 def test_the_kinds_are_what_they_are_called() -> None:
-    """Else the test above would compare less than it says."""
     contents = {name: content for _, name, content, _ in ROWS if isinstance(content, bytes)}
 
     def opened(name: str) -> Any:
@@ -261,11 +260,11 @@ def test_the_kinds_are_what_they_are_called() -> None:
     assert {name: opened(name).mode for name in modes} == modes
     assert [opened(name).n_frames for name in ("gif.png", "moving.webp", "moving.png")] == [3, 3, 3]
     grey = expected_pixels(contents["deep.png"], Path())
-    assert np.abs(grey.astype(int) - 255).mean() > 20  # not white, as PIL's own conversion has it
+    assert np.abs(grey.astype(int) - 255).mean() > 20  # not white, as after PIL's conversion
 
 
 def table() -> str:
-    """For docs/data.md: what the test above holds, row by row."""
+    """Return the table for docs/data.md, row by row."""
     lines = ["| file | torchvision, device | dali |", "|---|---|---|"]
     for kind, files in KINDS.items():
         (outcome,) = {outcome for _, _, outcome in files}
@@ -276,16 +275,16 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def test_the_documented_table_is_that_of_the_tests() -> None:
+def test_the_documented_table_is_up_to_date() -> None:
     text = (ROOT / "docs/data.md").read_text(encoding="utf-8")
     (documented,) = re.findall(r"<!-- kinds of files -->\n(.*?)\n\n", text, re.DOTALL)
     assert documented == table()
 
 
-# ---- what is passed on to DALI
+# ---- input of DALI
 
 
-def test_what_pil_decodes_for_dali_is_the_image() -> None:
+def test_pil_decodes_for_dali() -> None:
     encoded, height, width = encode_for_dali(encode("PNG"), pass_jpeg=True)
     with Image.open(io.BytesIO(encoded.tobytes())) as image:
         np.testing.assert_array_equal(np.asarray(image), np.asarray(picture()))
@@ -314,19 +313,19 @@ for loader in ("dali", "torchvision"):
 @needs_dali
 @pytest.mark.dali
 @pytest.mark.parametrize("seed", range(3))
-def test_cut_and_foreign_files_never_end_the_process(seed: int, tmp_path: Path) -> None:
-    """In a process of its own, which DALI would take with it: signal 11, without a word."""
-    draw = np.random.default_rng(seed)
+def test_truncated_and_foreign_files_never_kill_the_process(seed: int, tmp_path: Path) -> None:
+    """In another process, since DALI would kill it with signal 11."""
+    rng = np.random.default_rng(seed)
     bases = [JPEG, encode("JPEG", progressive=True), encode("JPEG", picture(1, 300)), encode("GIF"), encode("PNG")]
     for split, number in (("train", 16), ("val", 128)):
         for name in ("a", "b"):
             (tmp_path / split / name).mkdir(parents=True)
             (tmp_path / split / name / "good.png").write_bytes(encode("PNG"))
         for index in range(number):
-            content, what = bases[draw.integers(len(bases))], draw.integers(5)
-            cut = content[: draw.integers(0, len(content))]
+            content, what = bases[rng.integers(len(bases))], rng.integers(5)
+            cut = content[: rng.integers(0, len(content))]
             content = [content, cut, cut + b"\xff\xd9", b"no image" * 9, damage_codes(JPEG)][what]
-            (tmp_path / split / "a" / f"{split}{index}{draw.choice(['.jpg', '.png'])}").write_bytes(content)
+            (tmp_path / split / "a" / f"{split}{index}{rng.choice(['.jpg', '.png'])}").write_bytes(content)
     process = subprocess.run(
         [sys.executable, "-c", HOSTILE, str(tmp_path), str(seed)],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,

@@ -1,4 +1,4 @@
-"""`holdout_images`: which images are held out, in every form of data; the test that is read once."""
+"""`holdout_images`: which images are held out, for every kind of data, and the single test at the end."""
 
 import json
 import signal
@@ -16,7 +16,7 @@ from train import Trainer, main
 from utils.config import Config, load_config
 from utils.config.command_line import Arguments
 from utils.data.build import build_loaders, find_dataset
-from utils.data.datasets.dataset import ImageArrays, divide
+from utils.data.datasets.dataset import ImageArrays, stratified_split
 from utils.data.datasets.image_files import EncodedImages, ImageFiles
 from utils.data.datasets.shards import ShardedImages
 from utils.data.sampling import EpochPlan
@@ -26,28 +26,28 @@ from utils.run.logging.trackers import MEASURED
 
 
 @pytest.mark.parametrize("sizes", [(50, 50, 50), (100, 10, 40), (97, 1, 0, 3)])
-def test_each_class_gives_its_share(sizes: tuple[int, ...]) -> None:
+def test_the_split_is_stratified(sizes: tuple[int, ...]) -> None:
     labels = np.random.default_rng(1).permutation(np.repeat(np.arange(len(sizes)), sizes))
     for number in (1, 10, 30, 50):
-        kept, held = divide(labels, number)
+        kept, held = stratified_split(labels, number)
         assert len(held) == number
         assert np.array_equal(np.sort(np.concatenate([kept, held])), np.arange(len(labels)))
         counts = np.bincount(labels[held], minlength=len(sizes))
         assert np.abs(counts - number * np.array(sizes) / len(labels)).max() <= 1
-    smaller, larger = divide(labels, 10)[1], divide(labels, 30)[1]
+    smaller, larger = stratified_split(labels, 10)[1], stratified_split(labels, 30)[1]
     assert set(smaller) < set(larger)
 
 
-def test_which_images_of_a_class_are_held_out_is_drawn() -> None:
-    _, held = divide(np.repeat(np.arange(2), 50), 10)
+def test_random_images_of_a_class_are_held_out() -> None:
+    _, held = stratified_split(np.repeat(np.arange(2), 50), 10)
     for label in range(2):
         places = held[held // 50 == label] % 50
         assert len(places) == 5 and places.max() > 10 and places.min() < 40, "neither the first nor the last"
 
 
-def test_images_are_divided_between_training_and_validation_and_none_is_lost(tiny: Callable[..., Config]) -> None:
+def test_no_image_is_lost(tiny: Callable[..., Config]) -> None:
     whole, divided = find_dataset(tiny(), download=False), find_dataset(tiny(holdout_images=500), download=False)
-    kept, held = divide(whole.train.labels, 500)
+    kept, held = stratified_split(whole.train.labels, 500)
     for part, indices in ((divided.train, kept), (divided.valid, held)):
         assert isinstance(part, ImageArrays) and isinstance(whole.train, ImageArrays)
         assert np.array_equal(part.images, whole.train.images[indices])
@@ -59,7 +59,7 @@ def test_images_are_divided_between_training_and_validation_and_none_is_lost(tin
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_files_and_shards_give_up_the_same_images(sharded: bool, tmp_path: Path, tiny: Callable[..., Config]) -> None:
+def test_files_and_shards_hold_out_the_same_images(sharded: bool, tmp_path: Path, tiny: Callable[..., Config]) -> None:
     from PIL import Image
 
     for split, number in (("train", 12), ("val", 4)):
@@ -74,7 +74,7 @@ def test_files_and_shards_give_up_the_same_images(sharded: bool, tmp_path: Path,
     config = tiny(dataset="imagefolder", data_path=str(folder), image_size=16, num_classes=2, batch_size=4)
     whole = find_dataset(config, download=False).train
     divided = find_dataset(config.model_copy(update={"holdout_images": 6}), download=False)
-    kept, held = divide(whole.labels, 6)
+    kept, held = stratified_split(whole.labels, 6)
     assert isinstance(whole, ShardedImages if sharded else ImageFiles)
     for part, indices in ((divided.train, kept), (divided.valid, held)):
         assert isinstance(part, EncodedImages) and part.labels.tolist() == whole.labels[indices].tolist()
@@ -89,13 +89,13 @@ def test_too_many_are_refused(number: int, message: str, tiny: Callable[..., Con
         build_loaders(config, find_dataset(config, download=False), alone)
 
 
-def test_a_loader_without_images_holds_none_out(tiny: Callable[..., Config]) -> None:
+def test_a_loader_without_images_cannot_hold_any_out(tiny: Callable[..., Config]) -> None:
     with pytest.raises(ValueError, match="synthetic reads no images"):
         tiny(dataset="cifar100", data_loader="synthetic", num_classes=100, holdout_images=10)
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_shared_batches_are_those_of_the_rank_with_the_fewest(training: bool) -> None:
+def test_shared_batches_are_the_batches_of_the_rank_with_the_fewest(training: bool) -> None:
     for num_samples in range(1, 40):
         for limit in (None, 2):
             plans = [EpochPlan(num_samples, 3, rank, 4, training, limit=limit) for rank in range(4)]
@@ -103,7 +103,7 @@ def test_shared_batches_are_those_of_the_rank_with_the_fewest(training: bool) ->
 
 
 def train(config: Config, world: World, folder: Path) -> dict[str, Any]:
-    """The last record of each kind of a whole run."""
+    """Train, and return the last record of each kind."""
     Trainer(config, world, folder, "held").train()
     return last_records(folder)
 
@@ -150,14 +150,14 @@ def test_without_held_out_images_nothing_is_tested(
     assert "the run held out no images" in capsys.readouterr().err
 
 
-def test_a_target_that_is_reached_early_is_tested_too(
+def test_a_run_that_stops_at_its_target_is_tested_too(
     tiny: Callable[..., Config], alone: World, tmp_path: Path
 ) -> None:
     last = train(tiny(stop_at_accuracy=0.01, max_epochs=5, **HELD), alone, tmp_path)
     assert last["end"]["epoch"] == 1 and last["end"]["test_images"] == 2_000
 
 
-def test_a_stop_in_the_test_is_gone_on_from_to_the_same_figures(
+def test_a_run_stopped_in_the_test_resumes_to_the_same_figures(
     tiny: Callable[..., Config], alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = train(tiny(**HELD), alone, tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""The loader contract of utils.data, held against every backend; DALI's where DALI is installed."""
+"""The loader contract of utils.data, for every backend."""
 
 import multiprocessing
 import multiprocessing.util
@@ -58,7 +58,7 @@ NO_AUGMENTATION = {"rnd_crop_padding": 0, "rnd_horizontal_flip": False, "rnd_rot
 
 @pytest.fixture(scope="module")
 def dataset() -> Dataset:
-    """Noise: every image is like no other, however it is cut, and its label is its index, so that rows can be told."""
+    """Noise: every image differs from all others, however it is cropped, and its label is its index."""
     rng = np.random.default_rng(1)
     train, valid = (
         ImageArrays(rng.integers(0, 256, (count, 3, 32, 32), np.uint8), np.arange(count))
@@ -79,7 +79,7 @@ def build(tiny: Callable[..., Config], dataset: Dataset) -> Callable[..., Loader
 
 
 def images_of(loader: Loader, epoch: int, first_batch: int = 0) -> Counter[tuple[int, bytes]]:
-    """The epoch's images as (label, pixels), counted. The augmentation shows in the pixels."""
+    """Count the epoch's augmented images as (label, pixels)."""
     loader.set_epoch(epoch, first_batch)
     return Counter(
         (int(label), image.contiguous().numpy().tobytes())
@@ -92,28 +92,28 @@ def images_of(loader: Loader, epoch: int, first_batch: int = 0) -> Counter[tuple
 
 
 @pytest.mark.parametrize("alternating", [False, True])
-def test_plan_draws_the_same_set_at_every_world_size_and_after_resuming(alternating: bool) -> None:
+def test_plan_is_the_same_at_every_world_size_and_after_resuming(alternating: bool) -> None:
     ranges = AugmentationRanges(4, True, 15.0, alternating)
 
-    def drawn(world_size: int, epoch: int, first_batch: int = 0) -> Counter[tuple[float, ...]]:
+    def samples(world_size: int, epoch: int, first_batch: int = 0) -> Counter[tuple[float, ...]]:
         rows: Counter[tuple[float, ...]] = Counter()
         for rank in range(world_size):
             plan = EpochPlan(NUM_TRAIN, BATCH // world_size, rank, world_size, True, seed=3, ranges=ranges)
             for indices in plan.batches(epoch, first_batch):
-                augmentation = plan.draw(epoch, indices)
+                augmentation = plan.sample_augmentation(epoch, indices)
                 assert augmentation is not None
                 columns = (augmentation.shift_y, augmentation.shift_x, augmentation.flip, augmentation.angle)
                 rows.update(zip(indices.tolist(), *(column.tolist() for column in columns), strict=True))
         return rows
 
     for epoch in (0, 5):
-        alone = drawn(1, epoch)
+        alone = samples(1, epoch)
         assert alone.total() == len(alone) == NUM_TRAIN // BATCH * BATCH
         for world_size in WORLD_SIZES[1:]:
-            assert drawn(world_size, epoch) == alone
-            assert drawn(world_size, epoch, 2) == drawn(1, epoch, 2)
-        assert drawn(1, epoch, 2) < alone
-    assert drawn(1, 0) != drawn(1, 1)
+            assert samples(world_size, epoch) == alone
+            assert samples(world_size, epoch, 2) == samples(1, epoch, 2)
+        assert samples(1, epoch, 2) < alone
+    assert samples(1, 0) != samples(1, 1)
 
 
 @REAL
@@ -129,9 +129,7 @@ def test_every_world_size_renders_the_same_set_of_images(backend: str, build: Ca
 
 
 @REAL
-def test_an_epoch_that_begins_in_the_middle_goes_on_with_the_same_batches(
-    backend: str, build: Callable[..., Loaders]
-) -> None:
+def test_an_epoch_resumed_in_the_middle_has_the_same_batches(backend: str, build: Callable[..., Loaders]) -> None:
     loader = build(backend).train
     loader.set_epoch(4)
     whole = list(loader)
@@ -144,12 +142,11 @@ def test_an_epoch_that_begins_in_the_middle_goes_on_with_the_same_batches(
 
 @REAL
 def test_an_epoch_left_early_does_not_leak_into_the_next(backend: str, build: Callable[..., Loaders]) -> None:
-    """Also: workers persist from one epoch to the next."""
     loader = build(backend, num_data_workers=1).train
     fresh = images_of(build(backend).train, 7)
     for _ in range(2):
         loader.set_epoch(6)
-        next(iter(loader))  # several batches are on their way when it is dropped
+        next(iter(loader))  # several batches are prefetched when it is dropped
         assert images_of(loader, 7) == fresh
     loader.set_epoch(6)
     left_open = iter(loader)
@@ -165,8 +162,7 @@ def test_an_epoch_of_fewer_batches_than_are_prefetched(backend: str, limit: int,
     assert images_of(loader, 2) == images_of(build(backend, limit_train_batches=limit).train, 2)
 
 
-def test_workers_are_started_once_other_threads_have_come_to_rest(build, monkeypatch) -> None:
-    """Up to Python 3.11.9 a process forked while another thread enters the interpreter hangs."""
+def test_workers_persist_and_are_started_after_a_delay(build, monkeypatch) -> None:
     started: list[int] = []
     monkeypatch.setattr(loaders, "time", SimpleNamespace(sleep=lambda seconds: started.append(workers())))
 
@@ -181,22 +177,13 @@ def test_workers_are_started_once_other_threads_have_come_to_rest(build, monkeyp
     assert started == [before] and workers() == before + 1
 
 
-def test_worker_processes_persist(build: Callable[..., Loaders]) -> None:
-    loader = build("torchvision", num_data_workers=1).train
-    workers = []
-    for epoch in range(3):
-        images_of(loader, epoch)
-        workers.append({process.pid for process in multiprocessing.active_children()})
-    assert workers[0] and workers[0] == workers[1] == workers[2]
-
-
 @EVERY
 def test_validation_yields_every_image_once_at_every_world_size(backend: str, build: Callable[..., Loaders]) -> None:
     for world_size in WORLD_SIZES:
         labels: list[int] = []
         for rank in range(world_size):
             loader = build(backend, pretend(rank, world_size)).valid
-            for epoch in (0, 1):  # the same again
+            for epoch in (0, 1):
                 loader.set_epoch(epoch)
                 batches = [batch_labels for _, batch_labels in loader]
                 assert len(batches) == len(loader)
@@ -223,7 +210,7 @@ def test_batches_have_the_shape_type_and_memory_format_of_the_contract(
 
 
 def both(build: Callable[..., Loaders], backend: str, part: str, **changes: Any) -> tuple[Tensor, Tensor]:
-    """All images of one epoch from the torchvision loader and from `backend`, in order."""
+    """Return all images of one epoch from the torchvision loader and from `backend`, in order."""
     gathered = []
     for name in ("torchvision", backend):
         loader: Loader = getattr(build(name, **changes), part)
@@ -236,7 +223,7 @@ def both(build: Callable[..., Loaders], backend: str, part: str, **changes: Any)
 
 
 def assert_agree(backend: str, expected: Tensor, images: Tensor) -> None:
-    """Bit for bit; DALI rounds its own normalisation otherwise in the last place."""
+    """Bit for bit; DALI's normalisation differs in the last place."""
     if backend == "dali":
         torch.testing.assert_close(images, expected, rtol=0, atol=1e-6)
     else:
@@ -260,12 +247,12 @@ def test_device_agrees_with_torchvision_on_every_augmentation(build: Callable[..
 
 @needs_dali
 @pytest.mark.dali
-def test_dali_rotates_as_torchvision_but_for_pixels_whose_source_lies_on_a_border(
+def test_dali_rotates_as_torchvision_except_for_a_few_pixels(
     build: Callable[..., Loaders],
 ) -> None:
     expected, images = both(build, "dali", "train")
-    share = ((images - expected).abs() > 1e-6).float().mean().item()
-    assert 0 < share < 1e-3  # two roundings of one position: about one pixel in ten thousand
+    differing = ((images - expected).abs() > 1e-6).float().mean().item()
+    assert 0 < differing < 1e-3  # about one pixel in ten thousand, whose source lies on a border
 
 
 def test_the_images_are_normalised_by_the_training_statistics(dataset: Dataset, build: Callable[..., Loaders]) -> None:
@@ -276,17 +263,16 @@ def test_the_images_are_normalised_by_the_training_statistics(dataset: Dataset, 
 
 
 @pytest.mark.parametrize(("height", "width", "padding", "angle"), [(32, 32, 4, 15), (31, 48, 5, 180), (24, 24, 30, 0)])
-def test_one_gather_equals_torchvision_image_by_image(height: int, width: int, padding: int, angle: float) -> None:
-    """Odd sizes, every angle, and a padding beyond the image: not one pixel differs."""
+def test_one_gather_equals_torchvision(height: int, width: int, padding: int, angle: float) -> None:
     images = np.random.default_rng(0).integers(0, 256, (300, 3, height, width), np.uint8)
-    drawn = AugmentationRanges(padding, True, angle).draw(1, 2, np.arange(300))
+    sampled = AugmentationRanges(padding, True, angle).sample(1, 2, np.arange(300))
     gathered = BatchAugmenter(height, width, CPU)(
-        torch.from_numpy(images), torch.from_numpy(pixel_maps(drawn, height, width, padding))
+        torch.from_numpy(images), torch.from_numpy(pixel_maps(sampled, height, width, padding))
     )
-    np.testing.assert_array_equal(gathered.numpy(), augment_each(images, drawn, padding))
+    np.testing.assert_array_equal(gathered.numpy(), augment_each(images, sampled, padding))
 
 
-def test_one_gather_turns_by_quarters_as_torchvision() -> None:
+def test_one_gather_rotates_by_right_angles_as_torchvision() -> None:
     """PIL has shortcuts for these angles."""
     images = np.random.default_rng(0).integers(0, 256, (5, 3, 8, 8), np.uint8)
     nothing = np.zeros(5, np.int64)
@@ -295,20 +281,20 @@ def test_one_gather_turns_by_quarters_as_torchvision() -> None:
     np.testing.assert_array_equal(gathered.numpy(), augment_each(images, turned, 0))
 
 
-# ---- what is drawn
+# ---- random numbers
 
 
 @pytest.mark.parametrize("groups", [None, ShardGroups(np.arange(NUM_TRAIN) % 6, 2)])
 def test_seed_and_epoch_each_choose_the_order(groups: ShardGroups | None, build: Callable[..., Loaders]) -> None:
-    """As two numbers: seed 1 in epoch 0 is not seed 0 in epoch 1."""
+    """Independently: seed 1 in epoch 0 differs from seed 0 in epoch 1."""
     orders = set()
     for seed in range(3):
-        plan = replace(build("synthetic", seed=seed).plan, groups=groups)
+        plan = replace(build("synthetic", seed=seed).train.plan, groups=groups)
         orders |= {np.concatenate(plan.batches(epoch)).tobytes() for epoch in range(3)}
     assert len(orders) == 9
 
 
-def test_every_purpose_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_purpose_has_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     streams: list[int] = []
 
     def note(seed: int, epoch: int, indices: np.ndarray, stream: int) -> np.ndarray:
@@ -317,28 +303,27 @@ def test_every_purpose_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) 
 
     for module in (sampling, mix):
         monkeypatch.setattr(module, "uniform", note)
-    AugmentationRanges(4, True, 15.0, resized_crop=True).draw(0, 0, np.arange(2))
-    mix.MixRanges(6, 0.4, 1.0).draw(0, 0, np.arange(2), 32, 32)
+    AugmentationRanges(4, True, 15.0, resized_crop=True).sample(0, 0, np.arange(2))
+    mix.MixRanges(6, 0.4, 1.0).sample(0, 0, np.arange(2), 32, 32)
     assert len(streams) == len(set(streams)) == 4 + 4 * sampling.CROP_ATTEMPTS + 7
 
 
 def test_a_window_reaches_every_border() -> None:
-    """A quarter of 100 x 100 pixels, placed by numbers in [0, 1)."""
     places = [resized_crop_box(np.array([[17 / 92, 0.5, place, place]]), 100, 100) for place in (0.0, 1 - 2**-53)]
     assert places == [(0, 0, 50, 50), (50, 50, 50, 50)]
 
 
-def test_seed_epoch_and_purpose_each_make_other_draws() -> None:
-    """Also where their sum is the same."""
+def test_seed_epoch_and_stream_each_change_the_samples() -> None:
+    """Also if their sum is the same."""
     places = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2, 0, 0), (1, 1, 0), (0, 2, 0)]
-    drawn = np.stack([uniform(seed, epoch, np.arange(100), stream) for seed, epoch, stream in places])
-    assert len(np.unique(drawn)) == drawn.size
+    sampled = np.stack([uniform(seed, epoch, np.arange(100), stream) for seed, epoch, stream in places])
+    assert len(np.unique(sampled)) == sampled.size
 
 
-def test_draws_are_uniform() -> None:
-    """10,000 draws; a chi-squared of k cells stays below k + 5 sqrt(2 k) but for one seed in millions."""
+def test_samples_are_uniform() -> None:
+    """10,000 samples; a chi-squared of k cells exceeds k + 5 sqrt(2 k) for one seed in millions."""
     number = 10_000
-    drawn = AugmentationRanges(4, True, 15.0).draw(0, 0, np.arange(number))
+    sampled = AugmentationRanges(4, True, 15.0).sample(0, 0, np.arange(number))
 
     def chi_squared(counts: np.ndarray) -> float:
         expected = number / len(counts)
@@ -347,31 +332,29 @@ def test_draws_are_uniform() -> None:
     def limit(cells: int) -> float:
         return cells + 5 * (2 * cells) ** 0.5
 
-    assert chi_squared(np.bincount(drawn.shift_y * 9 + drawn.shift_x, minlength=81)) < limit(81)
-    assert chi_squared(np.bincount(drawn.flip.astype(np.int64), minlength=2)) < limit(2)
-    angles, _ = np.histogram(drawn.angle, bins=30, range=(-15, 15))
+    assert chi_squared(np.bincount(sampled.shift_y * 9 + sampled.shift_x, minlength=81)) < limit(81)
+    assert chi_squared(np.bincount(sampled.flip.astype(np.int64), minlength=2)) < limit(2)
+    angles, _ = np.histogram(sampled.angle, bins=30, range=(-15, 15))
     assert angles.sum() == number and chi_squared(angles) < limit(30)
-    # shift and flip know nothing of each other, and one epoch nothing of the next
-    together = np.bincount(drawn.shift_y * 2 + drawn.flip, minlength=18)
+    # shift and flip are independent, and so are epochs
+    together = np.bincount(sampled.shift_y * 2 + sampled.flip, minlength=18)
     assert chi_squared(together) < limit(18)
-    again = AugmentationRanges(4, True, 15.0).draw(0, 1, np.arange(number))
-    assert chi_squared(np.bincount(drawn.flip * 2 + again.flip, minlength=4)) < limit(4)
+    again = AugmentationRanges(4, True, 15.0).sample(0, 1, np.arange(number))
+    assert chi_squared(np.bincount(sampled.flip * 2 + again.flip, minlength=4)) < limit(4)
 
 
 @pytest.mark.parametrize(("alternating", "resized"), [(True, False), (False, True)])
-def test_each_augmentations_key_reaches_what_is_drawn(
-    alternating: bool, resized: bool, build: Callable[..., Loaders]
-) -> None:
-    keys = {"rnd_crop_padding": 3, "rnd_horizontal_flip": False, "rnd_rotation_angle": 7.0}
-    plan = build("synthetic", **keys, enable_alternating_flip=alternating, rnd_resized_crop=resized).plan
+def test_each_setting_reaches_the_augmentation(alternating: bool, resized: bool, build: Callable[..., Loaders]) -> None:
+    settings = {"rnd_crop_padding": 3, "rnd_horizontal_flip": False, "rnd_rotation_angle": 7.0}
+    plan = build("synthetic", **settings, enable_alternating_flip=alternating, rnd_resized_crop=resized).train.plan
     assert plan.ranges == AugmentationRanges(
         crop_padding=3, horizontal_flip=False, rotation_angle=7.0, alternating_flip=alternating, resized_crop=resized
     )
 
 
-def test_alternating_flip_shows_the_other_side_in_the_next_epoch() -> None:
+def test_alternating_flip_mirrors_the_other_images_in_the_next_epoch() -> None:
     ranges = AugmentationRanges(0, False, 0.0, alternating_flip=True)
-    flips = [ranges.draw(5, epoch, np.arange(10_000)).flip for epoch in range(4)]
+    flips = [ranges.sample(5, epoch, np.arange(10_000)).flip for epoch in range(4)]
     assert 0.48 < flips[0].mean() < 0.52
     np.testing.assert_array_equal(flips[0], ~flips[1])
     np.testing.assert_array_equal(flips[0], flips[2])
@@ -381,8 +364,8 @@ def test_alternating_flip_shows_the_other_side_in_the_next_epoch() -> None:
 # ---- resources
 
 
-def test_device_loader_uses_the_images_where_they_are_on_a_cpu(tmp_path: Path) -> None:
-    """A read-only memory map with gaps between the images, as CIFAR-100's file is mapped."""
+def test_device_loader_uses_images_in_place_on_a_cpu(tmp_path: Path) -> None:
+    """From a read-only memory map with gaps between the images, as for CIFAR-100's file."""
     records = np.random.default_rng(0).integers(0, 256, (50, 2 + 3072), np.uint8)
     (tmp_path / "records.bin").write_bytes(records.tobytes())
     mapped = np.memmap(tmp_path / "records.bin", np.uint8, "r").reshape(50, -1)[:, 2:].reshape(50, 3, 32, 32)
@@ -394,8 +377,7 @@ def test_device_loader_uses_the_images_where_they_are_on_a_cpu(tmp_path: Path) -
         np.testing.assert_array_equal(images.round().numpy(), mapped[labels.numpy()])
 
 
-def test_device_loader_yields_every_batch_of_many(dataset: Dataset) -> None:
-    """More than it draws at once."""
+def test_device_loader_yields_more_batches_than_it_prepares_at_once(dataset: Dataset) -> None:
     plan = EpochPlan(NUM_TRAIN, 1, 0, 1, training=True, ranges=AugmentationRanges(4, True, 15.0))
     assert NUM_TRAIN > BATCHES_AT_ONCE + 1
     assert isinstance(dataset.train, ImageArrays)
@@ -404,36 +386,10 @@ def test_device_loader_yields_every_batch_of_many(dataset: Dataset) -> None:
     assert torch.cat(labels).tolist() == np.concatenate(plan.batches(0)).tolist()
 
 
-def test_device_loader_needs_no_second_dataset_of_memory() -> None:
-    """A process of its own, whose peak nobody else has raised. On a GPU the copy there is the only one."""
-    program = """
-import resource
-import numpy as np, torch
-from utils.data.transforms.augment import Normalise
-from utils.data.datasets.dataset import ImageArrays
-from utils.data.loaders.device import DeviceLoader
-from utils.data.sampling import AugmentationRanges, EpochPlan
-
-def run(count):
-    images = np.ones((count, 3, 32, 32), np.uint8)
-    plan = EpochPlan(count, 256, 0, 1, training=True, ranges=AugmentationRanges(4, True, 15.0))
-    normalise = Normalise((0.5,) * 3, (0.2,) * 3, torch.device("cpu"), torch.channels_last)
-    for _ in DeviceLoader(ImageArrays(images, np.zeros(count, np.int64)), plan, normalise):
-        pass
-    return images.nbytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-_, before = run(2560)  # libraries and the memory of a batch
-nbytes, peak = run(64 * 1024)
-print((peak - before) / nbytes)
-"""
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
-    assert float(finished.stdout) < 1.3
-
-
 @pytest.mark.gpu
 @REAL
 def test_batches_on_a_gpu_equal_those_on_the_cpu(backend: str, build: Callable[..., Loaders]) -> None:
-    """Through pinned memory, from the device's own memory, or from DALI's GPU pipeline, whose rotation interpolates."""
+    """DALI without rotation: its GPU pipeline interpolates."""
     gpu = World(0, 0, 1, torch.device("cuda", 0))
     changes = {"rnd_rotation_angle": 0.0} if backend == "dali" else {}
     for part in ("train", "valid"):
@@ -444,7 +400,7 @@ def test_batches_on_a_gpu_equal_those_on_the_cpu(backend: str, build: Callable[.
 
 
 @pytest.mark.parametrize(("cores", "ranks", "workers"), [(2, 1, 2), (8, 1, 8), (8, 3, 2), (2, 8, 1)])
-def test_workers_are_capped_to_the_ranks_share_of_the_cores(
+def test_workers_are_capped_to_the_ranks_part_of_the_cores(
     cores: int, ranks: int, workers: int, build: Callable[..., Loaders], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
@@ -470,9 +426,7 @@ def test_a_full_shared_memory_is_an_error_that_names_the_remedy(
     build("device", num_data_workers=1)
 
 
-def test_each_worker_needs_room_for_all_batches_that_it_prepares(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_worker_needs_room_for_its_prefetched_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=6 * workers.PREFETCHED, f_frsize=100))
     workers.check_shared_memory(batch_bytes=200, num_workers=3)
@@ -480,10 +434,9 @@ def test_each_worker_needs_room_for_all_batches_that_it_prepares(
         workers.check_shared_memory(batch_bytes=201, num_workers=3)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="107 bytes are Linux's limit")
 @pytest.mark.skipif(hasattr(multiprocessing.util, "_get_base_temp_dir"), reason="this Python finds a short path itself")
 @pytest.mark.parametrize("too_long", [False, True])
-def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_refused(too_long: bool) -> None:
+def test_a_tmpdir_too_long_for_sockets_is_refused(too_long: bool) -> None:
     longest = 107 - len("/pymp-12345678/listener-12345678")
     program = "from utils.data.workers import check_sockets; check_sockets(0); check_sockets(1)"
     with tempfile.TemporaryDirectory(dir="/tmp") as base:
@@ -498,7 +451,7 @@ def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_refused(too_lo
     assert ("TMPDIR: worker processes cannot make a socket" in done.stderr) == too_long, done.stderr
 
 
-def test_workers_that_cannot_make_sockets_are_not_waited_for(
+def test_workers_that_cannot_make_sockets_are_an_error(
     build: Callable[..., Loaders], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(family: str) -> None:
@@ -523,16 +476,14 @@ def test_a_worker_that_dies_of_full_shared_memory_is_explained(message: str) -> 
         loaders.TorchvisionLoader._next(batches())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
 @pytest.mark.parametrize("error", [RuntimeError("exited unexpectedly"), EOFError(), ConnectionResetError(104, "reset")])
 @pytest.mark.parametrize("with_handler", [False, True])
 @pytest.mark.parametrize(
-    ("number", "told"), [(signal.SIGKILL, "is killed by signal: Killed"), (signal.SIGBUS, "--ipc=host")]
+    ("number", "message"), [(signal.SIGKILL, "is killed by signal: Killed"), (signal.SIGBUS, "--ipc=host")]
 )
-def test_how_a_worker_died_is_told_whatever_is_noticed_first(
-    error: Exception, with_handler: bool, number: signal.Signals, told: str
+def test_a_workers_death_is_described_whatever_is_noticed_first(
+    error: Exception, with_handler: bool, number: signal.Signals, message: str
 ) -> None:
-    """With PyTorch's handler of SIGCHLD it may be that, while the reason is being looked for."""
 
     class Batches:
         def __init__(self) -> None:
@@ -547,18 +498,18 @@ def test_how_a_worker_died_is_told_whatever_is_noticed_first(
             raise error
 
     batches = Batches()
-    with pytest.raises((RuntimeError, ConfigError), match=told):
+    with pytest.raises((RuntimeError, ConfigError), match=message):
         loaders.TorchvisionLoader._next(cast(Any, batches))
     if with_handler:
         _remove_worker_pids(id(batches))
 
 
 def die_of(number: int) -> None:
-    """What became of a process a little after its connection ended."""
+    """Die by a signal, shortly after the connection has ended."""
     time.sleep(0.1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if number != signal.SIGKILL:
-        signal.signal(number, signal.SIG_DFL)  # pytest's tells where
+        signal.signal(number, signal.SIG_DFL)  # instead of pytest's handler
     os.kill(os.getpid(), number)
 
 
@@ -586,7 +537,7 @@ def test_synthetic_needs_no_files_and_keeps_one_batch(tiny: Callable[..., Config
     assert abs(images.mean()) < 0.5 and images.std() > 0.5
 
 
-def test_missing_dali_is_bad_usage_with_the_command_that_installs_it(
+def test_missing_dali_is_an_error_with_the_command_that_installs_it(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
@@ -596,7 +547,7 @@ def test_missing_dali_is_bad_usage_with_the_command_that_installs_it(
 
 @needs_dali
 @pytest.mark.dali
-def test_a_dali_for_another_driver_is_bad_usage_with_the_remedy(
+def test_dali_for_another_driver_is_an_error_with_the_remedy(
     tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from nvidia.dali import Pipeline
@@ -606,6 +557,6 @@ def test_a_dali_for_another_driver_is_bad_usage_with_the_remedy(
 
     monkeypatch.setattr(Pipeline, "build", refuse)
     assert main(Arguments(tiny(data_loader="dali"), "default", tmp_path, "auto", dry_run=False)) == 2
-    said = capsys.readouterr().err
-    assert "DALI does not start here: CUDA runtime API error (36): API call is not supported" in said
-    assert "Traceback" not in said and "--set data_loader=device" in said
+    error = capsys.readouterr().err
+    assert "DALI does not start here: CUDA runtime API error (36): API call is not supported" in error
+    assert "Traceback" not in error and "--set data_loader=device" in error

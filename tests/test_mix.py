@@ -1,4 +1,4 @@
-"""utils.data.transforms.mix: cutout, mixup and cutmix against references that go image by image."""
+"""utils.data.transforms.mix: cutout, mixup and cutmix, compared with references that work image by image."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,39 +31,38 @@ def plan(rank: int = 0, world_size: int = 1) -> EpochPlan:
 
 
 def data() -> tuple[Tensor, Tensor]:
-    """All images and labels, by index."""
+    """Return all images and labels, by index."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(NUM_IMAGES, 3, SIZE, SIZE, generator=generator)
     return images, torch.randint(0, CLASSES, (NUM_IMAGES,), generator=generator)
 
 
 def reference(ranges: MixRanges, epoch: int, index: int) -> tuple[Tensor, Tensor]:
-    """What sample `index` becomes in `epoch`, knowing only (seed, epoch, index)."""
+    """Return the mixed image and target of sample `index`, from (seed, epoch, index) only."""
     images, labels = data()
     order = epoch_order(9, epoch, NUM_IMAGES).tolist()
     partner = order[order.index(index) ^ 1]
 
     def with_hole(number: int) -> Tensor:
-        top, left, bottom, right = ranges.draw(9, epoch, np.array([number]), SIZE, SIZE).hole[0]
+        top, left, bottom, right = ranges.sample(9, epoch, np.array([number]), SIZE, SIZE).hole[0]
         image = images[number].clone()
         image[:, top:bottom, left:right] = 0
         return image
 
-    mixing = ranges.draw(9, epoch, np.array([index]), SIZE, SIZE)
+    mixing = ranges.sample(9, epoch, np.array([index]), SIZE, SIZE)
     own, other = with_hole(index), with_hole(partner)
-    mixed = mixing.share[0] * own + (1 - mixing.share[0]) * other
+    mixed = mixing.weight[0] * own + (1 - mixing.weight[0]) * other
     top, left, bottom, right = mixing.patch[0]
     mixed[:, top:bottom, left:right] = other[:, top:bottom, left:right]
     target = torch.zeros(CLASSES)
-    target[labels[index]] += mixing.label_share[0]
-    target[labels[partner]] += 1 - mixing.label_share[0]
+    target[labels[index]] += mixing.label_weight[0]
+    target[labels[partner]] += 1 - mixing.label_weight[0]
     return mixed, target
 
 
 @pytest.mark.parametrize("name", RANGES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_mixing_equals_a_reference_that_knows_only_seed_epoch_and_index(name: str, world_size: int) -> None:
-    """So it is the same at every world size, and for a run resumed in mid-epoch."""
+def test_mixing_equals_a_pure_function_of_seed_epoch_and_index(name: str, world_size: int) -> None:
     images, labels = data()
     for rank in range(world_size):
         mix = BatchMix(RANGES[name], plan(rank, world_size), CLASSES)
@@ -80,7 +79,7 @@ def test_mixing_equals_a_reference_that_knows_only_seed_epoch_and_index(name: st
 
 
 @pytest.mark.parametrize("name", RANGES)
-def test_mixing_keeps_the_memory_format_and_its_input(name: str) -> None:
+def test_mixing_keeps_the_memory_format_and_does_not_change_its_input(name: str) -> None:
     images, labels = data()
     indices = plan().batches(0)[0]
     batch = images[indices].contiguous(memory_format=torch.channels_last)
@@ -90,31 +89,31 @@ def test_mixing_keeps_the_memory_format_and_its_input(name: str) -> None:
     assert torch.equal(batch, before) and not torch.equal(mixed, before)
 
 
-def test_the_share_of_a_target_is_that_of_the_pixels() -> None:
-    """Of a patch as the image's border cuts it off, whose sides are the square root of its share of the image."""
+def test_the_label_weight_is_the_fraction_of_the_pixels() -> None:
+    """The patch is clipped at the border; before, its sides are the square root of its fraction of the image."""
     height, width, indices = 20, 40, np.arange(2000)
-    drawn = MixRanges(0, 0, 1.0).draw(9, 0, indices, height, width)
-    top, left, bottom, right = drawn.patch.T
-    np.testing.assert_allclose(drawn.label_share, 1 - (bottom - top) * (right - left) / (height * width), atol=1e-6)
+    cutmix = MixRanges(0, 0, 1.0).sample(9, 0, indices, height, width)
+    top, left, bottom, right = cutmix.patch.T
+    np.testing.assert_allclose(cutmix.label_weight, 1 - (bottom - top) * (right - left) / (height * width), atol=1e-6)
     sides = np.sqrt(1 - symmetric_beta(uniform(9, 0, indices, STREAM_CUTMIX), 1.0))
     whole = (top > 0) & (left > 0) & (bottom < height) & (right < width)
     assert 200 < whole.sum() < 1800 and (np.abs(bottom - top - sides * height)[whole] <= 2).all()
     assert (np.abs(right - left - sides * width)[whole] <= 2).all()
-    mixup = MixRanges(0, 0.4, 0).draw(9, 0, indices, height, width)
-    assert np.array_equal(mixup.label_share, mixup.share) and not mixup.patch.any()
-    both = MixRanges(0, 0.4, 1.0).draw(9, 0, indices, height, width)
-    assert not ((both.share < 1) & both.patch.any(1)).any() and 900 < (both.share < 1).sum() < 1100
+    mixup = MixRanges(0, 0.4, 0).sample(9, 0, indices, height, width)
+    assert np.array_equal(mixup.label_weight, mixup.weight) and not mixup.patch.any()
+    both = MixRanges(0, 0.4, 1.0).sample(9, 0, indices, height, width)
+    assert not ((both.weight < 1) & both.patch.any(1)).any() and 900 < (both.weight < 1).sum() < 1100
 
 
-def test_shares_follow_the_beta_distribution() -> None:
-    """alpha 1 is uniform, alpha 1/2 the arcsine distribution; others against NumPy's generator."""
-    drawn = (np.arange(10_000) + 0.5) / 10_000
-    np.testing.assert_allclose(symmetric_beta(drawn, 1.0), drawn, atol=1e-6)
-    np.testing.assert_allclose(symmetric_beta(drawn, 0.5), np.sin(np.pi * drawn / 2) ** 2, atol=1e-6)
+def test_weights_follow_the_beta_distribution() -> None:
+    """alpha 1 is uniform, alpha 1/2 the arcsine distribution; others are compared with NumPy's generator."""
+    probability = (np.arange(10_000) + 0.5) / 10_000
+    np.testing.assert_allclose(symmetric_beta(probability, 1.0), probability, atol=1e-6)
+    np.testing.assert_allclose(symmetric_beta(probability, 0.5), np.sin(np.pi * probability / 2) ** 2, atol=1e-6)
     rng = np.random.default_rng(0)
     for alpha in (0.2, 2.0):
-        sample = np.sort(rng.beta(alpha, alpha, len(drawn)))
-        assert np.abs(symmetric_beta(drawn, alpha) - sample).max() < 0.05
+        sample = np.sort(rng.beta(alpha, alpha, len(probability)))
+        assert np.abs(symmetric_beta(probability, alpha) - sample).max() < 0.05
     assert np.isfinite(symmetric_beta(np.array([0.0, 1 - 2.0**-53]), 0.2)).all()
 
 
@@ -124,30 +123,30 @@ def test_soft_targets_give_the_same_loss_as_two_weighted_losses() -> None:
     ranges = RANGES["mixup"]
     _, targets = BatchMix(ranges, plan(), CLASSES)(images[indices], labels[indices], 0, 0)
     outputs = torch.randn(BATCH, CLASSES, generator=torch.Generator().manual_seed(1))
-    share = torch.from_numpy(ranges.draw(9, 0, indices, SIZE, SIZE).label_share)
+    weight = torch.from_numpy(ranges.sample(9, 0, indices, SIZE, SIZE).label_weight)
     own = labels[indices]
     other = own.view(-1, 2).flip(1).flatten()
     for smoothing in (0.0, 0.1):
         each = nn.CrossEntropyLoss(label_smoothing=smoothing, reduction="none")
-        expected = (share * each(outputs, own) + (1 - share) * each(outputs, other)).mean()
+        expected = (weight * each(outputs, own) + (1 - weight) * each(outputs, other)).mean()
         torch.testing.assert_close(nn.CrossEntropyLoss(label_smoothing=smoothing)(outputs, targets), expected)
 
 
-def test_accuracy_counts_the_class_of_the_larger_share() -> None:
+def test_accuracy_counts_the_class_with_the_larger_weight() -> None:
     sums = MetricSums(torch.device("cpu"))
     targets = torch.tensor([[0.6, 0.4, 0], [0.3, 0, 0.7]])
     sums.add(torch.tensor(1.0), torch.tensor([[2.0, 1, 0], [0, 1, 0]]), targets)
     assert sums.sums.tolist()[:3] == [2.0, 1.0, 2.0]
 
 
-def test_off_is_nothing_and_an_odd_share_cannot_be_paired(tiny: Callable[..., Config]) -> None:
+def test_an_odd_batch_cannot_be_paired(tiny: Callable[..., Config]) -> None:
     assert build_mix(tiny(), plan()) is leave_unmixed
-    with pytest.raises(ConfigError, match="3; use an even share"):
+    with pytest.raises(ConfigError, match="3 images; use an even number"):
         build_mix(tiny(mixup_alpha=0.2), plan(0, 8))
     assert build_mix(tiny(cutout_size=4), plan(0, 8)) is not leave_unmixed
 
 
-def test_each_key_reaches_its_augmentation(tiny: Callable[..., Config]) -> None:
+def test_each_setting_reaches_its_augmentation(tiny: Callable[..., Config]) -> None:
     mix = build_mix(tiny(cutout_size=6, mixup_alpha=0.2, cutmix_alpha=1.5, num_classes=CLASSES), plan())
     assert isinstance(mix, BatchMix) and mix.num_classes == CLASSES
     assert mix.ranges == MixRanges(cutout_size=6, mixup_alpha=0.2, cutmix_alpha=1.5)

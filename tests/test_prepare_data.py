@@ -1,4 +1,4 @@
-"""tools.prepare_data: CIFAR from a download or an archive, what can be wrong with them, and nothing half-written."""
+"""tools.prepare_data: CIFAR from a download or an archive, damaged archives, and no partial data."""
 
 import errno
 import os
@@ -40,7 +40,7 @@ def run(tiny: TinyCifar, data_path: Path, *more: str | Path) -> int:
 
 
 def assert_prepared(tiny: TinyCifar, data_path: Path, folder: str) -> None:
-    """Nothing but the data, whole, and the lock's file."""
+    """The folder has the whole data, the lock file and nothing else."""
     assert sorted(path.name for path in data_path.iterdir()) == sorted([folder, f".{tiny.version.name}.lock"])
     dataset = load_dataset(tiny.version.name, data_path, download=False)
     for arrays, split in ((dataset.train, tiny.version.train), (dataset.valid, tiny.version.valid)):
@@ -89,7 +89,7 @@ def alter(path: Path) -> None:
 
 
 def plant_link(path: Path) -> None:
-    """An archive that would write to where a link of its points."""
+    """Write an archive with a link to another folder."""
     with tarfile.open(path, "w:gz") as tar:
         info = tarfile.TarInfo("cifar-100-python")
         info.type, info.linkname = tarfile.SYMTYPE, "/tmp"
@@ -103,14 +103,13 @@ def replace_by_fifo(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [(cut, "cut off, altered, or not the official cifar-100-python.tar.gz or cifar-100-binary.tar.gz"),
-     (alter, "cut off, altered"), (plant_link, "cut off, altered"), (lambda path: path.write_bytes(b""), "cut off"),
+    [(cut, "truncated, altered, or not the official cifar-100-python.tar.gz or cifar-100-binary.tar.gz"),
+     (alter, "truncated, altered"), (plant_link, "truncated, altered"), (lambda path: path.write_bytes(b""), "altered"),
      (Path.unlink, "no such archive"), (replace_by_fifo, "no such archive")],
 )  # fmt: skip
 def test_a_bad_archive_is_not_opened(
     damage: Callable[[Path], Any], message: str, tiny100: TinyCifar, archive: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    """Two lines, which name it and the command; torchvision does not download another in its place."""
     damage(archive)
     assert run(tiny100, tmp_path / "data", "--from", archive) == 3
     error = capsys.readouterr().err
@@ -136,16 +135,16 @@ def test_failed_download(
     assert_nothing_written(tmp_path / "data")
 
 
-def test_a_damaged_folder_is_left_to_the_user(tiny100: TinyCifar, archive: Path, tmp_path: Path, capsys: Capture):
+def test_a_damaged_folder_is_not_replaced(tiny100: TinyCifar, archive: Path, tmp_path: Path, capsys: Capture):
     folder = tiny100.write_binary(tmp_path / "data")
     (folder / "test.bin").write_bytes(b"damaged")
     assert run(tiny100, tmp_path / "data", "--from", archive) == 3
-    assert f"Move {folder} away; to bring good data:\n" in capsys.readouterr().err
+    assert f"Move {folder} away; to get good data:\n" in capsys.readouterr().err
     folder.rename(tmp_path / "away")
     assert run(tiny100, tmp_path / "data", "--from", archive) == 0
 
 
-# ---- disks, interruptions, company
+# ---- disks and interruptions
 
 
 @pytest.mark.parametrize("what", ["read-only", "file", "full"])
@@ -174,8 +173,6 @@ def test_folder_that_cannot_be_written(
 def test_interruption_leaves_nothing(
     tiny100: TinyCifar, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    """And what a killed run left is removed by the next."""
-
     def interrupt(source: Path, target: Path) -> None:
         (target / "cifar-100-python").mkdir()
         raise KeyboardInterrupt
@@ -185,7 +182,7 @@ def test_interruption_leaves_nothing(
         assert run(tiny100, tmp_path / "data", "--from", archive) == 130
     assert capsys.readouterr().err == "interrupted\n"
     assert_nothing_written(tmp_path / "data")
-    (tmp_path / "data/.cifar-100-python.0badcafe").mkdir()
+    (tmp_path / "data/.cifar-100-python.0badcafe").mkdir()  # from a killed run
     assert run(tiny100, tmp_path / "data", "--from", archive) == 0
     assert_prepared(tiny100, tmp_path / "data", "cifar-100-python")
 

@@ -1,4 +1,4 @@
-"""tools.stage_data: one whole copy of a data folder on a disk of this machine."""
+"""tools.stage_data: one complete copy of a data folder on a local disk."""
 
 import os
 import subprocess
@@ -25,18 +25,18 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_copy_is_whole_and_is_used_again(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_copy_is_complete_and_reused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "local/data"
     assert stage_data.main([str(source), str(target)]) == 0
     assert content(target) == content(source)
     number = target.stat().st_ino
     assert stage_data.main([str(source), str(target)]) == 0
     assert target.stat().st_ino == number
-    assert capsys.readouterr().out.splitlines()[1] == f"{target}: there already, 2 files"
+    assert capsys.readouterr().out.splitlines()[1] == f"{target}: exists already, 2 files"
 
 
 @pytest.mark.parametrize("change", ["more", "fewer", "other bytes", "newer"])
-def test_copy_of_data_that_has_changed_is_made_anew(source: Path, tmp_path: Path, change: str) -> None:
+def test_copy_of_changed_data_is_replaced(source: Path, tmp_path: Path, change: str) -> None:
     target = tmp_path / "local"
     stage_data.stage(source, target)
     if change == "more":
@@ -52,14 +52,16 @@ def test_copy_of_data_that_has_changed_is_made_anew(source: Path, tmp_path: Path
     assert content(target) == content(source)
 
 
-def test_what_is_no_copy_is_never_replaced(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_copy_is_never_replaced(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     home, file, empty = tmp_path / "home", tmp_path / "file", tmp_path / "empty"
     home.mkdir()
     (home / "thesis.txt").write_text("the only copy")
     file.touch()
     for target in (home, file):
         assert stage_data.main([str(source), str(target)]) == 2
-        assert f"{target}: is there and no copy by this program" in capsys.readouterr().err
+        assert f"{target}: exists, but is no copy by this program" in capsys.readouterr().err
     assert content(home) == {"thesis.txt": b"the only copy"} and file.is_file()
     empty.mkdir()
     assert stage_data.main([str(source), str(empty)]) == 0
@@ -71,19 +73,17 @@ def test_processes_that_start_at_once_copy_once(source: Path, tmp_path: Path) ->
     started = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     said = sorted(process.communicate(timeout=60)[0].split(":")[1].split()[0] for process in started)
     assert [process.returncode for process in started] == [0, 0, 0]
-    assert said == ["copied", "there", "there"]
+    assert said == ["copied", "exists", "exists"]
 
 
-def test_what_a_killed_copy_left_is_removed(source: Path, tmp_path: Path) -> None:
+def test_the_remains_of_a_killed_copy_are_removed(source: Path, tmp_path: Path) -> None:
     (tmp_path / "near").mkdir()
     (tmp_path / "near/.local.0badf00d").mkdir()
     stage_data.stage(source, tmp_path / "near/local")
     assert sorted(path.name for path in (tmp_path / "near").iterdir()) == [".local.lock", "local"]
 
 
-def test_links_are_followed_but_not_in_a_circle(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_links_are_followed_but_not_in_cycles(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     elsewhere, target = tmp_path / "elsewhere", tmp_path / "local"
     elsewhere.mkdir()
     (elsewhere / "2.jpg").write_bytes(b"another")
@@ -95,10 +95,10 @@ def test_links_are_followed_but_not_in_a_circle(
         (elsewhere / name).symlink_to(source)
     assert stage_data.main([str(source), str(target)]) == 3
     said = capsys.readouterr().err
-    assert "a link to a folder that it is in" in said and said.count("\n") == 1, said
+    assert "a link to one of its parent folders" in said and said.count("\n") == 1, said
 
 
-def test_failures_are_a_line_and_leave_no_copy(
+def test_failures_are_one_line_and_leave_no_copy(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -106,8 +106,8 @@ def test_failures_are_a_line_and_leave_no_copy(
         (tmp_path / "nosuch", tmp_path / "local", 3, "nosuch: No such file or directory"),
         (tmp_path / "file", tmp_path / "local", 3, "file: Not a directory"),
         (source, tmp_path / "file/local", 3, "file: File exists"),
-        (source, source / "copy", 2, "name a folder on a disk of this machine"),
-        (source, source, 2, "name a folder on a disk of this machine"),
+        (source, source / "copy", 2, "name a folder on a local disk"),
+        (source, source, 2, "name a folder on a local disk"),
     ]:
         assert stage_data.main([str(origin), str(target)]) == status
         said = capsys.readouterr().err
@@ -115,7 +115,7 @@ def test_failures_are_a_line_and_leave_no_copy(
     usage = type(stage_data.shutil.disk_usage("/"))
     monkeypatch.setattr(stage_data.shutil, "disk_usage", lambda _: usage(10, 10, 3))
     assert stage_data.main([str(source), str(tmp_path / "local")]) == 3
-    assert "0.0 GB do not fit into the 0.0 GB free there" in capsys.readouterr().err
+    assert "0.0 GB do not fit: 0.0 GB are free" in capsys.readouterr().err
     os.mkfifo(source / "pipe")
     monkeypatch.undo()
     assert stage_data.main([str(source), str(tmp_path / "local")]) == 3

@@ -1,4 +1,4 @@
-"""Class folders of a few small images, and shards made of them."""
+"""Class folders of a few small images, and changes of their shards."""
 
 import io
 import tarfile
@@ -6,14 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from test_folders import write_image
+import numpy as np
+from PIL import Image
 
 CLASSES = ("ant", "bée", "cat")
 NUM_TRAIN, NUM_VALID = 8, 5  # of each class
 
 
+def write_image(path: Path, seed: int, width: int, height: int) -> None:
+    """Write an image with smooth colours, as in photographs: JPEG and resizing change them little."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(path, quality=95)
+
+
 def make_folders(root: Path) -> Path:
-    """JPEG of many sizes, and a PNG in each class."""
+    """Write JPEG of many sizes, and a PNG in each class and split."""
     for label, name in enumerate(CLASSES):
         for split, count in (("train", NUM_TRAIN), ("val", NUM_VALID)):
             for number in range(count):
@@ -24,7 +32,7 @@ def make_folders(root: Path) -> Path:
 
 
 def rewrite(path: Path, change: Callable[[list[tuple[tarfile.TarInfo, bytes]]], Any]) -> None:
-    """Write a shard anew with `change` made to the list of its members."""
+    """Rewrite a shard after `change` of the list of its members."""
     with tarfile.open(path) as tar:
         rows = [(info, tar.extractfile(info).read()) for info in tar]
     change(rows)

@@ -1,15 +1,15 @@
-"""Download CIFAR to a machine before the job, or unpack its archive where there is no network; pack images in class
-folders into tar shards, or index shards that are there.
+"""Download CIFAR before a job, or unpack its archive without a network; pack class folders into tar shards, or index
+existing shards.
 
     python -m tools.prepare_data --dataset cifar100 --data_path data
     python -m tools.prepare_data --dataset cifar100 --data_path data --from cifar-100-python.tar.gz
     python -m tools.prepare_data --shards /shared/imagenet-shards --from /shared/imagenet
     python -m tools.prepare_data --shards /shared/imagenet-shards
 
-Torchvision downloads and unpacks CIFAR; its official archives, of the python or the binary version, are told by their
-published MD5. Data and shards appear in one rename: an interrupted or failed run leaves nothing that could be taken for
-data, and two runs at once do the work once. Without --from, --shards writes the index of DIR/train/*.tar and
-DIR/val/*.tar, which hold KEY.jpg (or .png, ...) and KEY.cls for each image, as the webdataset package has them.
+Torchvision downloads and unpacks CIFAR. An archive must be an official one, of the python or the binary version, with
+the published MD5. Data and shards appear in one rename: an interrupted or failed run leaves no partial data, and two
+runs at once do the work once. Without --from, --shards writes the index of DIR/train/*.tar and DIR/val/*.tar, which
+hold KEY.jpg (or .png, ...) and KEY.cls for each image, as in the webdataset package.
 """
 
 import argparse
@@ -28,16 +28,16 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parse_arguments(argv)
     if arguments.shards is not None:
         return _make_shards(arguments)
-    return _bring_cifar(arguments.dataset, arguments.data_path, arguments.source)
+    return _prepare_cifar(arguments.dataset, arguments.data_path, arguments.source)
 
 
-def _bring_cifar(name: str, data_path: Path, archive: Path | None) -> int:
+def _prepare_cifar(name: str, data_path: Path, archive: Path | None) -> int:
     from utils.data.datasets.cifar import VERSIONS, find_folder, read_cifar  # here, since --help needs no numpy
 
     version = VERSIONS[name]
-    there = find_folder(version, data_path)
+    existed = find_folder(version, data_path)
     read_cifar(version, data_path, download=True, archive=archive)
-    print(f"{find_folder(version, data_path)}: {version.title} {'is already' if there else 'is now'} there, verified")
+    print(f"{find_folder(version, data_path)}: {version.title} {'is already' if existed else 'is now'} there, verified")
     return 0
 
 
@@ -55,25 +55,25 @@ def _make_shards(arguments: argparse.Namespace) -> int:
 def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     statuses = "0 done or already there; 2 usage; 3 bad input, no network or no room; 130 interrupted."
     parser = new_parser("prepare_data", __doc__, statuses)
-    parser.add_argument("--dataset", choices=DATASETS, help="CIFAR: which one")
-    parser.add_argument("--data_path", type=Path, metavar="DIR", help="CIFAR: where the data will be")
+    parser.add_argument("--dataset", choices=DATASETS, help="CIFAR: the version")
+    parser.add_argument("--data_path", type=Path, metavar="DIR", help="CIFAR: the data folder")
     parser.add_argument(
         "--from", dest="source", type=Path, metavar="ARCHIVE_OR_FOLDER",
-        help="CIFAR: a local copy of an official archive, instead of a download; "
-        "shards: the folder with train/CLASS/ and val/CLASS/",
+        help="CIFAR: unpack this official archive instead of a download; "
+        "shards: pack this folder with train/CLASS/ and val/CLASS/",
     )  # fmt: skip
-    parser.add_argument("--shards", type=Path, metavar="DIR", help="where the shards will be, or are")
+    parser.add_argument("--shards", type=Path, metavar="DIR", help="the folder of shards to create, or to index")
     size = parser.add_mutually_exclusive_group()
+    size.add_argument("--images_per_shard", type=at_least_one, metavar="N", help="images per shard (default: 4096)")
     size.add_argument(
-        "--images_per_shard", type=at_least_one, metavar="N", help="shards: images in each (default: 4096)"
+        "--num_shards", type=at_least_one, metavar="N", help="number of training and of validation shards"
     )
-    size.add_argument("--num_shards", type=at_least_one, metavar="N", help="shards: as many of training and validation")
     arguments = parser.parse_args(argv)
     sized = arguments.images_per_shard is not None or arguments.num_shards is not None
     if arguments.shards is None and (arguments.dataset is None or arguments.data_path is None or sized):
         parser.error("expected --dataset and --data_path, or --shards")
     if arguments.shards is not None and (arguments.dataset or arguments.data_path):
-        parser.error("--shards takes --from, --images_per_shard or --num_shards, none of CIFAR's options")
+        parser.error("--shards takes --from, --images_per_shard or --num_shards, but no options of CIFAR")
     if sized and arguments.source is None:
         parser.error("--images_per_shard and --num_shards need --from: without it, shards are only indexed")
     return arguments

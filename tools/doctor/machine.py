@@ -30,11 +30,11 @@ def machine_checks(config: Config, run_dir: Path, world: "World") -> list[Findin
     import torch
 
     from utils.data.build import batch_bytes
-    from utils.data.workers import usable_cores, workers_of_a_rank
+    from utils.data.workers import cap_workers, usable_cores
 
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
     workers = config.num_data_workers if config.data_loader == "torchvision" else 0
-    started = local_ranks * workers_of_a_rank(workers, local_ranks)
+    started = local_ranks * cap_workers(workers, local_ranks)
     data, image_shape = check_data(config)
     rank_batch_size = -(-config.batch_size // world.world_size)
     packages = ((package.metadata["Name"], package.version) for package in importlib.metadata.distributions())

@@ -1,4 +1,4 @@
-"""Tar shards: written from class folders, and the index of those that are there."""
+"""Write tar shards from class folders, and index existing shards."""
 
 import errno
 import io
@@ -8,7 +8,7 @@ import re
 import sys
 import tarfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +25,12 @@ from utils.data.sampling import IntArray
 from utils.errors import DataError
 from utils.files import open_regular, partial_folder, sync_folder, write_atomically, write_new
 
-IMAGES_PER_SHARD = 4096  # of ImageNet 0.45 GB, 313 shards
+IMAGES_PER_SHARD = 4096  # ImageNet: 313 shards of 0.45 GB
 CLASSES_FILE = "classes.json"
 SPLITS = ("train", "val")
-THREADS = 8  # many small files are opened: waiting, not computing
+THREADS = 8  # opening many small files is waiting, not computing
 END_OF_TAR = bytes(1024)
-# As the webdataset package splits a name: the key goes up to the first dot of the last part.
+# As in the webdataset package: the key ends at the first dot of the last path component.
 KEY_AND_EXTENSION = re.compile(r"((?:.*/|)[^./][^.]*)\.([^/]*)", re.DOTALL)
 LABEL = re.compile(rb"\d{1,6}")
 
@@ -51,15 +51,15 @@ class IndexedImage:
 
 
 def make_shards(folder: Path, source: Path, images_per_shard: int | None, num_shards: int | None) -> str:
-    """Write shards of the class folders in `source` to `folder`, which appears at once, whole and with its index;
-    return how much it is. `images_per_shard` in each, or `num_shards` for training and as many for validation.
+    """Write shards of the class folders in `source` to `folder`, which appears in one rename with its index; return a
+    summary. `images_per_shard` sets their size, or `num_shards` their number, for training and validation each.
 
-    An image's bytes are copied as they are. Which images share a shard is drawn, so that each shard has images of many
-    classes; the draw depends on their number alone, and equal folders give equal shards, byte by byte.
+    The images' bytes are unchanged. Images are assigned to shards at random, so that each shard has many classes. The
+    assignment depends only on the number of images: equal folders give equal shards, byte by byte.
     """
     if os.path.lexists(folder):
-        raise DataError(f"{folder}: is there already; move it away, or index the shards in it by leaving out --from")
-    images = open_folders("imagenet", source, image_size=1)  # its fixed statistics: no image is read
+        raise DataError(f"{folder}: exists already; move it away, or omit --from to index the shards in it")
+    images = open_folders("imagenet", source, image_size=1)  # with "imagenet" no image is read for statistics
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with partial_folder(folder, folder.with_name(f".{folder.name}-shards.lock")) as partial:
@@ -73,20 +73,20 @@ def make_shards(folder: Path, source: Path, images_per_shard: int | None, num_sh
             counts = index_shards(partial)
             partial.rename(folder)
             sync_folder(folder.parent)
-    except OSError as error:  # those of reading are DataError by now
+    except OSError as error:  # while writing: reading raises DataError
         raise DataError(f"cannot write below {folder.parent}: {error.strerror or error}") from None
     return counts
 
 
 def _write_split(folder: Path, images: ImageFiles, num_shards: int) -> None:
-    """`num_shards` shards, each flushed to the disk."""
+    """Write `num_shards` shards, each flushed to disk."""
     num_images = len(images.labels)
     if num_shards > num_images:
         raise DataError(f"{images.root}: {num_images} images cannot fill {num_shards} shards; make fewer")
     folder.mkdir()
-    drawn = np.random.Generator(np.random.Philox(key=[0, num_images])).permutation(num_images)
-    parts = list(enumerate(np.array_split(drawn, num_shards)))
-    _in_threads(lambda part: _write_shard(folder / f"shard-{part[0]:06d}.tar", images, part[1]), parts, folder.name)
+    shuffled = np.random.Generator(np.random.Philox(key=[0, num_images])).permutation(num_images)
+    parts = list(enumerate(np.array_split(shuffled, num_shards)))
+    _run_in_threads(lambda part: _write_shard(folder / f"shard-{part[0]:06d}.tar", images, part[1]), parts, folder.name)
     sync_folder(folder)
 
 
@@ -99,7 +99,7 @@ def _write_shard(path: Path, images: ImageFiles, indices: IntArray) -> None:
                 try:
                     content = images.content(index)
                 except OSError as error:
-                    raise DataError(f"{name}: cannot be read: {error.strerror}; mend or remove it") from None
+                    raise DataError(f"{name}: cannot be read: {error.strerror}; repair or remove it") from None
                 extension = os.path.splitext(name)[1].lower().replace(".jpeg", ".jpg")
                 for member, data in ((extension, content), (".cls", b"%d" % images.labels[index])):
                     info = tarfile.TarInfo(f"{index:0{digits}d}{member}")
@@ -110,9 +110,9 @@ def _write_shard(path: Path, images: ImageFiles, indices: IntArray) -> None:
 
 
 def index_shards(folder: Path) -> str:
-    """Write the index of the tar files in `folder`/train and `folder`/val, in one rename; return how many there are.
+    """Write the index of the tar files in `folder`/train and `folder`/val in one rename; return a summary.
 
-    Every byte is read once. The names of the classes are those of classes.json, else the numbers of the labels.
+    Every byte is read once. Class names come from classes.json, else they are the label numbers.
     """
     train, valid = (_index_split(folder, name) for name in SPLITS)
     num_classes = 1 + int(max(train.labels.max(), valid.labels.max()))
@@ -129,11 +129,11 @@ def _index_split(folder: Path, split: str) -> ShardSplit:
         paths = sorted(path for path in (folder / split).iterdir() if path.suffix == ".tar" and path.name[0] != ".")
     except OSError as error:
         raise DataError(f"{folder / split}: cannot be read: {error.strerror}; expected shards, *.tar") from None
-    scanned = _in_threads(_scan, paths, f"index of {split}")
+    scanned = _run_in_threads(_scan, paths, f"index of {split}")
     samples = [(number, sample) for number, (_, found) in enumerate(scanned) for sample in found]
     if not samples:
         raise DataError(f"{folder / split}: holds no shards, *.tar, with images")
-    samples.sort(key=lambda numbered: numbered[1].key)  # stable: equal keys stay in the order of their shards
+    samples.sort(key=lambda numbered: numbered[1].key)  # stable: equal keys keep the order of their shards
     columns = {
         "shards": [os.path.join(split, path.name) for path in paths],
         "shard_bytes": [size for size, _ in scanned],
@@ -148,7 +148,7 @@ def _index_split(folder: Path, split: str) -> ShardSplit:
 
 
 def _scan(path: Path) -> tuple[int, list[IndexedImage]]:
-    """Size of a shard in bytes, and its samples; `DataError` where it is not as the webdataset package writes one."""
+    """Return a shard's size in bytes and its samples; `DataError` if it lacks the webdataset package's layout."""
     images: dict[str, tuple[str, int, int]] = {}
     labels: dict[str, int] = {}
     try:
@@ -156,14 +156,16 @@ def _scan(path: Path) -> tuple[int, list[IndexedImage]]:
             descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
             if size < len(END_OF_TAR) or os.pread(descriptor, len(END_OF_TAR), size - len(END_OF_TAR)) != END_OF_TAR:
                 raise DataError(
-                    f"{path}: does not end as a tar file does: cut off, compressed, or none; bring a whole one"
+                    f"{path}: does not end as a tar file does: truncated, compressed or no tar file; restore it"
                 )
             for key, extension, info in _members(path, file):
                 is_image = f".{extension}" in EXTENSIONS
                 if not is_image and extension != "cls":
                     continue
                 if key in (images if is_image else labels):
-                    raise DataError(f"{path}: {key} has two members of the kind of {info.name}; give each image a key")
+                    raise DataError(
+                        f"{path}: {key} has two members of the kind of {info.name}; give each image its own key"
+                    )
                 if is_image:
                     images[key] = info.name, info.offset_data, info.size
                     continue
@@ -172,18 +174,18 @@ def _scan(path: Path) -> tuple[int, list[IndexedImage]]:
                     raise DataError(f"{path}: {info.name} holds {text[:20]!r}; expected the number of a class")
                 labels[key] = int(text)
             if unpaired := sorted(images.keys() ^ labels.keys()):
-                lacking = "cls" if unpaired[0] in images else "image"
-                raise DataError(f"{path}: {unpaired[0]} has no {lacking}; expected KEY.jpg and KEY.cls for each image")
+                missing = "cls" if unpaired[0] in images else "image"
+                raise DataError(f"{path}: {unpaired[0]} has no {missing}; expected KEY.jpg and KEY.cls for each image")
             return size, [
                 IndexedImage(key, name, labels[key], offset, length, _checksum(descriptor, offset, length))
                 for key, (name, offset, length) in images.items()
             ]
-    except (tarfile.TarError, ValueError, OSError) as error:  # ValueError: what tarfile lets out of a broken header
-        raise DataError(f"{path}: cannot be read as a tar file: {error}; bring a whole one") from None
+    except (tarfile.TarError, ValueError, OSError) as error:  # ValueError: from tarfile, for a broken header
+        raise DataError(f"{path}: cannot be read as a tar file: {error}; restore it") from None
 
 
 def _members(path: Path, file: BinaryIO) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
-    """Key, extension in small letters and header of every file of a shard that has both."""
+    """Yield key, lower-case extension and header of every file of a shard whose name has both."""
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for info in tar:
             named = KEY_AND_EXTENSION.fullmatch(info.name)
@@ -202,30 +204,26 @@ def _checksum(descriptor: int, offset: int, length: int) -> int:
 
 
 def _read_class_names(path: Path, num_classes: int) -> tuple[str, ...]:
-    """From a JSON list, where there is one."""
+    """Read the JSON list, if it exists."""
     if not os.path.lexists(path):
         return tuple(str(number) for number in range(num_classes))
     try:
         with open_regular(path) as file:
             names = json.load(file)
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read as a list of names: {error}; mend or remove it") from None
+        raise DataError(f"{path}: cannot be read as a list of names: {error}; repair or remove it") from None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) < num_classes:
-        raise DataError(f"{path}: expected a list of {num_classes} names of classes; mend or remove it")
+        raise DataError(f"{path}: expected a list of {num_classes} class names; repair or remove it")
     return tuple(names)
 
 
-def _in_threads(work: Callable[[Task], Result], tasks: Iterable[Task], title: str) -> list[Result]:
-    """The results in the order of the tasks, progress shown; after a failure or Ctrl-C no other task begins."""
-    tasks = list(tasks)
-    with _progress() as progress, ThreadPoolExecutor(THREADS) as pool:
+def _run_in_threads(work: Callable[[Task], Result], tasks: list[Task], title: str) -> list[Result]:
+    """Return the results in the order of the tasks; show progress. After a failure or Ctrl-C no further task starts."""
+    progress_bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
+    with progress_bar as progress, ThreadPoolExecutor(THREADS) as pool:
         futures = [pool.submit(work, task) for task in tasks]
         try:
             return [future.result() for future in progress.track(futures, description=title)]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def _progress() -> Progress:
-    return Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())

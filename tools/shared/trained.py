@@ -135,7 +135,7 @@ def find_split(trained: Trained, paths: list[Path], world: "World", *, test: boo
     `DataError` where they have other classes."""
     from utils.data.build import open_dataset
     from utils.data.config import LOADERS
-    from utils.data.datasets.folders import centre_share, find_images
+    from utils.data.datasets.folders import centre_fraction, find_images
 
     config, (_, height, width) = trained.config, trained.state["data"]["shape"]
     if not paths:
@@ -150,7 +150,7 @@ def find_split(trained: Trained, paths: list[Path], world: "World", *, test: boo
         raise ConfigError(f"data_loader {config.data_loader} reads no images; use --set data_loader=torchvision")
     if height != width:
         raise ConfigError(f"the run's images are {height} x {width} pixels; files are cut to squares only")
-    return find_images(paths, trained.class_names, height, centre_share(config.dataset))
+    return find_images(paths, trained.class_names, height, centre_fraction(config.dataset))
 
 
 def _check_dataset(trained: Trained, dataset: "Dataset") -> None:

@@ -22,33 +22,31 @@ from utils.data.loader import Loader
 from utils.data.loaders.device import decode_all
 from utils.data.sampling import AugmentationRanges, EpochPlan
 from utils.data.transforms.augment import Normalise
-from utils.data.workers import check_shared_memory, check_sockets, usable_cores, workers_of_a_rank
+from utils.data.workers import cap_workers, check_shared_memory, check_sockets, usable_cores
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import in_batch_job, name_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
 from utils.user_code import is_user_code
 
-LoaderBuilder = Callable[[DataConfig, Split, EpochPlan, Normalise, int], Loader]  # the last one: workers of this rank
+LoaderBuilder = Callable[[DataConfig, Split, EpochPlan, Normalise, int], Loader]  # int: workers of this rank
 
 
 @dataclass(frozen=True)
 class Loaders:
-    """The loaders of this rank, the plan of the training one, and what the reader of the log should know."""
+    """The loaders of this rank."""
 
     train: Loader
     valid: Loader
     test: Loader | None  # with holdout_images
-    plan: EpochPlan
-    notes: list[str]
+    notes: list[str]  # lines for the log
 
     def every(self) -> list[Loader]:
-        """All that there are."""
         return [loader for loader in (self.train, self.valid, self.test) if loader is not None]
 
 
 def open_dataset(config: DataConfig, world: World, *, fetch: bool = True) -> Dataset:
-    """Collective: the dataset `dataset`; with `fetch` one process downloads what is missing, except in a batch job,
+    """Collective: return the dataset `dataset`. With `fetch` one process downloads missing data, except in a batch job,
     whose nodes often have no network."""
     download = fetch and not in_batch_job(os.environ)
     dataset = world.main_first(lambda: find_dataset(config, download=download))
@@ -57,44 +55,44 @@ def open_dataset(config: DataConfig, world: World, *, fetch: bool = True) -> Dat
         if others := [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]:
             raise DataError(
                 f"dataset {config.dataset}: returned other data on {name_ranks(others)} than on rank 0; it must return "
-                "the same each time: give what it draws a seed, and sort what it lists"
+                "the same each time: seed its random numbers, and sort directory listings"
             )
     return dataset
 
 
 def find_dataset(config: DataConfig, *, download: bool) -> Dataset:
-    """The dataset `dataset`, for one process. `DataError` where it is missing or damaged.
+    """Return the dataset `dataset`, in one process. `DataError` if it is missing or damaged.
 
-    For a loader that needs no data, CIFAR and ImageNet are stood in for by their sizes, and no file is needed.
+    For a loader that needs no data, black images replace those of CIFAR and ImageNet, and no file is read.
     """
     if is_user_code(config.dataset):
         dataset = load_own(config)
     elif not LOADERS[config.data_loader].needs_data and config.dataset in DATASET_SIZES:
-        dataset = _synthetic_images(config)
+        dataset = _black_images(config)
     elif config.dataset in ("imagefolder", "imagenet"):
         folder = Path(config.data_path)
         opened = open_shards if has_index(folder) else open_folders
         dataset = opened(config.dataset, folder, config.image_size)
     else:
         dataset = load_dataset(config.dataset, Path(config.data_path), download=download)
-    if config.dataset == "cifar100":  # its mean and deviation are keys, as in the tutorial; others bring their own
+    if config.dataset == "cifar100":  # its mean and deviation are settings, as in the tutorial
         dataset = replace(dataset, mean=config.cifar100_mean, std=config.cifar100_std)
     return hold_out(dataset, config.holdout_images)
 
 
-# training and validation images of the datasets that can be stood in for
+# training and validation images of the datasets that `_black_images` can replace
 DATASET_SIZES = {"cifar100": (50_000, 10_000), "cifar10": (50_000, 10_000), "imagenet": (1_281_167, 50_000)}
 
 
 def image_side(config: DataConfig) -> int:
-    """Pixels of an image's side without a look at the data; without `image_size`, what is usual."""
+    """Return the side of the images in pixels without reading data: `image_size` or the usual size."""
     if config.dataset in ("imagefolder", "imagenet"):
         return config.image_size or IMAGENET_SIZE
     return (config.image_size if is_user_code(config.dataset) else None) or IMAGE_SHAPE[-1]
 
 
-def _synthetic_images(config: DataConfig) -> Dataset:
-    """Black images of the right number and size, which take no memory."""
+def _black_images(config: DataConfig) -> Dataset:
+    """Return a dataset with black images of the right number and size, which take no memory."""
     size, version = image_side(config), VERSIONS.get(config.dataset)
     train, valid = (
         ImageArrays(np.broadcast_to(np.uint8(0), (count, 3, size, size)), np.zeros(count, np.int64))
@@ -106,17 +104,17 @@ def _synthetic_images(config: DataConfig) -> Dataset:
 
 
 def build_loaders(config: DataConfig, dataset: Dataset, world: World) -> Loaders:
-    """Collective: the loaders of this rank. `ConfigError` where dataset and configuration do not fit."""
+    """Collective: build the loaders of this rank. `ConfigError` if dataset and configuration do not fit."""
     if len(dataset.class_names) != config.num_classes:
         raise ConfigError(
             f"num_classes is {config.num_classes}, but {dataset.name} has {len(dataset.class_names)}; "
             f"use --set num_classes={len(dataset.class_names)}"
         )
     kind, unreadable = LOADERS[config.data_loader], dict[str, str]()
-    decodes_anew = not isinstance(dataset.train, ImageArrays) and not kind.in_memory
-    if config.rnd_resized_crop and not decodes_anew and kind.needs_data:
+    decodes_each_epoch = not isinstance(dataset.train, ImageArrays) and not kind.in_memory
+    if config.rnd_resized_crop and not decodes_each_epoch and kind.needs_data:
         raise ConfigError(
-            f"rnd_resized_crop needs images that are decoded anew in each epoch: dataset imagefolder or imagenet with "
+            f"rnd_resized_crop needs images that are decoded in each epoch: dataset imagefolder or imagenet with "
             f"data_loader torchvision or dali, not {config.dataset} with {config.data_loader}"
         )
     if kind.needs_data:
@@ -124,7 +122,7 @@ def build_loaders(config: DataConfig, dataset: Dataset, world: World) -> Loaders
     train_split: Split = dataset.train
     others: Sequence[Split] = [dataset.valid] if dataset.test is None else [dataset.valid, dataset.test]
     if kind.in_memory:
-        decoded, unreadable = _decode(config, (train_split, True), *((split, False) for split in others))
+        decoded, unreadable = _decode((train_split, True), *((split, False) for split in others))
         train_split, others = decoded[0], decoded[1:]
     plan = _plan_training(config, train_split, world)
     largest = batch_bytes(config, plan.batch_size, train_split.image_shape)
@@ -132,16 +130,16 @@ def build_loaders(config: DataConfig, dataset: Dataset, world: World) -> Loaders
     train = build(train_split, plan)
     train.unreadable |= unreadable
     valid, *test = (build(split, _plan_validation(config, split, world)) for split in others)
-    return Loaders(train, valid, test[0] if test else None, plan, [*dataset.notes, *notes])
+    return Loaders(train, valid, test[0] if test else None, [*dataset.notes, *notes])
 
 
 def build_valid_loader(
     config: DataConfig, split: Split, mean: tuple[float, ...], std: tuple[float, ...], world: World
 ) -> tuple[Loader, list[str]]:
-    """Collective: the loader of this rank that validates on `split`, in the way of `build_loaders`, and notes."""
+    """Collective: build the loader of this rank that validates on `split`; return it and notes for the log."""
     unreadable = dict[str, str]()
     if LOADERS[config.data_loader].in_memory:
-        (split,), unreadable = _decode(config, (split, False))
+        (split,), unreadable = _decode((split, False))
     largest = batch_bytes(config, 0, split.image_shape)
     build, notes = _choose_builder(config, mean, std, largest, world)
     loader = build(split, _plan_validation(config, split, world))
@@ -152,15 +150,15 @@ def build_valid_loader(
 def _choose_builder(
     config: DataConfig, mean: tuple[float, ...], std: tuple[float, ...], largest_batch: int, world: World
 ) -> tuple[Callable[[Split, EpochPlan], Loader], list[str]]:
-    """Collective: what builds the loaders of this rank, and notes; `largest_batch` in bytes."""
+    """Collective: return a function that builds the loaders of this rank, and notes; `largest_batch` in bytes."""
     kind = LOADERS[config.data_loader]
     num_workers, notes = _count_workers(config, world) if kind.has_workers else (0, [])
     if kind.shares_memory:
-        # The validation loader's workers stay, asleep and with nothing prepared, while training runs, and vice versa.
+        # One loader runs at a time, and the workers of an idle loader hold no batches.
         ranks_here = world.gather(platform.node()).count(platform.node())
         check_shared_memory(largest_batch, num_workers * ranks_here)
         check_sockets(num_workers)
-    # NHWC: images come out of the loader in the memory format of the model
+    # NHWC: the loader returns images in the model's memory format
     memory_format = torch.channels_last if config.enable_nhwc else torch.contiguous_format
     normalise = Normalise(mean, std, world.device, memory_format)
     module, _, function = kind.builder.partition(":")
@@ -205,23 +203,22 @@ def _plan_training(config: DataConfig, split: Split, world: World) -> EpochPlan:
 
 
 def batch_bytes(config: DataConfig, rank_batch_size: int, image_shape: tuple[int, int, int]) -> int:
-    """Of the larger batch of a rank, training's or validation's, as a worker hands it over: uint8."""
+    """Return the size of a rank's larger batch, training or validation, as workers pass it on: uint8."""
     return max(rank_batch_size, config.valid_batch_size_per_gpu) * math.prod(image_shape)
 
 
-def _decode(config: DataConfig, *splits: tuple[Split, bool]) -> tuple[list[ImageArrays], dict[str, str]]:
-    """Each split with every image in memory, and the files that could not be read; True: replace them by others."""
+def _decode(*splits: tuple[Split, bool]) -> tuple[list[ImageArrays], dict[str, str]]:
+    """Decode splits into memory; return them and the unreadable files. True: replace unreadable files by others."""
     decoded = [decode_all(split, replace=replace) for split, replace in splits]
     unreadable = {path: reason for _, failed in decoded for path, reason in failed.items()}
     return [arrays for arrays, _ in decoded], unreadable
 
 
 def _count_workers(config: DataConfig, world: World) -> tuple[int, list[str]]:
-    """Collective: `num_data_workers`, but no more than this rank's share of the cores that it may run on, and a note
-    where that is fewer."""
-    here = (platform.node(), sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [])
+    """Collective: return `num_data_workers`, capped to this rank's part of its cores, and a note if it is capped."""
+    here = (platform.node(), sorted(os.sched_getaffinity(0)))
     sharing = world.gather(here).count(here)
-    workers = workers_of_a_rank(config.num_data_workers, sharing)
+    workers = cap_workers(config.num_data_workers, sharing)
     if workers == config.num_data_workers:
         return workers, []
     who = f" for {sharing} ranks" if sharing > 1 else ""

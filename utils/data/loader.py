@@ -1,4 +1,4 @@
-"""What all loaders of the contract in `utils.data` have in common, and the images that they could not read."""
+"""The base class of the loaders, and the list of images that they could not read."""
 
 import os
 from abc import ABC, abstractmethod
@@ -17,49 +17,49 @@ from utils.files import open_regular, write_atomically
 
 
 class Loader(ABC):
-    """Batches of one split by its plan, on the device of `normalise`."""
+    """Batches of one split in the order of its plan, on the device of `normalise`; see the contract in `utils.data`."""
 
     def __init__(self, plan: EpochPlan, normalise: Normalise) -> None:
         self.plan, self.normalise, self.device = plan, normalise, normalise.device
         self.epoch, self.first_batch = 0, 0
-        self.unreadable: dict[str, str] = {}  # files that were passed over so far, and why
+        self.unreadable: dict[str, str] = {}  # file: reason, of the files skipped so far
 
     def __len__(self) -> int:
         return len(self.plan)
 
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
-        """Choose order and augmentation, and the batch to begin with."""
+        """Set order, augmentation and the first batch."""
         self.epoch, self.first_batch = epoch, first_batch
 
-    def count_unreadable(self, unreadable: dict[str, str], num_images: int) -> None:
-        """Count the files that a batch of `num_images` could not show; `DataError` where none can take their place."""
+    def record_unreadable(self, unreadable: dict[str, str], num_images: int) -> None:
+        """Record the unreadable files of a batch of `num_images`; `DataError` if no image could replace them."""
         self.unreadable |= unreadable
         if self.plan.training and num_images < self.plan.batch_size:
             raise DataError(f"not one training image can be read: {describe_unreadable(self.unreadable)}")
 
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images and labels of one batch after the other."""
+        """Yield the images and labels of each batch."""
 
 
 def gather_unreadable(world: World, *loaders: Loader) -> dict[str, str]:
-    """Collective: {file: reason} of those that these loaders could not read so far, on any rank."""
+    """Collective: return {file: reason} of the files that these loaders could not read so far, on any rank."""
     mine = {path: reason for loader in loaders for path, reason in loader.unreadable.items()}
     return {path: reason for unreadable in world.gather(mine) for path, reason in unreadable.items()}
 
 
 def report_unreadable(world: World, loaders: Iterable[Loader], folder: Path) -> list[str]:
-    """Collective: lists in `folder`/unreadable.txt what could not be read so far on any rank, beside what an earlier
-    start of the run has found; a line for the log of the main process where something is new."""
+    """Collective: add the files that any rank could not read so far to `folder`/unreadable.txt, which may have files
+    from an earlier start of the run. Return a line for the log if any of them is new."""
     merged, path = gather_unreadable(world, *loaders), folder / "unreadable.txt"
-    if not merged or not world.main_only(lambda: _list(merged, path)):
+    if not merged or not world.main_only(lambda: _add_to_list(merged, path)):
         return []
-    return [f"{describe_unreadable(merged)}; replaced in training, left out in validation; all: {path}"]
+    return [f"{describe_unreadable(merged)}; replaced in training, skipped in validation; all: {path}"]
 
 
-def _list(unreadable: dict[str, str], path: Path) -> bool:
-    """Add lines "path, tab, reason" to a file, in order; whether any is new. Names are written as the bytes they are,
-    but for line ends."""
+def _add_to_list(unreadable: dict[str, str], path: Path) -> bool:
+    """Add lines "path, tab, reason" to a sorted file; return whether any line is new. The bytes of names are kept,
+    except newlines."""
     listed = set[bytes]()
     with suppress(OSError), open_regular(path) as file:
         listed = {*file.read().splitlines()}

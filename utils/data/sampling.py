@@ -1,7 +1,7 @@
 """Which image comes when, and how it is augmented: pure functions of (seed, epoch, sample index).
 
-Rank, world size, worker and backend do not enter, so the same epoch is drawn anywhere, and resuming in mid-epoch
-starts at the right image without running through those before it.
+They do not depend on rank, world size, worker or backend, so an epoch is the same anywhere, and resuming in mid-epoch
+starts at the right image without reading the earlier ones.
 """
 
 import math
@@ -12,13 +12,13 @@ import numpy as np
 IntArray = np.ndarray  # int64 [N]
 
 # Random resized crop, as in Szegedy et al. 2014 (arXiv:1409.4842) and torchvision.RandomResizedCrop
-CROP_AREA = (0.08, 1.0)  # share of the image
+CROP_AREA = (0.08, 1.0)  # fraction of the image
 CROP_RATIO = (3 / 4, 4 / 3)  # width to height
 CROP_ATTEMPTS = 10
 
-# Every purpose has its own stream of random numbers, so that switching one on leaves the others as they were.
+# Every purpose has its own stream of random numbers, so that switching one on leaves the others unchanged.
 STREAM_SHIFT_Y, STREAM_SHIFT_X, STREAM_FLIP, STREAM_ANGLE = range(4)
-STREAM_CROP = 16  # and the 4 * CROP_ATTEMPTS - 1 after it
+STREAM_CROP = 16  # and the next 4 * CROP_ATTEMPTS - 1
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class AugmentationRanges:
-    """What may be drawn: the tutorial's RandomCrop, RandomHorizontalFlip and RandomRotation, and beyond it
-    - alternating flip: the images that one epoch mirrors are those that the next does not, so that every two epochs
-      show both sides of each (Jordan 2024, arXiv:2404.00498);
+    """Ranges of the tutorial's RandomCrop, RandomHorizontalFlip and RandomRotation, and two more augmentations:
+    - alternating flip: an epoch mirrors exactly the images that the previous one did not (Jordan 2024,
+      arXiv:2404.00498);
     - resized crop: a random crop, resized to the image's size."""
 
     crop_padding: int
@@ -45,8 +45,8 @@ class AugmentationRanges:
     alternating_flip: bool = False
     resized_crop: bool = False
 
-    def draw(self, seed: int, epoch: int, indices: IntArray) -> Augmentation:
-        """The augmentation of the images `indices` [N] in `epoch`."""
+    def sample(self, seed: int, epoch: int, indices: IntArray) -> Augmentation:
+        """Return the augmentation of the images `indices` [N] in `epoch`."""
         num_shifts = 2 * self.crop_padding + 1
         if self.alternating_flip:
             flip = (uniform(seed, 0, indices, STREAM_FLIP) < 0.5) ^ bool(epoch % 2)
@@ -55,8 +55,8 @@ class AugmentationRanges:
         crop = None
         if self.resized_crop:
             streams = range(STREAM_CROP, STREAM_CROP + 4 * CROP_ATTEMPTS)
-            drawn = np.stack([uniform(seed, epoch, indices, stream) for stream in streams], axis=1)
-            crop = drawn.reshape(-1, CROP_ATTEMPTS, 4)
+            numbers = np.stack([uniform(seed, epoch, indices, stream) for stream in streams], axis=1)
+            crop = numbers.reshape(-1, CROP_ATTEMPTS, 4)
         return Augmentation(
             shift_y=(uniform(seed, epoch, indices, STREAM_SHIFT_Y) * num_shifts).astype(np.int64),
             shift_x=(uniform(seed, epoch, indices, STREAM_SHIFT_X) * num_shifts).astype(np.int64),
@@ -66,11 +66,11 @@ class AugmentationRanges:
         )
 
 
-def resized_crop_box(drawn: np.ndarray, height: int, width: int) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of a random crop in an image of this size, from `drawn`, one image's part of
-    `Augmentation.crop`: the first attempt whose area and aspect ratio fit, else the largest central one."""
+def resized_crop_box(attempts: np.ndarray, height: int, width: int) -> tuple[int, int, int, int]:
+    """Return (top, left, height, width) of a random crop in an image of this size. `attempts`: the image's row of
+    `Augmentation.crop`. The first attempt whose area and aspect ratio fit, else the largest central box."""
     low, high = math.log(CROP_RATIO[0]), math.log(CROP_RATIO[1])
-    for area, ratio, top, left in drawn.tolist():
+    for area, ratio, top, left in attempts.tolist():
         pixels = height * width * (CROP_AREA[0] + area * (CROP_AREA[1] - CROP_AREA[0]))
         aspect = math.exp(low + ratio * (high - low))
         box_width, box_height = round(math.sqrt(pixels * aspect)), round(math.sqrt(pixels / aspect))
@@ -83,35 +83,37 @@ def resized_crop_box(drawn: np.ndarray, height: int, width: int) -> tuple[int, i
 
 
 def epoch_order(seed: int, epoch: int, num_samples: int) -> IntArray:
-    """A shuffle of range(num_samples), the same for everyone who asks for this seed and epoch."""
+    """Return a shuffle of range(num_samples), a pure function of seed and epoch."""
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(num_samples)
 
 
 @dataclass(frozen=True)
 class ShardGroups:
-    """A shuffle on two levels: each epoch deals the shards out to groups anew, and mixes the images of each group.
+    """A two-level shuffle: each epoch assigns the shards to groups, and shuffles the images of each group.
 
-    Every global batch takes equally many images from each group, group after group, so that a rank reads the shards of
-    its groups only. The order follows from (seed, epoch) and the division into shards and groups, not from the ranks.
+    Every global batch takes equally many images from each group, group by group, so that a rank reads only the shards
+    of its groups. The order depends on (seed, epoch) and the shards and groups, not on the ranks.
     """
 
-    shard: np.ndarray  # int [N], the number of each sample's shard
+    shard: np.ndarray  # int [N], number of each sample's shard
     num_groups: int
 
     def epoch_order(self, seed: int, epoch: int, batch_size: int) -> IntArray:
-        """The samples of one whole global batch of `batch_size`, a multiple of the groups, after the other."""
+        """Return the samples of all whole global batches of `batch_size`, a multiple of the number of groups."""
         rng = np.random.Generator(np.random.Philox(key=[seed, epoch]))
         place, samples = rng.permutation(self.shard.max() + 1), rng.permutation(len(self.shard))
         by_shard = samples[np.argsort(place[self.shard[samples]], kind="stable")]
-        share, num_batches = batch_size // self.num_groups, len(samples) // batch_size
-        # Equal groups: at each border two groups share a shard, unless the shards' sizes make the cut fall between two.
-        groups = [rng.permutation(group)[: num_batches * share] for group in np.array_split(by_shard, self.num_groups)]
-        return np.stack(groups).reshape(self.num_groups, num_batches, share).transpose(1, 0, 2).reshape(-1)
+        per_group, num_batches = batch_size // self.num_groups, len(samples) // batch_size
+        # Groups are equally large, so neighbours share a shard unless their border coincides with a shard's.
+        groups = [
+            rng.permutation(part)[: num_batches * per_group] for part in np.array_split(by_shard, self.num_groups)
+        ]
+        return np.stack(groups).reshape(self.num_groups, num_batches, per_group).transpose(1, 0, 2).reshape(-1)
 
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """Which images this rank sees in each batch of an epoch, and how they are augmented."""
+    """The images of each batch of an epoch on this rank, and their augmentation."""
 
     num_samples: int
     batch_size: int  # of this rank
@@ -120,7 +122,7 @@ class EpochPlan:
     training: bool
     seed: int = 0
     ranges: AugmentationRanges | None = None
-    limit: int | None = None  # at most this many batches
+    limit: int | None = None  # maximum number of batches
     groups: ShardGroups | None = None  # None: one shuffle of all samples
 
     def __len__(self) -> int:
@@ -132,16 +134,16 @@ class EpochPlan:
 
     @property
     def shared_batches(self) -> int:
-        """Batches that every rank has; in validation some may have one more, the last rank never."""
+        """Number of batches that every rank has; in validation some ranks have one more, the last rank never."""
         return len(replace(self, rank=self.world_size - 1))
 
     def batches(self, epoch: int, first_batch: int = 0) -> list[IntArray]:
-        """The image indices of this rank's batches from `first_batch` on.
+        """Return the image indices of this rank's batches from `first_batch` on.
 
-        Training: global batch b is a slice of the epoch's shuffle and this rank's share a contiguous slice of that, so
-        that one rank which accumulates over micro-batches sees the very micro-batches that several ranks would see.
-        Validation: every world_size-th image, or with groups a contiguous part of the shards, so that each image is on
-        exactly one rank; the last batch may be short.
+        Training: a global batch is a slice of the epoch's shuffle, and this rank's part is a contiguous slice of it. So
+        one rank that accumulates over micro-batches sees the same micro-batches as several ranks.
+        Validation: every world_size-th image, or with groups a contiguous part of the shards. Each image is on exactly
+        one rank; the last batch may be short.
         """
         if self.training:
             order = self._training_order(epoch)
@@ -159,18 +161,18 @@ class EpochPlan:
         return self.groups.epoch_order(self.seed, epoch, self.batch_size * self.world_size)
 
     def _validation_order(self) -> IntArray:
-        """Of this rank; as many images with groups as without."""
+        """Return this rank's images; groups do not change their number."""
         if self.groups is None:
             return np.arange(self.rank, self.num_samples, self.world_size)
         return np.array_split(np.argsort(self.groups.shard, kind="stable"), self.world_size)[self.rank]
 
-    def draw(self, epoch: int, indices: IntArray) -> Augmentation | None:
-        """The augmentation of the images `indices` [N] in `epoch`; None where there is nothing to do."""
-        return None if self.ranges is None else self.ranges.draw(self.seed, epoch, indices)
+    def sample_augmentation(self, epoch: int, indices: IntArray) -> Augmentation | None:
+        """Return the augmentation of the images `indices` [N] in `epoch`; None if there is none."""
+        return None if self.ranges is None else self.ranges.sample(self.seed, epoch, indices)
 
 
 def uniform(seed: int, epoch: int, indices: IntArray, stream: int) -> np.ndarray:
-    """float64 [N] in [0, 1): a hash of (seed, epoch, stream, index)."""
+    """Return float64 [N] in [0, 1), a hash of (seed, epoch, stream, index)."""
     key = np.zeros(1, np.uint64)
     for part in (seed, epoch, stream):
         key = _mix(key + np.uint64(part))
@@ -178,7 +180,7 @@ def uniform(seed: int, epoch: int, indices: IntArray, stream: int) -> np.ndarray
 
 
 def _mix(state: np.ndarray) -> np.ndarray:
-    """One output of SplitMix64 (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195) from each state."""
+    """Return one output of SplitMix64 (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195) from each state."""
     state = state + np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

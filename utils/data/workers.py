@@ -1,4 +1,4 @@
-"""Worker processes of a loader: how many, what they obey, how they die, and the shared memory that they need."""
+"""Worker processes of a loader: their number, signals, deaths, shared memory and sockets."""
 
 import os
 import signal
@@ -10,15 +10,15 @@ from pathlib import Path
 from utils.errors import ConfigError
 
 PREFETCHED = 2  # batches that each worker prepares ahead
-DYING_SECONDS = 1.0  # between a worker's last word and its end
+EXIT_SECONDS = 1.0  # at most between the end of a worker's connection and its exit
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def obey_only_the_trainer(worker: int) -> None:
-    """What a worker process begins with.
+def init_worker(worker: int) -> None:
+    """Make a worker process ignore signals, except SIGTERM from its trainer.
 
-    Slurm, torchrun and a terminal send a signal to every process of a run. The trainer answers it by saving, for which
-    it may need more batches, so its workers go on until it ends them itself, which it does with SIGTERM.
+    Slurm, torchrun and a terminal signal every process of a run. The trainer then saves, for which it may need more
+    batches, so its workers continue until the trainer ends them with SIGTERM.
     """
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -32,14 +32,14 @@ def obey_only_the_trainer(worker: int) -> None:
     threading.Thread(target=wait_for_the_trainer, daemon=True).start()
 
 
-def find_lost_worker(batches: object, error: str) -> str:
-    """How a worker process of a DataLoader's iterator died, in PyTorch's words; empty where none did.
+def describe_dead_worker(batches: object, error: str) -> str:
+    """Describe how a worker process of a DataLoader's iterator died, in PyTorch's words; empty if none died.
 
-    PyTorch tells how from its handler of SIGCHLD only; where this process was just receiving from the worker, it finds
-    a connection that has ended, or a worker that is gone, instead.
+    PyTorch describes the death only in its SIGCHLD handler. If this process was receiving from the worker, PyTorch
+    raises an error about a closed connection or a missing worker instead.
     """
     workers = getattr(batches, "_workers", ()) if "in DataLoader worker process" not in error else ()
-    until = time.monotonic() + DYING_SECONDS
+    until = time.monotonic() + EXIT_SECONDS
     while workers and time.monotonic() < until:
         for worker in workers:
             if worker.exitcode:
@@ -58,7 +58,7 @@ SHARED_MEMORY_REMEDY = (
 
 
 def check_shared_memory(batch_bytes: int, num_workers: int) -> None:
-    """`ConfigError` where `num_workers` on this machine cannot keep their batches ahead in shared memory."""
+    """`ConfigError` if shared memory is too small for the prefetched batches of `num_workers` on this machine."""
     if not num_workers or not SHARED_MEMORY.is_dir():
         return
     needed = batch_bytes * num_workers * PREFETCHED
@@ -66,17 +66,17 @@ def check_shared_memory(batch_bytes: int, num_workers: int) -> None:
     free = status.f_bavail * status.f_frsize
     if free < needed:
         raise ConfigError(
-            f"{SHARED_MEMORY} has {free / 1e6:.0f} MB free; {num_workers} data workers on this machine, each "
-            f"{PREFETCHED} batches of {batch_bytes / 1e6:.1f} MB ahead, need {needed / 1e6:.0f} MB.\n"
+            f"{SHARED_MEMORY} has {free / 1e6:.0f} MB free; {num_workers} data workers on this machine, each with "
+            f"{PREFETCHED} prefetched batches of {batch_bytes / 1e6:.1f} MB, need {needed / 1e6:.0f} MB.\n"
             f"{SHARED_MEMORY_REMEDY}"
         )
 
 
 def check_sockets(num_workers: int) -> None:
-    """`ConfigError` where workers cannot make the sockets that hand over their batches' memory.
+    """`ConfigError` if workers cannot make the sockets through which they share their batches' memory.
 
-    PyTorch makes them where Python's multiprocessing does, below TMPDIR. A path of more than 107 bytes is no address of
-    a socket, and of a worker that cannot make its own no batch ever comes.
+    PyTorch makes these sockets in a folder below TMPDIR, as Python's multiprocessing does. A socket's path has at most
+    107 bytes, and a worker without a socket never sends a batch.
     """
     if not num_workers:
         return
@@ -90,11 +90,11 @@ def check_sockets(num_workers: int) -> None:
         ) from None
 
 
-def workers_of_a_rank(wanted: int, sharing: int) -> int:
-    """`wanted` loader workers, but no more than a rank's part of the cores that `sharing` ranks may run on."""
+def cap_workers(wanted: int, sharing: int) -> int:
+    """Return `wanted` loader workers, but at most a rank's part of the cores that `sharing` ranks may run on."""
     return min(wanted, max(1, usable_cores() // sharing))
 
 
 def usable_cores() -> int:
-    """Processor cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    """Return the number of processor cores that this process may run on."""
+    return len(os.sched_getaffinity(0))

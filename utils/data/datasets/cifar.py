@@ -1,8 +1,8 @@
-"""CIFAR-10 and CIFAR-100: read from the official binary version or from torchvision's folder, and brought there.
+"""CIFAR-10 and CIFAR-100: read from the official binary version or from torchvision's folder; download and unpack.
 
-A record of the binary version is one label byte (CIFAR-10) or a coarse and a fine one (CIFAR-100, of which the fine one
+A record of the binary version is one label byte (CIFAR-10) or a coarse and a fine label byte (CIFAR-100; the fine label
 is used), then 3072 bytes: 32 x 32 red, green and blue, row by row (https://www.cs.toronto.edu/~kriz/cifar.html).
-Torchvision downloads, verifies and unpacks its version; no pickle is opened before its published MD5 is found right.
+Torchvision downloads, verifies and unpacks its version; no pickle is opened before its published MD5 is verified.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class CifarSplit:
 
     files: tuple[str, ...]
     records_per_file: int
-    fingerprint: str  # of all records together, see `fingerprint`
+    fingerprint: str  # of all records, see `fingerprint`
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class CifarVersion:
     name: str  # as in the configuration
     title: str
     folder: str
-    label_bytes: int  # the last one is the label that is used
+    label_bytes: int  # the last one is used
     train: CifarSplit
     valid: CifarSplit
     class_names: tuple[str, ...]
@@ -51,7 +51,7 @@ class CifarVersion:
 
     @property
     def dataset_class(self) -> Any:
-        """Torchvision's, which knows the pickled version: its archive, its folder, its files and their MD5."""
+        """Torchvision's class, which knows the pickled version: its archive, folder, files and their MD5."""
         import torchvision
 
         return getattr(torchvision.datasets, self.name.upper())
@@ -90,7 +90,7 @@ VERSIONS = {
             ("test_batch.bin",), 10_000, "ab21d127e2bbf4b95f1588dcadf3c8502b8fedb328dd5315bc7fa51b5ab965c0"
         ),
         class_names=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
-        # Computed from the 50,000 training images by `datasets.channel_statistics` (a test repeats it).
+        # Computed from the 50,000 training images by `channel_statistics`, as a test does again.
         mean=(0.49139967861519607, 0.48215840839460783, 0.44653091444546567),
         std=(0.24703223246328201, 0.24348512800005553, 0.2615878417279645),
         binary_archive_md5="c32a1d4ab5d03f1284b67883e8d87530",
@@ -103,7 +103,7 @@ VERSIONS = {
         train=CifarSplit(("train.bin",), 50_000, "38687b68dab48bb273094c1b366473fcb718ca3d9136c8d50f53cdd7bbe0964f"),
         valid=CifarSplit(("test.bin",), 10_000, "4bdb8df876901fd525a2b0f3b17dfa05b56653fbc064870eae5c11955f179c3c"),
         class_names=tuple(_CIFAR100_CLASSES.split()),
-        # As the published recipes have them; the same computation agrees to 15 digits.
+        # As in published recipes; the same computation agrees to 15 digits.
         mean=(0.5070751592371323, 0.48654887331495095, 0.4409178433670343),
         std=(0.2673342858792401, 0.2564384629170883, 0.27615047132568404),
         binary_archive_md5="03b5dce01913d631647c71ecec9e9cb8",
@@ -112,8 +112,8 @@ VERSIONS = {
 
 
 def read_cifar(version: CifarVersion, data_path: Path, *, download: bool, archive: Path | None = None) -> list[Arrays]:
-    """Training and validation images, verified, from whichever folder is there. If neither is, `archive` is unpacked,
-    or torchvision downloads its own where `download` says so. `DataError` where the data are missing or damaged."""
+    """Return the verified training and validation images of the folder that exists. Without a folder, unpack `archive`,
+    or let torchvision download with `download`. `DataError` if the data are missing or damaged."""
     try:
         folder = find_folder(version, data_path)
         if folder is None and not download:
@@ -124,29 +124,29 @@ def read_cifar(version: CifarVersion, data_path: Path, *, download: bool, archiv
         return _read_pickles(folder, version)
     except (DataError, OSError) as error:
         problem = error if isinstance(error, DataError) else f"{error.filename or data_path}: {error.strerror}"
-        raise DataError(f"{problem}; to bring good data:\n{remedy(version, data_path)}") from error
+        raise DataError(f"{problem}; to get good data:\n{remedy(version, data_path)}") from error
 
 
 def remedy(version: CifarVersion, data_path: Path) -> str:
-    """The command that brings sound files, with and without a network."""
+    """Return the command that gets good files, with and without a network."""
     prepare = " ".join(command("prepare_data"))
     fetch = f"{prepare} --dataset {version.name} --data_path {shlex.quote(str(data_path))}"
     return f"{fetch} (without a network: --from ARCHIVE)"
 
 
 def find_folder(version: CifarVersion, data_path: Path) -> Path | None:
-    """The folder of the binary version or, without it, of torchvision's."""
+    """Return the folder of the binary version, else torchvision's, else None."""
     binary = data_path / version.folder
-    if os.path.isdir(binary):  # where torchvision need not be imported
+    if os.path.isdir(binary):  # then torchvision need not be imported
         return binary
     pickled = data_path / version.dataset_class.base_folder
     return pickled if os.path.isdir(pickled) else None
 
 
 def _fetch(version: CifarVersion, data_path: Path, archive: Path | None) -> Path:
-    """Return the folder of the data, filled from a local archive or, without one, by torchvision's download.
+    """Create the folder of the data from a local archive or, without one, by torchvision's download; return it.
 
-    It appears in one rename: nobody ever sees half of it, and of several processes one does the work.
+    It appears in one rename, so no process sees partial data. If several processes call, one does the work.
     """
     from torchvision.datasets.utils import extract_archive
 
@@ -155,7 +155,7 @@ def _fetch(version: CifarVersion, data_path: Path, archive: Path | None) -> Path
     try:
         data_path.mkdir(parents=True, exist_ok=True)
         with partial_folder(target, data_path / f".{version.name}.lock") as partial:
-            if os.path.isdir(target):  # another process brought it while this one waited
+            if os.path.isdir(target):  # another process created it while this one waited
                 return target
             if archive is None:
                 version.dataset_class(partial, download=True)
@@ -165,14 +165,14 @@ def _fetch(version: CifarVersion, data_path: Path, archive: Path | None) -> Path
                 extract_archive(link, partial)
             (partial / name).rename(target)
     except (OSError, RuntimeError, http.client.HTTPException) as error:
-        if not os.path.isdir(target):  # else, without locks, another one was faster
+        if not os.path.isdir(target):  # else, without locks, another process was faster
             what = "downloaded" if archive is None else f"unpacked from {archive}"
             raise DataError(f"{version.title} cannot be {what} to {data_path}: {error}") from error
     return target
 
 
 def _identify(version: CifarVersion, archive: Path) -> str:
-    """The folder that an official archive holds, told by its published MD5 before anything looks inside."""
+    """Return the folder that an official archive holds, identified by its published MD5 without opening it."""
     from torchvision.datasets.utils import calculate_md5
 
     dataset = version.dataset_class
@@ -182,25 +182,25 @@ def _identify(version: CifarVersion, archive: Path) -> str:
     found = calculate_md5(archive)
     if found not in folders:
         official = f"{dataset.filename} or {dataset.filename.replace('python', 'binary')}"
-        raise DataError(f"{archive}: MD5 {found}: cut off, altered, or not the official {official}")
+        raise DataError(f"{archive}: MD5 {found}: truncated, altered, or not the official {official}")
     return folders[found]
 
 
 def _read_pickles(folder: Path, version: CifarVersion) -> list[Arrays]:
-    """Through torchvision, which compares every file with its published MD5 before it unpickles any."""
+    """Read with torchvision, which verifies every file's published MD5 before it unpickles any."""
     try:
         splits = [version.dataset_class(folder.parent, train=train) for train in (True, False)]
     except RuntimeError as error:
         raise DataError(f"{folder}: incomplete or altered ({error}). Move it away") from error
-    # torchvision hands out [N, 32, 32, 3], a view of planes: this view back is contiguous.
+    # torchvision returns [N, 32, 32, 3], a view of planes; transposing back gives a contiguous array.
     return [(split.data.transpose(0, 3, 1, 2), np.asarray(split.targets, np.int64)) for split in splits]
 
 
 def _read_binary(folder: Path, version: CifarVersion, split: CifarSplit) -> Arrays:
-    """The verified images and labels of one split.
+    """Return the verified images and labels of one split.
 
-    One file is memory-mapped, so that its pages are shared by all processes of a machine; the five of CIFAR-10's
-    training split cannot be mapped as one array and are copied together (154 MB).
+    A single file is memory-mapped, so all processes of a machine share its pages. The five files of CIFAR-10's training
+    split cannot be mapped as one array and are copied (154 MB).
     """
     paths, expected_bytes = [folder / name for name in split.files], split.records_per_file * version.record_bytes
     for path in paths:
@@ -212,8 +212,8 @@ def _read_binary(folder: Path, version: CifarVersion, split: CifarSplit) -> Arra
     actual = fingerprint(records)
     if actual != split.fingerprint:
         raise DataError(
-            f"{' + '.join(map(str, paths))}: altered: the fingerprint of the records is {actual[:16]}, "
-            f"that of {version.title} {split.fingerprint[:16]}. Move {folder} away"
+            f"{' + '.join(map(str, paths))}: altered: the records' fingerprint is {actual[:16]}, "
+            f"expected {split.fingerprint[:16]} for {version.title}. Move {folder} away"
         )
     joined = records[0] if len(records) == 1 else np.concatenate(records)  # [N, record_bytes]
     images = joined[:, version.label_bytes :].reshape(-1, *IMAGE_SHAPE)
@@ -221,11 +221,10 @@ def _read_binary(folder: Path, version: CifarVersion, split: CifarSplit) -> Arra
 
 
 def fingerprint(records: Iterable[np.ndarray]) -> str:
-    """The sum of the SHA-256 of every record, modulo 2^256, in hexadecimal.
+    """Return the sum of the SHA-256 of every record, modulo 2^256, in hexadecimal.
 
-    It tells one altered byte anywhere, and does not depend on the order of the records or on their division into
-    files: copies of CIFAR are in circulation with the same records in another order, and they are as good.
-    0.1 s for 50,000 records. Each array: uint8 [N, record_bytes].
+    It detects any altered byte, but ignores the order of records and files: copies of CIFAR with the same records in
+    another order exist, and are equally good. 0.1 s for 50,000 records. Each array: uint8 [N, record_bytes].
     """
     total = 0
     for array in records:

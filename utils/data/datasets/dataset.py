@@ -1,4 +1,4 @@
-"""What a dataset is to the rest of the code, and `load_dataset()`, which finds or makes one by name."""
+"""`Dataset`, and `load_dataset()`, which reads CIFAR or generates shapes."""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ import numpy as np
 
 from utils.data.datasets.cifar import VERSIONS, read_cifar
 from utils.data.datasets.image_files import DecodedImages, EncodedImages
-from utils.data.datasets.shapes import CLASS_NAMES, draw_shapes
+from utils.data.datasets.shapes import CLASS_NAMES, generate_shapes
 from utils.data.sampling import IntArray
 from utils.errors import ConfigError
 
@@ -19,22 +19,22 @@ HOLDOUT_SEED = 0  # not the run's: runs with other seeds hold out the same image
 
 @dataclass(frozen=True)
 class ImageArrays:
-    """One split. The images may be a read-only memory map with strides."""
+    """One split in memory. The images may be a read-only memory map with strides."""
 
     images: np.ndarray  # uint8 [N, 3, H, W]
     labels: np.ndarray  # int64 [N]
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height, width."""
+        """(channels, height, width)"""
         return self.images.shape[1], self.images.shape[2], self.images.shape[3]
 
     def take(self, indices: IntArray) -> "ImageArrays":
-        """The split of these samples alone, a copy."""
+        """Return a copy of these samples."""
         return ImageArrays(self.images[indices], self.labels[indices])
 
     def read(self, indices: IntArray, crops: None, *, replace: bool) -> DecodedImages:
-        """The samples `indices`; the rest is for `EncodedImages`, which share this interface."""
+        """Return the samples `indices`; the other arguments are for `EncodedImages`, which has the same interface."""
         return DecodedImages(self.images[indices], indices, {})
 
 
@@ -49,12 +49,12 @@ class Dataset:
     class_names: tuple[str, ...]
     mean: tuple[float, ...]  # per channel of the training images in [0, 1]
     std: tuple[float, ...]
-    test: Split | None = None  # only where training images are held out for validation
-    fingerprint: str | None = None  # of the user's own data, which no name stands for
-    notes: tuple[str, ...] = ()  # what the reader of the log should know
+    test: Split | None = None  # only if training images are held out for validation
+    fingerprint: str | None = None  # of a user's own data, which have no name
+    notes: tuple[str, ...] = ()  # lines for the log
 
     def describe(self) -> dict[str, Any]:
-        """As plain values, what a network learns from it; "shape" is (channels, height, width)."""
+        """Return the properties that a checkpoint records, as plain values; "shape" is (channels, height, width)."""
         return {
             "train_images": len(self.train.labels),
             "class_names": list(self.class_names),
@@ -65,31 +65,29 @@ class Dataset:
         }
 
 
-def load_dataset(name: str, data_path: Path, *, download: bool, seed: int = 0) -> Dataset:
-    """The dataset `name`: "cifar100" or "cifar10" from `data_path`, or "shapes", which needs no file, drawn by `seed`.
+def load_dataset(name: str, data_path: Path, *, download: bool) -> Dataset:
+    """Return the dataset `name`: "cifar100" or "cifar10" from `data_path`, or "shapes", which needs no file.
 
-    CIFAR is read from the binary version's folder or, without it, from torchvision's, which is downloaded only where
-    `download` says so. Among the processes of one job let one download and the others wait; unrelated processes may
-    call at the same time. Raises DataError where the files are missing or damaged.
+    CIFAR is read from the binary version's folder or, without it, from torchvision's, which is downloaded only with
+    `download`. In one job, one process must download and the others wait; unrelated processes may call at the same
+    time. `DataError` if files are missing or damaged.
     """
     if name == "shapes":
-        return _draw_shapes_dataset(seed)
-    if name not in VERSIONS:
-        raise ConfigError(f"dataset={name!r} is not known; allowed: {', '.join(sorted(VERSIONS))}, shapes")
+        return _generate_shapes_dataset()
     version = VERSIONS[name]
     train, valid = (ImageArrays(*arrays) for arrays in read_cifar(version, data_path, download=download))
     return Dataset(name, train, valid, version.class_names, version.mean, version.std)
 
 
-def _draw_shapes_dataset(seed: int) -> Dataset:
-    train = ImageArrays(*draw_shapes(NUM_SHAPES_TRAIN, [seed, 0]))
-    valid = ImageArrays(*draw_shapes(NUM_SHAPES_VALID, [seed, 1]))
+def _generate_shapes_dataset() -> Dataset:
+    train = ImageArrays(*generate_shapes(NUM_SHAPES_TRAIN, [0, 0]))
+    valid = ImageArrays(*generate_shapes(NUM_SHAPES_VALID, [0, 1]))
     mean, std = channel_statistics(train.images)
     return Dataset("shapes", train, valid, CLASS_NAMES, mean, std)
 
 
 def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel in [0, 1], from exact counts. images: uint8 [N, 3, H, W]."""
+    """Return mean and standard deviation of each channel in [0, 1], from exact counts. images: uint8 [N, 3, H, W]."""
     number, levels = images[:, 0].size, np.arange(256)
     counts = [np.bincount(images[:, channel].reshape(-1), minlength=256) for channel in range(3)]
     sums = [(int(count @ levels), int(count @ levels**2)) for count in counts]  # exact below 2^63
@@ -98,27 +96,26 @@ def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[flo
 
 
 def hold_out(dataset: Dataset, number: int) -> Dataset:
-    """The dataset with `number` training images as its validation set, and its own validation set as test set, which
-    then is read once, when training is over.
+    """Hold out `number` training images: they become the validation set, and the validation set becomes the test set.
 
-    Mean and standard deviation stay those of all training images. `ConfigError` where too few are left."""
+    Mean and standard deviation are still computed from all training images. `ConfigError` if no image remains."""
     if not number:
         return dataset
     available = len(dataset.train.labels)
     if number >= available:
         raise ConfigError(f"holdout_images {number}: {dataset.name} has {available} training images; expected fewer")
-    kept, held = divide(dataset.train.labels, number)
+    kept, held = stratified_split(dataset.train.labels, number)
     return replace(dataset, train=dataset.train.take(kept), valid=dataset.train.take(held), test=dataset.valid)
 
 
-def divide(labels: IntArray, number: int) -> tuple[IntArray, IntArray]:
-    """(kept, held out): the indices of the samples with `labels` [N], ascending. Of each class its share of `number`,
-    to the next whole image, and within a class by chance."""
-    drawn = np.random.Generator(np.random.Philox(key=HOLDOUT_SEED)).permutation(len(labels))
-    by_class = drawn[np.argsort(labels[drawn], kind="stable")]
+def stratified_split(labels: IntArray, number: int) -> tuple[IntArray, IntArray]:
+    """Return (kept, held out), ascending indices of the samples with `labels` [N]. `number` are held out: the same
+    fraction of each class, rounded, and random images within a class."""
+    shuffled = np.random.Generator(np.random.Philox(key=HOLDOUT_SEED)).permutation(len(labels))
+    by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
     sizes = np.bincount(labels)
     sizes = sizes[sizes > 0]
-    # the k-th of the n images of a class at (k + 1/2) / n: the first `number` of all take the same share of each class
+    # Place the k-th of a class's n images at (k + 1/2) / n: the first places have equal fractions of all classes.
     place = np.concatenate([(np.arange(size) + 0.5) / size for size in sizes])
     order = by_class[np.argsort(place, kind="stable")]
     return np.sort(order[number:]), np.sort(order[:number])

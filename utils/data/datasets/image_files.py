@@ -1,6 +1,6 @@
-"""Images that stay encoded, on disk, until they are needed, in the place of `ImageArrays`.
+"""Splits whose images stay encoded on disk until they are needed, as an alternative to `ImageArrays`.
 
-`EncodedImages` is a split of them, wherever they lie; `ImageFiles` has one file for each.
+`EncodedImages` is the base class; `ImageFiles` has one file per image.
 """
 
 import io
@@ -26,7 +26,7 @@ Decoded = TypeVar("Decoded")
 
 @dataclass(frozen=True)
 class DecodedImages:
-    """Decoded images, the samples that they show, and what could not be read."""
+    """Decoded images, the indices of their samples, and the unreadable files."""
 
     images: np.ndarray  # uint8 [N, 3, S, S]
     indices: IntArray
@@ -35,7 +35,7 @@ class DecodedImages:
 
 @dataclass(frozen=True)
 class ReadSamples(Generic[Decoded]):
-    """What was made of each sample's bytes, the samples that it shows, and what could not be read."""
+    """The results of decoding samples, the indices of the samples, and the unreadable files."""
 
     samples: list[Decoded]
     indices: IntArray
@@ -44,31 +44,31 @@ class ReadSamples(Generic[Decoded]):
 
 @dataclass(frozen=True)
 class EncodedImages(ABC):
-    """One split: images that are decoded on demand, each to a square of `size` pixels."""
+    """One split: images that are decoded on demand to squares of `size` pixels."""
 
     labels: np.ndarray  # int64 [N]
     size: int
-    centre_share: float  # of the shorter side, which the central square keeps
+    centre_fraction: float  # of the shorter side, which the central square keeps
 
     @abstractmethod
     def path(self, index: int) -> str:
-        """What names the sample in messages."""
+        """Return the sample's name for messages."""
 
     @abstractmethod
     def content(self, index: int) -> bytes:
-        """The sample as it lies on disk, encoded. `OSError` where it cannot be read."""
+        """Return the sample's encoded bytes. `OSError` if they cannot be read."""
 
     @abstractmethod
     def take(self, indices: IntArray) -> "EncodedImages":
-        """The split of these samples alone."""
+        """Return a split of these samples."""
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
         return 3, self.size, self.size
 
     def read(self, indices: IntArray, crops: np.ndarray | None, *, replace: bool) -> DecodedImages:
-        """Decode the samples `indices`: the central square of each, or with `crops` (`Augmentation.crop`) a
-        random one. An unreadable file is replaced by the next readable one with `replace`, else left out."""
+        """Decode the samples `indices`: their central squares, or random crops with `crops` (`Augmentation.crop`). An
+        unreadable file is replaced by the next readable one with `replace`, else skipped."""
         read = self.read_each(
             indices, lambda content, row: self._cut(content, None if crops is None else crops[row]), replace=replace
         )
@@ -78,9 +78,9 @@ class EncodedImages(ABC):
     def read_each(
         self, indices: IntArray, decode: Callable[[bytes, int], Decoded], *, replace: bool
     ) -> ReadSamples[Decoded]:
-        """`decode` of the samples' bytes, which is also given each one's place in `indices`; whatever it raises makes
-        the sample unreadable. Such a sample is replaced by the next readable one with `replace`, else left out.
-        `ExpectedError` where the split as a whole cannot be relied on."""
+        """Call `decode` with the bytes of each sample and its position in `indices`. A sample for which it raises an
+        exception is unreadable: it is replaced by the next readable one with `replace`, else skipped. An
+        `ExpectedError` is passed on: it means that the whole split is unreliable."""
         samples, shown, unreadable = [], [], dict[str, str]()
         for row, index in enumerate(indices.tolist()):
             for candidate in self._candidates(index, replace):
@@ -88,7 +88,7 @@ class EncodedImages(ABC):
                     samples.append(decode(self.content(candidate), row))
                 except ExpectedError:
                     raise
-                except Exception as error:  # decoders raise whatever a damaged file leads them to
+                except Exception as error:  # decoders raise exceptions of any type for damaged files
                     unreadable[self.path(candidate)] = _reason(error)
                 else:
                     shown.append(candidate)
@@ -101,7 +101,7 @@ class EncodedImages(ABC):
             yield from ((index + step) % len(self.labels) for step in range(1, len(self.labels)))
 
     def _cut(self, content: bytes, crop: np.ndarray | None) -> np.ndarray:
-        """uint8 [3, size, size]."""
+        """Return uint8 [3, size, size]."""
         from torchvision.transforms import functional
 
         image = decode_image(content)
@@ -109,14 +109,14 @@ class EncodedImages(ABC):
             box = resized_crop_box(crop, image.height, image.width)
             image = functional.resized_crop(image, *box, [self.size, self.size])
         else:
-            resized, corner = central_square(image.height, image.width, self.size, self.centre_share)
+            resized, corner = central_square(image.height, image.width, self.size, self.centre_fraction)
             image = functional.crop(functional.resize(image, resized), *corner, self.size, self.size)
         return np.asarray(image).transpose(2, 0, 1)
 
     def read_all(self, *, replace: bool, num_threads: int) -> DecodedImages:
-        """Every image, in memory."""
+        """Return every image, in memory."""
         parts = np.array_split(np.arange(len(self.labels)), max(1, len(self.labels) // 256))
-        with ThreadPoolExecutor(num_threads) as pool:  # decoding leaves the interpreter free
+        with ThreadPoolExecutor(num_threads) as pool:  # decoding releases the GIL
             batches = list(pool.map(lambda part: self.read(part, None, replace=replace), parts))
         return DecodedImages(
             np.concatenate([batch.images for batch in batches]),
@@ -127,10 +127,10 @@ class EncodedImages(ABC):
 
 @dataclass(frozen=True)
 class ImageFiles(EncodedImages):
-    """One split in class folders, an image a file."""
+    """One split with one file per image."""
 
     root: Path
-    names: np.ndarray  # bytes [N], relative to root; no str objects, whose counters would unshare workers' memory
+    names: np.ndarray  # bytes [N], relative to root; reference counts of str objects would unshare workers' memory
 
     def path(self, index: int) -> str:
         return os.path.join(self.root, os.fsdecode(self.names[index]))
@@ -144,11 +144,10 @@ class ImageFiles(EncodedImages):
 
 
 def decode_image(content: bytes) -> "Image.Image":
-    """The image in these bytes as RGB, for every loader. Whatever PIL raises where they are none.
+    """Decode an image to RGB, for every loader. Raises whatever PIL raises if the bytes are no image.
 
-    As torchvision.datasets.ImageFolder has it, which is PIL's own: not turned by its EXIF orientation, alpha dropped,
-    of a moving image the first. But of 16 bits the upper eight are taken, where PIL's conversion makes nearly all of a
-    grey image white.
+    As torchvision.datasets.ImageFolder and PIL do, it ignores the EXIF orientation, drops alpha and takes the first
+    frame. But of 16-bit grey it keeps the upper eight bits, since PIL's conversion makes nearly all pixels white.
     """
     from PIL import Image
 
@@ -158,25 +157,25 @@ def decode_image(content: bytes) -> "Image.Image":
         return encoded.convert("RGB")
 
 
-def central_square(height: int, width: int, size: int, share: float) -> tuple[list[int], list[int]]:
-    """(rows, columns) that an image is resized to, and (top, left) of the central square of `size`, whose side is
-    `share` of the shorter side. Rounded as torchvision's `resize` and `center_crop` do."""
-    shorter = round(size / share)
+def central_square(height: int, width: int, size: int, fraction: float) -> tuple[list[int], list[int]]:
+    """Return the (rows, columns) of the resized image, and (top, left) of its central square of `size`, whose side is
+    `fraction` of the shorter side. Rounded as in torchvision's `resize` and `center_crop`."""
+    shorter = round(size / fraction)
     resized = [int(shorter * side / min(height, width)) for side in (height, width)]
     return resized, [round((side - size) / 2) for side in resized]
 
 
 def _reason(error: Exception) -> str:
-    """In words that are the same wherever the file lies in memory."""
+    """Describe the error without memory addresses, which differ between runs."""
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror  # without the name, which stands beside it
+        return error.strerror  # without the file's name, which the message has already
     if type(error).__name__ == "UnidentifiedImageError":
         return "not an image, or of an unknown format"
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def image_sides(content: bytes) -> tuple[int, int]:
-    """(width, height) of the image in these bytes, from its header. Whatever PIL raises where they are none."""
+    """Return (width, height) from an image's header. Raises whatever PIL raises if the bytes are no image."""
     from PIL import Image
 
     with Image.open(io.BytesIO(content)) as encoded:
@@ -184,13 +183,13 @@ def image_sides(content: bytes) -> tuple[int, int]:
 
 
 def describe_unreadable(unreadable: dict[str, str]) -> str:
-    """How many files could not be read, and the first of them."""
+    """Describe the first unreadable file, and count the others."""
     path, reason = min(unreadable.items())
     others = f" and {len(unreadable) - 1} more" if len(unreadable) > 1 else ""
-    return f"cannot be read as an image: {readable_name(path)}{others} ({reason})"
+    return f"cannot be read as an image: {printable_name(path)}{others} ({reason})"
 
 
-def readable_name(name: str) -> str:
-    """A file's name with what cannot be printed, such as bytes that are not UTF-8, escaped: \\xff."""
-    known = os.fsencode(name).decode(errors="backslashreplace")
-    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in known)
+def printable_name(name: str) -> str:
+    """Escape the unprintable parts of a file name, such as bytes that are not UTF-8."""
+    decoded = os.fsencode(name).decode(errors="backslashreplace")
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in decoded)

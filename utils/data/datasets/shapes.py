@@ -1,8 +1,8 @@
-"""`shapes`: ten kinds of figure drawn by a seed, a dataset that needs no file and still has to be learned.
+"""`shapes`: ten kinds of figures generated from a seed; a dataset that needs no file and is not trivial to learn.
 
-Position, size, rotation, both colours, background and noise vary; the class survives a horizontal flip, a shift of
-4 pixels and a rotation by 15 degrees, that is, the augmentations of CIFAR. Only additions, products, quotients and
-square roots are used, which IEEE 754 rounds alike everywhere: the same seed gives the same bytes on every machine.
+Position, size, rotation, both colours, background and noise vary. A horizontal flip, a shift of 4 pixels or a rotation
+by 15 degrees, as CIFAR's augmentation has them, do not change the class. Only additions, products, quotients and square
+roots are used, which IEEE 754 rounds alike everywhere: a seed gives the same bytes on every machine.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ import numpy as np
 Outline = Callable[[np.ndarray, np.ndarray], np.ndarray]
 SIZE = 32  # pixels
 RADIUS = (6.0, 9.0)  # pixels
-OFFSET = 3.0  # pixels from the middle, at most
+OFFSET = 3.0  # at most, in pixels from the middle
 HALF_TILT = 0.0875  # tangent of half the largest rotation: 10 degrees
-CONTRAST = (0.22, 0.55)  # of figure against background, in [0, 1], each channel on its own
-GRADIENT = 0.15  # of the background from the middle to the border, at most
-NOISE = 16  # of 255, at most: the sum of two even draws
+CONTRAST = (0.22, 0.55)  # between figure and background, in [0, 1], for each channel
+GRADIENT = 0.15  # at most, of the background from the middle to the border
+NOISE = 16  # at most, of 255 levels: the sum of two uniform numbers
 
 
 def _round(x: np.ndarray, y: np.ndarray, radius: float) -> np.ndarray:
@@ -28,12 +28,12 @@ def _box(x: np.ndarray, y: np.ndarray, half_width: float, half_height: float) ->
 
 
 def _quarters(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """The first and the third quarter of the plane."""
+    """The first and third quadrant of the plane."""
     return np.copysign(np.minimum(abs(x), abs(y)), -x * y)
 
 
 def _star(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Five points, one of them up: folded into one half of one point by mirroring, then one edge.
+    """A star with five points, one of them up: mirroring maps it to half a point, which has one edge.
 
     The construction is Inigo Quilez's sdStar5 (https://iquilezles.org/articles/distfunctions2d/).
     """
@@ -65,39 +65,39 @@ FIGURES: dict[str, Outline] = {
 CLASS_NAMES = tuple(FIGURES)
 
 
-def draw_shapes(num_images: int, seed: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Images, uint8 [N, 3, 32, 32], and their labels, int64 [N]: every class equally often, in a random order."""
+def generate_shapes(num_images: int, seed: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return images, uint8 [N, 3, 32, 32], and labels, int64 [N]: every class equally often, in random order."""
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(num_images, dtype=np.int64) % len(CLASS_NAMES))
     images = np.empty((num_images, 3, SIZE, SIZE), np.uint8)
     for label, outline in enumerate(FIGURES.values()):
         chosen = np.flatnonzero(labels == label)
-        images[chosen] = _draw_class(outline, len(chosen), rng)
+        images[chosen] = _render_class(outline, len(chosen), rng)
     return images, labels
 
 
-def _draw_class(outline: Outline, count: int, rng: np.random.Generator) -> np.ndarray:
-    """`count` images of one class, uint8 [count, 3, 32, 32]."""
+def _render_class(outline: Outline, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Return `count` images of one class, uint8 [count, 3, 32, 32]."""
 
-    def draw(low: float, high: float, *shape: int) -> np.ndarray:
+    def uniform(low: float, high: float, *shape: int) -> np.ndarray:
         return low + (high - low) * rng.random((count, *shape), np.float32)
 
-    # Coordinates of every pixel in units of the figure's radius, turned by an angle whose half has tangent t.
+    # Coordinates of every pixel in units of the figure's radius, rotated; t is the tangent of half the angle.
     grid = np.arange(SIZE, dtype=np.float32) - (SIZE - 1) / 2
-    radius = draw(*RADIUS, 1, 1)
-    x = (grid - draw(-OFFSET, OFFSET, 1, 1)) / radius  # [count, 1, 32]
-    y = (grid[:, None] - draw(-OFFSET, OFFSET, 1, 1)) / radius  # [count, 32, 1]
-    t = draw(-HALF_TILT, HALF_TILT, 1, 1)
+    radius = uniform(*RADIUS, 1, 1)
+    x = (grid - uniform(-OFFSET, OFFSET, 1, 1)) / radius  # [count, 1, 32]
+    y = (grid[:, None] - uniform(-OFFSET, OFFSET, 1, 1)) / radius  # [count, 32, 1]
+    t = uniform(-HALF_TILT, HALF_TILT, 1, 1)
     cosine, sine = (1 - t * t) / (1 + t * t), 2 * t / (1 + t * t)
     distance = outline(cosine * x + sine * y, cosine * y - sine * x)
     coverage = np.clip(0.5 - distance * radius, 0, 1)[:, None]  # [count, 1, 32, 32], soft at the edge
 
-    background = draw(0.25, 0.75, 3, 1, 1)
-    contrast = draw(*CONTRAST, 3, 1, 1)
+    background = uniform(0.25, 0.75, 3, 1, 1)
+    contrast = uniform(*CONTRAST, 3, 1, 1)
     contrast = np.where(rng.random(contrast.shape) < 0.5, -contrast, contrast)
-    # Away from the nearer end of the range, where the figure would be clipped to the background's colour.
+    # Change the sign if the figure would be clipped at an end of the range.
     contrast = np.where((background + contrast < 0) | (background + contrast > 1), -contrast, contrast)
-    slope = draw(-GRADIENT, GRADIENT, 2, 1, 1) / (SIZE / 2)
+    slope = uniform(-GRADIENT, GRADIENT, 2, 1, 1) / (SIZE / 2)
     shade = slope[:, :1] * grid + slope[:, 1:] * grid[:, None]  # [count, 1, 32, 32]
     image = 255 * (background + shade + coverage * contrast) + 0.5
     for _ in range(2):

@@ -1,10 +1,10 @@
-"""Images in tar shards: `imagefolder` and `imagenet` where DATA_PATH holds an index of shards (`shard_index.py`).
+"""Images in tar shards: `imagefolder` and `imagenet` if DATA_PATH has an index of shards (`shard_index.py`).
 
 DATA_PATH/train/*.tar    DATA_PATH/val/*.tar    DATA_PATH/shards.index
 
-The index makes a sample addressable by (shard, offset, length). So the order is that of class folders, and what is read
-of a shard is the bytes of the samples asked for, no others. Each process opens a shard when it first needs it and keeps
-it open: opening is what the metadata server of a cluster's file system is asked for.
+The index addresses a sample by (shard, offset, length). So the order is the same as in class folders, and only the
+bytes of the requested samples are read. Each process opens a shard when it first needs it and keeps it open, since each
+opening costs a request to the metadata server of a cluster's file system.
 """
 
 import os
@@ -15,32 +15,28 @@ from pathlib import Path
 
 from utils.data.config import LOADERS, DataConfig
 from utils.data.datasets.dataset import Dataset, Split
-from utils.data.datasets.folders import complete
+from utils.data.datasets.folders import build_from_files
 from utils.data.datasets.image_files import EncodedImages
 from utils.data.datasets.shard_index import INDEX_FILE, ShardSplit, read_index, remedy
 from utils.data.sampling import IntArray, ShardGroups
 from utils.errors import ConfigError, DataError
 from utils.files import open_regular
 
-OTHER_FILES = 512  # that a process has open beside shards, at most: sockets, pipes, batches in shared memory
+OTHER_FILES = 512  # at most, that a process has open besides shards: sockets, pipes, batches in shared memory
 
 
 class OpenShards:
-    """The shards that this process has open, by number; closed with this object."""
+    """The open shards of this process, by number; closed with this object."""
 
     def __init__(self) -> None:
         self.descriptors: dict[int, int] = {}
-
-    def __reduce__(self) -> tuple[type["OpenShards"], tuple[()]]:
-        """None is open in a process that gets a copy, such as a worker that is not forked."""
-        return OpenShards, ()
 
     def __del__(self) -> None:
         for descriptor in self.descriptors.values():
             os.close(descriptor)
 
-    def find(self, number: int, path: Path, num_bytes: int) -> int:
-        """The descriptor of an open shard. `DataError` where the shard is missing or not of `num_bytes`."""
+    def descriptor(self, number: int, path: Path, num_bytes: int) -> int:
+        """Return a shard's descriptor; open it if needed. `DataError` if it is missing or not of `num_bytes`."""
         if (descriptor := self.descriptors.get(number)) is not None:
             return descriptor
         try:
@@ -49,7 +45,7 @@ class OpenShards:
                 descriptor = os.dup(file.fileno())
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}; {remedy(path.parent.parent)}") from None
-        kept = self.descriptors.setdefault(number, descriptor)  # another thread may have been faster
+        kept = self.descriptors.setdefault(number, descriptor)  # another thread may have opened it meanwhile
         if kept != descriptor:
             os.close(descriptor)
         return kept
@@ -64,19 +60,19 @@ class ShardedImages(EncodedImages):
     opened: OpenShards = field(default_factory=OpenShards, compare=False)
 
     def path(self, index: int) -> str:
-        """SHARD:MEMBER."""
+        """Return SHARD:MEMBER."""
         return f"{self.shard_path(self.index.shard[index])}:{os.fsdecode(self.index.members[index])}"
 
     def shard_path(self, number: int) -> Path:
         return self.folder / self.index.shards[number]
 
     def content(self, index: int) -> bytes:
-        """`DataError` where the bytes are not those of the index: the shard was cut off, replaced or altered."""
+        """Return the sample's bytes; `DataError` if they differ from the indexed bytes."""
         number, offset, length = (
             int(values[index]) for values in (self.index.shard, self.index.offset, self.index.length)
         )
         path = self.shard_path(number)
-        descriptor = self.opened.find(number, path, int(self.index.shard_bytes[number]))
+        descriptor = self.opened.descriptor(number, path, int(self.index.shard_bytes[number]))
         try:
             content = os.pread(descriptor, length, offset)
             while 0 < len(content) < length and (
@@ -86,7 +82,7 @@ class ShardedImages(EncodedImages):
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}; {remedy(self.folder)}") from None
         if zlib.crc32(content) != self.index.checksum[index]:
-            raise DataError(f"{self.path(index)}: these bytes are not the indexed ones; {remedy(self.folder)}")
+            raise DataError(f"{self.path(index)}: the bytes differ from the indexed ones; {remedy(self.folder)}")
         return content
 
     def take(self, indices: IntArray) -> "ShardedImages":
@@ -95,19 +91,19 @@ class ShardedImages(EncodedImages):
 
 
 def open_shards(name: str, data_path: Path, image_size: int | None) -> Dataset:
-    """The dataset `name`, "imagefolder" or "imagenet", in the shards of `data_path`; see `folders.open_folders`.
+    """Return the dataset `name`, "imagefolder" or "imagenet", in the shards of `data_path`; see `folders.open_folders`.
 
-    `DataError` where the index is damaged, or a shard is missing or of another size."""
+    `DataError` if the index is damaged, or a shard is missing or of another size."""
     index = read_index(data_path)
     for split in (index.train, index.valid):
-        check_shards(data_path, split)
-    allow_open_files(len(index.train.shards) + len(index.valid.shards))
+        _check_shards(data_path, split)
+    raise_open_file_limit(len(index.train.shards) + len(index.valid.shards))
     train, valid = (ShardedImages(split.labels, 0, 1.0, data_path, split) for split in (index.train, index.valid))
-    return complete(name, index.class_names, train, valid, image_size)
+    return build_from_files(name, index.class_names, train, valid, image_size)
 
 
 def check_shard_groups(config: DataConfig, train: Split, world_size: int) -> None:
-    """`ConfigError` where training on this split cannot have `shard_groups`."""
+    """`ConfigError` if training on this split cannot use `shard_groups`."""
     number = config.shard_groups
     if number == 1:
         return
@@ -124,14 +120,14 @@ def check_shard_groups(config: DataConfig, train: Split, world_size: int) -> Non
 
 
 def group_shards(config: DataConfig, split: Split) -> ShardGroups | None:
-    """What `shard_groups` asks for, where the split is in shards."""
+    """Return the groups of a split in shards; None without `shard_groups`."""
     if config.shard_groups == 1 or not isinstance(split, ShardedImages):
         return None
     return ShardGroups(split.index.shard, config.shard_groups)
 
 
-def check_shards(folder: Path, split: ShardSplit) -> None:
-    """`DataError` where a shard is missing, or of another size than the index says; reads none."""
+def _check_shards(folder: Path, split: ShardSplit) -> None:
+    """`DataError` if a shard is missing, or its size differs from the index; reads no shard."""
     for name, num_bytes in zip(split.shards, split.shard_bytes.tolist(), strict=True):
         path = folder / name
         try:
@@ -142,13 +138,13 @@ def check_shards(folder: Path, split: ShardSplit) -> None:
 
 def _check_size(path: Path, actual: int, expected: int) -> None:
     if actual != expected:
-        reason = f"{actual} bytes, the index says {expected}: cut off or replaced"
+        reason = f"{actual} bytes, expected {expected} from the index: truncated or replaced"
         raise DataError(f"{path}: {reason}; {remedy(path.parent.parent)}")
 
 
-def allow_open_files(number: int) -> None:
-    """Raise this process's limit of open files, where needed, to `number` and what else is open; `ConfigError` where
-    the hard limit is lower."""
+def raise_open_file_limit(number: int) -> None:
+    """Raise this process's limit of open files, if needed, to allow `number` shards; `ConfigError` if the hard limit is
+    lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = number + OTHER_FILES
     if resource.RLIM_INFINITY in (soft, hard) or needed <= hard:

@@ -1,9 +1,9 @@
-"""NVIDIA DALI behind the loader contract: a GPU pipeline where the training is on a GPU, else a CPU pipeline.
+"""The loader `dali`: NVIDIA DALI in a GPU pipeline when training on a GPU, else in a CPU pipeline.
 
-Order and augmentation are the contract's: DALI decodes JPEG, on a GPU fused with the random crop, crops, resizes,
-flips, rotates and normalises, by what dali_inputs.py gives it with each batch. Files that are not whole JPEG are
-decoded there, by PIL, so that one rule holds for all loaders: DALI turns images by their EXIF orientation, reads
-16 bits, CMYK and alpha in its own way, and may die, with the whole process, of a file that it cannot read.
+Order and augmentation follow the contract. DALI decodes JPEG (on a GPU fused with the random crop), crops, resizes,
+flips, rotates and normalises, with the parameters that dali_inputs.py passes with each batch. In dali_inputs.py, PIL
+decodes all other files, so that one rule holds for all loaders: DALI applies the EXIF orientation, reads 16 bits, CMYK
+and alpha differently, and may kill the process when it cannot read a file.
 """
 
 from collections import deque
@@ -23,15 +23,15 @@ from utils.data.sampling import EpochPlan, IntArray
 from utils.data.transforms.augment import Normalise
 from utils.errors import ConfigError, DataError
 
-AHEAD = 2  # batches that DALI prepares while the last one is trained on
+AHEAD = 2  # batches that DALI prepares in advance
 
 
 class DaliFailure(Exception):
-    """A pipeline has ended with an error, in DALI's words."""
+    """A pipeline failed; the message is DALI's."""
 
 
 def import_dali() -> tuple[Any, Any, Any]:
-    """DALI's modules `fn`, `types` and the class Pipeline; `ConfigError` where it is not installed."""
+    """Import DALI's modules `fn` and `types`, and the class Pipeline; `ConfigError` if DALI is not installed."""
     try:
         from nvidia.dali import Pipeline, fn, types
     except ImportError as error:
@@ -43,14 +43,14 @@ def import_dali() -> tuple[Any, Any, Any]:
 
 
 def dali_version() -> int:
-    """The first number of DALI's version."""
+    """Return DALI's major version."""
     import nvidia.dali
 
     return int(nvidia.dali.__version__.partition(".")[0])
 
 
 class DaliLoader(Loader):
-    """One pipeline an epoch, with `num_threads` threads, which prepares `AHEAD` batches."""
+    """Runs one pipeline per epoch, with `num_threads` threads, which prepares `AHEAD` batches."""
 
     def __init__(self, split: Split, plan: EpochPlan, normalise: Normalise, num_threads: int) -> None:
         super().__init__(plan, normalise)
@@ -68,33 +68,33 @@ class DaliLoader(Loader):
                     yield batch
                     done += 1
             except DaliFailure as failure:
-                # Damaged data, of this batch or of one after it, which DALI has begun: PIL decodes all and names files.
+                # Data of this batch, or of a later one that DALI has begun, are damaged: let PIL decode and name files.
                 try:
                     yield from self._run(batches[done : done + 1], pass_jpeg=False)
                 except DaliFailure:
-                    raise DataError(f"DALI cannot go on: {failure}\n--set data_loader=torchvision does") from None
+                    raise DataError(f"DALI failed: {failure}\nuse --set data_loader=torchvision") from None
                 done += 1
 
     def _run(self, batches: list[IntArray], *, pass_jpeg: bool) -> Iterator[tuple[Tensor, Tensor]]:
-        """These batches, from a pipeline of their own."""
-        underway: deque[PreparedBatch] = deque()
+        """Yield these batches from a new pipeline."""
+        in_pipeline: deque[PreparedBatch] = deque()
         with closing(self.preparation.run_ahead(self.epoch, batches, pass_jpeg=pass_jpeg)) as prepared:  # type: ignore[type-var]
             first = next(prepared)
 
-            def hand_over() -> Iterator[list[Any]]:
+            def inputs() -> Iterator[list[Any]]:
                 for batch in chain([first], prepared):
-                    underway.append(batch)
+                    in_pipeline.append(batch)
                     yield list(batch.inputs.values())
 
-            pipeline = self._build(list(first.inputs), hand_over())
+            pipeline = self._build(list(first.inputs), inputs())
             for _ in batches:
-                images, batch = self._receive(pipeline), underway.popleft()
-                self.count_unreadable(batch.unreadable, len(batch.indices))
+                images, batch = self._receive(pipeline), in_pipeline.popleft()
+                self.record_unreadable(batch.unreadable, len(batch.indices))
                 on_device = torch.from_numpy(batch.indices).to(self.device, non_blocking=True)
                 yield images[: len(on_device)], self.labels[on_device]
 
     def _receive(self, pipeline: Any) -> Tensor:
-        """The next batch's images, in memory of our own: DALI will write into its own again."""
+        """Return a copy of the next batch's images: DALI reuses its own memory."""
         from nvidia.dali.plugin.pytorch import feed_ndarray
 
         try:
@@ -109,13 +109,13 @@ class DaliLoader(Loader):
         return images.permute(0, 3, 1, 2) if self.channels_last else images
 
     def _build(self, names: list[str], batches: Iterator[list[Any]]) -> Any:
-        """The pipeline for these batches of the inputs `names`."""
+        """Build the pipeline for these batches of the inputs `names`."""
         fn, gpu = self.fn, self.device.type == "cuda"
         pipeline = self.pipeline_class(
             batch_size=self.plan.batch_size,
             num_threads=self.num_threads,
             device_id=self.device.index if gpu else None,
-            seed=0,  # nothing is drawn
+            seed=0,  # not used
             prefetch_queue_depth=AHEAD,
         )
         with pipeline:
@@ -135,19 +135,19 @@ class DaliLoader(Loader):
             pipeline.set_outputs(images)
         try:
             pipeline.build()
-        except RuntimeError as error:  # a driver that is older than DALI's CUDA, a device that it does not know
+        except RuntimeError as error:  # a driver older than DALI's CUDA, or an unknown device
             raise ConfigError(
                 f"data_loader dali: NVIDIA DALI does not start here: {' '.join(str(error).split())}\n"
-                "install the DALI for this driver's CUDA, or --set data_loader=device"
+                "install DALI for this driver's CUDA, or use --set data_loader=device"
             ) from None
         return pipeline
 
     def _decode(self, inputs: dict[str, Any], gpu: bool) -> Any:
-        """Images [size, size, 3]: a window, or the central square, of each."""
+        """Decode images to [size, size, 3]: a window or the central square of each."""
         fn, decoder = self.fn, {"device": "mixed" if gpu else "cpu", "output_type": self.types.RGB}
-        # as PIL does it: not turned by EXIF; on a GPU, colours interpolated between their samples
+        # as PIL does: ignore the EXIF orientation; on a GPU, interpolate chroma samples
         decoder |= {"adjust_orientation": False, "jpeg_fancy_upsampling": True}
-        # DALI 1 has two kinds of decoders, and only these take both
+        # in DALI 1, only the experimental decoders take both options
         decoders = fn.decoders if dali_version() >= 2 else fn.experimental.decoders
         if "window_start" in inputs:
             window = {"start": inputs["window_start"], "shape": inputs["window_shape"], "axes": (0, 1)}
@@ -160,7 +160,7 @@ class DaliLoader(Loader):
         return images
 
     def _augment(self, images: Any, inputs: dict[str, Any]) -> Any:
-        """Crop, flip, rotate by what each batch brings."""
+        """Crop, flip and rotate with the parameters of each batch."""
         if "corner" in inputs:
             shape, pad = list(self.split.image_shape[1:]), {"out_of_bounds_policy": "pad", "fill_values": 0}
             images = self.fn.slice(images, start=inputs["corner"], shape=shape, axes=(0, 1), **pad)
@@ -173,5 +173,5 @@ class DaliLoader(Loader):
 
 
 def build(config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> Loader:
-    """The loader for one split."""
+    """Build the loader of one split."""
     return DaliLoader(split, plan, normalise, max(1, num_workers))

@@ -1,4 +1,4 @@
-"""What DALI is given: batch by batch images, in memory or encoded, and the parameters of their augmentation.
+"""The inputs of DALI: for each batch, images in memory or encoded, and the parameters of their augmentation.
 
 Only numpy: a torch array makes DALI look for a driver.
 """
@@ -16,13 +16,13 @@ from utils.data.datasets.dataset import ImageArrays, Split
 from utils.data.datasets.image_files import EncodedImages, central_square, decode_image
 from utils.data.sampling import EpochPlan, IntArray, resized_crop_box
 
-END_OF_JPEG = b"\xff\xd9"  # its last marker, which tells a file that was cut
-BLACK_PIXEL = b"P6 1 1 255\n\0\0\0"  # in the place of an empty batch, which DALI does not take
+END_OF_JPEG = b"\xff\xd9"  # its last marker; a truncated file lacks it
+BLACK_PIXEL = b"P6 1 1 255\n\0\0\0"  # replaces an empty batch, which DALI does not accept
 
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """DALI's inputs by name, each [N, ...] or a list of N; the samples that they show, none of a placeholder."""
+    """DALI's inputs by name, each [N, ...] or a list of N, and the indices of their samples; a placeholder has none."""
 
     inputs: dict[str, Any]
     indices: IntArray
@@ -31,20 +31,20 @@ class PreparedBatch:
 
 @dataclass(frozen=True)
 class Preparation:
-    """Prepares the batches of one split; what is drawn for them is the plan's."""
+    """Prepares the batches of one split; the plan gives their augmentation."""
 
     split: Split
     plan: EpochPlan
     num_threads: int
 
     def run_ahead(self, epoch: int, batches: list[IntArray], *, pass_jpeg: bool) -> Iterator[PreparedBatch]:
-        """One batch after the other: images in memory when asked for, files ahead in threads, a batch a thread.
+        """Yield each batch: images in memory on demand, files ahead in threads, one batch per thread.
 
-        JPEG is passed on as it is with `pass_jpeg`; without, PIL decodes every file."""
+        With `pass_jpeg`, JPEG is passed on unchanged; without it, PIL decodes every file."""
         if isinstance(self.split, ImageArrays):
             for indices in batches:
                 images = np.ascontiguousarray(self.split.images[indices])
-                yield PreparedBatch({"images": images} | self._drawn(epoch, indices), indices, {})
+                yield PreparedBatch({"images": images} | self._augmentation(epoch, indices), indices, {})
             return
         pool = ThreadPoolExecutor(self.num_threads)
         try:
@@ -59,8 +59,8 @@ class Preparation:
             pool.shutdown(cancel_futures=True)
 
     def _read(self, split: EncodedImages, epoch: int, indices: IntArray, pass_jpeg: bool) -> PreparedBatch:
-        drawn = self.plan.draw(epoch, indices)
-        crops = None if drawn is None else drawn.crop
+        augmentation = self.plan.sample_augmentation(epoch, indices)
+        crops = None if augmentation is None else augmentation.crop
 
         def prepare(content: bytes, row: int) -> tuple[np.ndarray, list[np.ndarray]]:
             encoded, height, width = encode_for_dali(content, pass_jpeg=pass_jpeg)
@@ -72,38 +72,38 @@ class Preparation:
         names = ("window_start", "window_shape", "resized") if crops is not None else ("resized", "square")
         geometry = zip(*(values for _, values in samples), strict=True)
         inputs |= dict(zip(names, map(np.stack, geometry), strict=True))
-        return PreparedBatch(inputs | self._drawn(epoch, indices), read.indices, read.unreadable)
+        return PreparedBatch(inputs | self._augmentation(epoch, indices), read.indices, read.unreadable)
 
     def _geometry(self, split: EncodedImages, height: int, width: int, crop: np.ndarray | None) -> list[np.ndarray]:
-        """Of one image, each (rows, columns): corner and size of the window that is decoded, and the size that it is
-        resized to; without a random crop the size that the whole image is resized to, and the corner of the square."""
+        """Return one image's geometry, each value as (rows, columns). With a random crop: corner and size of the window
+        to decode, and its size after resizing. Without: the image's size after resizing, and the square's corner."""
         if crop is not None:
             top, left, rows, columns = resized_crop_box(crop, height, width)
             start, shape = np.array([top, left], np.int32), np.array([rows, columns], np.int32)
             return [start, shape, np.full(2, split.size, np.float32)]
-        resized, corner = central_square(height, width, split.size, split.centre_share)
+        resized, corner = central_square(height, width, split.size, split.centre_fraction)
         return [np.array(resized, np.float32), np.array(corner, np.int32)]
 
-    def _drawn(self, epoch: int, indices: IntArray) -> dict[str, np.ndarray]:
-        """Crop, flip and rotation of the images `indices`, each [N, ...]."""
+    def _augmentation(self, epoch: int, indices: IntArray) -> dict[str, np.ndarray]:
+        """Return crop, flip and rotation of the images `indices`, each [N, ...]."""
         inputs: dict[str, np.ndarray] = {}
-        drawn, ranges = self.plan.draw(epoch, indices), self.plan.ranges
-        if drawn is None or ranges is None:
+        augmentation, ranges = self.plan.sample_augmentation(epoch, indices), self.plan.ranges
+        if augmentation is None or ranges is None:
             return inputs
-        inputs["flip"] = drawn.flip.astype(np.int32)
+        inputs["flip"] = augmentation.flip.astype(np.int32)
         if ranges.crop_padding:
-            corner = np.stack([drawn.shift_y, drawn.shift_x], axis=1) - ranges.crop_padding
+            corner = np.stack([augmentation.shift_y, augmentation.shift_x], axis=1) - ranges.crop_padding
             inputs["corner"] = corner.astype(np.int32)
         if ranges.rotation_angle:
-            inputs["angle"] = drawn.angle.astype(np.float32)
+            inputs["angle"] = augmentation.angle.astype(np.float32)
         return inputs
 
 
 def encode_for_dali(content: bytes, *, pass_jpeg: bool) -> tuple[np.ndarray, int, int]:
-    """An encoded image, uint8 [bytes], its height and width: with `pass_jpeg` a whole JPEG, grey or RGB, as it is; any
-    other as PIL decodes it, in the PPM format. Whatever PIL raises where it is no image.
+    """Return an encoded image, uint8 [bytes], its height and width. With `pass_jpeg`, a whole JPEG in grey or RGB is
+    unchanged; PIL decodes any other image to PPM. Raises whatever PIL raises if it is not an image.
 
-    PIL reads the header of each: NVIDIA DALI 2.4 may die, with the whole process, of a file that it does not know.
+    PIL reads the header of each image: NVIDIA DALI 2.4 may kill the process when it parses an unknown file.
     """
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""The loader `device`: the whole dataset on the device, augmented in batches."""
+"""The loader `device`: the whole dataset on the device, augmented batch by batch."""
 
 import warnings
 from collections.abc import Iterator
@@ -15,18 +15,18 @@ from utils.data.transforms.augment import BatchAugmenter, Normalise, pixel_maps
 from utils.data.workers import usable_cores
 from utils.errors import DataError
 
-BATCHES_AT_ONCE = 64  # batches whose augmentation the device loader draws, and brings to the device, at once
+BATCHES_AT_ONCE = 64  # batches whose augmentation is sampled, and copied to the device, at once
 
 
 class DeviceLoader(Loader):
-    """The whole uint8 dataset on the device; each batch is gathered, augmented and normalised there at once.
+    """Holds the uint8 dataset on the device; gathers, augments and normalises each batch there.
 
-    On a CPU the images are used where they are: for CIFAR-100, a memory map that all processes of a machine share.
+    On a CPU it uses the images in place: for CIFAR-100, a memory map that all processes of a machine share.
     """
 
     def __init__(self, arrays: ImageArrays, plan: EpochPlan, normalise: Normalise) -> None:
         super().__init__(plan, normalise)
-        self.images, self.labels = (_on_device(array, self.device) for array in (arrays.images, arrays.labels))
+        self.images, self.labels = (_to_device(array, self.device) for array in (arrays.images, arrays.labels))
         self.augment = None if plan.ranges is None else BatchAugmenter(*arrays.image_shape[1:], self.device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -43,7 +43,7 @@ class DeviceLoader(Loader):
                 yield self.normalise(images), self.labels.index_select(0, chosen)
 
     def _pixel_maps(self, indices: IntArray) -> Tensor | None:
-        augmentation = self.plan.draw(self.epoch, indices)
+        augmentation = self.plan.sample_augmentation(self.epoch, indices)
         if augmentation is None or self.plan.ranges is None:
             return None
         height, width = self.images.shape[2:]
@@ -54,10 +54,10 @@ class DeviceLoader(Loader):
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
 
-def _on_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """On a CPU the array itself, never a copy; on another device a copy, made in parts to need little memory here."""
+def _to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """Return the array itself on a CPU, else a copy, made in parts to need little host memory."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a read-only memory map, which nobody here writes to
+        warnings.simplefilter("ignore", UserWarning)  # the memory map is read-only; no code writes to it
         tensor = torch.from_numpy(values)
     if device.type == "cpu":
         return tensor
@@ -68,16 +68,16 @@ def _on_device(values: np.ndarray, device: torch.device) -> Tensor:
 
 
 def decode_all(split: Split, *, replace: bool) -> tuple[ImageArrays, dict[str, str]]:
-    """The split as arrays in memory, for `DeviceLoader`, and the files that could not be read."""
+    """Return the split as arrays in memory, for `DeviceLoader`, and the unreadable files."""
     if isinstance(split, ImageArrays):
         return split, {}
     batch = split.read_all(replace=replace, num_threads=usable_cores())
     if not len(batch.indices):
-        raise DataError(f"not one of {len(split.labels)} images can be read, {split.path(0)} among them")
+        raise DataError(f"not one of {len(split.labels)} images can be read, for example {split.path(0)}")
     return ImageArrays(batch.images, split.labels[batch.indices]), batch.unreadable
 
 
 def build(config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> Loader:
-    """The loader for one split, whose images are in memory."""
+    """Build the loader of one split, whose images are in memory."""
     assert isinstance(split, ImageArrays)
     return DeviceLoader(split, plan, normalise)

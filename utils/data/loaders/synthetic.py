@@ -1,4 +1,4 @@
-"""The loader `synthetic`: one random batch again and again."""
+"""The loader `synthetic`: repeats one random batch."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from utils.data.transforms.augment import Normalise
 
 
 class SyntheticLoader(Loader):
-    """One random batch, already on the device, in the place of every other: what computing costs without input."""
+    """Repeats one random batch on the device, to measure the cost of computing without input."""
 
     def __init__(self, split: Split, plan: EpochPlan, normalise: Normalise, num_classes: int) -> None:
         super().__init__(plan, normalise)
@@ -29,5 +29,5 @@ class SyntheticLoader(Loader):
 
 
 def build(config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> Loader:
-    """The loader in the place of one split."""
+    """Build the loader that replaces one split."""
     return SyntheticLoader(split, plan, normalise, config.num_classes)

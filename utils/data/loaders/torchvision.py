@@ -1,6 +1,5 @@
-"""The loader `torchvision`: image by image, in worker processes."""
+"""The loader `torchvision`: worker processes that augment image by image."""
 
-import sys
 import time
 from collections.abc import Iterator
 
@@ -14,19 +13,18 @@ from utils.data.datasets.dataset import Split
 from utils.data.loader import Loader
 from utils.data.sampling import EpochPlan, IntArray
 from utils.data.transforms.augment import Normalise, augment_each
-from utils.data.workers import PREFETCHED, SHARED_MEMORY, SHARED_MEMORY_REMEDY, find_lost_worker, obey_only_the_trainer
+from utils.data.workers import PREFETCHED, SHARED_MEMORY, SHARED_MEMORY_REMEDY, describe_dead_worker, init_worker
 from utils.errors import ConfigError, ExpectedError
 
-REST_SECONDS = 0.1  # before workers are started
-Batch = tuple[Tensor, Tensor, dict[str, str]]  # images, labels, files that cannot be read
+DELAY_SECONDS = 0.1  # before workers are started
+Batch = tuple[Tensor, Tensor, dict[str, str]]  # images, labels, unreadable files
 
 
 class AugmentedImages(Dataset[Batch | ExpectedError]):
-    """What a DataLoader worker runs: the batch with these indices in this epoch, cut, flipped and rotated, with its
-    labels and the files that could not be read. An `ExpectedError` is returned: raised in a worker, it would arrive as
-    the text of a traceback.
+    """The dataset of a DataLoader worker: returns the augmented batch of (epoch, indices), its labels and unreadable
+    files. An `ExpectedError` is returned, since a worker's exception would arrive as the text of a traceback.
 
-    The images stay uint8 until they are on the device: a quarter of the bytes to hand over and copy.
+    The images stay uint8 until they are on the device: a quarter of the bytes to copy.
     """
 
     def __init__(self, split: Split, plan: EpochPlan) -> None:
@@ -39,7 +37,7 @@ class AugmentedImages(Dataset[Batch | ExpectedError]):
             return error
 
     def _read(self, epoch: int, indices: IntArray) -> Batch:
-        augmentation = self.plan.draw(epoch, indices)
+        augmentation = self.plan.sample_augmentation(epoch, indices)
         crops = None if augmentation is None else augmentation.crop
         read = self.split.read(indices, crops, replace=self.plan.training)  # type: ignore[arg-type]
         images = read.images
@@ -50,20 +48,17 @@ class AugmentedImages(Dataset[Batch | ExpectedError]):
 
 
 class BatchSampler(Sampler[tuple[int, IntArray]]):
-    """A DataLoader's sampler: (epoch, indices) of one batch after the other, so that workers need no shared state."""
+    """A DataLoader's sampler that yields (epoch, indices) of each batch, so that workers need no shared state."""
 
     def __init__(self, plan: EpochPlan) -> None:
         self.plan, self.epoch, self.first_batch = plan, 0, 0
-
-    def __len__(self) -> int:
-        return len(self.plan) - self.first_batch
 
     def __iter__(self) -> Iterator[tuple[int, IntArray]]:
         return iter([(self.epoch, indices) for indices in self.plan.batches(self.epoch, self.first_batch)])
 
 
 class TorchvisionLoader(Loader):
-    """Image by image with torchvision's transforms, in worker processes; pinned and copied without blocking on CUDA."""
+    """Augments image by image with torchvision in worker processes; on CUDA, copies pinned batches without blocking."""
 
     def __init__(self, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> None:
         super().__init__(plan, normalise)
@@ -76,22 +71,22 @@ class TorchvisionLoader(Loader):
             persistent_workers=num_workers > 0,
             prefetch_factor=PREFETCHED if num_workers else None,
             pin_memory=self.device.type == "cuda",
-            worker_init_fn=obey_only_the_trainer if sys.platform == "linux" else None,
-            generator=torch.Generator(),  # its own: each epoch begun would draw a number from the run's generator
-            # fork: workers share the images with this process, where other ways would copy them to each
-            multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
+            worker_init_fn=init_worker,
+            generator=torch.Generator(),  # its own: DataLoader takes a number from it in each epoch
+            # fork: workers share the images with this process, without copies
+            multiprocessing_context="fork" if num_workers else None,
         )
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self.loader.num_workers and not self.has_workers:
-            # Up to 3.11.9 Python's fork hangs in the new process where another thread, such as one of a collective that
-            # has just ended, is about to enter Python (python/cpython#112275): let them come to rest.
-            time.sleep(REST_SECONDS)
+            # Up to Python 3.11.9, a forked process hangs if another thread is entering Python (python/cpython#112275),
+            # such as a thread of a collective that has just ended: wait until such threads are idle.
+            time.sleep(DELAY_SECONDS)
             self.has_workers = True
         self.sampler.epoch, self.sampler.first_batch = self.epoch, self.first_batch
         batches = iter(self.loader)
         for images, labels, unreadable in iter(lambda: self._next(batches), None):
-            self.count_unreadable(unreadable, len(labels))
+            self.record_unreadable(unreadable, len(labels))
             on_device = images.to(self.device, non_blocking=True)
             yield self.normalise(on_device), labels.to(self.device, non_blocking=True)
 
@@ -104,19 +99,19 @@ class TorchvisionLoader(Loader):
             return batch
         except (RuntimeError, EOFError, OSError) as error:
             try:
-                lost = find_lost_worker(batches, str(error))
-            except RuntimeError as told:  # by PyTorch's handler, meanwhile
-                lost = str(told)
-            text = lost or str(error)
-            # what a worker dies of when shared memory is full: SIGBUS, or ENOSPC from the system call
+                death = describe_dead_worker(batches, str(error))
+            except RuntimeError as reported:  # meanwhile, by PyTorch's signal handler
+                death = str(reported)
+            text = death or str(error)
+            # full shared memory kills a worker by SIGBUS, or by ENOSPC from the system call
             if "bus error" in text.lower() or "shared memory" in text or "No space left" in text:
                 message = f"a data worker ran out of shared memory ({SHARED_MEMORY}).\n{SHARED_MEMORY_REMEDY}"
                 raise ConfigError(message) from None
-            if lost:
-                raise RuntimeError(lost) from None
+            if death:
+                raise RuntimeError(death) from None
             raise
 
 
 def build(config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> Loader:
-    """The loader for one split."""
+    """Build the loader of one split."""
     return TorchvisionLoader(split, plan, normalise, num_workers)

@@ -1,6 +1,6 @@
-"""How the tutorial's augmentation is done: image by image with torchvision, or a whole batch in one gather.
+"""The tutorial's augmentation: image by image with torchvision, or a whole batch in one gather.
 
-Both take the same `Augmentation` parameters and agree bit for bit.
+Both take the same `Augmentation` parameters and give the same bits.
 """
 
 import numpy as np
@@ -13,26 +13,26 @@ FIXED_POINT = 65536  # PIL rotates in 16.16 fixed-point arithmetic
 
 
 class Normalise:
-    """uint8 [N, 3, H, W] -> float32 (x / 255 - mean) / std, in the memory format that is asked for."""
+    """uint8 [N, 3, H, W] -> float32 (x / 255 - mean) / std, in `memory_format`."""
 
     def __init__(
         self, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, memory_format: torch.memory_format
     ) -> None:
         self.mean, self.std, self.device = mean, std, device
-        # as one product and one sum: half the passes over the batch
+        # one product and one sum: half the passes over the batch
         exact_mean, exact_std = (torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1) for values in (mean, std))
         self.scale = (1 / (255 * exact_std)).float().to(device)
         self.shift = (-exact_mean / exact_std).float().to(device)
         self.memory_format = memory_format
 
     def __call__(self, images: Tensor) -> Tensor:
-        # Arithmetic first: it runs along whole planes, where channels_last has runs of three.
+        # Arithmetic before the change of format: whole planes are contiguous, but channels_last has runs of three.
         normalised = images.float().mul_(self.scale).add_(self.shift)
         return normalised.contiguous(memory_format=self.memory_format)
 
 
 def augment_each(images: np.ndarray, augmentation: Augmentation, crop_padding: int) -> np.ndarray:
-    """uint8 [N, 3, H, W] -> the same, each image cropped, flipped and rotated by torchvision on PIL images."""
+    """Crop, flip and rotate each image with torchvision on PIL images; uint8 [N, 3, H, W] -> uint8 [N, 3, H, W]."""
     from PIL import Image
     from torchvision.transforms import functional
 
@@ -52,21 +52,21 @@ def augment_each(images: np.ndarray, augmentation: Augmentation, crop_padding: i
 
 
 def pixel_maps(augmentation: Augmentation, height: int, width: int, crop_padding: int) -> np.ndarray:
-    """What `BatchAugmenter` needs to know of each image: int32 [N, 9].
+    """Return `BatchAugmenter`'s parameters of each image, int32 [N, 9].
 
-    Rotation, flip and crop in one: output pixel (row, column) shows the source pixel whose column is
-    (a * column + b * row + c) >> 16 counted from the first visible column, black where that is negative or above
-    `last`; its row likewise. The nine values are (a, b, c, last) for the column, the same for the row, and the place of
-    the first visible pixel in the flattened image, plus one.
+    They combine rotation, flip and crop: output pixel (row, column) shows the source pixel whose column is
+    (a * column + b * row + c) >> 16, counted from the first visible column; black if that is negative or above `last`.
+    Rows likewise. The nine values are (a, b, c, last) for the column, the same for the row, and one plus the index of
+    the first visible pixel in the flattened image.
     """
-    # PIL.Image.rotate and affine_fixed in its Geometry.c, nearest neighbour about the image's centre
+    # as PIL.Image.rotate and affine_fixed in its Geometry.c: nearest neighbour about the image's centre
     angle = -np.radians(np.mod(augmentation.angle, 360))
     cos, sin = np.round(np.cos(angle), 15), np.round(np.sin(angle), 15)
     centre_x, centre_y = width / 2, height / 2
     column = [cos, sin, centre_x - cos * centre_x - sin * centre_y + 0.5 * (cos + sin)]
     row = [-sin, cos, centre_y + sin * centre_x - cos * centre_y + 0.5 * (cos - sin)]
     column, row = ([np.floor(part * FIXED_POINT + 0.5).astype(np.int64) for part in parts] for parts in (column, row))
-    # width - 1 - floor(x) = floor(width - x) but where x is whole: in fixed point one unit less
+    # width - 1 - floor(x) = floor(width - x) unless x is whole: one unit less in fixed point
     mirrored = [-column[0], -column[1], width * FIXED_POINT - 1 - column[2]]
     column = [np.where(augmentation.flip, there, here) for there, here in zip(mirrored, column, strict=True)]
     values, first = [], np.int64(1)
@@ -81,10 +81,10 @@ def pixel_maps(augmentation: Augmentation, height: int, width: int, crop_padding
 
 
 class BatchAugmenter:
-    """Crop, flip and rotation of a whole batch on its device as one gather of pixels.
+    """Crops, flips and rotates a whole batch on its device, as one gather of pixels.
 
-    Written for few and cheap passes: int32 throughout, no comparisons (PyTorch's are slow on a CPU), signs instead, and
-    buffers that are kept (on a CPU, fresh memory costs as much as the arithmetic).
+    For few and cheap passes it uses int32 throughout, signs instead of comparisons (slow on a CPU), and permanent
+    buffers (on a CPU, fresh memory costs as much as the arithmetic).
     """
 
     def __init__(self, height: int, width: int, device: torch.device) -> None:
@@ -99,14 +99,14 @@ class BatchAugmenter:
         if len(images) != self.buffers.shape[1]:
             self.buffers = self.buffers.new_empty(3, len(images), self.buffers.shape[2])
         x, y, scratch = self.buffers.unbind()  # each [N, H * W]
-        of_column, of_row, first = maps.t().unsqueeze(2).split([4, 4, 1])  # of [N, 1] values
-        for position, (a, b, c, _) in ((x, of_column), (y, of_row)):
+        column, row, first = maps.t().unsqueeze(2).split([4, 4, 1])  # of [N, 1] values
+        for position, (a, b, c, _) in ((x, column), (y, row)):
             torch.mul(self.columns, a, out=position)
             position.add_(torch.mul(self.rows, b, out=scratch)).add_(c).bitwise_right_shift_(16)
-        # negative where the source lies outside on any of the four sides, and then all ones
-        outside = torch.sub(of_column[3], x, out=scratch).bitwise_or_(x).bitwise_or_(y)
+        # negative if the source lies outside on any of the four sides; the shift turns the sign into a mask
+        outside = torch.sub(column[3], x, out=scratch).bitwise_or_(x).bitwise_or_(y)
         source = x.add_(y, alpha=self.width).add_(first[0])
-        outside |= torch.sub(of_row[3], y, out=y)
+        outside |= torch.sub(row[3], y, out=y)
         outside >>= 31
         source &= outside.bitwise_not_()
         # pixel 0 of the padded image is black

@@ -1,8 +1,8 @@
 """Augmentations of a whole batch on its device, after any loader: cutout, mixup and cutmix.
 
-They mix images across samples and so make soft targets; the loader contract knows nothing of them. What is drawn for a
-sample, its partner included, is a function of (seed, epoch, sample index): the partner is the neighbour in the epoch's
-order, images 2k and 2k + 1, and each rank's share of a batch holds whole pairs.
+They mix images and give soft targets; the loader contract does not include them. A sample's parameters and partner are
+functions of (seed, epoch, sample index). Partners are neighbours in the epoch's order, images 2k and 2k + 1, and each
+rank's part of a batch holds whole pairs.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from utils.data.config import AugmentationConfig
 from utils.data.sampling import EpochPlan, IntArray, uniform
 from utils.errors import ConfigError
 
-# The streams of random numbers after those of utils.data.sampling
+# Streams of random numbers; utils.data.sampling uses the lower ones
 (
     STREAM_MIXUP, STREAM_CUTMIX, STREAM_WHICH, STREAM_CUTMIX_Y, STREAM_CUTMIX_X, STREAM_CUTOUT_Y, STREAM_CUTOUT_X,
 ) = range(4, 11)  # fmt: skip
@@ -24,104 +24,104 @@ from utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class Mixing:
-    """Parameters of N images: first the hole of cutout, then what the partner contributes."""
+    """Parameters of N images: cutout comes first, then mixing with the partner."""
 
-    hole: IntArray  # int64 [N, 4]: top, left, bottom, right (exclusive); empty where top == bottom
-    patch: IntArray  # int64 [N, 4]: this part comes from the partner (cutmix)
-    share: np.ndarray  # float32 [N]: the image's own share in its pixels outside the patch (mixup)
-    label_share: np.ndarray  # float32 [N]: its own share in the target
+    hole: IntArray  # int64 [N, 4]: top, left, bottom, right (exclusive) of cutout; empty if top == bottom
+    patch: IntArray  # int64 [N, 4]: the box that the partner fills (cutmix)
+    weight: np.ndarray  # float32 [N]: the image's own weight in its pixels outside the patch (mixup)
+    label_weight: np.ndarray  # float32 [N]: the own label's weight in the target
 
 
 @dataclass(frozen=True)
 class MixRanges:
-    """What may be drawn; 0 switches an augmentation off. With both alphas, each image draws one of the two."""
+    """Ranges of the augmentations; 0 disables one. With both alphas, each image gets one of the two at random."""
 
     cutout_size: int
     mixup_alpha: float
     cutmix_alpha: float
 
-    def draw(self, seed: int, epoch: int, indices: IntArray, height: int, width: int) -> Mixing:
-        """The parameters of the images `indices` [N] in `epoch`."""
+    def sample(self, seed: int, epoch: int, indices: IntArray, height: int, width: int) -> Mixing:
+        """Return the parameters of the images `indices` [N] in `epoch`."""
 
-        def drawn(stream: int, size: int = 1) -> np.ndarray:
+        def numbers(stream: int, size: int = 1) -> np.ndarray:
             return uniform(seed, epoch, indices, stream) * size
 
         hole = patch = np.zeros((len(indices), 4), np.int64)
-        share = np.ones(len(indices))
-        if self.cutout_size:  # DeVries and Taylor 2017 (arXiv:1708.04552): the centre anywhere, the rest may stick out
-            top = drawn(STREAM_CUTOUT_Y, height).astype(np.int64) - self.cutout_size // 2
-            left = drawn(STREAM_CUTOUT_X, width).astype(np.int64) - self.cutout_size // 2
+        weight = np.ones(len(indices))
+        if self.cutout_size:  # DeVries and Taylor 2017 (arXiv:1708.04552): the square may reach beyond the image
+            top = numbers(STREAM_CUTOUT_Y, height).astype(np.int64) - self.cutout_size // 2
+            left = numbers(STREAM_CUTOUT_X, width).astype(np.int64) - self.cutout_size // 2
             hole = np.stack([top, left, top + self.cutout_size, left + self.cutout_size], axis=1)
         if self.mixup_alpha:  # Zhang et al. 2017 (arXiv:1710.09412)
-            share = symmetric_beta(drawn(STREAM_MIXUP), self.mixup_alpha)
+            weight = symmetric_beta(numbers(STREAM_MIXUP), self.mixup_alpha)
         if self.cutmix_alpha:  # Yun et al. 2019 (arXiv:1905.04899)
-            half = 0.5 * np.sqrt(1 - symmetric_beta(drawn(STREAM_CUTMIX), self.cutmix_alpha))
+            half = 0.5 * np.sqrt(1 - symmetric_beta(numbers(STREAM_CUTMIX), self.cutmix_alpha))
             half_height, half_width = (half * height).astype(np.int64), (half * width).astype(np.int64)
-            y, x = drawn(STREAM_CUTMIX_Y, height).astype(np.int64), drawn(STREAM_CUTMIX_X, width).astype(np.int64)
+            y, x = numbers(STREAM_CUTMIX_Y, height).astype(np.int64), numbers(STREAM_CUTMIX_X, width).astype(np.int64)
             patch = np.stack([y - half_height, x - half_width, y + half_height, x + half_width], axis=1)
             if self.mixup_alpha:
-                cut = drawn(STREAM_WHICH) < 0.5
-                share, patch = np.where(cut, 1, share), np.where(cut[:, None], patch, 0)
+                cut = numbers(STREAM_WHICH) < 0.5
+                weight, patch = np.where(cut, 1, weight), np.where(cut[:, None], patch, 0)
         hole, patch = (np.clip(boxes, 0, (height, width, height, width)) for boxes in (hole, patch))
         patched = (patch[:, 2] - patch[:, 0]) * (patch[:, 3] - patch[:, 1]) / (height * width)
-        label_share = share * (1 - patched)
-        return Mixing(hole, patch, share.astype(np.float32), label_share.astype(np.float32))
+        label_weight = weight * (1 - patched)
+        return Mixing(hole, patch, weight.astype(np.float32), label_weight.astype(np.float32))
 
 
-def symmetric_beta(drawn: np.ndarray, alpha: float) -> np.ndarray:
-    """Quantiles `drawn`, in [0, 1), of the Beta(alpha, alpha) distribution, to about 1e-6.
+def symmetric_beta(probability: np.ndarray, alpha: float) -> np.ndarray:
+    """Return the quantiles at `probability`, in [0, 1), of the Beta(alpha, alpha) distribution, to about 1e-6.
 
-    The density x^(alpha - 1) (1 - x)^(alpha - 1) is symmetric; on its lower half, t = x^alpha takes away the pole at 0.
+    The density x^(alpha - 1) (1 - x)^(alpha - 1) is symmetric; on its lower half, t = x^alpha removes the pole at 0.
     """
     t = np.linspace(0, 0.5**alpha, 8193)
     density = (1 - t ** (1 / alpha)) ** (alpha - 1)
     cumulated = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    lower = np.minimum(drawn, 1 - drawn)
+    lower = np.minimum(probability, 1 - probability)
     x = np.interp(2 * lower, cumulated / cumulated[-1], t) ** (1 / alpha)
-    return np.where(drawn < 0.5, x, 1 - x)
+    return np.where(probability < 0.5, x, 1 - x)
 
 
 class BatchMix:
-    """Mixes the batches of one training loader; called with each batch and its place in the run."""
+    """Mixes the batches of one training loader; called with each batch, its epoch and its number."""
 
     def __init__(self, ranges: MixRanges, plan: EpochPlan, num_classes: int) -> None:
         if plan.batch_size % 2 and (ranges.mixup_alpha or ranges.cutmix_alpha):
             raise ConfigError(
-                f"mixup_alpha and cutmix_alpha pair images within a rank's share of a batch, here {plan.batch_size}; "
-                "use an even share"
+                f"mixup_alpha and cutmix_alpha pair images within a rank's batch, which has {plan.batch_size} images; "
+                "use an even number"
             )
         self.ranges, self.plan, self.num_classes = ranges, plan, num_classes
         self._epoch, self._batches = -1, list[IntArray]()
 
     def __call__(self, images: Tensor, labels: Tensor, epoch: int, batch: int) -> tuple[Tensor, Tensor]:
-        """Normalised [N, C, H, W] and int64 [N] -> mixed images in the same memory format, and the share of each class
-        in each target, float32 [N, classes]; with cutout alone the labels stay as they are."""
+        """Normalised [N, C, H, W] and int64 [N] -> mixed images in the same memory format, and targets, class weights
+        as float32 [N, classes]; with cutout only, labels are unchanged."""
         if epoch != self._epoch:
             self._epoch, self._batches = epoch, self.plan.batches(epoch)
         height, width = images.shape[2:]
-        mixing = self.ranges.draw(self.plan.seed, epoch, self._batches[batch], height, width)
+        mixing = self.ranges.sample(self.plan.seed, epoch, self._batches[batch], height, width)
         device = images.device
-        if self.ranges.cutout_size:  # zero, the mean of the training images
-            images = torch.where(inside(mixing.hole, height, width, device), images.new_zeros(()), images)
+        if self.ranges.cutout_size:  # zero is the mean of the training images
+            images = torch.where(box_mask(mixing.hole, height, width, device), images.new_zeros(()), images)
         if not (self.ranges.mixup_alpha or self.ranges.cutmix_alpha):
             return images, labels
-        own_share = torch.from_numpy(mixing.share).to(device, non_blocking=True).view(-1, 1, 1, 1)
-        partners = _neighbours(images)
-        mixed = images.lerp(partners, 1 - own_share)
+        weight = torch.from_numpy(mixing.weight).to(device, non_blocking=True).view(-1, 1, 1, 1)
+        partners = _swap_pairs(images)
+        mixed = images.lerp(partners, 1 - weight)
         if self.ranges.cutmix_alpha:
-            mixed = torch.where(inside(mixing.patch, height, width, device), partners, mixed)
-        label_share = torch.from_numpy(mixing.label_share).to(device, non_blocking=True).view(-1, 1)
+            mixed = torch.where(box_mask(mixing.patch, height, width, device), partners, mixed)
+        label_weight = torch.from_numpy(mixing.label_weight).to(device, non_blocking=True).view(-1, 1)
         own = (labels.view(-1, 1) == torch.arange(self.num_classes, device=device)).float()
-        return mixed, own.lerp(_neighbours(own), 1 - label_share)
+        return mixed, own.lerp(_swap_pairs(own), 1 - label_weight)
 
 
-def _neighbours(values: Tensor) -> Tensor:
-    """[N, ...] with rows 2k and 2k + 1 exchanged, in the same memory format."""
+def _swap_pairs(values: Tensor) -> Tensor:
+    """Exchange rows 2k and 2k + 1 of [N, ...], in the same memory format."""
     return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 
 
-def inside(boxes: IntArray, height: int, width: int, device: torch.device) -> Tensor:
-    """bool [N, 1, H, W]: which pixels lie in each image's box."""
+def box_mask(boxes: IntArray, height: int, width: int, device: torch.device) -> Tensor:
+    """Return which pixels lie in each image's box, bool [N, 1, H, W]."""
     top, left, bottom, right = torch.from_numpy(boxes).to(device, non_blocking=True).view(-1, 4, 1, 1, 1).unbind(1)
     rows = torch.arange(height, device=device).view(1, 1, -1, 1)
     columns = torch.arange(width, device=device).view(1, 1, 1, -1)
@@ -129,13 +129,13 @@ def inside(boxes: IntArray, height: int, width: int, device: torch.device) -> Te
 
 
 def leave_unmixed(images: Tensor, labels: Tensor, epoch: int, batch: int) -> tuple[Tensor, Tensor]:
-    """The null object for `BatchMix`: the batch as it is."""
+    """Return the batch unchanged; replaces `BatchMix` if nothing is mixed."""
     return images, labels
 
 
 def build_mix(
     config: AugmentationConfig, plan: EpochPlan
 ) -> Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]:
-    """What `cutout_size`, `mixup_alpha` and `cutmix_alpha` ask for."""
+    """Build the mixing that `cutout_size`, `mixup_alpha` and `cutmix_alpha` request."""
     ranges = MixRanges(config.cutout_size, config.mixup_alpha, config.cutmix_alpha)
     return leave_unmixed if ranges == MixRanges(0, 0, 0) else BatchMix(ranges, plan, config.num_classes)
