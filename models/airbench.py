@@ -15,7 +15,6 @@ from models.resnet import LOGIT_SCALE, PlainResidual, convolution, initialise
 
 
 def build_airbench(config: ModelConfig) -> nn.Module:
-    """Build `airbench` or `airbench96`."""
     return Airbench(config.num_classes, width=config.width, residual=config.model == "airbench96")
 
 

@@ -43,7 +43,6 @@ def build_small_resnet(config: ModelConfig) -> nn.Module:
 
 
 def build_resnet9(config: ModelConfig) -> nn.Module:
-    """Build Page's network."""
     return ResNet9(config.num_classes, width=config.width)
 
 

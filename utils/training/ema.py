@@ -32,11 +32,9 @@ class Ema:
         self.updates += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average and its number of updates."""
         return {"module": self.network.state_dict(), "updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved average."""
         self.network.load_state_dict(state["module"])
         self.updates = state["updates"]
 
@@ -46,5 +44,4 @@ def _select(tensors: list[Tensor], *, floating: bool) -> list[Tensor]:
 
 
 def build_ema(config: RecipeConfig, model: nn.Module) -> Ema | None:
-    """Build the moving average of `ema_decay`, if set."""
     return None if config.ema_decay is None else Ema(model, config.ema_decay)

@@ -193,7 +193,6 @@ class LossScaler(torch.amp.GradScaler):
         self.skipped = torch.zeros((), device=device_type)  # steps, on the device
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Take the optimizer's step unless a gradient overflowed."""
         result = super().step(optimizer, *args, **kwargs)
         if self.is_enabled():
             for found_inf in self._found_inf_per_device(optimizer).values():
@@ -201,7 +200,6 @@ class LossScaler(torch.amp.GradScaler):
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Set the scale of the next step."""
         super().update(self.constant if new_scale is None else new_scale)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -220,7 +218,6 @@ class LossScaler(torch.amp.GradScaler):
         return {"loss_scale": self.get_scale(), "skipped_steps": self.skipped.item()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return PyTorch's state with the number of skipped steps."""
         return super().state_dict() | {"skipped": self.skipped.item()} if self.is_enabled() else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -32,7 +32,6 @@ def own_tensors(learner: Learner) -> Tensors:
 
 
 def gradients(learner: Learner) -> Tensors:
-    """Gradients of the optimizer's last step."""
     found = {f"gradient {name}": parameter.grad for name, parameter in optimizer_parameters(learner).items()}
     return {name: gradient for name, gradient in found.items() if gradient is not None}
 
@@ -70,7 +69,6 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give everything the values of the snapshot."""
         learner = self.learner
         learner.optimizer.state.clear()  # a parameter's first step creates entries
         for parameter, entries in self.entries.items():

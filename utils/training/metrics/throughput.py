@@ -20,7 +20,6 @@ class Throughput:
         self.images, self.since = 0, self.clock.seconds(*LOOP)
 
     def add(self, images: int) -> None:
-        """Count a batch of this rank."""
         self.images += images * self.world_size
 
     def close_window(self) -> float:

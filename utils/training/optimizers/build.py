@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from utils.errors import ConfigError
 from utils.training.config import SpeedConfig
 from utils.training.optimizers.lars_lamb import ADAM_BETA2, LARS_TRUST_COEFFICIENT, Lamb, Lars
-from utils.training.optimizers.muon import Muon, muon_groups
+from utils.training.optimizers.muon import Muon
 
 # Until then, fused SGD on a CPU did not update most half-precision weights (pytorch/pytorch#191763); measured: 2.11.0,
 # 2.12.0, 2.12.1 and 2.13.0 are wrong, 2.14.1 is right.
@@ -25,48 +25,21 @@ def build_optimizer(
     groups = _parameter_groups(config, parameters)
     rate = torch.tensor(config.peak_lr, device=parameters[0].device) if graphed else config.peak_lr
     fused = uses_fused_kernel(config, parameters) or None  # None: PyTorch chooses, on a GPU its foreach kernels
+    common: dict[str, Any] = {"lr": rate, "weight_decay": config.weight_decay}
+    momentum: dict[str, Any] = {"momentum": config.momentum, "nesterov": config.nesterov}
     optimizer: torch.optim.Optimizer
     if config.optimizer == "lamb":
-        optimizer = Lamb(
-            groups, lr=config.peak_lr, beta1=config.momentum, weight_decay=config.weight_decay, layerwise=True
-        )
+        optimizer = Lamb(groups, **common, beta1=config.momentum, layerwise=True)
     elif config.optimizer == "lars":
-        optimizer = Lars(
-            groups,
-            lr=config.peak_lr,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            nesterov=config.nesterov,
-            trust_coefficient=LARS_TRUST_COEFFICIENT,
-            layerwise=True,
-        )
+        optimizer = Lars(groups, **common, **momentum, trust_coefficient=LARS_TRUST_COEFFICIENT, layerwise=True)
     elif config.optimizer == "muon":
-        optimizer = Muon(
-            muon_groups(parameters, decay_vectors=config.weight_decay_bn_bias),
-            lr=config.peak_lr,
-            momentum=config.momentum,
-            nesterov=config.nesterov,
-            weight_decay=config.weight_decay,
-            orthogonalise=True,
-        )
+        optimizer = Muon(groups, **common, **momentum, orthogonalise=True)
     elif config.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(
-            groups,
-            lr=rate,
-            betas=(config.momentum, ADAM_BETA2),
-            weight_decay=config.weight_decay,
-            fused=fused,
-            capturable=graphed,  # GRAPHS: count steps on the device
-        )
+        betas = (config.momentum, ADAM_BETA2)
+        # GRAPHS: capturable counts steps on the device
+        optimizer = torch.optim.AdamW(groups, **common, betas=betas, fused=fused, capturable=graphed)
     else:
-        optimizer = torch.optim.SGD(
-            groups,
-            lr=rate,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            nesterov=config.nesterov,
-            fused=fused,
-        )
+        optimizer = torch.optim.SGD(groups, **common, **momentum, fused=fused)
     _lay_out_buffers(optimizer)
     for group in optimizer.param_groups:
         group["initial_lr"] = config.peak_lr
@@ -90,15 +63,21 @@ def uses_fused_kernel(config: SpeedConfig, parameters: Iterable[nn.Parameter]) -
 
 
 def _parameter_groups(config: SpeedConfig, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return one group, or two if BatchNorm and biases (parameters with one dimension) are treated differently."""
+    """Group the parameters by their treatment. Vectors are BatchNorm's parameters and biases."""
     layerwise = config.optimizer in ("lars", "lamb")
-    if config.weight_decay_bn_bias and not layerwise:
+    muon = config.optimizer == "muon"
+    if config.weight_decay_bn_bias and not layerwise and not muon:
         return [{"params": parameters}]
     vectors: dict[str, Any] = {"params": [parameter for parameter in parameters if parameter.ndim <= 1]}
     if not config.weight_decay_bn_bias:
         vectors["weight_decay"] = 0.0
     if layerwise:
         vectors["layerwise"] = False
+    if muon:
+        convolutions = [parameter for parameter in parameters if parameter.ndim == 4]
+        matrices = [parameter for parameter in parameters if parameter.ndim in (2, 3)]  # last layer, embeddings
+        vectors["orthogonalise"] = False
+        return [{"params": convolutions}, {"params": matrices, "orthogonalise": False}, vectors]
     return [{"params": [parameter for parameter in parameters if parameter.ndim > 1]}, vectors]
 
 

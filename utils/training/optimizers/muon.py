@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from utils.training.optimizers.lars_lamb import ForeachOptimizer
 
@@ -69,18 +69,3 @@ def _orthogonalise(matrix: Tensor) -> Tensor:
             square = factor @ square @ factor
     x = factors @ x
     return (x.mT if tall else x).to(matrix.dtype) * (ADAMW_RMS * math.sqrt(max(matrix.shape)))
-
-
-def muon_groups(parameters: list[nn.Parameter], *, decay_vectors: bool) -> list[dict[str, Any]]:
-    """Return three groups: convolutions; matrices, such as the last layer's, and embeddings; BatchNorm and biases,
-    decayed only with `decay_vectors`."""
-    convolutions, matrices, vectors = (
-        [parameter for parameter in parameters if kind(parameter.ndim)]
-        for kind in (lambda ndim: ndim == 4, lambda ndim: ndim in (2, 3), lambda ndim: ndim < 2)
-    )
-    undecayed = {} if decay_vectors else {"weight_decay": 0.0}
-    return [
-        {"params": convolutions},
-        {"params": matrices, "orthogonalise": False},
-        {"params": vectors, "orthogonalise": False, **undecayed},
-    ]
