@@ -188,7 +188,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def read_records(folder: Path, kind: str = "") -> list[dict[str, Any]]:
-    """Records in the metrics.jsonl of a run; only those of `kind` if given."""
+    """Records in the metrics.jsonl of a run, all or of one kind."""
     records = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return [record for record in records if kind in ("", record["kind"])]
 

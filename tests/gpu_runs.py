@@ -1,6 +1,5 @@
 """Check that a run on a GPU stops in mid-epoch and resumes bitwise equal, for tests of many configurations."""
 
-import json
 import os
 import signal
 from contextlib import nullcontext
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import read_records
 from tests.fake_cuda import runtime
 from train import Trainer
 from utils.config import Config
@@ -45,8 +45,7 @@ def train(config: Config, folder: Path, stop_after: int | None = None) -> tuple[
 
 
 def read_epochs(folder: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    epochs = [row for row in rows if row["kind"] == "epoch"]
+    epochs = read_records(folder, "epoch")
     assert "loss/valid" in epochs[-1]  # earlier ones depend on validate_every_epochs
     return [{key: row[key] for key in RECORDED if key in row} for row in epochs]
 

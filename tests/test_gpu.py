@@ -1,7 +1,6 @@
 """Features of GPUs: graphs, streams, loss scaling on the device, NCCL, the profile. `python -m pytest -m gpu`."""
 
 import itertools
-import json
 import pickle
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.conftest import RECIPE
+from tests.conftest import RECIPE, read_records
 from tests.test_optimizer import half_weights_after_three_updates
 from tests.test_step import SWITCHES, train_losses
 from tools.bench.training import build_measured
@@ -238,8 +237,7 @@ def test_fastest_trains_saves_and_resumes(tiny, gpu, tmp_path):
     first = run(2, "auto")
     assert isinstance(first.learner.step, GraphedStep) and first.learner.step.captured
     assert run(3, str(tmp_path)).learner.steps == 60
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    trained = [row["loss/train"] for row in rows if row["kind"] == "epoch"]
+    trained = [epoch["loss/train"] for epoch in read_records(tmp_path, "epoch")]
     assert len(trained) == 3 and trained[2] < trained[0]
 
 

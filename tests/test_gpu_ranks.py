@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CIFAR100, TINY
+from conftest import CIFAR100, TINY, read_records
 from processes import Ended, Job, complaints, free_port, torchrun_variables
 from torch import Tensor
 
@@ -137,8 +137,7 @@ def train_on(
         assert [json.loads(process.output.splitlines()[-1]) for process in ended] == [[]] * ranks
     found = {}
     for name in runs:
-        rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-        (epoch,) = (row for row in rows if row["kind"] == "epoch")
+        (epoch,) = read_records(folder / name, "epoch")
         found[name] = epoch, [torch.load(folder / f"{name}-{rank}.pt") for rank in range(ranks)]
     return found
 
