@@ -14,7 +14,7 @@ from utils.config import Config, load_config
 from utils.errors import ConfigError
 from utils.training.optimizers import build as optimizer_module
 from utils.training.optimizers.build import build_optimizer, load_optimizer, set_learning_rate
-from utils.training.optimizers.schedule import Plateau, Schedule, build_schedule
+from utils.training.optimizers.schedule import Plateau, Schedule, build_schedule, explain_warmup
 
 
 def factors(schedule, steps):
@@ -57,6 +57,22 @@ def test_training_follows_the_warmup_per_epoch(tiny, alone, tmp_path):
     steps = len(rates["step"]) // 3
     assert steps > 1
     assert rates == {"step": [0.2] * steps + [0.4] * 2 * steps, "epoch": [0.2, 0.4, 0.4]}
+
+
+def test_a_short_run_ends_within_the_warmup():
+    config = Config(lr_schedule="linear", lr_warmup_epochs=16, max_epochs=4)
+    assert factors(build_schedule(config, 2), 8) == pytest.approx([step / 32 for step in range(1, 9)])
+    assert explain_warmup(config) == [
+        "lr_warmup_epochs 16 does not fit into max_epochs 4: the learning rate rises to 0.25 of its peak"
+    ]
+
+
+def test_onecycle_rises_in_the_first_half_of_a_short_run():
+    config = Config(lr_schedule="onecycle", lr_warmup_epochs=2, max_epochs=1)
+    fitting = Config(lr_schedule="onecycle", lr_warmup_epochs=0.5, max_epochs=1)
+    assert build_schedule(config, 10) == build_schedule(fitting, 10)
+    note = "lr_warmup_epochs 2 does not fit into max_epochs 1: onecycle peaks after 0.5 epochs"
+    assert (explain_warmup(config), explain_warmup(fitting)) == ([note], [])
 
 
 def test_step_schedule_cuts_after_its_milestones(tiny):

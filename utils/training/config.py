@@ -74,13 +74,8 @@ class ScheduleConfig(SharedConfig):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> "ScheduleConfig":
-        if self.lr_warmup_epochs > self.max_epochs:
-            raise ValueError(f"lr_warmup_epochs {self.lr_warmup_epochs:g} must not exceed max_epochs {self.max_epochs}")
-        if self.lr_schedule == "onecycle" and not 0 < self.lr_warmup_epochs < self.max_epochs:
-            raise ValueError(
-                f"lr_warmup_epochs is {self.lr_warmup_epochs:g}; lr_schedule onecycle rises over it and needs a value "
-                f"above 0 and below max_epochs {self.max_epochs}"
-            )
+        if self.lr_schedule == "onecycle" and self.lr_warmup_epochs == 0:
+            raise ValueError("lr_warmup_epochs is 0; lr_schedule onecycle rises over it and needs a value above 0")
         if self.lr_warmup_by == "epoch" and self.lr_schedule == "onecycle":
             raise ValueError("lr_warmup_by is epoch, but lr_schedule onecycle rises with every step; use step")
         if self.lr_warmup_by == "epoch" and self.lr_warmup_epochs % 1:

@@ -26,7 +26,7 @@ from utils.training.optimizers.build import (
     set_learning_rate,
     uses_fused_kernel,
 )
-from utils.training.optimizers.schedule import Plateau, Schedule, build_schedule
+from utils.training.optimizers.schedule import Plateau, Schedule, build_schedule, explain_warmup
 from utils.training.precision import LossScaler, choose_precision
 from utils.training.step import CompileTimer, Step, TrainStep, choose_step, on_capture_stream, wants_graphs
 from utils.user_code import user_code_errors
@@ -181,6 +181,7 @@ def build_learner(
     notes += step_notes + describe_verification(config, world.device)
     if config.extra_opt("fused_optimizer") and not uses_fused_kernel(config, weights.parameters()):
         notes.append(f"fused_optimizer disabled: torch {torch.__version__} is wrong for half weights on a CPU")
+    notes += explain_warmup(config)
     return Learner(
         **vars(classifier),
         batch=batch,

@@ -48,11 +48,29 @@ class Schedule:
         return end + (start - end) / 2 * (1 + math.cos(math.pi * progress))
 
 
+def warmup_epochs(config: ScheduleConfig) -> float:
+    """Return `lr_warmup_epochs`, or half of the run if the rise of onecycle would not end within the run."""
+    if config.lr_schedule == "onecycle" and config.lr_warmup_epochs >= config.max_epochs:
+        return config.max_epochs / 2
+    return config.lr_warmup_epochs
+
+
+def explain_warmup(config: ScheduleConfig) -> list[str]:
+    """Return a note for the log if the warm-up does not fit into the run."""
+    epochs = warmup_epochs(config)
+    too_long = f"lr_warmup_epochs {config.lr_warmup_epochs:g} does not fit into max_epochs {config.max_epochs}: "
+    if epochs != config.lr_warmup_epochs:
+        return [f"{too_long}onecycle peaks after {epochs:g} epochs"]
+    if epochs > config.max_epochs:
+        return [f"{too_long}the learning rate rises to {config.max_epochs / epochs:.2g} of its peak"]
+    return []
+
+
 def build_schedule(config: ScheduleConfig, steps_per_epoch: int) -> Schedule:
     """Build the schedule, with the configured epochs converted to steps."""
     return Schedule(
         kind=config.lr_schedule,
-        warmup_steps=round(config.lr_warmup_epochs * steps_per_epoch),
+        warmup_steps=round(warmup_epochs(config) * steps_per_epoch),
         total_steps=config.max_epochs * steps_per_epoch,
         decay_factor=config.lr_decay_factor,
         milestone_steps=tuple(epoch * steps_per_epoch for epoch in config.lr_milestones),
