@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from train import Trainer
 from utils.training.optimizers.build import build_optimizer
 from utils.training.optimizers.muon import ADAMW_RMS, COEFFICIENTS, NEWTON_SCHULZ_STEPS, orthogonalise
 
@@ -93,9 +92,3 @@ def test_channels_last_makes_no_difference(tiny):
         assert parameter.is_contiguous(memory_format=memory_format)
         results.append(parameter.detach().contiguous())
     assert torch.equal(*results)
-
-
-def test_a_run_in_half_weights(tiny, alone, tmp_path):
-    small = {"batch_size": 8, "valid_batch_size_per_gpu": 10, "limit_valid_batches": 1, "limit_train_batches": 2}
-    config = tiny(optimizer="muon", lr=0.01, opt_level="O2", max_epochs=1, enable_nhwc=True, **small)
-    Trainer(config, alone, tmp_path).train()

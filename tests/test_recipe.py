@@ -21,7 +21,8 @@ from utils.training.classifier import build_classifier
 from utils.training.optimizers.build import build_optimizer, load_optimizer
 from utils.training.optimizers.lars_lamb import ADAM_BETA2, LAMB_EPSILON, LARS_TRUST_COEFFICIENT
 
-STEPS = 6
+RATES = [0.1, 0.2, 0.3, 0.2, 0.1, 0.05]
+MOMENTUM, DECAY = 0.8, 0.01
 
 
 def epochs(folder):
@@ -38,18 +39,18 @@ def run(config, world, folder, resume="auto"):
 
 
 def problem():
-    """Return parameters (a filter, a matrix that starts at 0, a vector) and their gradients for STEPS steps."""
+    """Return parameters (a filter, a matrix that starts at 0, a vector) and their gradients for each of RATES."""
     rng = np.random.default_rng(0)
     start = [rng.normal(size=(4, 3, 3, 3)), np.zeros((5, 4)), rng.normal(size=5)]
-    return start, [[rng.normal(size=value.shape) for value in start] for _ in range(STEPS)]
+    return start, [[rng.normal(size=value.shape) for value in start] for _ in RATES]
 
 
-def ours(tiny, rates, **changes):
-    """Train the parameters for STEPS steps with the configured optimizer."""
+def ours(tiny, **changes):
+    """Train the parameters with the configured optimizer."""
     start, gradients = problem()
     parameters = [nn.Parameter(torch.from_numpy(value.copy())) for value in start]
-    optimizer = build_optimizer(tiny(**changes), parameters)
-    for rate, step in zip(rates, gradients, strict=True):
+    optimizer = build_optimizer(tiny(momentum=MOMENTUM, weight_decay=DECAY, **changes), parameters)
+    for rate, step in zip(RATES, gradients, strict=True):
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = torch.from_numpy(gradient)
         for group in optimizer.param_groups:
@@ -58,40 +59,38 @@ def ours(tiny, rates, **changes):
     return [parameter.detach().numpy() for parameter in parameters]
 
 
-def lars_paper(rates, momentum, decay, trust, *, nesterov):
+def lars_paper(nesterov):
     """Algorithm 1 of arXiv:1708.03888, with the learning rate applied after the momentum, as in torch.optim.SGD."""
     weights, gradients = problem()
     buffers = [np.zeros_like(weight) for weight in weights]
-    for rate, step in zip(rates, gradients, strict=True):
+    for rate, step in zip(RATES, gradients, strict=True):
         for number, gradient in enumerate(step):
             weight = weights[number]
             length, slope = np.linalg.norm(weight), np.linalg.norm(gradient)
-            local = trust * length / (slope + decay * length) if weight.ndim > 1 and length > 0 else 1.0
-            update = local * (gradient + decay * weight)
-            buffers[number] = momentum * buffers[number] + update
-            weights[number] = weight - rate * (update + momentum * buffers[number] if nesterov else buffers[number])
+            scaled = weight.ndim > 1 and length > 0
+            local = LARS_TRUST_COEFFICIENT * length / (slope + DECAY * length) if scaled else 1.0
+            update = local * (gradient + DECAY * weight)
+            buffers[number] = MOMENTUM * buffers[number] + update
+            weights[number] = weight - rate * (update + MOMENTUM * buffers[number] if nesterov else buffers[number])
     return weights
 
 
-def lamb_paper(rates, beta1, decay):
+def lamb_paper():
     """Algorithm 2 of arXiv:1904.00962."""
     weights, gradients = problem()
     means, squares = ([np.zeros_like(weight) for weight in weights] for _ in range(2))
-    for number_of_step, (rate, step) in enumerate(zip(rates, gradients, strict=True), start=1):
+    for number_of_step, (rate, step) in enumerate(zip(RATES, gradients, strict=True), start=1):
         for number, gradient in enumerate(step):
             weight = weights[number]
-            means[number] = beta1 * means[number] + (1 - beta1) * gradient
+            means[number] = MOMENTUM * means[number] + (1 - MOMENTUM) * gradient
             squares[number] = ADAM_BETA2 * squares[number] + (1 - ADAM_BETA2) * gradient**2
-            mean = means[number] / (1 - beta1**number_of_step)
+            mean = means[number] / (1 - MOMENTUM**number_of_step)
             square = squares[number] / (1 - ADAM_BETA2**number_of_step)
-            update = mean / (np.sqrt(square) + LAMB_EPSILON) + decay * weight
+            update = mean / (np.sqrt(square) + LAMB_EPSILON) + DECAY * weight
             length = np.linalg.norm(weight)
             scale = length / np.linalg.norm(update) if weight.ndim > 1 and length > 0 else 1.0
             weights[number] = weight - rate * scale * update
     return weights
-
-
-RATES = [0.1, 0.2, 0.3, 0.2, 0.1, 0.05]
 
 
 def assert_same(left, right):
@@ -101,14 +100,11 @@ def assert_same(left, right):
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_lars_equals_the_paper(tiny, nesterov):
-    changes = {"optimizer": "lars", "momentum": 0.8, "weight_decay": 0.01, "nesterov": nesterov}
-    expected = lars_paper(RATES, 0.8, 0.01, LARS_TRUST_COEFFICIENT, nesterov=nesterov)
-    assert_same(ours(tiny, RATES, **changes), expected)
+    assert_same(ours(tiny, optimizer="lars", nesterov=nesterov), lars_paper(nesterov))
 
 
 def test_lamb_equals_the_paper(tiny):
-    changes = {"optimizer": "lamb", "momentum": 0.8, "weight_decay": 0.01}
-    assert_same(ours(tiny, RATES, **changes), lamb_paper(RATES, 0.8, 0.01))
+    assert_same(ours(tiny, optimizer="lamb"), lamb_paper())
 
 
 @pytest.mark.parametrize("name", ["lars", "lamb", "adamw", "fused adamw", "muon"])
