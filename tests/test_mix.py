@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from train import Trainer, main
 from utils.config import Config
@@ -115,21 +115,6 @@ def test_weights_follow_the_beta_distribution() -> None:
         sample = np.sort(rng.beta(alpha, alpha, len(probability)))
         assert np.abs(symmetric_beta(probability, alpha) - sample).max() < 0.05
     assert np.isfinite(symmetric_beta(np.array([0.0, 1 - 2.0**-53]), 0.2)).all()
-
-
-def test_soft_targets_give_the_same_loss_as_two_weighted_losses() -> None:
-    images, labels = data()
-    indices = plan().batches(0)[0]
-    ranges = RANGES["mixup"]
-    _, targets = BatchMix(ranges, plan(), CLASSES)(images[indices], labels[indices], 0, 0)
-    outputs = torch.randn(BATCH, CLASSES, generator=torch.Generator().manual_seed(1))
-    weight = torch.from_numpy(ranges.sample(9, 0, indices, SIZE, SIZE).label_weight)
-    own = labels[indices]
-    other = own.view(-1, 2).flip(1).flatten()
-    for smoothing in (0.0, 0.1):
-        each = nn.CrossEntropyLoss(label_smoothing=smoothing, reduction="none")
-        expected = (weight * each(outputs, own) + (1 - weight) * each(outputs, other)).mean()
-        torch.testing.assert_close(nn.CrossEntropyLoss(label_smoothing=smoothing)(outputs, targets), expected)
 
 
 def test_accuracy_counts_the_class_with_the_larger_weight() -> None:

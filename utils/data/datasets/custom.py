@@ -1,15 +1,4 @@
-"""A user's own dataset, `dataset: package.module:function`; checks the function's return value:
-
-    def load(data_path):                # the setting data_path, as a pathlib.Path
-        return {
-            "train": (images, labels),  # uint8 [N, 3, H, W] or the paths of N image files; integers [N] from 0 on
-            "valid": (images, labels),
-            "class_names": [...],       # one for each label
-            "mean": ..., "std": ...,    # optional: of the training images' channels, in [0, 1]
-        }
-
-Every rank calls it at every start, so it must return the same data each time. Paths may be relative to data_path.
-"""
+"""A user's own dataset, `dataset: package.module:function`: checks what the function returns (docs/own_code.md)."""
 
 import hashlib
 import math
