@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_shards import make_folders
 
 from tests import forked_python
+from tests.tiny_shards import make_folders
 from tools import prepare_data
 from utils.config import Config, load_config
 from utils.config.command_line import parse_arguments
