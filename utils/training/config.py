@@ -218,15 +218,11 @@ class TrainingConfig(SpeedConfig, RecipeConfig, VerifyConfig):
     """All training settings."""
 
     @model_validator(mode="after")
-    def _check_average(self) -> "TrainingConfig":
+    def _check_training(self) -> "TrainingConfig":
         if self.ema_decay is not None and self.opt_level in ("O2", "O3"):
             raise ValueError(
                 f"ema_decay {self.ema_decay:g} needs float32 weights: opt_level O0 or O1, not {self.opt_level}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_graphs(self) -> "TrainingConfig":
         if self.enable_cuda_graphs is False:
             return self
         if self.enable_cuda_graphs is True and self.parallel == "dataparallel":
