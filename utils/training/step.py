@@ -22,7 +22,7 @@ from utils.training.kernels.norm_relu.module import check_fusion
 from utils.training.metrics.sums import MetricSums
 from utils.training.precision import LossScaler, MasterWeights, Precision
 
-# PyTorch asks for 11 steps before a graph with DDP is captured (its notes on CUDA graphs), for 3 without.
+# PyTorch requires 11 steps before it captures a graph with DDP (its notes on CUDA graphs), 3 without.
 GRAPH_WARMUP_STEPS = 11
 Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 # One optimizer step on this rank's part of a global batch; adds loss and correct predictions to the sums.
@@ -95,7 +95,7 @@ class TrainStep:
             self.weights.copy_masters_to_model()
 
     def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(loss, float32 logits [N, classes])."""
+        """Return (loss, float32 logits [N, classes])."""
         outputs = self.precision.forward(self.model, images)
         return self.criterion(outputs, labels), outputs
 

@@ -43,7 +43,7 @@ def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: st
 
 def state_bytes(config: TrainingConfig, weights: MasterWeights) -> int:
     """Bytes kept from step to step: weights, gradients, the optimizer's moments, the moving average."""
-    # half weights and masters have gradients at the same time
+    # half weights and master weights have gradients at the same time
     return _updated_bytes(config, weights) + _bytes({*weights.model.parameters(), *weights.parameters()})
 
 
