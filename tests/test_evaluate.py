@@ -214,7 +214,7 @@ def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, run, capsys):
     step_path(tmp_path / "checkpoints", 8).write_bytes(good)
     step_path(tmp_path / "checkpoints", 12).write_bytes(good[:-100])
     assert results(tmp_path, "--set", "limit_valid_batches=1")["step"] == 8
-    assert "passed over: " in capsys.readouterr().err
+    assert "skipped: " in capsys.readouterr().err
     step_path(tmp_path / "checkpoints", 8).write_bytes(good[:5000])
     (tmp_path / "checkpoints/best.pt").write_bytes(good)
     status, message = refused(capsys, tmp_path)

@@ -106,7 +106,7 @@ def test_the_command_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     for text in (
         "2 starts, ", "training                    9.0 s   23.1%", "useful (ETTR): 23.1%", "by itself",
-        "steps: 9 done, 12 trained, 3 of them", "killed: what came after its last record is not known",
+        "steps: 9 done, 12 trained, 3 of them", "killed: no record of its last seconds",
     ):  # fmt: skip
         assert text in shown
     with pytest.raises(DataError, match="no such folder"):
@@ -119,7 +119,7 @@ def test_the_report_draws_it(tmp_path: Path) -> None:
     write(tmp_path / "run", *LOST_AND_RESUMED)
     _, sections = report.sections_of(report.gather([tmp_path / "run"]))
     [section] = [section for section in sections if section.table == "ledger"]
-    assert section.rows[0][:5] == ("run", 2, "39.0 s", "23.1%", 3) and len(section.rows[0]) == len(section.header)
+    assert section.rows[0][:6] == ("run", "-", 2, "39.0 s", "23.1%", 3) and len(section.rows[0]) == len(section.header)
     traces = section.plots[0].traces
     assert {trace["name"]: trace["x"] for trace in traces if trace["x"] != [0]} == {
         "training": [pytest.approx(900 / 39)], "replayed steps": [pytest.approx(300 / 39)],

@@ -1,4 +1,4 @@
-"""tools.bench paired: what is run, kept and compared."""
+"""tools.bench paired: its runs, resuming, and the comparison."""
 
 import json
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ ACCURACY = {0: (0.50, 0.53), 1: (0.60, 0.61), 2: (0.55, 0.53)}
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Seeds that have been trained, as (folder, seed); no process is started."""
+    """Record trained seeds as (folder, seed) without starting processes."""
     done: list[tuple[str, int]] = []
 
     def run_seed(yaml_config: Path, name: str, settings: Sequence[str], seed: int, out: Path) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def command(out: Path, seeds: int, *options: str) -> list[str]:
     return ["paired", "--config=default", *SETTINGS, f"--seeds={seeds}", f"--out={out}", *options]
 
 
-def test_seeds_are_paired_in_turns_and_the_command_goes_on(
+def test_seeds_are_paired_and_the_command_resumes(
     tmp_path: Path, runs: list[tuple[str, int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     together = "--with=lr=0.2,nesterov=true"
@@ -73,12 +73,12 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path: Path, runs: lis
 
 
 @pytest.mark.parametrize("setting", ["lr=high", "no_such_key=1", "lr=0.2,momentum=7"])
-def test_a_mistake_ends_it_before_the_first_run(setting: str, tmp_path: Path, runs: list[tuple[str, int]]) -> None:
+def test_a_mistake_is_reported_before_the_first_run(setting: str, tmp_path: Path, runs: list[tuple[str, int]]) -> None:
     assert bench.main(command(tmp_path, 1, f"--with={setting}")) == 2
     assert runs == []
 
 
-def test_only_seeds_of_both_sides_count() -> None:
+def test_only_seeds_of_both_arms_count() -> None:
     def trials(accuracies: dict[int, float]) -> dict[int, dict[str, Any]]:
         return {seed: {"seed": seed, "last_acc1": value, "seconds": {"run": 4.0}} for seed, value in accuracies.items()}
 
@@ -87,5 +87,5 @@ def test_only_seeds_of_both_sides_count() -> None:
     assert compared["arms"]["a=1"]["gain"] == {"mean": pytest.approx(10), "sd": None}
 
 
-def test_commas_inside_of_lists_divide_nothing() -> None:
+def test_commas_inside_lists_do_not_split() -> None:
     assert paired.split_settings("a=[1,2],b=true,c=log") == ["a=[1,2]", "b=true", "c=log"]

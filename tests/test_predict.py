@@ -88,7 +88,7 @@ def test_the_page_shows_the_worst_mistakes_with_their_pictures(own, shapes):
     assert [figure["name"] for figure in shown] == [row["image"] for row in worst]
     for figure, row in zip(shown, worst, strict=True):
         true_probability, probability = float(row[f"p({row['true']})"]), float(row["probability"])
-        classes = f"true {row['true']} {true_probability:.2%} seen as {row['predicted']} {probability:.2%}"
+        classes = f"true {row['true']} {true_probability:.2%} predicted {row['predicted']} {probability:.2%}"
         assert figure["text"] == f"{classes} image {row['image']}"
         pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(figure["png"]))))
         np.testing.assert_array_equal(pixels, shapes.valid.images[int(row["image"])].transpose(1, 2, 0))

@@ -1,4 +1,4 @@
-"""tools.bench record and its table: what is measured, averaged, refused and kept."""
+"""tools.bench record: measurements, averages, errors, its logs and its table."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ def test_a_seed_is_measured_as_stated(tiny: Callable[..., Config]) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, tiny: Callable[..., Config]) -> Callable[..., Path]:
-    """folder(accuracy of each seed, commits=...): a folder of results as if it had been run to 40 %."""
+    """Return folder(accuracy of each seed, commits=...): a folder of results with a target of 40 %."""
 
     def make(*accuracies: float, commits: str = "aaaaaaaaaa") -> Path:
         out = tmp_path / "2030-01-02-tiny"
@@ -94,9 +94,7 @@ def test_mean_and_deviation_over_seeds(folder: Callable[..., Path], tiny: Callab
     assert (row["device"], row["commit"], row["logs"]) == ("a device", "aaaaaaaa", "2030-01-02-tiny")
 
 
-def test_a_seed_that_missed_the_target_leaves_no_mean_time(
-    folder: Callable[..., Path], tiny: Callable[..., Config]
-) -> None:
+def test_a_missed_target_leaves_no_mean_time(folder: Callable[..., Path], tiny: Callable[..., Config]) -> None:
     out = folder(0.4, 0.3)
     summary = record.summarise(out, "tiny", tiny(stop_at_accuracy=0.4))
     assert summary["reached"] == 1
@@ -119,12 +117,12 @@ def test_a_seed_that_could_not_be_averaged_is_not_run(
     assert "seed-0 cannot be averaged with the others: commit aaa" in capsys.readouterr().err
 
 
-def test_the_commit_is_that_of_the_whole_repository() -> None:
+def test_the_commit_covers_the_whole_repository() -> None:
     assert environment.CODE == ROOT
 
 
-def test_results_are_no_change_of_the_code(tmp_path: Path) -> None:
-    """A commit of results between two seeds, and a table that the first has rewritten, leave them of one code."""
+def test_a_commit_of_results_does_not_change_the_code(tmp_path: Path) -> None:
+    """A commit of results between two seeds, and a rewritten table, leave both seeds at one commit."""
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
 

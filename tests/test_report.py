@@ -1,4 +1,4 @@
-"""tools.report, tools.runs and what they read: published curves, whole runs, and all that can be wrong with a run."""
+"""tools.report and tools.runs: published curves, whole runs, and runs with damaged or missing files."""
 
 import fcntl
 import html
@@ -55,10 +55,10 @@ def without_scripts(page: str) -> str:
 
 
 def plots(page: str) -> dict[str, dict]:
-    """{name: what plotly is given} of the page; plotly's own schema says whether it could draw it."""
+    """Return {name: plotly's arguments} of the page, checked against plotly's own schema."""
     descriptions = json.loads(re.search(r"const descriptions = (.*);\n", page)[1])
     for plot in descriptions:
-        plotly.Figure({"data": plot["traces"], "layout": plot["layout"]})  # ValueError for what plotly does not know
+        plotly.Figure({"data": plot["traces"], "layout": plot["layout"]})  # ValueError for an unknown property
     return {plot["name"]: plot for plot in descriptions}
 
 
@@ -93,9 +93,9 @@ def test_published_curves_give_the_published_figures(page):
     assert best["bs1024-warmup-opt (published)"] == ("76.53%", "103")
     assert best["bs2048-warmup-opt (published)"] == ("75.48%", "92")
     assert best["bs2048-opt (published)"][0] == "71.17%"
-    assert tables["targets"][0] == ["run", "70 %", "75 %"]
-    reached = {row[0].split()[0]: row[2].split(",")[0] for row in tables["targets"][1:]}
-    times = {row[0].split()[0]: row[2].partition(", ")[2] for row in tables["targets"][1:]}
+    assert tables["targets"][0] == ["run", "device", "70 %", "75 %"]
+    reached = {row[0].split()[0]: row[3].split(",")[0] for row in tables["targets"][1:]}
+    times = {row[0].split()[0]: row[3].partition(", ")[2] for row in tables["targets"][1:]}
     assert (times["bs128-opt"], times["bs1024-warmup-opt"]) == (duration(1867), duration(286))  # results/README.md
     assert reached == {
         "bs128-opt": "epoch 77", "bs1024-warmup-opt": "epoch 64", "bs2048-warmup-opt": "epoch 77",
@@ -112,7 +112,7 @@ def test_page_is_one_file_with_the_library_once(page, tmp_path):
         assert f"id='{name}'" in text
 
 
-def test_plots_hold_the_curves(page):
+def test_plots_have_the_curves(page):
     text, _ = page(PUBLISHED)
     curves = json.loads(PUBLISHED.read_text())["runs"]["bs128-opt"]
     ours = [trace for trace in plots(text)["acc1-seconds"]["traces"] if trace["name"].startswith("bs128-opt")]
@@ -124,7 +124,7 @@ def test_plots_hold_the_curves(page):
     assert traces["validation"]["x"] == pytest.approx(minutes, rel=1e-5)
 
 
-def test_a_line_never_repeats_and_a_run_keeps_its_own(page):
+def test_line_styles_are_unique_and_a_run_keeps_its_style(page):
     assert len({style(number) for number in range(200)}) == 200
     assert [style(number).colour for number in range(8)] == list(COLOURS) and style(7).dash == "" != style(8).dash
     text, _ = page(PUBLISHED)
@@ -138,14 +138,14 @@ def test_a_line_never_repeats_and_a_run_keeps_its_own(page):
         assert re.search(rf"value='{number}' [^\n]*stroke='{colour}'[^\n]*{re.escape(name)}", text)
 
 
-def test_times_of_a_kept_page_are_absolute(run, page):
+def test_times_on_the_page_are_absolute(run, page):
     text, tables = page(run("kept"))
     moment = r"20\d\d-\d\d-\d\d \d\d:\d\d[+-]\d\d:\d\d"
     assert re.fullmatch(moment, tables["results"][1][-1]) and re.search(f"Written {moment}", text)
     assert not re.search(r"\bago\b", without_scripts(text))
 
 
-def test_the_accuracies_whose_times_are_listed():
+def test_goals():
     def reaching(*accuracies, **config):
         epochs = [{"epoch": n, "seconds": n, "acc1/valid": share} for n, share in enumerate(accuracies, 1)]
         return Run("name", Path(), config=config, epochs=epochs)
@@ -159,7 +159,7 @@ def test_the_accuracies_whose_times_are_listed():
     assert goals([reaching(0.01)]) == goals([]) == []
 
 
-def test_published_curves_say_what_their_times_count_from(page, tmp_path):
+def test_published_curves_state_the_start_of_their_times(page, tmp_path):
     curves = {"epoch": [1, 2], "acc1/valid": [0.1, 0.2]}
     for clock, said in (("wall_s_since_first_event", "since the first event"), ("", "not recorded")):
         path = tmp_path / "curves.json"
@@ -173,8 +173,8 @@ def test_published_curves_say_what_their_times_count_from(page, tmp_path):
 def test_seeds_and_differences(run, page):
     folders = [run("a", seed=1), run("b", seed=2), run("c", seed=1, lr=0.01)]
     _, tables = page(*folders)
-    assert [row[:3] for row in tables["seeds"][1:]] == [["a", "1, 2", "2"]]
-    assert " ± " in tables["seeds"][1][3]
+    assert [row[0:1] + row[2:4] for row in tables["seeds"][1:]] == [["a", "1, 2", "2"]]
+    assert " ± " in tables["seeds"][1][4]
     assert "seeds" not in page(folders[0], folders[2])[1], "one run of each configuration has no spread"
     assert tables["differences"] == [["run", "seed", "lr"], ["a", "1", "0.1"], ["b", "2", "0.1"], ["c", "1", "0.01"]]
     assert page(*folders[1:])[1]["differences"] == [["key", "b", "c"], ["seed", "2", "1"], ["lr", "0.1", "0.01"]]
@@ -183,13 +183,13 @@ def test_seeds_and_differences(run, page):
     assert len(tables["worst"]) == 1 + 3 and re.fullmatch(r".+ \d+% \(.+ \d+%\)", tables["worst"][1][1])
 
 
-def test_a_run_that_is_named_twice_is_shown_once(run, page, tmp_path):
+def test_a_run_named_twice_is_shown_once(run, page, tmp_path):
     run("once")
     _, tables = page(tmp_path / "expts", tmp_path / "expts/once")
     assert [row[0] for row in tables["results"][1:]] == ["once"]
 
 
-def test_runs_of_one_name_are_told_apart_by_their_paths(run, page, tmp_path):
+def test_runs_of_one_name_are_distinguished_by_their_paths(run, page, tmp_path):
     shutil.copytree(run("twin"), tmp_path / "other/twin")
     shutil.copy(PUBLISHED, tmp_path / "curves.json")
     _, tables = page(tmp_path / "expts", tmp_path / "other", PUBLISHED, tmp_path / "curves.json")
@@ -216,15 +216,15 @@ def test_measurements_become_bars_and_scaling(page, tmp_path):
     assert set(plots(text)) == {"scaling-throughput", "scaling-efficiency", "bars-0"}
     assert plots(text)["bars-0"]["traces"][0]["x"] == [680, 1795]
     assert tables["speeds"][2] == ["ladder: ladder on GPU", "amp", "1,795", "2.64"]
-    assert [row[1:] for row in tables["scaling"][1:]] == [
+    assert [row[2:] for row in tables["scaling"][1:]] == [
         ["1", "100", "100.0%"], ["4", "380", "95.0%"], ["1", "90.0", "100.0%"], ["4", "270", "75.0%"],
     ]  # fmt: skip
 
 
-# ---- what can be wrong
+# ---- problems
 
 
-def test_a_run_without_metrics_and_one_that_was_cut_short(run, page, tmp_path):
+def test_a_run_without_metrics_and_a_truncated_one(run, page, tmp_path):
     empty = run("empty")
     (empty / "metrics.jsonl").unlink()
     cut = run("cut")
@@ -241,13 +241,13 @@ def test_a_run_without_metrics_and_one_that_was_cut_short(run, page, tmp_path):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("gone", "there is no such file or folder"),
+        ("gone", "no such file or folder"),
         ("void", "holds no run"),
         ("strange.json", "is neither a file of curves nor a report of tools.bench"),
-        ("peers.json", "a report of tools.bench peers, of which this page has no figure"),
+        ("peers.json", "a report of tools.bench peers, which this page cannot draw"),
     ],
 )
-def test_where_there_is_nothing_to_show_there_is_a_line_and_no_page(tmp_path, capsys, page, name, problem):
+def test_nothing_to_show_is_an_error_and_writes_no_page(tmp_path, capsys, page, name, problem):
     (tmp_path / "void").mkdir()
     (tmp_path / "strange.json").write_text("[1, 2]")
     (tmp_path / "peers.json").write_text('{"bench": "peers", "results": {}}')
@@ -257,13 +257,13 @@ def test_where_there_is_nothing_to_show_there_is_a_line_and_no_page(tmp_path, ca
     assert problem in text and len(tables["results"]) == 1 + 6
 
 
-def test_a_missing_library_is_told(monkeypatch, capsys, tmp_path):
+def test_a_missing_library_is_reported(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     assert main([str(PUBLISHED), "--out", str(tmp_path / "out")]) == 2
     assert 'plotly.offline is missing; install it with: pip install ".[report]"' in capsys.readouterr().err
 
 
-def test_names_are_text_and_never_markup(run, page, tmp_path):
+def test_names_are_escaped(run, page, tmp_path):
     hostile = "<img src=x onerror=hurt()>'\"&amp;"
     shutil.move(run("plain"), tmp_path / "expts" / hostile)
     shutil.copytree(tmp_path / "expts" / hostile, tmp_path / "expts" / os.fsdecode(b"caf\xe9"))
@@ -278,7 +278,7 @@ def test_names_are_text_and_never_markup(run, page, tmp_path):
     assert drawn == set(names) and not any("<" in trace["name"] for trace in plots(text)["acc1-epoch"]["traces"])
 
 
-def test_what_is_no_number_is_a_gap(page, tmp_path):
+def test_a_value_that_is_not_finite_is_a_gap(page, tmp_path):
     curves = {"epoch": [1, 2, 3], "loss/valid": [4.0, float("nan"), float("inf")], "acc1/valid": [0.1, 0.2, 0.1]}
     (tmp_path / "diverged.json").write_text(json.dumps({"runs": {"diverged": curves}}))
     text, _ = page(tmp_path / "diverged.json")
@@ -304,7 +304,7 @@ def test_states(run, page, tmp_path, capsys):
         assert runs_tool.main([str(tmp_path / "expts")]) == 0
         printed = capsys.readouterr().out
     assert re.search(r"going +running +1/2", printed) and re.search(r"done +finished +2/2", printed)
-    assert "it did not record how it ended" in printed
+    assert "no record of its end" in printed
     message = "error: rank 0: they wait\nrank 1 did not come to all_reduce number 4"
     (tmp_path / "expts" / "killed" / "collectives.json").write_text(json.dumps({"message": message}))
     assert runs_tool.main([str(tmp_path / "expts")]) == 0
@@ -326,11 +326,11 @@ def test_a_run_that_ended_at_its_accuracy_is_finished(run, page):
         ({"runs": {"a": 1}}, "a does not hold lists of numbers"),
         ({"runs": {"a": {"epoch": 1}}}, "a does not hold lists of numbers"),
         ({"runs": {"a": {"epoch": [1], "acc1/valid": ["x"]}}}, "a does not hold lists of numbers"),
-        ({"bench": "ladder", "results": {}, "environment": 1}, "its environment is no mapping"),
-        ({"bench": "ladder", "results": []}, "its results is no mapping"),
+        ({"bench": "ladder", "results": {}, "environment": 1}, "its environment is not a mapping"),
+        ({"bench": "ladder", "results": []}, "its results is not a mapping"),
     ],
 )
-def test_json_of_the_wrong_make_is_passed_over(page, tmp_path, content, problem):
+def test_json_of_the_wrong_structure_is_skipped(page, tmp_path, content, problem):
     path = tmp_path / "wrong.json"
     path.write_text(json.dumps(content))
     text, tables = page(path, PUBLISHED)
@@ -343,7 +343,7 @@ def test_curves_may_lack_the_accuracy(page, tmp_path):
     assert tables["results"][1][:4] == ["a (published)", "published", "1", "-"]
 
 
-def test_a_run_folder_with_json_of_the_wrong_make(run, page):
+def test_a_run_folder_with_json_of_the_wrong_structure(run, page):
     folder = run("odd")
     (folder / "environment.json").write_text("[]")
     with (folder / "metrics.jsonl").open("a") as file:
@@ -363,7 +363,7 @@ def test_a_run_folder_with_json_of_the_wrong_make(run, page):
         ("metrics.jsonl", '{"kind": "epoch", "epoch": "1"}\n', "1 line(s) cannot be read"),
     ],
 )
-def test_values_of_the_wrong_kind_are_a_problem_of_their_run(page, tmp_path, capsys, file, content, problem):
+def test_values_of_the_wrong_type_are_a_problem_of_their_run(page, tmp_path, capsys, file, content, problem):
     folder = tmp_path / "expts" / os.fsdecode(b"100 %d \xff")
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("a:\n  max_epochs: 1\n")

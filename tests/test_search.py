@@ -1,4 +1,4 @@
-"""tools.search: what is tried, how trials end, and that a search goes on. Most trials here train nothing."""
+"""tools.search: its space, how trials end, and resuming. Most trials here train nothing."""
 
 import json
 import math
@@ -27,12 +27,12 @@ Outcome = float | Exception | KeyboardInterrupt
         ("ema_decay=null,0.99", search.Dimension("ema_decay", choices=(None, 0.99))),
     ],
 )
-def test_space_is_read(text: str, expected: search.Dimension) -> None:
+def test_parse_dimension(text: str, expected: search.Dimension) -> None:
     assert search.parse_dimension(text) == expected
 
 
 @pytest.mark.parametrize("text", ["lr", "rate=1,2", "lr=2..1", "lr=log:0..1", "lr=a..b", "model=resnet8"])
-def test_a_space_that_means_nothing_is_refused(text: str) -> None:
+def test_an_invalid_space_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match=f"--space {text}"):
         search.parse_dimension(text)
 
@@ -45,7 +45,7 @@ def test_search_needs_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 
 @pytest.fixture
 def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """searched(outcomes, trials=N): the exit status of a search whose trials reach these accuracies, or fail."""
+    """Return searched(outcomes, trials=N): the exit status of a search whose trials reach these accuracies, or fail."""
     pytest.importorskip("optuna", reason="Optuna is not installed")
 
     def run(outcomes: list[Outcome], trials: int | None = None) -> int:
@@ -91,15 +91,15 @@ def test_failed_trials_have_no_accuracy(searched: Callable[..., int], tmp_path: 
     assert searched([], trials=3) == 0
 
 
-def test_a_search_whose_every_trial_fails_says_so(searched: Callable[..., int], capsys: Any) -> None:
+def test_a_search_without_a_result_is_an_error(searched: Callable[..., int], capsys: Any) -> None:
     assert searched([FailedRun("first", 1), FailedRun("second", 1)]) == 1
     out, err = capsys.readouterr()
-    assert err == "error: none of 2 trials has a result (2 failed); the last one that failed: second\n"
+    assert err == "error: none of 2 trials has a result (2 failed); the last failure: second\n"
     assert "best" not in out and "-100" not in out
 
 
 @pytest.mark.parametrize("status", [2, 3])
-def test_what_would_fail_every_trial_ends_the_search(
+def test_an_error_that_every_trial_would_have_ends_the_search(
     searched: Callable[..., int], tmp_path: Path, capsys: Any, status: int
 ) -> None:
     assert searched([0.3, FailedRun("what is wrong", status)], trials=4) == status
@@ -112,7 +112,7 @@ def test_what_would_fail_every_trial_ends_the_search(
     assert "number 4, 60.00%" in capsys.readouterr().out
 
 
-def test_an_interrupted_trial_is_tried_again(searched: Callable[..., int], tmp_path: Path) -> None:
+def test_an_interrupted_trial_is_repeated(searched: Callable[..., int], tmp_path: Path) -> None:
     assert searched([0.3, KeyboardInterrupt()]) == 130
     assert ends(tmp_path) == ["finished", "interrupted"]
     assert searched([0.4], trials=2) == 0
@@ -127,7 +127,7 @@ def test_a_failed_run_has_its_message_and_status(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_search_keeps_its_log_and_goes_on(tmp_path: Path) -> None:
+def test_search_keeps_its_log_and_resumes(tmp_path: Path) -> None:
     pytest.importorskip("optuna", reason="Optuna is not installed")
     arguments = ["--config=bs128", f"--out={tmp_path}", "--space=lr=log:0.001..1", *SETTINGS, "--set=max_epochs=3"]
     for trials in (2, 3):

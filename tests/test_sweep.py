@@ -1,4 +1,4 @@
-"""The doctor's sweep over collectives and pairs: bandwidths as nccl-tests defines them, and who is slow."""
+"""The doctor's sweep over collectives and pairs: bandwidths as nccl-tests defines them, and slow nodes."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from utils.distributed.world import World
 
 
 @pytest.mark.parametrize("count", (2, 5, 8))
-def test_every_two_ranks_meet_once_and_none_is_asked_twice_in_a_round(count: int) -> None:
+def test_each_pair_meets_once_and_no_rank_twice_in_a_round(count: int) -> None:
     ranks = list(range(10, 10 + count))
     found = rounds(ranks)
     assert len(found) == count - 1 + count % 2
@@ -59,7 +59,7 @@ def test_three_ranks(tmp_path: Path) -> None:
     assert all(rate > 0 for _, _, rate in pairs)
 
 
-def test_bandwidths_are_those_of_nccl_tests() -> None:
+def test_bandwidths_are_defined_as_in_nccl_tests() -> None:
     """All-reduce over 8 ranks, 1 GB in 10 ms: bus bandwidth 175 GB/s."""
     (finding,) = check_sweep([Measured("all-reduce", 10**9, 0.01, 2 * 7 / 8)])
     assert finding.message == "all-reduce up to 1.0 GB, best bus bandwidth 175 GB/s at 1.0 GB; 1.0 GB: 10,000 us"
@@ -80,7 +80,7 @@ def test_one_bad_cable_is_named() -> None:
     assert check_pairs([pair._replace(rate=40.0) for pair in pairs], names).level == "ok"
 
 
-def test_one_process_alone_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_process_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in [name for name in os.environ if name.startswith(("RANK", "WORLD_SIZE", "SLURM_"))]:
         monkeypatch.delenv(name)
     assert doctor.main(["--sweep"]) == 2

@@ -80,7 +80,7 @@ def test_a_run_that_hangs_is_ended_and_reported(tmp_path, monkeypatch, capsys):
     assert main([*ARGUMENTS, "--timeout=1", "--seed=5", f"--work-dir={tmp_path}"]) == 1
     out = capsys.readouterr().out
     assert "verdict: FAILED" in out
-    assert "so it may hang; its last words:\ngoing" in out
+    assert "so it may hang; the end of its output:\ngoing" in out
     assert "--seed 5" in out
     (work,) = tmp_path.glob("verify-resume-*")
     assert interrupted_runs.find_processes(work / "uninterrupted") == {}
@@ -105,7 +105,7 @@ def test_a_start_that_does_not_resume_is_detected(tiny, alone, tmp_path, monkeyp
     monkeypatch.setattr(interrupted_runs, "TRAIN", script)
     monkeypatch.chdir(ROOT)
     job = RunCommand([*ARGUMENTS, *QUICK], nproc=1, timeout=120, end=time.monotonic() + 240)
-    with pytest.raises(ExpectedError, match="a start did not go on from its good checkpoint"):
+    with pytest.raises(ExpectedError, match="a start did not resume from its good checkpoint"):
         list(verify_resume._train_through(job, tmp_path / "run", []))
 
 

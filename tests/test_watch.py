@@ -1,4 +1,4 @@
-"""utils.training.checks.stragglers: waiting for input, slow ranks, and which classes are taken for which."""
+"""utils.training.checks.stragglers: waiting for input, slow ranks, and the classes that are confused."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ from utils.training.metrics.confusion import Confusion, worst_classes
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still until a test moves it: clock.now += seconds."""
+    """A clock that a test advances: clock.now += seconds."""
     clock = SimpleNamespace(now=100.0)
     stopped = SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: clock.now)
     for module in ("utils.training.checks.stragglers", "utils.timing.clock"):
@@ -28,7 +28,7 @@ def clock(monkeypatch):
     return clock
 
 
-def test_a_rank_is_slow_only_when_it_is_so_in_every_window():
+def test_a_rank_is_slow_only_if_it_is_slow_in_every_window():
     usual = [1.0, 1.0, 1.02, 0.98]
     assert slow_ranks([usual] * 9) == []
     slow = [1.0, 1.0, 1.3, 1.0]
@@ -76,7 +76,7 @@ def epoch(watch: StepWatch, model: nn.Module, clock: SimpleNamespace, waiting: f
     return windows
 
 
-def test_waiting_for_input_is_measured_and_said_once(alone, clock):
+def test_waiting_for_input_is_measured_and_reported_once(alone, clock):
     model = nn.Conv2d(3, 1, 1)
     watch = StepWatch(model, alone, running())
     windows = epoch(watch, model, clock, waiting=3)
@@ -88,8 +88,7 @@ def test_waiting_for_input_is_measured_and_said_once(alone, clock):
     assert watch.remarks("") == []
 
 
-def test_a_rank_that_has_become_slow_is_named_whatever_it_was_before(alone, clock):
-    """Judged by the last windows alone."""
+def test_a_rank_that_has_become_slow_is_named_by_the_last_windows(alone, clock):
     watch, remarks = StepWatch(nn.Conv2d(3, 1, 1), alone, running()), []
     for seconds in (1.0, 1.5, 1.5):
         others = ("other", [Window(seconds, 0, 1)] * SLOW_WINDOWS)
@@ -100,7 +99,7 @@ def test_a_rank_that_has_become_slow_is_named_whatever_it_was_before(alone, cloc
     assert remarks[1][0].startswith("Rank 1 on other is slow: it needs 1.50 times the median")
 
 
-def test_a_little_waiting_is_not_worth_a_line(alone, clock):
+def test_short_waits_are_not_reported(alone, clock):
     model = nn.Conv2d(3, 1, 1)
     watch = StepWatch(model, alone, running())
     epoch(watch, model, clock, waiting=0.5)
@@ -108,7 +107,7 @@ def test_a_little_waiting_is_not_worth_a_line(alone, clock):
 
 
 def test_own_time_ends_with_the_gradient_of_the_first_layer(alone, clock):
-    """What comes after it, as the wait for other ranks does, is not this rank's."""
+    """Later time, such as the wait for other ranks, does not count."""
     model = nn.Sequential(nn.Conv2d(3, 1, 1), nn.Conv2d(1, 1, 1))
     watch = StepWatch(model, alone, running())
     epoch(watch, model, clock, waiting=3)
@@ -144,7 +143,7 @@ def test_between_log_points_the_host_never_waits_for_the_gpu():
     assert watch.step_timer.steps == []
 
 
-def test_worst_classes_and_what_they_are_taken_for(alone):
+def test_worst_classes_and_their_confusions(alone):
     confusion = Confusion(3, alone.device)
     outputs = torch.eye(3)
     confusion.add(outputs[[0, 0, 1, 1]], torch.tensor([0, 0, 1, 0]))
@@ -191,7 +190,7 @@ raise SystemExit(run_ranks(action, "cpu", 60, 60))
 
 @pytest.mark.slow
 def test_a_slowed_rank_is_named_once(tmp_path: Path):
-    """Under DDP the steps of all ranks take equally long: only the time before the all-reduce tells them apart."""
+    """Under DDP the steps of all ranks take equally long; only the time before the all-reduce differs."""
     script = tmp_path / "slowed.py"
     script.write_text(SLOWED)
     start, rendezvous = torchrun_here(3, tmp_path / "rendezvous")

@@ -1,11 +1,11 @@
-"""Pack the project for a machine without network: its tree, wheels of what that machine lacks, and data, in pieces.
+"""Pack the project for a machine without network, in pieces: its tree, the wheels that it lacks there, and data.
 
     python -m tools.pack --out pieces --data data/cifar-100-binary
     python -m tools.pack --out pieces --data data/cifar-100-binary --without dali
 
-The wheels are of the versions installed here (pip download), for the Python and platform of the target, which has
-PyTorch, torchvision, numpy, matplotlib, rich and tensorboard. The command prints one line for the target's shell that
-checks the pieces' sums, joins and unpacks them, and one that installs the wheels.
+The wheels have the versions installed here (pip download), and fit the Python and platform of the target, which has
+PyTorch, torchvision, numpy, matplotlib, rich and tensorboard. The command prints a line for the target's shell that
+checks, joins and unpacks the pieces, and one that installs the wheels.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from utils.errors import ConfigError, DataError, ExpectedError, exit_in_a_line
 from utils.program import CODE
 
 THERE = ("torch", "torchvision", "triton", "numpy", "matplotlib", "rich", "tensorboard", "pip", "setuptools")
-# What is brought: {group: packages}; what they need comes too, but for what the target has.
+# {group: packages}; their requirements come too, except those that the target has
 GROUPS = {
     "required": ("ruamel.yaml", "pydantic", "filelock"),
     "page": ("plotly", "Jinja2"),
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     for path in options.data:
         if not path.exists():
-            raise DataError(f"--data {path}: there is no such file or folder")
+            raise DataError(f"--data {path}: no such file or folder")
     make_folder(options.out)
     if any(options.out.iterdir()):
         raise ConfigError(f"--out {options.out}: is not empty; give a new folder")
@@ -70,19 +70,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = new_parser("pack", __doc__, "0 done, 1 pip or git failed, 2 bad usage, 3 data missing")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder, for the pieces")
-    data = "brought as data/NAME of the project, such as data/cifar-100-binary; repeatable"
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder for the pieces")
+    data = "packed as data/NAME of the project, such as data/cifar-100-binary; repeatable"
     parser.add_argument("--data", type=Path, action="append", default=[], metavar="PATH", help=data)
-    parser.add_argument("--without", action="append", default=[], choices=tuple(GROUPS), help="wheels to leave out")
-    parser.add_argument("--python", default="3.12", metavar="X.Y", help="of the target (default: 3.12)")
+    parser.add_argument("--without", action="append", default=[], choices=tuple(GROUPS), help="wheels to omit")
+    parser.add_argument("--python", default="3.12", metavar="X.Y", help="version on the target (default: 3.12)")
     tags = "of the target's wheels; repeatable (default: manylinux_2_28_x86_64 and older)"
     parser.add_argument("--platform", action="append", metavar="TAG", help=tags)
-    parser.add_argument("--size", type=at_least_one, default=64, metavar="MIB", help="of a piece at most (default: 64)")
+    parser.add_argument("--size", type=at_least_one, default=64, metavar="MIB", help="limit of a piece (default: 64)")
     return parser
 
 
 def split(path: Path, folder: Path, size: int) -> dict[str, str]:
-    """Cut a file into NAME.000 and so on in `folder`, of at most `size` bytes; returns their sums (SHA-256)."""
+    """Cut a file into NAME.000 and so on in `folder`, of at most `size` bytes; returns their SHA-256 sums."""
     sums: dict[str, str] = {}
     with path.open("rb") as file:
         while content := file.read(size):
@@ -113,13 +113,13 @@ def pack_files(files: Sequence[Path], root: Path, target: Path, name: str, piece
 
 
 def wanted(groups: Iterable[str]) -> dict[str, str]:
-    """{package: version here} of the groups and all that they need, without what the target has."""
+    """Return {package: version here} of the groups and their requirements, without packages of the target."""
     has = closure(THERE, {}, optional=True)
     return closure([package for group in groups for package in GROUPS[group]], has)
 
 
 def closure(names: Iterable[str], without: Any, *, optional: bool = False) -> dict[str, str]:
-    """{package: version} of these and all that they need, as installed here. `optional`: some may not be."""
+    """Return {package: version} of these and their requirements, as installed here. `optional`: some may be missing."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -135,8 +135,8 @@ def closure(names: Iterable[str], without: Any, *, optional: bool = False) -> di
             if optional:
                 continue
             raise ConfigError(
-                f"{name} is not installed here, which would tell its version\n"
-                f'pip install -c constraints.txt "{name}", or leave its group out (--without)'
+                f"{name} is not installed here, so its version is unknown\n"
+                f'pip install -c constraints.txt "{name}", or omit its group (--without)'
             ) from None
         found[name] = distribution.version
         needs = [Requirement(text) for text in distribution.requires or ()]
@@ -145,7 +145,7 @@ def closure(names: Iterable[str], without: Any, *, optional: bool = False) -> di
 
 
 def download(packages: dict[str, str], folder: Path, python: str, platforms: Sequence[str] | None) -> list[Path]:
-    """The wheels of these packages for the target; `ExpectedError` with pip's words where one cannot be had."""
+    """Download the wheels for the target. Raises `ExpectedError` with pip's message if one is unavailable."""
     tags = platforms or [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17)] + ["manylinux2014_x86_64"]
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
     command += [f"--python-version={python}", "--implementation=cp", *(f"--platform={tag}" for tag in tags)]
@@ -153,15 +153,15 @@ def download(packages: dict[str, str], folder: Path, python: str, platforms: Seq
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "ERROR" in line] or [f"pip: status {done.returncode}"]
-        raise ExpectedError(f"{lines[-1]}\nleave its group out with --without, or name another --python or --platform")
+        raise ExpectedError(f"{lines[-1]}\nomit its group with --without, or choose another --python or --platform")
     return sorted(folder.iterdir())
 
 
 def add_tree(archive: tarfile.TarFile) -> None:
-    """The committed files as project/, with the commit's name, which git tells in a checkout."""
+    """Add the committed files as project/, and the commit's hash, which a tree without .git lacks."""
     state = _git("status", "--porcelain", "--untracked-files=no").decode().strip()
     if state:
-        print("note: changes that are not committed stay here", file=sys.stderr)
+        print("note: uncommitted changes are not packed", file=sys.stderr)
     with tarfile.open(fileobj=io.BytesIO(_git("archive", "HEAD"))) as tree:
         for member in tree:
             content: IO[bytes] | None = tree.extractfile(member) if member.isfile() else None
@@ -182,7 +182,7 @@ def _git(*arguments: str) -> bytes:
 
 
 def advice(wheels: bool) -> list[str]:
-    """What to type on the target, in the folder with the pieces."""
+    """Return the commands for the target, to be run in the folder with the pieces."""
     unpack = f'sha256sum -c SHA256SUMS && mkdir -p "$TO" && cat {shlex.quote(NAME)}.* | tar -xzf - -C "$TO"'
     install = 'python -m pip install --no-index --no-deps "$TO"/wheels/*.whl'
     start = 'cd "$TO/project" && python -m tools.bring_up --out ../bring-up --minutes 9'

@@ -1,10 +1,10 @@
-"""One self-contained HTML page about any number of runs: tables, and curves to point at, zoom into and switch off.
+"""One self-contained HTML page about any number of runs: tables and interactive curves.
 
     python -m tools.report expts/bs256-amp expts/bs256-amp-nhwc --out report
     python -m tools.report expts results/reference/sc20_curves.json BENCH.json
 
-Takes run folders, folders of runs, published curves and reports of tools.bench. The page
-names what is damaged, empty or still going, and shows the rest. It needs no network; plotly draws the curves.
+Takes run folders, folders of runs, published curves and reports of tools.bench. The page lists damaged, empty and
+unfinished runs, and shows the rest. It needs no network; plotly draws the curves.
 """
 
 import argparse
@@ -41,22 +41,22 @@ from tools.shared.read_runs import Found, Run, differences, read
 from utils.base_config import as_yaml
 from utils.errors import ConfigError, DataError, exit_in_a_line
 
-TUTORIAL_GOAL = 0.75  # of CIFAR-100's test images, after which the tutorial compares times
+TUTORIAL_GOAL = 0.75  # the accuracy on CIFAR-100 at which the tutorial compares times
 ROUND_GOALS = [percent / 100 for percent in (*range(5, 90, 5), *range(90, 100))]
 CURVES_NOTE = (
     "Strong lines: validation; thin, pale lines: training. Point at a line for its values. Drag to zoom, double-click "
-    "to go back. A click on a run hides or shows it in all plots."
+    "to reset. Click on a run to hide or show it in all plots."
 )
 PUBLISHED_CURVES = (
-    "The published curves show a cut of the learning rate one epoch before ours, and the last training batch of an "
-    "epoch where ours show the mean over its batches."
+    "The published curves show a cut of the learning rate one epoch before ours. Their training curves show the last "
+    "batch of an epoch, ours the mean over its batches."
 )
-PAGE = Path(__file__).parent / "shared/pages/report.html"  # a template of Jinja2, which PyTorch needs too
+PAGE = Path(__file__).parent / "shared/pages/report.html"  # a Jinja2 template; PyTorch needs Jinja2 too
 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with a table, plots or both; it is left out where neither has anything to show."""
+    """A heading with a table, plots or both; not shown if both are empty."""
 
     title: str
     table: str = ""  # its id on the page
@@ -64,7 +64,7 @@ class Section:
     rows: Sequence[Sequence[Any]] = ()
     note: str = ""
     plots: Sequence[Plot] = ()
-    legend: Mapping[str, Style] = field(default_factory=dict)  # switches the traces of the plots by their number
+    legend: Mapping[str, Style] = field(default_factory=dict)  # shows and hides the traces of the plots by their number
 
 
 @exit_in_a_line
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = new_parser("report", __doc__, "0 written, 2 bad usage, 3 nothing that could be shown")
+    parser = new_parser("report", __doc__, "0 written, 2 bad usage, 3 nothing to show")
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN",
         help="run folders, folders of runs, files of curves, reports of tools.bench",
@@ -94,20 +94,20 @@ def parser() -> argparse.ArgumentParser:
 
 
 def gather(paths: Sequence[Path]) -> Found:
-    """Everything that the arguments name, each run once; runs of the same name are named by their path.
+    """Read everything that the arguments name, each run once; runs of the same name get their paths as names.
 
-    `DataError` where there is neither a run nor a measurement.
+    Raises `DataError` if there is neither a run nor a measurement.
     """
     parts = [read(path) for path in paths]
     runs = list({(run.path.resolve(), run.name): run for part in parts for run in part.runs}.values())
     reports = [report for part in parts for report in part.reports]
     problems = [problem for part in parts for problem in part.problems]
-    _tell_apart(runs)
+    _make_names_unique(runs)
     for run in runs:
         run.name = printable(run.name)
     problems += [f"{run.name}: {problem}" for run in runs for problem in run.problems]
     problems += [
-        f"{path}: a report of tools.bench {report.bench}, of which this page has no figure"
+        f"{path}: a report of tools.bench {report.bench}, which this page cannot draw"
         for path, report in reports
         if not rates(report)
     ]
@@ -117,8 +117,8 @@ def gather(paths: Sequence[Path]) -> Found:
     return Found(runs, reports, [printable(problem) for problem in problems])
 
 
-def _tell_apart(runs: Sequence[Run]) -> None:
-    """Name runs of the same name by their paths, without the folders that these share."""
+def _make_names_unique(runs: Sequence[Run]) -> None:
+    """Name runs of the same name by their paths below the folder that they share."""
     counts = Counter(run.name for run in runs)
     alike = [run for run in runs if counts[run.name] > 1]
     shared = os.path.commonpath([run.path.absolute().parent for run in alike]) if alike else ""
@@ -131,13 +131,13 @@ def _tell_apart(runs: Sequence[Run]) -> None:
 
 
 def render(found: Found) -> str:
-    """The page about what was found; `ConfigError` where what draws it is missing."""
+    """Return the page. Raises `ConfigError` if a package for drawing is missing."""
     styles, sections = sections_of(found)
     return render_page(_count(found), found.problems, sections, styles)
 
 
 def sections_of(found: Found) -> tuple[dict[str, Style], list[Section]]:
-    """How each run looks, and all sections, also those with nothing to show."""
+    """Return the style of each run, and all sections, also empty ones."""
     shown = [run for run in found.runs if run.epochs]
     styles = {run.name: style(number) for number, run in enumerate(shown)}
     return styles, [
@@ -156,7 +156,7 @@ def sections_of(found: Found) -> tuple[dict[str, Style], list[Section]]:
 def render_page(
     title: str, problems: Sequence[str], sections: Sequence[Section], styles: Mapping[str, Style]
 ) -> str:  # fmt: skip
-    """The page, which needs no other file; `ConfigError` where what draws it is missing."""
+    """Return the page, which needs no other file. Raises `ConfigError` if a package for drawing is missing."""
     plots = [vars(plot) for section in sections for plot in section.plots]
     try:
         from jinja2 import Environment, StrictUndefined
@@ -177,7 +177,7 @@ def render_page(
 
 
 def _count(found: Found) -> str:
-    """What there is: "2 runs, 1 measurement"."""
+    """Count what was found: "2 runs, 1 measurement"."""
     counts = ((len(found.runs), "run"), (len(found.reports), "measurement"))
     return ", ".join(f"{count} {word}{'s' if count > 1 else ''}" for count, word in counts if count)
 
@@ -188,7 +188,6 @@ def _results(runs: Sequence[Run]) -> Section:
     for run in runs:
         best, last, seconds, rate = run.best(), run.last("acc1/valid"), run.last("seconds"), run.last("images_per_sec")
         goal = run.config.get("max_epochs")
-        device, count = run.environment.get("device", "-"), run.environment.get("world_size", 1)
         rows.append((
             run.name,
             run.state,
@@ -198,12 +197,17 @@ def _results(runs: Sequence[Run]) -> Section:
             "-" if last is None else f"{last:.2%}",
             "-" if seconds is None else duration(seconds),
             speed_text(rate) if rate else "-",
-            f"{count} x {device}" if count > 1 else device,
+            _device(run),
             "-" if run.state == "published" else clock_time(run.changed),
         ))  # fmt: skip
     clocks = " or ".join(sorted({run.clock for run in runs}))
-    note = f"acc1: share of the validation images whose most probable class is right. Times are {clocks}."
+    note = f"acc1: fraction of validation images whose most probable class is correct. Times are {clocks}."
     return Section("Results", "results", header, rows, note)
+
+
+def _device(run: Run) -> str:
+    device, count = run.environment.get("device", "-"), run.environment.get("world_size", 1)
+    return f"{count} x {device}" if count > 1 else device
 
 
 def _curves(runs: Sequence[Run], styles: Mapping[str, Style]) -> Section:
@@ -212,21 +216,21 @@ def _curves(runs: Sequence[Run], styles: Mapping[str, Style]) -> Section:
 
 
 def clock_time(seconds: float) -> str:
-    """A moment (seconds since 1970) as date, time and its difference from UTC, for a page that is read later."""
+    """Return a moment (seconds since 1970) as date, time and difference from UTC."""
     return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "minutes")
 
 
 def duration(seconds: float) -> str:
-    """Seconds, minutes or hours, to be read by a person."""
+    """Return seconds, minutes or hours as text."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.2f} h"
 
 
 def goals(runs: Sequence[Run]) -> list[float]:
-    """The accuracies whose times the page lists: those that the note of the table names, if a run reached them."""
+    """Return the accuracies whose times the page lists; the note of the table explains the choice."""
     reached_by = {goal: tuple(run.reached(goal) is not None for run in runs) for goal in ROUND_GOALS}
-    highest = {reached: goal for goal, reached in reached_by.items() if any(reached)}  # the last, so the highest, stays
+    highest = {reached: goal for goal, reached in reached_by.items() if any(reached)}  # the highest of each group
     own: set[float] = {goal for run in runs if (goal := run.config.get("stop_at_accuracy")) is not None}
     if any(run.config.get("dataset", "cifar100") == "cifar100" for run in runs):
         own.add(TUTORIAL_GOAL)
@@ -238,24 +242,26 @@ def _time_to_accuracy(runs: Sequence[Run]) -> Section:
     rows = []
     for run in runs:
         moments = [run.reached(goal) for goal in columns]
-        rows.append((run.name, *(f"epoch {found[0]}, {duration(found[1])}" if found else "-" for found in moments)))
+        times = (f"epoch {found[0]}, {duration(found[1])}" if found else "-" for found in moments)
+        rows.append((run.name, _device(run), *times))
     note = (
         "The first epoch with at least this validation accuracy. Columns: of 5, 10, ... 90, 91, ... 99 % the highest "
-        "that the same runs reached, the tutorial's 75 % of CIFAR-100, and each run's own stop_at_accuracy."
+        "that the same runs reached; the tutorial's 75 % of CIFAR-100; each run's own stop_at_accuracy."
     )
-    header = ("run", *(f"{100 * goal:.4g} %" for goal in columns))
+    header = ("run", "device", *(f"{100 * goal:.4g} %" for goal in columns))
     return Section("Time to accuracy", "targets", header, rows if columns else (), note if columns else "")
 
 
 def _scaling(reports: Sequence[tuple[Path, Report]]) -> Section:
     curves = efficiencies(reports)
+    devices = {path.stem: report.device for path, report in reports}
     rows = [
-        (name, ranks, speed_text(speed), f"{share:.1%}")
+        (name, devices[name.partition(":")[0]], ranks, speed_text(speed), f"{efficiency:.1%}")
         for name, points in curves.items()
-        for ranks, speed, share in points
+        for ranks, speed, efficiency in points
     ]
     legend = {name: style(number) for number, name in enumerate(curves)}
-    header = ("measurement", "ranks", "images/s", "efficiency")
+    header = ("measurement", "device", "ranks", "images/s", "efficiency")
     return Section("Scaling", "scaling", header, rows, plots=plot_scaling(curves), legend=legend)
 
 
@@ -267,24 +273,27 @@ def _measurements(reports: Sequence[tuple[Path, Report]]) -> Section:
         rows += [
             (title_of(path, report), name, speed_text(speed), f"{speed / first:.2f}") for name, speed in speeds.items()
         ]
-    header = ("measurement", "case", "images/s", "times the first")
+    header = ("measurement and device", "case", "images/s", "relative speed")
     plots = [plot_bars(number, path, report) for number, (path, report) in enumerate(reports)]
     return Section("Measured speed", "speeds", header, rows, plots=plots)
 
 
 def _ledgers(runs: Sequence[Run]) -> Section:
     ledgers = {run.name: ledger for run in runs if (ledger := find_ledger(run.path))}
+    devices = {run.name: _device(run) for run in runs}
     rows = []
     for name, ledger in ledgers.items():
-        parts = map(duration, ledger.seconds.values())
-        rows.append((name, len(ledger.starts), duration(ledger.wall), f"{ledger.useful:.1%}", ledger.replayed, *parts))
-    header = ("run", "starts", "wall clock", USEFUL_SHARE, "steps replayed", *LABELS.values())
-    note = f"Useful, as in arXiv:2410.21680: {', '.join(LABELS[name] for name in USEFUL)}, of the wall clock."
+        wall, *parts = map(duration, (ledger.wall, *ledger.seconds.values()))
+        useful = f"{ledger.useful:.1%}"
+        rows.append((name, devices[name], len(ledger.starts), wall, useful, ledger.replayed, *parts))
+    header = ("run", "device", "starts", "wall clock", USEFUL_SHARE, "steps replayed", *LABELS.values())
+    useful = ", ".join(LABELS[name] for name in USEFUL)
+    note = f"Useful, as in arXiv:2410.21680: {useful}, as a fraction of the wall clock."
     return Section("Where the time went", "ledger", header, rows, note if rows else "", plot_ledgers(ledgers))
 
 
 def same_but_seed(runs: list[Run]) -> list[list[Run]]:
-    """Runs grouped by configuration without its seed, in order; runs without a configuration stand alone."""
+    """Group runs by configuration without its seed, in order; a run without a configuration is its own group."""
     groups: dict[str, list[Run]] = {}
     for number, run in enumerate(runs):
         rest = {key: value for key, value in run.config.items() if key != "seed"}
@@ -300,10 +309,10 @@ def _seeds(runs: Sequence[Run]) -> Section:
         last = [100 * value for run in group if (value := run.last("acc1/valid")) is not None]
         seconds = [value for run in group if (value := run.last("seconds")) is not None]
         if len(seeds) > 1 and len(best) > 1:
-            numbers = ", ".join(map(str, seeds))
-            rows.append((group[0].name, numbers, len(group), _spread(best, 2), _spread(last, 2), _spread(seconds, 1)))
-    header = ("finished runs like", "seeds", "runs", "best acc1, %", "last acc1, %", "seconds")
-    note = "Mean ± standard deviation (lowest to highest) of runs that differ in nothing but the seed."
+            spreads = _spread(best, 2), _spread(last, 2), _spread(seconds, 1)
+            rows.append((group[0].name, _device(group[0]), ", ".join(map(str, seeds)), len(group), *spreads))
+    header = ("finished runs like", "device", "seeds", "runs", "best acc1, %", "last acc1, %", "seconds")
+    note = "Mean ± standard deviation (lowest to highest) of runs that differ only in the seed."
     return Section("Mean and spread over seeds", "seeds", header, rows, note if rows else "")
 
 
@@ -315,7 +324,7 @@ def _spread(values: Sequence[float], digits: int) -> str:
 def _differences(runs: Sequence[Run]) -> Section:
     names = [run.name for run in runs if run.config]
     table = {key: [as_yaml(value) for value in values] for key, values in differences(list(runs)).items()}
-    if len(names) > len(table):  # the longer side goes down the page
+    if len(names) > len(table):  # the longer side becomes the rows
         header, rows = ("run", *table), list(zip(names, *table.values(), strict=True))
     else:
         header, rows = ("key", *names), [(key, *values) for key, values in table.items()]
@@ -329,7 +338,7 @@ def _hardest_classes(runs: Sequence[Run]) -> Section:
         cells = [f"{row['class']} {row['accuracy']:.0%} ({row['taken_for']} {row['share']:.0%})" for row in known]
         if cells:
             rows.append((run.name, *cells, *["-"] * (5 - len(cells))))
-    note = "Share of a class's validation images that are recognised; in brackets the class that others are taken for."
+    note = "Fraction of a class's validation images that are recognised; in brackets the class it is most mistaken for."
     header = ("run", "hardest", "second", "third", "fourth", "fifth")
     return Section("Hardest classes", "worst", header, rows, note if rows else "")
 

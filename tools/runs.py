@@ -1,4 +1,4 @@
-"""List runs with their state, best accuracy and age; show what differed, or where the time of one went.
+"""List runs with their state, best accuracy and age; compare two runs, or show where the time of one went.
 
 python -m tools.runs
 python -m tools.runs --diff expts/bs256 expts/bs256-amp
@@ -37,13 +37,13 @@ def parser() -> argparse.ArgumentParser:
         "folder", nargs="?", type=Path, default=Path("expts"), help="where the runs are (default: expts)"
     )
     choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="two run folders: what differed")
-    choice.add_argument("--ledger", type=Path, metavar="RUN", help="a run folder: where its time went, over all starts")
+    choice.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="show how two runs differ")
+    choice.add_argument("--ledger", type=Path, metavar="RUN", help="show where the time of a run went, over all starts")
     return parser
 
 
 def ago(moment: float) -> str:
-    """How long ago, in the largest fitting unit."""
+    """Return the time since `moment` in the largest fitting unit."""
     seconds = max(0.0, time.time() - moment)
     for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * length:
@@ -52,7 +52,7 @@ def ago(moment: float) -> str:
 
 
 def show_runs(folder: Path) -> list[str]:
-    """A line for each run, the newest first, and what is wrong with it."""
+    """Return a line for each run, the newest first, followed by its problems."""
     runs, _, problems = read(folder)
     if problems:
         raise DataError(problems[0])
@@ -67,7 +67,7 @@ def show_runs(folder: Path) -> list[str]:
 
 
 def show_differences(*folders: Path) -> list[str]:
-    """Configuration, environment and result of two runs, where they differ."""
+    """Return the differences of two runs in configuration and environment, and their results."""
     for folder in folders:
         if not (folder / "config.yaml").exists():
             raise DataError(f"{folder}: holds no run (no config.yaml)")

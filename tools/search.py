@@ -1,13 +1,13 @@
-"""Search hyper-parameters by successive halving, with Optuna (install the extra `search`), and keep the log.
+"""Search hyper-parameters by successive halving with Optuna (extra `search`), and keep a log.
 
     python -m tools.search --config=cifar100-cpu --space lr=log:0.01..0.1 --space batch_size=64,128,256 \\
         --set max_epochs=4 --trials 20 --out results/search-cifar100-cpu
 
-Each trial is a train.py of its own; after epochs 1, 2, 4, 8 and so on a trial is stopped that is not in the better
-half of those so far (Li et al. 2018, arXiv:1810.05934, asynchronous). DIR/trials.jsonl holds a line for each trial:
-settings, accuracy of every epoch, seconds, and how it ended. The same command continues from there, until there are
---trials in all. A trial whose training breaks down, as when the loss is no longer finite, has failed: it has
-no accuracy. A trial that ends with exit status 2 or 3 (configuration, data) ends the search, as others would fail too.
+Each trial is one train.py. After epochs 1, 2, 4, 8 and so on, a trial is stopped unless it is in the better half of
+the trials so far (Li et al. 2018, arXiv:1810.05934, asynchronous). DIR/trials.jsonl holds a line for each trial:
+settings, accuracy of every epoch, seconds, and how it ended. The same command continues until there are --trials in
+all. A trial fails, without an accuracy, if its training breaks down, for example by a loss that is not finite. A trial
+with exit status 2 or 3 (configuration, data) ends the search, because the others would fail too.
 """
 
 import argparse
@@ -26,8 +26,8 @@ from utils.config import Config, load_config
 from utils.errors import ConfigError, DataError, ExpectedError, exit_in_a_line
 
 LOG = "trials.jsonl"
-BROKE_DOWN = "broke down"  # mark of a trial that failed by itself: interrupted ones are tried again, this one is not
-SAME_FOR_ALL = (ConfigError.exit_status, DataError.exit_status)  # statuses that no other settings would change
+BROKE_DOWN = "broke down"  # marks a failed trial, which is not repeated as an interrupted one is
+FATAL = (ConfigError.exit_status, DataError.exit_status)  # no other settings would avoid these
 
 
 class TrialFailed(Exception):
@@ -36,7 +36,7 @@ class TrialFailed(Exception):
 
 @dataclass(frozen=True)
 class Dimension:
-    """One key and what may be tried for it: `KEY=LOW..HIGH`, `KEY=log:LOW..HIGH`, or `KEY=A,B,C`."""
+    """One setting and its values to try: `KEY=LOW..HIGH`, `KEY=log:LOW..HIGH`, or `KEY=A,B,C`."""
 
     key: str
     low: float = 0.0
@@ -45,14 +45,14 @@ class Dimension:
     choices: tuple[Any, ...] = ()
 
     def suggest(self, trial: Any) -> Any:
-        """A value, from Optuna's trial."""
+        """Return a value from Optuna's trial."""
         if self.choices:
             return trial.suggest_categorical(self.key, list(self.choices))
         return float(f"{trial.suggest_float(self.key, self.low, self.high, log=self.log):.3g}")
 
 
 def parse_dimension(text: str) -> Dimension:
-    """One --space; `ConfigError` where it is none."""
+    """Parse one --space. Raises `ConfigError` if it is invalid."""
     key, equals, values = text.partition("=")
     if not equals or key not in Config.model_fields:
         forms = "KEY=LOW..HIGH, KEY=log:LOW..HIGH or KEY=A,B,C"
@@ -90,16 +90,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def search(options: argparse.Namespace) -> None:
-    """Run the trials that are missing and print the best."""
+    """Run the missing trials and print the best."""
     try:
         import optuna
     except ModuleNotFoundError:
         raise ConfigError('tools.search needs Optuna; install it with: pip install ".[search]"') from None
     space = [parse_dimension(text) for text in options.space]
     settings = [*options.set, "save_checkpoint=false", "log_to_tensorboard=false"]
-    load_config(options.yaml_config, options.config, settings)  # a mistake in it is no trial
+    load_config(options.yaml_config, options.config, settings)  # fails before the first trial
     make_folder(options.out)
-    optuna.logging.set_verbosity(optuna.logging.ERROR)  # a failed trial is told here in a line
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # this command prints a line for a failed trial itself
     study = optuna.create_study(
         study_name=options.config,
         direction="maximize",
@@ -118,11 +118,11 @@ def search(options: argparse.Namespace) -> None:
 
 
 def _print_best(study: Any, finished: Sequence[Any]) -> None:
-    """The result; `ExpectedError` where no trial has one."""
+    """Print the result. Raises `ExpectedError` if no trial has one."""
     messages = [trial.user_attrs[BROKE_DOWN] for trial in study.trials if BROKE_DOWN in trial.user_attrs]
     failed = f" ({len(messages)} failed)" if messages else ""
     if not finished:
-        reason = f"; the last one that failed: {messages[-1]}" if messages else ""
+        reason = f"; the last failure: {messages[-1]}" if messages else ""
         raise ExpectedError(f"none of {len(study.trials)} trials has a result{failed}{reason}")
     best = study.best_trial
     shown = " ".join(f"--set {setting}" for setting in as_settings(best.user_attrs["settings"]))
@@ -151,7 +151,7 @@ def _objective(
                 record["end"] = "finished"
         except ExpectedError as error:
             record["end"] = f"failed: {str(error).splitlines()[0]}"
-            if error.exit_status in SAME_FOR_ALL:
+            if error.exit_status in FATAL:
                 raise
             trial.set_user_attr(BROKE_DOWN, str(error))
             raise TrialFailed from None

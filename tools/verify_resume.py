@@ -63,7 +63,7 @@ def verify(job: RunCommand, kills: int, number: signal.Signals, seed: int, work:
     uninterrupted = work / "uninterrupted"
     with Attempt(job, uninterrupted) as attempt:
         if (status := attempt.wait()) != 0:
-            raise ExpectedError(f"the uninterrupted run failed with status {status}:\n{attempt.last_words()}")
+            raise ExpectedError(f"the uninterrupted run failed with status {status}:\n{attempt.end_of_output()}")
     training = read_records(uninterrupted / METRICS, *KINDS)[-1]["seconds"]
     starting = max(0.1, time.monotonic() - began - training)
     print(f"uninterrupted: {training:.1f} s of training after {starting:.1f} s of start-up", flush=True)
@@ -117,12 +117,12 @@ def _train_through(job: RunCommand, folder: Path, kills: list[Kill]) -> Iterator
                 attempt.check_resumed(earlier)
             if kill is None or not struck:
                 if status != 0:
-                    raise ExpectedError(f"a start after a kill failed with status {status}:\n{attempt.last_words()}")
+                    raise ExpectedError(f"a start after a kill failed with status {status}:\n{attempt.end_of_output()}")
                 return
             # after the end of training, the signal may have reached an exiting interpreter
             finished = bool(read_records(folder / METRICS, "end"))
             if kill.signal != signal.SIGKILL and began and not finished and status not in (0, Stopped.exit_status):
-                raise ExpectedError(f"asked to stop, the run ended with status {status}:\n{attempt.last_words()}")
+                raise ExpectedError(f"asked to stop, the run ended with status {status}:\n{attempt.end_of_output()}")
         victim = "all processes" if kill.victim is None else f"rank {kill.victim}"
         if attempt.is_writing():
             yield f"to {victim} with a checkpoint half-written"

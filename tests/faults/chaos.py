@@ -53,7 +53,7 @@ def campaign(
     uninterrupted = work / "uninterrupted"
     with Attempt(job, uninterrupted) as attempt:
         if (status := attempt.wait()) != 0:
-            raise ExpectedError(f"the uninterrupted run failed with status {status}:\n{attempt.last_words()}")
+            raise ExpectedError(f"the uninterrupted run failed with status {status}:\n{attempt.end_of_output()}")
     counts: Counter[str] = Counter()
     problems: list[str] = []
     for number in numbers:

@@ -1,4 +1,4 @@
-"""What the commands share on their command lines. No torch, so that --help answers at once."""
+"""Command-line options that several commands share. No torch, so that --help is fast."""
 
 import argparse
 import math
@@ -12,7 +12,7 @@ from utils.program import command
 
 
 def new_parser(name: str, documentation: str | None, exit_status: str = "") -> argparse.ArgumentParser:
-    """The parser of `python -m tools.NAME`. Its --help shows the module's docstring, and what the statuses mean."""
+    """Return the parser of `python -m tools.NAME`. Its --help shows the module's docstring and the exit statuses."""
     return argparse.ArgumentParser(
         prog=" ".join(command(name)), description=documentation, epilog=exit_status and f"Exit status: {exit_status}",
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
@@ -20,37 +20,37 @@ def new_parser(name: str, documentation: str | None, exit_status: str = "") -> a
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, config: str) -> None:
-    """The options that choose a configuration, as train.py has them."""
+    """Add train.py's options that choose a configuration."""
     parser.add_argument("--config", default=config, metavar="NAME", help=f"configuration block (default: {config})")
     parser.add_argument(
         "--yaml_config", type=Path, default=Path("config/cifar100.yaml"), metavar="PATH",
         help="file of configuration blocks (default: config/cifar100.yaml)",
     )  # fmt: skip
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key of the block; repeatable"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting of the block; repeatable"
     )
 
 
 def add_count(parser: argparse.ArgumentParser, option: str, default: int, meaning: str, metavar: str = "N") -> None:
-    """An option that takes a whole number from 1 on."""
+    """Add an option that takes a whole number from 1 on."""
     help_text = f"{meaning} (default: {default})"
     parser.add_argument(option, type=at_least_one, default=default, metavar=metavar, help=help_text)
 
 
 def at_least_one(text: str) -> int:
-    """A whole number from 1 on, for argparse."""
+    """Parse a whole number from 1 on, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"is {text!r}; expected a whole number from 1 on")
     return int(text)
 
 
 def seconds(text: str) -> float:
-    """A finite number above 0, for argparse."""
+    """Parse a finite number above 0, for argparse."""
     return _above_zero(text, "seconds")
 
 
 def minutes(text: str) -> float:
-    """A finite number above 0, for argparse."""
+    """Parse a finite number above 0, for argparse."""
     return _above_zero(text, "minutes")
 
 
@@ -65,7 +65,7 @@ def _above_zero(text: str, unit: str) -> float:
 
 
 def read_counts(option: str, text: str) -> list[int]:
-    """Whole numbers above 0 with commas between, as `option` takes them."""
+    """Parse whole numbers above 0, separated by commas."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise ConfigError(f"{option} {text}: expected whole numbers of at least 1, such as 1,2,4")
@@ -73,5 +73,5 @@ def read_counts(option: str, text: str) -> list[int]:
 
 
 def as_settings(values: Mapping[str, Any]) -> list[str]:
-    """KEY=VALUE for each, as --set takes them."""
+    """Return KEY=VALUE for each, for --set."""
     return [f"{key}={as_yaml(value)}" for key, value in values.items()]

@@ -1,4 +1,4 @@
-"""Start train.py as a process of its own and read what it writes, epoch by epoch."""
+"""Runs train.py in its own process and reads its records, epoch by epoch."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ POLL_SECONDS = 0.05
 
 
 class FailedRun(ExpectedError):
-    """A run that failed, with its own message and exit status; 1 where a signal ended it."""
+    """A run that failed, with its message and exit status; 1 if a signal ended it."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -27,18 +27,18 @@ class FailedRun(ExpectedError):
 
 
 class FollowedRun:
-    """train.py in a process; iterating yields the record of each epoch as soon as it is written, until the end.
+    """train.py in its own process. Iterating yields the record of each epoch as soon as it is written.
 
-    Leaving the `with` block stops a run that is still going, by the signal on which it saves and stops.
+    Leaving the `with` block sends SIGTERM to a running training, which then saves and stops.
     """
 
     def __init__(self, yaml_config: Path, name: str, settings: Sequence[str], folder: Path) -> None:
-        """Starts `name` of `yaml_config` with `settings` (KEY=VALUE) from the beginning in `folder`."""
+        """Start `name` of `yaml_config` with `settings` (KEY=VALUE) in `folder`, from the beginning."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, str(TRAIN), f"--yaml_config={find_file(yaml_config).resolve()}", f"--config={name}"]
         command += [f"--run-dir={folder.resolve()}", "--resume=never", *(f"--set={setting}" for setting in settings)]
-        # an environment variable of another launcher must not make this a rank of its run
+        # another launcher's environment variables must not make this a rank of its run
         environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
         self.started = time.perf_counter()
         self._errors = (folder / ".errors").open("w+", encoding="utf-8")
@@ -50,7 +50,7 @@ class FollowedRun:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         seen, ended = 0, False
         while not ended:
-            ended = self.process.poll() is not None  # asked before reading, so that the last record is not missed
+            ended = self.process.poll() is not None  # before reading, so that the last record is not missed
             epochs = read_records(self.folder / "metrics.jsonl", "epoch")
             yield from epochs[seen:]
             seen = len(epochs)
@@ -58,7 +58,7 @@ class FollowedRun:
                 time.sleep(POLL_SECONDS)
 
     def wait(self) -> float:
-        """Seconds from the start of the command to its end; `FailedRun` where it failed."""
+        """Wait for the end and return the seconds since the start. Raises `FailedRun` if the run failed."""
         status = self.process.wait()
         seconds = time.perf_counter() - self.started
         if status != 0:

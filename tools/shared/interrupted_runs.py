@@ -1,4 +1,4 @@
-"""Starts of train.py that are meant to be interrupted: started, watched and ended, and their outcome compared.
+"""Starts train.py, interrupts it, and compares interrupted with uninterrupted runs.
 
 For tools.verify_resume and tests.faults. Needs Linux's /proc.
 """
@@ -25,43 +25,43 @@ from utils.errors import ExpectedError
 from utils.run.logging.trackers import MEASURED
 
 METRICS = "metrics.jsonl"
-KINDS = ("step", "epoch", "end")  # records of metrics.jsonl that must be equal; the others record starts and stops
-TO_DIE = 30.0  # seconds that a process may take to end after SIGKILL
+KINDS = ("step", "epoch", "end")  # records of metrics.jsonl that must be equal; others record starts and stops
+KILL_SECONDS = 30.0  # seconds that a process may take to end after SIGKILL
 
 
 class Started(Protocol):
-    """What of `subprocess.Popen` is needed here."""
+    """The part of `subprocess.Popen` that is used here."""
 
-    returncode: int | Any  # typeshed's own spelling of "None until it has ended"
+    returncode: int | Any  # None until it has ended; typeshed spells it so
 
     def poll(self) -> int | None:
-        """The exit status, None where it has not ended."""
+        """Return the exit status, or None if it has not ended."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status, once it has ended."""
+        """Wait for the end and return the exit status."""
 
 
 @dataclass(frozen=True)
 class RunCommand:
-    """How to start the run that is put to the test."""
+    """How to start the run under test."""
 
     train_arguments: list[str]
     nproc: int
-    timeout: float  # seconds that one start may take before it counts as hanging
-    end: float  # of everything, by the monotonic clock
+    timeout: float  # seconds after which a start counts as hanging
+    end: float  # of all starts (time.monotonic)
 
     def command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
-        """The command line, the same at every start, and what it needs in its environment."""
+        """Return the command line, the same at every start, and its environment variables."""
         if self.nproc > 1:
             rendezvous = folder.with_name(f"{folder.name}.rendezvous")
-            rendezvous.unlink(missing_ok=True)  # of the start before, whose ranks are dead
+            rendezvous.unlink(missing_ok=True)  # from the previous start, whose ranks are dead
             start, environment = torchrun_here(self.nproc, rendezvous)
         else:
             start, environment = [sys.executable], {}
         return [*start, str(TRAIN), *self.train_arguments, f"--run-dir={folder}"], environment
 
     def start(self, folder: Path, environment: Mapping[str, str], output: Path) -> Started:
-        """Start the run; all of its processes, orphans too, are known by their standard output."""
+        """Start the run. Its processes, orphans too, are identified by their standard output."""
         command, more = self.command(folder)
         with output.open("wb") as file:
             return subprocess.Popen(
@@ -70,7 +70,7 @@ class RunCommand:
 
 
 class Attempt:
-    """One start of the run, in processes of its own; leaving the `with` block ends every one of them."""
+    """One start of the run. Leaving the `with` block kills all of its processes."""
 
     def __init__(self, job: RunCommand, folder: Path) -> None:
         self.folder, self.deadline = folder, min(time.monotonic() + job.timeout, job.end)
@@ -82,48 +82,48 @@ class Attempt:
         self.process = job.start(folder, environment, self.log)
 
     def wait_until(self, reached: Callable[[], bool], pause: float = 0.001) -> bool:
-        """Wait for something; False where the run ended before. `ExpectedError` where it hangs."""
+        """Wait until `reached`; False if the run ended before. Raises `ExpectedError` if it hangs."""
         while not reached():
             if self.process.poll() is not None:
                 return False
             if time.monotonic() > self.deadline:
                 raise ExpectedError(
-                    f"longer than --timeout or --total-timeout, so it may hang; its last words:\n{self.last_words()}"
+                    "longer than --timeout or --total-timeout, so it may hang; the end of its output:\n"
+                    + self.end_of_output()
                 )
             time.sleep(pause)
         return True
 
     def wait(self) -> int:
-        """The run's exit status, as rank 0 wrote it where torchrun would turn every failure into 1."""
+        """Return the run's exit status, as written by rank 0: torchrun turns every failure into 1."""
         self.wait_until(lambda: self.process.poll() is not None, pause=0.01)
         written = self.status_file.read_text().strip() if self.status_file.exists() else ""
         return int(written) if written and self.process.returncode >= 0 else self.process.returncode
 
     def has_begun(self) -> bool:
-        """Whether training has begun: from here on it handles signals."""
+        """Return whether training has begun; from then on it handles signals."""
         starts = read_records(self.folder / METRICS, "start", "resume")
-        return bool(starts) and starts != self.starts_before  # fewer where the folder was moved aside
+        return bool(starts) and starts != self.starts_before  # fewer if the folder was moved aside
 
     def is_writing(self) -> bool:
-        """Whether a checkpoint is being written, or was when its writer was killed."""
+        """Return whether a checkpoint is being written, or was when its writer was killed."""
         try:
             return any(name.endswith(".tmp") for name in os.listdir(self.folder / "checkpoints"))
         except FileNotFoundError:
             return False
 
     def check_resumed(self, earlier: set[Path]) -> None:
-        """`ExpectedError` where it started from the beginning, although there was a good checkpoint.
+        """Raise `ExpectedError` if it started from the beginning although there was a good checkpoint.
 
-        Such a run may be equal all the same, as every start is deterministic. `earlier`: what was moved aside before.
+        Such a run can still be equal, as every start is deterministic. `earlier`: folders moved aside before.
         """
         starts = read_records(self.folder / METRICS, "start", "resume")
         if self.has_begun() and starts[-1]["kind"] == "start":
-            raise ExpectedError(f"a start did not go on from its good checkpoint:\n{self.last_words()}")
+            raise ExpectedError(f"a start did not resume from its good checkpoint:\n{self.end_of_output()}")
         if new := moved_aside(self.folder) - earlier:
-            raise ExpectedError(f"a start moved its good checkpoint aside, to {min(new)}:\n{self.last_words()}")
+            raise ExpectedError(f"a start moved its good checkpoint aside, to {min(new)}:\n{self.end_of_output()}")
 
-    def last_words(self) -> str:
-        """The end of what it printed."""
+    def end_of_output(self) -> str:
         return self.log.read_text(errors="replace")[-2000:]
 
     def __enter__(self) -> "Attempt":
@@ -131,16 +131,16 @@ class Attempt:
 
     def __exit__(self, *_: object) -> None:
         kill_all(self.folder)
-        self.process.wait(TO_DIE)
+        self.process.wait(KILL_SECONDS)
 
 
 def moved_aside(folder: Path) -> set[Path]:
-    """Where starts from the beginning have moved what was in `folder`."""
+    """Return the folders to which starts from the beginning have moved `folder`."""
     return {path for path in folder.parent.glob(f"{folder.name}.*") if path.suffix[1:].isdigit()}
 
 
 def compare(uninterrupted: Path, killed: Path) -> list[str]:
-    """What differs between two finished runs."""
+    """Return the differences between two finished runs."""
     from utils.run.checkpoint.io import newest_good, read_checkpoint
 
     states = [newest_good(folder / "checkpoints")[1] or {} for folder in (uninterrupted, killed)]
@@ -154,7 +154,7 @@ def compare(uninterrupted: Path, killed: Path) -> list[str]:
 
 
 def _differences(where: str, left: Any, right: Any) -> Iterator[str]:
-    """One line for each value in which two nested ones differ."""
+    """Yield a line for each differing value in two nested structures."""
     import torch
 
     if isinstance(left, Mapping) and isinstance(right, Mapping) and left.keys() == right.keys():
@@ -167,7 +167,7 @@ def _differences(where: str, left: Any, right: Any) -> Iterator[str]:
         if left.dtype != right.dtype or left.shape != right.shape:
             yield f"{where}: {left.dtype} {tuple(left.shape)} uninterrupted, {right.dtype} {tuple(right.shape)} killed"
         elif not torch.equal(left, right):
-            yield f"{where}: apart by {(left.double() - right.double()).abs().max().item():.3g}"
+            yield f"{where}: differs by {(left.double() - right.double()).abs().max().item():.3g}"
     elif left != right:
         yield f"{where}: {str(left)[:80]} uninterrupted, {str(right)[:80]} killed"
 
@@ -178,12 +178,12 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 
 def output_of(folder: Path) -> Path:
-    """Where the processes of the run in `folder` write what they have to say."""
+    """Return the file with the output of the run in `folder`."""
     return folder.with_name(f"{folder.name}.output")
 
 
 def find_processes(folder: Path) -> dict[int, bytes]:
-    """Every process of the run in `folder`, with its environment; of this machine's /proc."""
+    """Return every process of the run in `folder`, with its environment, from /proc."""
     output = os.path.realpath(output_of(folder))
     found = {}
     for entry in Path("/proc").iterdir():
@@ -195,9 +195,9 @@ def find_processes(folder: Path) -> dict[int, bytes]:
 
 
 def find_ranks(folder: Path) -> dict[int, int]:
-    """rank -> process. A rank's children, such as loader workers, share its environment.
+    """Return {rank: process}. A rank's children, such as loader workers, share its environment.
 
-    A run without torchrun is rank 0 alone, and so is a torchrun that has not started its ranks yet."""
+    A run without torchrun has only rank 0, and so has a torchrun that has not started its ranks yet."""
     processes = find_processes(folder)
     numbers = {process: re.search(rb"(?:^|\0)RANK=(\d+)", environment) for process, environment in processes.items()}
     ranks, first = {}, {}
@@ -211,7 +211,7 @@ def find_ranks(folder: Path) -> dict[int, int]:
 
 
 def _status(process: int) -> list[str]:
-    """State, parent and so on of a process; those of a dead one where it is gone."""
+    """Return state, parent and so on of a process, or those of a dead process if it has ended."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -224,8 +224,8 @@ def send(process: int, number: signal.Signals) -> None:
 
 
 def kill_all(folder: Path) -> None:
-    """SIGKILL to every process of the run, until none is left."""
-    deadline = time.monotonic() + TO_DIE
+    """Send SIGKILL to every process of the run until none is left."""
+    deadline = time.monotonic() + KILL_SECONDS
     while processes := [process for process in find_processes(folder) if _status(process)[0] not in ("Z", "X")]:
         if time.monotonic() > deadline:
             raise ExpectedError(f"processes {processes} do not end after SIGKILL")
@@ -235,14 +235,14 @@ def kill_all(folder: Path) -> None:
 
 
 def add_limits(parser: argparse.ArgumentParser, timeout: float) -> None:
-    """The options of what starts runs in order to interrupt them; `timeout`: seconds, of one start."""
-    parser.add_argument("--seed", type=int, metavar="S", help="of what is drawn (default: drawn itself, and printed)")
+    """Add the options of commands that interrupt runs; `timeout`: seconds of one start."""
+    parser.add_argument("--seed", type=int, metavar="S", help="of the random choices (default: random, and printed)")
     for option, default, what in (("--timeout", timeout, "one start"), ("--total-timeout", 86400.0, "everything")):
-        help_text = f"{what} may take this long (default: {default:g})"
+        help_text = f"limit of {what} (default: {default:g})"
         parser.add_argument(option, type=seconds, default=default, metavar="SECONDS", help=help_text)
-    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="where the runs are written (default: temporary)")
+    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="folder for the runs (default: temporary)")
 
 
 def choose_seed(given: int | None) -> int:
-    """That of `--seed`, or a drawn one."""
+    """Return `--seed`, or a random one."""
     return random.SystemRandom().randrange(10**6) if given is None else given

@@ -1,7 +1,7 @@
 """Where the time of a run went, over all of its starts: for `tools.runs --ledger` and the report. No torch.
 
-Each record of metrics.jsonl has the seconds of its start by activity. What lies between the last record of a start and
-the begin of the next counts as stopped. So the parts add up to the wall clock from the first start to the last record.
+Each record of metrics.jsonl has the seconds of its start by activity. The time from the last record of a start to the
+next start counts as stopped. So the parts add up to the wall clock from the first start to the last record.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ LABELS = {
     "stopped": "stopped",
 }  # fmt: skip
 USEFUL = ("train", "input", "validation", "test")
-# ETTR of arXiv:2410.21680: productive time over wall clock; not productive are starting, catching up after a loss, and
-# the time between two starts, in a queue or not. Checkpoints are counted as not productive here.
+# ETTR of arXiv:2410.21680: productive time over wall clock. Not productive: start-up, replayed steps, and the time
+# between two starts, in a queue or not; here also checkpoints.
 USEFUL_SHARE = "useful (ETTR)"
 
 
 class _Line(BaseModel):
-    """What the ledger reads of a record of metrics.jsonl."""
+    """The values of a record of metrics.jsonl that the ledger reads."""
 
     model_config = ConfigDict(strict=True)
 
@@ -40,14 +40,14 @@ class _Line(BaseModel):
 
 @dataclass
 class StartTimes:
-    """One start of a run, as its records tell. Steps are optimizer steps since the beginning of the run."""
+    """One start of a run. Steps are optimizer steps since the beginning of the run."""
 
     began: float  # seconds since 1970
-    first: int  # the step that it went on from
-    reached: int  # the last step of all earlier starts: up to there it trains again
-    step: int  # the last one that a record tells of
-    ended: bool = False  # in order or by an error; else it was killed, or still goes on
-    seconds: dict[str, float] = field(default_factory=dict)  # of each activity, up to its last record
+    first: int  # the step that it resumed from
+    reached: int  # the last step of all earlier starts: up to there it repeats steps
+    step: int  # the last recorded step
+    ended: bool = False  # orderly or by an error; otherwise it was killed, or is running
+    seconds: dict[str, float] = field(default_factory=dict)  # by activity, up to its last record
 
     @property
     def alive(self) -> float:
@@ -62,32 +62,32 @@ class StartTimes:
 
 @dataclass(frozen=True)
 class TimeLedger:
-    """The starts of a run in their order, and the number of lines that cannot be read."""
+    """The starts of a run in order, and the number of damaged lines."""
 
     starts: Sequence[StartTimes]
     damaged: int = 0
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds from the last record of each start to the begin of the next; below 0 where their clocks disagree."""
+        """Seconds from the last record of each start to the next start; negative if their clocks disagree."""
         pairs = zip(self.starts, self.starts[1:], strict=False)
         return [later.began - (earlier.began + earlier.alive) for earlier, later in pairs]
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of each part in the order of LABELS."""
+        """Seconds of each part, in the order of LABELS."""
         spent = {name: sum(start.seconds.get(name, 0.0) for start in self.starts) for name in ACTIVITIES}
         spent["stopped"] = sum(max(0.0, gap) for gap in self.gaps)
         return {name: spent[name] for name in LABELS}
 
     @property
     def wall(self) -> float:
-        """Seconds from the begin of the first start to the last record: the sum of all parts."""
+        """Seconds from the first start to the last record: the sum of all parts."""
         return sum(self.seconds.values())
 
     @property
     def useful(self) -> float:
-        """The share of the wall clock in which the run got on."""
+        """Useful time as a fraction of the wall clock."""
         return sum(self.seconds[name] for name in USEFUL) / self.wall
 
     @property
@@ -97,12 +97,12 @@ class TimeLedger:
 
     @property
     def replayed(self) -> int:
-        """Steps that were trained again, because a kill came between them and the next checkpoint."""
+        """Steps that were repeated, because the run was killed between them and the next checkpoint."""
         return sum(start.replayed for start in self.starts)
 
 
 def find_ledger(folder: Path) -> TimeLedger | None:
-    """The ledger of the run in `folder`; None where no record tells of a time."""
+    """Return the ledger of the run in `folder`; None if no record has times."""
     lines, damaged = read_lines(folder / "metrics.jsonl")
     starts: list[StartTimes] = []
     reached = 0
@@ -114,7 +114,7 @@ def find_ledger(folder: Path) -> TimeLedger | None:
                 first = record.step or 0
                 starts.append(StartTimes(record.time - sum(seconds.values()), first, reached, first))
             if not starts or sum(seconds.values()) < starts[-1].alive:
-                continue  # of a start that failed before it told of itself
+                continue  # a start that failed before its first record
             start = starts[-1]
             start.step, start.seconds = max(start.step, record.step or 0), seconds
             start.ended = record.kind in ("end", "stop")
@@ -123,12 +123,12 @@ def find_ledger(folder: Path) -> TimeLedger | None:
 
 
 def show_ledger(folder: Path) -> list[str]:
-    """The ledger as lines; `DataError` where there is none."""
+    """Return the ledger as lines. Raises `DataError` if there is none."""
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
     ledger = find_ledger(folder)
     if ledger is None:
-        raise DataError(f"{folder}: holds no metrics.jsonl with clock_seconds, in which a run records its times")
+        raise DataError(f"{folder}: holds no metrics.jsonl with clock_seconds, the times of a run")
     seconds, first, last = ledger.seconds, ledger.starts[0], ledger.starts[-1]
     running = read_run_folder(folder).state == "running"
     end = _moment(last.began + last.alive)
@@ -137,12 +137,12 @@ def show_ledger(folder: Path) -> list[str]:
         *(f"  {LABELS[name]:18} {spent:12.1f} s {spent / ledger.wall:7.1%}" for name, spent in seconds.items()),
         f"  {'wall clock':18} {ledger.wall:12.1f} s",
         f"{USEFUL_SHARE}: {ledger.useful:.1%}: {', '.join(LABELS[name] for name in USEFUL)}, of the wall clock",
-        f"steps: {last.step} done, {ledger.trained} trained, {ledger.replayed} of them again after a loss",
+        f"steps: {last.step} done, {ledger.trained} trained, {ledger.replayed} of them repeated after a loss",
         "",
         f"{'start':>5}  {'began':19} {'from step':>9} {'to':>9} {'replayed':>8} {'seconds':>10}  end",
     ]
     for number, start in enumerate(ledger.starts, start=1):
-        end = "by itself" if start.ended else "killed: what came after its last record is not known"
+        end = "by itself" if start.ended else "killed: no record of its last seconds"
         end = "still running" if running and start is last else end
         lines.append(
             f"{number:>5}  {_moment(start.began):19} {start.first:>9} {start.step:>9} {start.replayed:>8} "

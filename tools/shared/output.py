@@ -1,4 +1,4 @@
-"""What the commands write: tables for the terminal, and files that are written whole or not at all."""
+"""Output of the commands: tables for the terminal, and files that are written completely or not at all."""
 
 import json
 import sys
@@ -14,12 +14,12 @@ FILE_WIDTH = 160  # characters of a table that goes into a file or pipe
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table for the terminal; plain where the output is a file. The first column is text, the others numbers."""
+    """Print a table, plain if the output is a file. The first column is text, the others are numbers."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    # a name such as [red] or :smile: is shown as it is
+    # print names such as [red] or :smile: unchanged
     console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH, markup=False, emoji=False)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
@@ -31,17 +31,17 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def say(text: str) -> None:
-    """Print, whatever the names in it and the terminal's encoding."""
+    """Print text that the terminal's encoding may lack characters for."""
     print(printable(text, sys.stdout.encoding or "utf-8"), flush=True)
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
-    """The text, with backslash sequences for what cannot be encoded, such as a folder's name that is no UTF-8."""
+    """Replace characters that cannot be encoded, as in a folder's name that is not UTF-8, by backslash sequences."""
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder for results; `ConfigError` where that is impossible."""
+    """Create a folder for results. Raises `ConfigError` if that is impossible."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -49,7 +49,7 @@ def make_folder(path: Path) -> None:
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """`ConfigError` where the file that an option names could not be written; nothing changes."""
+    """Raise `ConfigError` if the file that an option names cannot be written. Changes nothing."""
     if path is None:
         return
     if path.is_dir():
@@ -64,7 +64,7 @@ def check_writable(option: str, path: Path | None) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write the whole file or nothing. A pipe, a device such as /dev/stdout, and what a link leads to stay in place."""
+    """Write the complete file or nothing. Pipes, devices such as /dev/stdout and links are written in place."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         path.write_bytes(content)
     else:
@@ -72,5 +72,5 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any, default: Callable[[Any], Any] | None = None) -> None:
-    """Plain JSON, readable; `default` converts what has no JSON form."""
+    """Write indented JSON; `default` converts values without a JSON form."""
     write_file(path, (json.dumps(value, indent=1, default=default) + "\n").encode())

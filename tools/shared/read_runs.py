@@ -1,7 +1,6 @@
-"""Read what runs left behind: run folders, published curves, reports of tools.bench.
+"""Reads run folders, published curves and reports of tools.bench.
 
-What is damaged or missing is named as a problem, and the rest is shown. No torch, so that these commands answer at
-once.
+Damaged or missing files become problems of the run; the rest is read. No torch, so that the commands start fast.
 """
 
 import fcntl
@@ -15,13 +14,13 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
-from typing_extensions import Required, TypedDict  # of pydantic; Python's own lack a part before 3.12
+from typing_extensions import Required, TypedDict  # pydantic needs these before Python 3.12
 
 from tools.bench.reports import Report
 from utils.errors import Stopped
 
 State = Literal["running", "finished", "stopped", "failed", "published", "unknown"]
-# what the times of published curves count from
+# start of the times of published curves
 CLOCKS = {
     "wall_s_since_first_event": "since the first event",
     "wall_s_since_first_epoch_end": "since the first epoch's end",
@@ -31,7 +30,7 @@ _WorstClass = TypedDict("_WorstClass", {"class": str, "accuracy": float, "taken_
 
 
 class _Settings(TypedDict, total=False):
-    """What is used of a run's configuration."""
+    """The settings of a run that are used here."""
 
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
     max_epochs: int
@@ -41,7 +40,7 @@ class _Settings(TypedDict, total=False):
 
 
 class _Environment(TypedDict, total=False):
-    """What is used of environment.json."""
+    """The values of environment.json that are used here."""
 
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
     device: str
@@ -49,7 +48,7 @@ class _Environment(TypedDict, total=False):
 
 
 class _Record(TypedDict, total=False):
-    """What is used of a line of metrics.jsonl that is no measured value."""
+    """The values of a line of metrics.jsonl that are used here, without the measured ones."""
 
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
     kind: Required[str]
@@ -64,7 +63,7 @@ SETTINGS, ENVIRONMENT, RECORD = TypeAdapter(_Settings), TypeAdapter(_Environment
 
 @dataclass
 class Run:
-    """One training run. `epochs` holds one mapping an epoch: epoch, seconds, loss/..., acc1/... (shares in [0, 1])."""
+    """One training run. `epochs` holds a mapping for each epoch: epoch, seconds, loss/..., acc1/... (in [0, 1])."""
 
     name: str
     path: Path
@@ -74,11 +73,11 @@ class Run:
     epochs: list[dict[str, float]] = field(default_factory=list)
     worst_classes: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    changed: float = 0.0  # seconds since 1970, when something was last written
-    clock: str = "of training"  # what `seconds` counts
+    changed: float = 0.0  # seconds since 1970 of the last write
+    clock: str = "of training"  # what `seconds` is
 
     def best(self) -> tuple[float, int] | None:
-        """(validation accuracy, its epoch), the earliest of equal ones."""
+        """Return the best validation accuracy and its epoch, the earliest of equal ones."""
         scored = [(row["acc1/valid"], -int(row["epoch"])) for row in self.epochs if "acc1/valid" in row]
         if not scored:
             return None
@@ -86,17 +85,17 @@ class Run:
         return accuracy, -epoch
 
     def reached(self, target: float) -> tuple[int, float] | None:
-        """(epoch, seconds) after which the validation accuracy first was at least `target`."""
+        """Return (epoch, seconds) of the first validation accuracy of at least `target`."""
         enough = (row for row in self.epochs if row.get("acc1/valid", -1.0) >= target)
         return next(((int(row["epoch"]), row["seconds"]) for row in enough), None)
 
     def last(self, name: str) -> float | None:
-        """The newest value of this name."""
+        """Return the newest value of this name."""
         return next((row[name] for row in reversed(self.epochs) if name in row), None)
 
 
 class Found(NamedTuple):
-    """What a path gave."""
+    """The content of a path."""
 
     runs: list[Run]
     reports: list[tuple[Path, Report]]
@@ -104,11 +103,11 @@ class Found(NamedTuple):
 
 
 def read(path: Path) -> Found:
-    """Everything in a file or folder; a folder of runs gives all of them."""
+    """Read a file of curves, a report, a run folder, or all runs in a folder."""
     if path.is_file():
         return _read_file(path)
     if not path.is_dir():
-        return Found([], [], [f"{path}: there is no such file or folder"])
+        return Found([], [], [f"{path}: no such file or folder"])
     if (path / "metrics.jsonl").exists() or (path / "config.yaml").exists():
         return Found([read_run_folder(path)], [], [])
     inner = sorted({file.parent for name in ("metrics.jsonl", "config.yaml") for file in path.glob(f"*/{name}")})
@@ -127,9 +126,9 @@ def _read_file(path: Path) -> Found:
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
     except ValidationError as error:
-        problem = f"its {error.errors()[0]['loc'][0]} is no mapping; skipped"
+        problem = f"its {error.errors()[0]['loc'][0]} is not a mapping; skipped"
     except ValueError:
-        problem = "is no JSON; give run folders, curves or reports of tools.bench"
+        problem = "is not JSON; give run folders, curves or reports of tools.bench"
     return Found([], [], [f"{path}: {problem}"])
 
 
@@ -137,17 +136,17 @@ def _read_file(path: Path) -> Found:
 
 
 def read_run_folder(folder: Path) -> Run:
-    """A run folder of train.py, also of a run that is still going or was cut short."""
+    """Read a run folder of train.py, also of an unfinished run."""
     run = Run(folder.name, folder, config=_read_config(folder / "config.yaml"))
     if not run.config:
-        run.problems.append("config.yaml is missing or damaged: the configuration is not known")
+        run.problems.append("config.yaml is missing or damaged: unknown configuration")
     try:
         run.environment = dict(ENVIRONMENT.validate_json((folder / "environment.json").read_bytes()))
     except (OSError, ValidationError):
-        run.problems.append("environment.json is missing or damaged: device and versions are not known")
+        run.problems.append("environment.json is missing or damaged: unknown device and versions")
     records, damaged = read_lines(folder / "metrics.jsonl")
     if damaged:
-        run.problems.append(f"metrics.jsonl: {damaged} line(s) cannot be read and are left out")
+        run.problems.append(f"metrics.jsonl: {damaged} line(s) cannot be read; skipped")
     by_epoch: dict[int, dict[str, float]] = {}
     for record in records:
         if record.get("kind") == "epoch" and isinstance(record.get("epoch"), int):
@@ -159,8 +158,7 @@ def read_run_folder(folder: Path) -> Run:
             by_epoch[record["epoch"]] = {"seconds": 0.0} | numbers
     run.epochs = [by_epoch[epoch] for epoch in sorted(by_epoch)]
     if not run.epochs:
-        there = bool(records)
-        run.problems.append("no finished epoch in metrics.jsonl yet" if there else "metrics.jsonl is missing or empty")
+        run.problems.append(f"metrics.jsonl {'has no finished epoch yet' if records else 'is missing or empty'}")
     run.worst_classes = (_last_of(records, "end") or {}).get("worst_classes", [])
     files = [file for file in folder.iterdir() if file.is_file()]
     run.changed = max((file.stat().st_mtime for file in files), default=folder.stat().st_mtime)
@@ -174,34 +172,34 @@ def _last_of(records: list[dict[str, Any]], *kinds: str) -> dict[str, Any] | Non
 
 
 def _find_hang(folder: Path) -> str:
-    """What its ranks waited for in vain, if that was the last that it wrote."""
+    """Return the collective that its ranks timed out on, if the run wrote that last."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        told = folder / "collectives.json"
-        if told.stat().st_mtime >= (folder / "metrics.jsonl").stat().st_mtime:
-            return str(json.loads(told.read_text(encoding="utf-8"))["message"]).splitlines()[-1]
+        report = folder / "collectives.json"
+        if report.stat().st_mtime >= (folder / "metrics.jsonl").stat().st_mtime:
+            return str(json.loads(report.read_text(encoding="utf-8"))["message"]).splitlines()[-1]
     return ""
 
 
 def _judge_state(run: Run, records: list[dict[str, Any]]) -> tuple[State, str]:
-    """The state of a run folder and, of a failed run, the reason."""
+    """Return the state of a run folder and, if it failed, the reason."""
     if _is_locked(run.path / ".lock"):
         return "running", ""
     end, last, enough = _last_of(records, "end") or {}, run.last("epoch"), run.config.get("stop_at_accuracy")
     if last is not None:
         reached = enough is not None and run.reached(enough) is not None
-        # training may have continued after the record of an end
+        # training may have continued after an `end` record
         if last >= run.config.get("max_epochs", float("inf")) or (last == end.get("epoch") and reached):
             return "finished", ""
     outcome = _last_of(records, "start", "resume", "stop")
     if outcome is None or outcome["kind"] != "stop":
-        return "failed", _find_hang(run.path) or "it did not record how it ended: killed, or its machine failed"
+        return "failed", _find_hang(run.path) or "no record of its end: it was killed, or its machine failed"
     if outcome.get("status") == Stopped.exit_status:
         return "stopped", ""
     return "failed", "ended by " + str(outcome.get("reason", "something unknown")).partition("\n")[0]
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """(records, number of lines that are none) of a file of JSON lines; a missing file is empty."""
+    """Return the records of a JSON lines file and its number of damaged lines; a missing file is empty."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
@@ -214,12 +212,12 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def read_records(path: Path, *kinds: str) -> list[dict[str, Any]]:
-    """The records of these kinds in a metrics.jsonl, without a last line that is still being written."""
+    """Return the records of these kinds in a metrics.jsonl, without an incomplete last line."""
     return [record for record in read_lines(path)[0] if record.get("kind") in kinds]
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The values of the file's one block; empty where it is missing or damaged."""
+    """Return the values of the file's only block; empty if it is missing or damaged."""
     try:
         blocks = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
         block = next(iter(blocks.values()), None) if isinstance(blocks, dict) else None
@@ -269,7 +267,7 @@ def _published(path: Path, name: str, curves: dict[str, list[float]]) -> Run:
 
 
 def differences(runs: list[Run]) -> dict[str, list[Any]]:
-    """{key: its value in each run} for the keys in which their configurations differ."""
+    """Return {setting: its value in each run} for the settings that differ."""
     known = [run.config for run in runs if run.config]
     keys = dict.fromkeys(key for config in known for key in config)
     table = {key: [config.get(key) for config in known] for key in keys}

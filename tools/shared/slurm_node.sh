@@ -1,6 +1,6 @@
 #!/bin/bash
-# What srun runs once on each node of a job: bring the data near, then become torchrun. For submit.slr, which exports
-# what is used here. The arguments are torchrun's.
+# srun runs this once on each node: it stages the data, then execs torchrun. submit.slr exports the variables used here.
+# The arguments are torchrun's.
 set -euo pipefail
 : "${notes:?}" "${head_node:?}" "${store:?}" # from submit.slr
 
@@ -10,6 +10,6 @@ if [[ -n $STAGE_DATA ]]; then # FROM:TO
   set -- "$@" --set "data_path=${STAGE_DATA#*:}"
 fi
 [[ $SLURMD_NODENAME == "$head_node" ]] && is_host=true || is_host=false
-said=${notes%/*}/torchrun-$SLURM_JOB_ID-$SLURMD_NODENAME.log
-exec $LAUNCHER_PREFIX python -m tools.torchrun "$said" --local_addr="$SLURMD_NODENAME$HOST_SUFFIX" \
+log=${notes%/*}/torchrun-$SLURM_JOB_ID-$SLURMD_NODENAME.log
+exec $LAUNCHER_PREFIX python -m tools.torchrun "$log" --local_addr="$SLURMD_NODENAME$HOST_SUFFIX" \
   --rdzv_conf="store_type=$store,is_host=$is_host,join_timeout=$JOIN_TIMEOUT,read_timeout=$JOIN_TIMEOUT" "$@"

@@ -1,4 +1,4 @@
-"""A trained network out of a run or a checkpoint, as it was validated: for tools.evaluate and tools.predict."""
+"""Loads a trained network from a run or a checkpoint, as it was validated: for tools.evaluate and tools.predict."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ WHAT_TO_GIVE = "give a run's folder, such as expts/NAME, or a checkpoint of it"
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint, the configuration to compute with, and what the user should know."""
+    """A checkpoint, the configuration to compute with, and notes for the user."""
 
     path: Path
     state: dict[str, Any]
@@ -33,11 +33,11 @@ class Trained:
 
     @property
     def class_names(self) -> list[str]:
-        """One for each label."""
+        """The class name of each label."""
         return self.state["data"]["class_names"]
 
     def describe(self, classifier: "Classifier", world: "World") -> str:
-        """A line: which weights these are, and how they are computed with."""
+        """Describe weights, device and precision in a line."""
         state, of_batch = self.state, f", batch {self.state['batch']}" if self.state["batch"] else ""
         whose = ", moving average of the weights" if state["average"] else ""
         ranks = f", {world.world_size} ranks" if world.world_size > 1 else ""
@@ -48,23 +48,24 @@ class Trained:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that name the network and change how it is computed with."""
+    """Add the arguments that name the network and change its configuration."""
     parser.add_argument(
         "run", type=not_empty, metavar="RUN",
-        help="a run's folder, of which the last checkpoint counts, or a checkpoint, such as RUN/checkpoints/best.pt",
+        help="a run's folder (its last checkpoint is used) or a checkpoint, such as RUN/checkpoints/best.pt",
     )  # fmt: skip
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: as the run has it")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: the run's device")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE",
-        help="another value of the run's configuration, such as data_path=/data or num_data_workers=2; repeatable",
+        help="override a setting of the run, such as data_path=/data or num_data_workers=2; repeatable",
     )  # fmt: skip
 
 
 def run_trained(
     options: argparse.Namespace, action: Callable[[Trained, "World"], None], changes: Mapping[str, Any] | None = None
 ) -> int:
-    """Open what `options` name, with `changes` to its configuration, and run `action` on every rank; returns the exit
-    status."""
+    """Open the network that `options` name, with `changes` to its configuration, and run `action` on every rank.
+
+    Returns the exit status."""
     device = [] if options.device is None else [f"device={options.device}"]
     try:
         trained = open_trained(Path(options.run), [*as_settings(changes or {}), *options.set, *device])
@@ -78,7 +79,7 @@ def run_trained(
 
 
 def open_trained(path: Path, settings: list[str]) -> Trained:
-    """The checkpoint that `path` names, with KEY=VALUE `settings` on top of its configuration."""
+    """Open the checkpoint that `path` names, with KEY=VALUE `settings` on top of its configuration."""
     found, state, notes = find_checkpoint(path)
     config = read_config(found, state)
     changed = override(config, settings)
@@ -89,7 +90,7 @@ def open_trained(path: Path, settings: list[str]) -> Trained:
 
 
 def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any], list[str]]:
-    """(file, content, notes): the newest good checkpoint of a run's folder, or a checkpoint file itself."""
+    """Return (file, content, notes) of the newest good checkpoint in a run's folder, or of a checkpoint file."""
     from utils.run.checkpoint.io import newest_good, read_checkpoint
 
     if path.is_file():
@@ -103,11 +104,11 @@ def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any], list[str]]:
         reason = complaints[0] if complaints else f"{folder}: holds no checkpoint of a step"
         best = folder / "best.pt"
         raise CheckpointError(reason + (f"\n{best} holds the weights of the best validation" if best.exists() else ""))
-    return found, state, [f"passed over: {complaint}" for complaint in complaints]
+    return found, state, [f"skipped: {complaint}" for complaint in complaints]
 
 
 def read_config(path: Path, state: dict[str, Any]) -> Config:
-    """The configuration in a checkpoint; `CheckpointError` where this version does not know it."""
+    """Return the configuration in a checkpoint. Raises `CheckpointError` if this version does not know it."""
     try:
         return Config(**state["config"])
     except ValueError as error:
@@ -116,7 +117,7 @@ def read_config(path: Path, state: dict[str, Any]) -> Config:
 
 
 def load_classifier(trained: Trained, world: "World") -> "Classifier":
-    """The network as it was validated: weights or their average, precision, memory format."""
+    """Return the network as it was validated: weights or their average, precision, memory format."""
     from models import build_model
     from utils.run.checkpoint.fit import check_weights_fit
     from utils.run.checkpoint.state import merge_buffers
@@ -131,8 +132,9 @@ def load_classifier(trained: Trained, world: "World") -> "Classifier":
 
 
 def find_split(trained: Trained, paths: list[Path], world: "World", *, test: bool = False) -> "Split":
-    """Collective: the images of `paths`, or without any the run's own validation set, or with `test` its test set.
-    `DataError` where they have other classes."""
+    """Collective: return the images of `paths`, or without paths the run's validation set, or with `test` its test set.
+
+    Raises `DataError` if they have other classes."""
     from utils.data.build import open_dataset
     from utils.data.config import LOADERS
     from utils.data.datasets.folders import centre_fraction, find_images
@@ -166,7 +168,7 @@ def _check_dataset(trained: Trained, dataset: "Dataset") -> None:
 
 
 def build_loader(trained: Trained, split: "Split", world: "World") -> tuple["Loader", list[str]]:
-    """Collective: this rank's batches of `split`, normalised as in training, and notes."""
+    """Collective: return this rank's batches of `split`, normalised as in training, and notes."""
     from utils.data.build import build_valid_loader
 
     data = trained.state["data"]

@@ -1,4 +1,4 @@
-"""The interactive plots of tools.report, as descriptions that plotly draws in the browser. No plotly is needed here."""
+"""The interactive plots of tools.report, as descriptions for plotly in the browser. Does not need plotly itself."""
 
 import html
 import math
@@ -12,15 +12,15 @@ from tools.shared.ledger import LABELS, TimeLedger
 from tools.shared.pages.png_plots import COLOURS
 from tools.shared.read_runs import Run
 
-LOSS_OUTLIER = 1.5  # times the 95th percentile of what is drawn: the first view cuts losses above it off
-EVERY_EPOCH = 12  # up to so many epochs each has its mark on the axis
+LOSS_OUTLIER = 1.5  # times the 95th percentile: the first view cuts off losses above it
+EVERY_EPOCH = 12  # up to this many epochs, each has its tick on the axis
 HEIGHT = 330  # pixels
-STOPPED = "#d0d0d0"  # the bar's part in which nothing ran
+STOPPED = "#d0d0d0"  # colour of the time in which nothing ran
 
 
 @dataclass(frozen=True)
 class Style:
-    """How the line of one run looks in every plot and in the legend."""
+    """The look of a run's line in every plot and in the legend."""
 
     colour: str
     dash: str  # lengths of lines and gaps, as SVG and plotly take them; empty: a solid line
@@ -28,7 +28,7 @@ class Style:
 
 @dataclass(frozen=True)
 class Plot:
-    """What plotly's `newPlot` takes. A trace's `legendgroup` is the number of its line in the legend."""
+    """The arguments of plotly's `newPlot`. A trace's `legendgroup` is the number of its line in the legend."""
 
     name: str  # its id on the page
     title: str
@@ -37,7 +37,7 @@ class Plot:
 
 
 def style(number: int) -> Style:
-    """The line with this number, counted from 0: each colour solid, then each dashed, then dashed and dotted, ..."""
+    """Return the style of line 0, 1, ...: each colour solid, then each dashed, then dashed and dotted, ..."""
     turn, place = divmod(number, len(COLOURS))
     return Style(COLOURS[place], "8px,4px" + ",2px,4px" * (turn - 1) if turn else "")
 
@@ -46,7 +46,7 @@ def style(number: int) -> Style:
 
 
 def plot_runs(runs: Sequence[Run]) -> list[Plot]:
-    """Accuracy and loss against epochs and time, throughput and learning rate; without those that nothing recorded."""
+    """Plot accuracy and loss against epochs and time, throughput and learning rate, if a run recorded them."""
     axes = (("epoch", "epoch", 1.0), ("seconds", *_time_unit(runs)))
     plots = []
     for kind, label, scale in (("acc1", "accuracy, %", 100.0), ("loss", "loss", 1.0)):
@@ -71,7 +71,7 @@ def plot_runs(runs: Sequence[Run]) -> list[Plot]:
 
 
 def _time_unit(runs: Sequence[Run]) -> tuple[str, float]:
-    """The unit in which the longest run is read best, and its seconds."""
+    """Return the unit that suits the longest run, and its seconds."""
     longest = max((row["seconds"] for run in runs for row in run.epochs), default=0.0)
     return ("seconds", 1.0) if longest < 120 else ("minutes", 60.0) if longest < 7200 else ("hours", 3600.0)
 
@@ -79,7 +79,7 @@ def _time_unit(runs: Sequence[Run]) -> tuple[str, float]:
 def _trace_runs(
     runs: Sequence[Run], column: str, length: float, key: str, scale: float, label: str, unit: str
 ) -> list[dict[str, Any]]:
-    """A line for each run that recorded `key`; those of training are thin and pale."""
+    """Return a line for each run that recorded `key`; lines of training are thin and pale."""
     traces = []
     for number, run in enumerate(runs):
         rows = [row for row in run.epochs if key in row]
@@ -100,7 +100,7 @@ def _trace_runs(
 
 
 def _highest_loss(traces: Sequence[dict[str, Any]]) -> float:
-    """Where the axis of the loss ends, so that one spike does not flatten all curves."""
+    """Return the end of the loss axis, chosen so that one spike does not flatten all curves."""
     drawn = sorted(value for trace in traces for value in trace["y"] if value is not None)
     return min(LOSS_OUTLIER * drawn[int(0.95 * (len(drawn) - 1))], 1.05 * drawn[-1]) if drawn else 1.0
 
@@ -109,7 +109,7 @@ def _highest_loss(traces: Sequence[dict[str, Any]]) -> float:
 
 
 def plot_bars(number: int, path: Path, report: Report) -> Plot:
-    """A bar for each case of the report with this number, the first on top, with its images/s and its gain."""
+    """Plot a bar for each case of a report, the first on top, with its images/s and relative speed."""
     speeds = {name: rate.images_per_sec for name, rate in rates(report).items()}
     first = next(iter(speeds.values()))
     trace = {
@@ -126,17 +126,17 @@ def plot_bars(number: int, path: Path, report: Report) -> Plot:
 
 
 def title_of(path: Path, report: Report) -> str:
-    """What a report measured, and where."""
+    """Return the name, the bench and the device of a report."""
     return f"{path.stem}: {report.bench} on {report.environment.get('device', 'unknown device')}"
 
 
 def speed_text(images_per_sec: float) -> str:
-    """Images/s with the digits that mean something."""
+    """Return images/s rounded to significant digits."""
     return f"{images_per_sec:,.0f}" if images_per_sec >= 100 else f"{images_per_sec:.1f}"
 
 
 def scaling_rates(report: Report) -> list[Rate]:
-    """The cases of a report of `tools.bench scaling` by mode and ranks; none of another's."""
+    """Return the cases of a report of `tools.bench scaling` by mode and ranks; none for another report."""
     return sorted((rate for rate in rates(report).values() if rate.mode), key=lambda rate: (rate.mode, rate.ranks))
 
 
@@ -155,7 +155,7 @@ def efficiencies(reports: Sequence[tuple[Path, Report]]) -> dict[str, list[tuple
 
 
 def plot_scaling(curves: dict[str, list[tuple[int, float, float]]]) -> list[Plot]:
-    """Throughput and efficiency against ranks, of what `efficiencies` gives; none of nothing."""
+    """Plot throughput and efficiency against ranks, from `efficiencies`."""
     plots = []
     for column, name, label in ((1, "throughput", "images/s"), (2, "efficiency", "efficiency, %")):
         traces = []
@@ -170,11 +170,11 @@ def plot_scaling(curves: dict[str, list[tuple[int, float, float]]]) -> list[Plot
     return plots if curves else []
 
 
-# ---- where the time went
+# ---- time ledgers
 
 
 def plot_ledgers(ledgers: Mapping[str, TimeLedger]) -> list[Plot]:
-    """A bar for each run, the first on top, in which each part of its wall clock has its share; none of nothing."""
+    """Plot a bar for each run, the first on top, divided into the parts of its wall clock."""
     names = [html.escape(name) for name in ledgers]
     traces = [
         {
@@ -185,7 +185,7 @@ def plot_ledgers(ledgers: Mapping[str, TimeLedger]) -> list[Plot]:
         }
         for (part, label), colour in zip(LABELS.items(), (*COLOURS, STOPPED), strict=True)
     ]  # fmt: skip
-    layout = _layout("share of the wall clock, %", "", [])
+    layout = _layout("part of the wall clock, %", "", [])
     layout["yaxis"] |= {"autorange": "reversed", "automargin": True, "showgrid": False}
     layout["xaxis"]["range"] = [0, 100]
     layout |= {
@@ -194,24 +194,24 @@ def plot_ledgers(ledgers: Mapping[str, TimeLedger]) -> list[Plot]:
         "legend": {"orientation": "h", "y": -0.4, "traceorder": "normal"},
     }
     layout["height"] = 190 + 34 * len(names)
-    return [Plot("ledgers", "Wall clock from the first start on", traces, layout)] if ledgers else []
+    return [Plot("ledgers", "Wall clock since the first start", traces, layout)] if ledgers else []
 
 
-# ---- what they share
+# ---- shared
 
 
 def _trace(number: int, name: str, x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
     look = style(number)
     return {
         "type": "scatter", "mode": "lines" if len(x) > 1 else "markers", "x": _numbers(x), "y": _numbers(y),
-        "name": html.escape(name),  # plotly takes <b> and the like in a name for markup
+        "name": html.escape(name),  # plotly interprets <b> and the like as markup
         "legendgroup": str(number), "line": {"color": look.colour, "dash": look.dash or "solid"},
         "marker": {"color": look.colour},
     }  # fmt: skip
 
 
 def _numbers(values: Sequence[float]) -> list[float | None]:
-    """Six digits of each, which is finer than a pixel; None, a gap in the line, for what is no finite number."""
+    """Round to six digits, finer than a pixel; None, a gap in the line, for a number that is not finite."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
 
 

@@ -1,4 +1,4 @@
-"""Pictures of tools.bench and tools.predict_scaling (--plot), with matplotlib, an optional extra: ".[plot]"."""
+"""The PNG plots of tools.bench and tools.predict_scaling (--plot), with matplotlib from the extra ".[plot]"."""
 
 import io
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 
 def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (5.6, 3.8)) -> tuple[Any, Any]:
-    """A figure of `rows` x `columns` axes, each of `size` inches; needs no display."""
+    """Return a figure of `rows` x `columns` axes, each of `size` inches; needs no display."""
     try:
         from cycler import cycler
         from matplotlib import rc_context
@@ -44,7 +44,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def draw_bars(axes: Any, rates: Mapping[str, float], title: str, spread: Any = None) -> None:
-    """A bar for each name, the first on top, with its images/s and how many times those of the first they are."""
+    """Draw a bar for each name, the first on top, with its images/s and its speed relative to the first."""
     first = next(iter(rates.values()))
     bars = axes.barh(list(rates), list(rates.values()), xerr=spread, color=COLOURS[0], height=0.65, capsize=3)
     labels = [f"{rate:,.0f}  ({rate / first:.2f}x)" for rate in rates.values()]
