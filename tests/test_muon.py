@@ -11,7 +11,7 @@ from utils.training.optimizers.build import build_optimizer
 from utils.training.optimizers.muon import ADAMW_RMS, COEFFICIENTS, NEWTON_SCHULZ_STEPS, orthogonalise
 
 RATES = [0.01, 0.02, 0.01]
-SHAPES = {"convolution": (8, 4, 3, 3), "tall": (30, 2, 3, 3), "head": (5, 8), "norm": (8,)}
+SHAPES = {"convolution": (8, 4, 3, 3), "same shape": (8, 4, 3, 3), "tall": (30, 2, 3, 3), "head": (5, 8), "norm": (8,)}
 
 
 def trained(optimizer, parameters):
@@ -41,11 +41,11 @@ def test_convolutions_train_as_pytorchs_muon_and_other_parameters_as_its_adamw(t
 
     theirs = [nn.Parameter(p.detach().flatten(1) if p.ndim > 2 else p.detach()) for p in start()]
     muon = torch.optim.Muon(
-        theirs[:2], **options, adjust_lr_fn="match_rms_adamw",
+        theirs[:3], **options, adjust_lr_fn="match_rms_adamw",
         ns_coefficients=COEFFICIENTS, ns_steps=NEWTON_SCHULZ_STEPS,
     )  # fmt: skip
-    vectors = {"params": theirs[3:], "weight_decay": 0.1 if decay_vectors else 0.0}
-    adamw = torch.optim.AdamW([{"params": theirs[2:3]}, vectors], lr=0.01, betas=(0.9, 0.999), weight_decay=0.1)
+    vectors = {"params": theirs[4:], "weight_decay": 0.1 if decay_vectors else 0.0}
+    adamw = torch.optim.AdamW([{"params": theirs[3:4]}, vectors], lr=0.01, betas=(0.9, 0.999), weight_decay=0.1)
 
     both = SimpleNamespace(
         param_groups=[*muon.param_groups, *adamw.param_groups], step=lambda: (muon.step(), adamw.step())
@@ -64,18 +64,21 @@ def test_orthogonalise_equals_jordans_iteration_in_float64(shape):
         square = x @ x.mT
         x = COEFFICIENTS[0] * x + (COEFFICIENTS[1] * square + COEFFICIENTS[2] * square @ square) @ x
     expected = (x.mT if shape[0] > shape[1] else x) * ADAMW_RMS * max(shape) ** 0.5
-    torch.testing.assert_close(orthogonalise(matrix).double(), expected, rtol=1e-4, atol=1e-5)
-    assert not orthogonalise(torch.zeros(shape)).any()
+    others = torch.stack([torch.zeros(shape), matrix, 1000 * matrix.flip(0)])  # each is scaled by itself
+    orthogonal = orthogonalise(others)
+    torch.testing.assert_close(orthogonal[1].double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(orthogonal[2], orthogonal[1].flip(0), rtol=1e-4, atol=1e-5)
+    assert not orthogonal[0].any()
 
 
 def test_products_are_in_float32_and_the_tf32_switch_is_restored(monkeypatch):
     seen, switches = [], torch.backends.cuda.matmul
     monkeypatch.setattr(
-        "utils.training.optimizers.muon._orthogonalise", lambda matrix: seen.append(switches.allow_tf32)
+        "utils.training.optimizers.muon._orthogonalise", lambda matrices: seen.append(switches.allow_tf32)
     )
     before, switches.allow_tf32 = switches.allow_tf32, True
     try:
-        orthogonalise(torch.ones(2, 2))
+        orthogonalise(torch.ones(1, 2, 2))
         assert (seen, switches.allow_tf32) == ([False], True)
     finally:
         switches.allow_tf32 = before
