@@ -137,7 +137,7 @@ def prepare() -> None:
         optimizer.step()
 
     train.open_dataset = lambda config, world, fetch: (
-        data._synthetic_images(config) if config.dataset in data.DATASET_SIZES else opened(config, world)
+        data.black_images(config) if config.dataset in data.DATASET_SIZES else opened(config, world)
     )
     learner.build_optimizer = computed
     torch.amp.GradScaler._maybe_opt_step = step_anyway  # type: ignore[method-assign]

@@ -68,7 +68,7 @@ def find_dataset(config: DataConfig, *, download: bool) -> Dataset:
     if is_user_code(config.dataset):
         dataset = load_own(config)
     elif not LOADERS[config.data_loader].needs_data and config.dataset in DATASET_SIZES:
-        dataset = _black_images(config)
+        dataset = black_images(config)
     elif config.dataset in ("imagefolder", "imagenet"):
         folder = Path(config.data_path)
         opened = open_shards if has_index(folder) else open_folders
@@ -80,7 +80,7 @@ def find_dataset(config: DataConfig, *, download: bool) -> Dataset:
     return hold_out(dataset, config.holdout_images)
 
 
-# training and validation images of the datasets that `_black_images` can replace
+# training and validation images of the datasets that `black_images` can replace
 DATASET_SIZES = {"cifar100": (50_000, 10_000), "cifar10": (50_000, 10_000), "imagenet": (1_281_167, 50_000)}
 
 
@@ -91,7 +91,7 @@ def image_side(config: DataConfig) -> int:
     return (config.image_size if is_user_code(config.dataset) else None) or IMAGE_SHAPE[-1]
 
 
-def _black_images(config: DataConfig) -> Dataset:
+def black_images(config: DataConfig) -> Dataset:
     """Return a dataset with black images of the right number and size, which take no memory."""
     size, version = image_side(config), VERSIONS.get(config.dataset)
     train, valid = (
