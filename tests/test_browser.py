@@ -238,7 +238,7 @@ MARKUP = "<b>bold<img src=x onerror=document.title='hurt'>"
 
 
 def hover(browser: Any, plot: str, run: str, epoch: int) -> str:
-    """The text beside the pointer when it is at this epoch of the run's validation curve."""
+    """Return the text at the pointer when it is at this epoch of the run's validation curve."""
     from selenium.webdriver.common.action_chains import ActionChains
 
     browser.execute_script("document.getElementById(arguments[0]).scrollIntoView({block: 'center'})", plot)
@@ -248,7 +248,7 @@ def hover(browser: Any, plot: str, run: str, epoch: int) -> str:
     action.perform()
     selector = f"#{plot} .hovertext"
     script = f"return [...document.querySelectorAll('{selector}')].map(label => label.textContent).join()"
-    return str(wait_for(browser, lambda: browser.execute_script(script), "values beside the pointer"))
+    return str(wait_for(browser, lambda: browser.execute_script(script), "values at the pointer"))
 
 
 def show_alone(browser: Any, number: int) -> None:

@@ -56,29 +56,10 @@ def test_batches_are_checked_before_anything_runs(tiny: Any) -> None:
 @pytest.mark.slow
 def test_a_run_and_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "scaling.json"
-    keys = [
-        "dataset=shapes",
-        "num_classes=10",
-        "model=resnet8",
-        "device=cpu",
-        "data_loader=device",
-        "enable_compile=false",
-    ]
-    sets = [part for key in [*keys, "batch_size=8", "limit_valid_batches=1"] for part in ("--set", key)]
-    common = [
-        "scaling",
-        "--config",
-        "default",
-        *sets,
-        "--mode",
-        "weak",
-        "--steps",
-        "3",
-        "--dropped",
-        "1",
-        "--trials",
-        "1",
-    ]
+    keys = ["dataset=shapes", "num_classes=10", "model=resnet8", "device=cpu", "data_loader=device",
+            "enable_compile=false", "batch_size=8", "limit_valid_batches=1"]  # fmt: skip
+    common = ["scaling", "--config=default", *(f"--set={key}" for key in keys)]
+    common += ["--mode=weak", "--steps=3", "--dropped=1", "--trials=1"]
     assert main([*common, "--nproc", "2", "--json", str(report)]) == 0
     assert "weak 2" in capsys.readouterr().out
     content = json.loads(report.read_text())

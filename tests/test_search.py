@@ -107,7 +107,7 @@ def test_an_error_that_every_trial_would_have_ends_the_search(
     assert err == "error: what is wrong\n"
     assert "best" not in out
     assert ends(tmp_path) == ["finished", "failed: what is wrong"]
-    # mended, the same command goes on; the trial that the mistake ended is not one of the four
+    # after a fix the same command resumes; the trial that failed is not one of the four
     assert searched([0.4, 0.5, 0.6], trials=4) == 0
     assert "number 4, 60.00%" in capsys.readouterr().out
 

@@ -73,7 +73,7 @@ def test_one_bad_cable_is_named() -> None:
     assert finding.level == "fail"
     assert finding.message.endswith("; all include node2")
     assert finding.remedy == "check the cable, port and switch of node2"
-    # one pair alone says nothing of which end is bad
+    # a single pair does not show which end is bad
     one = [pair._replace(rate=40.0 if pair != pairs[0] else 2.0) for pair in pairs]
     first, second = names[pairs[0].first], names[pairs[0].second]
     assert check_pairs(one, names).message.endswith(f"; slow: {first} and {second} 2 GB/s")

@@ -49,7 +49,7 @@ def test_input_wait_is_weighted_by_time():
 
 
 def running() -> Clock:
-    """That of a run in its loop."""
+    """Return the clock of a run in its loop."""
     clock = Clock()
     clock.switch("train")
     return clock

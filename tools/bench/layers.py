@@ -1,4 +1,4 @@
-"""Where a training step's time goes: time, fraction of the step and achieved rate by kind of operation.
+"""The time of a training step by kind of operation: time, fraction of the step and achieved rate.
 
     python -m tools.bench layers --config=fastest
 

@@ -113,4 +113,4 @@ def print_list(options: argparse.Namespace, parts: Sequence[Part]) -> None:
         left = "" if entry.settled else f"about {duration(seconds)}"
         print(f"{part.name:22} {entry.state:9} {left:15} {part.what}{f' ({entry.note})' if entry.note else ''}")
         print(f"    python {' '.join(build_command(part, call)[1:])}"[:240])
-    print(f"about {duration(total)} in all")
+    print(f"about {duration(total)} in total")

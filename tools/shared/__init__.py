@@ -1,1 +1,1 @@
-"""What several tools share: their command lines and output, runs that they read, start, interrupt or load, plots."""
+"""Code of several tools: command lines, output, plots, and runs that they read, start, interrupt or load."""
