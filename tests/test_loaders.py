@@ -90,31 +90,6 @@ def images_of(loader: Loader, epoch: int, first_batch: int = 0) -> Counter[tuple
 # ---- order and augmentation are functions of (seed, epoch, index)
 
 
-@pytest.mark.parametrize("alternating", [False, True])
-def test_plan_is_the_same_at_every_world_size_and_after_resuming(alternating: bool) -> None:
-    ranges = AugmentationRanges(4, True, 15.0, alternating)
-
-    def samples(world_size: int, epoch: int, first_batch: int = 0) -> Counter[tuple[float, ...]]:
-        rows: Counter[tuple[float, ...]] = Counter()
-        for rank in range(world_size):
-            plan = EpochPlan(NUM_TRAIN, BATCH // world_size, rank, world_size, True, seed=3, ranges=ranges)
-            for indices in plan.batches(epoch, first_batch):
-                augmentation = plan.sample_augmentation(epoch, indices)
-                assert augmentation is not None
-                columns = (augmentation.shift_y, augmentation.shift_x, augmentation.flip, augmentation.angle)
-                rows.update(zip(indices.tolist(), *(column.tolist() for column in columns), strict=True))
-        return rows
-
-    for epoch in (0, 5):
-        alone = samples(1, epoch)
-        assert alone.total() == len(alone) == NUM_TRAIN // BATCH * BATCH
-        for world_size in WORLD_SIZES[1:]:
-            assert samples(world_size, epoch) == alone
-            assert samples(world_size, epoch, 2) == samples(1, epoch, 2)
-        assert samples(1, epoch, 2) < alone
-    assert samples(1, 0) != samples(1, 1)
-
-
 @REAL
 def test_every_world_size_renders_the_same_set_of_images(backend: str, build: Callable[..., Loaders]) -> None:
     alone = build(backend).train

@@ -93,6 +93,9 @@ def test_a_failed_run_leaves_nothing(
     ("arguments", "status", "message"),
     [
         ([], 2, "expected --dataset and --data_path, or --shards"),
+        (["--dataset=cifar10"], 2, "expected --dataset and --data_path, or --shards"),
+        (["--dataset=cifar10", "--data_path=x", "--from=y", "--num_shards=2"], 2, "expected --dataset and --data_path"),
+        (["--dataset=mnist", "--data_path=x"], 2, "invalid choice: 'mnist'"),
         (["--shards=x", "--dataset=cifar10"], 2, "no options of CIFAR"),
         (["--shards=x", "--num_shards=4"], 2, "need --from"),
         (["--shards=x", "--from=y", "--num_shards=0"], 2, "whole number from 1 on"),

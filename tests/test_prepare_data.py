@@ -2,8 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -192,29 +190,3 @@ def test_interruption_leaves_nothing(
 
 def test_command_line_knows_every_dataset() -> None:
     assert sorted(VERSIONS) == list(prepare_data.DATASETS)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--dataset", "mnist", "--data_path", "x"],
-        ["--dataset", "cifar10"],
-        ["--dataset", "cifar10", "--data_path", "x", "--from", "y", "--num_shards", "2"],
-    ],
-)
-def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        prepare_data.main(arguments)
-    assert caught.value.code == 2
-
-
-def test_help_answers_without_torch() -> None:
-    script = (
-        "import sys, tools.prepare_data\n"
-        "try: tools.prepare_data.main(['--help'])\n"
-        "except SystemExit as leave: sys.exit(leave.code or 10 * bool({'torch', 'numpy', 'rich'} & set(sys.modules)))"
-    )
-    root = Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "--from ARCHIVE_OR_FOLDER" in done.stdout

@@ -71,9 +71,9 @@ def test_a_folder_that_is_no_copy_is_never_replaced(
 def test_processes_that_start_at_once_copy_once(source: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools.stage_data", str(source), str(tmp_path / "local")]
     started = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    said = sorted(process.communicate(timeout=60)[0].split(":")[1].split()[0] for process in started)
+    actions = sorted(process.communicate(timeout=60)[0].split(":")[1].split()[0] for process in started)
     assert [process.returncode for process in started] == [0, 0, 0]
-    assert said == ["copied", "exists", "exists"]
+    assert actions == ["copied", "exists", "exists"]
 
 
 def test_the_remains_of_a_killed_copy_are_removed(source: Path, tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_links_are_followed_but_not_in_cycles(source: Path, tmp_path: Path, caps
     for name in ("back", "again"):  # two of them: without a check, 2 to the power of 40 folders
         (elsewhere / name).symlink_to(source)
     assert stage_data.main([str(source), str(target)]) == 3
-    said = capsys.readouterr().err
-    assert "a link to one of its parent folders" in said and said.count("\n") == 1, said
+    error = capsys.readouterr().err
+    assert "a link to one of its parent folders" in error and error.count("\n") == 1, error
 
 
 def test_failures_are_one_line_and_leave_no_copy(
@@ -110,8 +110,8 @@ def test_failures_are_one_line_and_leave_no_copy(
         (source, source, 2, "name a folder on a local disk"),
     ]:
         assert stage_data.main([str(origin), str(target)]) == status
-        said = capsys.readouterr().err
-        assert words in said and said.count("\n") == 1, said
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1, error
     usage = type(stage_data.shutil.disk_usage("/"))
     monkeypatch.setattr(stage_data.shutil, "disk_usage", lambda _: usage(10, 10, 3))
     assert stage_data.main([str(source), str(tmp_path / "local")]) == 3

@@ -60,7 +60,7 @@ class TinyCifar:
         return {meta["filename"]: pickle.dumps({meta["key"]: list(self.version.class_names)}, protocol=2)}
 
     def python_archive(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        """As torchvision downloads it, published: torchvision expects its checksum and those of its files."""
+        """As torchvision downloads it, published: torchvision expects the checksums of the archive and its files."""
         self.publish_python(monkeypatch)
         files, dataset_class = {**self.pickles(), **self.meta_pickle()}, self.version.dataset_class
         make_archive(path, {f"{dataset_class.base_folder}/{name}": content for name, content in files.items()})

@@ -63,7 +63,7 @@ def open_dataset(config: DataConfig, world: World, *, fetch: bool = True) -> Dat
 def find_dataset(config: DataConfig, *, download: bool) -> Dataset:
     """Return the dataset `dataset`, in one process. `DataError` if it is missing or damaged.
 
-    For a loader that needs no data, black images replace those of CIFAR and ImageNet, and no file is read.
+    For a loader that needs no data, black images replace CIFAR and ImageNet, and no file is read.
     """
     if is_user_code(config.dataset):
         dataset = load_own(config)

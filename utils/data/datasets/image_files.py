@@ -144,7 +144,7 @@ class ImageFiles(EncodedImages):
 
 
 def decode_image(content: bytes) -> "Image.Image":
-    """Decode an image to RGB, for every loader. Raises whatever PIL raises if the bytes are no image.
+    """Decode an image to RGB, for every loader. Raises PIL's exception if the bytes are no image.
 
     As torchvision.datasets.ImageFolder and PIL do, it ignores the EXIF orientation, drops alpha and takes the first
     frame. But of 16-bit grey it keeps the upper eight bits, since PIL's conversion makes nearly all pixels white.
@@ -175,7 +175,7 @@ def _reason(error: Exception) -> str:
 
 
 def image_sides(content: bytes) -> tuple[int, int]:
-    """Return (width, height) from an image's header. Raises whatever PIL raises if the bytes are no image."""
+    """Return (width, height) from an image's header. Raises PIL's exception if the bytes are no image."""
     from PIL import Image
 
     with Image.open(io.BytesIO(content)) as encoded:

@@ -101,7 +101,7 @@ class Preparation:
 
 def encode_for_dali(content: bytes, *, pass_jpeg: bool) -> tuple[np.ndarray, int, int]:
     """Return an encoded image, uint8 [bytes], its height and width. With `pass_jpeg`, a whole JPEG in grey or RGB is
-    unchanged; PIL decodes any other image to PPM. Raises whatever PIL raises if it is not an image.
+    unchanged; PIL decodes any other image to PPM. Raises PIL's exception if it is not an image.
 
     PIL reads the header of each image: NVIDIA DALI 2.4 may kill the process when it parses an unknown file.
     """
