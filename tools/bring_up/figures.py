@@ -104,7 +104,7 @@ def _training(part: str, folder: Path, *, done: bool) -> Iterator[Figure]:
         yield single(part, "training", rate, "images/s")
 
 
-# ---- published figures (docs/sources.md) and this project's goals
+# ---- published figures (results/reference/README.md) and this project's goals
 
 
 class Published(NamedTuple):

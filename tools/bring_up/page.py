@@ -107,7 +107,7 @@ def _tables(progress: BringUpProgress, figures: Sequence[Figure], changes: Seque
         Section("Compared with the baseline", "baseline", ("figure", "before", "now", "change", ""), compared,
                 f"Both {device}. {REGRESSION}"),
         Section("Compared with published figures and goals", "published", compare, published,
-                "Images/s unless another unit is named. docs/sources.md has the sources."),
+                "Images/s unless another unit is named. results/reference/README.md has the sources."),
         Section("Parts", "parts", ("part", "state", "time", "calls", "note"), parts),
         Section("Figures", "figures", ("part", "figure", device, "unit", "fraction of a limit"), rows,
                 "Median (lowest-highest) of the trials. The part limits measured the limits here."),
