@@ -739,7 +739,7 @@ def test_node_that_never_starts_is_named(cluster: SlurmCluster, project: Path, t
     options = (*OPTIONS, "--nodelist=node[1-2]")
     run = Run(cluster, project, "never", options=options, PATH=path, JOIN_TIMEOUT="5", SLURM_WAIT="2")
     run.end("FAILED")
-    assert "Nodes where nothing started: node2\n" in run.log() and "all must reach node1:" in run.log()
+    assert "Nodes where nothing started: node2\n" in run.log() and "all nodes must reach node1:" in run.log()
 
 
 @slurm
