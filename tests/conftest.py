@@ -131,7 +131,7 @@ def tiny() -> Callable[..., Config]:
 
 
 @pytest.fixture
-def alone() -> World:
+def one_rank() -> World:
     """A single process on the CPU."""
     return World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 

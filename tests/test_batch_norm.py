@@ -67,9 +67,9 @@ class Increments(TorchDispatchMode):
 
 @pytest.mark.parametrize("changes", [{}, {"micro_batch_size": 8, "ema_decay": 0.9}], ids=["plain", "accumulation"])
 def test_a_forward_pass_increments_all_counters_in_one_operation(
-    tiny: Tiny, alone: World, changes: dict[str, object]
+    tiny: Tiny, one_rank: World, changes: dict[str, object]
 ) -> None:
-    learner = Trainer(tiny(**changes), alone).learner
+    learner = Trainer(tiny(**changes), one_rank).learner
     with Increments() as increments:
         learner.train_step(torch.randn(32, 3, 32, 32), torch.randint(10, (32,)))
     passes = learner.batch.accumulation

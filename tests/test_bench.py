@@ -135,23 +135,23 @@ def test_loaders_measures_every_loader_and_writes_the_report(tmp_path: Path) -> 
         assert 0 <= values["waiting"]["median"] < 1
 
 
-def test_loaders_read_each_epoch_cold_and_then_cached(tiny, alone, monkeypatch) -> None:
+def test_loaders_read_each_epoch_cold_and_then_cached(tiny, one_rank, monkeypatch) -> None:
     config = tiny(batch_size=8, limit_train_batches=5)
-    loader = build_loaders(config, open_dataset(config, alone), alone).train
+    loader = build_loaders(config, open_dataset(config, one_rank), one_rank).train
     events: list[object] = []
     set_epoch = loader.set_epoch
     monkeypatch.setattr(loader, "set_epoch", lambda epoch: (events.append(epoch), set_epoch(epoch)))
     monkeypatch.setattr(loaders, "drop_page_cache", lambda: events.append("dropped"))
-    case = loaders.LoaderTrial(config, loader, None, alone, num_batches=4, num_steps=0, cold=True)
+    case = loaders.LoaderTrial(config, loader, None, one_rank, num_batches=4, num_steps=0, cold=True)
     assert case().keys() == case().keys() == {"cold_images_per_sec", "images_per_sec"}
     assert events == ["dropped", 0, 0, "dropped", 1, 1]
     with pytest.raises(ConfigError, match=r"a trial's 1 \+ 5 batches exceed an epoch's 5"):
-        loaders.LoaderTrial(config, loader, None, alone, num_batches=5, num_steps=0, cold=True)
+        loaders.LoaderTrial(config, loader, None, one_rank, num_batches=5, num_steps=0, cold=True)
 
 
-def test_loaders_compare_data_paths(tiny, alone, monkeypatch, tmp_path, capsys) -> None:
+def test_loaders_compare_data_paths(tiny, one_rank, monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(loaders, "drop_page_cache", lambda: None)
-    monkeypatch.setattr(common, "on_all_ranks", lambda config, action: action(alone) or 0)
+    monkeypatch.setattr(common, "on_all_ranks", lambda config, action: action(one_rank) or 0)
     parser = argparse.ArgumentParser()
     loaders.add_arguments(parser)
     options = ["--config=quickstart", "--set=batch_size=32", "--loaders=device,synthetic", f"--json={tmp_path}/report"]
@@ -235,14 +235,14 @@ def evaluated(config: Config, world: World, samples: dict[str, Trials], limits: 
     return evaluate(samples, per_image(config, world, limits), limits)
 
 
-def test_fractions_count_the_datasets_own_images(tiny, alone) -> None:
+def test_fractions_count_the_datasets_own_images(tiny, one_rank) -> None:
     """ImageNet's images have 49 times the pixels of CIFAR's, and in a ResNet nearly 49 times the work."""
     samples = {"full": Trials((100.0,))}
     kinds = ("product float32, TFLOP/s", "convolution float32 NHWC, TFLOP/s")
     ceilings = dict.fromkeys((*kinds, "memory, GB/s"), Trials((1.0,)))
     small, large = (
         evaluated(
-            tiny(dataset=name, num_classes=10, image_size=None, data_loader="synthetic"), alone, samples, ceilings
+            tiny(dataset=name, num_classes=10, image_size=None, data_loader="synthetic"), one_rank, samples, ceilings
         )
         for name in ("cifar10", "imagenet")
     )
@@ -251,11 +251,11 @@ def test_fractions_count_the_datasets_own_images(tiny, alone) -> None:
 
 
 @pytest.mark.parametrize("faster", ["product", "convolution"])
-def test_the_arithmetic_limit_is_the_faster_of_products_and_convolutions(faster, tiny, alone) -> None:
+def test_the_arithmetic_limit_is_the_faster_of_products_and_convolutions(faster, tiny, one_rank) -> None:
     limits = {"product float32, TFLOP/s": 1.0, "convolution float32 NHWC, TFLOP/s": 1.0, "memory, GB/s": 1.0}
     limits[next(name for name in limits if name.startswith(faster))] = 4.0
     ceilings = {name: Trials((value,)) for name, value in limits.items()}
-    result = evaluated(tiny(), alone, {"full": Trials((100.0,))}, ceilings)
+    result = evaluated(tiny(), one_rank, {"full": Trials((100.0,))}, ceilings)
     assert result["arithmetic_share"] == pytest.approx(result["tflops"] / 4)
 
 
@@ -333,16 +333,16 @@ def counted(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., 
     return calls
 
 
-def test_nothing_is_timed_before_a_graph_is_captured(tiny, alone, monkeypatch) -> None:
+def test_nothing_is_timed_before_a_graph_is_captured(tiny, one_rank, monkeypatch) -> None:
     config = tiny("fastest")
     assert training.capture_steps(config, torch.device("cuda")) == GRAPH_WARMUP_STEPS + 1
-    assert training.capture_steps(config, alone.device) == 0
+    assert training.capture_steps(config, one_rank.device) == 0
     for module in (training, loaders):
         monkeypatch.setattr(module, "capture_steps", lambda config, device: 5)
     steps = counted(monkeypatch, "utils.training.learner.Learner.train_step", lambda *_: None)
     rung = training.Rung(tiny())
     assert len(steps) == 5
-    case = loaders.LoaderTrial(tiny(), rung.loader, rung.learner.train_step, alone, num_batches=1, num_steps=2)
+    case = loaders.LoaderTrial(tiny(), rung.loader, rung.learner.train_step, one_rank, num_batches=1, num_steps=2)
     case()
     assert len(steps) == 5 + 5 + 2
 
@@ -366,15 +366,15 @@ def test_a_case_that_cannot_run_here_is_skipped_unless_it_is_the_only_one(capsys
             common.measure(chosen, 2, skip_unavailable=skip)
 
 
-def test_measured_steps_get_their_batches_as_in_the_trainer(tiny, alone, monkeypatch) -> None:
+def test_measured_steps_get_their_batches_as_in_the_trainer(tiny, one_rank, monkeypatch) -> None:
     config = tiny(enable_prefetch=True)
     feeding = [counted(monkeypatch, f"tools.bench.{name}.prefetch", prefetch) for name in ("training", "loaders")]
     step = peers.OurStep(config)
     step(0, 1)
-    loaders.LoaderTrial(config, step.loader, step.learner.train_step, alone, num_batches=1, num_steps=1)()
+    loaders.LoaderTrial(config, step.loader, step.learner.train_step, one_rank, num_batches=1, num_steps=1)()
     for calls in feeding:
         ((seen, _, device),) = calls
-        assert (seen, device) == (config, alone.device)
+        assert (seen, device) == (config, one_rank.device)
 
 
 @pytest.mark.slow

@@ -25,11 +25,11 @@ def texts(events: EventAccumulator, tag: str) -> str:
 
 
 @pytest.fixture
-def run(tiny, alone, tmp_path):
+def run(tiny, one_rank, tmp_path):
     def train(**changes):
         folder = tmp_path / "run"
         resume = str(folder) if folder.exists() else "auto"
-        trainer = Trainer(tiny(log_to_tensorboard=True, **changes), alone, folder, "tiny", resume)
+        trainer = Trainer(tiny(log_to_tensorboard=True, **changes), one_rank, folder, "tiny", resume)
         trainer.train()
         return folder
 
@@ -104,7 +104,7 @@ def test_hparams_start_with_the_changes_and_four_settings(run):
     }
 
 
-def test_hparams_have_a_row_before_the_run_ends(tiny, alone, tmp_path):
+def test_hparams_have_a_row_before_the_run_ends(tiny, one_rank, tmp_path):
     board = Board(tmp_path, epoch=0, step=0)
     board.describe(tiny(), "tiny", {})
     board.close()
@@ -137,8 +137,8 @@ def test_a_resumed_run_cuts_what_it_trains_again_and_loses_no_point(run):
         assert len(events.Scalars("by_second/acc1_valid")) == (1 if kept else 3)
 
 
-def test_without_tensorboard_there_is_no_folder(tiny, alone, tmp_path):
-    Trainer(tiny(max_epochs=1), alone, tmp_path / "run", "tiny", "auto").train()
+def test_without_tensorboard_there_is_no_folder(tiny, one_rank, tmp_path):
+    Trainer(tiny(max_epochs=1), one_rank, tmp_path / "run", "tiny", "auto").train()
     assert not (tmp_path / "run/tb_logs").exists()
     end = records(tmp_path / "run", "end")
     assert len(end) == 1 and end[0]["best_epoch"] == 1 and len(end[0]["worst_classes"]) == 10

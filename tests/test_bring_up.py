@@ -413,7 +413,7 @@ def test_a_missing_rung_is_a_regression(tmp_path: Path) -> None:
     before = read_figures(tmp_path, progress.parts)
     now = [figure for figure in before if "bs256-amp" not in figure.name]
     gone = Baseline(MACHINE, {"ladder": "done"}, before).missing(now, progress.parts)
-    assert gone == ["ladder: bs256-amp, images/s", "ladder: bs256-amp, step alone, images/s"]
+    assert gone == ["ladder: bs256-amp, images/s", "ladder: bs256-amp, step one_rank, images/s"]
 
 
 def test_a_failed_part_runs_again_if_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,11 +63,13 @@ def test_a_short_burn_in_on_this_machine(monkeypatch: pytest.MonkeyPatch, capsys
     assert found["figures"]["images/s"] > 0
 
 
-def test_a_round_with_a_different_fingerprint_fails(tiny: Any, alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_with_a_different_fingerprint_fails(
+    tiny: Any, one_rank: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(burn_in, "ROUND_SECONDS", 0.1)
     fingerprints = itertools.chain(["a", "b"], itertools.repeat("a"))
     monkeypatch.setattr("tools.doctor.fingerprints.train_fixed_network", lambda device: next(fingerprints))
-    finding = burn_in.burn_in(tiny(), alone, 0.02)
+    finding = burn_in.burn_in(tiny(), one_rank, 0.02)
     assert finding.level == "fail"
     assert re.search(r"; 1 of \d+ fingerprints differ", finding.message), finding
 

@@ -64,8 +64,8 @@ def folder(tmp_path, state):
     return tmp_path
 
 
-def test_a_checkpoint_holds_exactly_the_keys_of_the_table(tiny, alone, tmp_path):
-    trainer = Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto")
+def test_a_checkpoint_holds_exactly_the_keys_of_the_table(tiny, one_rank, tmp_path):
+    trainer = Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto")
     trainer.train()
     state = read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])
     assert state.keys() == checkpoint.KEYS
@@ -109,12 +109,12 @@ def test_damaged_anywhere_it_is_skipped_and_reported(folder, damage):
         assert complaints == [complaint], seed
 
 
-def test_the_log_names_skipped_checkpoints(tiny, alone, tmp_path):
-    Trainer(tiny(max_epochs=2, keep_checkpoints=2), alone, tmp_path, "tiny", "auto").train()
+def test_the_log_names_skipped_checkpoints(tiny, one_rank, tmp_path):
+    Trainer(tiny(max_epochs=2, keep_checkpoints=2), one_rank, tmp_path, "tiny", "auto").train()
     own = tmp_path / "checkpoints"
     for path in (newest := list_checkpoints(own)[0]), own / "best.pt":
         path.write_bytes(path.read_bytes()[:-1])
-    trainer = Trainer(tiny(max_epochs=2), alone, tmp_path, "tiny", "auto")
+    trainer = Trainer(tiny(max_epochs=2), one_rank, tmp_path, "tiny", "auto")
     trainer.train()
     log = (tmp_path / "train.log").read_text(encoding="utf-8")
     assert f"Skipped: {newest}: is damaged" in log
@@ -123,13 +123,13 @@ def test_the_log_names_skipped_checkpoints(tiny, alone, tmp_path):
     assert trainer.progress.best["epoch"] == 2 and read_checkpoint(own / "best.pt")["epoch"] == 2
 
 
-def test_no_good_one_is_an_error_of_status_4(tiny, alone, tmp_path):
-    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
+def test_no_good_one_is_an_error_of_status_4(tiny, one_rank, tmp_path):
+    Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto").train()
     damaged = list_checkpoints(tmp_path / "checkpoints")[0]
     damaged.write_bytes(b"nothing")
     before = contents(tmp_path)
     with pytest.raises(CheckpointError, match=r"step-000000004.pt: is damaged .*\n.*--resume never") as raised:
-        Trainer(tiny(), alone, tmp_path, "tiny", "auto").train()
+        Trainer(tiny(), one_rank, tmp_path, "tiny", "auto").train()
     assert f"--resume {tmp_path / 'checkpoints/best.pt'} resumes from the best one" in str(raised.value)
     assert raised.value.exit_status == 4
     assert contents(tmp_path) == before
@@ -194,33 +194,33 @@ def test_a_value_of_a_wrong_type_is_refused_in_a_line_that_names_it(tmp_path, st
     assert "\n" not in str(raised.value) and raised.value.exit_status == 4
 
 
-def test_a_forged_checkpoint_is_refused_before_anything_moves(tiny, alone, tmp_path):
-    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
+def test_a_forged_checkpoint_is_refused_before_anything_moves(tiny, one_rank, tmp_path):
+    Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto").train()
     newest = list_checkpoints(tmp_path / "checkpoints")[0]
     newest.write_bytes(encode(read_checkpoint(newest) | {"best": "the best"}))
     before = contents(tmp_path)
     for resume in ("auto", str(newest)):
         with pytest.raises(CheckpointError, match=r"not a checkpoint of this program: best: "):
-            Trainer(tiny(), alone, tmp_path, "tiny", resume).train()
+            Trainer(tiny(), one_rank, tmp_path, "tiny", resume).train()
     assert contents(tmp_path) == before
 
 
-def test_a_pipe_with_a_checkpoints_name_is_skipped(tiny, alone, tmp_path):
+def test_a_pipe_with_a_checkpoints_name_is_skipped(tiny, one_rank, tmp_path):
     """Opening it would wait forever for a writer."""
-    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
+    Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto").train()
     own = tmp_path / "checkpoints"
     (own / "best.pt").unlink()
     os.mkfifo(own / "best.pt")
     os.mkfifo(own / "step-000000999.pt")
-    Trainer(tiny(max_epochs=2), alone, tmp_path, "tiny", str(tmp_path)).train()
+    Trainer(tiny(max_epochs=2), one_rank, tmp_path, "tiny", str(tmp_path)).train()
     log = (tmp_path / "train.log").read_text(encoding="utf-8")
     assert f"Skipped: {own / 'step-000000999.pt'}: cannot be read: not a regular file" in log
     assert f"Skipped: {own / 'best.pt'}: cannot be read: not a regular file" in log
     assert read_checkpoint(own / "best.pt")["epoch"] == 2
 
 
-def test_another_model_batch_or_order_is_refused_with_what_differs(tiny, alone, tmp_path):
-    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
+def test_another_model_batch_or_order_is_refused_with_what_differs(tiny, one_rank, tmp_path):
+    Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto").train()
     before = contents(tmp_path)
     for change, named in (
         ({"model": "resnet20"}, "model 'resnet8' -> 'resnet20'"),
@@ -228,14 +228,14 @@ def test_another_model_batch_or_order_is_refused_with_what_differs(tiny, alone, 
         ({"seed": 5}, "seed 0 -> 5"),
     ):
         with pytest.raises(CheckpointError, match=f"does not fit this configuration: {named}\\n"):
-            Trainer(tiny(**change), alone, tmp_path, "tiny", str(tmp_path)).train()
+            Trainer(tiny(**change), one_rank, tmp_path, "tiny", str(tmp_path)).train()
     assert contents(tmp_path) == before
 
 
-def test_another_networks_weights_are_refused_by_name(tiny, alone, tmp_path):
-    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
+def test_another_networks_weights_are_refused_by_name(tiny, one_rank, tmp_path):
+    Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto").train()
     before = contents(tmp_path)
-    trainer = Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto")
+    trainer = Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto")
     trainer.learner.model.fc = torch.nn.Linear(64, 10, bias=False)
     trainer.learner.model.extra = torch.nn.Linear(1, 1, bias=False)
     with pytest.raises(CheckpointError, match=r"fc.bias \(only in the checkpoint\), extra.weight \(not in"):
@@ -243,9 +243,9 @@ def test_another_networks_weights_are_refused_by_name(tiny, alone, tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_what_may_change_is_logged_and_used(tiny, alone, tmp_path):
-    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
-    trainer = Trainer(tiny(lr=0.05), alone, tmp_path, "tiny", str(tmp_path))
+def test_what_may_change_is_logged_and_used(tiny, one_rank, tmp_path):
+    Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto").train()
+    trainer = Trainer(tiny(lr=0.05), one_rank, tmp_path, "tiny", str(tmp_path))
     trainer.train()
     assert "Resuming with another lr: 0.1 -> 0.05" in (tmp_path / "train.log").read_text()
     assert trainer.learner.optimizer.param_groups[0]["lr"] == 0.05
@@ -442,7 +442,7 @@ def test_training_does_not_wait_for_the_flush_before_a_write(tmp_path, state):
     assert len(list_checkpoints(tmp_path)) == 1
 
 
-def test_after_a_power_cut_the_records_reach_to_the_checkpoint(tiny, alone, tmp_path, monkeypatch):
+def test_after_a_power_cut_the_records_reach_to_the_checkpoint(tiny, one_rank, tmp_path, monkeypatch):
     """A power cut keeps of a file only what was synced to the disk."""
     metrics, durable, found = tmp_path / "metrics.jsonl", {}, []
     really = os.fsync
@@ -458,11 +458,11 @@ def test_after_a_power_cut_the_records_reach_to_the_checkpoint(tiny, alone, tmp_
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(checkpoint, "save_last", save)
-    Trainer(tiny(), alone, tmp_path, "tiny", "auto").train()
+    Trainer(tiny(), one_rank, tmp_path, "tiny", "auto").train()
     assert found == [(4, [1]), (8, [1, 2])]
 
 
-def test_a_kill_between_the_two_writes_loses_no_best_weights(tiny, alone, tmp_path, monkeypatch):
+def test_a_kill_between_the_two_writes_loses_no_best_weights(tiny, one_rank, tmp_path, monkeypatch):
     """Otherwise the run would count as finished without its best weights."""
     really = checkpoint.write_atomically
 
@@ -473,13 +473,13 @@ def test_a_kill_between_the_two_writes_loses_no_best_weights(tiny, alone, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "write_atomically", write_and_die)
         with pytest.raises(KeyboardInterrupt):
-            Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
-    trainer = Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto")
+            Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto").train()
+    trainer = Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto")
     trainer.train()
     assert trainer.progress.best["epoch"] == 1 == read_checkpoint(tmp_path / "checkpoints/best.pt")["epoch"]
 
 
-def test_validation_does_not_save_again_what_was_saved_before_it(tiny, alone, tmp_path, monkeypatch):
+def test_validation_does_not_save_again_what_was_saved_before_it(tiny, one_rank, tmp_path, monkeypatch):
     saved = []
 
     def save(folder, content, step, keep):
@@ -487,7 +487,7 @@ def test_validation_does_not_save_again_what_was_saved_before_it(tiny, alone, tm
         save_last(folder, content, step, keep)
 
     monkeypatch.setattr(checkpoint, "save_last", save)
-    Trainer(tiny(max_epochs=1, checkpoint_every_steps=2), alone, tmp_path, "tiny", "auto").train()
+    Trainer(tiny(max_epochs=1, checkpoint_every_steps=2), one_rank, tmp_path, "tiny", "auto").train()
     assert saved == [2, 4, 4]  # the last one has the result of the validation
 
 
@@ -521,27 +521,27 @@ def test_the_last_state_is_written_when_training_fails(tmp_path, state, slow_dis
     assert {path.name for path in tmp_path.iterdir()} == {"step-000000008.pt", "best.pt"}
 
 
-def test_temporary_files_of_a_killed_writer_are_removed(tiny, alone, tmp_path):
-    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
+def test_temporary_files_of_a_killed_writer_are_removed(tiny, one_rank, tmp_path):
+    Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto").train()
     leftover = tmp_path / "checkpoints" / ".step-000000008.pt.123.tmp"
     leftover.write_bytes(b"half")
-    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
+    Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto").train()
     assert not leftover.exists()
 
 
 # ---- run folders
 
 
-def test_a_second_run_in_one_folder_is_refused(tiny, alone, tmp_path, monkeypatch):
+def test_a_second_run_in_one_folder_is_refused(tiny, one_rank, tmp_path, monkeypatch):
     refused = []
-    trainer = Trainer(tiny(max_epochs=1), alone, tmp_path)
+    trainer = Trainer(tiny(max_epochs=1), one_rank, tmp_path)
     validate = trainer.validate_one_epoch
 
     def start_another():
         before = contents(tmp_path)
         for resume in ("auto", "never"):
             with pytest.raises(ConfigError, match="another run is writing here; wait for it or choose another"):
-                Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", resume).train()
+                Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", resume).train()
         assert contents(tmp_path) == before
         refused.append(True)
         return validate()
@@ -572,32 +572,32 @@ def test_loader_workers_of_a_killed_run_do_not_hold_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["checkpoints/best.pt", "deep/best.pt"])
-def test_a_run_can_resume_from_a_checkpoint_in_the_folder_that_is_moved_aside(tiny, alone, tmp_path, name):
+def test_a_run_can_resume_from_a_checkpoint_in_the_folder_that_is_moved_aside(tiny, one_rank, tmp_path, name):
     folder = tmp_path / "run"
-    Trainer(tiny(max_epochs=1), alone, folder, "tiny", "auto").train()
+    Trainer(tiny(max_epochs=1), one_rank, folder, "tiny", "auto").train()
     (folder / name).parent.mkdir(exist_ok=True)
     if not (folder / name).exists():
         (folder / "checkpoints/best.pt").rename(folder / name)
-    trainer = Trainer(tiny(max_epochs=2), alone, folder, "tiny", str(folder / name))
+    trainer = Trainer(tiny(max_epochs=2), one_rank, folder, "tiny", str(folder / name))
     trainer.train()
     assert trainer.progress.epoch == 2 and len(list_checkpoints(folder / "checkpoints")) == 2
 
 
-def test_another_runs_checkpoint_of_the_same_step_overwrites_none(tiny, alone, tmp_path):
+def test_another_runs_checkpoint_of_the_same_step_overwrites_none(tiny, one_rank, tmp_path):
     for name, workers in (("run", 0), ("other", 1)):
         config = tiny(max_epochs=1, num_data_workers=workers)
-        Trainer(config, alone, tmp_path / name, "tiny", "auto").train()
+        Trainer(config, one_rank, tmp_path / name, "tiny", "auto").train()
     own = tmp_path / "run/checkpoints"
     before = (own / "step-000000004.pt").read_bytes()
     shutil.copy(tmp_path / "other/checkpoints/step-000000004.pt", own / "step-000000099.pt")
-    Trainer(tiny(max_epochs=1, keep_checkpoints=9), alone, tmp_path / "run", "tiny", "auto").train()
+    Trainer(tiny(max_epochs=1, keep_checkpoints=9), one_rank, tmp_path / "run", "tiny", "auto").train()
     assert (own / "step-000000004.pt.superseded").read_bytes() == before
 
 
-def test_a_start_killed_while_it_goes_back_loses_nothing(tiny, alone, tmp_path, monkeypatch):
+def test_a_start_killed_while_it_goes_back_loses_nothing(tiny, one_rank, tmp_path, monkeypatch):
     """Going back to step 4 of 12 moves two checkpoints and cuts the records; a kill comes before one of these."""
     config, whole = tiny(max_epochs=3, keep_checkpoints=9), tmp_path / "whole"
-    Trainer(config, alone, whole, "tiny", "auto").train()
+    Trainer(config, one_rank, whole, "tiny", "auto").train()
     for event in (1, 2, 3):
         folder = shutil.copytree(whole, tmp_path / f"run-{event}")
         command = str(folder / "checkpoints/step-000000004.pt")
@@ -606,10 +606,10 @@ def test_a_start_killed_while_it_goes_back_loses_nothing(tiny, alone, tmp_path, 
             for function in ("_set_aside", "_cut_records"):
                 patch.setattr(run_folder, function, _interrupted_after(remaining, getattr(run_folder, function)))
             with pytest.raises(KeyboardInterrupt):
-                Trainer(config, alone, folder, "tiny", command).train()
+                Trainer(config, one_rank, folder, "tiny", command).train()
         steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert max(steps) >= read_checkpoint(list_checkpoints(folder / "checkpoints")[0])["step"]
-        Trainer(config, alone, folder, "tiny", command).train()
+        Trainer(config, one_rank, folder, "tiny", command).train()
         states = [read_checkpoint(path / "checkpoints/step-000000012.pt") for path in (folder, whole)]
         assert all(torch.equal(value, states[1]["model"][name]) for name, value in states[0]["model"].items()), event
 
@@ -634,19 +634,19 @@ def _with_value(state, place, value):
     return state | {place[0]: _with_value(state.get(place[0]), place[1:], value)}
 
 
-def test_damaged_lines_of_the_metrics_do_not_prevent_resuming(tiny, alone, tmp_path):
-    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
+def test_damaged_lines_of_the_metrics_do_not_prevent_resuming(tiny, one_rank, tmp_path):
+    Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto").train()
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes() + b"[" * 100_000 + b"\n" + b'\xff\xfe{"kind')
-    Trainer(tiny(max_epochs=2), alone, tmp_path, "tiny", str(tmp_path)).train()
+    Trainer(tiny(max_epochs=2), one_rank, tmp_path, "tiny", str(tmp_path)).train()
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()][-1] == 8
 
 
-def test_a_folder_that_cannot_be_used_is_named(tiny, alone, tmp_path):
-    Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
+def test_a_folder_that_cannot_be_used_is_named(tiny, one_rank, tmp_path):
+    Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto").train()
     (tmp_path / "checkpoints/.step.tmp").mkdir()  # a start removes temporary files, but cannot remove a folder
     with pytest.raises(ExpectedError, match=r"\.step\.tmp: cannot be used: "):
-        Trainer(tiny(max_epochs=1), alone, tmp_path, "tiny", "auto").train()
+        Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto").train()
 
 
 def test_the_lock_of_a_folder_that_is_moved_aside_does_not_lock_the_new_one(tmp_path, monkeypatch):
@@ -677,12 +677,12 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
         run_folder.lock_folder(tmp_path / "run")
 
 
-def test_the_working_directory_can_be_the_run_folder(tiny, alone, tmp_path, monkeypatch):
+def test_the_working_directory_can_be_the_run_folder(tiny, one_rank, tmp_path, monkeypatch):
     (tmp_path / "run/deep").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "run")
     folder = parse_arguments([f"--yaml_config={CIFAR100}", "--run-dir=deep/.."]).run_dir
     for _ in range(2):
-        Trainer(tiny(max_epochs=1), alone, folder, "tiny", "never").train()
+        Trainer(tiny(max_epochs=1), one_rank, folder, "tiny", "never").train()
     for run in ("run", "run.1"):
         assert newest_good(tmp_path / run / "checkpoints")[0] is not None
 

@@ -286,12 +286,12 @@ def test_python_and_cpp_agree_on_the_number_of_lanes() -> None:
 
 
 def test_a_checkpoint_is_evaluated_equally_with_and_without_it(
-    tiny: Tiny, alone: World, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, one_rank: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conv_winograd, "MIN_CHANNEL_PAIRS", 1)
     images = random(4, 3, 32, 32, seed=0)
     configs = [tiny(ema_decay=0.9, **ON), tiny(ema_decay=0.9, enable_nhwc=True)]
-    first, second = (build_classifier(config, build_model, alone) for config in configs)
+    first, second = (build_classifier(config, build_model, one_rank) for config in configs)
     assert "WinogradConv2d" in kinds(first.ema.network) and "WinogradConv2d" not in kinds(second.validated)
     second.load_network({"model": first.weights.state_dict(), "average": first.ema.state_dict()})
     for one in (first, second):

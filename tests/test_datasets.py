@@ -216,7 +216,7 @@ BATCH_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 
 @pytest.mark.parametrize("variable", [*BATCH_JOBS, "TORCHELASTIC_RUN_ID", None])
-def test_a_batch_job_does_not_download(alone: World, variable: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_job_does_not_download(one_rank: World, variable: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun's variable does not mean a batch job."""
     asked = []
 
@@ -230,7 +230,7 @@ def test_a_batch_job_does_not_download(alone: World, variable: str | None, monke
     if variable is not None:
         monkeypatch.setenv(variable, "17.server")
     for fetch in (True, False):
-        utils.data.build.open_dataset(load_config(CIFAR100, "default"), alone, fetch=fetch)
+        utils.data.build.open_dataset(load_config(CIFAR100, "default"), one_rank, fetch=fetch)
     assert asked == [variable not in BATCH_JOBS, False]
 
 

@@ -419,15 +419,15 @@ def test_accumulated_statistics_are_the_mean_over_micro_batches() -> None:
         assert torch.allclose(getattr(layer, name), mean, rtol=1e-5)
 
 
-def test_settings_that_cannot_work_here_are_refused(alone: World) -> None:
+def test_settings_that_cannot_work_here_are_refused(one_rank: World) -> None:
     pair = World(rank=0, local_rank=0, world_size=2, device=torch.device("cpu"))
     model = nn.Linear(1, 1)
     with pytest.raises(ConfigError, match="enable_sync_bn needs CUDA devices, this run is on cpu"):
         synchronise_batch_norm(configuration(enable_sync_bn=True), model, pair)
     with pytest.raises(ConfigError, match="dataparallel needs CUDA devices, this run is on cpu"):
-        distribute(configuration(parallel="dataparallel"), model, alone)
+        distribute(configuration(parallel="dataparallel"), model, one_rank)
     with pytest.raises(ConfigError, match="no_communication compares several ranks"):
-        distribute(configuration(parallel="no_communication"), model, alone)
+        distribute(configuration(parallel="no_communication"), model, one_rank)
     with pytest.raises(ConfigError, match="batch_size 24 cannot be split evenly over 5 ranks"):
         divide_batch(BATCH, 5, None)
 
@@ -452,7 +452,7 @@ def test_dataparallel_refuses_settings_that_need_one_gpu() -> None:
     configuration(parallel="dataparallel", enable_cuda_graphs="auto", fused_optimizer=True)
 
 
-def test_batch_norm_is_synchronised_over_several_ranks_only(alone: World) -> None:
+def test_batch_norm_is_synchronised_over_several_ranks_only(one_rank: World) -> None:
     def kinds(model: nn.Module) -> set[type]:
         return {type(module) for module in model.modules() if "BatchNorm" in type(module).__name__}
 
@@ -473,12 +473,12 @@ def test_settings_for_measurements_only_log_a_warning() -> None:
     assert "one process drives all GPUs" in describe_parallel(configuration(parallel="dataparallel"))[0]
 
 
-def test_cores_near_a_gpu(tmp_path: Path, alone: World) -> None:
+def test_cores_near_a_gpu(tmp_path: Path, one_rank: World) -> None:
     (tmp_path / "0000:3b:00.0").mkdir()
     (tmp_path / "0000:3b:00.0/local_cpulist").write_text("0-2,8,10-11\n")
     assert cores_near("0000:3b:00.0", tmp_path) == {0, 1, 2, 8, 10, 11}
     assert cores_near("0000:af:00.0", tmp_path) == set()
-    assert pin_near_gpu(alone) == []
+    assert pin_near_gpu(one_rank) == []
 
 
 def test_a_rank_is_pinned_to_the_usable_cores_near_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -503,12 +503,12 @@ def test_a_rank_is_pinned_to_the_usable_cores_near_its_gpu(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("rule", "peak"), [("none", 0.1), ("sqrt", 0.2), ("linear", 0.4)])
-def test_learning_rate_follows_the_batch(alone: World, rule: str, peak: float) -> None:
+def test_learning_rate_follows_the_batch(one_rank: World, rule: str, peak: float) -> None:
     """With four times the reference batch; the warm-up starts at a quarter."""
     config = configuration(
         lr=0.1, lr_scale_rule=rule, lr_reference_batch_size=BATCH // 4, lr_warmup_epochs=1, lr_schedule="constant"
     )
     assert config.peak_lr == pytest.approx(peak)
-    trainer = train.Trainer(config, alone)
+    trainer = train.Trainer(config, one_rank)
     set_learning_rate(trainer.learner.optimizer, trainer.learner.schedule.factor(0))
     assert [group["lr"] for group in trainer.learner.optimizer.param_groups] == pytest.approx([peak / 4])

@@ -111,11 +111,11 @@ def test_shared_memory_must_suffice_for_the_loader_workers(small_disk, monkeypat
     assert machine.check_shared_memory(1_000_000, workers=6).level == "fail"
 
 
-def test_shared_memory_is_computed_from_the_datasets_image_size(alone, monkeypatch, tmp_path):
+def test_shared_memory_is_computed_from_the_datasets_image_size(one_rank, monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(workers, "check_shared_memory", lambda *arguments: calls.append(arguments))
     settings = ["dataset=imagenet", "data_loader=torchvision", "num_data_workers=1", "batch_size=512"]
-    machine.machine_checks(load_config(CIFAR100, "default", [*settings, f"data_path={tmp_path}"]), tmp_path, alone)
+    machine.machine_checks(load_config(CIFAR100, "default", [*settings, f"data_path={tmp_path}"]), tmp_path, one_rank)
     assert calls == [(512 * 3 * 224 * 224, 1)]
 
 

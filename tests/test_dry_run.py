@@ -30,12 +30,12 @@ from utils.training.checks.dry_run import state_bytes
         {"opt_level": "O2", "optimizer": "lamb"},
     ],
 )
-def test_the_memory_estimate_counts_all_tensors_after_a_step(tiny, alone, changes):
+def test_the_memory_estimate_counts_all_tensors_after_a_step(tiny, one_rank, changes):
     def size(tensors: Any) -> int:
         return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
     config = tiny(fused_optimizer=False, **changes)
-    trainer = train.Trainer(config, alone)
+    trainer = train.Trainer(config, one_rank)
     trainer.learner.step(*next(iter(trainer.loaders.train)), trainer.learner.sums)
     ema = trainer.learner.ema
     if ema is not None:

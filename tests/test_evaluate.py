@@ -162,17 +162,17 @@ def test_a_folder_gives_the_same_figures_as_its_images_in_the_validation_set(run
     assert "1 files cannot be read and are skipped" in capsys.readouterr().out
 
 
-def test_top_counts_and_calibration_equal_their_definitions(alone):
+def test_top_counts_and_calibration_equal_their_definitions(one_rank):
     outputs, labels = torch.randn(500, 7, generator=torch.Generator().manual_seed(0)) * 3, torch.arange(500) % 7
-    top, calibration = TopCounts(3, alone.device), Calibration(alone.device, num_bins=10)
+    top, calibration = TopCounts(3, one_rank.device), Calibration(one_rank.device, num_bins=10)
     for part in torch.arange(500).split([200, 0, 299, 1]):
         top.add(outputs[part], labels[part])
         calibration.add(outputs[part], labels[part])
     ranks = (outputs >= outputs.gather(1, labels[:, None])).sum(1)
-    assert top.accuracy(alone) == (ranks <= 3).double().mean().item()
+    assert top.accuracy(one_rank) == (ranks <= 3).double().mean().item()
     confidence, predicted = outputs.double().softmax(1).max(1)
     expected = 0.0
-    bins = calibration.collect(alone)
+    bins = calibration.collect(one_rank)
     for number, part in enumerate(bins):
         chosen = (confidence > number / 10) & (confidence <= (number + 1) / 10)
         assert part.images == chosen.sum()
@@ -181,10 +181,10 @@ def test_top_counts_and_calibration_equal_their_definitions(alone):
             assert part.accuracy == pytest.approx(accuracy.item())
             expected += chosen.sum().item() / 500 * abs(accuracy - confidence[chosen].mean()).item()
     assert expected_calibration_error(bins) == pytest.approx(expected)
-    border = Calibration(alone.device, num_bins=4)
+    border = Calibration(one_rank.device, num_bins=4)
     border.add(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64))  # confidence 0.5 is in (0.25, 0.5]
     border.add(torch.eye(2) * 1000, torch.arange(2))  # confidence 1
-    assert [part.images for part in border.collect(alone)] == [0, 1, 0, 2]
+    assert [part.images for part in border.collect(one_rank)] == [0, 1, 0, 2]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:

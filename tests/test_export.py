@@ -31,8 +31,8 @@ def image_batch(tmp_path_factory):
     [{}, {"ema_decay": 0.8}, {"enable_nhwc": True, "opt_level": "O2", "loss_scale": 128.0}],
     ids=["the model", "its average", "O2"],
 )
-def test_the_exported_program_classifies_as_validation_did(tiny, alone, tmp_path, image_batch, changes, capsys):
-    Trainer(tiny(limit_train_batches=40, **changes), alone, tmp_path, "tiny", "auto").train()
+def test_the_exported_program_classifies_as_validation_did(tiny, one_rank, tmp_path, image_batch, changes, capsys):
+    Trainer(tiny(limit_train_batches=40, **changes), one_rank, tmp_path, "tiny", "auto").train()
     assert export.main([str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     pixels, labels = image_batch
@@ -45,8 +45,8 @@ def test_the_exported_program_classifies_as_validation_did(tiny, alone, tmp_path
     assert f"best acc1 {100 * best:.2f} %" in printed
 
 
-def test_safetensors_suffice_to_rebuild_the_network(tiny, alone, tmp_path, image_batch):
-    Trainer(tiny(), alone, tmp_path / "run", "tiny", "auto").train()
+def test_safetensors_suffice_to_rebuild_the_network(tiny, one_rank, tmp_path, image_batch):
+    Trainer(tiny(), one_rank, tmp_path / "run", "tiny", "auto").train()
     assert export.main([str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
     path = tmp_path / "out/model.safetensors"
     with safe_open(path, framework="pt") as file:

@@ -94,24 +94,24 @@ def everything(loader: Any, epoch: int = 0) -> tuple[torch.Tensor, torch.Tensor]
     return torch.cat([images for images, _ in batches]), torch.cat([labels for _, labels in batches])
 
 
-def test_classes_sizes_and_statistics_come_from_the_data(config: Callable[..., Config], alone: World) -> None:
-    dataset = open_dataset(config("imagefolder"), alone)
+def test_classes_sizes_and_statistics_come_from_the_data(config: Callable[..., Config], one_rank: World) -> None:
+    dataset = open_dataset(config("imagefolder"), one_rank)
     assert dataset.class_names == CLASSES
     assert dataset.train.image_shape == dataset.valid.image_shape == (3, 32, 32)
     assert np.bincount(dataset.train.labels).tolist() == [NUM_TRAIN] * 3
     images = dataset.train.read(np.arange(3 * NUM_TRAIN), None, replace=False).images  # fewer than the sample: all
     np.testing.assert_allclose(dataset.mean, images.mean((0, 2, 3)) / 255, rtol=1e-9)
     np.testing.assert_allclose(dataset.std, images.std((0, 2, 3)) / 255, rtol=1e-9)
-    assert open_dataset(config("imagenet", image_size=None), alone).train.image_shape == (3, 224, 224)
+    assert open_dataset(config("imagenet", image_size=None), one_rank).train.image_shape == (3, 224, 224)
 
 
 def test_hidden_folders_are_not_classes(
-    config: Callable[..., Config], made: Path, alone: World, tmp_path: Path
+    config: Callable[..., Config], made: Path, one_rank: World, tmp_path: Path
 ) -> None:
     for split in ("train", "val"):
         shutil.copytree(made / "small" / split, tmp_path / split)
         write_image(tmp_path / split / ".thumbnails/0.png", 0, 32, 32)
-    dataset = open_dataset(config("imagefolder", data_path=str(tmp_path)), alone)
+    dataset = open_dataset(config("imagefolder", data_path=str(tmp_path)), one_rank)
     assert dataset.class_names == CLASSES and len(dataset.train.labels) == 3 * NUM_TRAIN
 
 
@@ -126,9 +126,9 @@ def test_class_folders_are_found_by_their_escaped_names(tmp_path: Path) -> None:
 
 
 def test_validation_resizes_the_shorter_side_and_crops_the_centre(
-    config: Callable[..., Config], made: Path, alone: World
+    config: Callable[..., Config], made: Path, one_rank: World
 ) -> None:
-    files = open_dataset(config("imagenet"), alone).valid
+    files = open_dataset(config("imagenet"), one_rank).valid
     image = Image.open(made / "large/val" / CLASSES[0] / "3.JPEG")
     expected = functional.center_crop(functional.resize(image, 55), 48)  # 48 / 0.875 = 54.9
     np.testing.assert_array_equal(
@@ -253,7 +253,7 @@ def test_dali_that_fails_without_damaged_data_is_an_error(
 
 @pytest.mark.parametrize("backend", ["torchvision", "device", DALI])
 def test_unreadable_images_are_named_listed_and_skipped(
-    backend: str, config: Callable[..., Config], damaged: Path, alone: World, tmp_path: Path
+    backend: str, config: Callable[..., Config], damaged: Path, one_rank: World, tmp_path: Path
 ) -> None:
     chosen = config("imagenet", data_path=str(damaged), data_loader=backend, rnd_resized_crop=False, num_data_workers=1)
     built = build(chosen)
@@ -264,26 +264,28 @@ def test_unreadable_images_are_named_listed_and_skipped(
     _, labels = everything(built.valid)
     assert np.bincount(labels.tolist()).tolist() == [NUM_VALID, NUM_VALID, NUM_VALID - 1]
     listed = tmp_path / "unreadable.txt"
-    (line,) = report_unreadable(alone, built.every(), tmp_path)
+    (line,) = report_unreadable(one_rank, built.every(), tmp_path)
     assert "train/ant/1.JPEG and 2 more" in line and str(listed) in line
     names = [row.split("\t")[0] for row in listed.read_text().splitlines()]
     assert names == [str(damaged / name) for name in ("train/ant/1.JPEG", "train/cat/7.JPEG", "val/cat/0.JPEG")]
-    assert report_unreadable(alone, built.every(), tmp_path) == []  # nothing new
+    assert report_unreadable(one_rank, built.every(), tmp_path) == []  # nothing new
 
 
-def test_the_next_image_replaces_an_unreadable_one(config: Callable[..., Config], damaged: Path, alone: World) -> None:
-    train = open_dataset(config("imagenet", data_path=str(damaged)), alone).train
+def test_the_next_image_replaces_an_unreadable_one(
+    config: Callable[..., Config], damaged: Path, one_rank: World
+) -> None:
+    train = open_dataset(config("imagenet", data_path=str(damaged)), one_rank).train
     shown = train.read(np.array([0, 1, 2, 3 * NUM_TRAIN - 1]), None, replace=True).indices
     assert shown.tolist() == [0, 2, 2, 0]
 
 
 def test_the_list_keeps_entries_of_earlier_starts_and_the_bytes_of_names(
-    config: Callable[..., Config], made: Path, alone: World, tmp_path: Path
+    config: Callable[..., Config], made: Path, one_rank: World, tmp_path: Path
 ) -> None:
     (tmp_path / "unreadable.txt").write_bytes(b"/earlier\xff.jpg\tcut\n")
     built = build(config("imagefolder"))
     built.valid.unreadable = {os.fsdecode(b"/a\xe9\nb.jpg"): "cut"}
-    (line,) = report_unreadable(alone, built.every(), tmp_path)
+    (line,) = report_unreadable(one_rank, built.every(), tmp_path)
     assert line.isprintable() and "/a\\xe9" in line
     assert (tmp_path / "unreadable.txt").read_bytes() == b"/a\xe9\\nb.jpg\tcut\n/earlier\xff.jpg\tcut\n"
 
@@ -369,7 +371,7 @@ def test_wrong_folders_are_named(
 
 
 def test_an_unreadable_class_folder_is_named(
-    config: Callable[..., Config], alone: World, monkeypatch: pytest.MonkeyPatch
+    config: Callable[..., Config], one_rank: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scandir = os.scandir
 
@@ -380,7 +382,7 @@ def test_an_unreadable_class_folder_is_named(
 
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(DataError, match="train/cat: cannot be read: Permission denied"):
-        open_dataset(config("imagefolder"), alone)
+        open_dataset(config("imagefolder"), one_rank)
 
 
 def test_all_images_unreadable(config: Callable[..., Config], made: Path, tmp_path: Path) -> None:

@@ -171,8 +171,8 @@ def test_batch_norm_over_two_ranks_equals_one_rank_with_the_whole_batch(tmp_path
     one_step = {"limit_train_batches": 1}
     sync = {"enable_sync_bn": True, "limit_valid_batches": TINY["limit_valid_batches"] // 2}  # of each rank
     two = train_on(tmp_path / "two", "cuda", {"step": sync | one_step, "eager": sync, "graphs": sync | GRAPHS})
-    (alone,) = train_on(tmp_path / "one", "cpu", {"step": one_step}, ranks=1).values()
-    assert_equal(two["step"], alone)
+    (one_rank,) = train_on(tmp_path / "one", "cpu", {"step": one_step}, ranks=1).values()
+    assert_equal(two["step"], one_rank)
     assert_equal(two["graphs"], two["eager"])
 
 

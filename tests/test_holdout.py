@@ -83,10 +83,10 @@ def test_files_and_shards_hold_out_the_same_images(sharded: bool, tmp_path: Path
 
 
 @pytest.mark.parametrize(("number", "message"), [(10_000, "10000 training images; expected fewer"), (9_990, "exceeds")])
-def test_too_many_are_refused(number: int, message: str, tiny: Callable[..., Config], alone: World) -> None:
+def test_too_many_are_refused(number: int, message: str, tiny: Callable[..., Config], one_rank: World) -> None:
     config = tiny(holdout_images=number)
     with pytest.raises(ConfigError, match=message):
-        build_loaders(config, find_dataset(config, download=False), alone)
+        build_loaders(config, find_dataset(config, download=False), one_rank)
 
 
 def test_a_loader_without_images_cannot_hold_any_out(tiny: Callable[..., Config]) -> None:
@@ -116,7 +116,7 @@ HELD = {"holdout_images": 500, "limit_valid_batches": None, "ema_decay": 0.7}
 
 
 def test_the_test_images_are_read_once_at_the_end_and_evaluate_reads_them_again(
-    tiny: Callable[..., Config], alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Callable[..., Config], one_rank: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
     evaluate_one = Trainer._evaluate
@@ -126,7 +126,7 @@ def test_the_test_images_are_read_once_at_the_end_and_evaluate_reads_them_again(
         return evaluate_one(self, name, *others)
 
     monkeypatch.setattr(Trainer, "_evaluate", note)
-    last = train(tiny(**HELD), alone, tmp_path / "run")
+    last = train(tiny(**HELD), one_rank, tmp_path / "run")
     assert asked == ["validation", "validation", "test"]
     assert (last["epoch"]["images/valid"], last["end"]["test_images"]) == (500, 2_000)
     assert f"test acc1 {last['end']['test_acc1']:.2%}" in (tmp_path / "run/train.log").read_text()
@@ -143,25 +143,25 @@ def test_the_test_images_are_read_once_at_the_end_and_evaluate_reads_them_again(
 
 
 def test_without_held_out_images_nothing_is_tested(
-    tiny: Callable[..., Config], alone: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Callable[..., Config], one_rank: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "test_acc1" not in train(tiny(max_epochs=1), alone, tmp_path)["end"]
+    assert "test_acc1" not in train(tiny(max_epochs=1), one_rank, tmp_path)["end"]
     assert evaluate.main([str(tmp_path), "--test"]) == 2
     assert "the run held out no images" in capsys.readouterr().err
 
 
 def test_a_run_that_stops_at_its_target_is_tested_too(
-    tiny: Callable[..., Config], alone: World, tmp_path: Path
+    tiny: Callable[..., Config], one_rank: World, tmp_path: Path
 ) -> None:
-    last = train(tiny(stop_at_accuracy=0.01, max_epochs=5, **HELD), alone, tmp_path)
+    last = train(tiny(stop_at_accuracy=0.01, max_epochs=5, **HELD), one_rank, tmp_path)
     assert last["end"]["epoch"] == 1 and last["end"]["test_images"] == 2_000
 
 
 def test_a_run_stopped_in_the_test_resumes_to_the_same_figures(
-    tiny: Callable[..., Config], alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Callable[..., Config], one_rank: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = train(tiny(**HELD), alone, tmp_path / "whole")
-    trainer = Trainer(tiny(**HELD), alone, tmp_path / "parts", "held")
+    whole = train(tiny(**HELD), one_rank, tmp_path / "whole")
+    trainer = Trainer(tiny(**HELD), one_rank, tmp_path / "parts", "held")
     evaluate_one = Trainer._evaluate
 
     def stop_in_the_test(self: Trainer, name: str, *others: Any) -> dict[str, float]:
@@ -173,7 +173,7 @@ def test_a_run_stopped_in_the_test_resumes_to_the_same_figures(
         patch.setattr(Trainer, "_evaluate", stop_in_the_test)
         trainer.train()
     assert "end" not in last_records(tmp_path / "parts")
-    parts = train(tiny(**HELD), alone, tmp_path / "parts")
+    parts = train(tiny(**HELD), one_rank, tmp_path / "parts")
     for kind in ("epoch", "end"):
         assert {name: value for name, value in parts[kind].items() if name not in MEASURED} == {
             name: value for name, value in whole[kind].items() if name not in MEASURED

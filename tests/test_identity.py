@@ -26,10 +26,10 @@ def refusal(config, world, folder):
 
 
 @pytest.mark.parametrize("epochs", [1, 2], ids=["stopped", "finished"])
-def test_a_run_with_other_settings_is_not_resumed(tiny, alone, tmp_path, capsys, epochs):
+def test_a_run_with_other_settings_is_not_resumed(tiny, one_rank, tmp_path, capsys, epochs):
     """The folder stays unchanged. The message suggests to resume the run only if an epoch is left."""
     folder = tmp_path / "run"
-    run(tiny(max_epochs=2), alone, folder)
+    run(tiny(max_epochs=2), one_rank, folder)
     for path in sorted((folder / "checkpoints").glob("step-*.pt"))[epochs:]:
         path.unlink()
     before = contents(folder)
@@ -44,40 +44,40 @@ def test_a_run_with_other_settings_is_not_resumed(tiny, alone, tmp_path, capsys,
     assert contents(folder) == before
 
 
-def test_each_suggested_remedy_works(tiny, alone, tmp_path):
+def test_each_suggested_remedy_works(tiny, one_rank, tmp_path):
     folder = tmp_path / "run"
-    run(tiny(max_epochs=1), alone, folder)
+    run(tiny(max_epochs=1), one_rank, folder)
     config = tiny(max_epochs=2, lr=0.3)
-    remedies = re.findall(r"(--run-dir|--resume) (\S+)", refusal(config, alone, folder))
+    remedies = re.findall(r"(--run-dir|--resume) (\S+)", refusal(config, one_rank, folder))
     assert [option for option, _ in remedies] == ["--run-dir", "--resume", "--resume"]
     separate, source, never = (value for _, value in remedies)
-    assert len(records(Path(run(config, alone, Path(separate)).folder), "epoch")) == 2
-    run(config, alone, folder, resume=source)
+    assert len(records(Path(run(config, one_rank, Path(separate)).folder), "epoch")) == 2
+    run(config, one_rank, folder, resume=source)
     assert [row["kind"] for row in (*records(folder, "start"), *records(folder, "resume"))] == ["start", "resume"]
-    assert run(config, alone, folder).progress.epoch == 2  # from here on it is a run with these settings
-    run(config, alone, folder, resume=never)
+    assert run(config, one_rank, folder).progress.epoch == 2  # from here on it is a run with these settings
+    run(config, one_rank, folder, resume=never)
     assert (tmp_path / "run.1").exists() and len(records(folder, "epoch")) == 2
 
 
-def test_training_settings_may_not_change(tiny, alone, tmp_path):
+def test_training_settings_may_not_change(tiny, one_rank, tmp_path):
     epochs = {"max_epochs": 2, "limit_train_batches": 1}
-    run(tiny(**epochs), alone, tmp_path)
+    run(tiny(**epochs), one_rank, tmp_path)
     max((tmp_path / "checkpoints").glob("step-*.pt")).unlink()  # an epoch is left
     for key, value in {"fused_optimizer": True, "max_epochs": 3, "ema_decay": 0.9, "seed": 1}.items():
-        message = refusal(tiny(**epochs | {key: value}), alone, tmp_path)
+        message = refusal(tiny(**epochs | {key: value}), one_rank, tmp_path)
         assert f"holds a run with other settings: {key}=" in message
         # with another seed the checkpoint would be in the middle of another order of the images
         assert (f"--resume {tmp_path} " in message) == (key != "seed")
 
 
-def test_other_settings_may_change_and_every_configuration_is_kept(tiny, alone, tmp_path):
+def test_other_settings_may_change_and_every_configuration_is_kept(tiny, one_rank, tmp_path):
     starts = [
         tiny(max_epochs=3, log_freq=1),
         tiny(max_epochs=3, log_freq=3, num_data_workers=1, checkpoint_every_steps=2, log_to_screen=False),
         tiny(max_epochs=3, log_freq=3, collective_timeout_seconds=60, start_timeout_seconds=9, keep_checkpoints=5),
     ]
     for config in starts:
-        trainer = train.Trainer(config, alone, tmp_path, "tiny", "auto")
+        trainer = train.Trainer(config, one_rank, tmp_path, "tiny", "auto")
         stop(trainer, poll=2)
         with pytest.raises(Stopped):
             trainer.train()
@@ -88,9 +88,9 @@ def test_other_settings_may_change_and_every_configuration_is_kept(tiny, alone, 
     assert not (tmp_path / "config.yaml.3").exists()
 
 
-def test_a_start_with_the_same_values_adds_no_file(tiny, alone, tmp_path):
+def test_a_start_with_the_same_values_adds_no_file(tiny, one_rank, tmp_path):
     for _ in range(2):
-        trainer = train.Trainer(tiny(), alone, tmp_path, "tiny", "auto")
+        trainer = train.Trainer(tiny(), one_rank, tmp_path, "tiny", "auto")
         trainer.train_one_epoch = lambda: 1 / 0
         with pytest.raises(ZeroDivisionError):
             trainer.train()

@@ -133,12 +133,12 @@ def test_process_age() -> None:
 
 @pytest.mark.parametrize("saves", [True, False], ids=["from a checkpoint", "before the first checkpoint"])
 def test_a_killed_start_stays_in_the_ledger(
-    tiny: Callable[..., Config], alone: World, tmp_path: Path, saves: bool
+    tiny: Callable[..., Config], one_rank: World, tmp_path: Path, saves: bool
 ) -> None:
     """Although its records are dropped: the run goes back to step 6, or starts again in a new folder."""
     began = time.time()
     config = tiny(max_epochs=2, log_freq=1, save_checkpoint=saves, checkpoint_every_steps=3)
-    trainer = Trainer(config, alone, tmp_path / "run", "tiny", "auto")
+    trainer = Trainer(config, one_rank, tmp_path / "run", "tiny", "auto")
 
     def die() -> None:
         raise KeyboardInterrupt
@@ -152,7 +152,7 @@ def test_a_killed_start_stays_in_the_ledger(
     metrics.write_text("\n".join([*kept, ""]))  # a killed start writes no "stop"
     before = find_ledger(tmp_path / "run")
     time.sleep(0.5)  # stopped
-    train_run(config, alone, tmp_path / "run")
+    train_run(config, one_rank, tmp_path / "run")
     ledger = find_ledger(tmp_path / "run")
     assert before is not None and ledger is not None
     lost, second = ledger.starts

@@ -92,9 +92,9 @@ def images_of(loader: Loader, epoch: int, first_batch: int = 0) -> Counter[tuple
 
 @REAL
 def test_every_world_size_renders_the_same_set_of_images(backend: str, build: Callable[..., Loaders]) -> None:
-    alone = build(backend).train
+    one_rank = build(backend).train
     for epoch, first_batch in ((0, 0), (3, 0), (3, 2)):
-        expected = images_of(alone, epoch, first_batch)
+        expected = images_of(one_rank, epoch, first_batch)
         assert expected.total() == len(expected) == (NUM_TRAIN // BATCH - first_batch) * BATCH
         for world_size in WORLD_SIZES[1:]:
             loaders_of_ranks = [build(backend, pretend(rank, world_size)).train for rank in range(world_size)]

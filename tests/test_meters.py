@@ -109,8 +109,8 @@ def report(path: Path, device: str, bench: str = "limits") -> Path:
     return path
 
 
-def test_the_measured_peak_must_be_of_this_device(tmp_path: Path, alone: World) -> None:
-    here = device_name(alone.device)
+def test_the_measured_peak_must_be_of_this_device(tmp_path: Path, one_rank: World) -> None:
+    here = device_name(one_rank.device)
     path = report(tmp_path / "limits.json", here)
     assert read_peak(path, here, "float32") == 0.5 and read_peak(path, here, "bf16") is None
     assert measured_peak({}, "float32") is None
@@ -125,9 +125,9 @@ def test_the_measured_peak_must_be_of_this_device(tmp_path: Path, alone: World) 
         read_peak(tmp_path / "absent", here, "float32")
 
 
-def test_a_run_records_them(tiny: Callable[..., Config], alone: World, tmp_path: Path) -> None:
-    limits = str(report(tmp_path / "limits.json", device_name(alone.device)))
-    trainer = Trainer(tiny(limits_report=limits, max_epochs=1, enable_amp=False), alone, tmp_path / "run")
+def test_a_run_records_them(tiny: Callable[..., Config], one_rank: World, tmp_path: Path) -> None:
+    limits = str(report(tmp_path / "limits.json", device_name(one_rank.device)))
+    trainer = Trainer(tiny(limits_report=limits, max_epochs=1, enable_amp=False), one_rank, tmp_path / "run")
     trainer.meters.sensors.gpu = Gpu(nvml(DeviceGetTotalEnergyConsumption=iter((5000, 7000)).__next__), "")
     trainer.train()
     steps, [end] = records(tmp_path / "run", "step"), records(tmp_path / "run", "end")
@@ -139,7 +139,7 @@ def test_a_run_records_them(tiny: Callable[..., Config], alone: World, tmp_path:
 
 
 def test_mfu_is_relative_to_the_peak_of_all_devices_and_ranks_of_a_host_share_one(
-    tiny: Callable[..., Config], alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Callable[..., Config], one_rank: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Four(World):
         def gather(self, value: Any) -> list[Any]:
@@ -149,8 +149,8 @@ def test_mfu_is_relative_to_the_peak_of_all_devices_and_ranks_of_a_host_share_on
     assert (count_devices("ddp", cpu), count_devices("ddp", gpu)) == (2, 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert count_devices("dataparallel", gpu) == 8
-    limits = str(report(tmp_path / "limits.json", device_name(alone.device)))
-    meters = Trainer(tiny(limits_report=limits, enable_amp=False), alone, tmp_path).meters
+    limits = str(report(tmp_path / "limits.json", device_name(one_rank.device)))
+    meters = Trainer(tiny(limits_report=limits, enable_amp=False), one_rank, tmp_path).meters
     one = meters.window(100.0, 0)["mfu"]
     meters.devices = 2
     assert meters.window(100.0, 0)["mfu"] == pytest.approx(one / 2)
@@ -167,12 +167,12 @@ class ReadsValues(nn.Module):
         return self.layer(images.mean((2, 3)) * float(images.sum()))
 
 
-def test_unknown_flops_or_peak_are_omitted(tiny: Callable[..., Config], alone: World, tmp_path: Path) -> None:
-    trainer = Trainer(tiny(), alone, tmp_path)
+def test_unknown_flops_or_peak_are_omitted(tiny: Callable[..., Config], one_rank: World, tmp_path: Path) -> None:
+    trainer = Trainer(tiny(), one_rank, tmp_path)
     assert [note for note in trainer.meters.notes if note.startswith("no MFU: the peak of ")]
     assert trainer.meters.window(100.0, 0).keys() == {"model_tflops"} and trainer.meters.totals(100) == {}
     trainer.learner.model = ReadsValues()
-    without = Meters(trainer.config, trainer.learner, alone, (3, 32, 32))
+    without = Meters(trainer.config, trainer.learner, one_rank, (3, 32, 32))
     assert without.window(100.0, 0) == {}
 
 

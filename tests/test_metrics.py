@@ -26,23 +26,23 @@ def batches(*sizes):
         yield torch.randn(size, 5, generator=generator), torch.randint(5, (size,), generator=generator)
 
 
-def test_averages_are_per_image_for_any_division_into_batches(alone):
-    sums, logits, labels = MetricSums(alone.device), [], []
+def test_averages_are_per_image_for_any_division_into_batches(one_rank):
+    sums, logits, labels = MetricSums(one_rank.device), [], []
     for outputs, targets in batches(7, 1, 4):
         sums.add(nn.functional.cross_entropy(outputs, targets), outputs, targets)
         logits.append(outputs)
         labels.append(targets)
     outputs, targets = torch.cat(logits), torch.cat(labels)
-    average = sums.average(alone)
+    average = sums.average(one_rank)
     assert average["loss"] == pytest.approx(nn.functional.cross_entropy(outputs, targets).item(), rel=1e-6)
     assert average["acc1"] == pytest.approx((outputs.argmax(1) == targets).float().mean().item())
     assert average["images"] == 12
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_sums_are_bitwise_equal_to_simple_operations(alone, mixed):
+def test_sums_are_bitwise_equal_to_simple_operations(one_rank, mixed):
     """MetricSums uses as few kernels as possible."""
-    sums, expected = MetricSums(alone.device), torch.zeros(4, dtype=torch.float64)
+    sums, expected = MetricSums(one_rank.device), torch.zeros(4, dtype=torch.float64)
     for number, (outputs, targets) in enumerate(batches(*[7, 129, 2048] * 100)):
         loss = nn.functional.cross_entropy(outputs, targets) * (math.nan if number > 290 else 1)
         labels = nn.functional.one_hot(targets, 5) * 0.5 if mixed else targets
@@ -55,23 +55,23 @@ def test_sums_are_bitwise_equal_to_simple_operations(alone, mixed):
     assert sums.sums.tolist()[1:] == expected.tolist()[1:] and sums.finite_batches() == 291
 
 
-def test_windows_add_up_to_the_epoch(alone):
-    sums, windows = MetricSums(alone.device), []
+def test_windows_add_up_to_the_epoch(one_rank):
+    sums, windows = MetricSums(one_rank.device), []
     for outputs, targets in batches(3, 5, 2):
         sums.add(nn.functional.cross_entropy(outputs, targets), outputs, targets)
-        windows.append(sums.average_since_last(alone))
+        windows.append(sums.average_since_last(one_rank))
     assert [window["images"] for window in windows] == [3, 5, 2]
     whole = sum(window["loss"] * window["images"] for window in windows) / 10
-    assert sums.average(alone)["loss"] == pytest.approx(whole)
+    assert sums.average(one_rank)["loss"] == pytest.approx(whole)
 
 
 @pytest.mark.parametrize("not_finite", [math.inf, math.nan])
-def test_the_first_non_finite_loss_is_found(alone, not_finite):
-    sums = MetricSums(alone.device)
+def test_the_first_non_finite_loss_is_found(one_rank, not_finite):
+    sums = MetricSums(one_rank.device)
     for loss in (1.0, 2.0, not_finite, 1.0):
         sums.add(torch.tensor(loss), torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64))
     assert sums.finite_batches() == 2
-    assert not math.isfinite(sums.average(alone)["loss"])
+    assert not math.isfinite(sums.average(one_rank)["loss"])
 
 
 def make_logger(folder, done=0, **changes):

@@ -137,11 +137,11 @@ def test_each_setting_reaches_its_augmentation(tiny: Callable[..., Config]) -> N
     assert mix.ranges == MixRanges(cutout_size=6, mixup_alpha=0.2, cutmix_alpha=1.5)
 
 
-def test_train_with_everything_switched_on(tiny: Callable[..., Config], alone: World, tmp_path: Path) -> None:
+def test_train_with_everything_switched_on(tiny: Callable[..., Config], one_rank: World, tmp_path: Path) -> None:
     on = {"cutout_size": 8, "mixup_alpha": 0.2, "cutmix_alpha": 1.0, "enable_alternating_flip": True}
     config = tiny(micro_batch_size=8, label_smoothing=0.1, **on)
     assert main(Arguments(config, "default", tmp_path / "run", "auto", dry_run=False)) == 0
-    trainer = Trainer(config, alone, tmp_path / "again", "default", "never")
+    trainer = Trainer(config, one_rank, tmp_path / "again", "default", "never")
     assert isinstance(trainer.batches.mix, BatchMix)
     trainer.train()
     assert 0 <= trainer.progress.best["acc1"] <= 1

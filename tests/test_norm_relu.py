@@ -121,7 +121,7 @@ def test_each_network_keeps_its_names_and_its_outputs(tiny: Tiny, model: str, la
     assert torch.equal(found.eval()(images), expected.eval()(images))
 
 
-def test_unsupported_settings_are_errors(tiny: Tiny, alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_settings_are_errors(tiny: Tiny, one_rank: World, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no BatchNorm over all ranks"):
         tiny(**ON, enable_sync_bn=True)
     with pytest.raises(ConfigError, match="no BatchNorm2d before ReLU or SiLU that can be fused; use false"):

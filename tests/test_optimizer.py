@@ -50,9 +50,9 @@ def test_a_warmup_of_no_epochs_starts_at_the_peak():
     assert build_schedule(Config(lr_warmup_by="epoch"), 24).factor(0) == 1
 
 
-def test_training_follows_the_warmup_per_epoch(tiny, alone, tmp_path):
+def test_training_follows_the_warmup_per_epoch(tiny, one_rank, tmp_path):
     config = tiny(lr=0.4, lr_warmup_epochs=2, lr_warmup_by="epoch", lr_schedule="constant", max_epochs=3, log_freq=1)
-    Trainer(config, alone, tmp_path, "tiny", "auto").train()
+    Trainer(config, one_rank, tmp_path, "tiny", "auto").train()
     rates = {kind: [row["learning_rate"] for row in read_records(tmp_path, kind)] for kind in ("step", "epoch")}
     steps = len(rates["step"]) // 3
     assert steps > 1
@@ -133,16 +133,16 @@ def test_plateau_cuts_when_pytorch_does():
             assert schedule.factor(0, ours.cuts) == pytest.approx(optimizer.param_groups[0]["lr"])
 
 
-def test_the_plateau_observes_the_validation_loss_of_epochs_after_the_warmup(tiny, alone, tmp_path, monkeypatch):
+def test_the_plateau_observes_the_validation_loss_of_epochs_after_the_warmup(tiny, one_rank, tmp_path, monkeypatch):
     observed = []
     monkeypatch.setattr(Plateau, "observe", lambda plateau, loss: observed.append(loss))
     config = tiny(lr_schedule="plateau", lr_warmup_epochs=1, max_epochs=3)
-    Trainer(config, alone, tmp_path, "tiny", "auto").train()
+    Trainer(config, one_rank, tmp_path, "tiny", "auto").train()
     assert observed == [row["loss/valid"] for row in read_records(tmp_path, "epoch")][1:]
 
 
-def test_a_resumed_plateau_has_the_new_patience_and_the_saved_counts(tiny, alone):
-    before, after = (Trainer(tiny(lr_plateau_patience=patience), alone).learner for patience in (5, 2))
+def test_a_resumed_plateau_has_the_new_patience_and_the_saved_counts(tiny, one_rank):
+    before, after = (Trainer(tiny(lr_plateau_patience=patience), one_rank).learner for patience in (5, 2))
     for loss in (1.0, 1.5, 1.5):
         before.plateau.observe(loss)
     after.load_state_dict(before.state_dict())
@@ -226,9 +226,9 @@ def test_the_update_of_half_weights_is_right_on_a_cpu(tiny, nesterov):
     torch.testing.assert_close(chosen, plain, rtol=6 * 2**-8, atol=6 * 2**-8)
 
 
-def test_half_weights_are_not_fused_where_pytorchs_kernel_is_wrong(tiny, alone, monkeypatch):
+def test_half_weights_are_not_fused_where_pytorchs_kernel_is_wrong(tiny, one_rank, monkeypatch):
     def fused(**changes):
-        learner = Trainer(tiny(enable_extra_opts=True, amp_dtype="bf16", **changes), alone).learner
+        learner = Trainer(tiny(enable_extra_opts=True, amp_dtype="bf16", **changes), one_rank).learner
         return learner.optimizer.param_groups[0]["fused"], [note for note in learner.notes if "fused" in note]
 
     monkeypatch.setattr(optimizer_module, "FUSED_HALF_FIXED_IN", "99")

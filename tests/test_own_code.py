@@ -155,13 +155,13 @@ def weights(trainer):
     return torch.cat([parameter.detach().flatten() for parameter in trainer.learner.model.parameters()])
 
 
-def test_an_own_network_trains_like_a_built_in_one(tiny, alone, tmp_path, code):
+def test_an_own_network_trains_like_a_built_in_one(tiny, one_rank, tmp_path, code):
     (code / "same.py").write_text(
         "def network(num_classes):\n    from models.resnet import SmallResNet\n    return SmallResNet(1, num_classes)\n"
     )
     trained = []
     for model in ("resnet8", "same:network"):
-        trainer = Trainer(tiny(model=model), alone, tmp_path / model.partition(":")[0])
+        trainer = Trainer(tiny(model=model), one_rank, tmp_path / model.partition(":")[0])
         trainer.train()
         trained.append(weights(trainer))
     assert torch.equal(*trained)
@@ -183,12 +183,12 @@ def test_all_python_files_of_a_package_are_recorded(code):
     assert found[str(package / "broken.py")] == "not recorded: No such file or directory"
 
 
-def test_an_own_network_is_stopped_and_resumed_bitwise(tiny, alone, tmp_path):
+def test_an_own_network_is_stopped_and_resumed_bitwise(tiny, one_rank, tmp_path):
     config = {"model": "of_mine:network", "deterministic": True, **OWN, "enable_nhwc": True, "ema_decay": 0.9}
-    whole = Trainer(tiny(**config), alone, tmp_path / "whole")
+    whole = Trainer(tiny(**config), one_rank, tmp_path / "whole")
     whole.train()
-    Trainer(tiny(**config | {"max_epochs": 1}), alone, tmp_path / "parts").train()
-    parts = Trainer(tiny(**config), alone, tmp_path / "parts", "tiny", resume=str(tmp_path / "parts"))
+    Trainer(tiny(**config | {"max_epochs": 1}), one_rank, tmp_path / "parts").train()
+    parts = Trainer(tiny(**config), one_rank, tmp_path / "parts", "tiny", resume=str(tmp_path / "parts"))
     parts.train()
     torch.use_deterministic_algorithms(False)
     assert torch.equal(weights(whole), weights(parts))
@@ -202,8 +202,8 @@ def test_an_own_network_is_stopped_and_resumed_bitwise(tiny, alone, tmp_path):
         {"optimizer": "lars", "ema_decay": 0.5},
     ],
 )
-def test_frozen_layers_do_not_change(tiny, alone, tmp_path, changes):
-    trainer = Trainer(tiny(model="of_mine:frozen", max_epochs=1, **changes), alone, tmp_path)
+def test_frozen_layers_do_not_change(tiny, one_rank, tmp_path, changes):
+    trainer = Trainer(tiny(model="of_mine:frozen", max_epochs=1, **changes), one_rank, tmp_path)
     before = {name: weight.clone() for name, weight in trainer.learner.weights.state_dict().items()}
     trainer.train()
     after = read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])["model"]
@@ -211,11 +211,11 @@ def test_frozen_layers_do_not_change(tiny, alone, tmp_path, changes):
     assert same == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 
-def test_checking_a_network_does_not_change_it(tiny, alone, monkeypatch):
+def test_checking_a_network_does_not_change_it(tiny, one_rank, monkeypatch):
     config = tiny(model="of_mine:counts")
     states = []
     for _ in range(2):
-        trainer = Trainer(config, alone)
+        trainer = Trainer(config, one_rank)
         states.append([*trainer.learner.model.state_dict().values(), torch.get_rng_state()])
         monkeypatch.setattr(train, "check_outputs", lambda *_: None)
     assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
@@ -261,7 +261,9 @@ REFUSED_NETWORKS = [
 
 
 @pytest.mark.parametrize(("model", "message"), REFUSED_NETWORKS, ids=[model for model, _ in REFUSED_NETWORKS])
-def test_errors_in_the_users_code_name_the_users_line(tiny, alone, code, model, message, monkeypatch, tmp_path_factory):
+def test_errors_in_the_users_code_name_the_users_line(
+    tiny, one_rank, code, model, message, monkeypatch, tmp_path_factory
+):
     (code / "broken.py").write_text("\ndef network(:\n")
     (code / "incomplete.py").write_text("import nothing_like_it\n")
     (code / "leaves.py").write_text("import sys\nsys.exit(3)\n")
@@ -270,7 +272,7 @@ def test_errors_in_the_users_code_name_the_users_line(tiny, alone, code, model, 
         (folder / "yaml_of_mine.py").write_text("def network(num_classes): ...\n")
     monkeypatch.syspath_prepend(str(library))
     with pytest.raises(ConfigError, match=message.format(file=code / "of_mine.py", folder=code)) as refused:
-        Trainer(tiny(model=model), alone)
+        Trainer(tiny(model=model), one_rank)
     assert str(refused.value).startswith(f"model {model}")
     assert str(refused.value).count("\n") <= 1
 
@@ -311,9 +313,9 @@ def test_print_config_does_not_import_the_users_code(code, refused):
     assert 'model: "loud:f"' in ended.stdout and 'dataset: "loud:f"' in ended.stdout
 
 
-def test_timms_networks_are_built_for_the_datasets_size(tiny, alone):
+def test_timms_networks_are_built_for_the_datasets_size(tiny, one_rank):
     pytest.importorskip("timm", reason="timm is not installed")
-    logits = Trainer(tiny(model="timm:test_vit"), alone).learner.model.eval()(torch.zeros(1, 3, 32, 32))
+    logits = Trainer(tiny(model="timm:test_vit"), one_rank).learner.model.eval()(torch.zeros(1, 3, 32, 32))
     assert logits.shape == (1, 10)
     with pytest.raises(
         ConfigError, match=r"model timm:test_vit_: timm has no such network; did you mean|timm.list_models"
@@ -332,12 +334,12 @@ def test_without_timm(tiny, monkeypatch):
 
 @pytest.mark.parametrize("loader", ["torchvision", "device", "dali", "synthetic"])
 @pytest.mark.parametrize("function", ["arrays", "files"])
-def test_every_loader_takes_own_data(tiny, alone, code, loader, function):
+def test_every_loader_takes_own_data(tiny, one_rank, code, loader, function):
     if loader == "dali":
         pytest.importorskip("nvidia.dali", reason="DALI is not installed")
     changes = {"dataset": f"of_mine:{function}", "data_path": str(code), "data_loader": loader}
     config = tiny(**OWN | changes, rnd_crop_padding=0, rnd_horizontal_flip=False, limit_train_batches=None)
-    loaders = build_loaders(config, open_dataset(config, alone), alone)
+    loaders = build_loaders(config, open_dataset(config, one_rank), one_rank)
     assert next(iter(loaders.train))[0].shape[1:] == (3, 16, 20 if function == "arrays" else 16)
     labels = torch.cat([batch for _, batch in loaders.valid])
     expected = np.asarray(sys.modules["of_mine"].arrays(code, count=400 if function == "arrays" else 320)["valid"][1])
@@ -345,15 +347,15 @@ def test_every_loader_takes_own_data(tiny, alone, code, loader, function):
         assert labels.tolist() == expected.tolist()
 
 
-def test_a_run_resumes_with_the_same_data_only(tiny, alone, tmp_path, code):
+def test_a_run_resumes_with_the_same_data_only(tiny, one_rank, tmp_path, code):
     config = {"model": "of_mine:network", **OWN}
-    Trainer(tiny(**config | {"max_epochs": 1}), alone, tmp_path / "run").train()
+    Trainer(tiny(**config | {"max_epochs": 1}), one_rank, tmp_path / "run").train()
     saved = read_checkpoint(list_checkpoints(tmp_path / "run/checkpoints")[0])["data"]
     assert saved["class_names"] == ["a", "b", "c", "d"]
-    Trainer(tiny(**config), alone, tmp_path / "run", "tiny", resume=str(tmp_path / "run")).train()
+    Trainer(tiny(**config), one_rank, tmp_path / "run", "tiny", resume=str(tmp_path / "run")).train()
     sys.modules["of_mine"].arrays.__defaults__ = (1, 400)  # another seed: other images
     with pytest.raises(CheckpointError, match=r"was trained on other data.*fingerprint"):
-        Trainer(tiny(**config), alone, tmp_path / "run").train()
+        Trainer(tiny(**config), one_rank, tmp_path / "run").train()
 
 
 def without(key):
@@ -418,7 +420,7 @@ def test_a_mean_of_zero_is_accepted(tiny, monkeypatch, code):
     assert load_own(tiny(**OWN)).mean == (0, 0.5, 0.5)
 
 
-def test_an_exception_in_the_users_function_is_missing_data_with_its_line(tiny, alone, code, capsys):
+def test_an_exception_in_the_users_function_is_missing_data_with_its_line(tiny, one_rank, code, capsys):
     config = tiny(**OWN | {"dataset": "of_mine:no_data", "data_path": str(code)})
     status = train.main(Arguments(config, "tiny", code / "run", "auto", dry_run=True))
     error = capsys.readouterr().err
@@ -430,11 +432,11 @@ def test_an_exception_in_the_users_function_is_missing_data_with_its_line(tiny, 
     assert finding.level == "fail" and "of_mine.py" in finding.remedy
 
 
-def test_number_of_classes_and_image_size_must_fit(tiny, alone):
+def test_number_of_classes_and_image_size_must_fit(tiny, one_rank):
     with pytest.raises(ConfigError, match=r"num_classes is 10, but of_mine:arrays has 4; use --set num_classes=4"):
-        Trainer(tiny(**OWN | {"num_classes": 10}), alone)
+        Trainer(tiny(**OWN | {"num_classes": 10}), one_rank)
     with pytest.raises(ConfigError, match="image_size is 32, which applies to image files"):
-        Trainer(tiny(**OWN | {"image_size": 32}), alone)
+        Trainer(tiny(**OWN | {"image_size": 32}), one_rank)
 
 
 def train_own(folder: Path, dataset: str) -> int:

@@ -176,10 +176,10 @@ def test_master_weights_collect_updates_that_half_weights_lose(tiny):
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_level_resumes_bitwise_and_saves_full_precision(tiny, alone, tmp_path, level):
+def test_a_level_resumes_bitwise_and_saves_full_precision(tiny, one_rank, tmp_path, level):
     def run(folder, epochs, resume="auto"):
         config = tiny(opt_level=level, max_epochs=epochs, enable_extra_opts=True)
-        trainer = Trainer(config, alone, tmp_path / folder, "tiny", resume)
+        trainer = Trainer(config, one_rank, tmp_path / folder, "tiny", resume)
         trainer.train()
         return trainer
 
@@ -231,11 +231,15 @@ def test_scaler_state_is_restored():
     assert LossScaler("cpu", None).state_dict() == {}
 
 
-def test_scale_and_skipped_steps_are_logged(tiny, alone, tmp_path):
+def test_scale_and_skipped_steps_are_logged(tiny, one_rank, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     Trainer(
-        tiny(enable_amp=True, amp_dtype="bf16", loss_scale=64, log_to_tensorboard=True), alone, tmp_path, "tiny", "auto"
+        tiny(enable_amp=True, amp_dtype="bf16", loss_scale=64, log_to_tensorboard=True),
+        one_rank,
+        tmp_path,
+        "tiny",
+        "auto",
     ).train()
     for row in read_records(tmp_path, "step") + read_records(tmp_path, "epoch"):
         assert (row["loss_scale"], row["skipped_steps"]) == (64, 0)
@@ -256,13 +260,13 @@ def test_enable_tf32_sets_the_backends(tiny, enabled):
 
 
 @pytest.mark.parametrize("layout", [{}, {"enable_nhwc": True, "enable_extra_opts": True}], ids=["plain", "fast"])
-def test_o2_in_bf16_is_bitwise_equal_to_o1(tiny, alone, layout):
+def test_o2_in_bf16_is_bitwise_equal_to_o1(tiny, one_rank, layout):
     """Both round the same weights, images and gradients; O2 rounds all weights in one operation."""
     generator = torch.Generator().manual_seed(0)
     batches = [(torch.randn(16, 3, 32, 32, generator=generator), torch.arange(16) % 10) for _ in range(2)]
     found = []
     for level in ("O1", "O2"):
-        learner = Trainer(tiny(opt_level=level, amp_dtype="bf16", batch_size=16, lr=0.02, **layout), alone).learner
+        learner = Trainer(tiny(opt_level=level, amp_dtype="bf16", batch_size=16, lr=0.02, **layout), one_rank).learner
         for images, labels in batches:
             learner.train_step(images, labels)
         found.append(learner.weights.state_dict() | {"sums": learner.sums.sums})

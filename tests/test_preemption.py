@@ -39,10 +39,10 @@ def interrupts(number: signal.Signals) -> bool:
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_second_ctrl_c_stops_at_once(
-    first: signal.Signals, alone: World, set_clock: Callable[[float], None], capfd: pytest.CaptureFixture[str]
+    first: signal.Signals, one_rank: World, set_clock: Callable[[float], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """But not a copy of the first one that a launcher passes on, nor any other signal."""
-    requests = Requests(alone)
+    requests = Requests(one_rank)
     before = signal.getsignal(signal.SIGINT)
     set_clock(100)
     with listen(requests):

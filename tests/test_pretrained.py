@@ -23,9 +23,9 @@ from utils.run.checkpoint.pretrained import read_pretrained
 FROZEN = {"lr": 1e-30, "weight_decay": 0.0, "max_epochs": 1}  # training does not change the weights
 
 
-def begin(config, alone, folder):
+def begin(config, one_rank, folder):
     """Return (the network's initial state, the notes) of a new run."""
-    trainer = Trainer(config, alone, folder)
+    trainer = Trainer(config, one_rank, folder)
     opened = trainer._open_folder()
     opened.lock.close()
     return trainer.learner.model.state_dict(), opened.notes
@@ -45,40 +45,40 @@ def assert_equal(state, expected):
 
 
 @pytest.mark.parametrize(("kind", "changes"), [("safetensors", {"enable_nhwc": True, "ema_decay": 0.9}), ("pth", {})])
-def test_a_run_starts_from_the_weights_of_a_file(tiny, alone, tmp_path, other, kind, changes):
+def test_a_run_starts_from_the_weights_of_a_file(tiny, one_rank, tmp_path, other, kind, changes):
     path = tmp_path / f"weights.{kind}"
     save_file(other, path) if kind == "safetensors" else torch.save(other, path)
-    state, (note,) = begin(tiny(pretrained=str(path), **changes), alone, tmp_path / "run")
+    state, (note,) = begin(tiny(pretrained=str(path), **changes), one_rank, tmp_path / "run")
     assert_equal(state, other)
     assert note.startswith(f"Starting from {len(other)} tensors of {path} (SHA-256 ")
     assert "newly initialised" not in note
 
 
-def test_half_precision_weights_and_the_average_start_from_them_too(tiny, alone, tmp_path, other):
+def test_half_precision_weights_and_the_average_start_from_them_too(tiny, one_rank, tmp_path, other):
     torch.save(other, tmp_path / "weights.pth")
-    trainer = Trainer(tiny(pretrained=str(tmp_path / "weights.pth"), opt_level="O2"), alone, tmp_path / "O2")
+    trainer = Trainer(tiny(pretrained=str(tmp_path / "weights.pth"), opt_level="O2"), one_rank, tmp_path / "O2")
     trainer._open_folder()
     assert_equal(trainer.learner.weights.state_dict(), other)  # the float32 masters
     assert torch.equal(trainer.learner.model.state_dict()["conv1.weight"], other["conv1.weight"].bfloat16())
-    trainer = Trainer(tiny(pretrained=str(tmp_path / "weights.pth"), ema_decay=0.9), alone, tmp_path / "average")
+    trainer = Trainer(tiny(pretrained=str(tmp_path / "weights.pth"), ema_decay=0.9), one_rank, tmp_path / "average")
     trainer._open_folder()
     assert_equal(trainer.learner.validated.state_dict(), other)
 
 
-def test_training_starts_from_the_file_and_a_resumed_run_does_not_need_it(tiny, alone, tmp_path, other):
+def test_training_starts_from_the_file_and_a_resumed_run_does_not_need_it(tiny, one_rank, tmp_path, other):
     path = tmp_path / "weights.pth"
     torch.save(other, path)
-    Trainer(tiny(pretrained=str(path), **FROZEN), alone, tmp_path / "frozen").train()
+    Trainer(tiny(pretrained=str(path), **FROZEN), one_rank, tmp_path / "frozen").train()
     ended = torch.load(max((tmp_path / "frozen/checkpoints").glob("step-*")), weights_only=True)["model"]
     assert torch.equal(ended["conv1.weight"], other["conv1.weight"])
     assert "Starting from" in (tmp_path / "frozen/train.log").read_text()
 
     config = tiny(pretrained=str(path), lr=1e-3, deterministic=True)
-    whole = Trainer(config, alone, tmp_path / "whole")
+    whole = Trainer(config, one_rank, tmp_path / "whole")
     whole.train()
-    Trainer(tiny(pretrained=str(path), lr=1e-3, deterministic=True, max_epochs=1), alone, tmp_path / "parts").train()
+    Trainer(tiny(pretrained=str(path), lr=1e-3, deterministic=True, max_epochs=1), one_rank, tmp_path / "parts").train()
     path.unlink()
-    parts = Trainer(config, alone, tmp_path / "parts", "tiny", resume=str(tmp_path / "parts"))
+    parts = Trainer(config, one_rank, tmp_path / "parts", "tiny", resume=str(tmp_path / "parts"))
     parts.train()
     torch.use_deterministic_algorithms(False)
     assert_equal(parts.learner.model.state_dict(), whole.learner.model.state_dict())
@@ -86,25 +86,25 @@ def test_training_starts_from_the_file_and_a_resumed_run_does_not_need_it(tiny, 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("changes", [{}, {"ema_decay": 0.5}], ids=["the model", "its average"])
-def test_a_checkpoint_and_its_export_give_the_same_validated_weights(tiny, alone, tmp_path, changes, capsys):
-    trainer = Trainer(tiny(max_epochs=1, **changes), alone, tmp_path / "earlier")
+def test_a_checkpoint_and_its_export_give_the_same_validated_weights(tiny, one_rank, tmp_path, changes, capsys):
+    trainer = Trainer(tiny(max_epochs=1, **changes), one_rank, tmp_path / "earlier")
     trainer.train()
     assert export.main([str(tmp_path / "earlier")]) == 0
     expected = trainer.learner.validated.state_dict()
     for file in ("checkpoints/best.pt", "export/model.safetensors"):
-        state, _ = begin(tiny(pretrained=str(tmp_path / "earlier" / file)), alone, tmp_path / file)
+        state, _ = begin(tiny(pretrained=str(tmp_path / "earlier" / file)), one_rank, tmp_path / file)
         assert_equal(state, expected)
 
 
-def test_torchvisions_file_gives_all_but_the_head(tiny, alone, tmp_path):
+def test_torchvisions_file_gives_all_but_the_head(tiny, one_rank, tmp_path):
     """In the older format, which lacks BatchNorm's counters."""
     torch.manual_seed(5)
     published = torchvision.models.resnet18(num_classes=1000).state_dict()
     older = {name: value for name, value in published.items() if not name.endswith("num_batches_tracked")}
     torch.save(older, tmp_path / "resnet18.pth", _use_new_zipfile_serialization=False)
     config = tiny(model="resnet18", pretrained=str(tmp_path / "resnet18.pth"))
-    fresh = Trainer(tiny(model="resnet18"), alone).learner.model.state_dict()
-    state, (note,) = begin(config, alone, tmp_path / "run")
+    fresh = Trainer(tiny(model="resnet18"), one_rank).learner.model.state_dict()
+    state, (note,) = begin(config, one_rank, tmp_path / "run")
     head = {name: fresh[name] for name in ("fc.weight", "fc.bias")}
     assert_equal(state, published | head)
     assert note.endswith("; fc.weight, fc.bias newly initialised, for 10 classes instead of 1000")
@@ -143,12 +143,12 @@ def write(kind, path, good):
         ("nowhere", "cannot be read: No such file or directory"),
     ],
 )
-def test_a_file_that_does_not_fit_is_refused_with_all_differences(tiny, alone, tmp_path, other, kind, message):
+def test_a_file_that_does_not_fit_is_refused_with_all_differences(tiny, one_rank, tmp_path, other, kind, message):
     """In at most two lines, and an earlier run is not moved."""
     path = tmp_path / "weights.pth"
     write(kind, path, other)
     (tmp_path / "run/checkpoints").mkdir(parents=True)
-    trainer = Trainer(tiny(pretrained=str(path)), alone, tmp_path / "run", "tiny", "never")
+    trainer = Trainer(tiny(pretrained=str(path)), one_rank, tmp_path / "run", "tiny", "never")
     with pytest.raises(CheckpointError, match=message) as refused:
         trainer.train()
     assert str(refused.value).startswith(f"pretrained {path}: ")
@@ -156,13 +156,13 @@ def test_a_file_that_does_not_fit_is_refused_with_all_differences(tiny, alone, t
     assert not (tmp_path / "run.1").exists()
 
 
-def test_damaged_files_are_refused(tiny, alone, tmp_path, other):
+def test_damaged_files_are_refused(tiny, one_rank, tmp_path, other):
     save_file(other, tmp_path / "weights.safetensors")
     content = (tmp_path / "weights.safetensors").read_bytes()
     (tmp_path / "weights.safetensors").write_bytes(content[:-100])
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_pretrained(str(tmp_path / "weights.safetensors"), other, 10)
-    Trainer(tiny(max_epochs=1), alone, tmp_path / "earlier").train()
+    Trainer(tiny(max_epochs=1), one_rank, tmp_path / "earlier").train()
     path = tmp_path / "earlier/checkpoints/best.pt"
     *kept, last = path.read_bytes()
     path.write_bytes(bytes([*kept, last ^ 1]))
@@ -207,7 +207,7 @@ def test_a_dry_run_reports_the_weights_it_would_start_from(tmp_path, other, caps
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_an_own_network_is_exported_without_its_code(tiny, alone, tmp_path, monkeypatch, capsys):
+def test_an_own_network_is_exported_without_its_code(tiny, one_rank, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "exported_net.py").write_text(
@@ -219,12 +219,12 @@ def test_an_own_network_is_exported_without_its_code(tiny, alone, tmp_path, monk
         "def branches(num_classes):\n    return Branches(3072, num_classes)\n"
     )
     config = {"model": "exported_net:plain", "max_epochs": 1}
-    Trainer(tiny(**config), alone, tmp_path / "run").train()
+    Trainer(tiny(**config), one_rank, tmp_path / "run").train()
     assert export.main([str(tmp_path / "run")]) == 0
     logits = torch.export.load(tmp_path / "run/export/model.pt2").module()(torch.zeros(2, 3, 32, 32, dtype=torch.uint8))
     assert logits.shape == (2, 10)
     capsys.readouterr()
-    Trainer(tiny(**config | {"model": "exported_net:branches"}), alone, tmp_path / "other").train()
+    Trainer(tiny(**config | {"model": "exported_net:branches"}), one_rank, tmp_path / "other").train()
     assert export.main([str(tmp_path / "other")]) == 1
     error = capsys.readouterr().err
     assert "torch.export cannot follow the network; nothing was written: " in error

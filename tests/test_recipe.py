@@ -135,10 +135,10 @@ def test_other_optimizers_resume_from_their_state(tiny, name):
     assert all(map(torch.equal, rest, expected))
 
 
-def test_the_state_of_another_optimizer_is_refused(tiny, alone, tmp_path):
-    run(tiny(max_epochs=1), alone, tmp_path)
+def test_the_state_of_another_optimizer_is_refused(tiny, one_rank, tmp_path):
+    run(tiny(max_epochs=1), one_rank, tmp_path)
     with pytest.raises(CheckpointError, match="optimizer 'sgd' -> 'lars'"):
-        run(tiny(max_epochs=2, optimizer="lars"), alone, tmp_path, resume=str(tmp_path))
+        run(tiny(max_epochs=2, optimizer="lars"), one_rank, tmp_path, resume=str(tmp_path))
 
 
 # ---- weight decay, clipping
@@ -161,10 +161,10 @@ def test_weight_decay_can_exclude_batchnorm_and_biases(tiny, optimizer, factor):
         torch.testing.assert_close(value, before[name] * (factor if decayed else 1.0))
 
 
-def test_a_clipped_gradient_has_the_given_norm_and_the_same_direction(tiny, alone):
+def test_a_clipped_gradient_has_the_given_norm_and_the_same_direction(tiny, one_rank):
     gradients = {}
     for limit in (None, 0.5, 1e6):
-        trainer = Trainer(tiny(clip_grad_norm=limit, micro_batch_size=16), alone)
+        trainer = Trainer(tiny(clip_grad_norm=limit, micro_batch_size=16), one_rank)
         images, labels = next(iter(trainer.loaders.train))
         trainer.learner.step(images, labels, trainer.learner.sums)
         gradients[limit] = torch.cat([parameter.grad.flatten() for parameter in trainer.learner.model.parameters()])
@@ -177,9 +177,9 @@ def test_a_clipped_gradient_has_the_given_norm_and_the_same_direction(tiny, alon
 @pytest.mark.parametrize(
     "changes", [{}, {"loss_scale": 1024.0}, {"opt_level": "O2", "amp_dtype": "bf16"}], ids=["plain", "scaled", "O2"]
 )
-def test_clipping_acts_on_the_gradient_of_the_optimizer(tiny, alone, changes):
+def test_clipping_acts_on_the_gradient_of_the_optimizer(tiny, one_rank, changes):
     """The gradient of the master weights, without the loss scale."""
-    learner = Trainer(tiny(clip_grad_norm=0.5, batch_size=8, **changes), alone).learner
+    learner = Trainer(tiny(clip_grad_norm=0.5, batch_size=8, **changes), one_rank).learner
     learner.train_step(torch.randn(8, 3, 32, 32), torch.randint(10, (8,)))
     gradients = [parameter.grad.flatten() for parameter in learner.weights.parameters()]
     assert torch.cat(gradients).norm().item() == pytest.approx(0.5, rel=1e-4)
@@ -188,8 +188,8 @@ def test_clipping_acts_on_the_gradient_of_the_optimizer(tiny, alone, changes):
 # ---- moving average
 
 
-def test_average_equals_pytorchs_and_is_validated(tiny, alone, tmp_path):
-    trainer, seen = Trainer(tiny(ema_decay=0.7, max_epochs=1), alone, tmp_path), []
+def test_average_equals_pytorchs_and_is_validated(tiny, one_rank, tmp_path):
+    trainer, seen = Trainer(tiny(ema_decay=0.7, max_epochs=1), one_rank, tmp_path), []
     reference = AveragedModel(trainer.learner.model, multi_avg_fn=get_ema_multi_avg_fn(0.7), use_buffers=True)
     update = trainer.learner.ema.update
 
@@ -213,21 +213,21 @@ def test_average_equals_pytorchs_and_is_validated(tiny, alone, tmp_path):
             assert torch.equal(value, raw[name])
 
 
-def test_average_is_saved_and_resumed_in_mid_epoch(tiny, alone, tmp_path):
+def test_average_is_saved_and_resumed_in_mid_epoch(tiny, one_rank, tmp_path):
     config = tiny(ema_decay=0.9, max_epochs=2, checkpoint_every_steps=3, keep_checkpoints=9)
-    whole = run(config, alone, tmp_path / "whole")
+    whole = run(config, one_rank, tmp_path / "whole")
     for step in (3, 4):
         path = tmp_path / f"whole/checkpoints/step-{step:09d}.pt"
-        parts = run(config, alone, tmp_path / f"from {step}", resume=str(path))
+        parts = run(config, one_rank, tmp_path / f"from {step}", resume=str(path))
         assert epochs(tmp_path / f"from {step}")[-1]["loss/valid"] == epochs(tmp_path / "whole")[-1]["loss/valid"]
         one, other = (trainer.learner.ema.network.state_dict() for trainer in (whole, parts))
         assert all(torch.equal(value, other[name]) for name, value in one.items())
     assert read_checkpoint(path)["average"]["updates"] == 4
 
 
-def test_average_can_be_switched_on_and_off_in_a_resumed_run(tiny, alone):
+def test_average_can_be_switched_on_and_off_in_a_resumed_run(tiny, one_rank):
     """It starts from the loaded weights, and the first step replaces them."""
-    learners = [Trainer(tiny(batch_size=8, ema_decay=decay), alone).learner for decay in (None, 0.5)]
+    learners = [Trainer(tiny(batch_size=8, ema_decay=decay), one_rank).learner for decay in (None, 0.5)]
     without, averaging = learners
     batch = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
     without.train_step(*batch)
@@ -249,8 +249,8 @@ def test_average_can_be_switched_on_and_off_in_a_resumed_run(tiny, alone):
 
 
 @pytest.mark.parametrize(("shift", "flip", "views"), [(0, False, 1), (0, True, 2), (2, False, 3), (2, True, 6)])
-def test_validation_averages_mirrored_and_shifted_images(tiny, alone, shift, flip, views):
-    classifier = build_classifier(tiny(test_time_shift=shift, test_time_flip=flip), build_model, alone)
+def test_validation_averages_mirrored_and_shifted_images(tiny, one_rank, shift, flip, views):
+    classifier = build_classifier(tiny(test_time_shift=shift, test_time_flip=flip), build_model, one_rank)
     model, images = classifier.model.eval(), torch.randn(4, 3, 32, 32).contiguous(memory_format=torch.channels_last)
     places = [(torch.arange(32) + shifted).clamp(0, 31) for shifted in dict.fromkeys((0, -shift, shift))]
     seen = [images[:, :, rows][..., rows] for rows in places]
@@ -282,9 +282,9 @@ def test_resizing_antialiases_and_keeps_the_memory_format():
     assert resize(images, None) is images
 
 
-def test_network_trains_on_small_images_and_validates_at_full_size(tiny, alone, tmp_path):
+def test_network_trains_on_small_images_and_validates_at_full_size(tiny, one_rank, tmp_path):
     config = tiny(progressive_image_sizes=(16,), progressive_image_shares=(0.5,), limit_train_batches=2)
-    trainer, sizes = Trainer(config, alone, tmp_path), []
+    trainer, sizes = Trainer(config, one_rank, tmp_path), []
     trainer.learner.model.conv1.register_forward_hook(
         lambda module, inputs, _: sizes.append((module.training, inputs[0].shape[-1]))
     )
@@ -295,9 +295,9 @@ def test_network_trains_on_small_images_and_validates_at_full_size(tiny, alone, 
 # ---- validation of some epochs only
 
 
-def test_epochs_that_are_not_validated_train_the_same(tiny, alone, tmp_path):
+def test_epochs_that_are_not_validated_train_the_same(tiny, one_rank, tmp_path):
     keys = {"max_epochs": 5, "lr_schedule": "cosine"}
-    runs = [run(tiny(validate_every_epochs=every, **keys), alone, tmp_path / str(every)) for every in (1, 2)]
+    runs = [run(tiny(validate_every_epochs=every, **keys), one_rank, tmp_path / str(every)) for every in (1, 2)]
     assert all(map(torch.equal, *(trainer.learner.model.state_dict().values() for trainer in runs)))
     always, rarely = (epochs(tmp_path / str(every)) for every in (1, 2))
     assert [row["epoch"] for row in rarely if "acc1/valid" in row] == [2, 4, 5]  # and the last one
@@ -312,32 +312,32 @@ def test_epochs_that_are_not_validated_train_the_same(tiny, alone, tmp_path):
     assert log.count(", valid acc1=") == 3 and log.count("train acc1=") == 5
 
 
-def test_a_run_resumes_after_an_epoch_that_was_not_validated(tiny, alone, tmp_path):
+def test_a_run_resumes_after_an_epoch_that_was_not_validated(tiny, one_rank, tmp_path):
     keys = {"lr_schedule": "constant", "validate_every_epochs": 3}
-    run(tiny(max_epochs=1, **keys), alone, tmp_path / "parts")  # the last epoch is validated
-    run(tiny(max_epochs=4, **keys), alone, tmp_path / "parts", resume=str(tmp_path / "parts"))
+    run(tiny(max_epochs=1, **keys), one_rank, tmp_path / "parts")  # the last epoch is validated
+    run(tiny(max_epochs=4, **keys), one_rank, tmp_path / "parts", resume=str(tmp_path / "parts"))
     assert [row["epoch"] for row in epochs(tmp_path / "parts") if "acc1/valid" in row] == [1, 3, 4]
     config = tiny(max_epochs=4, stop_at_accuracy=0.01, **keys)
-    assert run(config, alone, tmp_path / "stopped").progress.epoch == 3  # not before the first validation
+    assert run(config, one_rank, tmp_path / "stopped").progress.epoch == 3  # not before the first validation
 
 
 # ---- stopping at a target
 
 
-def test_a_run_ends_at_its_target_and_stays_finished(tiny, alone, tmp_path):
-    first = run(tiny(max_epochs=4, stop_at_accuracy=0.01), alone, tmp_path)
+def test_a_run_ends_at_its_target_and_stays_finished(tiny, one_rank, tmp_path):
+    first = run(tiny(max_epochs=4, stop_at_accuracy=0.01), one_rank, tmp_path)
     assert len(epochs(tmp_path)) == 1
     assert first.progress.best["acc1"] >= 0.01
-    run(tiny(max_epochs=4, stop_at_accuracy=0.01), alone, tmp_path)
+    run(tiny(max_epochs=4, stop_at_accuracy=0.01), one_rank, tmp_path)
     assert len(epochs(tmp_path)) == 1
     assert "Already finished" in (tmp_path / "train.log").read_text()
-    run(tiny(max_epochs=4, stop_at_accuracy=0.999), alone, tmp_path, resume=str(tmp_path))
+    run(tiny(max_epochs=4, stop_at_accuracy=0.999), one_rank, tmp_path, resume=str(tmp_path))
     assert len(epochs(tmp_path)) == 4
 
 
-def test_an_accuracy_equal_to_the_target_ends_the_run(tiny, alone, tmp_path):
-    accuracy = run(tiny(max_epochs=1), alone, tmp_path / "one").progress.best["acc1"]
-    run(tiny(max_epochs=3, stop_at_accuracy=accuracy), alone, tmp_path / "three")
+def test_an_accuracy_equal_to_the_target_ends_the_run(tiny, one_rank, tmp_path):
+    accuracy = run(tiny(max_epochs=1), one_rank, tmp_path / "one").progress.best["acc1"]
+    run(tiny(max_epochs=3, stop_at_accuracy=accuracy), one_rank, tmp_path / "three")
     assert len(epochs(tmp_path / "three")) == 1
 
 

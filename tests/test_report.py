@@ -75,12 +75,12 @@ def page(tmp_path, capsys):
 
 
 @pytest.fixture
-def run(tiny, alone, tmp_path):
+def run(tiny, one_rank, tmp_path):
     """run(name, **changes) -> the folder of a small finished run."""
 
     def train(name, **changes):
         folder = tmp_path / "expts" / name
-        Trainer(tiny(max_epochs=2, **changes), alone, folder, "tiny", "auto").train()
+        Trainer(tiny(max_epochs=2, **changes), one_rank, folder, "tiny", "auto").train()
         return folder
 
     return train

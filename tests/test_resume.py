@@ -46,14 +46,14 @@ def whole_runs():
 
 
 @pytest.fixture
-def whole(tiny, alone, tmp_path_factory, whole_runs):
+def whole(tiny, one_rank, tmp_path_factory, whole_runs):
     """whole(loader): return (configuration, folder) of an uninterrupted run."""
 
     def train(loader):
         config = tiny(max_epochs=3, **LOADERS[loader])
         if loader not in whole_runs:
             whole_runs[loader] = tmp_path_factory.mktemp("whole")
-            run(config, alone, whole_runs[loader])
+            run(config, one_rank, whole_runs[loader])
         return config, whole_runs[loader]
 
     return train
@@ -107,24 +107,24 @@ def assert_same_run(folder, whole):
 
 
 @pytest.mark.parametrize("where", STOPS)
-def test_stopped_and_continued_equals_uninterrupted(alone, tmp_path, whole, where):
+def test_stopped_and_continued_equals_uninterrupted(one_rank, tmp_path, whole, where):
     loader, poll, position, saved = STOPS[where]
     config, expected = whole(loader)
-    trainer = Trainer(config, alone, tmp_path, "tiny", "auto")
+    trainer = Trainer(config, one_rank, tmp_path, "tiny", "auto")
     stop(trainer, poll)
     with pytest.raises(Stopped, match=f"stopped on SIGTERM {position} with everything saved") as stopped:
         trainer.train()
     assert stopped.value.exit_status == 75 == records(tmp_path, "stop")[-1]["status"]
     state = read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])
     assert {key: state[key] for key in saved} == saved
-    run(config, alone, tmp_path)
+    run(config, one_rank, tmp_path)
     assert_same_run(tmp_path, expected)
 
 
-def test_two_epochs_equal_one_and_a_resumed_one(tiny, alone, tmp_path):
-    whole = run(tiny(max_epochs=2), alone, tmp_path / "whole")
-    run(tiny(max_epochs=1), alone, tmp_path / "parts")
-    resumed = run(tiny(max_epochs=2), alone, tmp_path / "parts", resume=str(tmp_path / "parts"))
+def test_two_epochs_equal_one_and_a_resumed_one(tiny, one_rank, tmp_path):
+    whole = run(tiny(max_epochs=2), one_rank, tmp_path / "whole")
+    run(tiny(max_epochs=1), one_rank, tmp_path / "parts")
+    resumed = run(tiny(max_epochs=2), one_rank, tmp_path / "parts", resume=str(tmp_path / "parts"))
     for kind in ("step", "epoch"):
         assert without_times(records(tmp_path / "parts", kind)) == without_times(records(tmp_path / "whole", kind))
     for name, value in whole.learner.model.state_dict().items():
@@ -132,11 +132,11 @@ def test_two_epochs_equal_one_and_a_resumed_one(tiny, alone, tmp_path):
     assert whole.learner.steps == resumed.learner.steps == 8
 
 
-def test_seconds_of_training_include_earlier_starts(tiny, alone, tmp_path):
-    run(tiny(max_epochs=1), alone, tmp_path)
+def test_seconds_of_training_include_earlier_starts(tiny, one_rank, tmp_path):
+    run(tiny(max_epochs=1), one_rank, tmp_path)
     (path,) = list_checkpoints(tmp_path / "checkpoints")
     path.write_bytes(encode(read_checkpoint(path) | {"seconds": 1000.0}))
-    run(tiny(max_epochs=2), alone, tmp_path, resume=str(tmp_path))
+    run(tiny(max_epochs=2), one_rank, tmp_path, resume=str(tmp_path))
     seconds = records(tmp_path, "epoch")[-1]["seconds"]
     assert 1000 < seconds < 1600 and read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])["seconds"] > 1000
 
@@ -154,11 +154,11 @@ def test_the_uninterrupted_runs_cover_their_cases(whole):
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
-def test_a_killed_run_resumes_from_the_last_interval(alone, tmp_path, whole, background):
+def test_a_killed_run_resumes_from_the_last_interval(one_rank, tmp_path, whole, background):
     """Everything after the checkpoint of step 6 is done again, its records included."""
     config, expected = whole(ONECYCLE)
     config = config.model_copy(update={"checkpoint_every_steps": 3, "checkpoint_async": background})
-    trainer = Trainer(config, alone, tmp_path, "tiny", "auto")
+    trainer = Trainer(config, one_rank, tmp_path, "tiny", "auto")
 
     def die():
         raise KeyboardInterrupt
@@ -168,24 +168,24 @@ def test_a_killed_run_resumes_from_the_last_interval(alone, tmp_path, whole, bac
         trainer.train()
     assert list_checkpoints(tmp_path / "checkpoints")[0].name == "step-000000006.pt"
     assert records(tmp_path, "step")[-1]["step"] == 7
-    run(config, alone, tmp_path)
+    run(config, one_rank, tmp_path)
     assert_same_run(tmp_path, expected)
 
 
-def test_stopped_while_writing_in_the_background_everything_is_on_the_disk(alone, tmp_path, whole):
+def test_stopped_while_writing_in_the_background_everything_is_on_the_disk(one_rank, tmp_path, whole):
     config, expected = whole(PLATEAU)
     config = config.model_copy(update={"checkpoint_async": True, "checkpoint_every_steps": 1})
-    trainer = Trainer(config, alone, tmp_path, "tiny", "auto")
+    trainer = Trainer(config, one_rank, tmp_path, "tiny", "auto")
     stop(trainer, POLLS + 2)
     with pytest.raises(Stopped):
         trainer.train()
     assert list_checkpoints(tmp_path / "checkpoints")[0].name == "step-000000006.pt"
-    run(config, alone, tmp_path)
+    run(config, one_rank, tmp_path)
     assert_same_run(tmp_path, expected)
 
 
-def test_a_stop_whose_checkpoint_cannot_be_written_fails(alone, tmp_path, tiny):
-    trainer = Trainer(tiny(checkpoint_async=True), alone, tmp_path, "tiny", "auto")
+def test_a_stop_whose_checkpoint_cannot_be_written_fails(one_rank, tmp_path, tiny):
+    trainer = Trainer(tiny(checkpoint_async=True), one_rank, tmp_path, "tiny", "auto")
 
     def fail_to_write():
         raise OSError("no space left")
@@ -196,12 +196,12 @@ def test_a_stop_whose_checkpoint_cannot_be_written_fails(alone, tmp_path, tiny):
         trainer.train()
 
 
-def test_interrupted_after_every_single_step(tiny, alone, tmp_path):
+def test_interrupted_after_every_single_step(tiny, one_rank, tmp_path):
     config = tiny(max_epochs=2, limit_train_batches=3)
-    run(config, alone, tmp_path / "whole")
+    run(config, one_rank, tmp_path / "whole")
     interruptions = 0
     while True:
-        trainer = Trainer(config, alone, tmp_path / "parts", "tiny", "auto")
+        trainer = Trainer(config, one_rank, tmp_path / "parts", "tiny", "auto")
         stop(trainer, 1)
         try:
             trainer.train()
@@ -209,7 +209,7 @@ def test_interrupted_after_every_single_step(tiny, alone, tmp_path):
         except Stopped:
             interruptions += 1
             if trainer.progress.batch == 3:  # a stop in validation would save the same step forever
-                run_validation(config, alone, tmp_path / "parts")
+                run_validation(config, one_rank, tmp_path / "parts")
     assert interruptions >= 5
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
@@ -224,11 +224,15 @@ def run_validation(config, world, folder):
         assert trainer.progress.batch == 1
 
 
-def test_a_clock_that_is_set_back_changes_nothing(alone, tmp_path, whole, monkeypatch):
+def test_a_clock_that_is_set_back_changes_nothing(one_rank, tmp_path, whole, monkeypatch):
     """Neither the order of checkpoints nor intervals depend on the wall clock or on times of files."""
     config, expected = whole(ONECYCLE)
     trainer = Trainer(
-        config.model_copy(update={"checkpoint_every_steps": 1, "keep_checkpoints": 99}), alone, tmp_path, "tiny", "auto"
+        config.model_copy(update={"checkpoint_every_steps": 1, "keep_checkpoints": 99}),
+        one_rank,
+        tmp_path,
+        "tiny",
+        "auto",
     )
     stop(trainer, POLLS + 2)
     now = iter(range(2_000_000_000, 0, -3600))
@@ -238,24 +242,24 @@ def test_a_clock_that_is_set_back_changes_nothing(alone, tmp_path, whole, monkey
     newest, *older = list_checkpoints(tmp_path / "checkpoints")
     assert newest.name == "step-000000006.pt" and len(older) == 5
     os.utime(newest, (0, 0))
-    run(config, alone, tmp_path)
+    run(config, one_rank, tmp_path)
     assert_same_run(tmp_path, expected)
 
 
 @pytest.mark.parametrize("resume", ["nosuch", "auto"])
-def test_a_start_that_fails_leaves_no_new_folder(tiny, alone, tmp_path, resume):
+def test_a_start_that_fails_leaves_no_new_folder(tiny, one_rank, tmp_path, resume):
     config, new = tiny(pretrained=None if resume == "nosuch" else str(tmp_path / "nosuch.pt")), tmp_path / "new"
     for existed in (False, True):
         if existed:
             new.mkdir()
         with pytest.raises(ExpectedError, match="nosuch"):
-            Trainer(config, alone, new, "tiny", resume).train()
+            Trainer(config, one_rank, new, "tiny", resume).train()
         assert new.exists() == existed
 
 
-def test_run_folder_that_is_removed_in_mid_run_is_named(tiny, alone, tmp_path):
+def test_run_folder_that_is_removed_in_mid_run_is_named(tiny, one_rank, tmp_path):
     folder = tmp_path / "run"
-    trainer = Trainer(tiny(), alone, folder, "tiny", "auto")
+    trainer = Trainer(tiny(), one_rank, folder, "tiny", "auto")
     interrupt(trainer, 2, lambda: shutil.rmtree(folder))
     with pytest.raises(ExpectedError, match=f"^{folder}.*cannot be written: No such file or directory"):
         trainer.train()

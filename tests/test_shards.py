@@ -138,9 +138,9 @@ def test_a_rank_reads_the_bytes_of_its_own_samples(
 
 
 def test_a_short_read_continues_at_its_end(
-    folders: Path, packed: Path, config: Callable[..., Config], alone: World, monkeypatch: pytest.MonkeyPatch
+    folders: Path, packed: Path, config: Callable[..., Config], one_rank: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images, files = (open_dataset(config(path), alone).train for path in (packed, folders))
+    images, files = (open_dataset(config(path), one_rank).train for path in (packed, folders))
     assert isinstance(images, EncodedImages) and isinstance(files, EncodedImages)
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda descriptor, length, offset: pread(descriptor, min(length, 400), offset))

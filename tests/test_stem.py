@@ -43,8 +43,8 @@ def test_a_padded_stem_is_the_same_function(tiny: Tiny, channels: int, layout: t
     assert all(tensor.is_contiguous(memory_format=layout) for tensor in inputs), "transposed"
 
 
-def test_names_and_initial_weights_stay(tiny: Tiny, alone: World) -> None:
-    plain, padded = (Trainer(tiny(stem_channels=channels), alone).learner for channels in (3, 8))
+def test_names_and_initial_weights_stay(tiny: Tiny, one_rank: World) -> None:
+    plain, padded = (Trainer(tiny(stem_channels=channels), one_rank).learner for channels in (3, 8))
     assert list(plain.model.state_dict()) == list(padded.model.state_dict())
     for name, value in plain.model.state_dict().items():
         assert torch.equal(value, padded.model.state_dict()[name]), name

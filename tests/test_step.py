@@ -52,14 +52,14 @@ SWITCHES = {
 }
 
 
-def train_losses(config, alone, steps):
-    trainer = Trainer(config, alone)
+def train_losses(config, one_rank, steps):
+    trainer = Trainer(config, one_rank)
     trainer.learner.model.train()
     epochs = itertools.chain.from_iterable(_epoch(trainer, epoch) for epoch in itertools.count())
     history = []
     for images, labels in itertools.islice(epochs, steps):
         trainer.learner.step(images, labels, trainer.learner.sums)
-        history.append(trainer.learner.sums.average_since_last(alone)["loss"])
+        history.append(trainer.learner.sums.average_since_last(one_rank)["loss"])
     return torch.tensor(history)
 
 
@@ -83,12 +83,12 @@ def references() -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_switch_trains_like_float32_for_200_steps(tiny, alone, references, name):
+def test_a_switch_trains_like_float32_for_200_steps(tiny, one_rank, references, name):
     """Rounding errors grow, so the first steps are compared one by one, then means over 50 steps."""
     small: dict[str, object] = {"lr": 0.02, "limit_train_batches": 50, "fused_optimizer": False}
     if "reference" not in references:
-        references["reference"] = train_losses(tiny(**small), alone, 200)
-    reference, losses = references["reference"], train_losses(tiny(**(small | SWITCHES[name])), alone, 200)
+        references["reference"] = train_losses(tiny(**small), one_rank, 200)
+    reference, losses = references["reference"], train_losses(tiny(**(small | SWITCHES[name])), one_rank, 200)
     assert reference[:10].mean() > 2.2 and reference[-50:].mean() < 1.9  # it has learned
     if name != "accumulation":  # where BatchNorm sees smaller batches
         torch.testing.assert_close(losses[:10], reference[:10], rtol=0.03, atol=0.03)
@@ -100,12 +100,12 @@ OWN_LAYERS = ("stem", "fused norm", "conv products", "conv winograd")  # names i
 
 
 @pytest.mark.parametrize(("name", "layers"), [*zip(OWN_LAYERS, (1, 6, 8, 4), strict=True)])
-def test_training_continues_with_and_without_our_own_layers(tiny, alone, name, layers):
+def test_training_continues_with_and_without_our_own_layers(tiny, one_rank, name, layers):
     """Three steps with and without them are equal up to rounding; then each resumes from the other's state."""
     if name not in SWITCHES:
         pytest.skip("no C++ compiler")
     changes = {"lr": 0.02, "enable_nhwc": True}
-    learners = [Trainer(tiny(**changes | others), alone).learner for others in ({}, SWITCHES[name])]
+    learners = [Trainer(tiny(**changes | others), one_rank).learner for others in ({}, SWITCHES[name])]
     own = (PaddedConvolution, NormReLU, ProductConv2d, WinogradConv2d)
     assert [sum(isinstance(module, own) for module in one.model.modules()) for one in learners] == [0, layers]
     check_equal_training(learners)
@@ -132,9 +132,9 @@ class Small(nn.Module):
         return self.fc(self.norm(self.conv(images)).relu().mean((2, 3)))
 
 
-def test_a_compiled_step_equals_the_eager_one_and_keeps_parameter_names(tiny, alone, monkeypatch):
+def test_a_compiled_step_equals_the_eager_one_and_keeps_parameter_names(tiny, one_rank, monkeypatch):
     monkeypatch.setattr("tools.bench.training.build_model", lambda config, **_: Small())
-    trainings = [build_measured(tiny(enable_compile=compiled), alone) for compiled in (False, True)]
+    trainings = [build_measured(tiny(enable_compile=compiled), one_rank) for compiled in (False, True)]
     generator = torch.Generator().manual_seed(0)
     for _ in range(4):
         images = torch.randn(8, 3, 32, 32, generator=generator)
@@ -149,15 +149,15 @@ def test_a_compiled_step_equals_the_eager_one_and_keeps_parameter_names(tiny, al
     torch.testing.assert_close(trainings[0].sums.sums, trainings[1].sums.sums, rtol=1e-5, atol=0)
 
 
-def test_compile_without_a_compiler_is_refused(tiny, alone, monkeypatch):
+def test_compile_without_a_compiler_is_refused(tiny, one_rank, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"enable_compile needs a C\+\+ compiler, but no-such-compiler is not found"):
-        Trainer(tiny(enable_compile=True), alone)
-    assert not any("compiled" in note for note in Trainer(tiny(enable_compile="auto"), alone).notes)
+        Trainer(tiny(enable_compile=True), one_rank)
+    assert not any("compiled" in note for note in Trainer(tiny(enable_compile="auto"), one_rank).notes)
     monkeypatch.delenv("CXX")
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr("utils.training.step.missing_compiler", lambda device: "")
-    assert any("compiled: the first step" in note for note in Trainer(tiny(enable_compile=True), alone).notes)
+    assert any("compiled: the first step" in note for note in Trainer(tiny(enable_compile=True), one_rank).notes)
 
 
 def test_compiling_needs_pythons_headers_and_for_cuda_a_c_compiler(tiny, monkeypatch, tmp_path):
@@ -189,8 +189,8 @@ def test_compiling_needs_pythons_headers_and_for_cuda_a_c_compiler(tiny, monkeyp
 @pytest.mark.parametrize(
     "changes", [{"clip_grad_norm": 0.01, "label_smoothing": 0.1}, {"micro_batch_size": 8, "enable_amp": True}]
 )
-def test_the_measured_step_is_the_training_step(tiny, alone, changes):
-    trainer, measured = (build(tiny(**changes), alone) for build in (Trainer, build_measured))
+def test_the_measured_step_is_the_training_step(tiny, one_rank, changes):
+    trainer, measured = (build(tiny(**changes), one_rank) for build in (Trainer, build_measured))
     assert measured.step.config.clip_grad_norm == changes.get("clip_grad_norm")
     assert measured.step.accumulation == trainer.learner.batch.accumulation
     trainer.loaders.train.set_epoch(0)
@@ -200,15 +200,17 @@ def test_the_measured_step_is_the_training_step(tiny, alone, changes):
     for name, value in trainer.learner.model.state_dict().items():
         assert torch.equal(value, measured.model.state_dict()[name]), name
     with pytest.raises(ConfigError, match="enable_sync_bn needs CUDA devices"):
-        build_measured(tiny(enable_sync_bn=True), alone)
+        build_measured(tiny(enable_sync_bn=True), one_rank)
 
 
-def test_graphs_need_cuda_and_the_fused_optimizer(tiny, alone):
+def test_graphs_need_cuda_and_the_fused_optimizer(tiny, one_rank):
     with pytest.raises(ConfigError, match="enable_cuda_graphs needs a CUDA device, this run is on cpu"):
-        Trainer(tiny(enable_cuda_graphs=True, fused_optimizer=True), alone)
+        Trainer(tiny(enable_cuda_graphs=True, fused_optimizer=True), one_rank)
     with pytest.raises(ValueError, match="enable_cuda_graphs true needs fused_optimizer true"):
         tiny(enable_cuda_graphs=True)
-    assert Trainer(tiny(enable_cuda_graphs="auto", fused_optimizer=True), alone).learner.step.forward  # eager on a CPU
+    assert Trainer(
+        tiny(enable_cuda_graphs="auto", fused_optimizer=True), one_rank
+    ).learner.step.forward  # eager on a CPU
 
 
 @pytest.mark.parametrize("graphed", [False, True])
@@ -258,9 +260,9 @@ class HostReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def count_reads(config: Config, alone: World, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int, int]:
+def count_reads(config: Config, one_rank: World, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int, int]:
     """Train an epoch; return the number of host reads outside log points and in them."""
-    trainer = Trainer(config, alone)
+    trainer = Trainer(config, one_rank)
     logger = RunLogger(folder, enabled=True, to_screen=False, to_tensorboard=False)
     with logger.open(epoch=0, step=0) as trainer.log, HostReads(monkeypatch) as reads:
         monkeypatch.setattr(trainer, "_log_point", reads.counted_separately(trainer._log_point, "log points"))
@@ -272,26 +274,26 @@ def count_reads(config: Config, alone: World, monkeypatch: pytest.MonkeyPatch, f
 
 
 @pytest.mark.parametrize("name", ["recipe", *(name for name in SWITCHES if name not in ("compile", "all"))])
-def test_the_host_reads_values_only_at_log_points(tiny, alone, monkeypatch, tmp_path, name):
+def test_the_host_reads_values_only_at_log_points(tiny, one_rank, monkeypatch, tmp_path, name):
     config = tiny(log_freq=1000, **(SWITCHES | {"recipe": RECIPE})[name])
-    outside, in_log_points = count_reads(config, alone, monkeypatch, tmp_path)
+    outside, in_log_points = count_reads(config, one_rank, monkeypatch, tmp_path)
     assert outside == 0
     assert in_log_points > 0
 
 
-def test_loss_scaling_without_a_fused_optimizer_reads_values(tiny, alone, monkeypatch, tmp_path):
+def test_loss_scaling_without_a_fused_optimizer_reads_values(tiny, one_rank, monkeypatch, tmp_path):
     """The one exception: PyTorch's scaler reads whether to skip the step."""
     config = tiny(enable_amp=True, loss_scale=128, log_freq=1000)
-    assert count_reads(config, alone, monkeypatch, tmp_path)[0] > 0
+    assert count_reads(config, one_rank, monkeypatch, tmp_path)[0] > 0
 
 
-def test_gradients_are_averaged_once_per_step(tiny, alone):
+def test_gradients_are_averaged_once_per_step(tiny, one_rank):
     """With the last of four micro-batches, in one bucket."""
     buckets = []
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         wrap = partial(wrap_in_ddp, hook=buckets.append)
-        learner = build_measured(tiny(micro_batch_size=2, batch_size=8), alone, wrap)
+        learner = build_measured(tiny(micro_batch_size=2, batch_size=8), one_rank, wrap)
         buckets.clear()  # of the step that settles them
         learner.train_step(torch.randn(8, 3, 32, 32), torch.randint(10, (8,)))
     finally:
@@ -299,14 +301,14 @@ def test_gradients_are_averaged_once_per_step(tiny, alone):
     assert learner.batch.accumulation == 4 and len(buckets) == 1
 
 
-def test_a_non_finite_loss_is_reported_with_its_iteration(tiny, alone):
+def test_a_non_finite_loss_is_reported_with_its_iteration(tiny, one_rank):
     """An iteration is a step, whatever the number of micro-batches."""
-    trainer = Trainer(tiny(batch_size=8, micro_batch_size=2), alone)
+    trainer = Trainer(tiny(batch_size=8, micro_batch_size=2), one_rank)
     for iteration in range(4):
         images = torch.full((8, 3, 32, 32), torch.nan) if iteration == 2 else torch.randn(8, 3, 32, 32)
         trainer.learner.train_step(images, torch.randint(10, (8,)))
     with pytest.raises(ExpectedError, match="in epoch 1, iteration 2, learning rate"):
-        trainer.state.check_finite(trainer.learner.sums.average(alone))
+        trainer.state.check_finite(trainer.learner.sums.average(one_rank))
 
 
 @pytest.mark.slow
@@ -335,16 +337,16 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.parametrize("has_bf16", [False, True])
-def test_fastest_uses_what_the_device_supports(tiny, alone, has_bf16, monkeypatch):
+def test_fastest_uses_what_the_device_supports(tiny, one_rank, has_bf16, monkeypatch):
     for module in ("precision", "kernels.conv.winograd", "kernels.conv.weight_gradient"):
         monkeypatch.setattr(f"utils.training.{module}.has_bf16_kernels", lambda: has_bf16)
     config = tiny("fastest")
-    learner = Trainer(config, alone).learner
+    learner = Trainer(config, one_rank).learner
     assert learner.optimizer.param_groups[0]["fused"]
     assert str(learner.precision).split(":")[0] == ("bf16 autocast" if has_bf16 else "float32")
     kinds = {type(module).__name__ for module in learner.model.modules()}
     assert "ProductConv2d" in kinds and ("NormReLU" in kinds) == has_compiler()
     assert ("WinogradConv2d" in kinds) == has_compiler()
-    assert not wants_graphs(config, alone.device)
+    assert not wants_graphs(config, one_rank.device)
     assert wants_graphs(config, torch.device("cuda", 0))
     assert not wants_graphs(tiny("fastest", parallel="dataparallel", amp_dtype="auto"), torch.device("cuda", 0))

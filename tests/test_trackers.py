@@ -32,11 +32,11 @@ def rows(path: Path) -> list[dict[str, float | str]]:
     return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(path.read_text().splitlines())]
 
 
-def test_csv_equals_the_records_also_after_a_resume_from_an_earlier_step(tiny, alone, tmp_path):
+def test_csv_equals_the_records_also_after_a_resume_from_an_earlier_step(tiny, one_rank, tmp_path):
     config = tiny(log_to=["csv"])
-    run(config, alone, tmp_path)
+    run(config, one_rank, tmp_path)
     (tmp_path / "checkpoints/step-000000008.pt").unlink()  # the second epoch is lost
-    run(tiny(log_to=["csv"], max_epochs=3), alone, tmp_path, resume=str(tmp_path))
+    run(tiny(log_to=["csv"], max_epochs=3), one_rank, tmp_path, resume=str(tmp_path))
     for kind, name in (("step", "steps.csv"), ("epoch", "epochs.csv")):
         not_numbers = ("kind", "clock_seconds")
         expected = [{key: row[key] for key in row if key not in not_numbers} for row in records(tmp_path, kind)]
@@ -54,12 +54,12 @@ def test_a_new_column_keeps_the_old_rows(tmp_path):
     assert (tmp_path / "epochs.csv").read_text() == ""
 
 
-def test_mlflow_has_one_run_over_all_starts(tiny, alone, tmp_path):
+def test_mlflow_has_one_run_over_all_starts(tiny, one_rank, tmp_path):
     mlflow = pytest.importorskip("mlflow", reason='mlflow is missing: pip install ".[mlflow]"')
     folder = tmp_path / "100 % of 'ü' #1/run"
     for epochs in (1, 2):
         config = tiny(log_to=["mlflow"], max_epochs=epochs, lr=0.05)
-        run(config, alone, folder, resume=str(folder) if folder.exists() else "auto")
+        run(config, one_rank, folder, resume=str(folder) if folder.exists() else "auto")
     assert "log_to" not in (folder / "train.log").read_text()
     client = mlflow.MlflowClient((folder.parent / "mlruns").as_uri())
     (experiment,) = [found for found in client.search_experiments() if found.name == "100 - of -ü- -1"]
@@ -73,11 +73,16 @@ def test_mlflow_has_one_run_over_all_starts(tiny, alone, tmp_path):
     assert [point.step for point in history] == [row["step"] for row in records(folder, "step")]
 
 
-def test_wandb_has_one_run_over_all_starts(tiny, alone, tmp_path):
+def test_wandb_has_one_run_over_all_starts(tiny, one_rank, tmp_path):
     pytest.importorskip("wandb", reason='wandb is missing: pip install ".[wandb]"')
     folder = tmp_path / "100 % of #1: ü?/run 1"
     for epochs in (1, 2):
-        run(tiny(log_to=["wandb"], max_epochs=epochs), alone, folder, resume=str(folder) if folder.exists() else "auto")
+        run(
+            tiny(log_to=["wandb"], max_epochs=epochs),
+            one_rank,
+            folder,
+            resume=str(folder) if folder.exists() else "auto",
+        )
     assert "log_to" not in (folder / "train.log").read_text()
     identity = json.loads((folder / "trackers.json").read_text())["wandb"]
     files = list((folder / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
@@ -137,26 +142,26 @@ class Broken:
 
 
 @pytest.mark.parametrize(("place", "hang"), [("import", False), ("open", True), ("record", False), ("close", False)])
-def test_an_error_is_a_line_in_the_log_and_the_run_continues(tiny, alone, tmp_path, monkeypatch, place, hang):
+def test_an_error_is_a_line_in_the_log_and_the_run_continues(tiny, one_rank, tmp_path, monkeypatch, place, hang):
     monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda start: Broken(start, place, hang))
     monkeypatch.setattr(trackers, "CLOSING_SECONDS", 0.2)
-    run(tiny(max_epochs=1, log_to=["wandb", "csv"]), alone, tmp_path)
+    run(tiny(max_epochs=1, log_to=["wandb", "csv"]), one_rank, tmp_path)
     (line,) = [line for line in (tmp_path / "train.log").read_text().splitlines() if "log_to wandb: " in line]
     assert ("did not answer within" if hang else "No space left on device; the run continues without it") in line
     assert len(rows(tmp_path / "epochs.csv")) == 1
 
 
-def test_a_missing_package_is_logged_with_the_remedy(tiny, alone, tmp_path, monkeypatch):
+def test_a_missing_package_is_logged_with_the_remedy(tiny, one_rank, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    run(tiny(max_epochs=1, log_to=["wandb"]), alone, tmp_path)
+    run(tiny(max_epochs=1, log_to=["wandb"]), one_rank, tmp_path)
     log = (tmp_path / "train.log").read_text()
     assert 'log_to wandb: it is not installed: pip install ".[wandb]"; the run continues' in log
 
 
-def test_a_stopped_run_waits_for_no_tracker(tiny, alone, tmp_path, monkeypatch):
+def test_a_stopped_run_waits_for_no_tracker(tiny, one_rank, tmp_path, monkeypatch):
     monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda start: Broken(start, "record", True))
     monkeypatch.setattr(trackers, "CLOSING_SECONDS", 0.2)
-    trainer = Trainer(tiny(log_to=["wandb"]), alone, tmp_path, "tiny", "auto")
+    trainer = Trainer(tiny(log_to=["wandb"]), one_rank, tmp_path, "tiny", "auto")
     trainer.requests.signal = signal.SIGTERM
     with pytest.raises(Stopped):
         trainer.train()

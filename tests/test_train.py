@@ -44,11 +44,11 @@ def without_times(rows):
     return [{key: value for key, value in row.items() if key not in MEASURED} for row in rows]
 
 
-def test_accumulated_micro_batches_give_the_gradient_of_the_whole_batch(tiny, alone):
+def test_accumulated_micro_batches_give_the_gradient_of_the_whole_batch(tiny, one_rank):
     """With BatchNorm in eval mode, since its statistics would differ."""
     gradients = []
     for micro_batch_size in (None, 8):
-        trainer = Trainer(tiny(micro_batch_size=micro_batch_size, rnd_rotation_angle=0.0), alone)
+        trainer = Trainer(tiny(micro_batch_size=micro_batch_size, rnd_rotation_angle=0.0), one_rank)
         trainer.learner.model.eval()
         trainer.loaders.train.set_epoch(0)
         images, labels = next(iter(trainer.loaders.train))
@@ -57,26 +57,28 @@ def test_accumulated_micro_batches_give_the_gradient_of_the_whole_batch(tiny, al
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
 
 
-def test_switches_change_the_speed_and_not_the_training(tiny, alone, tmp_path):
-    reference = run(tiny(limit_train_batches=20, max_epochs=1, lr=0.02), alone, tmp_path / "off")
+def test_switches_change_the_speed_and_not_the_training(tiny, one_rank, tmp_path):
+    reference = run(tiny(limit_train_batches=20, max_epochs=1, lr=0.02), one_rank, tmp_path / "off")
     off = records(tmp_path / "off", "step")
     for switch in ("enable_nhwc", "enable_extra_opts", "enable_amp"):
-        switched = run(tiny(limit_train_batches=20, max_epochs=1, lr=0.02, **{switch: True}), alone, tmp_path / switch)
+        switched = run(
+            tiny(limit_train_batches=20, max_epochs=1, lr=0.02, **{switch: True}), one_rank, tmp_path / switch
+        )
         tolerance = 0.02 if switch == "enable_amp" else 3e-3  # roundings differ and grow with the steps
         on = records(tmp_path / switch, "step")
         assert [row["loss"] for row in on] == pytest.approx([row["loss"] for row in off], rel=tolerance), switch
         assert reference.learner.steps == switched.learner.steps
 
 
-def test_nhwc_reaches_model_and_images(tiny, alone):
-    trainer = Trainer(tiny(enable_nhwc=True), alone)
+def test_nhwc_reaches_model_and_images(tiny, one_rank):
+    trainer = Trainer(tiny(enable_nhwc=True), one_rank)
     images, _ = next(iter(trainer.loaders.train))
     assert images.is_contiguous(memory_format=torch.channels_last)
     assert trainer.learner.model.layer1[0].conv1.weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_amp_runs_training_and_validation_in_bf16_on_a_cpu(tiny, alone, tmp_path):
-    trainer = Trainer(tiny(enable_amp=True, amp_dtype="bf16"), alone, tmp_path / "run", "tiny", "auto")
+def test_amp_runs_training_and_validation_in_bf16_on_a_cpu(tiny, one_rank, tmp_path):
+    trainer = Trainer(tiny(enable_amp=True, amp_dtype="bf16"), one_rank, tmp_path / "run", "tiny", "auto")
     dtypes = set()
     trainer.learner.model.fc.register_forward_hook(
         lambda module, _inputs, output: dtypes.add((module.training, output.dtype))
@@ -85,27 +87,27 @@ def test_amp_runs_training_and_validation_in_bf16_on_a_cpu(tiny, alone, tmp_path
     assert dtypes == {(True, torch.bfloat16), (False, torch.bfloat16)}
 
 
-def test_extra_opts_switch_their_members_which_also_work_separately(tiny, alone):
-    group = Trainer(tiny(enable_extra_opts=True, zero_grad_set_to_none=False), alone)
+def test_extra_opts_switch_their_members_which_also_work_separately(tiny, one_rank):
+    group = Trainer(tiny(enable_extra_opts=True, zero_grad_set_to_none=False), one_rank)
     assert group.learner.optimizer.param_groups[0]["fused"]
     assert torch.backends.cudnn.benchmark
     assert not group.learner.config.extra_opt("zero_grad_set_to_none")
-    single = Trainer(tiny(fused_optimizer=True), alone)
+    single = Trainer(tiny(fused_optimizer=True), one_rank)
     assert single.learner.optimizer.param_groups[0]["fused"]
     assert not torch.backends.cudnn.benchmark
 
 
-def test_validation_counts_every_image_once(tiny, alone, tmp_path):
-    run(tiny(limit_valid_batches=None, limit_train_batches=1, max_epochs=1), alone, tmp_path)
+def test_validation_counts_every_image_once(tiny, one_rank, tmp_path):
+    run(tiny(limit_valid_batches=None, limit_train_batches=1, max_epochs=1), one_rank, tmp_path)
     assert records(tmp_path, "epoch")[0]["images/valid"] == 2000
 
 
-def test_metrics_cover_the_whole_epoch_and_only_training_smooths_labels(tiny, alone, tmp_path):
+def test_metrics_cover_the_whole_epoch_and_only_training_smooths_labels(tiny, one_rank, tmp_path):
     """With a learning rate near 0, the epoch's means must equal those of a separate pass over its batches."""
     changes = {"momentum": 0.0, "max_epochs": 1, "limit_train_batches": 5, "label_smoothing": 0.3}
     config = tiny(lr=1e-12, **changes)
-    run(config, alone, tmp_path)
-    trainer = Trainer(config, alone)
+    run(config, one_rank, tmp_path)
+    trainer = Trainer(config, one_rank)
     (row,) = records(tmp_path, "epoch")
     for part, loader, smoothing in (
         ("train", trainer.loaders.train, 0.3),
@@ -122,24 +124,24 @@ def test_metrics_cover_the_whole_epoch_and_only_training_smooths_labels(tiny, al
         assert row[f"loss/{part}"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
 
 
-def test_a_single_batch_can_be_overfitted(tiny, alone):
-    trainer = Trainer(tiny(lr=0.05), alone)
+def test_a_single_batch_can_be_overfitted(tiny, one_rank):
+    trainer = Trainer(tiny(lr=0.05), one_rank)
     images, labels = next(iter(trainer.loaders.train))
     averages = []
     for _ in range(30):
         trainer.learner.step(images, labels, trainer.learner.sums)
-        averages.append(trainer.learner.sums.average_since_last(alone))
+        averages.append(trainer.learner.sums.average_since_last(one_rank))
     assert averages[0]["loss"] > 2.0
     assert averages[-1]["loss"] < 0.2
     assert averages[-1]["acc1"] == 1.0
 
 
-def test_run_folder_holds_the_files_and_no_unlisted_environment_variable(tiny, alone, tmp_path, monkeypatch):
+def test_run_folder_holds_the_files_and_no_unlisted_environment_variable(tiny, one_rank, tmp_path, monkeypatch):
     """Unlisted variables may hold secrets."""
     recorded, secret = "TELLTALE-RECORDED", "TELLTALE-SECRET"
     for name, value in {"NCCL_DEBUG": recorded, "AWS_SECRET_ACCESS_KEY": secret, "SLURM_SECRET": secret}.items():
         monkeypatch.setenv(name, value)
-    run(tiny(log_to_tensorboard=True), alone, tmp_path)
+    run(tiny(log_to_tensorboard=True), one_rank, tmp_path)
     contents = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert [path for path, content in contents.items() if secret.encode() in content] == []
     assert recorded.encode() in contents[tmp_path / "environment.json"]  # so this search finds values
@@ -156,25 +158,25 @@ def test_run_folder_holds_the_files_and_no_unlisted_environment_variable(tiny, a
     assert "Time taken for epoch 2 is " in log
 
 
-def test_saved_config_is_a_block_that_runs_again(tiny, alone, tmp_path):
+def test_saved_config_is_a_block_that_runs_again(tiny, one_rank, tmp_path):
     from utils.config import load_config
 
     config = tiny(lr=0.123)
-    run(config, alone, tmp_path)
+    run(config, one_rank, tmp_path)
     assert load_config(tmp_path / "config.yaml", "tiny") == config
 
 
-def test_a_finished_run_says_so_trains_nothing_and_keeps_its_description(tiny, alone, tmp_path):
-    first = run(tiny(), alone, tmp_path)
+def test_a_finished_run_says_so_trains_nothing_and_keeps_its_description(tiny, one_rank, tmp_path):
+    first = run(tiny(), one_rank, tmp_path)
     before = {name: (tmp_path / name).read_bytes() for name in ("config.yaml", "environment.json", "metrics.jsonl")}
-    second = run(tiny(lr=0.5, log_freq=1), alone, tmp_path, resume=str(tmp_path))
+    second = run(tiny(lr=0.5, log_freq=1), one_rank, tmp_path, resume=str(tmp_path))
     assert second.progress.best == first.progress.best
     assert "Already finished: best acc1" in (tmp_path / "train.log").read_text()
     assert before == {name: (tmp_path / name).read_bytes() for name in before}
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_run_killed_around_its_last_checkpoint_records_its_end_once(tiny, alone, tmp_path, monkeypatch, saved):
+def test_run_killed_around_its_last_checkpoint_records_its_end_once(tiny, one_rank, tmp_path, monkeypatch, saved):
     """Killed before it, the run resumes from the checkpoint of the same step, written before the validation."""
     save = Trainer._save
 
@@ -187,35 +189,35 @@ def test_run_killed_around_its_last_checkpoint_records_its_end_once(tiny, alone,
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_save", die)
         with pytest.raises(KeyboardInterrupt):
-            run(tiny(checkpoint_every_steps=4), alone, tmp_path)
-    run(tiny(checkpoint_every_steps=4), alone, tmp_path)
+            run(tiny(checkpoint_every_steps=4), one_rank, tmp_path)
+    run(tiny(checkpoint_every_steps=4), one_rank, tmp_path)
     assert [len(records(tmp_path, kind)) for kind in ("epoch", "end")] == [2, 1]
 
 
-def test_every_random_generator_is_seeded(tiny, alone):
+def test_every_random_generator_is_seeded(tiny, one_rank):
     numbers = []
     for seed in (0, 0, 1):
         random.seed(), numpy.random.seed(), torch.seed()
-        Trainer(tiny(seed=seed), alone)
+        Trainer(tiny(seed=seed), one_rank)
         numbers.append((random.random(), numpy.random.random(), torch.rand(1).item()))
     assert numbers[0] == numbers[1]
     assert all(one != other for one, other in zip(numbers[0], numbers[2], strict=True))
 
 
-def test_resume_never_moves_the_earlier_run_aside(tiny, alone, tmp_path):
-    run(tiny(max_epochs=1), alone, tmp_path / "run")
+def test_resume_never_moves_the_earlier_run_aside(tiny, one_rank, tmp_path):
+    run(tiny(max_epochs=1), one_rank, tmp_path / "run")
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    run(tiny(max_epochs=1, seed=1), alone, tmp_path / "run", resume="never")
+    run(tiny(max_epochs=1, seed=1), one_rank, tmp_path / "run", resume="never")
     assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == before
     assert len(records(tmp_path / "run", "epoch")) == 1
 
 
-def test_resume_path_copies_the_checkpoints_into_the_run(tiny, alone, tmp_path):
+def test_resume_path_copies_the_checkpoints_into_the_run(tiny, one_rank, tmp_path):
     """So a kill before the next save loses nothing, and the best weights are never missing."""
-    run(tiny(max_epochs=2), alone, tmp_path / "first")
+    run(tiny(max_epochs=2), one_rank, tmp_path / "first")
     first = tmp_path / "first/checkpoints"
     best = read_checkpoint(first / "best.pt")
-    trainer = Trainer(tiny(max_epochs=2), alone, tmp_path / "second", "tiny", str(tmp_path / "first"))
+    trainer = Trainer(tiny(max_epochs=2), one_rank, tmp_path / "second", "tiny", str(tmp_path / "first"))
     trainer.train_one_epoch = lambda: 1 / 0  # fails before the first save
     trainer.config.__dict__["max_epochs"] = 3
     with pytest.raises(ZeroDivisionError):
@@ -225,14 +227,14 @@ def test_resume_path_copies_the_checkpoints_into_the_run(tiny, alone, tmp_path):
     assert read_checkpoint(second / "best.pt")["best"] == best["best"]
 
     (first / "best.pt").unlink()
-    trainer = run(tiny(max_epochs=3, lr=1e-9), alone, tmp_path / "third", resume=str(tmp_path / "first"))
+    trainer = run(tiny(max_epochs=3, lr=1e-9), one_rank, tmp_path / "third", resume=str(tmp_path / "first"))
     assert (
         trainer.progress.best["epoch"] == 3 == read_checkpoint(tmp_path / "third/checkpoints/best.pt")["best"]["epoch"]
     )
 
 
-def test_going_back_renames_the_best_checkpoint_of_later_epochs(tiny, alone, tmp_path):
-    run(tiny(max_epochs=3, keep_checkpoints=9), alone, tmp_path)
+def test_going_back_renames_the_best_checkpoint_of_later_epochs(tiny, one_rank, tmp_path):
+    run(tiny(max_epochs=3, keep_checkpoints=9), one_rank, tmp_path)
     folder = tmp_path / "checkpoints"
     for epoch in (2, 3):  # as if the accuracy had risen in each
         state = read_checkpoint(folder / f"step-{4 * epoch:09d}.pt")
@@ -240,7 +242,7 @@ def test_going_back_renames_the_best_checkpoint_of_later_epochs(tiny, alone, tmp
         save_last(folder, encode(state), 4 * epoch, keep=9)
         write_atomically(folder / "best.pt", encode(state))
     for number in ("", ".1"):
-        trainer = Trainer(tiny(max_epochs=3), alone)
+        trainer = Trainer(tiny(max_epochs=3), one_rank)
         opened = open_run(
             tmp_path,
             str(folder / "step-000000004.pt"),
@@ -255,11 +257,11 @@ def test_going_back_renames_the_best_checkpoint_of_later_epochs(tiny, alone, tmp
         (folder / f"best.pt.superseded{number}").with_name("best.pt").write_bytes(encode(state))
 
 
-def test_a_linked_run_folder_stays_a_link(tiny, alone, tmp_path):
+def test_a_linked_run_folder_stays_a_link(tiny, one_rank, tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "disk")
     for _ in range(2):
-        run(tiny(max_epochs=1), alone, tmp_path / "run", resume="never")
+        run(tiny(max_epochs=1), one_rank, tmp_path / "run", resume="never")
     assert (tmp_path / "run").is_symlink()
     assert (tmp_path / "disk/metrics.jsonl").exists() and (tmp_path / "disk.1/metrics.jsonl").exists()
 
@@ -273,12 +275,12 @@ def test_ctrl_c_during_the_imports_ends_without_a_traceback(tmp_path):
     assert (result.returncode, result.stderr) == (-2, "")
 
 
-def test_resuming_from_the_best_keeps_older_checkpoints(tiny, alone, tmp_path):
-    run(tiny(max_epochs=3, keep_checkpoints=9), alone, tmp_path)
+def test_resuming_from_the_best_keeps_older_checkpoints(tiny, one_rank, tmp_path):
+    run(tiny(max_epochs=3, keep_checkpoints=9), one_rank, tmp_path)
     folder = tmp_path / "checkpoints"
     write_atomically(folder / "best.pt", (folder / "step-000000008.pt").read_bytes())
     (folder / "step-000000008.pt").unlink()
-    trainer = Trainer(tiny(max_epochs=3), alone)
+    trainer = Trainer(tiny(max_epochs=3), one_rank)
     opened = open_run(
         tmp_path, str(folder / "best.pt"), trainer.config, trainer.learner.model.state_dict(), trainer.data
     )
@@ -287,69 +289,69 @@ def test_resuming_from_the_best_keeps_older_checkpoints(tiny, alone, tmp_path):
     assert (folder / "step-000000012.pt.superseded").exists()
 
 
-def test_other_data_or_other_epochs_are_refused(tiny, alone, tmp_path):
-    run(tiny(max_epochs=1), alone, tmp_path)
+def test_other_data_or_other_epochs_are_refused(tiny, one_rank, tmp_path):
+    run(tiny(max_epochs=1), one_rank, tmp_path)
     refused = r"was trained on other data, or with epochs of another length: "
     with pytest.raises(CheckpointError, match=refused + r"steps_per_epoch 4 -> 3\n"):
         shorter = tiny(max_epochs=2, enable_profiling=True, profiling_iters_per_epoch=3)
-        run(shorter, alone, tmp_path, resume=str(tmp_path))
-    trainer = Trainer(tiny(max_epochs=2), alone, tmp_path, "tiny", str(tmp_path))
+        run(shorter, one_rank, tmp_path, resume=str(tmp_path))
+    trainer = Trainer(tiny(max_epochs=2), one_rank, tmp_path, "tiny", str(tmp_path))
     trainer.data["class_names"] = ["other", *trainer.data["class_names"][1:]]
     with pytest.raises(CheckpointError, match=refused + r"class_names \['.* -> \['other'"):
         trainer.train()
     unused = {"cifar100_mean": (0.5, 0.5, 0.5)}
-    assert run(tiny(max_epochs=2, **unused), alone, tmp_path, resume=str(tmp_path)).progress.epoch == 2
+    assert run(tiny(max_epochs=2, **unused), one_rank, tmp_path, resume=str(tmp_path)).progress.epoch == 2
 
 
-def test_a_finished_run_without_its_best_weights_says_so(tiny, alone, tmp_path):
-    run(tiny(max_epochs=1), alone, tmp_path)
+def test_a_finished_run_without_its_best_weights_says_so(tiny, one_rank, tmp_path):
+    run(tiny(max_epochs=1), one_rank, tmp_path)
     (tmp_path / "checkpoints/best.pt").unlink()
-    progress = run(tiny(max_epochs=1), alone, tmp_path).progress
+    progress = run(tiny(max_epochs=1), one_rank, tmp_path).progress
     assert "its best weights are no longer there" in progress.summarise(True, 0.0)
 
 
-def test_throughput_covers_the_whole_epoch_where_log_points_do_not(tiny, alone, tmp_path):
-    trainer = run(tiny(max_epochs=2, log_freq=4), alone, tmp_path)
+def test_throughput_covers_the_whole_epoch_where_log_points_do_not(tiny, one_rank, tmp_path):
+    trainer = run(tiny(max_epochs=2, log_freq=4), one_rank, tmp_path)
     assert [images for images, _ in trainer.throughput.windows] == [32, 96, 32, 96]
 
 
 @pytest.mark.parametrize("resume", ["never", "other"])
-def test_a_restarted_job_resumes_its_own_run_only(tiny, alone, tmp_path, monkeypatch, resume):
+def test_a_restarted_job_resumes_its_own_run_only(tiny, one_rank, tmp_path, monkeypatch, resume):
     """The job applies --resume once, in its first start."""
     if resume == "other":
-        run(tiny(max_epochs=1), alone, tmp_path / "other")
+        run(tiny(max_epochs=1), one_rank, tmp_path / "other")
         resume = str(tmp_path / "other")
     folder = tmp_path / "run"
-    run(tiny(max_epochs=1), alone, folder)
+    run(tiny(max_epochs=1), one_rank, folder)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # its first start ended before it opened the folder
-    run(tiny(max_epochs=2), alone, folder, resume=resume)
+    run(tiny(max_epochs=2), one_rank, folder, resume=resume)
     assert (tmp_path / "run.1").exists()
     first = list_checkpoints(folder / "checkpoints")[0].read_bytes()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    trainer = run(tiny(max_epochs=2), alone, folder, resume=resume)
+    trainer = run(tiny(max_epochs=2), one_rank, folder, resume=resume)
     assert trainer.progress.epoch == 2 and not (tmp_path / "run.2").exists()
     assert list_checkpoints(folder / "checkpoints")[0].read_bytes() == first
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
-    run(tiny(max_epochs=2), alone, folder, resume=resume)
+    run(tiny(max_epochs=2), one_rank, folder, resume=resume)
     assert (tmp_path / "run.2").exists()
 
 
-def test_resume_path_starts_from_another_runs_checkpoint(tiny, alone, tmp_path):
-    run(tiny(max_epochs=1), alone, tmp_path / "one")
-    run(tiny(), alone, tmp_path / "two", resume=str(tmp_path / "one"))
-    whole = run(tiny(), alone, tmp_path / "whole")
+def test_resume_path_starts_from_another_runs_checkpoint(tiny, one_rank, tmp_path):
+    run(tiny(max_epochs=1), one_rank, tmp_path / "one")
+    run(tiny(), one_rank, tmp_path / "two", resume=str(tmp_path / "one"))
+    whole = run(tiny(), one_rank, tmp_path / "whole")
     assert [row["epoch"] for row in records(tmp_path / "two", "epoch")] == [2]
     assert read_checkpoint(tmp_path / "two/checkpoints/step-000000008.pt")["best"] == whole.progress.best
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_non_finite_loss_stops_and_leaves_the_last_checkpoint(tiny, alone, tmp_path, micro_batches):
+def test_non_finite_loss_stops_and_leaves_the_last_checkpoint(tiny, one_rank, tmp_path, micro_batches):
     settings = {"micro_batch_size": tiny().batch_size // micro_batches}
-    run(tiny(max_epochs=1, **settings), alone, tmp_path)
+    run(tiny(max_epochs=1, **settings), one_rank, tmp_path)
     good = {path: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
-    trainer = Trainer(tiny(max_epochs=3, **settings), alone, tmp_path, "tiny", str(tmp_path))
+    trainer = Trainer(tiny(max_epochs=3, **settings), one_rank, tmp_path, "tiny", str(tmp_path))
     step, count = trainer.learner.step.__call__, iter(range(100))
 
     def break_the_second_batch(images, labels, sums):
@@ -376,9 +378,9 @@ def test_throughput_leaves_the_first_window_out():
     assert throughput.windows[-1][0] == 64  # the images of both ranks
 
 
-def test_wrong_number_of_classes_is_refused(tiny, alone):
+def test_wrong_number_of_classes_is_refused(tiny, one_rank):
     with pytest.raises(ConfigError, match="num_classes is 100, but shapes has 10; use --set num_classes=10"):
-        Trainer(tiny(num_classes=100), alone)
+        Trainer(tiny(num_classes=100), one_rank)
 
 
 def test_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys):
@@ -395,10 +397,10 @@ def test_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_memory_estimate_counts_the_activations_that_autograd_keeps(tiny, alone):
+def test_memory_estimate_counts_the_activations_that_autograd_keeps(tiny, one_rank):
     from utils.training.checks.dry_run import activation_bytes_per_image
 
-    trainer = Trainer(tiny(), alone)
+    trainer = Trainer(tiny(), one_rank)
     before = {name: value.clone() for name, value in trainer.learner.model.state_dict().items()}
     per_image = activation_bytes_per_image(
         trainer.learner.model, trainer.learner.criterion, trainer.learner.precision, (3, 32, 32)
@@ -408,12 +410,12 @@ def test_memory_estimate_counts_the_activations_that_autograd_keeps(tiny, alone)
     assert all(torch.equal(value, before[name]) for name, value in trainer.learner.model.state_dict().items())
 
 
-def test_memory_estimate_counts_half_weights_once_for_a_batch_of_any_size(tiny, alone):
+def test_memory_estimate_counts_half_weights_once_for_a_batch_of_any_size(tiny, one_rank):
     from utils.training.checks.dry_run import activation_bytes_per_image
 
     per_image = {}
     for name, changes in {"float32": {}, "bf16": {"enable_amp": True, "amp_dtype": "bf16"}}.items():
-        trainer = Trainer(tiny(model="resnet18", **changes), alone)
+        trainer = Trainer(tiny(model="resnet18", **changes), one_rank)
         arguments = trainer.learner.model, trainer.learner.criterion, trainer.learner.precision, (3, 32, 32)
         per_image[name] = activation_bytes_per_image(*arguments)
     assert 0.4 < per_image["bf16"] / per_image["float32"] < 0.6

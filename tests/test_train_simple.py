@@ -19,13 +19,13 @@ from utils.training.validation import validate
 
 
 def test_on_the_same_batches_its_weights_equal_those_of_train_py(
-    tiny: Callable[..., Config], alone: World, monkeypatch: pytest.MonkeyPatch
+    tiny: Callable[..., Config], one_rank: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bitwise, over an epoch of training, its validation, and a cut of the learning rate."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     config = tiny("bs128")
-    trainer = Trainer(config, alone)
-    simple = train_simple.Trainer(ModelConfig(model=config.model, num_classes=10), alone.device, config.seed)
+    trainer = Trainer(config, one_rank)
+    simple = train_simple.Trainer(ModelConfig(model=config.model, num_classes=10), one_rank.device, config.seed)
     assert not torch.backends.cudnn.allow_tf32
     learner, train, valid = trainer.learner, list(trainer.loaders.train), list(trainer.loaders.valid)
     # an epoch with its own loss, then 13 short ones of loss 2: after 11 without progress the rate is cut
@@ -34,9 +34,9 @@ def test_on_the_same_batches_its_weights_equal_those_of_train_py(
         for images, labels in train[:1] if fixed else train:
             learner.train_step(images, labels)
         found = simple.train_one_epoch(train[:1] if fixed else train)
-        assert found == learner.sums.average_since_last(alone)["loss"]
+        assert found == learner.sums.average_since_last(one_rank)["loss"]
         if fixed is None:
-            theirs = validate(learner, valid, alone).average(alone)
+            theirs = validate(learner, valid, one_rank).average(one_rank)
             assert simple.validate_one_epoch(valid) == pytest.approx((theirs["loss"], theirs["acc1"]), abs=0)
         learner.observe_validation(fixed or 2.0)
         simple.scheduler.step(fixed or 2.0)

@@ -101,10 +101,10 @@ def test_one_step_of_each_window_is_sampled_from_the_seed(tiny) -> None:
 
 
 @pytest.mark.parametrize("changes", [*(pytest.param(mode, id=name) for name, mode in MODES.items()), COMPILED])
-def test_checked_steps_give_the_same_result_as_unchecked_ones(tiny, alone, changes) -> None:
+def test_checked_steps_give_the_same_result_as_unchecked_ones(tiny, one_rank, changes) -> None:
     """With dropout: a repetition repeats its random numbers."""
-    unchecked = some_steps(*build_tiny(tiny(batch_size=8, **changes), alone), 4)
-    learner, verifier = build_tiny(tiny(batch_size=8, verify_every_steps=1, **changes), alone)
+    unchecked = some_steps(*build_tiny(tiny(batch_size=8, **changes), one_rank), 4)
+    learner, verifier = build_tiny(tiny(batch_size=8, verify_every_steps=1, **changes), one_rank)
     checked = some_steps(learner, verifier, 4)
     assert checked.keys() == unchecked.keys()
     assert [name for name in checked if not torch.equal(checked[name], unchecked[name])] == []
@@ -121,16 +121,16 @@ def flips_of(outcome: Outcome) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", ["plain", "accumulation", "fused, O2, scaled", "adamw"])
-def test_flips_of_every_kind_are_caught(tiny, alone, name) -> None:
-    outcome = campaign(tiny(verify_every_steps=1, batch_size=16, **MODES[name]), alone, 2 * len(KINDS))
+def test_flips_of_every_kind_are_caught(tiny, one_rank, name) -> None:
+    outcome = campaign(tiny(verify_every_steps=1, batch_size=16, **MODES[name]), one_rank, 2 * len(KINDS))
     assert (outcome.missed, outcome.misnamed, outcome.alarms) == ([], [], [])
     assert flips_of(outcome)[0] == 2 * len(KINDS) and flips_of(outcome)[1] >= len(KINDS)
     assert outcome.clean_steps == 2 + 2 * len(KINDS)
 
 
-def test_a_campaign_counts_flips_that_are_missed(tiny, alone, monkeypatch) -> None:
+def test_a_campaign_counts_flips_that_are_missed(tiny, one_rank, monkeypatch) -> None:
     monkeypatch.setattr(Verifier, "_is_due", lambda verifier: False)
-    outcome = campaign(tiny(verify_every_steps=1, batch_size=16), alone, 14)
+    outcome = campaign(tiny(verify_every_steps=1, batch_size=16), one_rank, 14)
     assert len(outcome.missed) == flips_of(outcome)[1] > 0
     assert all("step" in line and "rank 0" in line for line in outcome.missed)
 
@@ -203,10 +203,10 @@ class WorldWithANoisierRank(World):
         return [value, {"of another rank": 0.5}] if isinstance(value, dict) else [value]
 
 
-def test_varying_rounding_is_measured_first(tiny, alone) -> None:
-    learner, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=16), alone)
+def test_varying_rounding_is_measured_first(tiny, one_rank) -> None:
+    learner, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=16), one_rank)
     verifier.rounding_varies, verifier.noise_measured = True, False
-    verifier.world = WorldWithANoisierRank(0, 0, 1, alone.device)
+    verifier.world = WorldWithANoisierRank(0, 0, 1, one_rank.device)
     generator = torch.Generator().manual_seed(0)
     for parameter in learner.model.parameters():  # imitate the varying order of a GPU's atomic additions
         parameter.register_hook(
@@ -225,9 +225,9 @@ def test_varying_rounding_is_measured_first(tiny, alone) -> None:
             some_steps(learner, verifier, 1)
 
 
-def test_the_log_describes_verification(tiny, alone) -> None:
+def test_the_log_describes_verification(tiny, one_rank) -> None:
     promise = "verify_every_steps 3: one step in 3 is trained twice; all bits must be equal"
-    learner, _ = build_tiny(tiny(verify_every_steps=3), alone)
+    learner, _ = build_tiny(tiny(verify_every_steps=3), one_rank)
     assert learner.notes == [promise]
     cuda = torch.device("cuda", 0)
     assert "deterministic: true" in describe_verification(tiny(verify_every_steps=3), cuda)[0]
@@ -235,11 +235,11 @@ def test_the_log_describes_verification(tiny, alone) -> None:
     assert describe_verification(tiny(), cuda) == []
 
 
-def test_the_memory_estimate_counts_the_snapshot(tiny, alone) -> None:
+def test_the_memory_estimate_counts_the_snapshot(tiny, one_rank) -> None:
     for changes in ({}, {"ema_decay": 0.9}, {"opt_level": "O2"}, {"optimizer": "adamw", "lr": 0.001}):
-        learner, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=8, **changes), alone)
+        learner, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=8, **changes), one_rank)
         some_steps(learner, verifier, 1)
-        batch = next(random_batches(learner, alone))
+        batch = next(random_batches(learner, one_rank))
         kept = sum(copy.nbytes for _, copy in Snapshot(learner, batch).pairs)
         counted = snapshot_bytes(learner.config, learner.weights, len(batch[0]), tuple(batch[0].shape[1:]))
         # loss scale, metric sums and AdamW's step counts are not in the estimate
@@ -270,8 +270,8 @@ def test_faulty_ranks_are_found_from_the_evidence() -> None:
     assert "step 7, of rank 1 (host b, H200 GPU-1): own gradient x (and 1 more) differs" in message
 
 
-def test_a_nan_distance_differs(tiny, alone) -> None:
-    _, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=8), alone)
+def test_a_nan_distance_differs(tiny, one_rank) -> None:
+    _, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=8), one_rank)
     verifier.noise = {"gradient": 0.5}
     right, *others = (
         Fingerprints({"gradient x": bits}, {"gradient x": (total, 4.0)})
@@ -286,8 +286,8 @@ def test_a_missing_tensor_differs() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_the_outlier_of_three_repetitions_is_named(tiny, alone, monkeypatch, number: int) -> None:
-    learner, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=8), alone)
+def test_the_outlier_of_three_repetitions_is_named(tiny, one_rank, monkeypatch, number: int) -> None:
+    learner, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=8), one_rank)
     train_step, repetitions = learner.train_step, itertools.count(1)
 
     def spoil(images: Tensor, labels: Tensor) -> None:

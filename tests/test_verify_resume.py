@@ -24,9 +24,9 @@ QUICK = ["--set=limit_train_batches=6", "--set=max_epochs=2", "--set=checkpoint_
 
 
 @pytest.fixture
-def two_runs(tiny, alone, tmp_path):
+def two_runs(tiny, one_rank, tmp_path):
     """Folders of a finished run and of its copy."""
-    Trainer(tiny(max_epochs=1), alone, tmp_path / "uninterrupted", "tiny", "auto").train()
+    Trainer(tiny(max_epochs=1), one_rank, tmp_path / "uninterrupted", "tiny", "auto").train()
     shutil.copytree(tmp_path / "uninterrupted", tmp_path / "killed")
     return tmp_path / "uninterrupted", tmp_path / "killed"
 
@@ -98,8 +98,8 @@ sys.exit(train.main(parse_arguments()))
 """
 
 
-def test_a_start_that_does_not_resume_is_detected(tiny, alone, tmp_path, monkeypatch):
-    Trainer(tiny(max_epochs=1), alone, tmp_path / "run", "tiny", "auto").train()
+def test_a_start_that_does_not_resume_is_detected(tiny, one_rank, tmp_path, monkeypatch):
+    Trainer(tiny(max_epochs=1), one_rank, tmp_path / "run", "tiny", "auto").train()
     script = tmp_path / "train.py"
     script.write_text(FORGETFUL)
     monkeypatch.setattr(interrupted_runs, "TRAIN", script)

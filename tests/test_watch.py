@@ -76,9 +76,9 @@ def epoch(watch: StepWatch, model: nn.Module, clock: SimpleNamespace, waiting: f
     return windows
 
 
-def test_waiting_for_input_is_measured_and_reported_once(alone, clock):
+def test_waiting_for_input_is_measured_and_reported_once(one_rank, clock):
     model = nn.Conv2d(3, 1, 1)
-    watch = StepWatch(model, alone, running())
+    watch = StepWatch(model, one_rank, running())
     windows = epoch(watch, model, clock, waiting=3)
     assert [window["data_wait"] for window in windows] == [0.3] * 4
     assert windows[0]["memory_gb"] > 0.01
@@ -88,8 +88,8 @@ def test_waiting_for_input_is_measured_and_reported_once(alone, clock):
     assert watch.remarks("") == []
 
 
-def test_a_rank_that_has_become_slow_is_named_by_the_last_windows(alone, clock):
-    watch, remarks = StepWatch(nn.Conv2d(3, 1, 1), alone, running()), []
+def test_a_rank_that_has_become_slow_is_named_by_the_last_windows(one_rank, clock):
+    watch, remarks = StepWatch(nn.Conv2d(3, 1, 1), one_rank, running()), []
     for seconds in (1.0, 1.5, 1.5):
         others = ("other", [Window(seconds, 0, 1)] * SLOW_WINDOWS)
         watch.world = SimpleNamespace(gather=lambda mine, others=others: [mine, others])
@@ -99,23 +99,23 @@ def test_a_rank_that_has_become_slow_is_named_by_the_last_windows(alone, clock):
     assert remarks[1][0].startswith("Rank 1 on other is slow: it needs 1.50 times the median")
 
 
-def test_short_waits_are_not_reported(alone, clock):
+def test_short_waits_are_not_reported(one_rank, clock):
     model = nn.Conv2d(3, 1, 1)
-    watch = StepWatch(model, alone, running())
+    watch = StepWatch(model, one_rank, running())
     epoch(watch, model, clock, waiting=0.5)
     assert watch.remarks("remedy") == []
 
 
-def test_own_time_ends_with_the_gradient_of_the_first_layer(alone, clock):
+def test_own_time_ends_with_the_gradient_of_the_first_layer(one_rank, clock):
     """Later time, such as the wait for other ranks, does not count."""
     model = nn.Sequential(nn.Conv2d(3, 1, 1), nn.Conv2d(1, 1, 1))
-    watch = StepWatch(model, alone, running())
+    watch = StepWatch(model, one_rank, running())
     epoch(watch, model, clock, waiting=3)
     assert {window.before_collective for window in watch._windows} == {5.0}
 
 
-def test_the_first_batch_is_kept_for_the_picture_once(alone):
-    watch = StepWatch(nn.Conv2d(3, 1, 1), alone, running())
+def test_the_first_batch_is_kept_for_the_picture_once(one_rank):
+    watch = StepWatch(nn.Conv2d(3, 1, 1), one_rank, running())
     for _ in watch.batches(four_batches(lambda: None)):
         pass
     sample = watch.take_sample()
@@ -143,12 +143,12 @@ def test_between_log_points_the_host_never_waits_for_the_gpu():
     assert watch.step_timer.steps == []
 
 
-def test_worst_classes_and_their_confusions(alone):
-    confusion = Confusion(3, alone.device)
+def test_worst_classes_and_their_confusions(one_rank):
+    confusion = Confusion(3, one_rank.device)
     outputs = torch.eye(3)
     confusion.add(outputs[[0, 0, 1, 1]], torch.tensor([0, 0, 1, 0]))
     confusion.add(outputs[[0]], torch.tensor([1]))
-    counts = confusion.collect(alone)
+    counts = confusion.collect(one_rank)
     assert counts.tolist() == [[2, 1, 0], [1, 1, 0], [0, 0, 0]]
     assert worst_classes(counts, ("cat", "dog", "absent")) == [
         ("dog", 0.5, "cat", 0.5),

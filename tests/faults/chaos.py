@@ -196,6 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     statuses = "0 all as expected; 1 something unexpected; 2 usage; 130 interrupted. Needs Linux."
     parser = new_parser("chaos", __doc__, statuses)
+    parser.prog = "python -m tests.faults.chaos"
     add_count(parser, "--faults", 10, "faults in total, at least")
     add_count(parser, "--nproc", 1, "ranks", "K")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="repeat only the run with this number")

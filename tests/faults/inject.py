@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = new_parser("inject", __doc__, EXIT_STATUS)
+    parser.prog = "python -m tests.faults.inject"
     add_config_arguments(parser, config="quickstart")
     add_count(parser, "--flips", 1000, "flips of a campaign")
     add_count(parser, "--clean", 1000, "checked steps of a campaign without flips")
