@@ -30,7 +30,7 @@ SIZE = 32
 LEVELS_OF_DALI = 2  # of 255, maximum difference of a JPEG from PIL; seen on a CPU: 0
 LOADERS = pytest.mark.parametrize("loader", ["torchvision", "device", DALI])
 
-SHOWN, UNREADABLE = "shown", "unreadable"
+READ, UNREADABLE, IGNORED = "read", "unreadable", "ignored"
 
 
 def picture(seed: int = 0, size: int = SIZE) -> Image.Image:
@@ -51,7 +51,7 @@ def oriented(kind: str, orientation: int) -> bytes:
     return encode(kind, exif=exif)
 
 
-def moving(kind: str, **options: Any) -> bytes:
+def animated(kind: str, **options: Any) -> bytes:
     return encode(kind, save_all=True, append_images=[picture(1), picture(2)], **options)
 
 
@@ -109,74 +109,74 @@ def link_to_an_image(path: bytes) -> None:
 JPEG = encode("JPEG", quality=90)
 # kind of file: [(name, content, outcome)]; all files of a kind have the same outcome
 KINDS: dict[str, list[tuple[str | bytes, bytes | Callable[[bytes], object], str]]] = {
-    "JPEG: grey, colour, progressive, with restart markers, coded as RGB": [
-        ("grey.jpg", encode("JPEG", picture().convert("L")), SHOWN),
-        ("colour.JPEG", JPEG, SHOWN),
-        ("444.jpg", encode("JPEG", subsampling=0), SHOWN),
-        ("progressive.jpeg", encode("JPEG", progressive=True), SHOWN),
-        ("restart.jpg", encode("JPEG", restart_marker_blocks=2), SHOWN),
-        ("rgb.jpg", encode("JPEG", keep_rgb=True), SHOWN),
+    "JPEG: grey, colour, progressive, with restart markers, stored as RGB": [
+        ("grey.jpg", encode("JPEG", picture().convert("L")), READ),
+        ("colour.JPEG", JPEG, READ),
+        ("444.jpg", encode("JPEG", subsampling=0), READ),
+        ("progressive.jpeg", encode("JPEG", progressive=True), READ),
+        ("restart.jpg", encode("JPEG", restart_marker_blocks=2), READ),
+        ("rgb.jpg", encode("JPEG", keep_rgb=True), READ),
     ],
-    "JPEG with EXIF orientation 1 to 8: not turned": [
-        (f"{orientation}.jpg", oriented("JPEG", orientation), SHOWN) for orientation in range(1, 9)
+    "JPEG with EXIF orientation 1 to 8: not rotated": [
+        (f"{orientation}.jpg", oriented("JPEG", orientation), READ) for orientation in range(1, 9)
     ],
     "JPEG: CMYK, with bytes after its end": [
-        ("cmyk.jpg", encode("JPEG", picture().convert("CMYK")), SHOWN),
-        ("longer.jpg", JPEG + bytes(100), SHOWN),
+        ("cmyk.jpg", encode("JPEG", picture().convert("CMYK")), READ),
+        ("longer.jpg", JPEG + bytes(100), READ),
     ],
     "PNG, BMP, PPM, PGM, TIFF, WebP": [
-        ("x.png", encode("PNG"), SHOWN),
-        ("bilevel.png", encode("PNG", picture().convert("1")), SHOWN),
-        ("x.bmp", encode("BMP"), SHOWN),
-        ("x.ppm", encode("PPM"), SHOWN),
-        ("x.pgm", encode("PPM", picture().convert("L")), SHOWN),
-        ("x.tif", encode("TIFF"), SHOWN),
-        ("x.webp", encode("WEBP"), SHOWN),
+        ("x.png", encode("PNG"), READ),
+        ("bilevel.png", encode("PNG", picture().convert("1")), READ),
+        ("x.bmp", encode("BMP"), READ),
+        ("x.ppm", encode("PPM"), READ),
+        ("x.pgm", encode("PPM", picture().convert("L")), READ),
+        ("x.tif", encode("TIFF"), READ),
+        ("x.webp", encode("WEBP"), READ),
     ],
     "alpha: RGBA, palette with alpha, WebP with alpha: alpha dropped": [
-        ("rgba.png", with_alpha("PNG"), SHOWN),
-        ("palette.png", palette_with_alpha(), SHOWN),
-        ("alpha.webp", with_alpha("WEBP", lossless=True), SHOWN),
+        ("rgba.png", with_alpha("PNG"), READ),
+        ("palette.png", palette_with_alpha(), READ),
+        ("alpha.webp", with_alpha("WEBP", lossless=True), READ),
     ],
-    "16 bits: PNG grey and RGB, PGM: the upper eight": [
-        ("deep.png", deep_png(1), SHOWN),
-        ("deep-rgb.png", deep_png(3), SHOWN),
-        ("deep.pgm", b"P5 %d %d 65535\n" % (SIZE, SIZE) + (np.arange(SIZE**2) * 64).astype(">u2").tobytes(), SHOWN),
+    "16 bits per channel: PNG grey and RGB, PGM: the upper eight": [
+        ("deep.png", deep_png(1), READ),
+        ("deep-rgb.png", deep_png(3), READ),
+        ("deep.pgm", b"P5 %d %d 65535\n" % (SIZE, SIZE) + (np.arange(SIZE**2) * 64).astype(">u2").tobytes(), READ),
     ],
-    "moving: GIF named .png, WebP, APNG: the first picture": [
-        ("gif.png", moving("GIF"), SHOWN),
-        ("moving.webp", moving("WEBP", lossless=True), SHOWN),
-        ("moving.png", moving("PNG"), SHOWN),
+    "animated: GIF named .png, WebP, APNG: the first frame": [
+        ("gif.png", animated("GIF"), READ),
+        ("animated.webp", animated("WEBP", lossless=True), READ),
+        ("animated.png", animated("PNG"), READ),
     ],
-    "an image under another's ending, a link to an image": [
-        ("png.jpg", encode("PNG"), SHOWN),
-        ("jpeg.png", JPEG, SHOWN),
-        ("link.jpg", link_to_an_image, SHOWN),
+    "an image with another format's extension, a link to an image": [
+        ("png.jpg", encode("PNG"), READ),
+        ("jpeg.png", JPEG, READ),
+        ("link.jpg", link_to_an_image, READ),
     ],
-    "a name that is not UTF-8": [(b"\xff\xfe caf\xe9.jpg", JPEG, SHOWN)],
-    "JPEG whose data are damaged, with all its markers": [("damaged.jpg", damage_middle(JPEG), SHOWN)],
+    "a name that is not UTF-8": [(b"\xff\xfe caf\xe9.jpg", JPEG, READ)],
+    "JPEG whose data are damaged, with all its markers": [("damaged.jpg", damage_middle(JPEG), READ)],
     "JPEG whose data are damaged so that PIL refuses them": [("codes.jpg", damage_codes(JPEG), UNREADABLE)],
-    "cut: JPEG, PNG, WebP": [
+    "truncated: JPEG, PNG, WebP": [
         ("cut.jpg", JPEG[: len(JPEG) * 2 // 3], UNREADABLE),
         ("cut-progressive.jpg", encode("JPEG", progressive=True)[:-40], UNREADABLE),
         ("cut-header.jpg", JPEG[:300], UNREADABLE),
         ("cut.png", encode("PNG")[:-60], UNREADABLE),
         ("cut.webp", encode("WEBP")[:-30], UNREADABLE),
     ],
-    "no image: text, an empty file, macOS's ._x.jpg": [
+    "not an image: text, an empty file, macOS's ._x.jpg": [
         ("text.jpg", b"no image", UNREADABLE),
         ("empty.jpg", b"", UNREADABLE),
         ("._x.jpg", b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X        " + bytes(100), UNREADABLE),
     ],
     "more than 179 million pixels": [("bomb.png", bomb(), UNREADABLE)],
-    "no regular file: FIFO, device, socket, folder, a link to nothing": [
+    "not a regular file: FIFO, device, socket, folder, a link to nothing": [
         ("fifo.jpg", os.mkfifo, UNREADABLE),
         ("device.jpg", lambda path: os.symlink("/dev/zero", path), UNREADABLE),
         ("socket.jpg", make_socket, UNREADABLE),
         ("folder.jpg", os.mkdir, UNREADABLE),
         ("broken.jpg", lambda path: os.symlink("nowhere", path), UNREADABLE),
     ],
-    "any other ending, such as .gif and .avif": [("x.gif", moving("GIF"), "not looked at")],
+    "any other extension, such as .gif and .avif": [("x.gif", animated("GIF"), IGNORED)],
 }
 ROWS = [(kind, name, content, outcome) for kind, files in KINDS.items() for name, content, outcome in files]
 
@@ -189,7 +189,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for split in ("train", "val"):
             folder = root / split / f"{number:03}"
             folder.mkdir(parents=True)
-            if split == "train" or outcome == "not looked at":
+            if split == "train" or outcome == IGNORED:
                 (folder / "good.png").write_bytes(encode("PNG", picture(3)))
         path = os.path.join(os.fsencode(folder), os.fsencode(name))
         if callable(content):
@@ -244,7 +244,7 @@ def test_every_kind_of_file(loader: str, config: Callable[..., Config], kinds: P
     tolerance = LEVELS_OF_DALI / 255 if loader == "dali" else 1e-6
     for image, label in zip(images.numpy(), labels.tolist(), strict=True):
         kind, name, _, outcome = ROWS[label]
-        path = kinds / "val" / f"{label:03}" / (os.fsdecode(name) if outcome == SHOWN else "good.png")
+        path = kinds / "val" / f"{label:03}" / (os.fsdecode(name) if outcome == READ else "good.png")
         pixels = expected_pixels(path.read_bytes(), path).transpose(2, 0, 1)
         np.testing.assert_allclose(image * std + mean, pixels / 255, atol=tolerance, err_msg=f"{kind}: {name!r}")
 
@@ -258,7 +258,7 @@ def test_the_kinds_are_what_they_are_called() -> None:
     assert [opened(f"{number}.jpg").getexif()[0x0112] for number in range(1, 9)] == list(range(1, 9))
     modes = {"cmyk.jpg": "CMYK", "palette.png": "P", "deep.png": "I;16", "rgba.png": "RGBA", "alpha.webp": "RGBA"}
     assert {name: opened(name).mode for name in modes} == modes
-    assert [opened(name).n_frames for name in ("gif.png", "moving.webp", "moving.png")] == [3, 3, 3]
+    assert [opened(name).n_frames for name in ("gif.png", "animated.webp", "animated.png")] == [3, 3, 3]
     grey = expected_pixels(contents["deep.png"], Path())
     assert np.abs(grey.astype(int) - 255).mean() > 20  # not white, as after PIL's conversion
 
@@ -268,7 +268,7 @@ def table() -> str:
     lines = ["| file | torchvision, device | dali |", "|---|---|---|"]
     for kind, files in KINDS.items():
         (outcome,) = {outcome for _, _, outcome in files}
-        regular = [content for _, content, _ in files if isinstance(content, bytes) and outcome == SHOWN]
+        regular = [content for _, content, _ in files if isinstance(content, bytes) and outcome == READ]
         passed = {encode_for_dali(content, pass_jpeg=True)[0].tobytes() == content for content in regular}
         by = {(True,): ", decoded by DALI", (False,): ", decoded by PIL"}.get(tuple(passed), "")
         lines.append(f"| {kind} | {outcome} | {outcome}{by} |")

@@ -71,7 +71,7 @@ def export(path: Path, folder: Path) -> list[str]:
     augmented = [key for key in ("test_time_flip", "test_time_shift") if config.get(key)]  # older checkpoints lack them
     return [
         f"{folder / 'model.safetensors'}: {len(weights)} tensors of {source}",
-        f"{folder / 'model.pt2'}: equal to the eager network within {difference:.1e} of the largest logit",
+        f"{folder / 'model.pt2'}: logits differ from the network's by at most {difference:.1e} of the largest logit",
         f"{config['model']}, {classes} classes, best acc1 {100 * best['acc1']:.2f} % in epoch {best['epoch']:.0f}"
         + (f", validated with {' and '.join(augmented)}, which the program does not apply" if augmented else ""),
     ]
