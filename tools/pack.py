@@ -1,7 +1,7 @@
 """Pack the project for a machine without network, in pieces: its tree, the wheels that it lacks there, and data.
 
-    python -m tools.pack --out pieces --data data/cifar-100-binary
-    python -m tools.pack --out pieces --data data/cifar-100-binary --without dali
+    python -m tools.pack --out pieces --data data/cifar-100-python
+    python -m tools.pack --out pieces --data data/cifar-100-python --without dali
 
 The wheels have the versions installed here (pip download), and fit the Python and platform of the target, which has
 PyTorch, torchvision, numpy, matplotlib, rich and tensorboard. The command prints a line for the target's shell that
@@ -32,6 +32,7 @@ GROUPS = {
     "required": ("ruamel.yaml", "pydantic", "filelock"),
     "page": ("plotly", "Jinja2"),
     "tests": ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis"),
+    "health": ("nvidia-ml-py",),
     "peers": ("timm", "lightning"),
     "dali": ("nvidia-dali-cuda130",),
 }
@@ -71,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = new_parser("pack", __doc__, "0 done, 1 pip or git failed, 2 bad usage, 3 data missing")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder for the pieces")
-    data = "packed as data/NAME of the project, such as data/cifar-100-binary; repeatable"
+    data = "packed as data/NAME of the project, such as data/cifar-100-python; repeatable"
     parser.add_argument("--data", type=Path, action="append", default=[], metavar="PATH", help=data)
     parser.add_argument("--without", action="append", default=[], choices=tuple(GROUPS), help="wheels to omit")
     parser.add_argument("--python", default="3.12", metavar="X.Y", help="version on the target (default: 3.12)")
