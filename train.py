@@ -37,13 +37,13 @@ from utils.distributed.ddp import describe_parallel
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World, pin_near_gpu
 from utils.errors import ExpectedError, Stopped
-from utils.run.checkpoint.io import Writer
+from utils.run.checkpoint.io import CheckpointWriter
 from utils.run.checkpoint.pretrained import Pretrained, read_pretrained
 from utils.run.checkpoint.state import Progress, RunState
 from utils.run.folder import OpenedRun, open_run, write_description
 from utils.run.logging.environment import describe_environment
 from utils.run.logging.logger import RunLogger
-from utils.run.preemption import Requests, ignore_signals, listen
+from utils.run.preemption import StopRequests, ignore_signals, listen
 from utils.run.telemetry.meters import Meters
 from utils.timing.clock import Clock, TimeLeft, process_age
 from utils.training.batches import TrainingBatches
@@ -95,12 +95,12 @@ class Trainer:
         self.state = RunState(config, config_name, self.data, self.learner, self.progress, world)
         screen, board = config.log_to_screen, config.log_to_tensorboard
         self.log = RunLogger(folder, enabled=world.is_main, to_screen=screen, to_tensorboard=board, to=config.log_to)
-        self.writer = Writer(
+        self.writer = CheckpointWriter(
             folder / "checkpoints", config.keep_checkpoints, config.checkpoint_async, before=self.log.sync
         )
         self.saved_step = 0
         self.notes = notes + self.loaders.notes + self.learner.notes
-        self.requests = Requests(world)
+        self.requests = StopRequests(world)
         self.throughput = Throughput(world.world_size, self.clock)
         self.meters = Meters(config, self.learner, world, self.data["shape"])
         self.time_left = TimeLeft(config.max_epochs, len(self.batches), self.clock)
@@ -149,8 +149,8 @@ class Trainer:
             log.say(self.progress.summarise(not will_train, self.throughput.overall()))
 
     def _log_start(self, opened: OpenedRun | None, *, will_train: bool) -> None:
-        """Describe this start in the log, the run folder and TensorBoard. A start of a finished run trains nothing, so
-        it leaves the description of the run as it is."""
+        """Describe this launch in the log, the run folder and TensorBoard. Launching a finished run trains nothing, so
+        the description of the run stays as it is."""
         config, log, steps, world = self.config, self.log, self.learner.steps, self.world
         environment = describe_environment(world.device, world.world_size)
         environment["own_code"] = user_file_digests(config.model, config.dataset)
@@ -176,7 +176,7 @@ class Trainer:
             self.throughput.add(len(labels))
             self.log.advance_bar(self.progress.batch)
             if self.progress.batch == len(self.batches):
-                # before a checkpoint can be written, since a checkpoint of this moment resumes with the validation
+                # before a checkpoint can be written: a checkpoint saved from here on resumes at the validation
                 self.learner.average_buffers(self.world)
             if number % self.config.log_freq == 0:
                 self._log_point(number)
@@ -284,7 +284,7 @@ class Trainer:
 
     def _save_and_stop(self) -> None:
         batch = self.progress.batch
-        position = "in validation" if batch == len(self.batches) else f"after {batch} batches"
+        position = "after its last batch" if batch == len(self.batches) else f"after {batch} batches"
         where = f"{self.requests.name()} in epoch {self.progress.epoch + 1} {position}"
         if not self.config.save_checkpoint:
             raise ExpectedError(f"stopped on {where}; save_checkpoint is false, so this run cannot be resumed")
@@ -307,7 +307,7 @@ class Trainer:
     def _open_folder(self) -> OpenedRun | None:
         """Collective: lock the run's folder in the main process, and restore the checkpoint to resume from."""
         weights = self.learner.model.state_dict()
-        # shorter than the other ranks wait, but longer than an isolated rank of an earlier start can survive
+        # less than the other ranks' timeout, but enough for an isolated rank of an earlier launch to exit
         patience = 0.9 * self.config.collective_timeout_seconds
         opened = self.world.main_only(
             lambda: open_run(self.folder, self.resume, self.config, weights, self.data, self._read_pretrained, patience)

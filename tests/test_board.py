@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.test_train import records
 from train import Trainer
 from utils.config import Config
-from utils.run.logging.tensorboard import ALWAYS_SHOWN, CHANGES, RESULTS, Board, compared, draw_matrix
+from utils.run.logging.tensorboard import ALWAYS_SHOWN, CHANGES, RESULTS, TensorBoardWriter, compared, draw_matrix
 
 
 def read(folder: Path) -> EventAccumulator:
@@ -105,7 +105,7 @@ def test_hparams_start_with_the_changes_and_four_settings(run):
 
 
 def test_hparams_have_a_row_before_the_run_ends(tiny, one_rank, tmp_path):
-    board = Board(tmp_path, epoch=0, step=0)
+    board = TensorBoardWriter(tmp_path, epoch=0, step=0)
     board.describe(tiny(), "tiny", {})
     board.close()
     assert "_hparams_/session_start_info" in read(tmp_path).summary_metadata
@@ -126,7 +126,7 @@ def test_a_resumed_run_cuts_what_it_trains_again_and_loses_no_point(run):
             time.sleep(1)  # TensorBoard reads files in the order of their names, which hold whole seconds
             run(max_epochs=3, log_freq=1)
         else:
-            board = Board(folder / "tb_logs", epoch=1, step=6)
+            board = TensorBoardWriter(folder / "tb_logs", epoch=1, step=6)
             board.describe(Config(), "tiny", {})
             board.close()
         events = read(folder / "tb_logs")

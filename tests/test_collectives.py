@@ -32,12 +32,12 @@ def skip_a_sum(world: World) -> None:
     """Rank 1 does something else forever."""
     if world.rank == 1:
         time.sleep(100)
-    world.sum(torch.ones(55))
+    world.all_reduce(torch.ones(55))
 
 
 def swap_two(world: World) -> None:
     """Rank 2 calls two collectives in the other order."""
-    actions = [lambda: world.sum(torch.ones(3)), world.barrier]
+    actions = [lambda: world.all_reduce(torch.ones(3)), world.barrier]
     for action in reversed(actions) if world.rank == 2 else actions:
         action()
 
@@ -46,7 +46,7 @@ def stop_a_rank(world: World) -> None:
     if world.rank == 1:
         print(os.getpid(), flush=True)
         os.kill(os.getpid(), signal.SIGSTOP)
-    world.sum(torch.ones(55))
+    world.all_reduce(torch.ones(55))
 
 
 def run(name: str, folder: Path) -> int:
@@ -60,8 +60,8 @@ def run(name: str, folder: Path) -> int:
     def action(world: World) -> None:
         if name != "never_begin":
             for _ in range(12):
-                world.sum(torch.ones(1000))
-            world.gather(world.rank)
+                world.all_reduce(torch.ones(1000))
+            world.all_gather(world.rank)
         globals()[name](world)
 
     return run_ranks(action, "cpu", 60, 600, folder)

@@ -375,7 +375,7 @@ def validate(folder: Path) -> int:
             loader = DeviceLoader.__new__(DeviceLoader)
             loader.__dict__.update(whole.__dict__ | {"plan": plan})
             trainer.loaders = replace(trainer.loaders, valid=loader)
-            trainer.shared_valid_batches = min(world.gather(len(loader)))
+            trainer.shared_valid_batches = min(world.all_gather(len(loader)))
             results[size], _ = trainer.validate_one_epoch()
         if world.is_main:
             (folder / "validated.json").write_text(json.dumps(results))

@@ -26,6 +26,7 @@ from utils.data.sampling import AugmentationRanges, resized_crop_box
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
 from utils.run.logging.environment import dali_version
+from utils.training.metrics.sums import MetricSums
 
 CPU = torch.device("cpu")
 RESAMPLING_LEVELS = 2  # of 255, maximum difference between DALI's and PIL's resizing
@@ -74,7 +75,7 @@ def pretend(rank: int = 0, world_size: int = 1) -> World:
     """Return a rank whose collectives assume that all ranks contribute the same value."""
 
     class Pretended(World):
-        def gather(self, value: Any) -> list[Any]:
+        def all_gather(self, value: Any) -> list[Any]:
             return [value] * self.world_size
 
         def main_first(self, action: Callable[[], Any]) -> Any:
@@ -383,6 +384,19 @@ def test_an_unreadable_class_folder_is_named(
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(DataError, match="train/cat: cannot be read: Permission denied"):
         open_dataset(config("imagefolder"), one_rank)
+
+
+def test_validation_images_that_are_all_unreadable(
+    config: Callable[..., Config], made: Path, one_rank: World, tmp_path: Path
+) -> None:
+    shutil.copytree(made / "small", tmp_path / "data")
+    for path in (tmp_path / "data/val").rglob("*.png"):
+        path.write_text("no image")
+    sums = MetricSums(one_rank.device)
+    for _, labels in build(config("imagenet", data_path=str(tmp_path / "data"))).valid:
+        sums.add(torch.tensor(torch.nan), torch.zeros(len(labels), len(CLASSES)), labels)
+    with pytest.raises(DataError, match="not one validation image can be read"):
+        sums.average(one_rank)
 
 
 def test_all_images_unreadable(config: Callable[..., Config], made: Path, tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_a_run_stopped_in_the_test_resumes_to_the_same_figures(
             self.requests.signal = signal.SIGUSR1
         return evaluate_one(self, name, *others)
 
-    with monkeypatch.context() as patch, pytest.raises(Stopped, match="in validation"):
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match="after its last batch"):
         patch.setattr(Trainer, "_evaluate", stop_in_the_test)
         trainer.train()
     assert "end" not in last_records(tmp_path / "parts")

@@ -183,7 +183,7 @@ def add_up(ranks: int) -> int:
     """Every rank prints the sum over all ranks."""
 
     def action(world: World) -> None:
-        print(world.sum(torch.tensor([1.0 + world.rank])).item(), world.world_size == ranks)
+        print(world.all_reduce(torch.tensor([1.0 + world.rank])).item(), world.world_size == ranks)
 
     return run_ranks(action, "cpu", 20, 20)
 
@@ -345,7 +345,7 @@ def test_a_failing_library_is_reported_with_its_reason(tmp_path: Path) -> None:
 
 def test_ranks_that_share_a_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class OneOfThree(World):
-        def gather(self, value: tuple[str, str]) -> list[tuple[str, str]]:
+        def all_gather(self, value: tuple[str, str]) -> list[tuple[str, str]]:
             return [value, ("another node", value[1]), value]
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
@@ -458,7 +458,7 @@ from utils.distributed.ranks import run_ranks
 def action(world):
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os._exit(1)
-    ranks = world.gather(os.getpid())
+    ranks = world.all_gather(os.getpid())
     tables = [table.read_text().splitlines()[1:] for table in Path("/proc/net").glob("tcp*")]
     rows = [row.split() for table in tables for row in table]
     listening = {f"socket:[{row[9]}]": row[1].split(":")[0] for row in rows if row[3] == "0A"}

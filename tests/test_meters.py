@@ -142,7 +142,7 @@ def test_mfu_is_relative_to_the_peak_of_all_devices_and_ranks_of_a_host_share_on
     tiny: Callable[..., Config], one_rank: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Four(World):
-        def gather(self, value: Any) -> list[Any]:
+        def all_gather(self, value: Any) -> list[Any]:
             return ["gpu01", "gpu01", "gpu02", "gpu02"]
 
     cpu, gpu = (Four(0, 0, 4, torch.device(kind)) for kind in ("cpu", "cuda"))

@@ -55,6 +55,22 @@ def test_convolutions_train_as_pytorchs_muon_and_other_parameters_as_its_adamw(t
         torch.testing.assert_close(one, other.view(one.shape), rtol=0, atol=0.05 * ADAMW_RMS * sum(RATES))
 
 
+def test_a_parameter_that_has_no_gradient_at_first_trains_as_with_pytorchs_adamw(tiny):
+    def trained_late(build):
+        parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+        optimizer = build(parameters)
+        for step in range(3):
+            for parameter, gradient in zip(parameters[: 1 + step], ([1.0, 2.0], [3.0, -1.0]), strict=False):
+                parameter.grad = (step + 1) * torch.tensor(gradient)
+            optimizer.step()
+        return parameters
+
+    options = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.0}
+    found = trained_late(lambda parameters: build_optimizer(tiny(optimizer="muon", **options), parameters))
+    adamw = trained_late(lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.0))
+    torch.testing.assert_close(found, adamw)
+
+
 @pytest.mark.parametrize("shape", [(16, 144), (200, 27)])
 def test_orthogonalise_equals_jordans_iteration_in_float64(shape):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))

@@ -72,7 +72,7 @@ LEVELS = [
 @pytest.mark.parametrize("precision", LEVELS, ids=str)
 def test_every_level_trains_like_float32(tiny, precision):
     config = tiny(lr=0.05, enable_extra_opts=precision.loss_scale is not None)  # fused kernels unscale
-    steps = 12 if precision.half is torch.float16 else 60  # PyTorch only emulates fp16 on a CPU
+    steps = 12 if precision.low_precision_dtype is torch.float16 else 60  # PyTorch only emulates fp16 on a CPU
     reference, *_ = losses(config, Precision("cpu"), steps)
     history, *_ = losses(config, precision, steps)
     assert reference[0] > 1.2 > reference[-1]
@@ -131,9 +131,9 @@ def test_squared_gradients_need_more_range_than_fp16_weights_have(tiny, optimize
     for dtype in ("auto", "fp16"):
         with pytest.raises(ConfigError, match=f"optimizer {optimizer} with opt_level O3 needs amp_dtype bf16"):
             choose_precision(tiny(amp_dtype=dtype, **keys), cuda)
-    assert choose_precision(tiny(amp_dtype="bf16", **keys), cuda).half is torch.bfloat16
-    assert choose_precision(tiny(**keys), torch.device("cpu")).half is torch.bfloat16
-    assert choose_precision(tiny(opt_level="O2", optimizer=optimizer), cuda).half is torch.float16
+    assert choose_precision(tiny(amp_dtype="bf16", **keys), cuda).low_precision_dtype is torch.bfloat16
+    assert choose_precision(tiny(**keys), torch.device("cpu")).low_precision_dtype is torch.bfloat16
+    assert choose_precision(tiny(opt_level="O2", optimizer=optimizer), cuda).low_precision_dtype is torch.float16
 
 
 @pytest.mark.parametrize(("level", "batchnorm"), [("O2", True), ("O2", False), ("O3", True), ("O3", False)])

@@ -14,7 +14,7 @@ from processes import run_job
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.run import preemption
-from utils.run.preemption import ONE_KEYSTROKE, Requests, listen
+from utils.run.preemption import ONE_KEYSTROKE, StopRequests, listen
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_second_ctrl_c_stops_at_once(
     first: signal.Signals, one_rank: World, set_clock: Callable[[float], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """But not a copy of the first one that a launcher passes on, nor any other signal."""
-    requests = Requests(one_rank)
+    requests = StopRequests(one_rank)
     before = signal.getsignal(signal.SIGINT)
     set_clock(100)
     with listen(requests):
@@ -56,7 +56,7 @@ def test_a_second_ctrl_c_stops_at_once(
         assert requests.name() == first.name
         assert interrupts(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
-    assert capfd.readouterr().err.count("Ctrl-C again stops without saving") == 1
+    assert capfd.readouterr().err.count("Ctrl-C again stops at once, without saving") == 1
 
 
 # Seconds of a batch on each of two ranks, in loops that follow each other; the signal comes in the last loop.
@@ -76,7 +76,7 @@ def stop_in_the_middle(folder: Path, pace: list[tuple[float, float]]) -> int:
     def stop_after(world: World, batches: int, signalled: int) -> tuple[int, float, int]:
         clock, sent = [0.0], [0]
         preemption.time = SimpleNamespace(monotonic=lambda: clock[0])  # type: ignore[assignment]
-        requests = Requests(world)
+        requests = StopRequests(world)
         send = requests._send
 
         def count_and_send() -> object:

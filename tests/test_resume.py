@@ -33,8 +33,8 @@ LOADERS = {
 BATCHES, POLLS = 4, 4 + 2  # polls for requests: one after each batch, of training and of validation
 STOPS = {
     "in mid-epoch, between log points": (PLATEAU, POLLS + 2, "in epoch 2 after 2 batches", {"epoch": 1, "batch": 2}),
-    "before validation": (ONECYCLE, POLLS + BATCHES, "in epoch 2 in validation", {"epoch": 1, "batch": 4}),
-    "in validation": (PLATEAU, POLLS + BATCHES + 1, "in epoch 2 in validation", {"epoch": 1, "batch": 4}),
+    "before validation": (ONECYCLE, POLLS + BATCHES, "in epoch 2 after its last batch", {"epoch": 1, "batch": 4}),
+    "in validation": (PLATEAU, POLLS + BATCHES + 1, "in epoch 2 after its last batch", {"epoch": 1, "batch": 4}),
     "between epochs": (ONECYCLE, 2 * POLLS + 1, "in epoch 3 after 1 batches", {"epoch": 2, "batch": 1}),
 }
 

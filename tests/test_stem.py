@@ -12,7 +12,7 @@ from train import Trainer
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.training.kernels.stem import PaddedConvolution, pad_stem
+from utils.training.kernels.stem import ChannelPaddedConv2d, pad_stem
 
 Tiny = Callable[..., Config]
 
@@ -30,7 +30,7 @@ def test_a_padded_stem_is_the_same_function(tiny: Tiny, channels: int, layout: t
     """In float64, where sums in another order differ in the last of 16 digits."""
     plain = build_model(tiny(model="resnet8")).double().to(memory_format=layout)  # type: ignore[call-overload]
     padded = pad_stem(tiny(stem_channels=channels), copy.deepcopy(plain))
-    assert isinstance(padded.conv1, PaddedConvolution)
+    assert isinstance(padded.conv1, ChannelPaddedConv2d)
     images = torch.randn(4, 3, 32, 32, dtype=torch.float64).contiguous(memory_format=layout)
     found, expected = (outputs_and_gradients(model, images) for model in (padded, plain))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
@@ -48,7 +48,7 @@ def test_names_and_initial_weights_stay(tiny: Tiny, one_rank: World) -> None:
     assert list(plain.model.state_dict()) == list(padded.model.state_dict())
     for name, value in plain.model.state_dict().items():
         assert torch.equal(value, padded.model.state_dict()[name]), name
-    assert not any(isinstance(module, PaddedConvolution) for module in plain.model.modules())
+    assert not any(isinstance(module, ChannelPaddedConv2d) for module in plain.model.modules())
 
 
 def test_any_first_convolution_is_padded_and_its_absence_an_error(tiny: Tiny) -> None:
@@ -57,7 +57,7 @@ def test_any_first_convolution_is_padded_and_its_absence_an_error(tiny: Tiny) ->
     images = torch.randn(2, 3, 8, 8)
     expected = nested(images)
     torch.testing.assert_close(pad_stem(config, nested)(images), expected)
-    assert isinstance(nested[0][0], PaddedConvolution) and type(nested[1]) is nn.Conv2d
-    assert isinstance(pad_stem(config, nn.Conv2d(3, 2, 1)), PaddedConvolution)
+    assert isinstance(nested[0][0], ChannelPaddedConv2d) and type(nested[1]) is nn.Conv2d
+    assert isinstance(pad_stem(config, nn.Conv2d(3, 2, 1)), ChannelPaddedConv2d)
     with pytest.raises(ConfigError, match="stem_channels 4: the network has no plain convolution of 3 channels; use 3"):
         pad_stem(config, nn.Linear(3, 4))

@@ -28,7 +28,7 @@ from utils.training.kernels.conv import weight_gradient as conv_products
 from utils.training.kernels.conv.weight_gradient import ProductConv2d
 from utils.training.kernels.conv.winograd import WinogradConv2d
 from utils.training.kernels.norm_relu.module import NormReLU
-from utils.training.kernels.stem import PaddedConvolution
+from utils.training.kernels.stem import ChannelPaddedConv2d
 from utils.training.metrics.flops import flops_per_image
 from utils.training.optimizers.build import build_optimizer, learning_rate, set_learning_rate
 from utils.training.step import choose_step, wants_graphs
@@ -106,7 +106,7 @@ def test_training_continues_with_and_without_our_own_layers(tiny, one_rank, name
         pytest.skip("no C++ compiler")
     changes = {"lr": 0.02, "enable_nhwc": True}
     learners = [Trainer(tiny(**changes | others), one_rank).learner for others in ({}, SWITCHES[name])]
-    own = (PaddedConvolution, NormReLU, ProductConv2d, WinogradConv2d)
+    own = (ChannelPaddedConv2d, NormReLU, ProductConv2d, WinogradConv2d)
     assert [sum(isinstance(module, own) for module in one.model.modules()) for one in learners] == [0, layers]
     check_equal_training(learners)
     if name == "conv winograd":  # FLOPs are the network's, whatever the method

@@ -182,7 +182,7 @@ def test_a_weight_that_differed_earlier_is_found_by_the_majority(tmp_path) -> No
     ended = run_ranked(tmp_path / "job", 3, strike, tmp_path / "run", settings, *options)
     assert [process.status for process in ended] == [CorruptionError.exit_status] * 3, complaints(ended)
     (line, remedy) = complaints(ended)
-    assert re.search(r"silent corruption in step \d+, of rank 2 \(host .*, cpu\): .* other ranks", line), line
+    assert re.search(r"silent corruption in step \d+ on rank 2 \(host .*, cpu\): .* other ranks", line), line
     assert remedy.startswith("nothing of this step was saved")
 
 
@@ -191,14 +191,14 @@ def test_a_run_stops_before_it_saves(tmp_path) -> None:
     (ended,) = run_ranked(tmp_path / "job", 1, strike, run, settings, "--strike=activation", "--step=3", "--seed=2")
     assert ended.status == CorruptionError.exit_status == 5
     assert "flipped bit" in ended.output
-    assert re.search(r"^error: silent corruption in step 3, of rank 0 \(host .*first of three", ended.errors)
+    assert re.search(r"^error: silent corruption in step 3 on rank 0 \(host .*first of three", ended.errors)
     assert ended.errors.count("\n") == 2
     _, state, _ = newest_good(run / "checkpoints")
     assert state is not None and state["step"] == 2
 
 
 class WorldWithANoisierRank(World):
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Add another rank's measurement."""
         return [value, {"of another rank": 0.5}] if isinstance(value, dict) else [value]
 

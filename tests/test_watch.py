@@ -92,7 +92,7 @@ def test_a_rank_that_has_become_slow_is_named_by_the_last_windows(one_rank, cloc
     watch, remarks = StepWatch(nn.Conv2d(3, 1, 1), one_rank, running()), []
     for seconds in (1.0, 1.5, 1.5):
         others = ("other", [Window(seconds, 0, 1)] * SLOW_WINDOWS)
-        watch.world = SimpleNamespace(gather=lambda mine, others=others: [mine, others])
+        watch.world = SimpleNamespace(all_gather=lambda mine, others=others: [mine, others])
         watch._windows = [Window(1.0, 0, 1)] * SLOW_WINDOWS
         remarks.append(watch.remarks(""))
     assert [len(remark) for remark in remarks] == [0, 1, 0]

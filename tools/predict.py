@@ -106,7 +106,7 @@ def predict(trained: Trained, paths: list[Path], world: "World") -> tuple[Predic
     loader, notes = build_loader(trained, replace(split, labels=np.arange(len(split.labels))), world)
     classifier = load_classifier(trained, world)
     found = [(numbers.cpu(), outputs.cpu()) for outputs, numbers in classify(classifier, loader)]
-    parts = [part for rank in world.gather(found) for part in rank if len(part[0])]
+    parts = [part for rank in world.all_gather(found) for part in rank if len(part[0])]
     unreadable = {os.path.normpath(name): reason for name, reason in gather_unreadable(world, loader).items()}
     if not parts:
         raise DataError(f"none of {len(split.labels)} images can be read: {describe_unreadable(unreadable)}")

@@ -83,7 +83,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.native_batch_norm_backward.default: _in_float32(aten.native_batch_norm_backward.default),
     aten.cudnn_batch_norm.default: _in_float32(_batch_norm, changes_arguments=True),
     aten.cudnn_batch_norm_backward.default: _in_float32(_batch_norm_backward),
-    # the CPU's kernels get half weights wrong before torch 2.14
+    # the CPU's kernels update half-precision weights wrongly before torch 2.14
     aten._fused_sgd_.default: _in_float32(aten._fused_sgd_.default, changes_arguments=True),
     aten._fused_sgd_.tensor_lr: _in_float32(aten._fused_sgd_.tensor_lr, changes_arguments=True),
     **{operation: _in_float32(kernel) for operation, kernel in sync_batch_norm.KERNELS.items()},

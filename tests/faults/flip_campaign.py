@@ -122,8 +122,8 @@ def flip_once(learner: Learner, verifier: Verifier, flip: Flip, batch: Batch, ou
             verifier.train_step(*batch)
         except CorruptionError as raised:
             error = raised
-    struck = next(filter(None, world.gather(flipper.struck)), "nothing")
-    changed = any(world.gather(changed))
+    struck = next(filter(None, world.all_gather(flipper.struck)), "nothing")
+    changed = any(world.all_gather(changed))
     before.restore()
     verifier.state_after_last_step = last_state
     _count(outcome, flip, struck, changed, error)

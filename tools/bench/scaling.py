@@ -219,7 +219,7 @@ def _time_steps(learner: Learner, images: Tensor, labels: Tensor, world: World, 
         learner.train_step(images, labels)
     common.synchronize(world.device)
     world.barrier()
-    return max(world.gather((time.perf_counter() - started) / max(1, steps)))
+    return max(world.all_gather((time.perf_counter() - started) / max(1, steps)))
 
 
 def _time_epoch(learner: Learner, loaders: Loaders, config: Config, world: World, steps: int) -> float:
@@ -246,7 +246,7 @@ def _time_epoch(learner: Learner, loaders: Loaders, config: Config, world: World
                 break  # validate the same fraction as was trained
     sums.average(world)
     learner.model.train()
-    return batches * config.batch_size / max(world.gather(time.perf_counter() - started))
+    return batches * config.batch_size / max(world.all_gather(time.perf_counter() - started))
 
 
 def main(arguments: Sequence[str]) -> int:

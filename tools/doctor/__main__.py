@@ -144,25 +144,25 @@ def examine(options: argparse.Namespace, config: Config, world: "World", seconds
     host, first = socket.gethostname(), world.local_rank == 0
     name = f"rank {world.rank} on {host}"
     findings = machine.machine_checks(config, options.run_dir, world) + hardware.hardware_checks() if first else []
-    only_rank = world.gather(host).count(host) == 1
+    only_rank = world.all_gather(host).count(host) == 1
     findings += measured.device_checks(world.device, only_rank=only_rank)
     trained = fingerprints.train_on(measured.devices_of_a_rank(world.device, only_rank=only_rank), name)
     findings += [fingerprints.check_device(device, fingerprints.read_known()) for device in trained]
     findings += gpus.gpu_checks() if first else []  # last: the GPUs are warm from the measurements
     where = f"{host}, rank {world.rank}" if world.world_size > 1 else host
-    gathered = world.gather([replace(finding, where=where) for finding in findings])
+    gathered = world.all_gather([replace(finding, where=where) for finding in findings])
     all_findings = [finding for part in gathered for finding in part]
     if options.burn_in is not None:
         from tools.doctor.burn_in import burn_in
 
-        all_findings += world.gather(replace(burn_in(config, world, options.burn_in), where=where))
-    if len(all_trained := [device for part in world.gather(trained) for device in part]) > 1:
+        all_findings += world.all_gather(replace(burn_in(config, world, options.burn_in), where=where))
+    if len(all_trained := [device for part in world.all_gather(trained) for device in part]) > 1:
         all_findings.append(fingerprints.compare_devices(all_trained))
     if world.world_size > 1:
         from tools.doctor.sweep import sweep_checks
 
-        all_findings += measured.check_rates(world.gather((name, measured.arithmetic(world.device))), "slow rank")
-        all_findings.append(measured.check_versions(world.gather((name, machine.software_versions()))))
+        all_findings += measured.check_rates(world.all_gather((name, measured.arithmetic(world.device))), "slow rank")
+        all_findings.append(measured.check_versions(world.all_gather((name, machine.software_versions()))))
         all_findings.append(measured.check_meeting(seconds_to_meet, world.world_size))
         all_findings.append(measured.check_clocks(measured.clock_offsets(world)))
         all_findings.append(measured.check_all_reduce(all_reduce(world.device, measured.TRIALS).median, world))

@@ -59,7 +59,7 @@ def burn_in(config: "Config", world: "World", minutes: float) -> Finding:
         return time_action(world.device, action)
 
     train(WARM_UP_STEPS + capture_steps(config, world.device))
-    steps = max(1, round(ROUND_SECONDS / max(world.gather(train(1)))))
+    steps = max(1, round(ROUND_SECONDS / max(world.all_gather(train(1)))))
     rounds: list[Round] = []
     known = _faults()  # reported by the `gpu health` check
     began = time.monotonic()

@@ -105,7 +105,7 @@ def clock_offsets(world: "World", rounds: int = 5) -> list[float]:
     offsets = []
     for _ in range(rounds):
         world.barrier()
-        times = world.gather(time.time())
+        times = world.all_gather(time.time())
         offsets.append([moment - times[0] for moment in times])
     return [statistics.median(column) for column in zip(*offsets, strict=True)]
 

@@ -53,7 +53,7 @@ class PairRate(NamedTuple):
 
 def sweep_checks(world: "World") -> list[Finding]:
     """Collective: run all checks of this module."""
-    hosts = world.gather(socket.gethostname())
+    hosts = world.all_gather(socket.gethostname())
     one_node = len(set(hosts)) == 1
     names = {rank: f"rank {rank}" if one_node else host for rank, host in enumerate(hosts)}
     # between processes that share a CPU's cores, rates vary by chance
@@ -93,9 +93,9 @@ def _room(world: "World") -> float:
     if world.device.type == "cuda":
         free = torch.cuda.mem_get_info(world.device)[0] / 4
     else:
-        ranks_here = world.gather(socket.gethostname()).count(socket.gethostname())
+        ranks_here = world.all_gather(socket.gethostname()).count(socket.gethostname())
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 4 / ranks_here
-    return min(world.gather(free))
+    return min(world.all_gather(free))
 
 
 def _time(world: "World", action: Callable[[], object], trials: int = TRIALS) -> float:
@@ -106,7 +106,7 @@ def _time(world: "World", action: Callable[[], object], trials: int = TRIALS) ->
     for _ in range(trials + 1):
         world.barrier()
         seconds.append(time_action(world.device, action))
-    return statistics.median(max(times) for times in zip(*world.gather(seconds[1:]), strict=True))
+    return statistics.median(max(times) for times in zip(*world.all_gather(seconds[1:]), strict=True))
 
 
 def measure_pairs(world: "World", size: int = PAIR_BYTES) -> list[PairRate]:
@@ -114,7 +114,7 @@ def measure_pairs(world: "World", size: int = PAIR_BYTES) -> list[PairRate]:
 
     In each round every node has one partner. So n nodes need n - 1 rounds, and a slow cable affects only its own pairs.
     """
-    hosts = world.gather(socket.gethostname())
+    hosts = world.all_gather(socket.gethostname())
     ranks = [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
     ranks = ranks if len(ranks) > 1 else list(range(world.world_size))
     data, received = (torch.ones(size // 4, device=world.device) for _ in range(2))
@@ -132,7 +132,7 @@ def measure_pairs(world: "World", size: int = PAIR_BYTES) -> list[PairRate]:
                 if world.device.type == "cuda":
                     torch.cuda.synchronize(world.device)
             seconds.append(time.perf_counter() - started)
-        medians = world.gather(statistics.median(seconds[1:]))
+        medians = world.all_gather(statistics.median(seconds[1:]))
         found += [PairRate(a, b, size / max(medians[a], medians[b]) / GIGABYTE) for a, b in meetings]
     return found
 

@@ -51,7 +51,7 @@ def open_dataset(config: DataConfig, world: World, *, fetch: bool = True) -> Dat
     download = fetch and not in_batch_job(os.environ)
     dataset = world.main_first(lambda: find_dataset(config, download=download))
     if dataset.fingerprint is not None:
-        fingerprints = world.gather(dataset.fingerprint)
+        fingerprints = world.all_gather(dataset.fingerprint)
         if others := [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]:
             raise DataError(
                 f"dataset {config.dataset}: returned other data on {name_ranks(others)} than on rank 0; it must return "
@@ -155,7 +155,7 @@ def _choose_builder(
     num_workers, notes = _count_workers(config, world) if kind.has_workers else (0, [])
     if kind.shares_memory:
         # One loader runs at a time, and the workers of an idle loader hold no batches.
-        ranks_here = world.gather(platform.node()).count(platform.node())
+        ranks_here = world.all_gather(platform.node()).count(platform.node())
         check_shared_memory(largest_batch, num_workers * ranks_here)
         check_sockets(num_workers)
     # NHWC: the loader returns images in the model's memory format
@@ -217,7 +217,7 @@ def _decode(*splits: tuple[Split, bool]) -> tuple[list[ImageArrays], dict[str, s
 def _count_workers(config: DataConfig, world: World) -> tuple[int, list[str]]:
     """Collective: return `num_data_workers`, capped to this rank's part of its cores, and a note if it is capped."""
     here = (platform.node(), sorted(os.sched_getaffinity(0)))
-    sharing = world.gather(here).count(here)
+    sharing = world.all_gather(here).count(here)
     workers = cap_workers(config.num_data_workers, sharing)
     if workers == config.num_data_workers:
         return workers, []

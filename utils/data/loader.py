@@ -45,7 +45,7 @@ class Loader(ABC):
 def gather_unreadable(world: World, *loaders: Loader) -> dict[str, str]:
     """Collective: return {file: reason} of the files that these loaders could not read so far, on any rank."""
     mine = {path: reason for loader in loaders for path, reason in loader.unreadable.items()}
-    return {path: reason for unreadable in world.gather(mine) for path, reason in unreadable.items()}
+    return {path: reason for unreadable in world.all_gather(mine) for path, reason in unreadable.items()}
 
 
 def report_unreadable(world: World, loaders: Iterable[Loader], folder: Path) -> list[str]:

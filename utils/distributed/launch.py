@@ -1,4 +1,4 @@
-"""Read rank, world size and meeting point from the launcher's variables. No torch, no side effects.
+"""Read rank, world size and rendezvous address from the launcher's variables. No torch, no side effects.
 
 The same command line runs under `python`, `torchrun`, `srun` and `mpirun`; each sets its own variables.
 """
@@ -24,11 +24,11 @@ SLURM_FIELDS = {
     "%A": ("SLURM_ARRAY_JOB_ID", "the number of a Slurm job array (sbatch --array)"),
     "%j": ("SLURM_JOB_ID", "the number of a Slurm job"),
 }
-# Make torchrun's ranks of one machine meet in a file and on the loopback (docs/distributed.md). The long interval stops
+# torchrun's rendezvous through a file, for the ranks of one machine (docs/distributed.md). The long interval stops
 # torchrun from appending keep-alives to the file, which a single agent does not need.
 LOOPBACK_OPTIONS = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file,keep_alive_interval=100000")
 LOOPBACK_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # rank 0 serves the ranks' store, not torchrun
-FIRST_PORT, NUM_PORTS = 20000, 10000  # below 32768, where Linux's automatic ports begin
+FIRST_PORT, NUM_PORTS = 20000, 10000  # below 32768, where Linux's ephemeral ports begin
 
 
 # The names of a launcher's variables. srun has a list of tasks per node instead of `local_world_size`.
@@ -57,7 +57,7 @@ class Launch:
 
     @property
     def reports_for_its_node(self) -> bool:
-        """Whether this rank prints what every rank of its node finds out about rank 0."""
+        """Whether this rank prints errors about rank 0 that all ranks of its node find."""
         return self.local_rank == 0 or self.rank == 1
 
 

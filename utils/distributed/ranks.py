@@ -141,7 +141,7 @@ def _refuse_shared_gpus(world: World) -> None:
     """Collective: refuse two ranks on one GPU, for which NCCL would only report a failed system call."""
     if world.device.type != "cuda":
         return
-    gpus = world.gather((socket.gethostname(), str(torch.cuda.get_device_properties(world.device).uuid)))
+    gpus = world.all_gather((socket.gethostname(), str(torch.cuda.get_device_properties(world.device).uuid)))
     sharing = [rank for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
     if sharing:
         raise ConfigError(

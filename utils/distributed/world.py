@@ -37,7 +37,7 @@ class World:
         if self.world_size > 1:
             dist.barrier()
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """Collective: sum `tensor` over the ranks, in place."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
@@ -51,7 +51,7 @@ class World:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Collective: return every rank's `value`, a plain picklable object, in the order of ranks, on every rank."""
         if self.world_size == 1:
             return [value]
@@ -80,7 +80,7 @@ class World:
         """Collective: average every floating-point buffer (BatchNorm's statistics) over the ranks, in place."""
         buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         if self.world_size > 1 and buffers:
-            flat = self.sum(torch.cat([buffer.flatten() for buffer in buffers])) / self.world_size
+            flat = self.all_reduce(torch.cat([buffer.flatten() for buffer in buffers])) / self.world_size
             for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
                 buffer.copy_(mean.view_as(buffer))
 

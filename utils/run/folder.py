@@ -186,7 +186,7 @@ def _find_newest(folder: Path) -> _Source | None:
         with suppress(CheckpointError):
             checkpoint.read_checkpoint(best)
             remedy = f"--resume {shlex.quote(str(best))} resumes from the best one, {remedy}"
-        raise CheckpointError(f"{complaints[0]}\nno step's checkpoint in {folder} is good; {remedy}")
+        raise CheckpointError(f"{complaints[0]}\nno step's checkpoint in {folder} is intact; {remedy}")
     return None
 
 

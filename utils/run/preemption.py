@@ -26,8 +26,8 @@ ONE_KEYSTROKE = 1.0
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-class Requests:
-    """Requests to stop, polled by every rank after the same batch.
+class StopRequests:
+    """StopRequests to stop, polled by every rank after the same batch.
 
     With several ranks, the all-reduce started after one batch is read after the next, when it has finished, so no rank
     waits. If a batch takes most of `POLL_SECONDS`, each is followed by an all-reduce and waits for it: a short time in
@@ -37,7 +37,7 @@ class Requests:
     def __init__(self, world: World) -> None:
         self.world = world
         self.signal: int | None = None
-        self.since_signal = 0.0
+        self.signal_time = 0.0
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self.start_loop()
 
@@ -78,18 +78,20 @@ class Requests:
 
 
 @contextmanager
-def listen(requests: Requests) -> Iterator[None]:
+def listen(requests: StopRequests) -> Iterator[None]:
     """SIGTERM, SIGUSR1 and the first Ctrl-C ask to stop; a second Ctrl-C stops at once."""
 
     def remember(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if number == signal.SIGINT and requests.signal is not None and now - requests.since_signal > ONE_KEYSTROKE:
+        if number == signal.SIGINT and requests.signal is not None and now - requests.signal_time > ONE_KEYSTROKE:
             raise KeyboardInterrupt
         if requests.signal is None:
-            requests.signal, requests.since_signal = number, now
+            requests.signal, requests.signal_time = number, now
             if requests.world.is_main:
                 with suppress(OSError):  # the terminal may be closed
-                    os.write(2, b"\nasked to stop: saving after this step; Ctrl-C again stops without saving\n")
+                    os.write(
+                        2, b"\nasked to stop: stopping after this step; Ctrl-C again stops at once, without saving\n"
+                    )
 
     before = {number: signal.signal(number, remember) for number in SIGNALS}
     try:

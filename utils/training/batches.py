@@ -33,7 +33,7 @@ class TrainingBatches:
         return len(self.loader)
 
     def rest_of_epoch(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Batch]]:
-        """Yield (number, batch) from `first_batch` on; PROF: an iteration's range includes the use of its batch."""
+        """Yield (number, batch) from `first_batch` on; PROF: a batch's range includes the step that uses it."""
         self.loader.set_epoch(epoch, first_batch)
         size = training_size(self.config, epoch)
         batches = self.watch.batches(prefetch(self.config, iter(self.loader), self.device))

@@ -84,7 +84,7 @@ def build_classifier(config: SomeConfig, build_model: Callable[[SomeConfig], nn.
     precision = choose_precision(config, world.device)
     notes = prepare_backends(config, world.device)
     seeds.seed_random_state(config.seed)
-    model = pad_stem(config, build_model(config))  # STEM: zero channels added to the three colours
+    model = pad_stem(config, build_model(config))  # STEM: zero channels after the three colours
     notes += fuse_norm_relu(config, model, world.device)  # FUSE: BatchNorm, shortcut and ReLU as one kernel
     notes += use_winograd(config, model, precision, world.device)  # CONV: 3x3 convolutions with fewer multiplications
     notes += use_products(config, model, precision, world.device)  # CONV: weight gradients as matrix products

@@ -132,8 +132,8 @@ class PrecisionConfig(SharedConfig):
     """AMP: auto is the tutorial's fp16 on CUDA, and bf16 on a CPU with bf16 kernels. On a CPU without them (x86 without
     AVX-512) auto trains in float32, as bf16 would be ten times slower."""
     opt_level: Literal["O0", "O1", "O2", "O3"] | None = None
-    """AMP: apex's levels; null: O1 with enable_amp, else O0. O0 is float32, O1 autocast, O2 half weights with float32
-    BatchNorm and master weights, O3 half precision throughout."""
+    """AMP: apex's levels; null: O1 with enable_amp, else O0. O0 is float32, O1 autocast, O2 half-precision weights
+    with float32 BatchNorm and master weights, O3 half precision throughout."""
     keep_batchnorm_fp32: bool | None = None
     """AMP: keep BatchNorm in float32 in O2 and O3; null: in O2 only."""
     loss_scale: Literal["dynamic"] | PositiveFloat | None = None
@@ -149,8 +149,8 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
     enable_extra_opts: bool = False
     """EXTRA: the tutorial's switch for the next three settings where they are null."""
     fused_optimizer: bool | None = None
-    """EXTRA: one fused kernel for the whole update of sgd or adamw. For half weights on a CPU (O3) before torch 2.14,
-    whose kernel was wrong, null disables it and true is an error."""
+    """EXTRA: one fused kernel for the whole update of sgd or adamw. On a CPU before torch 2.14 the kernel updates
+    half-precision weights (O3) wrongly: null disables it and true is an error."""
     zero_grad_set_to_none: bool | None = None
     """EXTRA: drop gradients instead of writing zeros into them."""
     cudnn_benchmark: bool | None = None

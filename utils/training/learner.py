@@ -95,7 +95,7 @@ class Learner(Classifier):
             self.loss_scaler.load_state_dict(state["grad_scaler"])
         self.plateau = Plateau(**state["plateau"] | {"patience": self.config.lr_plateau_patience})
         self.steps = state["step"]
-        if self.steps:  # for the epoch's record, if only its validation remains
+        if self.steps:  # so that the epoch's record has it if only the validation remains
             set_learning_rate(self.optimizer, self.schedule.factor(self.steps - 1, self.plateau.cuts))
 
 
@@ -114,7 +114,7 @@ def check_outputs(learner: Learner, model_name: str, image_shape: tuple[int, int
     if parameter is None:
         raise ConfigError(f"model {model_name}: has no parameters, so there is nothing to train")
     images = torch.zeros(2, *image_shape, device=parameter.device)
-    images = images.to(precision.half) if precision.casts_weights else images
+    images = images.to(precision.low_precision_dtype) if precision.casts_weights else images
     random, was_training = seeds.random_state(), model.training
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     for training in (False, True):
@@ -180,7 +180,9 @@ def build_learner(
     step, step_notes = choose_step(config, train_step, world.device)
     notes += step_notes + describe_verification(config, world.device)
     if config.extra_opt("fused_optimizer") and not uses_fused_kernel(config, weights.parameters()):
-        notes.append(f"fused_optimizer disabled: torch {torch.__version__} is wrong for half weights on a CPU")
+        notes.append(
+            f"fused_optimizer disabled: torch {torch.__version__} updates half-precision weights wrongly on a CPU"
+        )
     notes += explain_warmup(config)
     return Learner(
         **vars(classifier),

@@ -5,7 +5,7 @@
 | O0 | float32 | float32 | float32 | the weights | none |
 | O1 | float32 | float32 | autocast | the weights | dynamic with fp16 |
 | O2 | half | float32 | half | float32 master weights | dynamic with fp16 |
-| O3 | half | half | half | the half weights: the "speed of light", not meant to converge | none |
+| O3 | half | half | half | the half-precision weights: the "speed of light", not meant to converge | none |
 
 The levels are NVIDIA apex's, in plain PyTorch; half is fp16 or bf16 (`amp_dtype`). `enable_amp` means O1.
 """
@@ -31,7 +31,7 @@ class Precision:
 
     device_type: str
     level: Level = "O0"
-    half: torch.dtype = torch.bfloat16  # unused in O0
+    low_precision_dtype: torch.dtype = torch.bfloat16  # unused in O0
     keep_batchnorm_fp32: bool = True  # O2, O3
     loss_scale: float | Literal["dynamic"] | None = None
     remark: str = ""  # why enable_amp has no effect
@@ -43,19 +43,19 @@ class Precision:
 
     def autocast(self) -> torch.autocast:
         """AMP: autocast context for the forward pass; does nothing except in O1."""
-        return torch.autocast(self.device_type, dtype=self.half, enabled=self.level == "O1")
+        return torch.autocast(self.device_type, dtype=self.low_precision_dtype, enabled=self.level == "O1")
 
     def forward(self, model: nn.Module, images: Tensor) -> Tensor:
         """AMP: float32 images [N, 3, H, W] -> float32 logits [N, classes], computed in this precision."""
         with self.autocast():
-            outputs: Tensor = model(images.to(self.half) if self.casts_weights else images)
+            outputs: Tensor = model(images.to(self.low_precision_dtype) if self.casts_weights else images)
         return outputs.float()
 
     def cast_weights(self, model: nn.Module) -> None:
         """AMP: cast the model's weights to half precision in place for O2 and O3; BatchNorm may stay float32."""
         if not self.casts_weights:
             return
-        model.to(self.half)
+        model.to(self.low_precision_dtype)
         for module in model.modules():
             if isinstance(module, _BatchNorm) and self.keep_batchnorm_fp32:
                 module.float()
@@ -68,7 +68,7 @@ class Precision:
         scale = "" if self.loss_scale is None else f", loss scale {self.loss_scale}"
         if self.level == "O0":
             return f"float32{scale}{self.remark}"
-        half = FORMAT_NAMES[self.half]
+        half = FORMAT_NAMES[self.low_precision_dtype]
         if self.level == "O1":
             return f"{half} autocast{scale}"
         batchnorm = "float32" if self.keep_batchnorm_fp32 else half
@@ -100,7 +100,7 @@ def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
     precision = Precision(
         device_type=device.type,
         level=level,
-        half=torch.float16 if fp16 else torch.bfloat16,
+        low_precision_dtype=torch.float16 if fp16 else torch.bfloat16,
         keep_batchnorm_fp32=level != "O3" if keep_batchnorm_fp32 is None else keep_batchnorm_fp32,
         loss_scale=config.loss_scale or ("dynamic" if fp16 and level in ("O1", "O2") else None),
     )
@@ -151,12 +151,12 @@ class MasterWeights:
         return [self.masters.get(name, parameter) for name, parameter in self.model.named_parameters()]
 
     def move_gradients_to_masters(self) -> None:
-        """Move the half weights' gradients to the master weights, after backward."""
+        """Move the half-precision weights' gradients to the master weights, after backward."""
         pairs = zip(self._half_weights, self.masters.values(), strict=True)
         trained = [(half, master) for half, master in pairs if half.grad is not None]
         if not trained:
             return
-        # reuse existing memory: a CUDA graph has captured `zero_grad` with it
+        # reuse the memory: a captured CUDA graph zeroes these gradients
         gradients = [torch.empty_like(master) if master.grad is None else master.grad for _, master in trained]
         torch._foreach_copy_(gradients, [cast(Tensor, half.grad) for half, _ in trained])
         for (half, master), gradient in zip(trained, gradients, strict=True):
@@ -164,12 +164,12 @@ class MasterWeights:
 
     @torch.no_grad()
     def copy_masters_to_model(self) -> None:
-        """Set the model's half weights to the rounded masters, after the optimizer's step."""
+        """Set the model's half-precision weights to the rounded masters, after the optimizer's step."""
         if self.masters:
             torch._foreach_copy_(self._half_weights, list(self.masters.values()))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the model's state with the masters instead of the half weights."""
+        """Return the model's state with the masters instead of the half-precision weights."""
         return self.model.state_dict() | {name: master.detach() for name, master in self.masters.items()}
 
     @torch.no_grad()

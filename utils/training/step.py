@@ -131,7 +131,7 @@ class GraphedStep:
         if not self.captured:
             self.captured = True
             self.images, self.labels, self.sums = images.clone(), labels.clone(), sums
-            # thread_local: NCCL's watchdog and the loader's pinning thread may use CUDA meanwhile
+            # thread_local: NCCL's watchdog and the loader's pin-memory thread may use CUDA meanwhile
             graph = torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local")
             with self.step.compile_timer(), graph:
                 self.step(self.images, self.labels, self.sums)

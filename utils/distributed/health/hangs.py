@@ -99,8 +99,8 @@ def watch_collectives(
 ) -> threading.Event:
     """Start a thread that calls `leave`, as a `Heartbeat` does, when a collective of this rank does not end.
 
-    It does so shortly before `limit` seconds, when gloo would raise an exception and NCCL end the process. The returned
-    event stops the thread.
+    It does so shortly before `limit` seconds, after which gloo raises an exception and NCCL ends the process. The
+    returned event stops the thread.
     """
     own, pause, stop = store.clone(), max(limit, SHORTEST_SECONDS) / CHECKS, threading.Event()
 

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from utils.errors import CheckpointError, ExpectedError
 from utils.files import open_regular, write_atomically
-from utils.run.checkpoint.schema import Table, explain_misfit
+from utils.run.checkpoint.schema import CheckpointSchema, explain_misfit
 
 FORMAT = 1
-STATISTICS = ("running_mean", "running_var")  # no training loss depends on them
+STATISTICS = ("running_mean", "running_var")  # not used by the forward pass in training
 REMEDIES = "a lower lr, a warm-up (lr_warmup_epochs), clip_grad_norm or amp_dtype=bf16 are the usual remedies"
 NO_BEST = {"acc1": -1.0, "epoch": 0}  # before the first validation
-KEYS = frozenset(Table.model_fields)
+KEYS = frozenset(CheckpointSchema.model_fields)
 
 _DIGEST = b"sha256:"
 _COMMENT_BYTES = len(_DIGEST) + 64
@@ -95,7 +95,7 @@ def save_last(folder: Path, content: bytes, step: int, keep: int) -> Path:
     return path
 
 
-class Writer(AbstractContextManager["Writer"]):
+class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     """Writes the checkpoints of a run: before `save` returns, or (`background`) in a thread while training continues.
 
     In the background one state is written while at most one more waits, both copied to host memory; a newer state
@@ -148,7 +148,8 @@ class Writer(AbstractContextManager["Writer"]):
                 self._failure = error
 
     def _write(self, best: dict[str, Any] | None, last: dict[str, Any]) -> None:
-        """Write the best checkpoint first: a run killed between the two resumes from before it and finds it again."""
+        """Write the best checkpoint first: a run killed between the two resumes from the checkpoint before
+        and writes it again."""
         self.before()
         content = encode(last)
         if best is not None:
@@ -178,7 +179,9 @@ def check_finite(state: dict[str, Any]) -> None:
     if not bad:
         return
     only_statistics = all(name.endswith(STATISTICS) for name in bad)
-    cause = "its inputs grew too large, as all are BatchNorm statistics" if only_statistics else "the update caused it"
+    cause = (
+        "all are BatchNorm's statistics, so activations grew too large" if only_statistics else "the update caused it"
+    )
     raise ExpectedError(
         f"after step {state['step']}, {len(bad)} of the network's {len(weights)} tensors hold numbers that are not "
         f"finite, first {bad[0]}; nothing was saved since the last checkpoint\n"

@@ -20,7 +20,7 @@ Nothing = Annotated[dict[str, Any], Field(max_length=0)]
 def explain_misfit(state: dict[str, Any]) -> str | None:
     """Describe the first value in `state` of a wrong type or shape; None if there is none. All keys must be present."""
     try:
-        Table.model_validate(state)
+        CheckpointSchema.model_validate(state)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -84,7 +84,7 @@ class _Best(_Part):
 
 class _Rank(_Part):
     random: dict[str, Any]  # states of the random generators
-    metric_sums: Tensor  # of the epoch so far: loss, correct, images
+    metric_sums: Tensor  # of the epoch so far: loss, correct, images, batches with a finite loss
     buffers: Tensors  # BatchNorm's, if they differ between ranks
 
     @model_validator(mode="after")
@@ -96,7 +96,7 @@ class _Rank(_Part):
         return self
 
 
-class Table(_Part):
+class CheckpointSchema(_Part):
     """A checkpoint. Other keys are ignored."""
 
     format: Literal[1]  # version of this table
@@ -119,7 +119,7 @@ class Table(_Part):
     versions: dict[str, str]  # Python and torch that wrote it
 
     @model_validator(mode="after")
-    def _check_parts_against_each_other(self) -> "Table":
+    def _check_parts_against_each_other(self) -> "CheckpointSchema":
         if self.batch > self.data.steps_per_epoch:
             raise ValueError(f"batch is {self.batch} of {self.data.steps_per_epoch} in an epoch")
         shapes = {name: weight.shape for name, weight in self.model.items()}

@@ -81,7 +81,7 @@ class RunState:
             "logged_sums": self.learner.sums.logged,
             "best": progress.best,
             "seconds": progress.seconds,
-            "ranks": self.world.gather(self._describe_rank()),
+            "ranks": self.world.all_gather(self._describe_rank()),
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
         }
 
@@ -124,7 +124,7 @@ class RunState:
         if math.isfinite(metrics["loss"]):
             return metrics
         learner = self.learner
-        first_bad = min(self.world.gather(learner.sums.finite_batches())) // learner.batch.accumulation
+        first_bad = min(self.world.all_gather(learner.sums.finite_batches())) // learner.batch.accumulation
         raise ExpectedError(
             f"the loss stopped being a finite number in epoch {self.progress.epoch + 1}, iteration {first_bad}, "
             f"learning rate {learner.learning_rate:.4g}; nothing was saved since the last checkpoint\n"

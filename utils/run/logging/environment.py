@@ -78,7 +78,7 @@ def read_processors(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[dict[str, str
 def git_commit(root: Path = CODE) -> str | None:
     """Return the newest commit that changed anything outside results/; None without git.
 
-    Recording or committing the results of a run so does not change the commit of the next run.
+    So recording or committing the results of a run does not change the commit of the next run.
     """
 
     def git(*arguments: str) -> str:

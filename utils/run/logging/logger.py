@@ -18,7 +18,7 @@ from torch import Tensor
 from utils.base_config import BaseConfig
 from utils.distributed.launch import OPEN_MPI
 from utils.errors import ExpectedError, Stopped
-from utils.run.logging.tensorboard import Board
+from utils.run.logging.tensorboard import TensorBoardWriter
 from utils.run.logging.trackers import TrackedRun, Trackers
 from utils.timing.clock import Clock
 from utils.training.metrics.confusion import worst_classes
@@ -56,7 +56,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self.clock = Clock()
         self.trackers: Trackers | None = None
         self.to_screen, self.to_tensorboard = to_screen, to_tensorboard
-        self.board: Board | None = None
+        self.board: TensorBoardWriter | None = None
         self.progress: Any = None
         self._task: Any = None
         self._metrics: Any = None
@@ -68,7 +68,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         if not self.enabled:
             return self
         if self.to_tensorboard:
-            self.board = Board(self.folder / "tb_logs", epoch=epoch, step=step)
+            self.board = TensorBoardWriter(self.folder / "tb_logs", epoch=epoch, step=step)
         logger.setLevel(logging.INFO)
         logger.propagate = False
         with _with_folder_in_error(self.folder):
@@ -87,7 +87,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self._handlers.append(handler)
 
     def _start_progress(self) -> None:
-        # rich numbers links with Python's global generator, whose state is in checkpoints: version 14 while it is
+        # rich numbers links with Python's global generator, whose state is in checkpoints: version 14 when it is
         # imported, earlier versions at any time
         state = random.getstate()
         import rich.style
@@ -96,7 +96,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         random.setstate(state)
         if hasattr(rich.style, "randint"):
             rich.style.randint = random.Random().randint
-        # texts as columns: `_print` disables markup in plain strings of the bar, too
+        # TextColumn: plain strings in the bar would lose their markup through `_print`, too
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
         texts = (TextColumn("{task.fields[left]}"), TextColumn("{task.fields[info]}"))
         self.progress = Progress(*columns, *texts, transient=True, expand=True)
@@ -213,7 +213,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         for error in trackers.errors():
             self.say(error)
 
-    def _show(self, add: Callable[[Board], None]) -> None:
+    def _show(self, add: Callable[[TensorBoardWriter], None]) -> None:
         if self.board is not None:
             with _with_folder_in_error(self.folder):
                 add(self.board)

@@ -61,7 +61,7 @@ MATRIX_PIXELS = 600
 CODE = " " * 4  # indents a Markdown code block, which TensorBoard shows verbatim
 
 
-class Board:
+class TensorBoardWriter:
     """Writes a run's events, after `epoch` and `step` if it resumes. The folder is created by the first write."""
 
     def __init__(self, folder: Path, *, epoch: int, step: int) -> None:

@@ -61,7 +61,7 @@ class Tracker(Protocol):
 
 
 class CsvTracker:
-    """steps.csv and epochs.csv in the run's folder, written again from metrics.jsonl after each epoch."""
+    """steps.csv and epochs.csv in the run's folder, rewritten from metrics.jsonl after each epoch."""
 
     def __init__(self, start: TrackedRun) -> None:
         self.folder = start.folder

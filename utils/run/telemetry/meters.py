@@ -26,7 +26,7 @@ class Meters(AbstractContextManager["Meters"]):
         gpu, self.notes = find_sensors(world.device)
         self.sensors = Sensors(gpu)
         sizes = {training_size(learner.config, epoch) for epoch in range(learner.config.max_epochs)}
-        self.flops = {size: self._flops(size) for size in sizes}  # counted now, before hooks are registered
+        self.flops = {size: self._flops(size) for size in sizes}  # before the first step, since it runs the network
         format_, device = number_format(learner.precision, learner.config), device_name(world.device)
         limits = config.limits_report
         self.peak = published_peak(device, format_) if limits is None else read_peak(Path(limits), device, format_)
@@ -55,7 +55,7 @@ class Meters(AbstractContextManager["Meters"]):
     def totals(self, images: int) -> dict[str, float]:
         """Collective: return {"joules", "joules_per_image"} of all devices in this start, which trained `images`; empty
         if a device does not report its energy."""
-        spent = self.world.gather(self.sensors.joules())
+        spent = self.world.all_gather(self.sensors.joules())
         known = [joules for joules in spent if joules is not None]
         if not images or len(known) < len(spent):
             return {}
@@ -72,7 +72,7 @@ class Meters(AbstractContextManager["Meters"]):
 
 def count_devices(parallel: str, world: World) -> int:
     """Collective: count the GPUs that train; on CPUs the hosts, as the ranks of a host share its peak."""
-    hosts = world.gather(socket.gethostname())
+    hosts = world.all_gather(socket.gethostname())
     if world.device.type != "cuda":
         return len(set(hosts))
     return torch.cuda.device_count() if parallel == "dataparallel" else world.world_size

@@ -43,7 +43,7 @@ def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: st
 
 def state_bytes(config: TrainingConfig, weights: MasterWeights) -> int:
     """Bytes kept from step to step: weights, gradients, the optimizer's moments, the moving average."""
-    # half weights and master weights have gradients at the same time
+    # half-precision weights and master weights have gradients at the same time
     return _updated_bytes(config, weights) + _bytes({*weights.model.parameters(), *weights.parameters()})
 
 
@@ -86,7 +86,7 @@ def activation_bytes_per_image(
     model: nn.Module, criterion: nn.Module, precision: Precision, image_shape: tuple[int, int, int]
 ) -> int:
     """Bytes that autograd keeps for the backward pass of one image: the difference between two batch sizes, since
-    autocast keeps half weights once per batch."""
+    autocast keeps half-precision weights once per batch."""
     small, large = (
         _activation_bytes(model, criterion, precision, (num_images, *image_shape))
         for num_images in (PROBE_IMAGES, 2 * PROBE_IMAGES)

@@ -50,7 +50,7 @@ def find_fault(ranks: Sequence[Evidence]) -> Fault | None:
     outliers, tensors = outlier_ranks([seen.state for seen in ranks])
     if not outliers:
         return None
-    how = "is not what it is on the other ranks, since this step or an earlier one"
+    how = "differs from the other ranks, since this step or an earlier one"
     # their gradients have entered the sums of all ranks since then
     return Fault(outliers, tensors, how, "resume with --resume from a checkpoint before the last checked step")
 
@@ -75,6 +75,6 @@ def describe_fault(step: int, ranks: Sequence[Evidence]) -> str:
     tensor, others = fault.tensors[0], len(fault.tensors) - 1
     more = f" (and {others} more)" if others else ""
     return (
-        f"silent corruption in step {step}, of {named}: {tensor}{more} {fault.how}\n"
+        f"silent corruption in step {step} on {named}: {tensor}{more} {fault.how}\n"
         f"nothing of this step was saved: remove that machine, check it with python -m tools.doctor, and {fault.remedy}"
     )

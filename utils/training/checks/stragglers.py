@@ -88,7 +88,7 @@ class StepWatch:
 
     def remarks(self, remedy: str) -> list[str]:
         """Collective, at the end of an epoch: return remarks for the log, each only once."""
-        ranks = self.world.gather((socket.gethostname(), self._windows))
+        ranks = self.world.all_gather((socket.gethostname(), self._windows))
         self._windows = []
         remarks = self._remark_on_input([windows for _, windows in ranks], remedy)
         self._history += [list(row) for row in zip(*(windows for _, windows in ranks), strict=False)]

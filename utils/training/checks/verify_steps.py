@@ -122,7 +122,7 @@ class Verifier:
         result = self._differing_tensors(first.result, second.result)
         state = self._shared_state(second)
         wrong_here = bool(changed_at_rest or not_restored or own or result)
-        ranks = self.world.gather((wrong_here, hashlib.sha256(repr(state).encode()).hexdigest()))
+        ranks = self.world.all_gather((wrong_here, hashlib.sha256(repr(state).encode()).hexdigest()))
         wrong = any(wrong for wrong, _ in ranks)
         if wrong or len({digest for _, digest in ranks}) > 1:
             outlier = ""
@@ -131,13 +131,13 @@ class Verifier:
                 outlier = self._outlier(first, second, self._repeat(snapshot))
             device = describe_device(self.world)
             evidence = Evidence(device, changed_at_rest, not_restored, own, result, outlier, state)
-            raise CorruptionError(describe_fault(self.learner.steps, self.world.gather(evidence)))
+            raise CorruptionError(describe_fault(self.learner.steps, self.world.all_gather(evidence)))
         self.cost.checks += 1
         self.cost.steps += step_seconds
         self.cost.extra += time.perf_counter() - started - step_seconds
 
     def _repeat(self, snapshot: Snapshot) -> Repetition:
-        """Train one pass through the step."""
+        """Run the step once."""
         learner, local_gradients = self.learner, self.learner.local_gradients
         if local_gradients is not None:
             local_gradients.enabled = True
@@ -193,7 +193,7 @@ class Verifier:
                 distances = one.own.distances(other.own) | one.result.distances(other.result)
                 for name, distance in distances.items():
                     found[_kind(name)] = max(found.get(_kind(name), 0.0), distance)
-        for rank in self.world.gather(found):
+        for rank in self.world.all_gather(found):
             for kind, distance in rank.items():
                 self.noise[kind] = max(self.noise.get(kind, 0.0), distance)
         self.noise_measured = True
@@ -204,7 +204,9 @@ class Verifier:
                 f"up to {NOISE_FACTOR} times as much is not detected (deterministic: true detects every bit)"
             )
         else:
-            self._remarks.append(f"{NOISE_REPETITIONS} repetitions of one step were bitwise equal, as all must be")
+            self._remarks.append(
+                f"{NOISE_REPETITIONS} repetitions of one step were bitwise equal; a later difference is corruption"
+            )
 
 
 def describe_device(world: World) -> str:

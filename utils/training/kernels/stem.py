@@ -1,4 +1,4 @@
-"""STEM: zero channels added to the first convolution's three, to a number that suits tensor cores."""
+"""STEM: the first convolution's three input channels padded with zeros, to a number that suits tensor cores."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from utils.training.config import SpeedConfig
 COLOURS = 3
 
 
-class PaddedConvolution(nn.Conv2d):
-    """A convolution of 3 channels, computed with `channels` of them, the added ones zero. It shares the original's
-    parameters, so names, shapes and the optimizer's state stay the same."""
+class ChannelPaddedConv2d(nn.Conv2d):
+    """A convolution of 3 channels, zero-padded to `channels` of them. It shares the original's parameters,
+    so names, shapes and the optimizer's state stay the same."""
 
     def __init__(self, convolution: nn.Conv2d, channels: int) -> None:
         like: Any = convolution  # its sizes are declared as tuples of any length
@@ -37,9 +37,9 @@ def pad_stem(config: SpeedConfig, model: nn.Module) -> nn.Module:
     for name, module in model.named_modules():
         if type(module) is nn.Conv2d and module.in_channels == COLOURS and module.groups == 1:
             if not name:
-                return PaddedConvolution(module, config.stem_channels)
+                return ChannelPaddedConv2d(module, config.stem_channels)
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, PaddedConvolution(module, config.stem_channels))
+            setattr(model.get_submodule(parent), child, ChannelPaddedConv2d(module, config.stem_channels))
             return model
     raise ConfigError(
         f"stem_channels {config.stem_channels}: the network has no plain convolution of {COLOURS} channels; "

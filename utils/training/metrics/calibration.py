@@ -25,7 +25,7 @@ class TopCounts:
 
     def accuracy(self, world: World) -> float:
         """Collective: top-k accuracy over all images, in [0, 1]."""
-        right, images = world.sum(self.counts.clone()).tolist()
+        right, images = world.all_reduce(self.counts.clone()).tolist()
         return right / images
 
 
@@ -56,7 +56,7 @@ class Calibration:
 
     def collect(self, world: World) -> list[Bin]:
         """Collective: return the bins over all ranks."""
-        rows = world.sum(self.sums.clone()).tolist()
+        rows = world.all_reduce(self.sums.clone()).tolist()
         return [
             Bin(
                 low=number / len(rows),

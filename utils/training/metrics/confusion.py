@@ -24,7 +24,7 @@ class Confusion:
 
     def collect(self, world: World) -> Tensor:
         """Collective: return the counts over all ranks, int64 [true class, predicted class], on the CPU."""
-        return world.sum(self.counts.clone()).view(self.num_classes, self.num_classes).cpu()
+        return world.all_reduce(self.counts.clone()).view(self.num_classes, self.num_classes).cpu()
 
 
 def rank_classes(counts: Tensor) -> list[tuple[int, float, int | None, float]]:

@@ -56,7 +56,7 @@ def flops_per_image(model: nn.Module, image_shape: tuple[int, ...]) -> float:
 def number_format(precision: Precision, config: TrainingConfig) -> str:
     """Number format of matrix products: float32, tf32, bf16 or fp16."""
     if precision.level != "O0":
-        return FORMAT_NAMES[precision.half]
+        return FORMAT_NAMES[precision.low_precision_dtype]
     return "tf32" if config.enable_tf32 and precision.device_type == "cuda" else "float32"
 
 

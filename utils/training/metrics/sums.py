@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from utils.distributed.world import World
+from utils.errors import DataError
 
 
 class MetricSums:
@@ -30,7 +31,7 @@ class MetricSums:
         self.logged = logged
 
     def set_finite_batches(self, batches: int) -> None:
-        """Set the count of batches with a finite loss; only such epochs are saved."""
+        """Set the count of batches with a finite loss: all so far, as checkpoints are saved only then."""
         self.sums[3] = batches
 
     def add(self, mean_loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
@@ -39,7 +40,7 @@ class MetricSums:
         num_images = labels.shape[0]
         if not num_images:  # a validation batch without readable files: its mean loss is NaN
             return
-        # few kernels, as this runs in every step; the product is exact in float64, so it may be rounded with the sum
+        # few kernels, as this runs in every step; the product is exact in float64, so one operation may do both
         self.sums[0].add_(mean_loss, alpha=num_images)
         classes = labels if labels.dim() == 1 else labels.argmax(1)
         hits = torch.empty(num_images, dtype=self.sums.dtype, device=self.sums.device)
@@ -62,9 +63,13 @@ class MetricSums:
         return int(self.sums[3].item())
 
     def _totals(self, world: World) -> list[float]:
-        return world.sum(self.sums.clone()).tolist()
+        return world.all_reduce(self.sums.clone()).tolist()
 
     @staticmethod
     def _average(totals: list[float], before: list[float]) -> dict[str, float]:
         loss, correct, images = (now - then for now, then in zip(totals[:3], before[:3], strict=True))
+        if not images:
+            raise DataError(
+                "not one validation image can be read; check data_path, its permissions and the files' formats"
+            )
         return {"loss": loss / images, "acc1": correct / images, "images": images}

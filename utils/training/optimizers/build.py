@@ -56,7 +56,7 @@ def uses_fused_kernel(config: SpeedConfig, parameters: Iterable[nn.Parameter]) -
         return True
     if config.fused_optimizer:
         raise ConfigError(
-            f"fused_optimizer true with half weights on a CPU: PyTorch's kernel is wrong in torch {torch.__version__}; "
+            f"fused_optimizer true with half-precision weights on a CPU: torch {torch.__version__} is wrong; "
             "use fused_optimizer false or opt_level O2, or install torch 2.14 or newer"
         )
     return False

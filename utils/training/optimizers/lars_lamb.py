@@ -46,14 +46,14 @@ class ForeachOptimizer(torch.optim.Optimizer, ABC):
         """Return Adam's updates before the learning rate and the sign (Kingma and Ba 2014, arXiv:1412.6980)."""
         for parameter in parameters:
             self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
-        step = self.state[parameters[0]]["step"]
+        steps = [self.state[parameter]["step"] for parameter in parameters]
         means, squares = self._buffers("mean", parameters), self._buffers("square", parameters)
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, ADAM_BETA2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - ADAM_BETA2)
-        roots = torch._foreach_sqrt(torch._foreach_div(squares, 1 - ADAM_BETA2**step))
+        roots = torch._foreach_sqrt(torch._foreach_div(squares, [1 - ADAM_BETA2**step for step in steps]))
         torch._foreach_add_(roots, epsilon)
-        return list(torch._foreach_div(torch._foreach_div(means, 1 - beta1**step), roots))
+        return list(torch._foreach_div(torch._foreach_div(means, [1 - beta1**step for step in steps]), roots))
 
 
 class Lars(ForeachOptimizer):

@@ -27,8 +27,8 @@ from utils.training.config import SpeedConfig
 from utils.training.kernels.compilers import build_kernels, has_compiler, replace_convolutions
 from utils.training.precision import Precision, has_bf16_kernels
 
-# By number format of the images. In bf16, rounding errors are 0.3 % of a direct convolution's standard deviation, 0.4,
-# 1.5 and 1.2 % with sides of 2, 3 and 4, but 5 % with 6.
+# By number format of the images. In bf16, the rounding error relative to the outputs' standard deviation is 0.3 % for a
+# direct convolution, 0.4, 1.5 and 1.2 % with sides of 2, 3 and 4, but 5 % with 6.
 SIDES = {torch.float32: (2, 3, 4, 6), torch.bfloat16: (2, 3, 4)}
 # The next four were measured with two threads, float32 on a machine with AVX2, bf16 on one with AVX-512 BF16.
 TILES = {torch.float32: 128, torch.bfloat16: 256}  # per thread at a time: fast products, and planes fit the cache

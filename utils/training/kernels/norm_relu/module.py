@@ -1,4 +1,4 @@
-"""FUSE: BatchNorm of training, the addition of a shortcut, and ReLU as one function; without a shortcut also SiLU.
+"""FUSE: training-mode BatchNorm, the addition of a shortcut, and ReLU as one function; without a shortcut also SiLU.
 
 Separately they make 13 passes over a feature map in forward and backward, 16 with a shortcut; fused, 8 and 11: the
 output is written once, and backward needs no pass for ReLU's mask. It recomputes the mask from what BatchNorm saves
@@ -6,7 +6,7 @@ anyway; with a shortcut it reads the mask off the output, which the next convolu
 save its input.
 
 On a GPU the kernels are in triton_kernels.py, on a CPU with a compiler and NHWC memory in cpu.cpp. Otherwise PyTorch's
-operations run one after the other: a reference that saves nothing.
+operations run one after the other: a reference without speed-up.
 """
 
 from importlib.util import find_spec
@@ -38,7 +38,9 @@ def norm_relu(
     out, mean, invstd = aten.native_batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps)
     if shortcut is not None:
         out += shortcut
-    at_least_float32 = torch.promote_types(mean.dtype, torch.float32)  # half weights give half statistics
+    at_least_float32 = torch.promote_types(
+        mean.dtype, torch.float32
+    )  # half-precision weights give half-precision statistics
     return _activate(out, silu), mean.to(at_least_float32), invstd.to(at_least_float32)
 
 
@@ -180,7 +182,7 @@ def fuse_norm_relu(config: SpeedConfig, model: nn.Module, device: torch.device) 
         )
     missing = "BatchNorm in float32" if half_norms else missing_compiler(device)
     if fused and device.type == "cpu" and missing:
-        return [f"fuse_norm_relu: PyTorch's operations, no faster; its kernels need {missing}"]
+        return [f"fuse_norm_relu: uses PyTorch's operations, without speed-up; its kernels need {missing}"]
     return []
 
 
