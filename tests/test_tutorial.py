@@ -13,7 +13,9 @@ import pytest
 from tests.conftest import ROOT
 from tests.processes import PYTHON, without_launcher
 
-PAGES = "".join((ROOT / f"docs/tutorial{end}.md").read_text(encoding="utf-8") for end in ("", "_many_devices"))
+PAGES = "".join(
+    (ROOT / f"docs/tutorial{end}.md").read_text(encoding="utf-8") for end in ("", "_fastest", "_many_devices")
+)
 STEP = re.compile(r"^## (\d+)\. (.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 SMALLEST = re.compile(r"<!-- smallest variant -->\n```bash\n(.*?)```", re.DOTALL)
 SETTING = re.compile(r'^[A-Z]+=".*"$', re.MULTILINE)
