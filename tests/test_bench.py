@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tests.conftest import CIFAR100
 from tools.bench import common, ladder, loaders, peers, training
@@ -311,10 +312,13 @@ def test_ddp_overhead_measures_each_way_against_the_plain_step(tmp_path: Path) -
     assert results["plain: overhead, % of milliseconds"]["median"] == 0
 
 
+OTHERS = ("timm", "lightning", "plain PyTorch")  # rows of `bench peers`
+
+
 def test_peers_run_with_and_without_the_switch_that_only_this_project_has(tiny) -> None:
-    names = ["this project", "timm", "lightning"]
+    names = ["this project", *OTHERS]
     cpu, cuda = (peers.rows_of(tiny("fastest"), torch.device(kind)) for kind in ("cpu", "cuda"))
-    assert list(cpu) == [*names, "timm, without keep_cpu_memory", "lightning, without keep_cpu_memory"]
+    assert list(cpu) == [*names, *(f"{name}, without keep_cpu_memory" for name in OTHERS)]
     assert sorted(cuda) == sorted([*names, "this project, without enable_cuda_graphs"])
     build, config = cuda["this project, without enable_cuda_graphs"]
     assert build is peers.OurStep and config.enable_cuda_graphs is False
@@ -384,10 +388,24 @@ def test_peers_train_the_same_or_say_what_to_install(tmp_path: Path) -> None:
     finished = bench("peers", "--iters=2", "--warmup=1", "--trials=1", f"--json={report}", *settings)
     if importlib.util.find_spec("timm") and importlib.util.find_spec("lightning"):
         assert finished.returncode == 0, finished.stderr
-        peers = {f"{name}{switch}" for name in ("timm", "lightning") for switch in ("", ", without keep_cpu_memory")}
+        peers = {f"{name}{switch}" for name in OTHERS for switch in ("", ", without keep_cpu_memory")}
         assert set(json.loads(report.read_text())["results"]) == {"this project"} | peers
     else:
         assert finished.returncode == 2 and 'pip install ".[peers]"' in finished.stderr
+
+
+def test_the_plain_loop_trains_the_same(tiny, monkeypatch) -> None:
+    cross_entropy, losses = nn.functional.cross_entropy, {}
+    for build in (peers.OurStep, peers.plain_trial):
+        found = losses[build] = []
+
+        def record(*arguments: Any, found: list[Any] = found, **options: Any) -> Tensor:
+            found.append(cross_entropy(*arguments, **options))
+            return found[-1]
+
+        monkeypatch.setattr(nn.functional, "cross_entropy", record)
+        build(tiny(lr=0.05, enable_nhwc=True))(1, 3)
+    torch.testing.assert_close(torch.stack(losses[peers.plain_trial]), torch.stack(losses[peers.OurStep]))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The training step of this project, of timm and of Lightning, with the same network, precision, layout and data.
+"""The training step of this project, timm, Lightning and plain PyTorch: same network, precision, layout and data.
 
 pip install ".[peers]" && python -m tools.bench peers --config=fastest
 """
@@ -76,7 +76,11 @@ def rows_of(config: Config, device: torch.device) -> dict[str, tuple[Callable[[C
 
     On each kind of device one switch exists only in this project, so the table has rows with and without it.
     """
-    peers: dict[str, Callable[[Config], Trial]] = {"timm": timm_trial, "lightning": lightning_trial}
+    peers: dict[str, Callable[[Config], Trial]] = {
+        "timm": timm_trial,
+        "lightning": lightning_trial,
+        "plain PyTorch": plain_trial,
+    }
     rows: dict[str, tuple[Callable[[Config], Trial], Config]] = {"this project": (OurStep, config)}
     if wants_graphs(config, device):
         own = config.model_copy(update={"enable_cuda_graphs": False})
@@ -188,6 +192,32 @@ def lightning_trial(config: Config) -> Trial:
         )  # fmt: skip
         trainer.fit(module, torch.utils.data.DataLoader(Batches(), batch_size=None))
         return {"full": iters * config.batch_size / (module.ended - module.started)}
+
+    return trial
+
+
+def plain_trial(config: Config) -> Trial:
+    """A loop of PyTorch's own parts: autocast, GradScaler, cross-entropy, backward, optimizer."""
+    world = alone(config)
+    prepare_backends(config, world.device)
+    torch.manual_seed(config.seed)
+    model, precision = _model(config, world.device), choose_precision(config, world.device)
+    forward = torch.compile(model, dynamic=False) if compiles(config, world.device) else model
+    optimizer = build_optimizer(config, model.parameters())
+    scaler = torch.amp.GradScaler(world.device.type, enabled=precision.loss_scale is not None)
+    loader = build_loaders(config, open_dataset(config, world), world).train
+
+    def step(images: Tensor, labels: Tensor) -> None:
+        optimizer.zero_grad()
+        with precision.autocast():
+            loss = nn.functional.cross_entropy(forward(images), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    def trial(warmup: int, iters: int) -> dict[str, float]:
+        batches = prefetch(config, endless(loader), world.device)
+        return {"full": images_per_sec(config, world.device, batches, warmup, iters, step)}
 
     return trial
 
