@@ -5,7 +5,7 @@
     sbatch submit_multinode.slr
 
 The loop is `Trainer.train` -> `train_one_epoch` -> `Verifier.train_step` (`verify_every_steps`) -> `Learner.train_step`
--> `TrainStep` in utils/training/step.py. Each line of a speed-up carries its tag: `grep -rn "DDP:" train.py utils`; the
+-> `TrainStep` in utils/training/step.py. Each speed-up is tagged where it acts: `grep -rn "DDP:" train.py utils`; the
 other tags are AMP, NHWC, EXTRA, STEM, FUSE, CONV, COMPILE, GRAPHS, PREFETCH, ALLOC and PROF.
 """
 
@@ -344,7 +344,7 @@ def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None, cl
     `clock` is the clock of this process."""
     config = arguments.config
     if arguments.dry_run:
-        sys.dont_write_bytecode = True  # a dry run writes no file: no __pycache__ of the user's code, no dataset
+        sys.dont_write_bytecode = True  # a dry run writes no file, also no __pycache__ of the user's code
 
     def run(world: World) -> None:
         fetch = not arguments.dry_run

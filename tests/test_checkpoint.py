@@ -642,7 +642,9 @@ def _with_value(state, place, value):
 def test_damaged_lines_of_the_metrics_do_not_prevent_resuming(tiny, one_rank, tmp_path):
     Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto").train()
     metrics = tmp_path / "metrics.jsonl"
-    metrics.write_bytes(metrics.read_bytes() + b"[" * 100_000 + b"\n" + b'\xff\xfe{"kind')
+    record = b'{"kind": "epoch", "step": %s, "epocj": 1, "clock_seconds": {}}\n'
+    damaged = [b"[" * 100_000 + b"\n", record % b"4", record % b'"4"', b'\xff\xfe{"kind']
+    metrics.write_bytes(metrics.read_bytes() + b"".join(damaged))
     Trainer(tiny(max_epochs=2), one_rank, tmp_path, "tiny", str(tmp_path)).train()
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()][-1] == 8
 

@@ -395,7 +395,7 @@ def test_validation_images_that_are_all_unreadable(
     sums = MetricSums(one_rank.device)
     for _, labels in build(config("imagenet", data_path=str(tmp_path / "data"))).valid:
         sums.add(torch.tensor(torch.nan), torch.zeros(len(labels), len(CLASSES)), labels)
-    with pytest.raises(DataError, match="not one validation image can be read"):
+    with pytest.raises(DataError, match="not one image can be read"):
         sums.average(one_rank)
 
 

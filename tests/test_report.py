@@ -206,7 +206,7 @@ def test_measurements_become_bars_and_scaling(page, tmp_path):
     environment = {"world_size": 1, "device": "GPU"}
     rungs = {"rungs": {"fp32": {"full": {"median": 680.0}}, "amp": {"full": {"median": 1795.0}}}, "configs": {}}
     ladder.write_text(json.dumps({"bench": "ladder", "environment": environment, "config": {}, "results": rungs}))
-    scaling = tmp_path / "scaling.json"
+    scaling = tmp_path / "h100:4.json"
     rows = {
         f"weak {ranks}": {"train_images_per_sec": {"median": rate}, "epoch_images_per_sec": {"median": whole}}
         for ranks, rate, whole in ((1, 100.0, 90.0), (4, 380.0, 270.0))

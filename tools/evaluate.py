@@ -69,6 +69,7 @@ def evaluate(trained: Trained, folder: Path | None, world: "World", *, test: boo
 
     Accuracies, fractions and confidences are in [0, 1].
     """
+    from utils.data.datasets.image_files import describe_unreadable
     from utils.data.loader import gather_unreadable
     from utils.training.metrics.calibration import Calibration, TopCounts, expected_calibration_error
     from utils.training.metrics.confusion import Confusion
@@ -83,6 +84,8 @@ def evaluate(trained: Trained, folder: Path | None, world: "World", *, test: boo
     top = TopCounts(min(TOP, classes), world.device)
     sums = validate(classifier, loader, world, [confusion, calibration, top])
     unreadable = gather_unreadable(world, loader)
+    if len(unreadable) == len(split.labels):
+        raise DataError(f"not one of {len(unreadable)} images can be read: {describe_unreadable(unreadable)}")
     figures, counts, bins = sums.average(world), confusion.collect(world), calibration.collect(world)
     top_accuracy = top.accuracy(world)
     return {

@@ -68,7 +68,7 @@ def export(path: Path, folder: Path) -> list[str]:
     write_atomically(folder / "model.pt2", program)
     config, best, classes = state["config"], state["best"], len(state["data"]["class_names"])
     source = "the moving average" if state["average"] else "the model"
-    augmented = [key for key in ("test_time_flip", "test_time_shift") if config.get(key)]  # older checkpoints lack them
+    augmented = [key for key in ("test_time_flip", "test_time_shift") if config[key]]
     return [
         f"{folder / 'model.safetensors'}: {len(weights)} tensors of {source}",
         f"{folder / 'model.pt2'}: logits differ from the network's by at most {difference:.1e} of the largest logit",

@@ -256,7 +256,7 @@ def _scaling(reports: Sequence[tuple[Path, Report]]) -> Section:
     curves = efficiencies(reports)
     devices = {path.stem: report.device for path, report in reports}
     rows = [
-        (name, devices[name.partition(":")[0]], ranks, speed_text(speed), f"{efficiency:.1%}")
+        (name, devices[name.rpartition(": ")[0]], ranks, speed_text(speed), f"{efficiency:.1%}")
         for name, points in curves.items()
         for ranks, speed, efficiency in points
     ]

@@ -1,19 +1,20 @@
-"""Kill a run with SIGKILL in mid-epoch, resume it, and draw its loss over that of an uninterrupted run.
+"""Switch off a node of a Slurm job in mid-epoch, let Slurm requeue the job, and draw the run's loss over that of an
+uninterrupted run.
 
-PYTHONPATH=. python docs/figures/killed_and_resumed.py --train   # train both (about two minutes), then draw
+PYTHONPATH=. python docs/figures/killed_and_resumed.py --train   # both jobs; needs root, tests/install_slurm.sh
 PYTHONPATH=. python docs/figures/killed_and_resumed.py           # draw from results/2026-11-25-killed-and-resumed
 """
 
 import json
+import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from tests.slurm_cluster import SlurmCluster
 from tools.shared.pages.png_plots import COLOURS, new_figure, save
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,18 +24,17 @@ KILLED_AFTER = 380  # steps, in the fifth epoch of 78 steps each
 
 
 def train() -> None:
-    """Train both runs; keep the losses, and the killed run's losses as they were at the kill."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Train both jobs on two of three nodes; keep the losses, and the killed run's losses as they were at the kill."""
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, SlurmCluster(Path(folder, "slurm"), 3) as cluster:
         whole, killed = (Path(folder) / name for name in ("uninterrupted", "killed"))
-        subprocess.run(command(whole), cwd=ROOT, check=True)
-        process = subprocess.Popen(command(killed), cwd=ROOT)
+        assert cluster.wait(submit(cluster, whole), 600)["JobState"] == "COMPLETED"
+        job = submit(cluster, killed)
         while max(losses(killed), default=0) < KILLED_AFTER:
-            assert process.poll() is None, "the run ended before the kill"
             time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
+        cluster.kill_node("node2")
         until_the_kill = losses(killed)
-        subprocess.run(command(killed), cwd=ROOT, check=True)
+        fields = cluster.wait(job, 900)
+        assert fields["JobState"] == "COMPLETED" and fields["Restarts"] == "1", fields
         (resumed_from,) = (record["step"] for record in records(killed) if record["kind"] == "resume")
         found = {
             "resumed_from": resumed_from,
@@ -45,12 +45,19 @@ def train() -> None:
         RECORDS.mkdir(exist_ok=True)
         (RECORDS / "losses.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         shutil.copy(whole / "environment.json", RECORDS)
+        (log,) = Path(folder).glob(f"*-{job}.out")
+        shutil.copy(log, RECORDS / "job.log")
 
 
-def command(run: Path) -> list[str]:
-    """The same command starts a run and resumes it."""
+def submit(cluster: SlurmCluster, run: Path) -> int:
+    """Submit a job of two nodes with one process each; return its number."""
     settings = [word for setting in SETTINGS for word in ("--set", setting)]
-    return [sys.executable, "train.py", "--config=quickstart", *settings, "--resume=auto", f"--run-dir={run}"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return cluster.submit(
+        ROOT / "submit_multinode.slr", "--config=quickstart", *settings, f"--run-dir={run}",
+        options=("--cpus-per-task=2", "--gpus-per-node=2", f"--output={run.parent}/%x-%j.out"), cwd=ROOT,
+        OMP_NUM_THREADS="1", PATH=path, PROCESSES_PER_NODE="1",
+    )  # fmt: skip
 
 
 def records(run: Path) -> list[dict[str, Any]]:
@@ -87,12 +94,12 @@ def draw(path: Path) -> None:
         axes.text(*place, name, color=colour, weight="bold")
     for step, text, side in (
         (start, f"last checkpoint: step {start} ", "right"),
-        (kill, f" SIGKILL after step {kill}", "left"),
+        (kill, f" node switched off after step {kill}", "left"),
     ):
         axes.axvline(step, color="black", linewidth=0.8, linestyle=":")
         axes.text(step, 0.9, text, ha=side)
     axes.set(xlabel="step", ylabel="loss of the step", xlim=(0, max(whole) + 5), ylim=(min(whole.values()) / 2, 5))
-    axes.set_title(f"Killed and resumed: the same loss in all {len(whole)} logged steps")
+    axes.set_title(f"A Slurm job loses a node and resumes: the same loss in all {len(whole)} logged steps")
     save(figure, path)
 
 

@@ -20,7 +20,7 @@ COMMANDS = {
     "ladder": "images/s of every rung, and as fractions of the hardware limits",
     "limits": "hardware limits: products, convolutions, memory, copies, disk, all-reduce",
     "layers": "where a step's time goes: time, fraction and rate by kind of operation",
-    "peers": "this project's training step compared with timm's and Lightning's",
+    "peers": "this project's training step compared with timm's, Lightning's and plain PyTorch's",
 }
 
 

@@ -47,11 +47,11 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print a table, write the report."""
     config = common.read_config(options)
     if config.opt_level not in (None, "O0", "O1"):
-        raise ConfigError(f"opt_level {config.opt_level}: timm and Lightning have no such level; use O0 or O1")
+        raise ConfigError(f"opt_level {config.opt_level}: the other trainers have no such level; use O0 or O1")
     for key, off in {"clip_grad_norm": None, "label_smoothing": 0.0, "micro_batch_size": None}.items():
         if getattr(config, key) != off:
             remedy = f"use {as_yaml(off)}"
-            raise ConfigError(f"{key} {getattr(config, key):g}: timm's and Lightning's step here lack it; {remedy}")
+            raise ConfigError(f"{key} {getattr(config, key):g}: the other trainers' steps here lack it; {remedy}")
     world = alone(config)
     with ExitStack() as stack:
         workers = {}

@@ -11,6 +11,7 @@ part and the command, with everything written.
 """
 
 import argparse
+import itertools
 import signal
 import time
 from collections.abc import Sequence
@@ -75,8 +76,8 @@ def run_call(options: argparse.Namespace, parts: Sequence[Part], deadline: Deadl
     for part in parts if options.part else ():
         if progress.of(part.name).state == "failed":
             if (folder := call.folder(part)).exists():  # keep the earlier attempt under another name
-                earlier = len(list(folder.parent.glob(f"{part.name}.*")))
-                folder.rename(folder.with_name(f"{part.name}.{earlier + 1}"))
+                aside = (folder.with_name(f"{part.name}.{number}") for number in itertools.count(1))
+                folder.rename(next(path for path in aside if not path.exists()))
             progress.parts[part.name] = PartProgress()
     progress.write()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.bring_up.parts import PARTS, passed_tests
-from tools.bring_up.progress import PartProgress, read_results
+from tools.bring_up.progress import MUST_MATCH, PartProgress, read_results
 from tools.shared.read_runs import read_run_folder
 from utils.errors import ConfigError
 
@@ -153,6 +153,7 @@ PUBLISHED = (
 
 # ---- an earlier bring-up, also of other versions
 
+VERSIONS = (*MUST_MATCH, "dali", "commit", "host")
 TOLERANCE = 0.05  # machines of one kind differ by some percent
 SINGLE_RUN_TOLERANCE = 0.25  # for the seconds of a single run, whose spread is not known
 ACCURACY_POINTS = 1.0  # by which seeds may differ
@@ -193,7 +194,11 @@ class Baseline:
 
     def versions(self, now: Mapping[str, Any]) -> list[str]:
         """Return a line for each version that differs."""
-        return [f"{key} {self.machine.get(key)} -> {now[key]}" for key in now if self.machine.get(key) != now[key]]
+        return [
+            f"{key} {self.machine.get(key)} -> {now.get(key)}"
+            for key in VERSIONS
+            if self.machine.get(key) != now.get(key)
+        ]
 
     def changes(self, now: Sequence[Figure]) -> list[Change]:
         """Return the figures that both have, in the order of `now`."""

@@ -102,7 +102,15 @@ def _tables(progress: BringUpProgress, figures: Sequence[Figure], changes: Seque
         parts.append((f"{part.name}: {part.what}", done.state, seconds, done.calls, done.note))
     rows = [(figure.part, figure.name, _value(figure), figure.unit, _share(figure)) for figure in figures]
     machine = [(name, value) for name, value in progress.machine.items() if value not in (None, {})]
-    compare = ("what", "device or goal", "there", device, "relative", "at least as good", "fraction of a limit")
+    compare = (
+        "what",
+        "device or goal",
+        "published or goal",
+        device,
+        "relative",
+        "at least as good",
+        "fraction of a limit",
+    )
     return [
         Section("Compared with the baseline", "baseline", ("figure", "before", "now", "change", ""), compared,
                 f"Both {device}. {REGRESSION}"),

@@ -77,7 +77,7 @@ PARTS = (
     training("record-75", "75 % as early as possible", 90, 18),
     training("bs128-opt", "the tutorial's 75 %", 540, 100, "--set stop_at_accuracy=0.75", rung=TUTORIAL),
     training("accuracy", "the highest accuracy", 420, 90, "{compile}"),
-    Part("peers", "this project's step against timm's and Lightning's",
+    Part("peers", "this project's step against timm's, Lightning's and plain PyTorch's",
          "-m tools.bench peers --config=fastest --json {folder}/report.json {compile} {settings}", 300,
          ("timm", "lightning"), small=TRIALS),
     training("record-75-bs2048", "75 % with 2,048 images per step", 120, 26),

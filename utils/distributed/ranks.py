@@ -155,7 +155,7 @@ def _set_threads(local_world_size: int) -> None:
 
     torchrun sets OMP_NUM_THREADS, srun and mpirun do not, and more threads than cores are slow.
     """
-    if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
+    if "OMP_NUM_THREADS" in os.environ:
         return
     cores = len(os.sched_getaffinity(0))
     bound = cores * local_world_size <= (os.cpu_count() or 1)  # the launcher bound each process to separate cores

@@ -304,7 +304,8 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError):
+            position = record["step"] if record["kind"] in ALWAYS_KEPT else record["step"] + record["epoch"]
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
-        if isinstance(record, dict) and record.keys() >= RECORD_KEYS:
+        if isinstance(position, int) and record.keys() >= RECORD_KEYS:
             yield record

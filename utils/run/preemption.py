@@ -27,7 +27,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequests:
-    """StopRequests to stop, polled by every rank after the same batch.
+    """Requests to stop, polled by every rank after the same batch.
 
     With several ranks, the all-reduce started after one batch is read after the next, when it has finished, so no rank
     waits. If a batch takes most of `POLL_SECONDS`, each is followed by an all-reduce and waits for it: a short time in

@@ -61,7 +61,8 @@ class ScheduleConfig(SharedConfig):
     """Learning rate after the warm-up. plateau, the tutorial's, cuts it when the validation loss stops falling;
     the others are functions of the step."""
     lr_warmup_epochs: Annotated[float, Field(ge=0)] = 0
-    """Linear warm-up over this many epochs; for onecycle, length of its rise."""
+    """Linear warm-up over this many epochs; for onecycle, length of its rise. If the run is shorter, the warm-up
+    ends with it, and onecycle rises for half of it."""
     lr_warmup_by: Literal["step", "epoch"] = "step"
     """Raise the warm-up rate at every step, or at every epoch as the tutorial does. epoch: all of epoch e of N trains
     at e/N of the peak."""

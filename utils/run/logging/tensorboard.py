@@ -158,7 +158,7 @@ class TensorBoardWriter:
     def add_classes(self, counts: Tensor, names: Sequence[str], epoch: int) -> None:
         """Write the confusion matrix [true, predicted] as a picture, and the worst classes as a table."""
         self._writer.add_image("confusion matrix", draw_matrix(counts), epoch, dataformats="HWC")
-        rows = ["| class | accuracy | most often confused with | in |", "|---|---|---|---|"]
+        rows = ["| class | accuracy | most often confused with | fraction |", "|---|---|---|---|"]
         for name, accuracy, other, fraction in worst_classes(counts, names):
             rows.append(f"| {name} | {accuracy:.1%} | {other} | {fraction:.1%} |")
         self._writer.add_text("run/worst classes", "\n".join(rows), epoch)

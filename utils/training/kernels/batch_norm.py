@@ -16,7 +16,7 @@ class RunningStatistics:
     ranks.
 
     BatchNorm itself updates them once per micro-batch and so forgets K times as fast as K ranks, each of which updates
-    its own statistics once before validation averages them. The update is linear, so averaging in every step equals
+    its own statistics once per step; validation averages them. The update is linear, so averaging in every step equals
     averaging once before validation.
     """
 

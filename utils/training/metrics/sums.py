@@ -69,7 +69,5 @@ class MetricSums:
     def _average(totals: list[float], before: list[float]) -> dict[str, float]:
         loss, correct, images = (now - then for now, then in zip(totals[:3], before[:3], strict=True))
         if not images:
-            raise DataError(
-                "not one validation image can be read; check data_path, its permissions and the files' formats"
-            )
+            raise DataError("not one image can be read; check data_path, its permissions and the files' formats")
         return {"loss": loss / images, "acc1": correct / images, "images": images}
