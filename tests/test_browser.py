@@ -307,7 +307,6 @@ def test_report_legend_switches_a_run_off_in_every_plot(browser, report_page):
     box.click()
     wait_for(browser, lambda: browser.execute_script(DRAWN)["learning_rate"] < before["learning_rate"], "fewer curves")
     lines = {name: 2 if name.startswith(("acc1", "loss")) else 1 for name in before}
-    lines["ledgers"] = 0  # bars with the runs' names beside them
     assert browser.execute_script(DRAWN) == {name: count - lines[name] for name, count in before.items()}
     box.click()
     wait_for(browser, lambda: browser.execute_script(DRAWN) == before, "all curves again")

@@ -12,7 +12,7 @@ import pytest
 from tests.test_resume import POLLS
 from tests.test_resume import interrupt as interrupt_at
 from tests.test_train import run as train_run
-from tools import report, runs
+from tools import runs
 from tools.shared.ledger import find_ledger, show_ledger
 from train import Trainer
 from utils.config import Config
@@ -113,18 +113,6 @@ def test_the_command_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         show_ledger(tmp_path / "elsewhere")
     with pytest.raises(DataError, match=r"holds no metrics\.jsonl with clock_seconds"):
         show_ledger(write(tmp_path / "elsewhere", {"kind": "start"}))
-
-
-def test_the_report_draws_it(tmp_path: Path) -> None:
-    write(tmp_path / "run", *LOST_AND_RESUMED)
-    _, sections = report.sections_of(report.gather([tmp_path / "run"]))
-    [section] = [section for section in sections if section.table == "ledger"]
-    assert section.rows[0][:6] == ("run", "-", 2, "39.0 s", "23.1%", 3) and len(section.rows[0]) == len(section.header)
-    traces = section.plots[0].traces
-    assert {trace["name"]: trace["x"] for trace in traces if trace["x"] != [0]} == {
-        "training": [pytest.approx(900 / 39)], "replayed steps": [pytest.approx(300 / 39)],
-        "start-up": [pytest.approx(800 / 39)], "stopped": [pytest.approx(1900 / 39)],
-    }  # fmt: skip
 
 
 def test_process_age() -> None:

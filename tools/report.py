@@ -22,14 +22,12 @@ from typing import Any
 
 from tools.bench.reports import Report, rates
 from tools.shared.command_line import new_parser
-from tools.shared.ledger import LABELS, USEFUL, USEFUL_SHARE, find_ledger
 from tools.shared.output import make_folder, printable, write_file
 from tools.shared.pages.plots import (
     Plot,
     Style,
     efficiencies,
     plot_bars,
-    plot_ledgers,
     plot_runs,
     plot_scaling,
     scaling_rates,
@@ -146,7 +144,6 @@ def sections_of(found: Found) -> tuple[dict[str, Style], list[Section]]:
         _time_to_accuracy(shown),
         _scaling(found.reports),
         _measurements([(path, report) for path, report in found.reports if not scaling_rates(report)]),
-        _ledgers(found.runs),
         _seeds(shown),
         _differences(found.runs),
         _hardest_classes(shown),
@@ -276,20 +273,6 @@ def _measurements(reports: Sequence[tuple[Path, Report]]) -> Section:
     header = ("measurement and device", "case", "images/s", "relative speed")
     plots = [plot_bars(number, path, report) for number, (path, report) in enumerate(reports)]
     return Section("Measured speed", "speeds", header, rows, plots=plots)
-
-
-def _ledgers(runs: Sequence[Run]) -> Section:
-    ledgers = {run.name: ledger for run in runs if (ledger := find_ledger(run.path))}
-    devices = {run.name: _device(run) for run in runs}
-    rows = []
-    for name, ledger in ledgers.items():
-        wall, *parts = map(duration, (ledger.wall, *ledger.seconds.values()))
-        useful = f"{ledger.useful:.1%}"
-        rows.append((name, devices[name], len(ledger.starts), wall, useful, ledger.replayed, *parts))
-    header = ("run", "device", "starts", "wall clock", USEFUL_SHARE, "steps replayed", *LABELS.values())
-    useful = ", ".join(LABELS[name] for name in USEFUL)
-    note = f"Useful, as in arXiv:2410.21680: {useful}, as a fraction of the wall clock."
-    return Section("Where the time went", "ledger", header, rows, note if rows else "", plot_ledgers(ledgers))
 
 
 def same_but_seed(runs: list[Run]) -> list[list[Run]]:

@@ -1,4 +1,4 @@
-"""The time of a run by activity, over all of its starts: for `tools.runs --ledger` and the report. No torch.
+"""The time of a run by activity, over all of its starts: for `tools.runs --ledger`. No torch.
 
 Each record of metrics.jsonl has the seconds of its start by activity. The time from the last record of a start to the
 next start counts as stopped. So the parts add up to the wall clock from the first start to the last record.

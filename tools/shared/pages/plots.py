@@ -2,20 +2,18 @@
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tools.bench.reports import Rate, Report, rates
-from tools.shared.ledger import LABELS, TimeLedger
 from tools.shared.pages.png_plots import COLOURS
 from tools.shared.read_runs import Run
 
 LOSS_OUTLIER = 1.5  # times the 95th percentile: the first view cuts off losses above it
 EVERY_EPOCH = 12  # up to this many epochs, each has its tick on the axis
 HEIGHT = 330  # pixels
-STOPPED = "#d0d0d0"  # colour of the time in which nothing ran
 
 
 @dataclass(frozen=True)
@@ -168,33 +166,6 @@ def plot_scaling(curves: dict[str, list[tuple[int, float, float]]]) -> list[Plot
         layout["yaxis"]["rangemode"] = "tozero"
         plots.append(Plot(f"scaling-{name}", name.capitalize(), traces, layout))
     return plots if curves else []
-
-
-# ---- time ledgers
-
-
-def plot_ledgers(ledgers: Mapping[str, TimeLedger]) -> list[Plot]:
-    """Plot a bar for each run, the first on top, divided into the parts of its wall clock."""
-    names = [html.escape(name) for name in ledgers]
-    traces = [
-        {
-            "type": "bar", "orientation": "h", "name": label, "y": names, "marker": {"color": colour},
-            "x": [100 * ledger.seconds[part] / ledger.wall for ledger in ledgers.values()],
-            "customdata": [round(ledger.seconds[part], 1) for ledger in ledgers.values()],
-            "hovertemplate": f"{label}<br>%{{x:.1f}} %, %{{customdata:,}} s<extra>%{{y}}</extra>",
-        }
-        for (part, label), colour in zip(LABELS.items(), (*COLOURS, STOPPED), strict=True)
-    ]  # fmt: skip
-    layout = _layout("part of the wall clock, %", "", [])
-    layout["yaxis"] |= {"autorange": "reversed", "automargin": True, "showgrid": False}
-    layout["xaxis"]["range"] = [0, 100]
-    layout |= {
-        "barmode": "stack",
-        "showlegend": True,
-        "legend": {"orientation": "h", "y": -0.4, "traceorder": "normal"},
-    }
-    layout["height"] = 190 + 34 * len(names)
-    return [Plot("ledgers", "Wall clock since the first start", traces, layout)] if ledgers else []
 
 
 # ---- shared
