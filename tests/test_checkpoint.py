@@ -38,7 +38,6 @@ def state():
         "format": checkpoint.FORMAT,
         "config": {},
         "config_name": "tiny",
-        "config_digest": "",
         "data": data | {"shape": (3, 8, 8), "mean": (0.5, 0.5, 0.5), "std": (0.2, 0.2, 0.2)},
         "epoch": 1,
         "batch": 0,
@@ -67,10 +66,7 @@ def folder(tmp_path, state):
 def test_a_checkpoint_holds_exactly_the_keys_of_the_table(tiny, one_rank, tmp_path):
     trainer = Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto")
     trainer.train()
-    state = read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])
-    assert state.keys() == checkpoint.KEYS
-    assert state["config_digest"] == checkpoint.config_digest(state["config"])
-    assert state["config_digest"] != checkpoint.config_digest(state["config"] | {"lr": 0.123})
+    assert read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0]).keys() == checkpoint.KEYS
 
 
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path, state):

@@ -1,6 +1,5 @@
 """Whether a saved run fits the present configuration, network and data; errors name what differs and the remedy."""
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,10 +10,8 @@ from torch import Tensor
 
 from utils.base_config import BaseConfig, KeyFlag, as_yaml
 from utils.errors import CheckpointError, ConfigError
-from utils.run.checkpoint.io import config_digest
 
 SHOWN_KEYS = 6
-MAX_SUFFIX_LENGTH = 40  # characters added to a folder's name
 
 
 def check_same_run(folder: Path, saved: Mapping[str, Any], config: BaseConfig, *, epochs_left: bool) -> None:
@@ -27,28 +24,13 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], config: BaseConfig, *
         return
     shown = ", ".join(f"{key}={as_yaml(old)} -> {as_yaml(new)}" for key, (old, new) in [*changes.items()][:SHOWN_KEYS])
     more = f" and {len(changes) - SHOWN_KEYS} more" if len(changes) > SHOWN_KEYS else ""
-    suggested = suggest_folder(folder, {key: new for key, (_, new) in changes.items()})
-    remedies = [f"--run-dir {shlex.quote(str(suggested))} for a separate run"]
+    remedies = ["--run-dir DIR for a separate run"]
     if epochs_left and not set(changes) & set(config.keys_with(KeyFlag.FIXED_ON_RESUME)):
         remedies.append(f"--resume {shlex.quote(str(folder))} to continue from its last checkpoint with the new values")
     remedies.append("--resume never to move it aside and start again")
     raise ConfigError(
         f"{folder}: holds a run with other settings: {shown}{more}\nadd to the command: {'; or '.join(remedies)}"
     )
-
-
-def suggest_folder(folder: Path, changes: Mapping[str, Any]) -> Path:
-    """Name a folder for a run that differs from the run in `folder` by `changes`: expts/bs256 -> expts/bs256-lr0.3."""
-    suffix = "-".join(_as_name(key, value) for key, value in changes.items())
-    if len(suffix) > MAX_SUFFIX_LENGTH:
-        suffix = config_digest(dict(changes))[:8]
-    return folder.with_name(f"{folder.name}-{suffix}")
-
-
-def _as_name(key: str, value: Any) -> str:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    text = "-".join(re.findall(r"[\w.]+", as_yaml(value))) or "none"
-    return f"{key}{text}" if number else f"{key}-{text}"
 
 
 def check_config_fits(path: Path, saved: Mapping[str, Any], config: BaseConfig) -> list[str]:

@@ -6,7 +6,6 @@ SHA-256 of its content as the comment of the zip archive: PyTorch itself does no
 
 import hashlib
 import io
-import json
 import os
 import re
 import struct
@@ -217,8 +216,3 @@ def newest_good(folder: Path) -> tuple[Path | None, dict[str, Any] | None, list[
         except DamagedError as error:
             complaints.append(str(error))
     return None, None, complaints
-
-
-def config_digest(config: dict[str, Any]) -> str:
-    """Return the SHA-256 of a resolved configuration, independent of the order of its keys."""
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()

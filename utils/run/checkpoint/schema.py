@@ -102,7 +102,6 @@ class CheckpointSchema(_Part):
     format: Literal[1]  # version of this table
     config: dict[str, Any]  # the resolved configuration, plain values
     config_name: str  # of its block
-    config_digest: str  # SHA-256 of `config`
     data: _Data
     epoch: Count  # finished epochs
     batch: Count  # batches trained in the next epoch; if all, its validation is still to be done

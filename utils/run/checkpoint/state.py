@@ -68,12 +68,11 @@ class RunState:
 
     def gather(self) -> dict[str, Any]:
         """Collective: return everything that training resumes from."""
-        config, progress = self.config.model_dump(mode="json"), self.progress
+        progress = self.progress
         return {
             "format": checkpoint.FORMAT,
-            "config": config,
+            "config": self.config.model_dump(mode="json"),
             "config_name": self.config_name,
-            "config_digest": checkpoint.config_digest(config),
             "data": self.data,
             "epoch": progress.epoch,
             "batch": progress.batch,
