@@ -33,7 +33,7 @@ from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
 from utils.data.loader import Loader, report_unreadable
 from utils.data.transforms.mix import build_mix
-from utils.distributed.ddp import describe_parallel
+from utils.distributed.ddp import WARNINGS
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World, pin_near_gpu
 from utils.errors import ExpectedError, Stopped
@@ -75,7 +75,8 @@ class Trainer:
         self.config, self.world, self.folder, self.config_name, self.resume = config, world, folder, config_name, resume
         self.clock = clock or Clock()
         check_settings(config, world)
-        notes = describe_parallel(config) + pin_near_gpu(world)
+        notes = [WARNINGS[config.parallel]] if config.parallel in WARNINGS else []
+        notes += pin_near_gpu(world)
 
         dataset = open_dataset(config, world, fetch=fetch)
         self.loaders = build_loaders(config, dataset, world)

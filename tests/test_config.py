@@ -251,7 +251,6 @@ BROKEN_VALUES = [
     ("no_such_key: 64", "unknown key 'no_such_key'; --explain lists every key"),
     ("lr_schedule: onecycle", "lr_warmup_epochs is 0; lr_schedule onecycle rises over it and needs a value above 0"),
     ("lr_schedule: step", "lr_schedule step cuts at lr_milestones, but that is []; list at least one epoch"),
-    ("micro_batch_size: 33", "batch_size 128 must be a multiple of micro_batch_size 33"),
 ]
 
 

@@ -31,7 +31,7 @@ from utils.data.loaders.device import DeviceLoader
 from utils.data.loaders.torchvision import AugmentedImages
 from utils.data.sampling import EpochPlan
 from utils.data.transforms.augment import Normalise
-from utils.distributed.ddp import describe_parallel, distribute, synchronise_batch_norm
+from utils.distributed.ddp import distribute, synchronise_batch_norm
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.world import World, cores_near, pin_near_gpu
 from utils.errors import ConfigError
@@ -465,12 +465,6 @@ def test_batch_norm_is_synchronised_over_several_ranks_only(one_rank: World) -> 
     converted = synchronise_batch_norm(config, pair, on_gpu[1])
     assert kinds(converted) == {nn.SyncBatchNorm}
     assert converted.state_dict().keys() == plain.state_dict().keys()  # checkpoints fit either way
-
-
-def test_settings_for_measurements_only_log_a_warning() -> None:
-    assert describe_parallel(configuration()) == []
-    assert "gradients are NOT averaged" in describe_parallel(configuration(parallel="no_communication"))[0]
-    assert "one process drives all GPUs" in describe_parallel(configuration(parallel="dataparallel"))[0]
 
 
 def test_cores_near_a_gpu(tmp_path: Path, one_rank: World) -> None:

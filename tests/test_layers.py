@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from models import build_model
 from tools.bench import layers
 from tools.bench.__main__ import main
 from tools.bench.layers import ADDITION, FUSED, NORM, POOLING, RELU, UPDATE, StepTimer
-from tools.bench.training import build_measured, training_flops_per_image
+from tools.bench.training import build_measured
 from utils.config import Config
 from utils.distributed.world import World
 from utils.training.kernels.compilers import has_compiler
+from utils.training.metrics.flops import flops_per_image
 
 IMAGES = 2
 OWN_LAYERS = {"enable_nhwc": True, "fuse_norm_relu": True, "conv_weight_products": True, "conv_winograd": True}
@@ -63,7 +65,7 @@ def test_flops_of_the_operations_add_up_to_the_networks(tiny, settings: dict[str
     config = tiny(batch_size=IMAGES, **settings)
     timer = timed(config, torch.device("cpu"))
     arithmetic = sum(amount for amount, unit in timer.work.values() if unit == "FLOPs")
-    assert arithmetic == pytest.approx(IMAGES * training_flops_per_image(config, (3, 32, 32)))
+    assert arithmetic == pytest.approx(IMAGES * flops_per_image(build_model(config, 32), (3, 32, 32)))
     activations = (16, 0) if config.fuse_norm_relu is True else (0, 16 * IMAGES // (config.micro_batch_size or IMAGES))
     assert (count(timer, FUSED), count(timer, RELU)) == activations
 

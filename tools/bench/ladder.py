@@ -22,7 +22,7 @@ from models import build_model
 from tools.bench import common
 from tools.bench.ceilings import measure_limits
 from tools.bench.reports import read_report
-from tools.bench.training import Rung, alone, training_flops_per_image
+from tools.bench.training import Rung, alone
 from tools.bench.workers import Worker
 from tools.shared.command_line import add_count
 from tools.shared.output import check_writable, print_table
@@ -33,7 +33,7 @@ from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
 from utils.run.logging.environment import describe_environment
 from utils.training.checks.dry_run import activation_bytes_per_image
-from utils.training.metrics.flops import measured_peak, number_format
+from utils.training.metrics.flops import flops_per_image, measured_peak, number_format
 from utils.training.precision import choose_precision
 
 RUNGS = (
@@ -192,7 +192,7 @@ def per_image(config: Config, world: World, limits: Mapping[str, common.Trials])
     medians = {name: sample.median for name, sample in limits.items()}
     limit = measured_peak(medians, number_format(precision, config))
     assert limit is not None, "limits are measured in every number format of this device"
-    return {"flops": training_flops_per_image(config, shape), "bytes": moved, "limit": limit}
+    return {"flops": flops_per_image(model, shape), "bytes": moved, "limit": limit}
 
 
 def evaluate(

@@ -18,7 +18,6 @@ from utils.distributed.world import World, choose_device
 from utils.training.batches import Batch, prefetch
 from utils.training.checks.stragglers import peak_memory
 from utils.training.learner import Learner, build_learner
-from utils.training.metrics.flops import flops_per_image
 from utils.training.step import GRAPH_WARMUP_STEPS, wants_graphs
 
 Consumer = Callable[[Tensor, Tensor], object]
@@ -95,8 +94,3 @@ def endless(loader: Loader) -> Iterator[Batch]:
     for epoch in itertools.count():
         loader.set_epoch(epoch)
         yield from loader
-
-
-def training_flops_per_image(config: Config, image_shape: tuple[int, int, int]) -> float:
-    """Return the FLOPs of forward and backward pass for one image; a multiply-add counts as two."""
-    return flops_per_image(build_model(config, image_shape[-1]), image_shape)

@@ -22,7 +22,6 @@ class PartProgress(BaseModel):
     cut_offs: int = 0  # calls that ended before the part did
     note: str = ""
     command: list[str] = []
-    host: str = ""
 
     @property
     def settled(self) -> bool:

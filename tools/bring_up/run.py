@@ -92,7 +92,7 @@ def _run(
     entry, folder = progress.of(part.name), call.folder(part)
     folder.mkdir(parents=True, exist_ok=True)
     entry.command, entry.calls = build_command(part, call), entry.calls + 1
-    entry.state, entry.note, entry.host = "running", "", progress.machine.get("host", "")
+    entry.state, entry.note = "running", ""
     progress.write()
     started, log = time.monotonic(), folder / f"log-{entry.calls}.txt"
     status = run_limited(entry.command, log, limit, deadline)

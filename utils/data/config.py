@@ -115,11 +115,7 @@ class DataConfig(LoaderConfig, AugmentationConfig, DatasetConfig):
     """All data settings."""
 
     @model_validator(mode="after")
-    def _check_batches(self) -> "DataConfig":
-        if self.batch_size % min(self.micro_batch_size or self.batch_size, self.batch_size):
-            raise ValueError(
-                f"batch_size {self.batch_size} must be a multiple of micro_batch_size {self.micro_batch_size}"
-            )
+    def _check_holdout(self) -> "DataConfig":
         if self.holdout_images and not LOADERS[self.data_loader].needs_data:
             raise ValueError(f"data_loader {self.data_loader} reads no images to hold out; set holdout_images to 0")
         return self

@@ -13,7 +13,7 @@ from utils.distributed.config import DistributedConfig
 from utils.distributed.world import World
 from utils.errors import ConfigError
 
-WARNINGS = {
+WARNINGS = {  # about values of `parallel` that are for measurements only
     "no_communication": "WARNING: parallel=no_communication: gradients are NOT averaged, every rank trains a separate "
     "network; this run measures speed, its accuracy means nothing",
     "dataparallel": "WARNING: parallel=dataparallel: one process drives all GPUs and copies the network to them every "
@@ -21,11 +21,6 @@ WARNINGS = {
 }
 # Called with each bucket of this rank's gradients before they are averaged.
 BucketHook = Callable[[dist.GradBucket], None]
-
-
-def describe_parallel(config: DistributedConfig) -> list[str]:
-    """Return warnings about settings that are for measurements only."""
-    return [WARNINGS[config.parallel]] if config.parallel in WARNINGS else []
 
 
 def synchronise_batch_norm(config: DistributedConfig, model: nn.Module, world: World) -> nn.Module:
