@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from tests.conftest import CIFAR100, ROOT
-from tools.bench import ceilings
+from tools.bench import limits
 from tools.doctor import __main__ as doctor
 from tools.doctor import fingerprints, gpus, hardware, machine, measured
 from tools.doctor.findings import Finding, render
@@ -258,7 +258,7 @@ def test_a_single_process_on_a_node_measures_all_its_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(measured, "arithmetic", lambda device: 100.0 if device.index == 2 else 600.0)
     for name in ("memory", "host_to_device"):
-        monkeypatch.setattr(ceilings, name, lambda device, trials: SimpleNamespace(median=1.0))
+        monkeypatch.setattr(limits, name, lambda device, trials: SimpleNamespace(median=1.0))
     first = torch.device("cuda", 0)
     seen = measured.device_checks(first, only_rank=True)
     assert [finding.check for finding in seen] == ["ceilings"] * 3 + ["slow device"]

@@ -20,7 +20,7 @@ from torch import nn
 
 from models import build_model
 from tools.bench import common
-from tools.bench.ceilings import measure_limits
+from tools.bench.limits import measure_limits
 from tools.bench.reports import read_report
 from tools.bench.training import Rung, alone
 from tools.bench.workers import Worker

@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from tools.bench import common
-from tools.bench.ceilings import DTYPES, convolution, memory, product
+from tools.bench.limits import DTYPES, convolution, memory, product
 from tools.bench.training import alone, build_measured, capture_steps
 from tools.shared.output import print_table, say
 from utils.config import Config

@@ -138,7 +138,7 @@ def _on_every_node(arguments: list[str]) -> list[str]:
 
 def examine(options: argparse.Namespace, config: Config, world: "World", seconds_to_meet: float) -> list[Finding]:
     """Collective: run all checks on all ranks."""
-    from tools.bench.ceilings import all_reduce
+    from tools.bench.limits import all_reduce
     from tools.doctor import fingerprints, gpus, hardware, machine, measured
 
     host, first = socket.gethostname(), world.local_rank == 0

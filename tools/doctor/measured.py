@@ -20,7 +20,7 @@ def device_checks(own_device: "torch.device", *, only_rank: bool) -> list[Findin
     """Measure the peak rates of this rank's device, or of all visible GPUs if no other rank is on its node."""
     import torch
 
-    from tools.bench.ceilings import host_to_device, memory
+    from tools.bench.limits import host_to_device, memory
 
     if own_device.type != "cuda":
         rate, copied = arithmetic(own_device), memory(own_device, TRIALS).median
@@ -58,7 +58,7 @@ def arithmetic(device: "torch.device") -> float:
     disturb some."""
     import torch
 
-    from tools.bench.ceilings import product
+    from tools.bench.limits import product
 
     return max(product(device, torch.bfloat16 if device.type == "cuda" else torch.float32, TRIALS).values)
 
