@@ -11,7 +11,6 @@ from tests.conftest import ROOT
 from tests.faults.chaos import EPOCHS, MOST_FAULTS, STEPS_PER_EPOCH, check_start, meet_faults
 from tests.faults.kinds import KINDS, Fault, damage, plan_faults
 from tests.faults.ranks import ForkedRun
-from tools.shared.interrupted_runs import Started
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
@@ -33,7 +32,7 @@ sys.exit(int(status))
 class ScriptedRun(ForkedRun):
     """Starts PROGRAM; `train_arguments` are its status, message and kinds of records."""
 
-    def start(self, folder, environment, output) -> Started:
+    def start(self, folder, environment, output):
         with output.open("wb") as file:
             return subprocess.Popen([sys.executable, "-c", PROGRAM, str(folder), *self.train_arguments], stdout=file)
 

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from tests.faults.kinds import KINDS, Fault
 from tools.shared.followed_run import TRAIN
-from tools.shared.interrupted_runs import RunCommand, Started
+from tools.shared.interrupted_runs import RunCommand
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class ForkedRun(RunCommand):
 
     faults: Sequence[Fault] = ()
 
-    def start(self, folder: Path, environment: Mapping[str, str], output: Path) -> Started:
+    def start(self, folder: Path, environment: Mapping[str, str], output: Path) -> Any:
         import utils.data.build
         import utils.distributed.ranks
         import utils.run.logging.environment

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tools.shared.command_line import seconds
 from tools.shared.followed_run import TRAIN
@@ -27,18 +27,6 @@ from utils.run.logging.trackers import MEASURED
 METRICS = "metrics.jsonl"
 KINDS = ("step", "epoch", "end")  # records of metrics.jsonl that must be equal; others record starts and stops
 KILL_SECONDS = 30.0  # seconds that a process may take to end after SIGKILL
-
-
-class Started(Protocol):
-    """The part of `subprocess.Popen` that is used here."""
-
-    returncode: int | Any  # None until it has ended; typeshed spells it so
-
-    def poll(self) -> int | None:
-        """Return the exit status, or None if it has not ended."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end and return the exit status."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +48,10 @@ class RunCommand:
             start, environment = [sys.executable], {}
         return [*start, str(TRAIN), *self.train_arguments, f"--run-dir={folder}"], environment
 
-    def start(self, folder: Path, environment: Mapping[str, str], output: Path) -> Started:
-        """Start the run. Its processes, orphans too, are identified by their standard output."""
+    def start(self, folder: Path, environment: Mapping[str, str], output: Path) -> Any:
+        """Start the run; return its `subprocess.Popen`, or an object with the same `poll`, `wait` and `returncode`.
+
+        Its processes, orphans too, are identified by their standard output."""
         command, more = self.command(folder)
         with output.open("wb") as file:
             return subprocess.Popen(
