@@ -14,11 +14,11 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tools.bench import common
@@ -36,7 +36,7 @@ from utils.program import CODE
 from utils.run.logging.environment import describe_environment
 from utils.training.batches import prefetch
 from utils.training.learner import Learner
-from utils.training.metrics.sums import MetricSums
+from utils.training.validation import validate
 
 MODES = ("strong", "weak")
 QUANTITIES = ("train_images_per_sec", "epoch_images_per_sec")
@@ -235,17 +235,9 @@ def _time_epoch(learner: Learner, loaders: Loaders, config: Config, world: World
             break
     learner.sums.average(world)
     learner.average_buffers(world)
-    learner.model.eval()
-    sums = MetricSums(world.device)
-    with torch.no_grad():
-        loaders.valid.set_epoch(0)
-        for number, (images, labels) in enumerate(loaders.valid, start=1):
-            outputs = learner.predict(images)
-            sums.add(torch.nn.functional.cross_entropy(outputs, labels), outputs, labels)
-            if number >= max(1, len(loaders.valid) * batches // len(loaders.train)):
-                break  # validate the same fraction as was trained
-    sums.average(world)
-    learner.model.train()
+    loaders.valid.set_epoch(0)
+    number = max(1, len(loaders.valid) * batches // len(loaders.train))  # the same fraction as was trained
+    validate(learner, islice(loaders.valid, number), world).average(world)
     return batches * config.batch_size / max(world.all_gather(time.perf_counter() - started))
 
 
