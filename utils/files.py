@@ -79,6 +79,15 @@ def remove_leftovers(folder: Path) -> None:
 
 
 @contextmanager
+def name_file_in_error(folder: Path, problem: str = "cannot be used") -> Iterator[None]:
+    """Turn an `OSError` of the block into an `ExpectedError` that says `problem` of its file, or of `folder`."""
+    try:
+        yield
+    except OSError as error:
+        raise ExpectedError(f"{error.filename or folder}: {problem}: {error.strerror or error}") from None
+
+
+@contextmanager
 def partial_folder(target: Path, lock_file: Path) -> Iterator[Path]:
     """Yield a new folder next to `target`, for the caller to fill and rename to it, while holding `lock_file`. Remove
     the folder if the caller did not rename it, and the folders that killed processes left.

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from utils.base_config import BaseConfig, render
 from utils.distributed.launch import job_name, was_restarted
-from utils.errors import CheckpointError, ExpectedError
-from utils.files import FolderHeldError, lock_folder, remove_leftovers, sign_lock, write_atomically
+from utils.errors import CheckpointError
+from utils.files import FolderHeldError, lock_folder, name_file_in_error, remove_leftovers, sign_lock, write_atomically
 from utils.run.checkpoint import fit
 from utils.run.checkpoint import io as checkpoint
 from utils.run.checkpoint.pretrained import Pretrained
@@ -64,7 +64,7 @@ def open_run(
     checkpoints = folder / "checkpoints"
     job = job_name(os.environ)
     restarted = bool(job) and was_restarted(os.environ)
-    with _with_path_in_error(folder), _locked(folder, job, patience if restarted else 0.0) as (taken, waited):
+    with name_file_in_error(folder), _locked(folder, job, patience if restarted else 0.0) as (taken, waited):
         lock = taken
         lock.seek(0)
         earlier = lock.read().partition("\n")[0]
@@ -125,15 +125,6 @@ def _lock_in_time(folder: Path, job: str, patience: float) -> tuple[IO[str], lis
         else:
             waited = f"Waited {time.monotonic() - began:.0f} s for an earlier start of this job, {holder}"
             return lock, [waited] if holder else []
-
-
-@contextmanager
-def _with_path_in_error(folder: Path) -> Iterator[None]:
-    """Turn an `OSError` of the block into an `ExpectedError` with the file's path."""
-    try:
-        yield
-    except OSError as error:
-        raise ExpectedError(f"{error.filename or folder}: cannot be used: {error.strerror or error}") from None
 
 
 @contextmanager

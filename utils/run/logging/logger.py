@@ -7,8 +7,8 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,13 @@ from torch import Tensor
 from utils.base_config import BaseConfig
 from utils.distributed.launch import OPEN_MPI
 from utils.errors import ExpectedError, Stopped
+from utils.files import name_file_in_error
 from utils.run.logging.tensorboard import TensorBoardWriter
 from utils.run.logging.trackers import TrackedRun, Trackers
 from utils.timing.clock import Clock
 from utils.training.metrics.confusion import worst_classes
+
+UNWRITABLE = "the run's log cannot be written"
 
 logger = logging.getLogger("train")
 
@@ -31,15 +34,6 @@ class _LogFile(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         raise  # noqa: PLE0704 - called while the error is handled
-
-
-@contextmanager
-def _with_folder_in_error(folder: Path) -> Iterator[None]:
-    """Turn an `OSError` of the block into an `ExpectedError` that names the run's folder."""
-    try:
-        yield
-    except OSError as error:
-        raise ExpectedError(f"{folder}: the run's log cannot be written: {error.strerror or error}") from None
 
 
 class RunLogger(AbstractContextManager["RunLogger"]):
@@ -71,7 +65,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
             self.board = TensorBoardWriter(self.folder / "tb_logs", epoch=epoch, step=step)
         logger.setLevel(logging.INFO)
         logger.propagate = False
-        with _with_folder_in_error(self.folder):
+        with name_file_in_error(self.folder, UNWRITABLE):
             self._add_handler(_LogFile(self.folder / "train.log", encoding="utf-8"))
             self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
         # Open MPI gives each rank a pseudo-terminal, so a bar could flood a pipe or a file
@@ -123,7 +117,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
 
     def _log(self, message: str) -> None:
         if self.enabled:
-            with _with_folder_in_error(self.folder):
+            with name_file_in_error(self.folder, UNWRITABLE):
                 logger.info(message)
 
     def _print(self, message: str, more: str = "") -> None:
@@ -193,7 +187,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
     def sync(self) -> None:
         """Sync metrics.jsonl to the disk, so that a checkpoint written next is never newer than its records."""
         if self._metrics is not None:
-            with _with_folder_in_error(self.folder):
+            with name_file_in_error(self.folder, UNWRITABLE):
                 os.fsync(self._metrics.fileno())
 
     def _record(self, kind: str, **values: Any) -> None:
@@ -201,7 +195,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         seconds = {name: round(spent, 3) for name, spent in self.clock.by_activity().items()}  # of this start
         record = {"kind": kind, **values, "clock_seconds": seconds}
         if self._metrics is not None:
-            with _with_folder_in_error(self.folder):
+            with name_file_in_error(self.folder, UNWRITABLE):
                 self._metrics.write(json.dumps(record) + "\n")
                 self._metrics.flush()
         self._show(lambda board: board.record(record))
@@ -215,7 +209,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
 
     def _show(self, add: Callable[[TensorBoardWriter], None]) -> None:
         if self.board is not None:
-            with _with_folder_in_error(self.folder):
+            with name_file_in_error(self.folder, UNWRITABLE):
                 add(self.board)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
