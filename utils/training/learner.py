@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.timing.profiler import Profiler
 from utils.training.checks.fingerprints import LocalGradients, describe_verification, rounding_varies
-from utils.training.classifier import Classifier, build_classifier
+from utils.training.classifier import Classifier, SomeConfig, build_classifier
 from utils.training.config import TrainingConfig
 from utils.training.metrics.sums import MetricSums
 from utils.training.optimizers.build import (
@@ -30,8 +30,6 @@ from utils.training.optimizers.schedule import Plateau, Schedule, build_schedule
 from utils.training.precision import LossScaler, choose_precision
 from utils.training.step import CompileTimer, Step, TrainStep, choose_step, on_capture_stream, wants_graphs
 from utils.user_code import user_code_errors
-
-SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
 
 
 @dataclass

@@ -84,14 +84,12 @@ def step_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:09d}.pt"
 
 
-def save_last(folder: Path, content: bytes, step: int, keep: int) -> Path:
-    """Write the checkpoint of `step`, remove all but the `keep` newest, and return its path."""
-    path = step_path(folder, step)
-    write_atomically(path, content)
+def save_last(folder: Path, content: bytes, step: int, keep: int) -> None:
+    """Write the checkpoint of `step` and remove all but the `keep` newest."""
+    write_atomically(step_path(folder, step), content)
     for old in list_checkpoints(folder)[keep:]:
         with suppress(OSError):
             old.unlink()
-    return path
 
 
 class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):

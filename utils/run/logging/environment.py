@@ -62,10 +62,10 @@ def _processor() -> str:
     return f"{name} x {len(processors)}" if name else platform.machine()
 
 
-def read_processors(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[dict[str, str]]:
+def read_processors() -> list[dict[str, str]]:
     """Return /proc/cpuinfo's {name: value} of each processor; empty if there is no such file."""
     try:
-        blocks = cpuinfo.read_text(encoding="utf-8").split("\n\n")
+        blocks = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")
     except OSError:
         return []
     facts = [

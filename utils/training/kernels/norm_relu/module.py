@@ -66,18 +66,18 @@ def norm_relu_backward(
 
 @norm_relu.register_kernel("cuda")
 def _(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from utils.training.kernels.norm_relu import triton_kernels as norm_relu_kernels
+    from utils.training.kernels.norm_relu import triton_kernels
 
     with torch.cuda.device(x.device):
-        return norm_relu_kernels.forward(x, *others)
+        return triton_kernels.forward(x, *others)
 
 
 @norm_relu_backward.register_kernel("cuda")
 def _(gradient: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from utils.training.kernels.norm_relu import triton_kernels as norm_relu_kernels
+    from utils.training.kernels.norm_relu import triton_kernels
 
     with torch.cuda.device(gradient.device):
-        return norm_relu_kernels.backward(gradient, *others[:-2], *others[-1:])  # without eps
+        return triton_kernels.backward(gradient, *others[:-2], *others[-1:])  # without eps
 
 
 @norm_relu.register_fake
