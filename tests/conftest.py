@@ -117,17 +117,17 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     return draw
 
 
+def tiny_config(block: str = "default", **changes: Any) -> Config:
+    """A block of config/cifar100.yaml cut down to a second."""
+    values = load_config(CIFAR100, block).model_dump() | TINY
+    values["lr_warmup_epochs"] = min(values["lr_warmup_epochs"], 1)
+    return Config(**values | changes)
+
+
 @pytest.fixture
 def tiny() -> Callable[..., Config]:
-    """tiny(block="default", **changes): a block of config/cifar100.yaml cut down to a second."""
-
-    def load(block: str = "default", **changes: Any) -> Config:
-        values = load_config(CIFAR100, block).model_dump() | TINY
-        values["lr_warmup_epochs"] = min(values["lr_warmup_epochs"], 1)
-        values |= changes
-        return Config(**values)
-
-    return load
+    """tiny(block="default", **changes), see `tiny_config`."""
+    return tiny_config
 
 
 @pytest.fixture

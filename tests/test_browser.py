@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from tests.processes import free_port
 from tools.report import main as report
 from train import Trainer
 
@@ -122,15 +122,13 @@ def expts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two small finished runs."""
     import torch
 
-    from tests.conftest import CIFAR100, TINY
-    from utils.config import Config, load_config
+    from tests.conftest import tiny_config
     from utils.distributed.world import World
 
     folder = tmp_path_factory.mktemp("expts")
     world = World(0, 0, 1, torch.device("cpu"))
     for name, changes in (("first", {}), ("second", {"lr": 0.05, "nesterov": True})):
-        values = load_config(CIFAR100, "default").model_dump() | TINY
-        config = Config(**values | {"log_to_tensorboard": True, "max_epochs": 3} | changes)
+        config = tiny_config(log_to_tensorboard=True, max_epochs=3, **changes)
         Trainer(config, world, folder / name, name, "auto").train()
     return folder
 
@@ -143,9 +141,7 @@ def results(folder: Path) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def tensorboard(expts: Path) -> Iterator[str]:
     """TensorBoard's address on the loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(expts), "--host=127.0.0.1", f"--port={port}"]
     process = subprocess.Popen([*command, "--load_fast=false"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     address = f"http://127.0.0.1:{port}/"

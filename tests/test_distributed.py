@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CIFAR100, TINY
+from conftest import tiny_config
 from processes import complaints, run_job
 from torch import nn
 
@@ -24,7 +24,7 @@ import utils.distributed.ranks
 import utils.distributed.world
 import utils.training.batches
 from models import build_model
-from utils.config import Config, load_config
+from utils.config import Config
 from utils.config.command_line import Arguments
 from utils.data.datasets.dataset import Dataset, ImageArrays, load_dataset
 from utils.data.loaders.device import DeviceLoader
@@ -44,12 +44,7 @@ BATCH = 24  # 1, 2, 3 and 4 ranks share it evenly
 
 
 def configuration(**changes: Any) -> Config:
-    return Config(
-        **load_config(CIFAR100, "default").model_dump()
-        | TINY
-        | {"batch_size": BATCH, "limit_valid_batches": None}
-        | changes
-    )
+    return tiny_config(**{"batch_size": BATCH, "limit_valid_batches": None} | changes)
 
 
 @lru_cache(maxsize=1)

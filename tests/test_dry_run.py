@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import CIFAR100, TINY
+from conftest import tiny_config
 from processes import run_job
 
 import train
-from utils.config import Config, load_config
+from utils.config import Config
 from utils.config.command_line import Arguments
 from utils.data.datasets.cifar import VERSIONS
 from utils.training.checks.dry_run import state_bytes
@@ -57,8 +57,8 @@ def dry_run_with_a_collective_in_the_forward_pass(folder: Path) -> int:
         return model
 
     train.build_model = build
-    values = load_config(CIFAR100, "default").model_dump() | TINY | {"collective_timeout_seconds": 10}
-    return train.main(Arguments(Config(**values), "tiny", folder, "auto", dry_run=True))
+    config = tiny_config(collective_timeout_seconds=10)
+    return train.main(Arguments(config, "tiny", folder, "auto", dry_run=True))
 
 
 def test_a_dry_run_describes_on_every_rank_and_prints_on_one(tmp_path):

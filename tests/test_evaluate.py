@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import CIFAR100, TINY
+from conftest import tiny_config
 from PIL import Image
 from processes import run_job
 
@@ -15,7 +15,7 @@ import train
 from tools import evaluate
 from tools.shared.read_runs import read_records
 from train import Trainer
-from utils.config import Config, load_config
+from utils.config import Config
 from utils.config.command_line import Arguments
 from utils.data.datasets.dataset import load_dataset
 from utils.distributed.world import World
@@ -27,7 +27,7 @@ BF16 = {"amp_dtype": "bf16", "batch_size": 8, "valid_batch_size_per_gpu": 12, "l
 
 
 def configuration(**changes: Any) -> Config:
-    return Config(**load_config(CIFAR100, "default").model_dump() | TINY | {"limit_train_batches": 10} | changes)
+    return tiny_config(**{"limit_train_batches": 10} | changes)
 
 
 def train_run(folder: Path, **changes: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CIFAR100, TINY, read_records
+from conftest import TINY, read_records, tiny_config
 from processes import Ended, Job, complaints, free_port, torchrun_variables
 from torch import Tensor
 
@@ -24,7 +24,7 @@ import utils.distributed.health.heartbeat
 import utils.distributed.ranks
 from tests.fake_cuda import arithmetic, runtime
 from train import Trainer
-from utils.config import Config, load_config
+from utils.config import Config
 from utils.distributed.health.heartbeat import Heartbeat
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
@@ -52,8 +52,8 @@ NOT_ON_A_CPU = dict.fromkeys(("enable_cuda_graphs", "enable_prefetch", "enable_s
 
 def configuration(device: str, **changes: Any) -> Config:
     few = {"batch_size": BATCH, "limit_train_batches": 14, "max_epochs": 1, "lr": 0.01, "fused_optimizer": True}
-    values = load_config(CIFAR100, "default").model_dump() | TINY | few | {"device": device} | changes
-    return Config(**values | (NOT_ON_A_CPU if device == "cpu" else {}))
+    values = few | {"device": device} | changes
+    return tiny_config(**values | (NOT_ON_A_CPU if device == "cpu" else {}))
 
 
 def train_runs(

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CIFAR100, TINY
+from conftest import tiny_config
 from processes import run_job
 
 from tools import evaluate, prepare_data
 from train import Trainer, main
-from utils.config import Config, load_config
+from utils.config import Config
 from utils.config.command_line import Arguments
 from utils.data.build import build_loaders, find_dataset
 from utils.data.datasets.dataset import ImageArrays, stratified_split
@@ -181,7 +181,7 @@ def test_a_run_stopped_in_the_test_resumes_to_the_same_figures(
 
 
 def test_two_ranks_test_every_image_once(tmp_path: Path) -> None:
-    config = Config(**load_config(CIFAR100, "default").model_dump() | TINY | HELD | {"max_epochs": 1})
+    config = tiny_config(**HELD | {"max_epochs": 1})
     arguments = Arguments(config, "held", tmp_path / "run", "auto", dry_run=False)
     assert [rank.status for rank in run_job(tmp_path / "ranks", 2, main, arguments)] == [0, 0]
     last = last_records(tmp_path / "run")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import CIFAR100, TINY
+from conftest import CIFAR100, tiny_config
 from processes import complaints, run_job
 
 import train
@@ -17,7 +17,6 @@ from models import build_model
 from tools.doctor import machine
 from train import Trainer
 from utils import user_code
-from utils.config import Config, load_config
 from utils.config.command_line import Arguments
 from utils.data.build import build_loaders, find_dataset, open_dataset
 from utils.data.datasets.custom import load_own
@@ -444,10 +443,8 @@ def train_own(folder: Path, dataset: str) -> int:
     import os
 
     os.chdir(folder)
-    values = load_config(CIFAR100, "default").model_dump() | TINY | OWN
-    config = Config(
-        **values | {"model": "of_mine:network", "dataset": dataset, "data_loader": "torchvision", "num_data_workers": 1}
-    )
+    with_workers = {"data_loader": "torchvision", "num_data_workers": 1}
+    config = tiny_config(**OWN | {"model": "of_mine:network", "dataset": dataset} | with_workers)
     return train.main(Arguments(config, "own", folder / "run", "auto", dry_run=False))
 
 

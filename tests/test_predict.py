@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import CIFAR100, TINY
+from conftest import tiny_config
 from PIL import Image
 from processes import run_job
 
 from tools import evaluate, predict
 from train import Trainer
-from utils.config import Config, load_config
 from utils.data.datasets.dataset import load_dataset
 from utils.distributed.world import World
 
@@ -27,8 +26,7 @@ from utils.distributed.world import World
 def run(tmp_path_factory):
     """A finished run."""
     folder = tmp_path_factory.mktemp("runs") / "<tiny> & run"
-    config = Config(**load_config(CIFAR100, "default").model_dump() | TINY | {"limit_train_batches": 10})
-    Trainer(config, World(0, 0, 1, torch.device("cpu")), folder, "tiny", "auto").train()
+    Trainer(tiny_config(limit_train_batches=10), World(0, 0, 1, torch.device("cpu")), folder, "tiny", "auto").train()
     return folder
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
-from conftest import CIFAR100, TINY
+from conftest import tiny_config
 from processes import run_job
 from safetensors.torch import save_file
 
@@ -15,7 +15,6 @@ import train
 from models import build_model
 from tools import export
 from train import Trainer
-from utils.config import Config, load_config
 from utils.config.command_line import Arguments
 from utils.errors import CheckpointError
 from utils.run.checkpoint.pretrained import read_pretrained
@@ -171,8 +170,7 @@ def test_damaged_files_are_refused(tiny, one_rank, tmp_path, other):
 
 
 def train_pretrained(folder: Path, *, dry_run: bool) -> int:
-    values = load_config(CIFAR100, "default").model_dump() | TINY | FROZEN
-    config = Config(**values | {"pretrained": str(folder / "weights.pth")})
+    config = tiny_config(**FROZEN, pretrained=str(folder / "weights.pth"))
     return train.main(Arguments(config, "tiny", folder / "run", "auto", dry_run=dry_run))
 
 

@@ -16,15 +16,13 @@ ITERATIONS = 3
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory):
     """The folder of a profiled run on the CPU."""
-    from tests.conftest import CIFAR100, TINY
-    from utils.config import Config, load_config
+    from tests.conftest import tiny_config
     from utils.distributed.world import World
 
-    values = load_config(CIFAR100, "bs256-amp-nhwc-prof").model_dump() | TINY
-    values |= {"limit_train_batches": None, "profiling_iters_per_epoch": ITERATIONS}
+    changes = {"limit_train_batches": None, "profiling_iters_per_epoch": ITERATIONS}
     folder = tmp_path_factory.mktemp("profiled")
     world = World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
-    Trainer(Config(**values), world, folder, "prof", "auto").train()
+    Trainer(tiny_config("bs256-amp-nhwc-prof", **changes), world, folder, "prof", "auto").train()
     return folder
 
 

@@ -10,6 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from models import build_model
 from tests.conftest import read_records
+from tests.test_train import run
 from train import Trainer
 from utils.config import Config
 from utils.errors import CheckpointError
@@ -27,12 +28,6 @@ MOMENTUM, DECAY = 0.8, 0.01
 
 def epochs(folder):
     return read_records(folder, "epoch")
-
-
-def run(config, world, folder, resume="auto"):
-    trainer = Trainer(config, world, folder, "tiny", resume)
-    trainer.train()
-    return trainer
 
 
 # ---- LARS and LAMB

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CIFAR100, RECIPE, TINY
+from conftest import RECIPE, TINY, tiny_config
 from processes import Ended, Job, complaints, free_port, torchrun_variables
 from torch import Tensor
 
 from tests.faults import inject
 from tests.faults.flip_campaign import Outcome, build_tiny, random_batches, run_campaign
 from tests.faults.flips import KINDS, Flip, Flipper, flip_bit
-from utils.config import Config, load_config
+from utils.config import Config
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import CorruptionError
@@ -136,8 +136,7 @@ def test_a_campaign_counts_flips_that_are_missed(tiny, one_rank, monkeypatch) ->
 
 
 def configuration(**changes: Any) -> Config:
-    values = load_config(CIFAR100, "default").model_dump() | TINY | {"batch_size": 12, "verify_every_steps": 1}
-    return Config(**values | changes)
+    return tiny_config(**{"batch_size": 12, "verify_every_steps": 1} | changes)
 
 
 def run_ranked(folder: Path, ranks: int, function: Callable[..., int], *arguments: Any) -> list[Ended]:

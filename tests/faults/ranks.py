@@ -6,7 +6,6 @@ This process must not have used several threads of torch.
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.kinds import KINDS, Fault
+from tests.processes import free_port
 from tools.shared.followed_run import TRAIN
 from tools.shared.interrupted_runs import RunCommand
 
@@ -35,7 +35,7 @@ class ForkedRun(RunCommand):
         output.write_bytes(b"")
         fork, processes = multiprocessing.get_context("fork"), []
         shared = {"WORLD_SIZE": str(self.nproc), "LOCAL_WORLD_SIZE": str(self.nproc), "MASTER_ADDR": "127.0.0.1"}
-        shared |= {"MASTER_PORT": _free_port()}
+        shared |= {"MASTER_PORT": str(free_port())}
         for rank in range(self.nproc):
             own = {**environment, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             arguments = [str(TRAIN), *self.train_arguments, f"--run-dir={folder}"]
@@ -67,12 +67,6 @@ class ForkedRanks:
         if (status := self.poll()) is None:
             raise TimeoutError(f"the ranks {self.processes} do not end")
         return status
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def _train(arguments: list[str], environment: Mapping[str, str], output: Path, faults: Sequence[Fault]) -> None:
