@@ -193,6 +193,11 @@ def read_records(folder: Path, kind: str = "") -> list[dict[str, Any]]:
     return [record for record in records if kind in ("", record["kind"])]
 
 
+def replace_by_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 def check_equal_training(learners: list[Learner]) -> None:
     """Three steps of two learners on the same images give equal weights, up to the order of sums, and so does a fourth
     step from the other's state; the states have the same names."""

@@ -1,13 +1,12 @@
 """The settings and networks of the blocks in config/ train two short epochs on a CPU."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CLASSES, ROOT, TINY
+from conftest import CLASSES, ROOT, TINY, read_records
 
 import train
 from utils.config import Config, list_blocks, load_config
@@ -52,8 +51,7 @@ def run(config: Config, folder: Path) -> None:
     """Train through the main of train.py."""
     arguments = Arguments(config, "block", folder, "never", dry_run=False)
     assert train.main(arguments) == 0
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    epochs = [record for record in records if record["kind"] == "epoch"]
+    epochs = read_records(folder, "epoch")
     assert [epoch["epoch"] for epoch in epochs] == [1, 2]
     assert all(math.isfinite(epoch["loss/train"]) for epoch in epochs)
     validated = epochs if config.validate_every_epochs == 1 else epochs[-1:]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.test_train import records
+from tests.conftest import read_records
 from train import Trainer
 from utils.config import Config
 from utils.run.logging.tensorboard import ALWAYS_SHOWN, CHANGES, RESULTS, TensorBoardWriter, compared, draw_matrix
@@ -44,15 +44,15 @@ def test_scalars_equal_metrics_jsonl_by_epoch_step_and_second(run):
     assert tutorial <= set(events.Tags()["scalars"])
     for tag in tutorial:
         assert [(event.step, event.value) for event in events.Scalars(tag)] == [
-            (row["epoch"], pytest.approx(row[tag])) for row in records(folder, "epoch")
+            (row["epoch"], pytest.approx(row[tag])) for row in read_records(folder, "epoch")
         ]
-    steps = records(folder, "step")
+    steps = read_records(folder, "step")
     for name in ("loss", "learning_rate", "images_per_sec", "data_wait", "memory_gb"):
         assert [(event.step, event.value) for event in events.Scalars(f"step/{name}")] == [
             (row["step"], pytest.approx(row[name])) for row in steps
         ]
     assert [(event.step, event.value) for event in events.Scalars("by_second/acc1_valid")] == [
-        (round(row["seconds"]), pytest.approx(row["acc1/valid"])) for row in records(folder, "epoch")
+        (round(row["seconds"]), pytest.approx(row["acc1/valid"])) for row in read_records(folder, "epoch")
     ]
 
 
@@ -140,7 +140,7 @@ def test_a_resumed_run_cuts_what_it_trains_again_and_loses_no_point(run):
 def test_without_tensorboard_there_is_no_folder(tiny, one_rank, tmp_path):
     Trainer(tiny(max_epochs=1), one_rank, tmp_path / "run", "tiny", "auto").train()
     assert not (tmp_path / "run/tb_logs").exists()
-    end = records(tmp_path / "run", "end")
+    end = read_records(tmp_path / "run", "end")
     assert len(end) == 1 and end[0]["best_epoch"] == 1 and len(end[0]["worst_classes"]) == 10
 
 

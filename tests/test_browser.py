@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, read_records
 from tests.processes import free_port
 from tools.report import main as report
 from train import Trainer
@@ -134,8 +134,7 @@ def expts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def results(folder: Path) -> dict[str, float]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return next(row for row in lines if row["kind"] == "end")
+    return read_records(folder, "end")[0]
 
 
 @pytest.fixture(scope="module")
@@ -169,8 +168,7 @@ def test_scalars_show_every_tag_and_its_last_value(browser, tensorboard, expts):
     see(browser, r"first/tb_logs")
     see(browser, r"acc1\s*/valid")
     for name in ("first", "second"):  # the table under a chart: run, smoothed, value, step
-        lines = map(json.loads, (expts / name / "metrics.jsonl").read_text().splitlines())
-        last = [row["acc1/valid"] for row in lines if row["kind"] == "epoch"][-1]
+        last = read_records(expts / name, "epoch")[-1]["acc1/valid"]
         see(browser, rf"acc1\s*/valid[^$]*?{name}/tb_logs\s+[\d.]+\s+{last:.4g}\s+3\s")
     picture(browser, "tensorboard-time-series")
 
@@ -290,7 +288,7 @@ def test_report_curves_tell_their_values_at_the_pointer(browser, report_page, ex
     assert f"bs128-opt (published)validation accuracy {accuracy:.2f} %epoch 40" in shown
     picture(browser, "report-hover")
     show_alone(browser, 0)
-    record = next(row for row in map(json.loads, (expts / "first/metrics.jsonl").open()) if row["kind"] == "epoch")
+    record = read_records(expts / "first", "epoch")[0]
     assert f"validation loss {record['loss/valid']:.5g}"[:-1] in hover(browser, "loss-epoch", "first", 1)
 
 

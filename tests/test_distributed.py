@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_config
+from conftest import read_records, tiny_config
 from processes import complaints, run_job
 from torch import nn
 
@@ -214,8 +214,7 @@ def epochs_of(
     resume = [str(run.resolve())] if run.resolve().exists() else []
     ended = run_job(tmp_path / f"job-{name}", world_size, program, run, changes, *resume)
     assert [process.status for process in ended] == [0] * world_size, ended[0].errors
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["kind"] == "epoch"]
+    return read_records(run, "epoch")
 
 
 def test_epoch_metrics_of_two_ranks_equal_accumulation(tmp_path: Path) -> None:

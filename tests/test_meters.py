@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from models import build_model
-from tests.test_train import records
+from tests.conftest import read_records
 from train import Trainer
 from utils.config import Config
 from utils.distributed.world import World
@@ -130,7 +130,7 @@ def test_a_run_records_them(tiny: Callable[..., Config], one_rank: World, tmp_pa
     trainer = Trainer(tiny(limits_report=limits, max_epochs=1, enable_amp=False), one_rank, tmp_path / "run")
     trainer.meters.sensors.gpu = Gpu(nvml(DeviceGetTotalEnergyConsumption=iter((5000, 7000)).__next__), "")
     trainer.train()
-    steps, [end] = records(tmp_path / "run", "step"), records(tmp_path / "run", "end")
+    steps, [end] = read_records(tmp_path / "run", "step"), read_records(tmp_path / "run", "end")
     flops = flops_per_image(trainer.learner.model, (3, 32, 32))
     for row in steps:
         assert row["model_tflops"] == pytest.approx(row["images_per_sec"] * flops / 1e12)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import CIFAR100, tiny_config
+from conftest import CIFAR100, read_records, tiny_config
 from processes import complaints, run_job
 
 import train
@@ -451,8 +451,7 @@ def train_own(folder: Path, dataset: str) -> int:
 def test_two_ranks_train_own_code_with_workers(tmp_path, code):
     ended = run_job(tmp_path / "job", 2, train_own, code, "of_mine:arrays")
     assert [process.status for process in ended] == [0, 0], ended[0].errors
-    records = [json.loads(line) for line in (code / "run/metrics.jsonl").read_text().splitlines()]
-    assert [record["images/valid"] for record in records if record["kind"] == "epoch"] == [100, 100]
+    assert [record["images/valid"] for record in read_records(code / "run", "epoch")] == [100, 100]
 
 
 def test_ranks_that_get_different_data_are_refused(tmp_path, code):

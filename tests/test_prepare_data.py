@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import replace_by_fifo
 from tiny_cifar import TinyCifar, make_archive, make_tiny_cifar, md5, serve
 
 from tools import prepare_data
@@ -92,11 +93,6 @@ def plant_link(path: Path) -> None:
         info = tarfile.TarInfo("cifar-100-python")
         info.type, info.linkname = tarfile.SYMTYPE, "/tmp"
         tar.addfile(info)
-
-
-def replace_by_fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
 
 
 @pytest.mark.parametrize(

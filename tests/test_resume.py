@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
-from tests.conftest import ROOT, TINY
+from tests.conftest import ROOT, TINY, read_records
 from tests.processes import PYTHON, without_launcher
-from tests.test_train import records, run, without_times
+from tests.test_train import run, without_times
 from train import Trainer
 from utils.errors import ExpectedError, Stopped
 from utils.run.checkpoint import io as checkpoint
@@ -100,7 +100,7 @@ def assert_same_run(folder, whole):
     assert torch.equal(ours["metric_sums"], theirs["metric_sums"])
     assert torch.equal(ours["random"]["torch"], theirs["random"]["torch"])
     for kind in ("step", "epoch", "end"):
-        assert without_times(records(folder, kind)) == without_times(records(whole, kind)), kind
+        assert without_times(read_records(folder, kind)) == without_times(read_records(whole, kind)), kind
     best = [read_checkpoint(path / "checkpoints/best.pt") for path in (folder, whole)]
     assert best[0]["step"] == best[1]["step"]
     assert same(best[0]["model"], best[1]["model"])
@@ -114,7 +114,7 @@ def test_stopped_and_continued_equals_uninterrupted(one_rank, tmp_path, whole, w
     stop(trainer, poll)
     with pytest.raises(Stopped, match=f"stopped on SIGTERM {position} with everything saved") as stopped:
         trainer.train()
-    assert stopped.value.exit_status == 75 == records(tmp_path, "stop")[-1]["status"]
+    assert stopped.value.exit_status == 75 == read_records(tmp_path, "stop")[-1]["status"]
     state = read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])
     assert {key: state[key] for key in saved} == saved
     run(config, one_rank, tmp_path)
@@ -126,7 +126,8 @@ def test_two_epochs_equal_one_and_a_resumed_one(tiny, one_rank, tmp_path):
     run(tiny(max_epochs=1), one_rank, tmp_path / "parts")
     resumed = run(tiny(max_epochs=2), one_rank, tmp_path / "parts", resume=str(tmp_path / "parts"))
     for kind in ("step", "epoch"):
-        assert without_times(records(tmp_path / "parts", kind)) == without_times(records(tmp_path / "whole", kind))
+        parts, undivided = (without_times(read_records(tmp_path / name, kind)) for name in ("parts", "whole"))
+        assert parts == undivided
     for name, value in whole.learner.model.state_dict().items():
         assert torch.equal(value, resumed.learner.model.state_dict()[name]), name
     assert whole.learner.steps == resumed.learner.steps == 8
@@ -137,7 +138,7 @@ def test_seconds_of_training_include_earlier_starts(tiny, one_rank, tmp_path):
     (path,) = list_checkpoints(tmp_path / "checkpoints")
     path.write_bytes(encode(read_checkpoint(path) | {"seconds": 1000.0}))
     run(tiny(max_epochs=2), one_rank, tmp_path, resume=str(tmp_path))
-    seconds = records(tmp_path, "epoch")[-1]["seconds"]
+    seconds = read_records(tmp_path, "epoch")[-1]["seconds"]
     assert 1000 < seconds < 1600 and read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])["seconds"] > 1000
 
 
@@ -145,7 +146,7 @@ def test_the_uninterrupted_runs_cover_their_cases(whole):
     """The learning rate changes, the plateau schedule lowers it, and the loss scaler counts."""
     folders = {loader: whole(loader)[1] for loader in LOADERS}
     for folder in folders.values():
-        rates = [row["learning_rate"] for row in records(folder, "step")]
+        rates = [row["learning_rate"] for row in read_records(folder, "step")]
         assert len(set(rates)) >= 3, rates
     last = list_checkpoints(folders[PLATEAU] / "checkpoints")[0]
     assert read_checkpoint(last)["plateau"]["cuts"] >= 1
@@ -167,7 +168,7 @@ def test_a_killed_run_resumes_from_the_last_interval(one_rank, tmp_path, whole, 
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert list_checkpoints(tmp_path / "checkpoints")[0].name == "step-000000006.pt"
-    assert records(tmp_path, "step")[-1]["step"] == 7
+    assert read_records(tmp_path, "step")[-1]["step"] == 7
     run(config, one_rank, tmp_path)
     assert_same_run(tmp_path, expected)
 
@@ -309,4 +310,4 @@ def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path, num
     assert "Traceback" not in errors
     again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
-    assert [row["step"] for row in records(folder, "step")] == list(range(1, 81))
+    assert [row["step"] for row in read_records(folder, "step")] == list(range(1, 81))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import replace_by_fifo
 from test_folders import DALI, build, everything
 from tiny_shards import CLASSES, rewrite
 
@@ -262,11 +263,6 @@ def swap(folder: Path) -> None:
     contents = shards[first].read_bytes(), shards[second].read_bytes()
     shards[first].write_bytes(contents[1])
     shards[second].write_bytes(contents[0])
-
-
-def replace_by_fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
 
 
 SHARD = "train/shard-000001.tar"

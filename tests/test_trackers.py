@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
-from tests.test_train import records, run
+from tests.conftest import ROOT, read_records
+from tests.test_train import run
 from train import Trainer
 from utils.errors import Stopped
 from utils.run.logging import trackers
@@ -39,7 +39,7 @@ def test_csv_equals_the_records_also_after_a_resume_from_an_earlier_step(tiny, o
     run(tiny(log_to=["csv"], max_epochs=3), one_rank, tmp_path, resume=str(tmp_path))
     for kind, name in (("step", "steps.csv"), ("epoch", "epochs.csv")):
         not_numbers = ("kind", "clock_seconds")
-        expected = [{key: row[key] for key in row if key not in not_numbers} for row in records(tmp_path, kind)]
+        expected = [{key: row[key] for key in row if key not in not_numbers} for row in read_records(tmp_path, kind)]
         assert rows(tmp_path / name) == expected
 
 
@@ -67,10 +67,10 @@ def test_mlflow_has_one_run_over_all_starts(tiny, one_rank, tmp_path):
     assert found.info.status == "FINISHED" and found.info.run_name == "run" and found.data.params["lr"] == "0.05"
     for tag in ("acc1/valid", "loss/train"):
         history = client.get_metric_history(found.info.run_id, tag)
-        expected = [(row["epoch"], row[tag]) for row in records(folder, "epoch")]
+        expected = [(row["epoch"], row[tag]) for row in read_records(folder, "epoch")]
         assert [(point.step, point.value) for point in history] == expected
     history = client.get_metric_history(found.info.run_id, "step/loss")
-    assert [point.step for point in history] == [row["step"] for row in records(folder, "step")]
+    assert [point.step for point in history] == [row["step"] for row in read_records(folder, "step")]
 
 
 def test_wandb_has_one_run_over_all_starts(tiny, one_rank, tmp_path):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import train as train_module
-from tests.conftest import ROOT, TINY
+from tests.conftest import ROOT, TINY, read_records
 from tests.processes import run_on_a_terminal, without_launcher
 from tools.shared.command_line import as_settings
 from train import Trainer
@@ -27,11 +27,6 @@ from utils.run.logging.trackers import MEASURED
 from utils.timing.clock import Clock
 
 SETTINGS = [f"--set={setting}" for setting in as_settings(TINY)]
-
-
-def records(folder, kind):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
 def run(config, world, folder, resume="auto"):
@@ -59,13 +54,13 @@ def test_accumulated_micro_batches_give_the_gradient_of_the_whole_batch(tiny, on
 
 def test_switches_change_the_speed_and_not_the_training(tiny, one_rank, tmp_path):
     reference = run(tiny(limit_train_batches=20, max_epochs=1, lr=0.02), one_rank, tmp_path / "off")
-    off = records(tmp_path / "off", "step")
+    off = read_records(tmp_path / "off", "step")
     for switch in ("enable_nhwc", "enable_extra_opts", "enable_amp"):
         switched = run(
             tiny(limit_train_batches=20, max_epochs=1, lr=0.02, **{switch: True}), one_rank, tmp_path / switch
         )
         tolerance = 0.02 if switch == "enable_amp" else 3e-3  # roundings differ and grow with the steps
-        on = records(tmp_path / switch, "step")
+        on = read_records(tmp_path / switch, "step")
         assert [row["loss"] for row in on] == pytest.approx([row["loss"] for row in off], rel=tolerance), switch
         assert reference.learner.steps == switched.learner.steps
 
@@ -99,7 +94,7 @@ def test_extra_opts_switch_their_members_which_also_work_separately(tiny, one_ra
 
 def test_validation_counts_every_image_once(tiny, one_rank, tmp_path):
     run(tiny(limit_valid_batches=None, limit_train_batches=1, max_epochs=1), one_rank, tmp_path)
-    assert records(tmp_path, "epoch")[0]["images/valid"] == 2000
+    assert read_records(tmp_path, "epoch")[0]["images/valid"] == 2000
 
 
 def test_metrics_cover_the_whole_epoch_and_only_training_smooths_labels(tiny, one_rank, tmp_path):
@@ -108,7 +103,7 @@ def test_metrics_cover_the_whole_epoch_and_only_training_smooths_labels(tiny, on
     config = tiny(lr=1e-12, **changes)
     run(config, one_rank, tmp_path)
     trainer = Trainer(config, one_rank)
-    (row,) = records(tmp_path, "epoch")
+    (row,) = read_records(tmp_path, "epoch")
     for part, loader, smoothing in (
         ("train", trainer.loaders.train, 0.3),
         ("valid", trainer.loaders.valid, 0.0),
@@ -191,7 +186,7 @@ def test_run_killed_around_its_last_checkpoint_records_its_end_once(tiny, one_ra
         with pytest.raises(KeyboardInterrupt):
             run(tiny(checkpoint_every_steps=4), one_rank, tmp_path)
     run(tiny(checkpoint_every_steps=4), one_rank, tmp_path)
-    assert [len(records(tmp_path, kind)) for kind in ("epoch", "end")] == [2, 1]
+    assert [len(read_records(tmp_path, kind)) for kind in ("epoch", "end")] == [2, 1]
 
 
 def test_every_random_generator_is_seeded(tiny, one_rank):
@@ -209,7 +204,7 @@ def test_resume_never_moves_the_earlier_run_aside(tiny, one_rank, tmp_path):
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     run(tiny(max_epochs=1, seed=1), one_rank, tmp_path / "run", resume="never")
     assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == before
-    assert len(records(tmp_path / "run", "epoch")) == 1
+    assert len(read_records(tmp_path / "run", "epoch")) == 1
 
 
 def test_resume_path_copies_the_checkpoints_into_the_run(tiny, one_rank, tmp_path):
@@ -342,7 +337,7 @@ def test_resume_path_starts_from_another_runs_checkpoint(tiny, one_rank, tmp_pat
     run(tiny(max_epochs=1), one_rank, tmp_path / "one")
     run(tiny(), one_rank, tmp_path / "two", resume=str(tmp_path / "one"))
     whole = run(tiny(), one_rank, tmp_path / "whole")
-    assert [row["epoch"] for row in records(tmp_path / "two", "epoch")] == [2]
+    assert [row["epoch"] for row in read_records(tmp_path / "two", "epoch")] == [2]
     assert read_checkpoint(tmp_path / "two/checkpoints/step-000000008.pt")["best"] == whole.progress.best
 
 
@@ -433,7 +428,7 @@ def test_blocks_on_real_data(block, cifar_path, tmp_path):
     ]  # fmt: skip
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    rows = records(tmp_path, "epoch")
+    rows = read_records(tmp_path, "epoch")
     assert [row["epoch"] for row in rows] == [1, 2]
     assert all(3.0 < row["loss/train"] < 10.0 for row in rows)
 
@@ -458,7 +453,7 @@ def test_the_readmes_first_command_reaches_95_percent(tmp_path):
     command = [sys.executable, "train.py", *options, f"--run-dir={tmp_path / 'run'}"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    (end,) = records(tmp_path / "run", "end")
+    (end,) = read_records(tmp_path / "run", "end")
     assert end["best_acc1"] >= 0.95
     assert f"tensorboard --logdir {tmp_path}" in result.stdout
 
