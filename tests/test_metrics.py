@@ -142,21 +142,6 @@ def test_time_left_covers_the_whole_run():
     assert left.seconds(2, 5) == pytest.approx(15.0)
 
 
-def test_a_resumed_run_removes_repeated_epochs_from_tensorboard(tmp_path, monkeypatch):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.summary.writer import event_file_writer
-
-    # files of the same second are read in order of their names, which end with the number of the writer
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
-
-    for first_epoch, loss in ((0, 9.0), (1, 2.0)):
-        with make_logger(tmp_path, done=first_epoch, to_tensorboard=True) as log:
-            for epoch in range(first_epoch + 1, 4):
-                log.log_epoch(epoch, epoch, EPOCH | {"loss/train": loss})
-    scalars = EventAccumulator(str(tmp_path / "tb_logs")).Reload().Scalars("loss/train")
-    assert [(scalar.step, scalar.value) for scalar in scalars] == [(1, 9.0), (2, 2.0), (3, 2.0)]
-
-
 @pytest.mark.parametrize("launched", [True, False])
 def test_a_progress_bar_uses_no_random_numbers_and_is_off_under_open_mpi(tmp_path, monkeypatch, launched):
     """The state of Python's generator is in checkpoints, and a bar redraws at arbitrary times."""

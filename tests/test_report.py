@@ -343,21 +343,13 @@ def test_curves_may_lack_the_accuracy(page, tmp_path):
     assert tables["results"][1][:4] == ["a (published)", "published", "1", "-"]
 
 
-def test_a_run_folder_with_json_of_the_wrong_structure(run, page):
-    folder = run("odd")
-    (folder / "environment.json").write_text("[]")
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "epoch", "epoch": null}\n')
-    text, tables = page(folder)
-    assert "environment.json is missing or damaged" in text and tables["results"][1][1] == "finished"
-
-
 @pytest.mark.parametrize(
     ("file", "content", "problem"),
     [
         ("config.yaml", "a:\n  max_epochs: many\n", "config.yaml is missing or damaged"),
         ("config.yaml", "a:\n  stop_at_accuracy: high\n", "config.yaml is missing or damaged"),
         ("config.yaml", "- 1\n", "config.yaml is missing or damaged"),
+        ("environment.json", "[]", "environment.json is missing or damaged"),
         ("environment.json", '{"world_size": "two"}', "environment.json is missing or damaged"),
         ("metrics.jsonl", '{"kind": "end", "worst_classes": [1]}\n', "1 line(s) cannot be read"),
         ("metrics.jsonl", '{"kind": "epoch", "epoch": "1"}\n', "1 line(s) cannot be read"),

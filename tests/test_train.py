@@ -333,14 +333,6 @@ def test_a_restarted_job_resumes_its_own_run_only(tiny, one_rank, tmp_path, monk
     assert (tmp_path / "run.2").exists()
 
 
-def test_resume_path_starts_from_another_runs_checkpoint(tiny, one_rank, tmp_path):
-    run(tiny(max_epochs=1), one_rank, tmp_path / "one")
-    run(tiny(), one_rank, tmp_path / "two", resume=str(tmp_path / "one"))
-    whole = run(tiny(), one_rank, tmp_path / "whole")
-    assert [row["epoch"] for row in read_records(tmp_path / "two", "epoch")] == [2]
-    assert read_checkpoint(tmp_path / "two/checkpoints/step-000000008.pt")["best"] == whole.progress.best
-
-
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_non_finite_loss_stops_and_leaves_the_last_checkpoint(tiny, one_rank, tmp_path, micro_batches):
     settings = {"micro_batch_size": tiny().batch_size // micro_batches}
