@@ -266,7 +266,7 @@ def test_faulty_ranks_are_found_from_the_evidence() -> None:
     fault = find_fault([own, replace(SEEN, changed_at_rest=["weight x"])])
     assert fault is not None and (fault.ranks, fault.how) == ([1], "changed in memory since the step before")
     message = describe_fault(7, [SEEN, replace(own, device="host b, H200 GPU-1")])
-    assert "step 7, of rank 1 (host b, H200 GPU-1): own gradient x (and 1 more) differs" in message
+    assert "step 7 on rank 1 (host b, H200 GPU-1): own gradient x (and 1 more) differs" in message
 
 
 def test_a_nan_distance_differs(tiny, one_rank) -> None:
