@@ -46,7 +46,7 @@ def write_all(out: Path, progress: BringUpProgress, baseline: Baseline | None = 
     }
     write_json(packed / "bring_up.json", content)
     styles, charts, problems = _charts(out)
-    unfinished = [f"{name}: {entry.state}: {entry.note}" for name, entry in progress.parts.items()
+    unfinished = [f"{name}: {entry.state}: {entry.note}".removesuffix(": ") for name, entry in progress.parts.items()
                   if entry.state not in ("done", "running")]  # fmt: skip
     rehearsal = "A REHEARSAL with small sizes: the figures measure nothing. " if progress.small else ""
     title = f"{rehearsal}Bring-up of {progress.machine.get('device')}"
