@@ -3,12 +3,14 @@
 import json
 import re
 import shutil
+import sys
 import time
 
 import pytest
 import torch
 
 from tests.conftest import ROOT, TINY
+from tests.processes import PYTHON
 from tools import verify_resume
 from tools.shared import interrupted_runs
 from tools.shared.interrupted_runs import RunCommand, compare
@@ -77,7 +79,10 @@ def test_a_run_that_hangs_is_ended_and_reported(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(interrupted_runs, "TRAIN", script)
-    assert main([*ARGUMENTS, "--timeout=1", "--seed=5", f"--work-dir={tmp_path}"]) == 1
+    monkeypatch.setattr(
+        sys, "executable", PYTHON
+    )  # starts at once, where the server of forked processes may not run yet
+    assert main([*ARGUMENTS, "--timeout=2", "--seed=5", f"--work-dir={tmp_path}"]) == 1
     out = capsys.readouterr().out
     assert "verdict: FAILED" in out
     assert "so it may hang; the end of its output:\ngoing" in out
