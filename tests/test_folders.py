@@ -116,6 +116,19 @@ def test_hidden_folders_are_not_classes(
     assert dataset.class_names == CLASSES and len(dataset.train.labels) == 3 * NUM_TRAIN
 
 
+def test_a_link_to_itself_is_an_unreadable_image(config: Callable[..., Config], made: Path, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        shutil.copytree(made / "small" / split, tmp_path / split)
+        for folder in (tmp_path / split, tmp_path / split / "ant"):
+            (folder / "loop.png").symlink_to("loop.png")
+    built = build(config("imagefolder", data_path=str(tmp_path)))
+    assert len(everything(built.valid)[0]) == 3 * NUM_VALID
+    found = find_images([tmp_path / "val/ant"], CLASSES, 32, 1.0)
+    unreadable = found.read(np.arange(len(found.labels)), None, replace=False).unreadable
+    reason = "Too many levels of symbolic links"
+    assert built.valid.unreadable == unreadable == {str(tmp_path / "val/ant/loop.png"): reason}
+
+
 def test_class_folders_are_found_by_their_escaped_names(tmp_path: Path) -> None:
     for name in (b"\xff", b"new\nline", b"cat"):
         (Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), name)))).mkdir()

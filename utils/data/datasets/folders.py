@@ -5,6 +5,7 @@ DATA_PATH/train/CLASS/*.jpg    DATA_PATH/val/CLASS/*.jpg
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
@@ -104,7 +105,9 @@ def _find_images(path: Path, labels: Mapping[str, int]) -> list[tuple[str, int]]
 
 
 def _is_class(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir() and not entry.name.startswith(".")
+    with suppress(OSError):  # a link to itself
+        return entry.is_dir() and not entry.name.startswith(".")
+    return False
 
 
 def _is_image(entry: os.DirEntry[str]) -> bool:
