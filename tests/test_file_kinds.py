@@ -169,11 +169,10 @@ KINDS: dict[str, list[tuple[str | bytes, bytes | Callable[[bytes], object], str]
         ("._x.jpg", b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X        " + bytes(100), UNREADABLE),
     ],
     "more than 179 million pixels": [("bomb.png", bomb(), UNREADABLE)],
-    "not a regular file: FIFO, device, socket, folder, a link to nothing or itself": [
+    "not a regular file: FIFO, device, socket, a link to nothing or itself": [
         ("fifo.jpg", os.mkfifo, UNREADABLE),
         ("device.jpg", lambda path: os.symlink("/dev/zero", path), UNREADABLE),
         ("socket.jpg", make_socket, UNREADABLE),
-        ("folder.jpg", os.mkdir, UNREADABLE),
         ("broken.jpg", lambda path: os.symlink("nowhere", path), UNREADABLE),
         ("loop.jpg", lambda path: os.symlink("loop.jpg", path), UNREADABLE),
     ],

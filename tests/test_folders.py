@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from tiny_shards import CLASSES, NUM_TRAIN, NUM_VALID, write_image
+from torchvision.datasets import ImageFolder
 from torchvision.transforms import functional
 
 from train import main
@@ -114,6 +115,27 @@ def test_hidden_folders_are_not_classes(
         write_image(tmp_path / split / ".thumbnails/0.png", 0, 32, 32)
     dataset = open_dataset(config("imagefolder", data_path=str(tmp_path)), one_rank)
     assert dataset.class_names == CLASSES and len(dataset.train.labels) == 3 * NUM_TRAIN
+
+
+def test_folders_within_classes_are_read_as_by_imagefolder(
+    config: Callable[..., Config], made: Path, one_rank: World, tmp_path: Path
+) -> None:
+    for split in ("train", "val"):
+        shutil.copytree(made / "small" / split, tmp_path / split)
+        for name in ("a/deep/9.png", "a b/1.png", "folder.png/0.png", "linked/2.png"):
+            write_image(tmp_path / split / "cat" / name, 0, 32, 32)
+        (tmp_path / split / "cat/again").symlink_to("linked")
+    dataset = open_dataset(config("imagefolder", data_path=str(tmp_path)), one_rank)
+    for ours, split in ((dataset.train, "train"), (dataset.valid, "val")):
+        paths = [ours.path(index) for index in range(len(ours.labels))]
+        assert list(zip(paths, ours.labels.tolist(), strict=True)) == ImageFolder(tmp_path / split).samples
+        assert find_images([tmp_path / split], CLASSES, 32, 1.0).labels.tolist() == ours.labels.tolist()
+    for target in (".", ".."):  # ImageFolder reads these again and again
+        (tmp_path / "train/cat/a/deep" / f"circle{target}").symlink_to(f"../../{target}")
+    circled = open_dataset(config("imagefolder", data_path=str(tmp_path)), one_rank).train
+    assert len(circled.labels) == len(dataset.train.labels) + 2
+    unreadable = circled.read(np.arange(len(circled.labels)), None, replace=False).unreadable
+    assert set(unreadable.values()) == {"Is a directory"} and len(unreadable) == 2
 
 
 def test_a_link_to_itself_is_an_unreadable_image(config: Callable[..., Config], made: Path, tmp_path: Path) -> None:

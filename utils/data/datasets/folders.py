@@ -4,7 +4,7 @@ DATA_PATH/train/CLASS/*.jpg    DATA_PATH/val/CLASS/*.jpg
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +33,7 @@ def open_folders(name: str, data_path: Path, image_size: int | None) -> Dataset:
     `image_size` None: 224 for imagenet, else the median shorter side of a sample of training images.
     """
     folders = data_path / "train", data_path / "val"
-    lacking = f"holds no class folders; {LAYOUT}, or shards and their index: {INDEX_COMMAND}"
-    class_names, others = (_list_entries(folder, _is_class, lacking) for folder in folders)
+    class_names, others = (_list_classes(folder) for folder in folders)
     if differing := sorted({*class_names} ^ {*others}):
         raise DataError(f"{data_path}: train/ and val/ hold different classes, for example {differing[0]!r}; {LAYOUT}")
     lists = ((folder, *_list_files(folder, class_names)) for folder in folders)
@@ -78,33 +77,36 @@ def _find_images(path: Path, labels: Mapping[str, int]) -> list[tuple[str, int]]
     """Return (name, label) of each image of one path."""
     if path.is_file():
         return [(str(path), -1)]
-    try:
-        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
-        images = [(entry.path, -1) for entry in entries if _is_image(entry)]
-        folders = [entry.name for entry in entries if _is_class(entry)]
-        if images and folders:
-            raise DataError(
-                f"{path}: holds both images and folders, such as {folders[0]}; name one kind, for example {path}/*/"
-            )
-        if unknown := [printable_name(name) for name in folders if printable_name(name) not in labels]:
-            raise DataError(
-                f"{path}: {len(unknown)} of its {len(folders)} folders are no classes of this run: "
-                f"{shorten(', '.join(unknown), 80)}\nits {len(labels)} classes are: {shorten(', '.join(labels), 160)}"
-            )
-        images += [
-            (entry.path, labels[printable_name(name)])
-            for name in folders
-            for entry in sorted(os.scandir(path / name), key=lambda entry: entry.name)
-            if _is_image(entry)
-        ]
-    except OSError as error:
-        raise DataError(f"{error.filename or path}: cannot be read: {error.strerror}") from None
+    entries = _scan(path)
+    folders = [entry.name for entry in entries if _is_folder(entry)]
+    images = [(entry.path, -1) for entry in entries if _is_image(entry) and entry.name not in folders]
+    if images and folders:
+        raise DataError(
+            f"{path}: holds both images and folders, such as {folders[0]}; name one kind, for example {path}/*/"
+        )
+    if unknown := [printable_name(name) for name in folders if printable_name(name) not in labels]:
+        raise DataError(
+            f"{path}: {len(unknown)} of its {len(folders)} folders are no classes of this run: "
+            f"{shorten(', '.join(unknown), 80)}\nits {len(labels)} classes are: {shorten(', '.join(labels), 160)}"
+        )
+    images += [
+        (image, labels[printable_name(name)]) for name in folders for image in _list_images(os.path.join(path, name))
+    ]
     if not images:
         raise DataError(f"{path}: holds no images ({', '.join(EXTENSIONS)}), nor folders of classes with images")
     return images
 
 
-def _is_class(entry: os.DirEntry[str]) -> bool:
+def _scan(folder: str | Path, remedy: str = "") -> list[os.DirEntry[str]]:
+    """Return the entries of a folder, sorted by name; `DataError` if it cannot be read."""
+    try:
+        return sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be read: {error.strerror}{remedy}") from None
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether this is a folder, or a link to one, that is not hidden."""
     with suppress(OSError):  # a link to itself
         return entry.is_dir() and not entry.name.startswith(".")
     return False
@@ -114,24 +116,39 @@ def _is_image(entry: os.DirEntry[str]) -> bool:
     return entry.name.lower().endswith(EXTENSIONS)
 
 
-def _list_entries(folder: Path, wanted: Callable[[os.DirEntry[str]], bool], lacking: str) -> list[str]:
-    """Return the sorted names of the wanted entries in `folder`; `DataError` with text `lacking` if there are none."""
-    try:
-        names = sorted(entry.name for entry in os.scandir(folder) if wanted(entry))
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be read: {error.strerror}; {LAYOUT}") from None
+def _list_classes(folder: Path) -> list[str]:
+    """Return the sorted names of the class folders; `DataError` if there are none."""
+    names = [entry.name for entry in _scan(folder, f"; {LAYOUT}") if _is_folder(entry)]
     if not names:
-        raise DataError(f"{folder}: {lacking}")
+        raise DataError(f"{folder}: holds no class folders; {LAYOUT}, or shards and their index: {INDEX_COMMAND}")
     return names
+
+
+def _list_images(folder: str, outer: tuple[str, ...] = ()) -> list[str]:
+    """Return the images in a folder and in the folders within it, in the order of ImageFolder.
+
+    A link back to one of the folders `outer` counts as an image, so that it is reported as unreadable."""
+    path, images = os.path.realpath(folder), list[str]()
+    outer = outer or (os.path.realpath(os.path.dirname(folder)),)
+    if path in outer:
+        return [folder]
+    for entry in _scan(folder):
+        if _is_folder(entry):
+            images += _list_images(entry.path, (*outer, path))
+        elif _is_image(entry):
+            images.append(entry.path)
+    return sorted(images, key=os.path.split)
 
 
 def _list_files(folder: Path, class_names: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return names relative to `folder`, bytes [N], and labels, int64 [N], in the order of the names."""
-    lacking = f"class folder without images ({', '.join(EXTENSIONS)}); fill or remove it"
-    files = [_list_entries(folder / class_name, _is_image, lacking) for class_name in class_names]
-    pairs = zip(class_names, files, strict=True)
-    names = [os.fsencode(os.path.join(class_name, name)) for class_name, listed in pairs for name in listed]
-    return np.array(names), np.repeat(np.arange(len(class_names)), [len(listed) for listed in files])
+    files = {name: _list_images(os.path.join(folder, name)) for name in class_names}
+    if empty := [name for name, images in files.items() if not images]:
+        raise DataError(
+            f"{folder / empty[0]}: class folder without images ({', '.join(EXTENSIONS)}); fill or remove it"
+        )
+    names = [os.fsencode(image[len(os.path.join(folder, "")) :]) for images in files.values() for image in images]
+    return np.array(names), np.repeat(np.arange(len(files)), [len(images) for images in files.values()])
 
 
 def _sample(images: EncodedImages) -> IntArray:
