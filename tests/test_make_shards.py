@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import shutil
 import tarfile
 from collections import defaultdict
 from collections.abc import Callable
@@ -118,6 +119,21 @@ def test_wrong_arguments_are_named(
     assert found == status and message in error
     assert status == 2 or error.count("\n") == 1
     assert not (tmp_path / "x").exists()
+
+
+def test_all_files_that_cannot_be_opened_are_listed_and_nothing_is_left(
+    folders: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    shutil.copytree(folders, tmp_path / "from")
+    os.mkfifo(tmp_path / "from/train/ant/fifo.png")
+    (tmp_path / "from/val/cat/nowhere.jpg").symlink_to("nothing")
+    assert prepare_data.main([f"--shards={tmp_path / 'to/x'}", f"--from={tmp_path / 'from'}"]) == 3
+    assert capsys.readouterr().err.splitlines() == [
+        "error: files that cannot be read; repair or remove them:",
+        f"{tmp_path}/from/train/ant/fifo.png: not a regular file",
+        f"{tmp_path}/from/val/cat/nowhere.jpg: No such file or directory",
+    ]
+    assert not (tmp_path / "to").exists()
 
 
 def test_an_unreadable_file_ends_the_packing(

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from utils.data.datasets.folders import EXTENSIONS, open_folders
-from utils.data.datasets.image_files import ImageFiles
+from utils.data.datasets.image_files import ImageFiles, printable_name
 from utils.data.datasets.shard_index import FIELDS, INDEX_FILE, ShardIndex, ShardSplit, encode_index
 from utils.data.sampling import IntArray
 from utils.errors import DataError
@@ -60,13 +60,14 @@ def make_shards(folder: Path, source: Path, images_per_shard: int | None, num_sh
     if os.path.lexists(folder):
         raise DataError(f"{folder}: exists already; move it away, or omit --from to index the shards in it")
     images = open_folders("imagenet", source, image_size=1)  # with "imagenet" no image is read for statistics
+    splits = [split for split in (images.train, images.valid) if isinstance(split, ImageFiles)]
+    _check_files(splits)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with partial_folder(folder, folder.with_name(f".{folder.name}-shards.lock")) as partial:
             if folder.exists():
                 return "another process wrote them"
-            for name, split in zip(SPLITS, (images.train, images.valid), strict=True):
-                assert isinstance(split, ImageFiles)
+            for name, split in zip(SPLITS, splits, strict=True):
                 number = num_shards or -(-len(split.labels) // (images_per_shard or IMAGES_PER_SHARD))
                 _write_split(partial / name, split, number)
             write_new(partial / CLASSES_FILE, (json.dumps(images.class_names) + "\n").encode())
@@ -76,6 +77,23 @@ def make_shards(folder: Path, source: Path, images_per_shard: int | None, num_sh
     except OSError as error:  # while writing: reading raises DataError
         raise DataError(f"cannot write below {folder.parent}: {error.strerror or error}") from None
     return counts
+
+
+def _check_files(splits: list[ImageFiles]) -> None:
+    """Raise a `DataError` that lists all files that cannot be opened."""
+    unreadable = list[str]()
+
+    def check(paths: list[str]) -> None:
+        for path in paths:
+            try:
+                open_regular(path).close()
+            except OSError as error:
+                unreadable.append(f"{printable_name(path)}: {error.strerror}")
+
+    paths = [split.path(index) for split in splits for index in range(len(split.labels))]
+    _run_in_threads(check, [paths[first::THREADS] for first in range(THREADS)], "check of the files")
+    if unreadable:
+        raise DataError("\n".join(["files that cannot be read; repair or remove them:", *sorted(unreadable)]))
 
 
 def _write_split(folder: Path, images: ImageFiles, num_shards: int) -> None:
