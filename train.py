@@ -92,7 +92,8 @@ class Trainer:
         profiler = self.learner.profiler
         self.batches = TrainingBatches(config, self.loaders.train, mix, self.watch, profiler, world.device)
 
-        self.progress = Progress(self.clock)
+        self.throughput = Throughput(world.world_size, self.clock)
+        self.progress = Progress(self.clock, self.throughput)
         self.state = RunState(config, config_name, self.data, self.learner, self.progress, world)
         screen, board = config.log_to_screen, config.log_to_tensorboard
         self.log = RunLogger(folder, enabled=world.is_main, to_screen=screen, to_tensorboard=board, to=config.log_to)
@@ -102,7 +103,6 @@ class Trainer:
         self.saved_step = 0
         self.notes = notes + self.loaders.notes + self.learner.notes
         self.requests = StopRequests(world)
-        self.throughput = Throughput(world.world_size, self.clock)
         self.meters = Meters(config, self.learner, world, self.data["shape"])
         self.time_left = TimeLeft(config.max_epochs, len(self.batches), self.clock)
 
@@ -135,19 +135,18 @@ class Trainer:
             self._report_unreadable()  # a loader may have decoded all images by now
             self.clock.switch("train")
             while not self.finished:
-                before = self.progress.seconds
                 # PROF: the range that nsys captures
                 with self._profile(), self.learner.profiler.range(f"epoch {self.progress.epoch + 1}"):
                     self.train_one_epoch()
                 train_metrics = self.state.check_finite(self.learner.sums.average(self.world))
                 self.throughput.close_window()
                 valid_metrics, confusion = self.validate_one_epoch()
-                self._finish_epoch(train_metrics, valid_metrics, confusion, before)
+                self._finish_epoch(train_metrics, valid_metrics, confusion)
             with self.clock.during("checkpoint"):
                 self.world.main_only(self.writer.wait)
             if self.config.log_to_tensorboard:
                 log.say(f"Show the curves with: tensorboard --logdir {shlex.quote(str(self.folder.parent))}")
-            log.say(self.progress.summarise(not will_train, self.throughput.overall()))
+            log.say(self.progress.summarise(not will_train))
 
     def _log_start(self, opened: OpenedRun | None, *, will_train: bool) -> None:
         """Describe this launch in the log, the run folder and TensorBoard. Launching a finished run trains nothing, so
@@ -211,13 +210,14 @@ class Trainer:
         name = f"epoch {self.progress.epoch + 1}/{self.config.max_epochs}"
         self.log.start_bar(name, len(self.batches), self.progress.batch)
         self.requests.start_loop()
+        self.progress.start_epoch()
         self.time_left.start_epoch(self.progress.batch)
         self.throughput.start()
 
-    def _finish_epoch(self, train: Metrics, valid: Metrics, confusion: Confusion, before: float) -> None:
+    def _finish_epoch(self, train: Metrics, valid: Metrics, confusion: Confusion) -> None:
         """End of epoch: step the schedule, log, checkpoint; runs the held-out test first if training is done.
 
-        `valid` is {} in an epoch without validation; `before` is the run's training time when the epoch began."""
+        `valid` is {} in an epoch without validation."""
         test, is_best = dict[str, float](), False
         if valid:
             if self.loaders.test is not None and self._is_finished_with(self.progress.epoch + 1, valid["acc1"]):
@@ -232,7 +232,7 @@ class Trainer:
             **{f"{name}/valid": value for name, value in valid.items()},
             "learning_rate": self.learner.learning_rate,
             "images_per_sec": self.throughput.overall(),
-            "epoch_seconds": self.progress.seconds - before,
+            "epoch_seconds": self.progress.seconds - self.progress.epoch_began,
             "seconds": self.progress.seconds,
             **self.learner.loss_scaler.metrics(),
         }

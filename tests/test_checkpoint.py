@@ -27,6 +27,7 @@ from utils.errors import CheckpointError, ConfigError, ExpectedError
 from utils.run import folder as run_folder
 from utils.run.checkpoint import io as checkpoint
 from utils.run.checkpoint.io import CheckpointWriter, encode, list_checkpoints, newest_good, read_checkpoint, save_last
+from utils.run.checkpoint.schema import CheckpointSchema
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,7 @@ def state():
         "logged_sums": [0.0] * 4,
         "best": {"acc1": 0.5, "epoch": 1},
         "seconds": 1.5,
+        "timing": [0.5, 64, 1.0],
         "ranks": [{"random": seeds.random_state(), "metric_sums": torch.zeros(4), "buffers": {}}],
         "versions": {},
     }
@@ -66,7 +68,8 @@ def folder(tmp_path, state):
 def test_a_checkpoint_holds_exactly_the_keys_of_the_table(tiny, one_rank, tmp_path):
     trainer = Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto")
     trainer.train()
-    assert read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0]).keys() == checkpoint.KEYS
+    keys = read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0]).keys()
+    assert keys == CheckpointSchema.model_fields.keys()
 
 
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path, state):

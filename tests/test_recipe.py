@@ -19,6 +19,7 @@ from utils.run.checkpoint.state import Progress
 from utils.timing.clock import Clock
 from utils.training.batches import resize, training_size
 from utils.training.classifier import build_classifier
+from utils.training.metrics.throughput import Throughput
 from utils.training.optimizers.build import build_optimizer, load_optimizer
 from utils.training.optimizers.lars_lamb import ADAM_BETA2, LAMB_EPSILON, LARS_TRUST_COEFFICIENT
 
@@ -337,7 +338,8 @@ def test_an_accuracy_equal_to_the_target_ends_the_run(tiny, one_rank, tmp_path):
 
 
 def test_of_equal_accuracies_the_first_is_the_best():
-    progress = Progress(Clock())
+    clock = Clock()
+    progress = Progress(clock, Throughput(1, clock))
     seen = []
     for accuracy in (0.5, 0.5, 0.4, 0.6):
         seen.append(progress.record_accuracy(accuracy))

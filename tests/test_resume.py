@@ -136,10 +136,26 @@ def test_two_epochs_equal_one_and_a_resumed_one(tiny, one_rank, tmp_path):
 def test_seconds_of_training_include_earlier_starts(tiny, one_rank, tmp_path):
     run(tiny(max_epochs=1), one_rank, tmp_path)
     (path,) = list_checkpoints(tmp_path / "checkpoints")
-    path.write_bytes(encode(read_checkpoint(path) | {"seconds": 1000.0}))
+    state = read_checkpoint(path) | {"seconds": 1000.0}
+    del state["timing"]  # as in checkpoints of earlier versions
+    path.write_bytes(encode(state))
     run(tiny(max_epochs=2), one_rank, tmp_path, resume=str(tmp_path))
     seconds = read_records(tmp_path, "epoch")[-1]["seconds"]
     assert 1000 < seconds < 1600 and read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])["seconds"] > 1000
+
+
+def test_an_epoch_that_an_earlier_start_trained_keeps_its_time_and_speed(tiny, one_rank, tmp_path):
+    trainer = Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto")
+    stop(trainer, BATCHES + 1)  # in validation
+    with pytest.raises(Stopped):
+        trainer.train()
+    (path,) = list_checkpoints(tmp_path / "checkpoints")
+    times = {"seconds": 1000.0, "timing": [400.0, 5000, 500.0]}
+    path.write_bytes(encode(read_checkpoint(path) | times))
+    resumed = run(tiny(max_epochs=1), one_rank, tmp_path)
+    (epoch,), (end,) = read_records(tmp_path, "epoch"), read_records(tmp_path, "end")
+    assert 600 < epoch["epoch_seconds"] < 700
+    assert epoch["images_per_sec"] == end["images_per_sec"] == resumed.throughput.overall() == 10
 
 
 def test_the_uninterrupted_runs_cover_their_cases(whole):

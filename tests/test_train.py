@@ -302,7 +302,7 @@ def test_a_finished_run_without_its_best_weights_says_so(tiny, one_rank, tmp_pat
     run(tiny(max_epochs=1), one_rank, tmp_path)
     (tmp_path / "checkpoints/best.pt").unlink()
     progress = run(tiny(max_epochs=1), one_rank, tmp_path).progress
-    assert "its best weights are no longer there" in progress.summarise(True, 0.0)
+    assert "its best weights are no longer there" in progress.summarise(True)
 
 
 def test_throughput_covers_the_whole_epoch_where_log_points_do_not(tiny, one_rank, tmp_path):

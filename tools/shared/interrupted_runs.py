@@ -138,7 +138,8 @@ def compare(uninterrupted: Path, killed: Path) -> list[str]:
     records = [_records(folder) for folder in (uninterrupted, killed)]
     rates = [[record["learning_rate"] for record in run if "learning_rate" in record] for run in records]
     sides: dict[str, Sequence[Any]] = {METRICS: records, "learning rates": rates}
-    sides |= {key: [state.get(key) for state in states] for key in sorted(states[0].keys() - {"seconds", "versions"})}
+    keys = sorted(states[0].keys() - {"seconds", "timing", "versions"})
+    sides |= {key: [state.get(key) for state in states] for key in keys}
     sides |= {f"{key} of best.pt": [state[key] for state in best] for key in ("model", "epoch")}
     return [difference for name, (left, right) in sides.items() for difference in _differences(name, left, right)][:20]
 

@@ -16,6 +16,7 @@ from utils.run.checkpoint import io as checkpoint
 from utils.timing.clock import WORK, Clock
 from utils.training.classifier import Classifier
 from utils.training.learner import Learner
+from utils.training.metrics.throughput import Throughput
 
 
 @dataclass
@@ -23,10 +24,12 @@ class Progress:
     """The position and results of a run; the learner counts the steps."""
 
     clock: Clock
+    throughput: Throughput
     epoch: int = 0  # finished epochs
     batch: int = 0  # batches trained in the next one
     best: dict[str, float] = field(default_factory=checkpoint.NO_BEST.copy)
     earlier_seconds: float = 0.0  # of training, in the starts before this one
+    epoch_began: float = 0.0  # `seconds` when the epoch began
 
     @property
     def seconds(self) -> float:
@@ -40,17 +43,23 @@ class Progress:
             self.best = {"acc1": accuracy, "epoch": self.epoch + 1}
         return is_best
 
+    def start_epoch(self) -> None:
+        """Note the time, unless an earlier start began this epoch."""
+        if not self.batch:
+            self.epoch_began = self.seconds
+
     def finish_epoch(self) -> None:
         self.epoch, self.batch = self.epoch + 1, 0
 
-    def summarise(self, finished_before: bool, images_per_sec: float) -> str:
-        """Return the last line of a run's log; `images_per_sec` is 0 if no step was timed."""
+    def summarise(self, finished_before: bool) -> str:
+        """Return the last line of a run's log."""
         if self.best["epoch"]:
             result = f"best acc1 {100 * self.best['acc1']:.2f} % in epoch {self.best['epoch']:.0f} of {self.epoch}"
         else:  # somebody removed best.pt of a finished run
             result = f"its best weights are no longer there, the last ones are from epoch {self.epoch}"
         if finished_before:
             return f"Already finished: {result}; --resume never trains it again"
+        images_per_sec = self.throughput.overall()
         per_image = f" ({1 / images_per_sec:.3g} seconds per image)" if images_per_sec else ""
         return f"Finished: {result}, {self.seconds:.1f} s, {images_per_sec:.1f} images/s{per_image}"
 
@@ -80,6 +89,7 @@ class RunState:
             "logged_sums": self.learner.sums.logged,
             "best": progress.best,
             "seconds": progress.seconds,
+            "timing": [progress.epoch_began, *progress.throughput.counted()],
             "ranks": self.world.all_gather(self._describe_rank()),
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
         }
@@ -98,6 +108,8 @@ class RunState:
         self.learner.load_state_dict(state)
         self.progress.epoch, self.progress.batch = state["epoch"], state["batch"]
         self.progress.best, self.progress.earlier_seconds = state["best"], state["seconds"]
+        self.progress.epoch_began, images, seconds = state.get("timing") or (state["seconds"], 0, 0.0)
+        self.progress.throughput.earlier = images, seconds
         if len(state["ranks"]) == self.world.world_size:
             self._restore_rank(state["ranks"][self.world.rank], state["logged_sums"])
         else:

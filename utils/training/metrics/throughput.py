@@ -7,12 +7,13 @@ class Throughput:
     """Images per second over all ranks between log points, in the loop over training batches.
 
     The first window of a process includes the start of workers, cuDNN's choice of algorithms and compilation, so
-    `overall` skips it unless it is the only one.
+    `counted` skips it unless it is the only one of the run.
     """
 
     def __init__(self, world_size: int, clock: Clock) -> None:
         self.world_size, self.clock = world_size, clock
         self.windows: list[tuple[int, float]] = []  # images, seconds
+        self.earlier = (0, 0.0)  # what earlier starts of the run counted
         self.start()
 
     def start(self) -> None:
@@ -34,11 +35,16 @@ class Throughput:
         return images_per_sec
 
     def total_images(self) -> int:
-        """Return the images of all closed windows, over all ranks."""
+        """Return the images of all closed windows of this process, over all ranks."""
         return sum(images for images, _ in self.windows)
 
+    def counted(self) -> tuple[int, float]:
+        """Return images and seconds over all starts of the run."""
+        images, seconds = self.earlier
+        windows = self.windows[1:] if images else self.windows[1:] or self.windows
+        return images + sum(images for images, _ in windows), seconds + sum(seconds for _, seconds in windows)
+
     def overall(self) -> float:
-        """Return images per second over all windows except the first."""
-        counted = self.windows[1:] or self.windows
-        seconds = sum(seconds for _, seconds in counted)
-        return sum(images for images, _ in counted) / seconds if seconds else 0.0
+        """Return images per second over all starts of the run; 0 if no step was timed."""
+        images, seconds = self.counted()
+        return images / seconds if seconds else 0.0
