@@ -186,6 +186,15 @@ def test_compiling_needs_pythons_headers_and_for_cuda_a_c_compiler(tiny, monkeyp
     assert "a C compiler too, but no-such-compiler is not found" in refused()
 
 
+def test_a_file_without_micro_batch_size_gets_a_note(tiny: Callable[..., Config], one_rank: World) -> None:
+    """The tutorial's file has none, so that one device computes the images of 16 GPUs at once."""
+    for key, noted in (({}, [300]), ({"micro_batch_size": None}, []), ({"micro_batch_size": 100}, [])):
+        values = tiny(batch_size=300).model_dump()
+        del values["micro_batch_size"]
+        notes = Trainer(Config(**values | key), one_rank).notes
+        assert [int(note.split()[0]) for note in notes if "--set micro_batch_size=128" in note] == noted
+
+
 @pytest.mark.parametrize(
     "changes", [{"clip_grad_norm": 0.01, "label_smoothing": 0.1}, {"micro_batch_size": 8, "enable_amp": True}]
 )

@@ -182,6 +182,12 @@ def build_learner(
             f"fused_optimizer disabled: torch {torch.__version__} updates half-precision weights wrongly on a CPU"
         )
     notes += explain_warmup(config)
+    # the tutorial's file lacks the key: there a GPU had 256 images at most
+    if "micro_batch_size" not in config.model_fields_set and batch.micro_batch_size > 256:
+        notes.append(
+            f"{batch.micro_batch_size} images in one forward pass: more memory and other BatchNorm statistics than "
+            "with the 128 images of each GPU in the tutorial; to train as it did, use --set micro_batch_size=128"
+        )
     return Learner(
         **vars(classifier),
         batch=batch,
