@@ -239,6 +239,20 @@ def test_bad_usage_is_one_line(report, capsys, arguments, status, message):
     assert message in error and error.count("\n") == 1
 
 
+def test_a_foreign_network_and_machine(tmp_path, capsys):
+    """docs/scaling.md shows a report that was written by hand."""
+    page = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
+    path = tmp_path / "vgg16.json"
+    path.write_text(page.partition("```json\n")[2].partition("```")[0])
+    machine = ["--gpus-per-node=8", "--intra=12", "--inter=2.5", "--hop=5.7", "--memory=0.9", "--copies=6"]
+    assert main(["--from", str(path), "--gpus", "2,16", *machine]) == 0
+    printed = capsys.readouterr().out
+    assert "553.4 MB of float32 gradients" in printed, "VGG16"
+    assert "12 GB/s and 5.7 us per hop in a node" in printed and "6 more passes over the gradients at 0.9 TB" in printed
+    two, sixteen = (row for row in printed.partition("strong")[0].splitlines() if row.split()[:1] in (["2"], ["16"]))
+    assert two.endswith("compute") and sixteen.endswith("unknown: the model does not apply")
+
+
 def test_a_report_of_many_ranks_is_refused(report, capsys):
     assert main(["--from", str(report(world_size=8))]) == 3
     assert "a forecast needs images/s of training on one GPU" in capsys.readouterr().err

@@ -376,5 +376,14 @@ def test_runs_diff(run, capsys):
     printed = capsys.readouterr().out
     assert re.search(r"lr +0.1 +0.02", printed) and re.search(r"stem +7x7 +3x3", printed)
     assert "best acc1" in printed and "batch_size" not in printed
+    for name in ("config.yaml", "metrics.jsonl"):
+        (second / name).unlink()
+    (second / "tb_logs").mkdir(exist_ok=True)
+    for arguments, result in ((["--diff", str(first), str(second)], "none yet"), ([str(second)], "0/?")):
+        assert runs_tool.main(arguments) == 0  # of a folder with only TensorBoard's files
+        printed = capsys.readouterr().out
+        assert result in printed and "config.yaml is missing or damaged" in printed
+    assert runs_tool.main(["--diff", str(first), str(first.parent)]) == 3
+    assert "expts: holds 2 runs; name one of them" in capsys.readouterr().err
     shutil.rmtree(second)
     assert runs_tool.main(["--diff", str(first), str(second)]) == 3

@@ -26,6 +26,7 @@ from utils.config import Config, load_config
 from utils.errors import ConfigError, DataError, exit_in_a_line
 
 PUBLISHED = Path(__file__).resolve().parent.parent / "results/reference/published_scaling.json"
+MAX_INTERVAL = 0.4  # of efficiency; a forecast with a wider interval says nothing
 BYTES = 4  # of a gradient: DistributedDataParallel reduces float32, under autocast too
 
 
@@ -97,8 +98,11 @@ def parser() -> argparse.ArgumentParser:
         ("--intra", default.intra / 1e9, "GB/s", "bandwidth of an all-reduce within a node"),
         ("--inter", default.inter / 1e9, "GB/s", "bandwidth of one node to the others, all network cards together"),
         ("--input", math.inf, "IMG/s", "what a node's loaders deliver"),
+        ("--hop", default.intra_latency * 1e6, "us", "latency of a hop within a node; PCIe: 5.7"),
+        ("--memory", default.memory / 1e12, "TB/s", "bandwidth of a GPU's memory"),
+        ("--copies", default.copies, "N", "passes over the gradients; 6 if DDP copies them into its buckets"),
     ):
-        parser.add_argument(option, type=float, default=value, metavar=unit, help=meaning)
+        parser.add_argument(option, type=float, default=value, metavar=unit, help=f"{meaning} (default: {value:g})")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw both curves")
     parser.add_argument("--published", action="store_true", help="only compare the model with published measurements")
     return parser
@@ -106,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
 
 def read_machine(options: argparse.Namespace) -> Cluster:
     """Return the cluster that the command line describes."""
-    for name in ("gpus_per_node", "intra", "inter", "input"):
+    for name in ("gpus_per_node", "intra", "inter", "input", "hop", "memory", "copies"):
         if getattr(options, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0")
     return Cluster(
@@ -114,6 +118,9 @@ def read_machine(options: argparse.Namespace) -> Cluster:
         intra=options.intra * 1e9,
         inter=options.inter * 1e9,
         input_rate=options.input,
+        intra_latency=options.hop / 1e6,
+        memory=options.memory * 1e12,
+        copies=options.copies,
     )
 
 
@@ -194,9 +201,10 @@ def assumptions(work: MeasuredStep, machine: Cluster) -> list[str]:
         "assumed:",
         f"  {gradients / 1e6:.1f} MB of float32 gradients in {len(work.buckets)} buckets; backward is "
         f"{BACKWARD_SHARE:.0%} of the step; a gradient is ready when its layer's multiplications are done",
-        f"  {machine.gpus_per_node} GPUs per node; all-reduce {machine.intra / 1e9:g} GB/s in a node, "
-        f"{machine.inter / 1e9:g} GB/s between nodes, {machine.inter_latency * 1e6:g} us per network hop",
-        f"  a GPU computes {machine.interference:.1%} slower while it communicates; {machine.copies} more passes "
+        f"  {machine.gpus_per_node} GPUs per node; all-reduce {machine.intra / 1e9:g} GB/s and "
+        f"{machine.intra_latency * 1e6:g} us per hop in a node, {machine.inter / 1e9:g} GB/s between nodes, "
+        f"{machine.inter_latency * 1e6:g} us per network hop",
+        f"  a GPU computes {machine.interference:.1%} slower while it communicates; {machine.copies:g} more passes "
         f"over the gradients at {machine.memory / 1e12:g} TB/s",
         f"  a rank's step varies by {machine.noise:.1%} (standard deviation), independently; all wait for the slowest",
         f"  input: {feed}; no step is shorter than {machine.floor * 1e3:g} ms, the time to launch its kernels",
@@ -213,9 +221,10 @@ def table(kind: str, rows: Sequence[ForecastRow]) -> list[str]:
     lines = [f"{kind} scaling ({held})", heading]
     for row in rows:
         point = row.forecast
+        limit = point.limit if row.high - row.low <= MAX_INTERVAL else "unknown: the model does not apply"
         lines.append(
             f"{point.gpus:6,}  {point.batch_per_gpu:9.4g}  {point.step * 1e3:11.2f}  {point.images_per_sec:12,.0f}"
-            f"  {point.efficiency:10.1%} ({row.low:6.1%} to {row.high:6.1%})  {point.limit}"
+            f"  {point.efficiency:10.1%} ({row.low:6.1%} to {row.high:6.1%})  {limit}"
         )
     return lines
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from tools.shared.command_line import new_parser
 from tools.shared.ledger import show_ledger
 from tools.shared.output import printable
-from tools.shared.read_runs import Run, differences, read, read_run_folder
+from tools.shared.read_runs import Run, differences, read
 from utils.errors import DataError, exit_in_a_line
 
 
@@ -68,17 +68,20 @@ def show_runs(folder: Path) -> list[str]:
 
 def show_differences(*folders: Path) -> list[str]:
     """Return the differences of two runs in configuration and environment, and their results."""
+    runs = list[Run]()
     for folder in folders:
-        if not (folder / "config.yaml").exists():
-            raise DataError(f"{folder}: holds no run (no config.yaml)")
-    runs = [read_run_folder(folder) for folder in folders]
+        found, _, problems = read(folder)
+        if len(found) != 1:
+            raise DataError(problems[0] if problems else f"{folder}: holds {len(found)} runs; name one of them")
+        runs += found
     rows: dict[str, list[object]] = {"": [run.name for run in runs], **differences(runs)}
     for key in ("commit", "torch", "device", "world_size", "host"):
         values = [run.environment.get(key) for run in runs]
         if values[0] != values[1]:
             rows[key] = values
     rows["best acc1"] = [_best(run) for run in runs]
-    return [f"{name:24} {one!s:32} {other!s}" for name, (one, other) in rows.items()]
+    lines = [f"{name:24} {one!s:32} {other!s}" for name, (one, other) in rows.items()]
+    return lines + [f"{run.name}: {problem}" for run in runs for problem in run.problems]
 
 
 def _best(run: Run) -> str:

@@ -19,6 +19,7 @@ from typing_extensions import Required, TypedDict  # pydantic needs these before
 from tools.bench.reports import Report
 from utils.errors import Stopped
 
+MARKS = ("metrics.jsonl", "config.yaml", "tb_logs")  # a folder with one of them is a run
 State = Literal["running", "finished", "stopped", "failed", "published", "unknown"]
 # start of the times of published curves
 CLOCKS = {
@@ -108,9 +109,9 @@ def read(path: Path) -> Found:
         return _read_file(path)
     if not path.is_dir():
         return Found([], [], [f"{path}: no such file or folder"])
-    if (path / "metrics.jsonl").exists() or (path / "config.yaml").exists():
+    if any((path / name).exists() for name in MARKS):
         return Found([read_run_folder(path)], [], [])
-    inner = sorted({file.parent for name in ("metrics.jsonl", "config.yaml") for file in path.glob(f"*/{name}")})
+    inner = sorted({file.parent for name in MARKS for file in path.glob(f"*/{name}")})
     runs = [read_run_folder(folder) for folder in inner]
     return Found(runs, [], [] if runs else [f"{path}: holds no run"])
 

@@ -24,7 +24,7 @@ class Cluster:
     inter_latency: float = 14e-6  # seconds per hop over a network
     memory: float = 2e12  # bytes/s of a GPU's memory
     # passes over the gradients in addition to the all-reduce: 2 to divide them, 6 if DDP copies them into its buckets
-    copies: int = 2
+    copies: float = 2
     interference: float = 0.189  # how much slower a GPU computes while it communicates (mean in arXiv:2507.03114)
     noise: float = 0.01  # standard deviation of one rank's step, as a fraction of it
     input_rate: float = math.inf  # images/s that one node's loaders can deliver
