@@ -1,6 +1,7 @@
 """`dataset: imagefolder` and `imagenet`: class folders through every loader."""
 
 import errno
+import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -30,7 +31,8 @@ from utils.run.logging.environment import dali_version
 from utils.training.metrics.sums import MetricSums
 
 CPU = torch.device("cpu")
-RESAMPLING_LEVELS = 2  # of 255, maximum difference between DALI's and PIL's resizing
+# of 255, maximum difference between DALI and PIL: of decoding and resizing, of the outermost pixels, of corners
+INNER_LEVELS, EDGE_LEVELS, CORNER_LEVELS = 2, 32, 60
 NO_AUGMENTATION = {"rnd_crop_padding": 0, "rnd_horizontal_flip": False, "rnd_rotation_angle": 0.0}
 
 needs_dali = pytest.mark.skipif(dali_version() is None, reason="NVIDIA DALI is not installed")
@@ -219,19 +221,49 @@ def test_windows_have_the_area_and_aspect_ratio_of_torchvision() -> None:
 
 @needs_dali
 @pytest.mark.dali
-@pytest.mark.parametrize(("part", "resized_crop"), [("train", False), ("train", True), ("valid", False)])
+@pytest.mark.parametrize(
+    ("dataset", "part", "resized_crop", "has_edges"),
+    [
+        ("imagenet", "train", False, False), ("imagenet", "train", True, True), ("imagenet", "valid", False, False),
+        ("imagefolder", "valid", False, True),
+    ],
+)  # fmt: skip
 def test_dali_decodes_cuts_and_resizes_nearly_as_pil(
-    part: str, resized_crop: bool, config: Callable[..., Config]
+    dataset: str, part: str, resized_crop: bool, has_edges: bool, config: Callable[..., Config], photographs: Path
 ) -> None:
-    """JPEG of many sizes, whole or a random window: order, labels, window and flip equal."""
-    results = []
+    """Whole images or random windows: order, labels, window and flip equal."""
+    results, changes = [], {"rnd_resized_crop": resized_crop, "image_size": 48, "data_path": str(photographs)}
     for backend in ("torchvision", "dali"):
-        built = build(config("imagenet", data_loader=backend, rnd_resized_crop=resized_crop))
-        results.append(everything(getattr(built, part), epoch=1))
+        loader = getattr(build(config(dataset, data_loader=backend, **changes)), part)
+        results.append(everything(loader, epoch=1))
     (expected, expected_labels), (images, labels) = results
     assert torch.equal(labels, expected_labels)
-    levels = (images - expected).abs() * 255 * 0.225
-    assert levels.max() < RESAMPLING_LEVELS
+    allowed = torch.full((48, 48), float(INNER_LEVELS))
+    if has_edges:
+        allowed[[0, -1]] = allowed[:, [0, -1]] = EDGE_LEVELS
+        allowed[[0, 0, -1, -1], [0, -1, 0, -1]] = CORNER_LEVELS
+    levels = (images - expected).abs() * 255 * torch.tensor(loader.normalise.std)[:, None, None]
+    assert (levels <= allowed).all()
+    assert bool(levels.max() > INNER_LEVELS) == has_edges
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images with the spectrum of photographs, 1/f, and full contrast, and a PNG of one bit in each class and split."""
+    root, rng = tmp_path_factory.mktemp("photographs"), np.random.default_rng(0)
+    for split, name, number in itertools.product(("train", "val"), CLASSES, range(NUM_TRAIN)):
+        height, width = rng.integers(60, 400, 2)
+        frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width)) + 1 / 400
+        spectrum = np.fft.fft2(rng.normal(size=(3, height, width))) / frequency
+        pixels = np.fft.ifft2(spectrum).real
+        pixels = np.clip(127 + 80 * pixels / pixels.std(), 0, 255).astype(np.uint8).transpose(1, 2, 0)
+        image, folder = Image.fromarray(pixels), root / split / name
+        folder.mkdir(parents=True, exist_ok=True)
+        if number:
+            image.save(folder / f"{number}.jpg", quality=90)
+        else:
+            image.convert("1").save(folder / "0.png")
+    return root
 
 
 # ---- damaged data
@@ -271,7 +303,7 @@ def test_a_failure_that_dali_reports_one_batch_early_changes_nothing(
     images, labels = everything(build(chosen).train)
     assert calls > failing and torch.equal(labels, expected[1])
     levels = (images - expected[0]).abs() * 255 * 0.225
-    assert levels.max() < RESAMPLING_LEVELS
+    assert levels.max() < INNER_LEVELS
 
 
 @needs_dali

@@ -154,6 +154,7 @@ class DaliLoader(Loader):
             images = decoders.image_slice(inputs["encoded"], **window, **decoder)
         else:
             images = decoders.image(inputs["encoded"], **decoder)
+        # the nearest to PIL's bilinear filter: they differ at the image's edges only
         images = fn.resize(images, size=inputs["resized"], interp_type=self.types.INTERP_TRIANGULAR)
         if "square" in inputs:
             images = fn.slice(images, start=inputs["square"], shape=list(self.split.image_shape[1:]), axes=(0, 1))
