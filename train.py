@@ -9,10 +9,15 @@ The loop is `Trainer.train` -> `train_one_epoch` -> `Verifier.train_step` (`veri
 other tags are AMP, NHWC, EXTRA, STEM, FUSE, CONV, COMPILE, GRAPHS, PREFETCH, ALLOC and PROF.
 """
 
+import os
 import signal
+
+from utils.program import end_with_parent
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process without a traceback
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(signal.SIGTERM)  # torchrun; if it is killed, nothing else tells its ranks to stop
 
 from utils.config.command_line import Arguments, parse_arguments
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import PYTHON, ROOT, Job, complaints, free_port, run_job, torchrun_variables, without_launcher
+from slurm_cluster import wait_until
 
 import utils.distributed.ranks
 import utils.distributed.rendezvous
@@ -397,6 +398,47 @@ def test_a_rank_without_rank_0_names_the_address(tmp_path: Path) -> None:
     ended = Job(tmp_path, wait_two_seconds, (), [torchrun_variables(1, 2, port) | {"LOCAL_RANK": "0"}]).wait()
     assert ended[0].status == 1
     assert f"error: rank 1: no answer from 127.0.0.1:{port}, where rank 0 should be, within 2 s" in ended[0].errors
+
+
+def wait_for_torchruns_store() -> int:
+    utils.distributed.rendezvous.STORE_SECONDS = 1.0
+    return run_ranks(lambda world: None, "cpu", 600, 20)
+
+
+def test_ranks_do_not_wait_long_for_a_torchrun_that_is_gone(tmp_path: Path) -> None:
+    """Its store was open before it started them."""
+    port = free_port()
+    rank = torchrun_variables(1, 2, port, LOCAL_RANK="0", TORCHELASTIC_USE_AGENT_STORE="True")
+    (ended,) = Job(tmp_path, wait_for_torchruns_store, (), [rank]).wait(20)
+    assert ended.status == 1
+    assert f"error: rank 1: no answer from 127.0.0.1:{port}, where torchrun should be, within 1 s" in ended.errors
+
+
+@pytest.mark.parametrize("store", ["torchrun's", "rank 0's"])
+def test_starting_ranks_end_when_torchrun_is_killed(tmp_path: Path, store: str) -> None:
+    meeting, variables = torchrun_here(2, tmp_path / "rendezvous")
+    options = meeting[3:] if store == "rank 0's" else ["--standalone", "--nproc_per_node=2"]
+    agent = subprocess.Popen(
+        [PYTHON, "-m", "torch.distributed.run", *options, *SHORT, "--run-dir", str(tmp_path / "run")],
+        cwd=ROOT,
+        env=without_launcher(os.environ) | (variables if store == "rank 0's" else {}),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
+    try:
+        wait_until("two ranks that import torch", 60, lambda: len(have_torch(children.read_text().split())) == 2)
+        ranks = children.read_text().split()
+    finally:
+        agent.kill()
+        agent.wait()
+    wait_until("end of the ranks", 5, lambda: not have_torch(ranks))
+
+
+def have_torch(processes: list[str]) -> list[str]:
+    """Return the processes that have loaded torch and have not ended."""
+    maps = {process: Path(f"/proc/{process}/maps") for process in processes}
+    return [process for process, file in maps.items() if file.exists() and "libtorch_cpu" in file.read_text()]
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """The code's folder, and the commands that start its programs, from a checkout or installed."""
 
+import ctypes
 import sys
 from pathlib import Path
 
 CODE = Path(__file__).resolve().parent.parent  # holds train.py, config/, tools/ ...
 INSTALLED = not (CODE / "pyproject.toml").exists()
+PR_SET_PDEATHSIG = 1
 
 
 def command(name: str) -> list[str]:
@@ -17,3 +19,8 @@ def command(name: str) -> list[str]:
 def module_command(name: str) -> list[str]:
     """Return the command that starts the tool `name` in another process with the same Python."""
     return [sys.executable, "-m", *(["resnet50_at_scale", name] if INSTALLED else [f"tools.{name}"])]
+
+
+def end_with_parent(number: int) -> None:
+    """Have the kernel send this process the signal `number` when its parent ends, even if that is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

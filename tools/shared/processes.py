@@ -1,7 +1,6 @@
 """Run commands until a time limit or a signal, with their output in a log, and leave no process behind; describe the
 machine from another process."""
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -10,15 +9,15 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from utils.errors import ExpectedError
-from utils.program import CODE
+from utils.program import CODE, end_with_parent
 
 GRACE = 20.0  # seconds from SIGTERM to SIGKILL, in which a command saves and ends
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -42,7 +41,9 @@ def run_limited(command: Sequence[str], log: Path, limit: float, deadline: Deadl
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, cwd=CODE, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True, preexec_fn=_die_with_parent,  # noqa: PLW1509 - there are no threads here
+            start_new_session=True,
+            # a command that keeps running would disturb later measurements
+            preexec_fn=partial(end_with_parent, signal.SIGKILL),  # noqa: PLW1509 - there are no threads here
         )  # fmt: skip
         ends = time.monotonic() + limit
         try:
@@ -57,11 +58,6 @@ def run_limited(command: Sequence[str], log: Path, limit: float, deadline: Deadl
             _signal_group(process, signal.SIGKILL)
             process.wait()
     return process.returncode if ended_itself or process.returncode == 0 else None
-
-
-def _die_with_parent() -> None:
-    """Be killed with the parent: a command that keeps running would disturb later measurements."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _signal_group(process: "subprocess.Popen[bytes]", number: int) -> None:

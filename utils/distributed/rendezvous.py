@@ -116,16 +116,21 @@ class Rendezvous:
 
     def _wait_for_listener(self) -> None:
         """Wait until the port is open; PyTorch's own attempts would each print a stack trace."""
-        while time.monotonic() < self._deadline:
+        # torchrun's store is open before the ranks start, so a closed one means that torchrun is gone
+        limit = self.start_timeout if self.launch.hosts_store else min(self.start_timeout, STORE_SECONDS)
+        until = time.monotonic() + limit
+        while time.monotonic() < until:
             try:
                 with socket.create_connection((self._address, self.launch.port), timeout=5):
                     return
             except OSError:
                 time.sleep(POLL_SECONDS)
+        setting = " (start_timeout_seconds)" if limit == self.start_timeout else ""
         raise ExpectedError(
-            f"no answer from {self._where}, where {self._owner} should be, within {self.start_timeout:g} s "
-            f"(start_timeout_seconds); tried from {socket.gethostname()}\n"
-            "check that rank 0 has started, and that MASTER_ADDR and MASTER_PORT are right and pass the firewall"
+            f"no answer from {self._where}, where {self._owner} should be, within {limit:g} s{setting}; "
+            f"tried from {socket.gethostname()}\n"
+            f"check that {self._owner} has started, and that MASTER_ADDR and MASTER_PORT are right and pass the "
+            "firewall"
         )
 
     def wait_for_ranks(self) -> None:
