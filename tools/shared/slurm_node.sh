@@ -4,7 +4,11 @@
 set -euo pipefail
 : "${notes:?}" "${head_node:?}" "${store:?}" # from submit.slr
 
-touch "$notes/nodes/$SLURMD_NODENAME"
+touch "$notes/nodes/$SLURMD_NODENAME" || {
+  echo "slurm_node.sh: node $SLURMD_NODENAME cannot write to $notes" >&2
+  scancel --signal=KILL "$SLURM_JOB_ID.$SLURM_STEP_ID" # the other nodes would wait for this one
+  exit 1
+}
 if [[ -n $STAGE_DATA ]]; then # FROM:TO
   $LAUNCHER_PREFIX python -m tools.stage_data "${STAGE_DATA%%:*}" "${STAGE_DATA#*:}"
   set -- "$@" --set "data_path=${STAGE_DATA#*:}"
