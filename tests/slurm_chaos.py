@@ -196,9 +196,7 @@ KINDS = {
     "scontrol fails": SlurmFaultKind(_silence_scontrol, "requeued", named="stopped on SIGUSR1"),
     "requeue": SlurmFaultKind(_requeue, "requeued", named="stopped on SIGTERM"),
     "kill of a rank": SlurmFaultKind(_kill(RANK), "fails", named=r"rank {rank}\b"),
-    "kill of torchrun": SlurmFaultKind(
-        _kill(AGENT), "fails", named="train.py failed, was killed|rank {rank}|lost contact"
-    ),
+    "kill of torchrun": SlurmFaultKind(_kill(AGENT), "requeued", named="torchrun was killed|rank {rank}|lost contact"),
     "stop of a rank": SlurmFaultKind(_stop),
     "node off": SlurmFaultKind(_power_off, "requeued", named=LOST),
     "link cut": SlurmFaultKind(_cut),

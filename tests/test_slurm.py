@@ -479,6 +479,36 @@ def test_a_node_that_cannot_write_ends_the_job_and_is_named(tmp_path: Path) -> N
     assert len(job.torchrun()) == 1
 
 
+@pytest.mark.parametrize(
+    ("log", "report", "restart", "requeued"),
+    [
+        ("joins", "1", "0", True),
+        ("joins", "", "9", True),
+        ("joins", "1", "10", False),
+        ("joins", "3", "0", False),
+        ("Traceback", "1", "0", False),
+    ],
+    ids=["rank 0 lost the others", "nothing reported", "bound", "a reason", "torchrun ended by itself"],
+)
+def test_lost_torchrun_requeues_if_no_rank_reports_a_reason(
+    tmp_path: Path, log: str, report: str, restart: str, requeued: bool
+) -> None:
+    """As after a node that rebooted before Slurm noticed. The log of an earlier start does not count."""
+    starts = f"""
+    cd "$PWD/expts" && touch .slurm-4/nodes/{{node1,node2}}
+    echo Traceback >torchrun-4-node1.log; echo {log} >torchrun-4-node2.log
+    [[ -z "{report}" ]] || echo {report} >"$TRAIN_EXIT_STATUS_FILE"
+    exit 137
+    """
+    job = fake_job(tmp_path, {"srun": starts, "scontrol": HOSTNAMES}, **ON_TWO_NODES, SLURM_RESTART_COUNT=restart)
+    (tmp_path / "expts").mkdir()
+    (tmp_path / "expts/torchrun-4-node3.log").write_text("joins\n")
+    status, output = job.run("submit_multinode.slr")
+    assert status == int(report or 137)
+    assert (["requeue", "4"] in job.arguments("scontrol")) == requeued
+    assert ("torchrun was killed, or its node is gone" in output) == (requeued or restart == "10")
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_submitted_from_another_folder(tmp_path: Path, script: str) -> None:
     """Slurm starts a script in the current folder of sbatch, or in --chdir."""
@@ -819,3 +849,17 @@ def test_lost_node_is_replaced(cluster: SlurmCluster, project: Path, uninterrupt
     assert run.epochs() == uninterrupted.epochs()
     cluster.boot_node("node2")
     wait_until("idle node2", 60, lambda: cluster.node_states()["node2"] == "idle")
+
+
+@slurm
+def test_node_that_reboots_before_slurm_notices_is_requeued(
+    cluster: SlurmCluster, project: Path, uninterrupted: Run
+) -> None:
+    run = Run(cluster, project, "rebooted", options=(*OPTIONS, "--nodelist=node[1-2]"), SLURM_WAIT="5")
+    run.wait_for("Epoch: 2, Iteration: ")
+    cluster.kill_node("node2")
+    cluster.boot_node("node2")
+    fields = run.end("COMPLETED")
+    assert fields["Restarts"] == "1" and f"requeued as job {run.job}" in run.log()
+    assert run.epochs() == uninterrupted.epochs()
+    assert not list(run.folder.parent.glob(f"*-{run.job}*"))  # neither logs of torchrun nor the status folder

@@ -2,7 +2,7 @@
 # srun runs this once on each node: it stages the data, then execs torchrun. submit.slr exports the variables used here.
 # The arguments are torchrun's.
 set -euo pipefail
-: "${notes:?}" "${head_node:?}" "${store:?}" # from submit.slr
+: "${notes:?}" "${head_node:?}" "${store:?}" "${log:?}" # from submit.slr
 
 touch "$notes/nodes/$SLURMD_NODENAME" || {
   echo "slurm_node.sh: node $SLURMD_NODENAME cannot write to $notes" >&2
@@ -14,6 +14,5 @@ if [[ -n $STAGE_DATA ]]; then # FROM:TO
   set -- "$@" --set "data_path=${STAGE_DATA#*:}"
 fi
 [[ $SLURMD_NODENAME == "$head_node" ]] && is_host=true || is_host=false
-log=${notes%/*}/torchrun-$SLURM_JOB_ID-$SLURMD_NODENAME.log
-exec $LAUNCHER_PREFIX python -m tools.torchrun "$log" --local_addr="$SLURMD_NODENAME$HOST_SUFFIX" \
+exec $LAUNCHER_PREFIX python -m tools.torchrun "$log-$SLURMD_NODENAME.log" --local_addr="$SLURMD_NODENAME$HOST_SUFFIX" \
   --rdzv_conf="store_type=$store,is_host=$is_host,join_timeout=$JOIN_TIMEOUT,read_timeout=$JOIN_TIMEOUT" "$@"
