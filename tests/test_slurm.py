@@ -509,6 +509,25 @@ def test_lost_torchrun_requeues_if_no_rank_reports_a_reason(
     assert ("torchrun was killed, or its node is gone" in output) == (requeued or restart == "10")
 
 
+def test_no_folder_remains_if_srun_waits_until_slurm_kills_the_script(tmp_path: Path) -> None:
+    """As after scancel of a job whose node rebooted."""
+    ending = 'echo "JobId=4 JobState=COMPLETING Reason=None"'
+    hangs = "echo $$ >starting; mv starting started; exec sleep 60"
+    sleep = f'[[ $1 == 25 ]] || exec {shutil.which("sleep")} "$1"'
+    job = fake_job(tmp_path, {"srun": hangs, "scontrol": ending, "sleep": sleep})
+    process, started, notes = job.start("submit.slr"), tmp_path / "started", tmp_path / "expts/.slurm-4"
+    try:
+        wait_until("start of the fake command", 20, started.exists, 0.02)
+        assert notes.exists()
+        process.terminate()
+        wait_until(f"end of {notes}", 10, lambda: not notes.exists())
+        assert process.poll() is None
+    finally:
+        process.kill()
+        os.kill(int(started.read_text()), signal.SIGKILL)
+        process.communicate()
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_submitted_from_another_folder(tmp_path: Path, script: str) -> None:
     """Slurm starts a script in the current folder of sbatch, or in --chdir."""
