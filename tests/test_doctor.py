@@ -244,12 +244,14 @@ def test_nodes_starts_one_process_per_node_with_srun(tmp_path, monkeypatch, capf
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     for step in (None, "0"):  # in the batch script, and in salloc's interactive step
         monkeypatch.delenv("SLURM_STEP_ID", raising=False)
         if step is not None:
             monkeypatch.setenv("SLURM_STEP_ID", step)
         assert doctor.main(["--nodes", "--config", "bs128"]) == 1
-        assert capfd.readouterr().out.strip() == f"--ntasks-per-node=1 {sys.executable} -m tools.doctor --config bs128"
+        command = f"--ntasks=2 --ntasks-per-node=1 {sys.executable} -m tools.doctor --config bs128"
+        assert capfd.readouterr().out.strip() == command
 
 
 def test_a_single_process_on_a_node_measures_all_its_gpus(monkeypatch):
@@ -266,21 +268,24 @@ def test_a_single_process_on_a_node_measures_all_its_gpus(monkeypatch):
     assert len(measured.device_checks(first, only_rank=False)) == 1
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+def python(code: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
-def test_container_recipes_require_the_same_torch_as_the_project():
+def test_container_recipes_require_the_same_torch_as_the_project(tmp_path):
     minimum = ".".join(map(str, machine.MINIMUM_TORCH))
     assert f'"torch>={minimum}"' in (ROOT / "pyproject.toml").read_text()
     recipes = [(ROOT / name).read_text() for name in ("Dockerfile", "apptainer.def")]
     assert len({base for recipe in recipes for base in re.findall(r"BASE=(\S+:\S+)", recipe)}) == 1
+    files = re.findall(r"^    (\S+) /opt/check/\1$", recipes[1], re.MULTILINE)
+    for name in files:
+        (tmp_path / name).symlink_to(ROOT / name)
     for recipe in recipes:
         assert f"must have torch {minimum} or newer" in recipe and f"torch >= {minimum}: --build-arg BASE=" in recipe
         (check,) = re.findall(r'python -c "from tools[^"]*"', recipe)
         code = check.replace("\\\n", "").split('"')[1]
-        done = python(code)
+        done = python(code, tmp_path if recipe == recipes[1] else ROOT)
         assert done.returncode == 0 and done.stdout.startswith("torch "), done.stderr
         assert python(f"from tools.doctor import machine; machine.MINIMUM_TORCH = (99, 0); {code}").returncode == 1
 

@@ -2,7 +2,7 @@
 
     python -m tools.doctor                                          # this machine
     torchrun --nproc_per_node=8 -m tools.doctor                     # also all-reduce, clocks and the slowest rank
-    srun --ntasks-per-node=8 python -m tools.doctor --sweep         # several nodes: collectives of all sizes, all pairs
+    srun --ntasks=16 --ntasks-per-node=8 python -m tools.doctor --sweep  # two nodes: collectives of all sizes, pairs
     python -m tools.doctor --burn-in 60                             # train for an hour; watch results, rate and heat
     python -m tools.doctor --nodes                                  # in a Slurm allocation: one process on every node
     python -m tools.doctor --compare a.json b.json --html page.html # find the slow node in the --json of several nodes
@@ -133,7 +133,13 @@ def _on_every_node(arguments: list[str]) -> list[str]:
     if "SLURM_JOB_ID" not in os.environ or shutil.which("srun") is None:
         raise ConfigError("--nodes: not in a Slurm allocation; get one with salloc, or start the doctor with torchrun")
     rest = [word for word in arguments if word != "--nodes"]
-    return ["srun", "--ntasks-per-node=1", *module_command("doctor"), *rest]
+    return [
+        "srun",
+        f"--ntasks={os.environ['SLURM_JOB_NUM_NODES']}",
+        "--ntasks-per-node=1",
+        *module_command("doctor"),
+        *rest,
+    ]
 
 
 def examine(options: argparse.Namespace, config: Config, world: "World", seconds_to_meet: float) -> list[Finding]:
