@@ -312,11 +312,11 @@ class Trainer:
 
     def _open_folder(self) -> OpenedRun | None:
         """Collective: lock the run's folder in the main process, and restore the checkpoint to resume from."""
-        weights = self.learner.model.state_dict()
+        learner = self.learner
         # less than the other ranks' timeout, but enough for an isolated rank of an earlier launch to exit
         patience = 0.9 * self.config.collective_timeout_seconds
         opened = self.world.main_only(
-            lambda: open_run(self.folder, self.resume, self.config, weights, self.data, self._read_pretrained, patience)
+            lambda: open_run(self.folder, self.resume, self.config, learner, self.data, self._read_pretrained, patience)
         )
         state, pretrained = self.world.broadcast((opened.state, opened.pretrained) if opened else (None, None))
         if pretrained is not None:

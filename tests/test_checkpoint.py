@@ -8,10 +8,12 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import threading
+import zipfile
 from hashlib import sha256
 from pathlib import Path
 
@@ -34,14 +36,14 @@ from utils.run.checkpoint.schema import CheckpointSchema
 def state():
     """The smallest valid state."""
     generator = torch.Generator().manual_seed(0)
-    data = {"train_images": 64, "steps_per_epoch": 8, "class_names": ["a", "b"]}
+    data = {"train_images": 64, "steps_per_epoch": 50, "class_names": ["a", "b"]}
     return {
         "format": checkpoint.FORMAT,
         "config": {},
         "config_name": "tiny",
         "data": data | {"shape": (3, 8, 8), "mean": (0.5, 0.5, 0.5), "std": (0.2, 0.2, 0.2)},
-        "epoch": 1,
-        "batch": 0,
+        "epoch": 0,
+        "batch": 8,
         "step": 8,
         "model": {"weight": torch.randn(64, 8, generator=generator)},
         "average": None,
@@ -61,7 +63,7 @@ def state():
 def folder(tmp_path, state):
     """Checkpoints of steps 8 and 16."""
     for step in (8, 16):
-        save_last(tmp_path, encode(state | {"step": step}), step, keep=2)
+        save_last(tmp_path, encode(state | {"step": step, "batch": step}), step, keep=2)
     return tmp_path
 
 
@@ -155,7 +157,7 @@ def test_newer_format_is_refused_and_not_skipped(folder, state):
 def test_missing_keys_are_named(tmp_path, state):
     path = tmp_path / "step-000000001.pt"
     path.write_bytes(encode({key: value for key, value in state.items() if key not in ("ranks", "best")}))
-    with pytest.raises(CheckpointError, match="lacks best, ranks"):
+    with pytest.raises(CheckpointError, match="'best': Field required"):
         read_checkpoint(path)
 
 
@@ -164,25 +166,30 @@ def test_missing_keys_are_named(tmp_path, state):
     [
         ("format", True),
         ("config", [1]),
+        ("config", {"lr": {"of": 1}}),
         ("config_name", None),
         ("data", None),
         ("data.shape", (3, 8)),
+        ("data.class_names", ["\x1b[2J"]),
         ("epoch", -1),
         ("batch", True),
         ("batch", 9),
+        ("step", 9),
         ("step", 10**9),
         ("model.weight", [0.5]),
-        ("average", {"module": {}, "updates": 3}),
+        ("average", {"module": {}}),
         ("optimizer.state", {0: {"momentum_buffer": "much"}}),
+        ("optimizer.param_groups.0.lr", "fast"),
         ("grad_scaler", {"scale": 2.0}),
         ("plateau.unheard_of", 1),
+        ("plateau.cuts", 10**10),
         ("logged_sums", [0.0] * 3),
         ("best.acc1", float("nan")),
         ("seconds", "long"),
-        ("ranks.0.metric_sums", torch.zeros(3)),
+        ("ranks.0.metric_sums", [0.0] * 4),
         ("ranks.0.random.python", (3, (1, 2), None)),
         ("ranks.0.random.torch", torch.zeros(3, dtype=torch.uint8)),
-        ("ranks.0.buffers", {"weight": torch.zeros(3)}),
+        ("ranks.0.buffers", {"weight": [0.0]}),
         ("versions", {"torch": 2.14}),
     ],
 )  # fmt: skip
@@ -194,28 +201,80 @@ def test_a_value_of_a_wrong_type_is_refused_in_a_line_that_names_it(tmp_path, st
     assert "\n" not in str(raised.value) and raised.value.exit_status == 4
 
 
+# (what is forged, its value before -> after, a part of the message)
+FORGERIES = {
+    "sparse": ("model/fc.weight", lambda old: old.to_sparse(), "'fc.weight' not dense -> float32"),
+    "expanded": ("model/fc.weight", lambda old: torch.zeros(()).expand(old.shape), "'fc.weight' not dense"),
+    "meta": ("model/fc.weight", lambda old: old.to("meta"), "'fc.weight' holds impossible numbers"),
+    "integers": ("model/fc.weight", lambda old: old.long(), "'fc.weight' int64 [10, 64] -> float32 [10, 64]"),
+    "complex": ("average/module/fc.bias", lambda old: old.cfloat(), "'average.fc.bias' complex64"),
+    "NaN": ("average/module/fc.bias", lambda old: old * float("nan"), "'average.fc.bias' holds impossible"),
+    "variance": ("model/bn1.running_var", lambda old: -old, "'bn1.running_var' holds impossible numbers"),
+    "momentum": ("optimizer/state/0/momentum_buffer", lambda old: old[1:], "'optimizer.0.momentum_buffer' float32"),
+    "renamed": ("optimizer/state/0", lambda old: {"velocity": old["momentum_buffer"]}, "'optimizer.0.momentum_b"),
+    "nobody's": ("optimizer/state", lambda old: {99: old[0]}, "'optimizer.99.momentum_buffer' float32"),
+    "grouped": ("optimizer/param_groups/0/params", lambda old: old[::-1], "'optimizer group 0 [0, 1,"),
+    "repeated": ("optimizer/param_groups", lambda old: old * 2, "'optimizer group 1 [0, 1,"),
+    "sums": ("ranks/0/metric_sums", lambda old: old[:3], "'ranks.0.metric_sums' float64 [3] -> float64 [4]"),
+    "ranks": ("ranks", lambda old: old * 10_000, "batch_size 32 is not a multiple of 10000 ranks"),
+    "bytes": ("seconds", lambda old: bytearray(9), "it holds more than uncompressed tensors and plain values"),
+    "escapes": ("config/model", lambda old: "\x1b[2J", "model '\\x1b[2J' -> 'resnet8'"),
+    "named": ("model", lambda old: old | {"\x1b": old["fc.bias"]}, "'\\x1b' float32"),
+}
+
+
+def test_what_this_learner_would_not_write_is_refused_in_a_line(tiny, one_rank, tmp_path):
+    config = tiny(max_epochs=1, ema_decay=0.5)
+    Trainer(config, one_rank, tmp_path, "tiny", "auto").train()
+    newest, trainer = list_checkpoints(tmp_path / "checkpoints")[0], Trainer(config, one_rank, tmp_path, "tiny")
+    trainer.resume = str(newest)
+    state = read_checkpoint(newest)
+    for name, (place, forge, expected) in FORGERIES.items():
+        newest.write_bytes(encode(_with_value(state, place.split("/"), forge)))
+        with pytest.raises(CheckpointError, match=re.escape(expected)) as raised:
+            trainer._open_folder()
+        assert str(raised.value).count("\n") <= 1 and str(raised.value).replace("\n", "").isprintable(), name
+    newest.write_bytes(encode(state | {"config": state["config"] | {"lr": "\x1b[2J"}}))
+    assert any(note.endswith("lr: '\\x1b[2J' -> 0.1") for note in trainer._open_folder().notes)
+
+
+def test_a_small_file_that_unpacks_to_a_large_one_is_not_read(tmp_path, state):
+    path, whole = tmp_path / "step-000000008.pt", encode(state | {"model": {"weight": torch.zeros(10**6)}})
+    with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+        new.comment = b"sha256:" + b"0" * 64
+    content = path.read_bytes()[:-71]
+    path.write_bytes(content + b"sha256:" + sha256(content).hexdigest().encode())
+    with pytest.raises(CheckpointError, match="more than uncompressed tensors"):
+        read_checkpoint(path)
+
+
 def test_a_forged_checkpoint_is_refused_before_anything_moves(tiny, one_rank, tmp_path):
     Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto").train()
     newest = list_checkpoints(tmp_path / "checkpoints")[0]
     newest.write_bytes(encode(read_checkpoint(newest) | {"best": "the best"}))
     before = contents(tmp_path)
     for resume in ("auto", str(newest)):
-        with pytest.raises(CheckpointError, match=r"not a checkpoint of this program: best: "):
+        with pytest.raises(CheckpointError, match=r"not a checkpoint of this program: 'best': "):
             Trainer(tiny(), one_rank, tmp_path, "tiny", resume).train()
     assert contents(tmp_path) == before
 
 
-def test_a_pipe_with_a_checkpoints_name_is_skipped(tiny, one_rank, tmp_path):
-    """Opening it would wait forever for a writer."""
+def test_a_pipe_or_a_huge_file_with_a_checkpoints_name_is_skipped(tiny, one_rank, tmp_path):
+    """Opening a pipe would wait forever for a writer; the file of zeros takes no space on the disk."""
     Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto").train()
     own = tmp_path / "checkpoints"
     (own / "best.pt").unlink()
     os.mkfifo(own / "best.pt")
     os.mkfifo(own / "step-000000999.pt")
+    (own / "step-000000998.pt").touch()
+    os.truncate(own / "step-000000998.pt", 2**40)
     Trainer(tiny(max_epochs=2), one_rank, tmp_path, "tiny", str(tmp_path)).train()
     log = (tmp_path / "train.log").read_text(encoding="utf-8")
     assert f"Skipped: {own / 'step-000000999.pt'}: cannot be read: not a regular file" in log
     assert f"Skipped: {own / 'best.pt'}: cannot be read: not a regular file" in log
+    assert f"Skipped: {own / 'step-000000998.pt'}: is damaged or not a checkpoint" in log
     assert read_checkpoint(own / "best.pt")["epoch"] == 2
 
 
@@ -238,7 +297,7 @@ def test_another_networks_weights_are_refused_by_name(tiny, one_rank, tmp_path):
     trainer = Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto")
     trainer.learner.model.fc = torch.nn.Linear(64, 10, bias=False)
     trainer.learner.model.extra = torch.nn.Linear(1, 1, bias=False)
-    with pytest.raises(CheckpointError, match=r"fc.bias \(only in the checkpoint\), extra.weight \(not in"):
+    with pytest.raises(CheckpointError, match=r"'extra.weight' missing -> float32 \[1, 1\], 'fc.bias' float32 \[10\]"):
         trainer.train()
     assert contents(tmp_path) == before
 
@@ -263,7 +322,9 @@ def test_a_pickle_that_would_run_code_is_not_run(tmp_path, state):
     """It has the right digest, as whoever can write the file can compute it."""
     path = tmp_path / "step-000000001.pt"
     path.write_bytes(encode(state | {"best": _Bomb(tmp_path / "sprung")}))
-    with pytest.raises(CheckpointError, match="is not a checkpoint of this program"):
+    with pytest.raises(
+        CheckpointError, match="is not a checkpoint of this program: it holds more than uncompressed tensors"
+    ):
         read_checkpoint(path)
     assert not (tmp_path / "sprung").exists()
     torch.load(path, weights_only=False)
@@ -366,7 +427,7 @@ folder = Path({str(tmp_path)!r})
 writer = CheckpointWriter(folder, keep=1, background={background})
 for step, megabytes in ((1, 2), (2, 3)):
     state = torch.load({str(tmp_path.parent / "state.pt")!r})
-    state |= {{"step": step, "model": {{"weight": torch.zeros(megabytes, 250_000)}}}}
+    state |= {{"step": step, "batch": step, "model": {{"weight": torch.zeros(megabytes, 250_000)}}}}
     try:
         writer.save(state, is_best=False)
         writer.wait()
@@ -422,7 +483,9 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path, state, slow_
     weight = torch.zeros(2)
     for step, is_best in ((1, False), (2, True), (3, False)):
         weight.fill_(step)
-        writer.save(state | {"step": step, "model": {"weight": weight}}, is_best)  # returns although nothing is written
+        writer.save(
+            state | {"step": step, "batch": step, "model": {"weight": weight}}, is_best
+        )  # returns although nothing is written
         assert started.wait(60)
     assert not list_checkpoints(tmp_path)
     weight.fill_(99)  # training changes its weights: the copies must not change with them
@@ -501,14 +564,14 @@ def test_an_error_of_the_writing_thread_surfaces(tmp_path, state, monkeypatch):
     writer.save(state, is_best=False)
     writer.wait()
     monkeypatch.setattr(os, "fsync", _no_space)
-    writer.save(state | {"step": 9}, is_best=False)
+    writer.save(state | {"step": 9, "batch": 9}, is_best=False)
     with pytest.raises(ExpectedError, match="No space left on device"):
         writer.wait()
-    writer.save(state | {"step": 10}, is_best=False)
+    writer.save(state | {"step": 10, "batch": 10}, is_best=False)
     while writer._thread is not None:
         writer._thread.join()
     with pytest.raises(ExpectedError, match="No space left on device"):
-        writer.save(state | {"step": 11}, is_best=False)
+        writer.save(state | {"step": 11, "batch": 11}, is_best=False)
     assert newest_good(tmp_path)[0].name == "step-000000008.pt"
 
 
@@ -631,12 +694,13 @@ def _interrupted_after(remaining, function):
 
 
 def _with_value(state, place, value):
-    """Return a copy of nested tables and lists with `value` at `place`."""
+    """Return a copy of nested tables and lists with `value`, or what it makes of the old value, at `place`."""
     if not place:
-        return value
+        return value(state) if callable(value) else value
     if isinstance(state, list):
         return [_with_value(item, place[1:], value) if str(n) == place[0] else item for n, item in enumerate(state)]
-    return state | {place[0]: _with_value(state.get(place[0]), place[1:], value)}
+    key = int(place[0]) if place[0].isdigit() else place[0]
+    return state | {key: _with_value(state.get(key), place[1:], value)}
 
 
 def test_damaged_lines_of_the_metrics_do_not_prevent_resuming(tiny, one_rank, tmp_path):

@@ -266,8 +266,8 @@ def test_a_checkpoint_that_does_not_match_data_or_network(run, tmp_path, capsys)
     for changes, status, message in (
         ({"data": state["data"] | {"class_names": names[:-1]}}, 3, "its 10 classes are not the 9 of the run"),
         ({"data": state["data"] | {"shape": (3, 64, 64)}}, 3, "its images are (3, 32, 32), the run's (3, 64, 64)"),
-        ({"config": state["config"] | {"colour": 1}}, 4, "its configuration is of another version: colour"),
-        ({"config": state["config"] | {"num_classes": 9}}, 4, "its weights do not fit this network"),
+        ({"config": state["config"] | {"colour": 1}}, 4, "its configuration is of another version: 'colour"),
+        ({"config": state["config"] | {"num_classes": 9}}, 4, "its tensors do not fit this network"),
     ):
         path.write_bytes(encode(state | changes))
         found = refused(capsys, path)

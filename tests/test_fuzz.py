@@ -1,11 +1,14 @@
 """Any content of a checkpoint, a configuration file or the command line is either read or an expected error."""
 
+import math
 from functools import cache
 from hashlib import sha256
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.conftest import CIFAR100
 from train import Trainer
@@ -48,9 +51,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def written(tiny, alone, tmp_path):
+def written(tiny, one_rank, tmp_path):
     """A checkpoint's bytes without its digest, and its state."""
-    Trainer(tiny(max_epochs=1, limit_train_batches=1), alone, tmp_path, "tiny", "auto").train()
+    Trainer(tiny(max_epochs=1, limit_train_batches=1), one_rank, tmp_path, "tiny", "auto").train()
     path = list_checkpoints(tmp_path / "checkpoints")[0]
     return path.read_bytes()[:-71], read_checkpoint(path)
 
@@ -104,6 +107,42 @@ def test_checkpoints_with_keys_and_values_of_any_kind(folder, written, examples)
     @given(changes=changes, whole=values, alone=st.booleans())
     def check(changes, whole, alone):
         read_or_refuse(folder / "step-000000001.pt", encode(whole if alone else state | changes))
+
+    check()
+
+
+# Types, layouts, shapes and values that a learner does not write, and some that it does.
+FORGERIES = [
+    Tensor.to_sparse, Tensor.long, Tensor.bool, Tensor.half, Tensor.double, Tensor.cfloat, Tensor.neg, Tensor.flatten,
+    lambda old: old.to("meta"), lambda old: old.new_zeros(()).expand(old.shape), lambda old: old[:0],
+    lambda old: old.new_zeros(old.numel() + 1).as_strided(old.shape, [1] * old.ndim), lambda old: old * math.nan,
+    lambda old: old / 0, lambda old: torch.nn.Parameter(old.float()), lambda old: torch.zeros(1).expand(10**9),
+    lambda old: torch.nested.nested_tensor([old]), lambda old: -1, lambda old: "\x1b",
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*(sparse|nested):UserWarning")
+@pytest.mark.parametrize("examples", BOTH)
+def test_a_run_resumes_from_tensors_of_any_kind_or_refuses_them(tiny, one_rank, tmp_path, written, examples):
+    path = list_checkpoints(tmp_path / "checkpoints")[0]
+    state = written[1]
+    tables = [state["model"], *state["optimizer"]["state"].values(), state["ranks"][0]]
+    trainer = Trainer(tiny(limit_train_batches=1), one_rank, tmp_path, "tiny", str(path))
+
+    @examples
+    @given(table=st.sampled_from(tables), which=st.integers(0, 9), forge=st.sampled_from(FORGERIES))
+    def check(table, which, forge):
+        names = [name for name, value in table.items() if isinstance(value, Tensor) and value.ndim]
+        before = table[name := names[which % len(names)]]
+        table[name] = forge(before)
+        path.write_bytes(encode(state))
+        table[name] = before
+        try:
+            trainer._open_folder()
+        except CheckpointError as error:
+            assert str(error).count("\n") <= 1 and str(error).replace("\n", "").isprintable()
+        else:
+            trainer.learner.train_step(torch.zeros(32, 3, 32, 32), torch.zeros(32, dtype=torch.long))
 
     check()
 

@@ -242,7 +242,7 @@ def test_going_back_renames_the_best_checkpoint_of_later_epochs(tiny, one_rank, 
             tmp_path,
             str(folder / "step-000000004.pt"),
             trainer.config,
-            trainer.learner.model.state_dict(),
+            trainer.learner,
             trainer.data,
         )
         opened.lock.close()
@@ -276,9 +276,7 @@ def test_resuming_from_the_best_keeps_older_checkpoints(tiny, one_rank, tmp_path
     write_atomically(folder / "best.pt", (folder / "step-000000008.pt").read_bytes())
     (folder / "step-000000008.pt").unlink()
     trainer = Trainer(tiny(max_epochs=3), one_rank)
-    opened = open_run(
-        tmp_path, str(folder / "best.pt"), trainer.config, trainer.learner.model.state_dict(), trainer.data
-    )
+    opened = open_run(tmp_path, str(folder / "best.pt"), trainer.config, trainer.learner, trainer.data)
     opened.lock.close()
     assert [path.name for path in list_checkpoints(folder)] == ["step-000000008.pt", "step-000000004.pt"]
     assert (folder / "step-000000012.pt.superseded").exists()

@@ -83,12 +83,12 @@ def best_network(path: Path, state: dict[str, Any]) -> tuple["nn.Module", dict[s
 
     from models import build_model
     from utils.data.transforms.augment import Normalise
-    from utils.run.checkpoint.fit import check_weights_fit
+    from utils.run.checkpoint.fit import check_tensors_fit
 
     config = read_config(path, state)
     model = build_model(config, state["data"]["shape"][-1]).eval()
     saved = state["average"]["module"] if state["average"] else state["model"]
-    check_weights_fit(path, saved, model.state_dict())
+    check_tensors_fit(path, state, model.state_dict())
     model.load_state_dict(saved)  # in float32, whatever opt_level trained in
 
     class Classifier(torch.nn.Module):

@@ -31,8 +31,8 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def explain_misfit(state: dict[str, Any]) -> str | None:
-    """Return why `restore_random_state` would fail on `state`, tried on new generators; None if it would not. The CUDA
+def check_random_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return `state`; raise `ValueError` if `restore_random_state` would fail on it, tried on new generators. The CUDA
     state's content is checked only when it is restored."""
     try:
         random.Random().setstate(state["python"])
@@ -41,8 +41,8 @@ def explain_misfit(state: dict[str, Any]) -> str | None:
         if not isinstance(state["cuda"], torch.Tensor | None):
             raise TypeError("cuda is neither a tensor nor None")
     except Exception as error:  # three libraries, each with errors of its own
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    return None
+        raise ValueError(f"{type(error).__name__}: {error}".splitlines()[0]) from None
+    return state
 
 
 def restore_random_state(state: dict[str, Any]) -> None:

@@ -112,20 +112,20 @@ def read_config(path: Path, state: dict[str, Any]) -> Config:
     try:
         return Config(**state["config"])
     except ValueError as error:
-        first = str(error).splitlines()[1:3]
-        raise CheckpointError(f"{path}: its configuration is of another version: {' '.join(first)}") from None
+        first = " ".join(str(error).splitlines()[1:3])
+        raise CheckpointError(f"{path}: its configuration is of another version: {first!r}") from None
 
 
 def load_classifier(trained: Trained, world: "World") -> "Classifier":
     """Return the network as it was validated: weights or their average, precision, memory format."""
     from models import build_model
-    from utils.run.checkpoint.fit import check_weights_fit
+    from utils.run.checkpoint.fit import check_tensors_fit
     from utils.run.checkpoint.state import merge_buffers
     from utils.training.classifier import build_classifier
 
     build = partial(build_model, image_side=trained.state["data"]["shape"][-1])
     classifier = build_classifier(trained.config, build, world)
-    check_weights_fit(trained.path, trained.state["model"], classifier.model.state_dict())
+    check_tensors_fit(trained.path, trained.state, classifier.model.state_dict())
     classifier.load_network(trained.state)
     merge_buffers(classifier, trained.state["ranks"])
     return classifier

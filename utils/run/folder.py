@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from torch import Tensor
-
 from utils.base_config import BaseConfig, render
 from utils.distributed.launch import job_name, was_restarted
 from utils.errors import CheckpointError
@@ -25,6 +23,7 @@ from utils.files import FolderHeldError, lock_folder, name_file_in_error, remove
 from utils.run.checkpoint import fit
 from utils.run.checkpoint import io as checkpoint
 from utils.run.checkpoint.pretrained import Pretrained
+from utils.training.learner import Learner
 
 POLL_SECONDS = 1.0  # between two attempts to lock a folder that an earlier start holds
 STARTS = ("start", "resume")  # kinds of the first record of a start in metrics.jsonl
@@ -48,7 +47,7 @@ def open_run(
     folder: Path,
     resume: str,
     config: BaseConfig,
-    weights: dict[str, Tensor],
+    learner: Learner,
     data: dict[str, Any],
     read_pretrained: Callable[[], Pretrained | None] = lambda: None,
     patience: float = 0.0,
@@ -59,7 +58,7 @@ def open_run(
     to `patience` seconds for an earlier start that still holds the folder. `read_pretrained` is called if there is
     nothing to resume.
     Raises `ExpectedError` and leaves the folder unchanged if another run holds it, or if the checkpoint does not fit
-    the configuration, the names and shapes of the network's `weights`, or the `data` (utils/run/checkpoint/fit.py).
+    the configuration, the `learner` or the `data` (utils/run/checkpoint/fit.py).
     """
     checkpoints = folder / "checkpoints"
     job = job_name(os.environ)
@@ -79,7 +78,7 @@ def open_run(
                 epochs_left = source.state["epoch"] < config.model_dump()["max_epochs"]
                 fit.check_same_run(folder, source.state["config"], config, epochs_left=epochs_left)
             notes += fit.check_config_fits(source.path, source.state["config"], config)
-            fit.check_weights_fit(source.path, source.state["model"], weights)
+            fit.check_tensors_fit(source.path, source.state, learner.model.state_dict(), learner.optimizer)
             fit.check_data_fits(source.path, source.state["data"], data)
         if source is not None and source.path.parent.resolve() == checkpoints.resolve():
             remove_leftovers(checkpoints)

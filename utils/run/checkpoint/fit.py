@@ -1,17 +1,22 @@
 """Whether a saved run fits the present configuration, network and data; errors name what differs and the remedy."""
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from utils.base_config import BaseConfig, KeyFlag, as_yaml
 from utils.errors import CheckpointError, ConfigError
+from utils.training.optimizers.build import state_after_a_step
 
 SHOWN_KEYS = 6
+NEVER_NEGATIVE = re.compile(r"running_var$|num_batches_tracked$|^optimizer\.\d+\.(step|exp_avg_sq|square)$")
 
 
 def check_same_run(folder: Path, saved: Mapping[str, Any], config: BaseConfig, *, epochs_left: bool) -> None:
@@ -36,21 +41,18 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], config: BaseConfig, *
 def check_config_fits(path: Path, saved: Mapping[str, Any], config: BaseConfig) -> list[str]:
     """Return a note for each changed setting; raise `CheckpointError` if one changed that is fixed on resume."""
     different, fixed = _differences(saved, config.model_dump(mode="json")), config.keys_with(KeyFlag.FIXED_ON_RESUME)
-    refused = [f"{key} {old!r} -> {new!r}" for key, (old, new) in different.items() if key in fixed]
+    refused = [f"{key} {_show(old)} -> {_show(new)}" for key, (old, new) in different.items() if key in fixed]
     if refused:
         raise CheckpointError(
             f"{path}: does not fit this configuration: {', '.join(refused)}\n"
             "resume with the saved values, or start a new run with --resume never or another --run-dir"
         )
-    return [f"Resuming with another {key}: {old} -> {new}" for key, (old, new) in different.items()]
+    return [f"Resuming with another {key}: {_show(old)} -> {_show(new)}" for key, (old, new) in different.items()]
 
 
 def check_data_fits(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
     """Raise `CheckpointError` if the data changed, so that a position in the data or a class means something else."""
-    different = [
-        f"{key} {shorten(str(old), 60)} -> {shorten(str(new), 60)}"
-        for key, (old, new) in _differences(saved, current).items()
-    ]
+    different = [f"{key} {_show(old)} -> {_show(new)}" for key, (old, new) in _differences(saved, current).items()]
     if different:
         raise CheckpointError(
             f"{path}: was trained on other data, or with epochs of another length: {', '.join(different)}\n"
@@ -64,19 +66,63 @@ def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[s
     return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
 
 
-def check_weights_fit(path: Path, saved: dict[str, Tensor], current: dict[str, Tensor]) -> None:
-    """Raise `CheckpointError` naming the tensors that only one side has or whose shapes differ."""
-    different = [f"{name} (only in the checkpoint)" for name in saved if name not in current]
-    for name, weight in current.items():
-        if name not in saved:
-            different.append(f"{name} (not in the checkpoint)")
-        elif saved[name].shape != weight.shape:
-            different.append(f"{name} {tuple(saved[name].shape)} -> {tuple(weight.shape)}")
-    if different:
+def _show(value: Any) -> str:
+    return shorten(repr(value), 60)
+
+
+def check_tensors_fit(
+    path: Path, state: dict[str, Any], network: Mapping[str, Tensor], optimizer: Optimizer | None = None
+) -> None:
+    """Raise `CheckpointError` unless `state` holds the tensors that would be saved for the state dict `network` and for
+    `optimizer`: the same names, shapes and types, and only values that training can reach."""
+    parts: list[tuple[str, Any, Any]] = [("", state["model"], network)]
+    if state["average"]:
+        parts.append(("average.", state["average"]["module"], network))
+    local = {name: network.get(name.removeprefix("average.")) for name in state["ranks"][0]["buffers"]}
+    local["metric_sums"] = torch.zeros(4, dtype=torch.float64)
+    for number, rank in enumerate(state["ranks"]):
+        parts.append((f"ranks.{number}.", rank["buffers"] | {"metric_sums": rank["metric_sums"]}, local))
+    if optimizer is not None:
+        saved, expected = state["optimizer"], state_after_a_step(optimizer)
+        groups = [
+            {f"{n} {group['params']}": 0 for n, group in enumerate(one["param_groups"])} for one in (saved, expected)
+        ]
+        parts.append(("optimizer group ", groups[0], groups[1]))
+        for number, own in saved["state"].items():  # empty, or missing, if no step has updated the parameter
+            parts.append((f"optimizer.{number}.", own, expected["state"].get(number, {}) if own else {}))
+    if problems := differences(parts):
         raise CheckpointError(
-            f"{path}: its weights do not fit this network: {shorten_list(different)}\n"
-            "the network's code has changed since; use the earlier code, or start a new run with --resume never"
+            f"{path}: its tensors do not fit this network: {shorten_list(problems)}\n"
+            "the network's code has changed, or the file; use the earlier code, another checkpoint, or --resume never"
         )
+
+
+def differences(parts: list[tuple[str, Any, Any]]) -> list[str]:
+    """Describe what differs in type or shape in parts (prefix, saved, expected); if nothing, the impossible values."""
+    pairs = {f"{part}{name}": (old.get(name), new.get(name)) for part, old, new in parts for name in {**new, **old}}
+    kinds = {name: (_kind(old), _kind(new)) for name, (old, new) in pairs.items()}
+    return [f"{_show(name)} {old} -> {new}" for name, (old, new) in kinds.items() if old != new] or [
+        f"{_show(name)} holds impossible numbers" for name, (old, _) in pairs.items() if not _is_possible(name, old)
+    ]
+
+
+def _kind(value: Any) -> str:
+    """Describe shape and type; the precisions of `opt_level` are one type, as it may change when a run is resumed."""
+    if not isinstance(value, Tensor):
+        return "missing" if value is None else type(value).__name__
+    dense = value.layout is torch.strided and not value.is_nested
+    if not dense or value.numel() > 1 + sum(
+        (n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)
+    ):
+        return "not dense"  # or elements share memory
+    dtype = torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
+    return f"{dtype} {list(value.shape)}".removeprefix("torch.")
+
+
+def _is_possible(name: str, number: Any) -> bool:
+    value = torch.as_tensor(number)
+    possible = not value.is_meta and bool(value.isfinite().all())
+    return possible and not (NEVER_NEGATIVE.search(name) and bool((value < 0).any()))
 
 
 def shorten_list(names: Sequence[str]) -> str:

@@ -7,9 +7,11 @@ SHA-256 of its content as the comment of the zip archive: PyTorch itself does no
 import hashlib
 import io
 import os
+import pickle
 import re
 import struct
 import threading
+import zipfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from utils.errors import CheckpointError, ExpectedError
 from utils.files import open_regular, write_atomically
-from utils.run.checkpoint.schema import CheckpointSchema, explain_misfit
+from utils.run.checkpoint.schema import CheckpointSchema, check_content
 
 FORMAT = 1
 STATISTICS = ("running_mean", "running_var")  # not used by the forward pass in training
@@ -53,31 +55,41 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """Return the state in a checkpoint file, on the CPU; raise `CheckpointError` if it cannot be used."""
     try:
         with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - _COMMENT_BYTES))
             content = file.read()
-    except OSError as error:
-        raise DamagedError(f"{path}: cannot be read: {error.strerror}") from None
+            if content.startswith(_DIGEST):  # otherwise it may be larger than memory
+                file.seek(0)
+                content = file.read()
+    except (OSError, MemoryError) as error:
+        raise DamagedError(f"{path}: cannot be read: {getattr(error, 'strerror', 'larger than memory')}") from None
     head, comment = memoryview(content)[:-_COMMENT_BYTES], content[-_COMMENT_BYTES:]
     if comment != _DIGEST + hashlib.sha256(head).hexdigest().encode():
-        raise DamagedError(
-            f"{path}: is damaged or not a checkpoint of this program ({len(content)} bytes, wrong digest)"
-        )
+        raise DamagedError(f"{path}: is damaged or not a checkpoint of this program ({size} bytes, wrong digest)")
     try:
-        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # the digest is right, so somebody forged the file; torch may raise anything
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{path}: is not a checkpoint of this program: {reason}") from None
-    if not isinstance(state, dict) or type(state.get("format")) is not int:  # a bool is an int, too
-        raise CheckpointError(f"{path}: is not a checkpoint of this program: it has no format number")
-    if state["format"] != FORMAT:
-        raise CheckpointError(
-            f"{path}: has format {state['format']}, this program reads {FORMAT}; use the version that wrote it, or "
-            "start a new run with --resume never or another --run-dir"
-        )
-    if missing := KEYS - state.keys():
-        raise CheckpointError(f"{path}: is not a checkpoint of this program: it lacks {', '.join(sorted(missing))}")
-    if (problem := explain_misfit(state)) is not None:
-        raise CheckpointError(f"{path}: is not a checkpoint of this program: {problem}")
-    return state
+        state = decode(content)
+        if not isinstance(state, dict) or state.get("format", FORMAT) == FORMAT:
+            return check_content(state)
+    except ValueError as error:  # the digest is right, so somebody forged the file
+        raise CheckpointError(f"{path}: is not a checkpoint of this program: {error}") from None
+    raise CheckpointError(
+        f"{path}: has format {state['format']}, this program reads {FORMAT}; use the version that wrote it, or "
+        "start a new run with --resume never or another --run-dir"
+    )
+
+
+def decode(content: bytes) -> Any:
+    """Return what torch.save wrote, on the CPU; raise `ValueError` for anything else."""
+    try:
+        entries = zipfile.ZipFile(io.BytesIO(content)).infolist() if content.startswith(b"PK") else []
+        compressed = any(one.compress_type for one in entries) or sum(one.file_size for one in entries) > len(content)
+        if compressed or b"\nbytearray\n" in content:  # a few bytes of either could fill the memory
+            raise pickle.UnpicklingError
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # its message recommends weights_only=False, which runs code
+        raise ValueError("it holds more than uncompressed tensors and plain values") from None
+    except Exception as error:  # torch may raise anything
+        raise ValueError(ascii(error)[:100]) from None
 
 
 def step_path(folder: Path, step: int) -> Path:

@@ -6,18 +6,16 @@ Only a head for another number of classes is not loaded and stays freshly initia
 """
 
 import hashlib
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from utils.errors import CheckpointError
 from utils.files import open_regular
 from utils.run.checkpoint import io as checkpoint
-from utils.run.checkpoint.fit import shorten_list
+from utils.run.checkpoint.fit import differences, shorten_list
 
 COUNTERS = "num_batches_tracked"  # BatchNorm's; missing from files of PyTorch before 0.4.1, such as torchvision's
 
@@ -46,29 +44,13 @@ def read_pretrained(name: str | None, network: Mapping[str, Tensor], num_classes
         raise CheckpointError(f"pretrained {path}: cannot be read: {error.strerror}; name a file of weights") from None
     saved, sha256 = _decode(path, content), hashlib.sha256(content).hexdigest()
     head, classes = _find_head(saved, network, num_classes)
-    missing = [name for name in network if name not in saved and not name.endswith(COUNTERS)]
-    problems = {
-        "not in the file": missing,
-        "only in the file": [name for name in saved if name not in network],
-        "of another shape": [
-            f"{name} {tuple(saved[name].shape)} -> {tuple(network[name].shape)}"
-            for name in network
-            if name in saved and name not in head and saved[name].shape != network[name].shape
-        ],
-    }
-    if any(problems.values()):
-        described = "; ".join(f"{kind}: {shorten_list(names)}" for kind, names in problems.items() if names)
+    weights = {name: weight for name, weight in saved.items() if name not in head}
+    names = [name for name in network if name not in head and (name in saved or not name.endswith(COUNTERS))]
+    if problems := differences([("", weights, {name: network[name] for name in names})]):
         raise CheckpointError(
-            f"pretrained {path}: does not fit this network: {described}\n"
-            "choose the network that it was saved from (model, stem, width), or rename its tensors; only a head for "
-            "another number of classes is replaced"
-        )
-    weights = {name: saved[name] for name in network if name in saved and name not in head}
-    bad = [name for name, weight in weights.items() if not weight.float().isfinite().all()]
-    if bad:
-        raise CheckpointError(
-            f"pretrained {path}: holds numbers that are not finite: {shorten_list(bad)}\n"
-            "it is damaged, or its training diverged; name another file of weights"
+            f"pretrained {path}: does not fit this network: {shorten_list(problems)}\n"
+            "choose the network that it was saved from (model, stem, width), or another file; only a head for another "
+            "number of classes is replaced"
         )
     replaced = f"; {', '.join(head)} newly initialised, for {num_classes} classes instead of {classes}" if head else ""
     note = f"Starting from {len(weights)} tensors of {path} (SHA-256 {sha256}){replaced}"
@@ -82,7 +64,7 @@ def _decode(path: Path, content: bytes) -> dict[str, Tensor]:
             from safetensors.torch import load
 
             return load(content)
-        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        state = checkpoint.decode(content)
     except Exception as error:  # the readers may raise anything for a file of another kind
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"pretrained {path}: cannot be read: {reason[:100]}\n{kinds}") from None

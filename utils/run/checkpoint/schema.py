@@ -4,28 +4,32 @@ it is undamaged, not that this program wrote it.
 The loaders' only state is (epoch, batch): order and augmentation are functions of seed, epoch and sample index.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 from torch import Tensor
 
 from utils import seeds
 
 Count = Annotated[int, Field(ge=0, le=999_999_999)]  # a checkpoint's name has nine digits of steps
-Tensors = dict[str, Tensor]
-FourSums = Annotated[list[FiniteFloat], Field(min_length=4, max_length=4)]
+Amount = Annotated[FiniteFloat, Field(ge=0)]
+Tensors = dict[str, Tensor]  # fit.py compares them with the network's
+Sums = Annotated[list[Amount], Field(min_length=4, max_length=4)]
+Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]  # no escape sequences for the terminal
+Side = Annotated[int, Field(ge=1, le=2**15)]
+Plain = str | int | float | bool | None
 Nothing = Annotated[dict[str, Any], Field(max_length=0)]
 
 
-def explain_misfit(state: dict[str, Any]) -> str | None:
-    """Describe the first value in `state` of a wrong type or shape; None if there is none. All keys must be present."""
+def check_content(state: Any) -> dict[str, Any]:
+    """Return `state`; raise `ValueError` that describes the first value in `state` of a wrong type or range."""
     try:
         CheckpointSchema.model_validate(state)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        return f"{place}: {first['msg']}" if place else first["msg"]
-    return None
+        raise ValueError(f"{place!r}: {first['msg']}" if place else first["msg"]) from None
+    return state
 
 
 class _Part(BaseModel):
@@ -37,10 +41,10 @@ class _Data(_Part):
 
     train_images: Count
     steps_per_epoch: Count
-    class_names: list[str] | tuple[str, ...]
-    shape: tuple[int, int, int]  # channels, height, width
-    mean: list[float] | tuple[float, ...]  # of pixels in [0, 1]; the same for std
-    std: list[float] | tuple[float, ...]
+    class_names: list[Name] | tuple[Name, ...]
+    shape: tuple[Side, Side, Side]  # channels, height, width
+    mean: list[FiniteFloat] | tuple[FiniteFloat, ...]  # of pixels in [0, 1]; the same for std
+    std: list[FiniteFloat] | tuple[FiniteFloat, ...]
 
 
 class _Average(_Part):
@@ -49,32 +53,33 @@ class _Average(_Part):
 
 
 class _Optimizer(_Part):
-    state: dict[int, dict[str, Tensor | float | bool | None]]
+    state: dict[int, dict[str, Tensor | Count]]
     param_groups: Annotated[list["_Group"], Field(min_length=1)]
 
 
 class _Group(_Part):
     params: list[int]
+    lr: Amount | Tensor
 
 
 class _GradScaler(_Part):
     """The names are PyTorch's."""
 
-    scale: FiniteFloat
-    growth_factor: FiniteFloat
-    backoff_factor: FiniteFloat
-    growth_interval: int
-    growth_tracker: Annotated[int, Field(alias="_growth_tracker")]
-    skipped: FiniteFloat
+    scale: Amount
+    growth_factor: Amount
+    backoff_factor: Amount
+    growth_interval: Count
+    growth_tracker: Annotated[Count, Field(alias="_growth_tracker")]
+    skipped: Amount
 
 
 class _Plateau(_Part):
     model_config = ConfigDict(extra="forbid")
 
-    patience: int
-    best: float
-    bad_epochs: int
-    cuts: int
+    patience: Count
+    best: Annotated[float, Field(ge=0)]  # infinite before the first validation
+    bad_epochs: Count
+    cuts: Count
 
 
 class _Best(_Part):
@@ -83,24 +88,16 @@ class _Best(_Part):
 
 
 class _Rank(_Part):
-    random: dict[str, Any]  # states of the random generators
+    random: Annotated[dict[str, Any], AfterValidator(seeds.check_random_state)]  # states of the random generators
     metric_sums: Tensor  # of the epoch so far: loss, correct, images, batches with a finite loss
     buffers: Tensors  # BatchNorm's, if they differ between ranks
-
-    @model_validator(mode="after")
-    def _check_values(self) -> "_Rank":
-        if self.metric_sums.shape != (4,):
-            raise ValueError(f"metric_sums has shape {list(self.metric_sums.shape)}, expected [4]")
-        if (problem := seeds.explain_misfit(self.random)) is not None:
-            raise ValueError(f"random: {problem}")
-        return self
 
 
 class CheckpointSchema(_Part):
     """A checkpoint. Other keys are ignored."""
 
-    format: Literal[1]  # version of this table
-    config: dict[str, Any]  # the resolved configuration, plain values
+    format: Annotated[int, Field(ge=1, le=1)]  # version of this table
+    config: dict[str, Plain | list[Plain]]  # the resolved configuration, plain values
     config_name: str  # of its block
     data: _Data
     epoch: Count  # finished epochs
@@ -111,23 +108,19 @@ class CheckpointSchema(_Part):
     optimizer: _Optimizer  # the learning rate is a function of step and plateau
     grad_scaler: _GradScaler | Nothing
     plateau: _Plateau
-    logged_sums: FourSums  # the epoch's sums over all ranks at the last log point
+    logged_sums: Sums  # the epoch's sums over all ranks at the last log point
     best: _Best  # validation so far
-    seconds: FiniteFloat  # training time so far, over all interruptions
+    seconds: Amount  # training time so far, over all interruptions
     # training time when the epoch began; images and seconds behind the images/s; None in earlier versions' checkpoints
-    timing: Annotated[list[FiniteFloat], Field(min_length=3, max_length=3)] | None = None
+    timing: Annotated[list[Amount], Field(min_length=3, max_length=3)] | None = None
     ranks: Annotated[list[_Rank], Field(min_length=1)]
     versions: dict[str, str]  # Python and torch that wrote it
 
     @model_validator(mode="after")
     def _check_parts_against_each_other(self) -> "CheckpointSchema":
-        if self.batch > self.data.steps_per_epoch:
-            raise ValueError(f"batch is {self.batch} of {self.data.steps_per_epoch} in an epoch")
-        shapes = {name: weight.shape for name, weight in self.model.items()}
-        if self.average is not None and {name: own.shape for name, own in self.average.module.items()} != shapes:
-            raise ValueError("average holds other names or shapes than model")
-        for rank in self.ranks:
-            for name, buffer in rank.buffers.items():
-                if (expected := shapes.get(name.removeprefix("average."))) != buffer.shape:
-                    raise ValueError(f"ranks: {name} has shape {list(buffer.shape)}, in model {expected}")
+        length = self.data.steps_per_epoch
+        if self.batch > length or self.step != self.epoch * length + self.batch:
+            raise ValueError(f"step {self.step} is not batch {self.batch} of {length} after {self.epoch} epochs")
+        if isinstance(size := self.config.get("batch_size"), int) and size % len(self.ranks):
+            raise ValueError(f"batch_size {size} is not a multiple of {len(self.ranks)} ranks")
         return self

@@ -103,6 +103,7 @@ class RunState:
             "buffers": {name: buffer.cpu() for name, buffer in buffers},
         }
 
+    @torch.no_grad()
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `gather` returned, at the same or another world size."""
         self.learner.load_state_dict(state)
