@@ -378,14 +378,14 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path, refused: Callable
     cannot = "cannot read the configuration file:"
     missing, pipe, large = tmp_path / "no.yaml", tmp_path / "pipe.yaml", tmp_path / "large.yaml"
     os.mkfifo(pipe)
-    large.write_bytes(b"default:\n  lr: 1\n" + b"#" * 1_000_000)
+    large.write_bytes(b"default:\n  lr: 1\n" + b"#" * 300_000)
     assert refused(f"--yaml_config={missing}") == f"error: {missing}: {cannot} No such file or directory\n"
     assert refused(f"--yaml_config={tmp_path}") == f"error: {tmp_path}: {cannot} Is a directory\n"
     long = Path("c" * 300)
     assert refused(f"--yaml_config={long}") == f"error: ...{'c' * 200}: {cannot} File name too long\n"
     for special in (pipe, Path("/dev/zero")):
         assert refused(f"--yaml_config={special}") == f"error: {special}: {cannot} not a regular file\n"
-    assert refused(f"--yaml_config={large}").startswith(f"error: {large}: has over 1,000,000 bytes; expected a YAML")
+    assert refused(f"--yaml_config={large}").startswith(f"error: {large}: has over 300,000 bytes; expected a YAML")
 
 
 @pytest.mark.timeout(60)

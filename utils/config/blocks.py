@@ -30,7 +30,7 @@ from utils.program import CODE
 
 # A block's name becomes the folder expts/<name>/, so it can hold neither a separator nor a leading dot.
 BLOCK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
-MAX_BYTES = 1_000_000
+MAX_BYTES = 300_000
 MAX_CHAIN = 100  # depth of blocks that merge or extend one another
 MAX_SHOWN = 200  # characters of a path in a message
 
