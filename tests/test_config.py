@@ -204,6 +204,14 @@ def test_own_keys_win_over_merged_and_earlier_merges_over_later(tmp_path: Path) 
     assert (config.lr, config.seed, config.log_freq, config.batch_size) == (4, 6, 2, 128)
 
 
+def test_an_alias_means_the_nearest_anchor_before_it_and_nothing_warns(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(LINE_1 + "a: &A {lr: 2}\nb: &A {lr: 3}\nx: {<<: *A}\n", encoding="utf-8")
+    assert load_config(path, "x").lr == 3 and not recwarn.list
+
+
 def test_windows_files_load(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_bytes(b"\xef\xbb\xbf" + LINE_1.replace("\n", "\r\n").encode())

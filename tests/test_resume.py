@@ -94,7 +94,7 @@ def same(one, other):
 def assert_same_run(folder, whole):
     """Compare everything that training resumes from and everything recorded, except times."""
     states = [read_checkpoint(list_checkpoints(path / "checkpoints")[0]) for path in (folder, whole)]
-    for key in checkpoint.KEYS - {"config", "seconds", "ranks"}:
+    for key in checkpoint.KEYS - {"config", "seconds", "timing", "ranks"}:
         assert same(states[0][key], states[1][key]), key
     ours, theirs = (state["ranks"][0] for state in states)
     assert torch.equal(ours["metric_sums"], theirs["metric_sums"])
@@ -136,9 +136,7 @@ def test_two_epochs_equal_one_and_a_resumed_one(tiny, one_rank, tmp_path):
 def test_seconds_of_training_include_earlier_starts(tiny, one_rank, tmp_path):
     run(tiny(max_epochs=1), one_rank, tmp_path)
     (path,) = list_checkpoints(tmp_path / "checkpoints")
-    state = read_checkpoint(path) | {"seconds": 1000.0}
-    del state["timing"]  # as in checkpoints of earlier versions
-    path.write_bytes(encode(state))
+    path.write_bytes(encode(read_checkpoint(path) | {"seconds": 1000.0}))
     run(tiny(max_epochs=2), one_rank, tmp_path, resume=str(tmp_path))
     seconds = read_records(tmp_path, "epoch")[-1]["seconds"]
     assert 1000 < seconds < 1600 and read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])["seconds"] > 1000

@@ -10,6 +10,7 @@ ruamel.yaml only parses, to nodes that know their line. Values are built here, b
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -238,7 +239,9 @@ def _compose(text: str, origin: str, what: str) -> Node | None:
     yaml = YAML(typ="safe", pure=True)
     yaml.Resolver, yaml.Reader = _CoreResolver, _LineReader
     try:
-        return yaml.compose(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # for two anchors of one name, which YAML allows
+            return yaml.compose(text)
     except RecursionError:
         raise ConfigError(f"{origin}: {what} nested too deeply; expected flat keys") from None
     except Exception as error:  # YAMLError, but for some texts also ValueError, IndexError and others

@@ -28,7 +28,7 @@ FORMAT = 1
 STATISTICS = ("running_mean", "running_var")  # not used by the forward pass in training
 REMEDIES = "a lower lr, a warm-up (lr_warmup_epochs), clip_grad_norm or amp_dtype=bf16 are the usual remedies"
 NO_BEST = {"acc1": -1.0, "epoch": 0}  # before the first validation
-KEYS = frozenset(key for key, field in CheckpointSchema.model_fields.items() if field.is_required())
+KEYS = frozenset(CheckpointSchema.model_fields)
 
 _DIGEST = b"sha256:"
 _COMMENT_BYTES = len(_DIGEST) + 64

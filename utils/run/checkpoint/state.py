@@ -109,7 +109,7 @@ class RunState:
         self.learner.load_state_dict(state)
         self.progress.epoch, self.progress.batch = state["epoch"], state["batch"]
         self.progress.best, self.progress.earlier_seconds = state["best"], state["seconds"]
-        self.progress.epoch_began, images, seconds = state.get("timing") or (state["seconds"], 0, 0.0)
+        self.progress.epoch_began, images, seconds = state["timing"]
         self.progress.throughput.earlier = images, seconds
         if len(state["ranks"]) == self.world.world_size:
             self._restore_rank(state["ranks"][self.world.rank], state["logged_sums"])
