@@ -220,7 +220,8 @@ class Trainer:
         self.throughput.start()
 
     def _finish_epoch(self, train: Metrics, valid: Metrics, confusion: Confusion) -> None:
-        """End of epoch: step the schedule, log, checkpoint; runs the held-out test first if training is done.
+        """End of epoch: step the schedule, log, checkpoint. If training is done, first evaluate the test images (with
+        `holdout_images`).
 
         `valid` is {} in an epoch without validation."""
         test, is_best = dict[str, float](), False
@@ -313,7 +314,8 @@ class Trainer:
     def _open_folder(self) -> OpenedRun | None:
         """Collective: lock the run's folder in the main process, and restore the checkpoint to resume from."""
         learner = self.learner
-        # less than the other ranks' timeout, but enough for an isolated rank of an earlier launch to exit
+        # for the folder's lock: less than the other ranks' timeout, but enough for an isolated rank of an earlier
+        # launch to exit
         patience = 0.9 * self.config.collective_timeout_seconds
         opened = self.world.main_only(
             lambda: open_run(self.folder, self.resume, self.config, learner, self.data, self._read_pretrained, patience)

@@ -155,7 +155,7 @@ KINDS: dict[str, list[tuple[str | bytes, bytes | Callable[[bytes], object], str]
     ],
     "a name that is not UTF-8": [(b"\xff\xfe caf\xe9.jpg", JPEG, READ)],
     "JPEG whose data are damaged, with all its markers": [("damaged.jpg", damage_middle(JPEG), READ)],
-    "JPEG whose data are damaged so that PIL refuses them": [("codes.jpg", damage_codes(JPEG), UNREADABLE)],
+    "JPEG whose data are damaged so that PIL and DALI refuse them": [("codes.jpg", damage_codes(JPEG), UNREADABLE)],
     "truncated: JPEG, PNG, WebP": [
         ("cut.jpg", JPEG[: len(JPEG) * 2 // 3], UNREADABLE),
         ("cut-progressive.jpg", encode("JPEG", progressive=True)[:-40], UNREADABLE),

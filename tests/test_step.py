@@ -4,7 +4,8 @@ import itertools
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,27 @@ def test_a_compiled_step_equals_the_eager_one_and_keeps_parameter_names(tiny, on
         torch.testing.assert_close(compiled[name], value, rtol=1e-4, atol=1e-5)
     assert trainings[1].step.forward is not trainings[1].step._forward
     torch.testing.assert_close(trainings[0].sums.sums, trainings[1].sums.sums, rtol=1e-5, atol=0)
+
+
+def test_the_first_pass_of_each_shape_counts_as_compilation_with_its_backward(tiny, one_rank, monkeypatch):
+    """Inductor compiles the backward pass when it first runs."""
+    events: list[str] = []
+    backward = Tensor.backward
+
+    @contextmanager
+    def timer() -> Iterator[None]:
+        events.append("begin")
+        yield
+        events.append("end")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(Tensor, "backward", lambda loss: (events.append("backward"), backward(loss)))
+    learner = build_measured(tiny(enable_compile=True), one_rank)
+    learner.step.compile_timer = timer
+    for side in (32, 32, 16):
+        learner.train_step(torch.zeros(8, 3, side, side), torch.zeros(8, dtype=torch.int64))
+    timed = ["begin", "backward", "end"]
+    assert events == [*timed, "backward", *timed]
 
 
 def test_compile_without_a_compiler_is_refused(tiny, one_rank, monkeypatch):

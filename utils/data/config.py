@@ -40,7 +40,7 @@ class DatasetConfig(SharedConfig):
     folders, data_path/train/CLASS/ and data_path/val/CLASS/, or shards packed by tools.prepare_data. Or your own
     package.module:function, which is called with data_path; docs/own_code.md describes its return value."""
     data_path: Annotated[str, Field(min_length=1), KeyFlag.FREE_ON_RESUME] = "./data"
-    """The folder that holds cifar-100-binary/ or torchvision's folder, train/ and val/, or shards.index."""
+    """The folder that holds CIFAR's folder (binary or torchvision's), or train/ and val/, or shards.index."""
     cifar100_mean: Annotated[
         tuple[Annotated[float, Field(ge=0, le=1)], ...], PerChannel, KeyFlag.FREE_ON_RESUME
     ] = (0.5070751592371323, 0.48654887331495095, 0.4409178433670343)  # fmt: skip

@@ -148,7 +148,7 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
     """speed"""
 
     enable_extra_opts: bool = False
-    """EXTRA: the tutorial's switch for the next three settings where they are null."""
+    """EXTRA: the tutorial's switch: the value of each of the next three that is null."""
     fused_optimizer: bool | None = None
     """EXTRA: one fused kernel for the whole update of sgd or adamw. On a CPU before torch 2.14 the kernel updates
     half-precision weights (O3) wrongly: null disables it and true is an error."""

@@ -182,7 +182,7 @@ def build_learner(
             f"fused_optimizer disabled: torch {torch.__version__} updates half-precision weights wrongly on a CPU"
         )
     notes += explain_warmup(config)
-    # the tutorial's file lacks the key: there a GPU had 256 images at most
+    # the tutorial's own file lacks the key; no GPU had more than 256 images there
     if "micro_batch_size" not in config.model_fields_set and batch.micro_batch_size > 256:
         notes.append(
             f"{batch.micro_batch_size} images in one forward pass: more memory and other BatchNorm statistics than "

@@ -49,21 +49,13 @@ class TrainStep:
     def __post_init__(self) -> None:
         self.statistics = RunningStatistics(self.model) if self.accumulation > 1 else None
         self.forward: Forward = self._forward
+        self.compiled_shapes: set[torch.Size] | None = None  # None: not compiled
 
     def compile(self) -> None:
         """COMPILE: compile forward and loss, and with them their backward, once for each shape of images. The names in
         the model's state and its validation do not change."""
-        compiled: Forward = torch.compile(self._forward, dynamic=False)
-        compiled_shapes = set[torch.Size]()
-
-        def forward(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-            if images.shape in compiled_shapes:
-                return compiled(images, labels)
-            compiled_shapes.add(images.shape)
-            with self.compile_timer():  # compiles the backward pass too
-                return compiled(images, labels)
-
-        self.forward = forward
+        self.forward = torch.compile(self._forward, dynamic=False)
+        self.compiled_shapes = set()
 
     def __call__(self, images: Tensor, labels: Tensor, sums: MetricSums) -> None:
         with self.profiler.range("zero_grad"):
@@ -76,7 +68,7 @@ class TrainStep:
                 self.statistics.start()
             for number, (micro_images, micro_labels) in enumerate(micro_batches, start=1):
                 last = number == len(micro_batches)
-                with self._reduce_gradients(last):
+                with self._reduce_gradients(last), self._time_compilation(micro_images.shape):
                     loss, outputs = self.forward(micro_images, micro_labels)
                     # AMP: scale the loss so that fp16 gradients do not underflow
                     self.loss_scaler.scale(loss / self.accumulation if self.accumulation > 1 else loss).backward()
@@ -98,6 +90,13 @@ class TrainStep:
         """Return (loss, float32 logits [N, classes])."""
         outputs = self.precision.forward(self.model, images)
         return self.criterion(outputs, labels), outputs
+
+    def _time_compilation(self, shape: torch.Size) -> AbstractContextManager[None]:
+        """COMPILE: time the first pass of each shape, whose forward and backward compile."""
+        if self.compiled_shapes is None or shape in self.compiled_shapes:
+            return nullcontext()
+        self.compiled_shapes.add(shape)
+        return self.compile_timer()
 
     def _reduce_gradients(self, last: bool) -> AbstractContextManager[None]:
         """DDP: average gradients over the ranks once per step, with the last micro-batch."""

@@ -98,7 +98,8 @@ def check_tensors_fit(
 
 
 def differences(parts: list[tuple[str, Any, Any]]) -> list[str]:
-    """Describe what differs in type or shape in parts (prefix, saved, expected); if nothing, the impossible values."""
+    """Describe the tensors of parts (prefix, saved, expected) whose type or shape differs; if there are none, those
+    with impossible values."""
     pairs = {f"{part}{name}": (old.get(name), new.get(name)) for part, old, new in parts for name in {**new, **old}}
     kinds = {name: (_kind(old), _kind(new)) for name, (old, new) in pairs.items()}
     return [f"{_show(name)} {old} -> {new}" for name, (old, new) in kinds.items() if old != new] or [
@@ -107,7 +108,7 @@ def differences(parts: list[tuple[str, Any, Any]]) -> list[str]:
 
 
 def _kind(value: Any) -> str:
-    """Describe shape and type; the precisions of `opt_level` are one type, as it may change when a run is resumed."""
+    """Describe shape and type; float16 and bfloat16 count as float32, as `opt_level` may change on resume."""
     if not isinstance(value, Tensor):
         return "missing" if value is None else type(value).__name__
     dense = value.layout is torch.strided and not value.is_nested

@@ -107,8 +107,8 @@ def save_last(folder: Path, content: bytes, step: int, keep: int) -> None:
 class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     """Writes the checkpoints of a run: before `save` returns, or (`background`) in a thread while training continues.
 
-    In the background one state is written while at most one more waits, both copied to host memory; a newer state
-    replaces the waiting one. So training waits for the disk only in `wait`, at its end. The next call raises the error
+    In the background one state is written while the newest last and the newest best one wait: at most three, copied to
+    host memory. So training waits for the disk only in `wait`, at its end. The next call raises the error
     of a failed write. `before` is called before each write, in the same thread; it syncs the records to the disk.
     """
 
@@ -171,7 +171,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             raise failure
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """After an error, write the waiting state but raise no error of that; after Ctrl-C, do not wait."""
+        """After an error, wait until the waiting states are written, and ignore a failure of that; after Ctrl-C, do not
+        wait."""
         if error is None:
             self.wait()
         elif isinstance(error, Exception):

@@ -79,8 +79,8 @@ def _decode(path: Path, content: bytes) -> dict[str, Tensor]:
 def _find_head(
     saved: Mapping[str, Tensor], network: Mapping[str, Tensor], num_classes: int
 ) -> tuple[list[str], int | None]:
-    """Return the names of the tensors that differ only in their rows, `num_classes` here, and the rows in the file;
-    ([], None) if any other shape differs."""
+    """Return the names of the tensors whose shape differs only in the number of rows, which is `num_classes` in this
+    network, and their number of rows in the file; ([], None) if any other shape differs."""
     differing = [name for name in network if name in saved and saved[name].shape != network[name].shape]
     rows = {saved[name].shape[:1] for name in differing}
     other_rows_only = all(

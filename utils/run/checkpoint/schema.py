@@ -111,7 +111,7 @@ class CheckpointSchema(_Part):
     logged_sums: Sums  # the epoch's sums over all ranks at the last log point
     best: _Best  # validation so far
     seconds: Amount  # training time so far, over all interruptions
-    # training time when the epoch began; images and seconds behind the images/s
+    # training time when the epoch began; images and seconds from which images/s is computed
     timing: Annotated[list[Amount], Field(min_length=3, max_length=3)]
     ranks: Annotated[list[_Rank], Field(min_length=1)]
     versions: dict[str, str]  # Python and torch that wrote it
