@@ -406,7 +406,6 @@ def wait_for_torchruns_store() -> int:
 
 
 def test_ranks_do_not_wait_long_for_a_torchrun_that_is_gone(tmp_path: Path) -> None:
-    """Its store was open before it started them."""
     port = free_port()
     rank = torchrun_variables(1, 2, port, LOCAL_RANK="0", TORCHELASTIC_USE_AGENT_STORE="True")
     (ended,) = Job(tmp_path, wait_for_torchruns_store, (), [rank]).wait(20)

@@ -1,5 +1,5 @@
-"""Switch off a node of a Slurm job in mid-epoch, let Slurm requeue the job, and draw the run's loss over that of an
-uninterrupted run.
+"""Switch off a node of a Slurm job in mid-epoch, let Slurm requeue the job, and draw its loss over an uninterrupted
+run's loss.
 
 PYTHONPATH=. python docs/figures/killed_and_resumed.py --train   # both jobs; needs root, tests/install_slurm.sh
 PYTHONPATH=. python docs/figures/killed_and_resumed.py           # draw from results/2026-11-25-killed-and-resumed

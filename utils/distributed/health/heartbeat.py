@@ -5,8 +5,8 @@ in a CUDA graph, nor the read of its results, which would wait forever. So a thr
 in the store, over a separate connection. Rank 0 checks the counters of all ranks, and they check rank 0's. A rank that
 is only slow (a validation, a checkpoint, a compilation) keeps counting.
 
-Silence is measured in checks by this process, not in seconds: a process that was suspended for an
-hour, or whose node was, sees the others silent for one check only when it continues.
+Silence is measured in checks by this process, not in seconds: a process that continues after it, or
+its node, was suspended for an hour sees the others silent for only one check.
 """
 
 import json
