@@ -38,9 +38,8 @@ def norm_relu(
     out, mean, invstd = aten.native_batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps)
     if shortcut is not None:
         out += shortcut
-    at_least_float32 = torch.promote_types(
-        mean.dtype, torch.float32
-    )  # half-precision weights give half-precision statistics
+    # half-precision weights give half-precision statistics
+    at_least_float32 = torch.promote_types(mean.dtype, torch.float32)
     return _activate(out, silu), mean.to(at_least_float32), invstd.to(at_least_float32)
 
 
