@@ -14,12 +14,13 @@ class Network:
     """A network as the configuration sees it."""
 
     builder: str  # "module:function", which takes ModelConfig and returns the network
+    residual: bool = False  # torchvision's ResNets: zero_init_residual applies
     external: bool = False  # of the user or timm: the builder also takes the image side; stem and width do not apply
     small: bool = False  # for small images only: `width` applies, the stem is fixed
     large_images_only: bool = False
 
 
-_LARGE = Network("models.resnet:build_large_resnet")
+_LARGE = Network("models.resnet:build_large_resnet", residual=True)
 _SMALL = Network("models.resnet:build_small_resnet", small=True)
 _VGG = Network("models.vgg:build_vgg")
 
@@ -63,6 +64,9 @@ class ModelConfig(SharedConfig):
     stem: Annotated[Literal["7x7", "3x3", "imagenet"], KeyFlag.FIXED_ON_RESUME] = "7x7"
     """First convolution of large ResNets: 7x7 (the tutorial's) or 3x3, stride 1, no max-pool. imagenet: torchvision's
     unchanged ResNet, VGG16 or AlexNet, for 224 pixels."""
+    zero_init_residual: Annotated[bool, KeyFlag.FIXED_ON_RESUME] = False
+    """torchvision's ResNets: each residual block starts as the identity, with a last BatchNorm weight of 0. Goyal et al.
+    (arXiv:1706.02677) train large batches so."""
     width: Annotated[int, Field(ge=1, le=64), KeyFlag.FIXED_ON_RESUME] = 1
     """Small ResNets and airbench: the first stage has 16 times this many channels. He uses 1, Page and Jordan 4."""
 
@@ -76,6 +80,9 @@ class ModelConfig(SharedConfig):
         if self.width != 1 and not network.small:
             small = [name for name, other in NETWORKS.items() if other.small]
             raise ValueError(f"width {self.width} is for {', '.join(small)}; model {self.model} needs 1")
+        if self.zero_init_residual and not network.residual:
+            residual = [name for name, other in NETWORKS.items() if other.residual]
+            raise ValueError(f"zero_init_residual is for {', '.join(residual)}; model {self.model} needs false")
         if network.large_images_only and self.stem != "imagenet":
             raise ValueError(f"model {self.model} is for large images: stem must be imagenet, not {self.stem}")
         if network.external and self.stem != "7x7":

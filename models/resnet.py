@@ -27,7 +27,7 @@ def build_large_resnet(config: ModelConfig) -> nn.Module:
     """Build torchvision's ResNet with the configured `stem`: images [N, 3, 32, 32], with stem imagenet
     [N, 3, 224, 224] -> logits [N, num_classes]."""
     build = getattr(torchvision.models, config.model)
-    model = build(num_classes=config.num_classes)
+    model = build(num_classes=config.num_classes, zero_init_residual=config.zero_init_residual)
     if config.stem == "imagenet":
         return model
     kernel_size = int(config.stem[0])

@@ -87,6 +87,15 @@ def test_the_stem_is_initialised_by_fan_out(tiny, stem):
     assert weight.std().item() == pytest.approx((2 / (64 * int(stem[0]) ** 2)) ** 0.5, rel=0.05)
 
 
+@pytest.mark.parametrize("model", ["resnet18", "resnet50"])
+def test_each_residual_block_starts_as_the_identity(tiny, model):
+    """A block's output is the ReLU of its shortcut; block 1 of layer1 in ResNet50 has the shortcut without a
+    convolution."""
+    block = build_model(tiny(model=model, zero_init_residual=True)).layer1[1]
+    features = torch.randn(2, block.conv1.in_channels, 4, 4)
+    assert torch.equal(block(features), features.relu())
+
+
 @pytest.mark.parametrize("model", ["vgg16", "vgg16_bn"])
 def test_vgg_of_small_images_computes_torchvisions_features(tiny, model):
     ours = build_model(tiny(model=model, num_classes=10)).eval()
