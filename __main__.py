@@ -22,6 +22,7 @@ COMMANDS = {
     "export": ("tools.export", "write the best weights for use elsewhere"),
     "report": ("tools.report", "draw runs and measurements as one page"),
     "runs": ("tools.runs", "list runs, or show how two differ"),
+    "timeline": ("tools.timeline", "draw a training step of profiled runs"),
     "search": ("tools.search", "search hyper-parameters"),
     "bench": ("tools.bench", "measure one part of the trainer"),
     "bring_up": ("tools.bring_up", "test and measure a new GPU"),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from utils.timing.trace import describe_trace, read_trace
+from utils.timing.trace import TRACE_FILE, describe_trace, read_trace
 
 MEMORY_EVENTS = 100_000  # allocations in the snapshot, the newest
 
@@ -64,7 +64,7 @@ class Profiler:
         if self.cuda:
             torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
-        path = folder / "rank0.pt.trace.json.gz"
+        path = folder / TRACE_FILE
         profile.export_chrome_trace(str(path))
         summary = describe_trace(read_trace(path))
         (folder / "summary.txt").write_text(summary + "\n", encoding="utf-8")

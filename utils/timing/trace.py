@@ -1,4 +1,4 @@
-"""PROF: summarise a Chrome trace of torch.profiler as text."""
+"""PROF: read a Chrome trace of torch.profiler, and summarise it as text."""
 
 import bisect
 import gzip
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+TRACE_FILE = "rank0.pt.trace.json.gz"  # in the folder profile/ of a run
 # The tutorial's ranges; `iteration 7` counts as `iteration`.
 RANGES = ("iteration", "data", "zero_grad", "forward/loss/backward", "optimizer.step", "graph replay")
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -40,8 +41,9 @@ class Event:
 
 
 def read_trace(path: Path) -> list[Event]:
-    """Return the complete events of a gzipped trace by start time; of two that start together, the longer one first."""
-    with gzip.open(path, "rt", encoding="utf-8") as file:
+    """Return the complete events of a trace, gzipped if it ends in .gz, by start time; of two that start together, the
+    longer one first."""
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         rows = json.load(file)["traceEvents"]
     events = [
         Event(
@@ -64,6 +66,12 @@ def find_ranges(events: Iterable[Event]) -> dict[str, list[Event]]:
     return {name: occurrences for name, occurrences in found.items() if occurrences}
 
 
+def find_launches(events: Iterable[Event]) -> dict[int | None, float]:
+    """Return {correlation: time} of the host's launches of GPU work."""
+    launches = (event for event in events if event.category in LAUNCHES and event.correlation is not None)
+    return {event.correlation: event.start for event in launches}
+
+
 def describe_trace(events: Sequence[Event]) -> str:
     """Describe time per range, top kernels or operators, layout transposes, GPU gaps, input, host synchronisations."""
     ranges = find_ranges(events)
@@ -72,7 +80,7 @@ def describe_trace(events: Sequence[Event]) -> str:
         return "The trace holds no iteration."
     start, host_end = iterations[0].start, iterations[-1].end
     inside = [event for event in events if start <= event.start < host_end]
-    launches = {event.correlation: event.start for event in inside if event.category in LAUNCHES}
+    launches = find_launches(inside)
     on_gpu = [event for event in events if event.category in GPU_WORK]
     # with CUDA graphs, one launch per step, the host finishes many steps before the GPU
     end = max([host_end, *(event.end for event in on_gpu if event.correlation in launches)])

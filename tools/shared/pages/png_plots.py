@@ -1,4 +1,5 @@
-"""The PNG plots of tools.bench and tools.predict_scaling (--plot), with matplotlib from the extra ".[plot]"."""
+"""The plots of tools.bench and tools.predict_scaling (--plot) and of tools.timeline, with matplotlib from the extra
+".[plot]"."""
 
 import io
 from collections.abc import Mapping
@@ -37,9 +38,9 @@ def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (5.6
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write the figure as a PNG file."""
+    """Write the figure, as SVG if the file's name ends in .svg, else as PNG."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
+    figure.savefig(buffer, format="svg" if path.suffix == ".svg" else "png", dpi=110)
     write_file(path, buffer.getvalue())
 
 

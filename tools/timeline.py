@@ -1,0 +1,183 @@
+"""Draw a training step of profiled runs, one run above the other on a common time axis.
+
+    python -m tools.timeline expts/bs256-prof --out step.png
+    python -m tools.timeline expts/bs256-prof expts/bs256-amp-nhwc-prof --out before_and_after.svg
+
+A run with enable_profiling writes a trace of its rank 0. Of the trace's steps the one of median length is drawn. Lanes:
+the trainer's ranges with their time in the picture, the backward pass, the host's operators by thread (white: Python or
+waiting), the all-reduces, and the GPU's kernels and copies by stream. An all-reduce begins when a bucket's gradients
+are ready on this rank, so it includes the wait for slower ranks. The last one of a step asks all ranks whether to stop.
+
+On a CPU a step is an iteration of the loop. The host runs ahead of a GPU: there a step lasts from its first GPU work
+after the input to the next step's, and the host's lanes show what the host does meanwhile, mostly for later steps.
+"""
+
+import argparse
+import re
+import sys
+import zlib
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.shared.command_line import add_count, new_parser
+from tools.shared.output import check_writable, printable, say
+from tools.shared.pages.png_plots import COLOURS, new_figure, save
+from utils.errors import ConfigError, exit_in_a_line
+from utils.timing import trace
+from utils.timing.trace import GPU_WORK, Event
+
+BACKWARD = "autograd::engine::evaluate_function"
+ALL_REDUCES = re.compile("(?i)^(gloo:|ncclDev).*all_?reduce")  # `nccl:all_reduce` is only the host's launch
+# What an operator or kernel computes: the first that its name matches. cuDNN computes some convolutions as `gemm`.
+KINDS: dict[str, str | re.Pattern[str]] = {
+    "layout transpose": trace.TRANSPOSES,
+    "communication": "^(gloo|nccl|c10d)",
+    "batch norm": r"(?i)batch_?norm|norm_?relu|\bbn_[fb]w|^_(sum_x|sum_gradient|statistics|apply|apply_gradient)$",
+    "optimizer": "(?i)fused_?(sgd|adam)",  # in a CUDA graph; otherwise it is what its range contains
+    "convolution": "(?i)conv|fprop|dgrad|wgrad|cudnn",
+    "matrix product": r"(?i)gemm|nvjet|cutlass|addmm|matmul|aten::(linear|b?mm)$|\bMmBackward",
+    "copy": "(?i)memcpy|copy",
+}
+# In the order of drawing. Operators call operators: the inner one covers the outer one, but `other` covers nothing.
+PAINT = {
+    "other": "#bbbbbb", "range": "#666666", "convolution": COLOURS[0], "batch norm": COLOURS[5],
+    "matrix product": COLOURS[2], "optimizer": COLOURS[3], "communication": COLOURS[4], "copy": COLOURS[6],
+    "layout transpose": COLOURS[1],
+}  # fmt: skip
+WIDTH, LANE = 14.55, 0.25  # inches: of the picture, which is 1,600 pixels, and the height of a lane
+
+# {lane, from top to bottom: {kind: [(start, duration)]}} in milliseconds from the beginning of the picture
+Lanes = dict[str, dict[str, list[tuple[float, float]]]]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The drawn part of a trace; its length is in milliseconds."""
+
+    title: str
+    length: float
+    lanes: Lanes
+
+
+@exit_in_a_line
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw the picture; returns the exit status."""
+    options = parser().parse_args(argv)
+    check_writable("--out", options.out)
+    timelines = [read_timeline(path, options.steps) for path in options.traces]
+    draw(timelines, options.out)
+    say("\n".join([*(timeline.title for timeline in timelines), f"picture: {options.out}"]))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = new_parser("timeline", __doc__)
+    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="a profiled run's folder, or its trace")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the picture: .svg, else PNG")
+    add_count(parser, "--steps", 1, "how many successive steps to draw")
+    return parser
+
+
+def read_timeline(path: Path, count: int) -> Timeline:
+    """Return `count` successive steps of a trace. Raises `ConfigError` if it is no trace or has fewer steps."""
+    path = (path / "profile" / trace.TRACE_FILE if path.is_dir() else path).resolve()
+    try:
+        events = trace.read_trace(path)
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = getattr(error, "strerror", None) or "not a trace of torch.profiler"
+        raise ConfigError(f"{path}: {reason}; give a run trained with enable_profiling, or its trace") from None
+    ranges = trace.find_ranges(events)
+    iterations = ranges.pop("iteration", [])
+    if len(iterations) < count:
+        raise ConfigError(f"{path}: holds {len(iterations)} training steps, fewer than --steps {count}")
+    bounds = find_bounds(events, iterations, ranges)
+    windows = list(zip(bounds, bounds[count:], iterations, iterations[count - 1 :], strict=False))
+    windows.sort(key=lambda window: window[1] - window[0])
+    start, end, first, last = windows[(len(windows) - 1) // 2]
+    steps = first.name if count == 1 else f"{first.name.replace(' ', 's ')} to {last.name.split()[-1]}"
+    run = path.parents[1].name if path.parent.name == "profile" else path.name
+    title = f"{run}: {steps}, {(end - start) / 1e3:.2f} ms: the median length among {len(windows)}"
+    return Timeline(printable(title), (end - start) / 1e3, find_lanes(events, ranges, start, end))
+
+
+def find_bounds(events: Sequence[Event], iterations: Sequence[Event], ranges: dict[str, list[Event]]) -> list[float]:
+    """Return the start of each step and the end of the last one, in microseconds."""
+    launches, end = trace.find_launches(events), iterations[-1].end
+    work = sorted(
+        (launches[event.correlation], event.start, event.end)
+        for event in events
+        if event.category in GPU_WORK and launches.get(event.correlation, end) < end
+    )
+    if not work:
+        return [*(event.start for event in iterations), end]
+    first = [work[bisect_left(work, (data.end,))] for data in ranges["data"]]
+    return [*(begun for _, begun, _ in first), max(ended for _, _, ended in work)]
+
+
+def find_lanes(events: Sequence[Event], ranges: dict[str, list[Event]], start: float, end: float) -> Lanes:
+    """Return the lanes from `start` to `end`, in microseconds."""
+    launches, updates = trace.find_launches(events), ranges.get("optimizer.step", [])
+
+    def kind_of(event: Event) -> str:
+        begun = launches.get(event.correlation, event.start)
+        if any(update.start <= begun < update.end for update in updates):
+            return "optimizer"
+        return next((kind for kind, pattern in KINDS.items() if re.search(pattern, event.name)), "other")
+
+    plain = ranges | {"backward pass": [event for event in events if event.name.startswith(BACKWARD)]}
+    groups = plain | {"operators": [event for event in events if event.category == "cpu_op"], "all-reduces": []}
+    for event in events:
+        if ALL_REDUCES.search(event.name):
+            groups["all-reduces"].append(event)
+        elif event.category in GPU_WORK:
+            groups.setdefault(f"GPU stream {event.thread.partition('/')[2]}", []).append(event)
+    lanes: Lanes = {}
+    for group, members in groups.items():
+        threads: dict[str, str] = {}  # {thread: its lane}
+        for event in members:
+            begun, ended = max(event.start, start), min(event.end, end)
+            if begun < ended:
+                lane = threads.setdefault(event.thread, f"{group}, thread {len(threads) + 1}" if threads else group)
+                kind = "range" if group in plain else kind_of(event)
+                bar = (begun - start) / 1e3, (ended - begun) / 1e3
+                lanes.setdefault(lane, {}).setdefault(kind, []).append(bar)
+    return lanes
+
+
+def draw(timelines: Sequence[Timeline], path: Path) -> None:
+    """Draw the timelines, each below its title."""
+    height = sum(len(timeline.lanes) + 1.5 for timeline in timelines)
+    figure, axes = new_figure(size=(WIDTH, LANE * height + 0.9))
+    row, names, legend = 0.0, dict[float, str](), dict[str, Any]()
+    for timeline in timelines:
+        axes.text(0, row, timeline.title, weight="bold", fontsize=10, va="center")
+        axes.vlines(timeline.length, row + 0.5, row + len(timeline.lanes) + 0.5, color="black", linewidth=0.8)
+        for lane, kinds in timeline.lanes.items():
+            row += 1
+            names[row] = lane
+            if "range" in kinds:
+                names[row] += f"  {sum(duration for _, duration in kinds['range']):.2f} ms"
+            edge = 0.8 if lane.startswith("all-reduces") else 0  # separates an all-reduce from the next
+            for kind, colour in PAINT.items():
+                style = {"facecolor": colour, "edgecolor": "#7a5200", "linewidth": edge, "snap": False}
+                if kind in kinds:
+                    legend[kind] = axes.broken_barh(kinds[kind], (row - 0.4, 0.8), **style)
+        row += 1.5
+    axes.set_yticks(list(names), list(names.values()), fontsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="y", visible=False)
+    axes.spines["left"].set_visible(False)
+    axes.set(axisbelow=True, xlabel="ms from the beginning of the step", ylim=(row - 0.7, -0.7))
+    axes.set_xlim(0, 1.002 * max(timeline.length for timeline in timelines))
+    shown = [kind for kind in (*list(PAINT)[1:], "other") if kind in legend]
+    handles = [legend[kind] for kind in shown]
+    figure.legend(handles, shown, loc="outside lower center", ncols=len(shown), fontsize=9, frameon=False)
+    save(figure, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
