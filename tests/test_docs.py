@@ -39,7 +39,7 @@ def commands() -> list[tuple[str, str]]:
             short[f"${name}"] = " ".join(short.get(word, word) for word in value.split())
         for number, line in enumerate(text.splitlines(), start=1):
             for code in re.findall(r"`([^`]+)`", line) or [line]:
-                for part in code.split("&&"):
+                for part in re.split(r"&&|\|\|| &$", code):
                     match = COMMAND.search(part)
                     if match and "..." not in match.group(1):
                         command = " ".join(short.get(word, word) for word in match.group(1).split())
@@ -89,7 +89,7 @@ def test_nsys_commands_have_the_options_of_the_profiler():
     [wanted] = nsys_options(ROOT / "utils/timing/profiler.py")
     assert "--env-var=NSYS_NVTX_PROFILER_REGISTER_ONLY=0" in wanted
     shown = {page.name: options for page in PAGES for options in nsys_options(page)}
-    assert "tutorial.md" in shown
+    assert "tutorial_profile.md" in shown
     assert {name: options for name, options in shown.items() if options != wanted} == {}
 
 

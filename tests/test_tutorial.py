@@ -1,4 +1,4 @@
-"""The tutorial's smallest variants: each step has one, and (slow) each runs as printed on the page."""
+"""The course: each chapter has all its parts, its arithmetic fits the network, and (slow) its smallest variant runs."""
 
 import os
 import re
@@ -6,22 +6,28 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from models import build_model
+from models.config import ModelConfig
 from tests.conftest import ROOT
 from tests.processes import PYTHON, without_launcher
 
-PAGES = "".join(
-    (ROOT / f"docs/tutorial{end}.md").read_text(encoding="utf-8") for end in ("", "_fastest", "_many_devices")
-)
-STEP = re.compile(r"^## (\d+)\. (.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+FILES = [
+    ROOT / f"docs/tutorial{end}.md" for end in ("", "_profile", "_fastest", "_many_devices", "_warm_up", "_failures")
+]
+PAGES = "".join(path.read_text(encoding="utf-8") for path in FILES)
+CHAPTER = re.compile(r"^## (\d+)\. (.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 SMALLEST = re.compile(r"<!-- smallest variant -->\n```bash\n(.*?)```", re.DOTALL)
 SETTING = re.compile(r'^[A-Z]+=".*"$', re.MULTILINE)
-USED = ("train.py", "config", "models", "utils", "tools", "results")  # read-only parts of the project's folder
+USED = ("train.py", "config", "models", "utils", "tools", "tests", "results")  # read-only parts of the project's folder
 
-# Text in each step's output that shows its point
+# Text in the output of each chapter's smallest variant that shows its point
 SHOWS = {
     0: "finished",
     1: "Finished: best acc1",
@@ -34,34 +40,76 @@ SHOWS = {
     8: "1 rank(s) x 16 accumulated x 128 images",
     9: "Finished: best acc1",
     10: "JUWELS Booster",
+    11: "verdict: EQUAL",
+    12: "Rank 1 on ",
+    13: "exit status 5",
 }
 
 
 def smallest_variants() -> dict[int, list[str]]:
-    """Return {step: blocks marked as its smallest variant}."""
-    return {int(number): SMALLEST.findall(text) for number, text in STEP.findall(PAGES)}
+    """Return {chapter: blocks marked as its smallest variant}."""
+    return {int(number): SMALLEST.findall(text) for number, text in CHAPTER.findall(PAGES)}
 
 
-def test_each_step_has_a_cost_and_one_smallest_variant():
-    steps = {int(number): text for number, text in STEP.findall(PAGES)}
-    assert list(steps) == list(SHOWS)
-    assert {step: len(blocks) for step, blocks in smallest_variants().items()} == dict.fromkeys(steps, 1)
-    assert [step for step, text in steps.items() if "**Cost**:" not in text.partition("<!--")[0]] == []
+def test_each_chapter_has_its_parts_in_order():
+    chapters = {int(number): text for number, text in CHAPTER.findall(PAGES)}
+    assert list(chapters) == list(SHOWS)
+    parts = ("**Why.**", "**Cost**:", "<!-- smallest variant -->", "**See.**", "**Questions**", "**Exercise")
+    for chapter, text in chapters.items():
+        places = [text.find(part) for part in parts]
+        assert places == sorted(places) and places[0] >= 0, (chapter, places)
+        assert len(SMALLEST.findall(text)) == 1, chapter
+        assert 2 <= text.count("<details><summary>") == text.count("</details>") <= 3, chapter
+
+
+def test_the_table_lists_every_chapter_and_its_page():
+    rows = re.findall(r"^\| (\d+) \| \[[^]]+\]\((.*?)\)", FILES[0].read_text(encoding="utf-8"), re.MULTILINE)
+    pages = {number: path.name for path in FILES for number, _ in CHAPTER.findall(path.read_text(encoding="utf-8"))}
+    assert {number: page.partition("#")[0] or FILES[0].name for number, page in rows} == pages
+
+
+def test_every_exercise_belongs_to_one_chapter():
+    linked = Counter(re.findall(r"\]\(\.\./exercises/(\w+)\.py\)", PAGES))
+    assert linked == Counter(path.stem for path in (ROOT / "exercises").glob("*.py"))
+
+
+def test_the_arithmetic_is_that_of_the_network():
+    """Chapters 0 to 6 compute with these counts for one image."""
+    counts: dict[str, tuple[int, int, int]] = {}  # of each convolution: numbers read, numbers written, FLOP
+
+    def count(name: str, layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        counts[name] = inputs[0].numel(), output.numel(), 2 * output.numel() * layer.weight[0].numel()
+
+    with torch.device("meta"):
+        network = build_model(ModelConfig(model="resnet50", num_classes=100))
+        for name, layer in network.named_modules():
+            if isinstance(layer, nn.Conv2d):
+                layer.register_forward_hook(partial(count, name))
+        network(torch.empty(1, 3, 32, 32))
+    read, written, flop = (sum(column) for column in zip(*counts.values(), strict=True))
+    added = sum(numbers for name, (_, numbers, _) in counts.items() if name.endswith("conv3"))
+    assert [f"{numbers / 1e6:.2f}" for numbers in (read, written, added)] == ["3.44", "3.43", "1.80"]
+    parameters = [parameter.numel() for parameter in network.parameters()]
+    assert (len(counts), len(parameters), sum(parameters)) == (53, 161, 23_712_932)
+    forward = flop + 2 * network.fc.weight.numel()
+    training = 3 * forward - counts["conv1"][2]  # the images need no gradient
+    assert (f"{forward / 1e9:.2f}", f"{training / 1e9:.2f}", f"{flop / forward:.2%}") == ("2.61", "7.82", "99.98%")
 
 
 def test_smallest_variants_write_different_folders():
     text = "".join(block for blocks in smallest_variants().values() for block in blocks)
     commands = text.replace("\\\n", " ").splitlines()
-    training = [shlex.split(line) for line in commands if "train.py" in line and "--dry-run" not in line]
+    lines = [line.removesuffix(" &") for line in commands if "train.py" in line and "--dry-run" not in line]
+    training = [shlex.split(line) for line in dict.fromkeys(lines)]  # the same command, again, resumes its run
     folders = Counter(words[words.index("--run-dir") + 1] for words in training)
     assert len(training) > 8
     assert set(folders.values()) == {1}, folders
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", SHOWS)
-def test_the_smallest_variant_runs_as_printed(step: int, tmp_path: Path):
-    [block] = smallest_variants()[step]
+@pytest.mark.parametrize("chapter", SHOWS)
+def test_the_smallest_variant_runs_as_printed(chapter: int, tmp_path: Path):
+    [block] = smallest_variants()[chapter]
     if "tools.report" in block:
         pytest.importorskip("plotly", reason='plotly is missing: pip install ".[report]"')
     for name in USED:
@@ -74,4 +122,4 @@ def test_the_smallest_variant_runs_as_printed(step: int, tmp_path: Path):
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
-    assert SHOWS[step] in ended.stdout, ended.stdout
+    assert SHOWS[chapter] in ended.stdout, ended.stdout
