@@ -7,8 +7,9 @@
     python -m tools.doctor --nodes                                  # in a Slurm allocation: one process on every node
     python -m tools.doctor --compare a.json b.json --html page.html # find the slow node in the --json of several nodes
 
-Each line is ok, warn or fail, with the remedy. Exit status: 0 nothing failed, 1 something failed, 2 bad usage,
-130 interrupted.
+Each line is ok, warn or fail, with the remedy. The last line begins with the worst level.
+Exit status: 0 all ok, 1 a check warns, 2 a check fails and the node should be drained, 130 interrupted.
+Without that last line the doctor could not check: bad usage ends with 2 too, and an error of the doctor with 1.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.doctor.findings import (
+    LEVELS,
     Document,
     Finding,
     check_comparable,
@@ -106,7 +108,7 @@ def report(options: argparse.Namespace, document: Document, on_page: Sequence[Fi
         page = render_page(document.model_copy(update={"findings": list(on_page)}))
         write_atomically(options.html, page.encode())
         print(f"page: {options.html}", file=sys.stderr)
-    return int(document.worst == "fail" or (options.strict and document.worst == "warn"))
+    return LEVELS.index(document.worst)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -125,7 +127,6 @@ def parser() -> argparse.ArgumentParser:
     help_text = "earlier --json output of this machine; fail if a figure is now 15 %% slower"
     parser.add_argument("--baseline", type=Path, metavar="FILE", help=help_text)
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page: nodes by checks, in colours")
-    parser.add_argument("--strict", action="store_true", help="exit with status 1 on warnings too")
     return parser
 
 
