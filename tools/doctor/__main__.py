@@ -120,6 +120,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
     help_text = "check nothing; compare the figures in the --json output of several nodes"
     parser.add_argument("--compare", nargs="+", type=Path, metavar="FILE", help=help_text)
+    help_text = "level of NVIDIA's dcgmi diag, if installed: 2 takes minutes, 1 seconds, 0: none (default: 2)"
+    parser.add_argument("--dcgm", type=int, choices=(0, 1, 2), default=2, metavar="LEVEL", help=help_text)
     help_text = "measure all-reduce, all-gather and reduce-scatter at all sizes, and every pair"
     parser.add_argument("--sweep", action="store_true", help=help_text)
     help_text = "train for MINUTES; watch rate, results, heat and faults"
@@ -145,13 +147,21 @@ def _on_every_node(arguments: list[str]) -> list[str]:
 
 def examine(options: argparse.Namespace, config: Config, world: "World", seconds_to_meet: float) -> list[Finding]:
     """Collective: run all checks on all ranks."""
+    import torch
+
     from tools.bench.limits import all_reduce
-    from tools.doctor import fingerprints, gpus, hardware, machine, measured
+    from tools.doctor import dcgm, fingerprints, gpus, hardware, machine, measured
 
     host, first = socket.gethostname(), world.local_rank == 0
     name = f"rank {world.rank} on {host}"
+    ranks_here = world.all_gather(host).count(host)
+    only_rank = ranks_here == 1
     findings = machine.machine_checks(config, options.run_dir, world) + hardware.hardware_checks() if first else []
-    only_rank = world.all_gather(host).count(host) == 1
+    if first:
+        seen = torch.cuda.device_count()
+        visible = max(seen, ranks_here) if seen else 0  # srun may show each rank only its own
+        findings.append(dcgm.check_dcgm(options.dcgm, visible, len(hardware.find_gpus(hardware.PCI_DEVICES))))
+    world.barrier()  # DCGM's tests need the GPUs for themselves
     findings += measured.device_checks(world.device, only_rank=only_rank)
     trained = fingerprints.train_on(measured.devices_of_a_rank(world.device, only_rank=only_rank), name)
     findings += [fingerprints.check_device(device, fingerprints.read_known()) for device in trained]
