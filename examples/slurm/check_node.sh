@@ -1,13 +1,21 @@
 #!/bin/bash
 # Slurm's Prolog, Epilog and HealthCheckProgram: check this node with the doctor. If a check fails, drain the node with
 # the doctor's `fail` lines as the reason. Once all checks pass again, return a node that this script has drained; a
-# node that somebody else drained stays drained. docs/bring_up_a_node.md has the lines for slurm.conf.
+# node that somebody else drained stays drained. docs/bring_up_a_node.md says where to use it.
+# Slurm runs it as root, so only root may write to the project's folder. In slurm.conf:
+#   Prolog=/PROJECT/examples/slurm/check_node.sh
+#   Epilog=/PROJECT/examples/slurm/check_node.sh
+#   HealthCheckProgram=/PROJECT/examples/slurm/check_node.sh
+#   HealthCheckInterval=600
+#   HealthCheckNodeState=IDLE                         # also idle nodes that are drained
+#   BatchStartTimeout=180                             # longer than the prolog
+#   SchedulerParameters=nohold_on_prolog_fail         # otherwise a job whose prolog fails is held after the requeue
 set -uo pipefail
 
 # Settings: edit them here, or export them in a script that ends with `exec .../check_node.sh "$@"`.
 DOCTOR=${DOCTOR:-.venv/bin/python -m tools.doctor --config=quickstart --dcgm=1 --run-dir=/tmp}
 DOCTOR_SECONDS=${DOCTOR_SECONDS:-120}        # time limit
-STAYS_DRAINED=${STAYS_DRAINED:-fingerprint} # faults that come and go: a node drained for them waits for a human
+STAYS_DRAINED=${STAYS_DRAINED:-fingerprint}  # faults that come and go: a node drained for them waits for a human
 TAG=check_node.sh:                           # begins the reason of a node that this script has drained
 
 export PATH=${PATH:+$PATH:}/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin # slurmd sets none
