@@ -69,8 +69,8 @@ def wait_until(what: str, seconds: float, test: Callable[[], Any], step: float =
 class SlurmCluster:
     """A context manager: nodes node1..nodeN are idle on entry and removed on exit."""
 
-    def __init__(self, folder: Path, num_nodes: int) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, num_nodes: int, settings: str = "") -> None:
+        self.folder, self.settings = folder, settings  # further lines of slurm.conf
         self.addresses = {f"node{i}": f"{SUBNET}{i}" for i in range(1, num_nodes + 1)}
         self.hosts: dict[str, subprocess.Popen[bytes]] = {}
         # With a cgroup, as in production, a signal reaches only a task's own process; with linuxproc its whole tree.
@@ -263,4 +263,5 @@ PreemptMode=REQUEUE
 # Jobs in main preempt jobs in the other partitions, at once or after a grace time.
 PartitionName=low Nodes=ALL
 PartitionName=low-grace Nodes=ALL GraceTime=60
+{self.settings}
 """)

@@ -160,14 +160,17 @@ def test_a_part_that_cannot_resume_fails_after_two_whole_calls(program: Path, tm
 def test_a_part_waits_for_time_reports_missing_packages_and_why_it_failed(program: Path, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.py"
     wrong.write_text("print('error: no such block'); raise SystemExit(2)")
+    (warns := tmp_path / "warns.py").write_text("print('worst: warn'); raise SystemExit(1)")
     table = [
         fake(program, "absent", needs=("cuda", "a_package_that_is_nowhere")),
         Part("wrong", "fails", str(wrong), 1.0),
+        Part("warns", "warns", str(warns), 1.0, warned="worst: warn"),
+        Part("crashes", "ends with the status of a warning", str(warns), 1.0, warned="worst: other"),
         fake(program, "long", seconds=500.0),
         fake(program, "short"),
     ]
     progress, said = call(table, tmp_path, 60)
-    assert states(progress) == ["left out", "failed", "waiting", "done"]
+    assert states(progress) == ["left out", "failed", "done", "failed", "waiting", "done"]
     assert "absent: left out: needs a_package_that_is_nowhere" in said
     assert progress.of("wrong").note == "status 2: error: no such block"
     assert "500 s" in progress.of("long").note

@@ -10,6 +10,7 @@ import pytest
 from tools.doctor import __main__ as doctor
 from tools.doctor import burn_in
 from tools.doctor.burn_in import Round, judge_rounds
+from tools.doctor.findings import LEVELS
 from utils.distributed.world import World
 
 
@@ -55,8 +56,9 @@ def test_a_short_burn_in_on_this_machine(monkeypatch: pytest.MonkeyPatch, capsys
     small = ["--set=model=resnet8", "--set=batch_size=16", "--set=device=cpu", "--set=num_data_workers=0"]
     command = ["--burn-in=0.01", "--json", "--config=quickstart", *small]
     status = doctor.main(command)
-    (found,) = [one for one in json.loads(capsys.readouterr().out)["findings"] if one["check"] == "burn-in"]
-    assert status == 0
+    document = json.loads(capsys.readouterr().out)
+    assert status == LEVELS.index(document["worst"]) < 2
+    (found,) = [one for one in document["findings"] if one["check"] == "burn-in"]
     slower = re.search(r", -\d\d\.\d% from the first quarter", found["message"])  # on a busy machine
     assert found["level"] == ("warn" if slower else "ok"), found
     assert "equal fingerprints" in found["message"]

@@ -18,7 +18,7 @@ from tests.conftest import CIFAR100, ROOT
 from tools.bench import limits
 from tools.doctor import __main__ as doctor
 from tools.doctor import fingerprints, gpus, hardware, machine, measured
-from tools.doctor.findings import Finding, render
+from tools.doctor.findings import LEVELS, Finding, render
 from utils.config import load_config
 from utils.data import workers
 from utils.distributed.launch import torchrun_here
@@ -62,21 +62,21 @@ def test_a_healthy_machine_passes(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "hardware_checks", list)  # depends on the machine: see test_hardware.py
     monkeypatch.setattr(gpus, "gpu_checks", list)
     status, findings = run_doctor(capsys, "--config", "quickstart", "--run-dir", str(tmp_path / "expts/not/yet/there"))
-    assert status == 0 and all(finding.level != "fail" for finding in findings.values()), findings
-    expected = "torch, gpu software, memory, shared memory, disk, data, host names, threads, ceilings, fingerprint"
-    assert ", ".join(findings) == expected
+    assert status == max(LEVELS.index(finding.level) for finding in findings.values()) < 2, findings
+    on_the_machine = "torch, gpu software, memory, shared memory, disk, data, host names, threads"
+    assert ", ".join(findings) == f"{on_the_machine}, dcgm, ceilings, fingerprint"
     assert not list(tmp_path.iterdir()), "the disk check leaves nothing behind"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_a_configuration_for_a_gpu_fails_without_one(capsys, tmp_path):
     status, findings = run_doctor(capsys, "--config=quickstart", "--set=device=cuda", f"--run-dir={tmp_path}")
-    assert (status, findings["gpu software"].level) == (1, "fail")
+    assert (status, findings["gpu software"].level) == (2, "fail")
 
 
 def test_missing_data_fails_with_the_command_that_downloads_it(capsys, tmp_path):
     status, findings = run_doctor(capsys, "--config=bs128", f"--set=data_path={tmp_path}", f"--run-dir={tmp_path}")
-    assert status == 1
+    assert status == 2
     assert findings["data"].level == "fail" and "CIFAR-100 is not in" in findings["data"].message
     assert findings["data"].remedy == f"python -m tools.prepare_data --dataset cifar100 --data_path {tmp_path}"
 
@@ -201,11 +201,12 @@ def test_a_rank_with_different_software_is_named():
     assert (finding.level, finding.message) == ("fail", "driver 580, but 570 on rank 2 on c")
 
 
-def test_strict_fails_on_a_warning(capsys, monkeypatch):
-    warning = Finding("numa", "warn", "node1: cores without memory", "look")
-    monkeypatch.setattr(doctor, "examine", lambda *_: [warning])
-    assert run_doctor(capsys)[0] == 0
-    assert run_doctor(capsys, "--strict")[0] == 1
+@pytest.mark.parametrize(("level", "status"), [("ok", 0), ("warn", 1), ("fail", 2)])
+def test_the_exit_status_and_the_last_line_tell_the_worst_level(level, status, capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "examine", lambda *_: [Finding("numa", level, "node1", "look"), Finding("a", "ok", "")])
+    assert doctor.main([]) == status
+    assert re.match(rf"{level}: \d ok, \d warn, \d fail$", capsys.readouterr().out.splitlines()[-1])
+    assert run_doctor(capsys)[0] == status
 
 
 SLOWED = """
@@ -325,6 +326,7 @@ def test_help_imports_no_torch_and_bad_usage_exits_with_2(capsys):
     code = "import sys; from tools.doctor.__main__ import parser; parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
     assert doctor.main(["--config", "nothing"]) == 2
+    assert not capsys.readouterr().out, "no report, so no node is drained"
 
 
 def test_fingerprints_repeat_and_leave_global_state_unchanged():

@@ -84,7 +84,7 @@ def test_a_figure_15_percent_below_the_baseline_fails(
     assert doctor.main([*same, "--baseline", str(path)]) == 0
     rates["now"] = 0.8
     capsys.readouterr()
-    assert doctor.main([*same, "--baseline", str(path)]) == 1
+    assert doctor.main([*same, "--baseline", str(path)]) == 2
     assert "0.8, 1.25 times slower than the baseline" in capsys.readouterr().out
 
     saved = json.loads(path.read_text())
@@ -97,7 +97,7 @@ def test_the_page_shows_slow_figures_red_and_escapes_names(tmp_path: Path, capsy
     rates = {"a": 700.0, "b": 710.0, "<c>": 500.0}
     paths = [document(tmp_path / f"{number}.json", item) for number, item in enumerate(rates.items())]
     page = tmp_path / "page.html"
-    assert doctor.main(["--compare", *map(str, paths), "--html", str(page)]) == 1
+    assert doctor.main(["--compare", *map(str, paths), "--html", str(page)]) == 2
     assert capsys.readouterr().err == f"page: {page}\n"
     text = page.read_text()
     assert "<th>&lt;c&gt;</th><td class='number' style='background: hsl(6 60% 82%)'>500</td>" in text

@@ -1,4 +1,4 @@
-"""submit.slr and submit_multinode.slr: with fake Slurm commands, and (marked slurm) on a real cluster."""
+"""The job scripts and examples/slurm: with fake Slurm commands, and (marked slurm) on a real cluster."""
 
 import os
 import re
@@ -635,6 +635,51 @@ def test_containers_started_by_a_prefix_or_by_srun(tmp_path: Path) -> None:
     assert srun.index("--container-image=x") < srun.index("--mpi=none") < srun.index("bash")
 
 
+CHECK_NODE = ROOT / "examples/slurm/check_node.sh"
+FAILS = """echo "fail  pcie           4 of 16 lanes
+                     -> reseat the card
+fail  gpu faults     Xid 79
+fail: 0 ok, 0 warn, 2 fail"; exit 2"""
+PASSES, WARNS = 'echo "ok: 2 ok, 0 warn, 0 fail"', 'echo "warn: 1 ok, 1 warn, 0 fail"; exit 1'
+MISTYPED, CRASHES, HANGS = "echo usage: doctor >&2; exit 2", "echo Traceback >&2; exit 1", "sleep 20"
+OURS, BY_A_HUMAN = (
+    "check_node.sh: pcie 4 of 16 lanes [root@2026-11-25T10:00:00]",
+    "swap a fan [root@2026-11-25T10:00:00]",
+)
+WRONG_RESULTS = "check_node.sh: fingerprint 1 of the fingerprints differ [root@2026-11-25T10:00:00]"
+DRAINS = ["State=DRAIN", "Reason=check_node.sh: pcie 4 of 16 lanes; gpu faults Xid 79"]
+
+
+@pytest.mark.parametrize(
+    ("drained", "doctor", "role", "status", "update"),
+    [
+        ("", FAILS, "prolog_slurmd", 1, DRAINS),
+        ("", FAILS, "epilog_slurmd", 0, DRAINS),
+        (BY_A_HUMAN, FAILS, "prolog_slurmd", 1, []),
+        (OURS, PASSES, "mended", 0, ["State=RESUME"]),
+        (OURS, WARNS, "epilog_slurmd", 0, ["State=RESUME"]),
+        *(("", doctor, "prolog_slurmd", 0, []) for doctor in (PASSES, WARNS, MISTYPED, CRASHES, HANGS)),
+        *((OURS, doctor, "mended", 0, []) for doctor in (FAILS, MISTYPED, CRASHES, HANGS)),
+        *((reason, PASSES, "mended", 0, []) for reason in (BY_A_HUMAN, WRONG_RESULTS)),
+    ],
+)
+def test_the_doctor_drains_a_node_and_returns_only_its_own(
+    tmp_path: Path, drained: str, doctor: str, role: str, status: int, update: list[str]
+) -> None:
+    state = f"State=IDLE+DRAIN ThreadsPerCore=1 Reason={drained}" if drained else "State=IDLE ThreadsPerCore=1"
+    make_command(tmp_path, "logger", "")
+    make_command(tmp_path, "doctor", doctor)
+    asked = f'[[ $1 != update ]] || printf "%s\\n" "${{@:2}}" >{tmp_path}/update'
+    make_command(tmp_path, "scontrol", f'echo "NodeName=node1 CoresPerSocket=1 {state}"\n{asked}')
+    limit = "0.5" if doctor == HANGS else "20"
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURMD_NODENAME": "node1", "SLURM_SCRIPT_CONTEXT": role}
+    settings = {"DOCTOR": "doctor", "DOCTOR_SECONDS": limit}
+    done = subprocess.run(["bash", CHECK_NODE], env=environment | settings, check=False)
+    assert done.returncode == status
+    file = tmp_path / "update"
+    assert (file.read_text().splitlines() if file.exists() else []) == (["NodeName=node1", *update] if update else [])
+
+
 # On a real cluster, whose nodes have two fake GPUs each. PROCESSES_PER_NODE=1 saves time.
 
 
@@ -882,3 +927,56 @@ def test_node_that_reboots_before_slurm_notices_is_requeued(
     assert fields["Restarts"] == "1" and f"requeued as job {run.job}" in run.log()
     assert run.epochs() == uninterrupted.epochs()
     assert not list(run.folder.parent.glob(f"*-{run.job}*"))  # neither logs of torchrun nor the status folder
+
+
+# The doctor with one check, which fails as long as a file exists.
+ONE_CHECK = """
+import pathlib, sys
+from tools.doctor import __main__ as doctor
+from tools.doctor.findings import judge
+
+broken = pathlib.Path(sys.argv[1])
+doctor.examine = lambda *_: [judge("pcie", "16 lanes", "reseat the card", fail=broken.exists())]
+sys.exit(doctor.main(["--config=quickstart", "--set=device=cpu"]))
+"""
+
+
+@slurm
+def test_a_failed_check_drains_the_node_until_it_is_mended(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    (tmp_path / "one_check.py").write_text(ONE_CHECK)
+    (broken := tmp_path / "broken-node1").touch()
+    check = tmp_path / "check"
+    settings = f"Prolog={check}\nEpilog={check}\nHealthCheckProgram={check}\nHealthCheckInterval=2\n"
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-") as folder,
+        SlurmCluster(Path(folder), 2, f"{settings}HealthCheckNodeState=IDLE") as cluster,
+    ):
+
+        def node(name: str) -> tuple[str, str]:
+            shown = cluster.client("sinfo", "--noheader", f"--nodes={name}", "--partition=main", "--format=%T %E")
+            state, _, reason = shown.strip().partition(" ")
+            return state, reason
+
+        make_command(tmp_path, "check", f"""
+            export SLURM_CONF={cluster.env["SLURM_CONF"]} PYTHONPATH={ROOT} OMP_NUM_THREADS=1
+            broken={tmp_path}/broken-${{SLURMD_NODENAME:-$(hostname -s)}}
+            export DOCTOR="{sys.executable} {tmp_path}/one_check.py $broken"
+            exec {CHECK_NODE} "$@"
+        """)  # fmt: skip
+        make_command(tmp_path, "job", "echo ran")
+        options = ("--nodelist=node1", f"--output={tmp_path}/log")
+        job = cluster.submit(tmp_path / "job", options=options, cwd=tmp_path)
+        wait_until("drained node1", 60, lambda: node("node1")[0] == "drained")
+        assert node("node1")[1] == "check_node.sh: pcie 16 lanes"
+        assert cluster.wait(job, 60, "PENDING")["Restarts"] == "1"
+        assert "ran" not in (tmp_path / "log").read_text().splitlines()
+
+        cluster.client("scontrol", "update", "NodeName=node2", "State=DRAIN", "Reason=swap a fan")
+        broken.unlink()
+        wait_until("idle node1", 60, lambda: node("node1")[0] == "idle")
+        cluster.client("scontrol", "release", str(job))
+        assert cluster.wait(job, 120)["JobState"] == "COMPLETED"
+        assert "ran" in (tmp_path / "log").read_text().splitlines()
+        assert node("node2") == ("drained", "swap a fan")

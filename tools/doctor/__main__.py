@@ -6,9 +6,11 @@
     python -m tools.doctor --burn-in 60                             # train for an hour; watch results, rate and heat
     python -m tools.doctor --nodes                                  # in a Slurm allocation: one process on every node
     python -m tools.doctor --compare a.json b.json --html page.html # find the slow node in the --json of several nodes
+    python -m tools.doctor --baseline DIR                           # the --json of many nodes and days
 
-Each line is ok, warn or fail, with the remedy. Exit status: 0 nothing failed, 1 something failed, 2 bad usage,
-130 interrupted.
+Each line is ok, warn or fail, with the remedy. The last line begins with the worst level.
+Exit status: 0 all ok, 1 a check warns, 2 a check fails and the node should be drained, 130 interrupted.
+Without that last line the doctor could not check: bad usage ends with 2 too, and an error of the doctor with 1.
 """
 
 import argparse
@@ -20,10 +22,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.doctor.findings import (
+    LEVELS,
     Document,
     Finding,
     check_comparable,
@@ -33,7 +37,7 @@ from tools.doctor.findings import (
     render,
     worst_level,
 )
-from tools.shared.command_line import add_config_arguments, minutes, new_parser
+from tools.shared.command_line import add_config_arguments, minutes, new_parser, seconds
 from tools.shared.output import check_writable
 from utils.config import Config, load_config
 from utils.distributed.launch import find_launch
@@ -45,6 +49,9 @@ if TYPE_CHECKING:
     from utils.distributed.world import World
 
 
+COMPARISONS = ("comparison", "repeat offenders", "interruptions")  # findings that are of no single record
+
+
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Check, print, return the exit status."""
@@ -52,8 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.nodes:
         return subprocess.run(_on_every_node(sys.argv[1:] if argv is None else list(argv)), check=False).returncode
     check_writable("--html", options.html)
-    if options.compare:
+    has_fleet = options.baseline is not None and options.baseline.is_dir()
+    if options.compare or has_fleet:
         return compare(options)
+    if options.runs or options.checkpoint_seconds:
+        raise ConfigError("--runs and --checkpoint-seconds need --baseline DIR, a folder of records")
     if options.sweep and find_launch(os.environ).world_size == 1:
         raise ConfigError("--sweep needs at least two ranks: start the doctor with torchrun or srun")
     baseline = None if options.baseline is None else read_document(options.baseline)
@@ -70,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from utils.run.logging.environment import describe_environment
 
         device = describe_environment(world.device, world.world_size)["device"]
-        document = Document(worst="ok", device=device, software=software_versions(), findings=[])
+        now = datetime.now(timezone.utc).replace(microsecond=0)
+        document = Document(worst="ok", device=device, software=software_versions(), time=now, findings=[])
         if baseline is not None:  # before measuring
             check_comparable(f"this machine and {options.baseline}", document, baseline)
         document.findings = examine(options, config, world, time.perf_counter() - started)
@@ -84,14 +95,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Compare the files of `--compare`; return the exit status."""
+    """Compare the files of `--compare`, or those in the folder of `--baseline`; return the exit status."""
+    option = "--compare" if options.compare else "--baseline DIR"
     if options.sweep or options.burn_in:
-        raise ConfigError("--compare measures nothing: give --sweep and --burn-in to the runs that write the files")
-    documents = {path: read_document(path) for path in options.compare}
-    findings = compare_documents(documents)
+        raise ConfigError(f"{option} measures nothing: give --sweep and --burn-in to the runs that write the files")
+    if options.compare:
+        documents = {path: read_document(path) for path in options.compare}
+        findings = compare_documents(documents)
+    else:
+        from tools.doctor.fleet import judge_fleet, read_fleet
+
+        documents = read_fleet(options.baseline)
+        findings = judge_fleet(documents, options.runs, options.checkpoint_seconds)
     document = next(iter(documents.values())).model_copy(update={"findings": findings})
     on_page = [finding for each in documents.values() for finding in each.findings]
-    return report(options, document, on_page + [finding for finding in findings if finding.check == "comparison"])
+    return report(options, document, on_page + [finding for finding in findings if finding.check in COMPARISONS])
 
 
 def report(options: argparse.Namespace, document: Document, on_page: Sequence[Finding], *, say: bool = True) -> int:
@@ -106,7 +124,7 @@ def report(options: argparse.Namespace, document: Document, on_page: Sequence[Fi
         page = render_page(document.model_copy(update={"findings": list(on_page)}))
         write_atomically(options.html, page.encode())
         print(f"page: {options.html}", file=sys.stderr)
-    return int(document.worst == "fail" or (options.strict and document.worst == "warn"))
+    return LEVELS.index(document.worst)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -118,14 +136,22 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
     help_text = "check nothing; compare the figures in the --json output of several nodes"
     parser.add_argument("--compare", nargs="+", type=Path, metavar="FILE", help=help_text)
+    help_text = "level of NVIDIA's dcgmi diag, if installed: 2 takes minutes, 1 seconds, 0: none (default: 2)"
+    parser.add_argument("--dcgm", type=int, choices=(0, 1, 2), default=2, metavar="LEVEL", help=help_text)
     help_text = "measure all-reduce, all-gather and reduce-scatter at all sizes, and every pair"
     parser.add_argument("--sweep", action="store_true", help=help_text)
     help_text = "train for MINUTES; watch rate, results, heat and faults"
     parser.add_argument("--burn-in", type=minutes, metavar="MINUTES", help=help_text)
-    help_text = "earlier --json output of this machine; fail if a figure is now 15 %% slower"
-    parser.add_argument("--baseline", type=Path, metavar="FILE", help=help_text)
+    help_text = (
+        "earlier --json output of this machine; fail if a figure is now 15 %% slower. DIR of such files, of many "
+    )
+    help_text += "nodes and days: check nothing; report the spread, outliers, and nodes with faults on several days"
+    parser.add_argument("--baseline", type=Path, metavar="FILE|DIR", help=help_text)
+    help_text = "with --baseline DIR: a folder of training runs, to say how often a job of N nodes is interrupted"
+    parser.add_argument("--runs", type=Path, metavar="DIR", help=help_text)
+    help_text = "with --runs: how long a checkpoint stops the training; prints how often to write one"
+    parser.add_argument("--checkpoint-seconds", type=seconds, metavar="S", help=help_text)
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page: nodes by checks, in colours")
-    parser.add_argument("--strict", action="store_true", help="exit with status 1 on warnings too")
     return parser
 
 
@@ -144,13 +170,21 @@ def _on_every_node(arguments: list[str]) -> list[str]:
 
 def examine(options: argparse.Namespace, config: Config, world: "World", seconds_to_meet: float) -> list[Finding]:
     """Collective: run all checks on all ranks."""
+    import torch
+
     from tools.bench.limits import all_reduce
-    from tools.doctor import fingerprints, gpus, hardware, machine, measured
+    from tools.doctor import dcgm, fingerprints, gpus, hardware, machine, measured
 
     host, first = socket.gethostname(), world.local_rank == 0
     name = f"rank {world.rank} on {host}"
+    ranks_here = world.all_gather(host).count(host)
+    only_rank = ranks_here == 1
     findings = machine.machine_checks(config, options.run_dir, world) + hardware.hardware_checks() if first else []
-    only_rank = world.all_gather(host).count(host) == 1
+    if first:
+        seen = torch.cuda.device_count()
+        visible = max(seen, ranks_here) if seen else 0  # srun may show each rank only its own
+        findings.append(dcgm.check_dcgm(options.dcgm, visible, len(hardware.find_gpus(hardware.PCI_DEVICES))))
+    world.barrier()  # DCGM's tests need the GPUs for themselves
     findings += measured.device_checks(world.device, only_rank=only_rank)
     trained = fingerprints.train_on(measured.devices_of_a_rank(world.device, only_rank=only_rank), name)
     findings += [fingerprints.check_device(device, fingerprints.read_known()) for device in trained]

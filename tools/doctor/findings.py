@@ -4,9 +4,10 @@ A document is the output of `python -m tools.doctor --json`. This module imports
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,6 +62,7 @@ class Document(BaseModel):
     worst: str
     device: str
     software: dict[str, str]  # {name: version}
+    time: datetime | None = None  # when the checks began; older records have none
     findings: list[Finding]
 
     def figures(self) -> dict[str, list[tuple[str, float]]]:
@@ -81,6 +83,10 @@ class Compared(NamedTuple):
     value: float
     expected: float
 
+    @property
+    def slow(self) -> bool:
+        return not self.value * SLOW >= self.expected  # NaN is slow too
+
 
 def read_document(path: Path) -> Document:
     """Read a document; raise `ConfigError` if the file cannot be read or is not one."""
@@ -97,14 +103,28 @@ def compare_documents(read: Mapping[Path, Document]) -> list[Finding]:
     (first, reference), *others = read.items()
     for path, document in others:
         check_comparable(f"{path} and {first}", document, reference)
-    documents = list(read.values())
-    names = dict.fromkeys(chain.from_iterable(document.figures() for document in documents))
-    findings = [
-        _compare_nodes(name, list(chain.from_iterable(document.figures().get(name, ()) for document in documents)))
-        for name in names
-    ]
-    failed = [finding for document in documents for finding in document.findings if finding.level == "fail"]
-    return [*failed, *findings]
+    failed = [finding for document in read.values() for finding in document.findings if finding.level == "fail"]
+    return [*failed, *(_compare_nodes(name, compared) for name, compared in compare_figures(read.values()).items())]
+
+
+def compare_figures(documents: Iterable[Document]) -> dict[str, list[Compared]]:
+    """Return {"CHECK, FIGURE": each value of all documents, with the median of the others}."""
+    values: dict[str, list[tuple[str, float]]] = {}
+    for document in documents:
+        for name, found in document.figures().items():
+            values.setdefault(name, []).extend(found)
+    return {name: _with_others(found) for name, found in values.items()}
+
+
+def _with_others(values: Sequence[tuple[str, float]]) -> list[Compared]:
+    order = sorted(value for _, value in values)
+    compared = []
+    for where, value in values:
+        rank = bisect_left(order, value)
+        low, high = (place + (place >= rank) for place in ((len(order) - 2) // 2, (len(order) - 1) // 2))
+        expected = (order[low] + order[high]) / 2 if len(order) > 1 else value
+        compared.append(Compared(where, value, expected))
+    return compared
 
 
 def check_comparable(what: str, one: Document, other: Document) -> None:
@@ -115,15 +135,15 @@ def check_comparable(what: str, one: Document, other: Document) -> None:
             raise ConfigError(f"{what}: cannot be compared: {name} {mine.get(name)} and {others.get(name)}")
 
 
-def _compare_nodes(name: str, values: Sequence[tuple[str, float]]) -> Finding:
-    rates = [value for _, value in values]
+def _compare_nodes(name: str, values: Sequence[Compared]) -> Finding:
+    rates = [one.value for one in values]
+    median = statistics.median(rates)
     spread = f"{min(rates):,.4g} to {max(rates):,.4g}"
-    message = f"{name}: median {statistics.median(rates):,.4g} ({spread}) over {len(rates)}"
-    compared = []
-    for row, (where, value) in enumerate(values):
-        others = rates[:row] + rates[row + 1 :]
-        compared.append(Compared(where, value, statistics.median(others or rates)))
-    return _judge_rates(message, compared, "the median of the others")
+    if len(rates) > 3 and median:
+        low, _, high = statistics.quantiles(rates, n=4, method="inclusive")
+        spread += f", the middle half within {(high - low) / median:.1%}"
+    message = f"{name}: median {median:,.4g} ({spread}) over {len(rates)}"
+    return _judge_rates(message, values, "the median of the others")
 
 
 def compare_with_baseline(now: Document, baseline: Document) -> list[Finding]:
@@ -142,9 +162,9 @@ def compare_with_baseline(now: Document, baseline: Document) -> list[Finding]:
 
 def _judge_rates(message: str, values: Sequence[Compared], reference: str) -> Finding:
     slow = [
-        f"{where} {value:,.4g}, {expected / value:.2f} times slower than {reference}"
-        for where, value, expected in values
-        if not value * SLOW >= expected  # NaN fails too
+        f"{one.where} {one.value:,.4g}, {one.expected / one.value:.2f} times slower than {reference}"
+        for one in values
+        if one.slow
     ]
     remedy = "exclude the node; look there for other processes, heat, a power limit, a link that is down"
     return judge("comparison", "; ".join([message, *slow]), remedy, fail=bool(slow))

@@ -120,13 +120,18 @@ def check_numa(nodes: Path) -> Finding:
     return judge("numa", message, remedy, warn=bool(empty))
 
 
-def check_pcie(devices: Path) -> Finding:
-    """Check that each NVIDIA GPU uses all its PCIe lanes. An idle GPU lowers the link's speed, never its width."""
-    gpus = [
+def find_gpus(devices: Path) -> list[Path]:
+    """Return the folders of the NVIDIA GPUs among these PCI devices."""
+    return [
         device
         for device in sorted(devices.glob("*"))
         if read_text(device / "vendor") == NVIDIA and (read_text(device / "class") or "").startswith(DISPLAY_CONTROLLER)
     ]
+
+
+def check_pcie(devices: Path) -> Finding:
+    """Check that each NVIDIA GPU uses all its PCIe lanes. An idle GPU lowers the link's speed, never its width."""
+    gpus = find_gpus(devices)
     if not gpus:
         return Finding("pcie", "ok", "no NVIDIA GPU")
     narrow, slow = [], []

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from tools.shared.read_runs import read_lines, read_run_folder
-from utils.errors import DataError
+from utils.errors import CorruptionError, DataError, ExpectedError
 from utils.timing.clock import ACTIVITIES
 
 LABELS = {
@@ -35,6 +35,8 @@ class _Line(BaseModel):
     kind: str
     step: int | None = None
     time: FiniteFloat | None = None
+    world_size: int = 1  # of a start
+    status: int | None = None  # of a stop
     clock_seconds: dict[str, FiniteFloat]
 
 
@@ -48,6 +50,13 @@ class StartTimes:
     step: int  # the last recorded step
     ended: bool = False  # orderly or by an error; otherwise it was killed, or is running
     seconds: dict[str, float] = field(default_factory=dict)  # by activity, up to its last record
+    ranks: int = 1
+    status: int | None = None  # if it ended before the training was done
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether it was killed, or ended by an error that is not of its configuration or data."""
+        return not self.ended or self.status in (ExpectedError.exit_status, CorruptionError.exit_status)
 
     @property
     def alive(self) -> float:
@@ -112,12 +121,13 @@ def find_ledger(folder: Path) -> TimeLedger | None:
             seconds = {name: spent for name, spent in record.clock_seconds.items() if name in ACTIVITIES}
             if record.kind in ("start", "resume") and record.time is not None:
                 first = record.step or 0
-                starts.append(StartTimes(record.time - sum(seconds.values()), first, reached, first))
+                began = record.time - sum(seconds.values())
+                starts.append(StartTimes(began, first, reached, first, ranks=record.world_size))
             if not starts or sum(seconds.values()) < starts[-1].alive:
                 continue  # a start that failed before its first record
             start = starts[-1]
             start.step, start.seconds = max(start.step, record.step or 0), seconds
-            start.ended = record.kind in ("end", "stop")
+            start.ended, start.status = record.kind in ("end", "stop"), record.status
             reached = max(reached, start.step)
     return TimeLedger(starts, damaged) if any(start.alive for start in starts) else None
 
