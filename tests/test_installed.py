@@ -17,6 +17,7 @@ from tests.processes import without_launcher
 from tests.test_layout import commands
 from tools.shared.command_line import as_settings
 
+IN_PYTHON = TINY | {"config": "quickstart", "log_to_screen": False}
 SETTINGS = [f"--set={setting}" for setting in as_settings(TINY | {"data_loader": "torchvision", "num_data_workers": 1})]
 
 
@@ -109,6 +110,8 @@ def test_installed_it_runs_from_another_folder(environment: Path, tmp_path: Path
     assert "verdict: EQUAL" in run([command, "verify_resume", *small, "--kills=1"], folder)
     bench = ["--nproc=1", "--steps=2", "--dropped=1", "--trials=1"]
     assert "strong 1" in run([command, "bench", "scaling", *short, *bench], folder)
+    program = f"from resnet50_at_scale.api import load, train; print(load(train(**{IN_PYTHON}).folder).class_names)"
+    assert "hourglass" in run([str(python), "-c", program], folder)
     assert {path.name for path in folder.iterdir()} == {"expts", "models.py", "train.py", "utils.py"}
 
 

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("models", "tools", "utils")
-SCRIPTS = ("train", "train_simple")
+SCRIPTS = ("api", "train", "train_simple")
 
 FILES = [ROOT / f"{name}.py" for name in SCRIPTS] + [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
 MODULES = {
@@ -51,7 +51,8 @@ def allowed(importer: str, imported: str) -> bool:
         if other[0] != "utils":
             return False
         return len(other) == 1 or other[1] == package or other[1] in documented_imports()[package]
-    return imported.split(".", maxsplit=1)[0] in ("utils", "models", *(("tools",) if top == "tools" else ()))
+    others = {"tools": ("tools",), "api": ("tools", "train")}.get(top, ())
+    return imported.split(".", maxsplit=1)[0] in ("utils", "models", *others)
 
 
 def imports(source: str, modules: set[str]) -> Iterator[str]:
@@ -121,6 +122,8 @@ def test_modules_have_no_import_cycle() -> None:
         ("utils.training.step", "if TYPE_CHECKING:\n    from train import Trainer", True),
         ("utils.training.step", "if TYPE_CHECKING:\n    pass\nelse:\n    from train import Trainer", False),
         ("train", "import tools.bench.common", False),
+        ("api", "from train import Trainer", True),
+        ("tools.report", "from api import load", False),
         ("train", "import torch, utils.config.command_line", True),
     ],
 )

@@ -84,9 +84,9 @@ class SharedConfig(BaseConfig):
 
 
 def as_yaml(value: Any) -> str:
-    """Return a value as one writes it in a block, on one line."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if text.isprintable() else json.dumps(value)
+    """Return a value as one writes it in a block, on one line; a path, or another object, as its text."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if text.isprintable() else json.dumps(value, default=str)
 
 
 def render(config: BaseConfig, default: BaseConfig | None = None) -> str:

@@ -25,7 +25,7 @@ from utils.errors import ConfigError, ExpectedError, explain
 OWN_FORM = "package.module:function"
 OWN_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$"
 ROOT = Path(__file__).resolve().parent.parent
-OUR_NAMES = ("config", "models", "tools", "train", "train_simple", "utils")
+OUR_NAMES = ("api", "config", "models", "tools", "train", "train_simple", "utils")
 LIBRARIES = ("site-packages", "dist-packages")
 
 

@@ -1,4 +1,4 @@
-"""Loads a trained network from a run or a checkpoint, as it was validated: for tools.evaluate and tools.predict."""
+"""Loads a trained network of a run or a checkpoint, as it was validated: for tools.evaluate, tools.predict, api.py."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -14,6 +14,9 @@ from utils.config.command_line import not_empty, report_error
 from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
     from utils.data.datasets.dataset import Dataset, Split
     from utils.data.loader import Loader
     from utils.distributed.world import World
@@ -139,7 +142,7 @@ def find_split(trained: Trained, paths: list[Path], world: "World", *, test: boo
     from utils.data.config import LOADERS
     from utils.data.datasets.folders import centre_fraction, find_images
 
-    config, (_, height, width) = trained.config, trained.state["data"]["shape"]
+    config = trained.config
     if not paths:
         dataset = open_dataset(config, world)
         _check_dataset(trained, dataset)
@@ -150,9 +153,33 @@ def find_split(trained: Trained, paths: list[Path], world: "World", *, test: boo
         return dataset.test
     if not LOADERS[config.data_loader].needs_data:
         raise ConfigError(f"data_loader {config.data_loader} reads no images; use --set data_loader=torchvision")
+    return find_images(paths, trained.class_names, _image_side(trained), centre_fraction(config.dataset))
+
+
+def validation_transform(trained: Trained) -> "Callable[[Image], Tensor]":
+    """Return a function that turns a PIL image of any size and mode into the network's input as in validation: resized,
+    cropped and normalised, float32 [3, S, S] on the CPU."""
+    import torch
+
+    from utils.data.datasets.folders import centre_fraction
+    from utils.data.datasets.image_files import as_rgb, cut_centre
+    from utils.data.transforms.augment import Normalise
+
+    data, fraction = trained.state["data"], centre_fraction(trained.config.dataset)
+    normalise = Normalise(data["mean"], data["std"], torch.device("cpu"), torch.contiguous_format)
+
+    def transform(image: "Image") -> "Tensor":
+        pixels = cut_centre(as_rgb(image), _image_side(trained), fraction)
+        return normalise(torch.from_numpy(pixels.copy())[None])[0]  # PIL's memory is read-only
+
+    return transform
+
+
+def _image_side(trained: Trained) -> int:
+    _, height, width = trained.state["data"]["shape"]
     if height != width:
         raise ConfigError(f"the run's images are {height} x {width} pixels; files are cut to squares only")
-    return find_images(paths, trained.class_names, height, centre_fraction(config.dataset))
+    return height
 
 
 def _check_dataset(trained: Trained, dataset: "Dataset") -> None:

@@ -10,6 +10,7 @@ the pace of the last ones.
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -79,7 +80,12 @@ class StopRequests:
 
 @contextmanager
 def listen(requests: StopRequests) -> Iterator[None]:
-    """SIGTERM, SIGUSR1 and the first Ctrl-C ask to stop; a second Ctrl-C stops at once."""
+    """SIGTERM, SIGUSR1 and the first Ctrl-C ask to stop; a second Ctrl-C stops at once. Restores the handlers.
+
+    Only the main thread can listen. In another one this does nothing, and a signal does what it did before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def remember(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -105,13 +105,10 @@ class EncodedImages(ABC):
         from torchvision.transforms import functional
 
         image = decode_image(content)
-        if crop is not None:
-            box = resized_crop_box(crop, image.height, image.width)
-            image = functional.resized_crop(image, *box, [self.size, self.size])
-        else:
-            resized, corner = central_square(image.height, image.width, self.size, self.centre_fraction)
-            image = functional.crop(functional.resize(image, resized), *corner, self.size, self.size)
-        return np.asarray(image).transpose(2, 0, 1)
+        if crop is None:
+            return cut_centre(image, self.size, self.centre_fraction)
+        box = resized_crop_box(crop, image.height, image.width)
+        return np.asarray(functional.resized_crop(image, *box, [self.size, self.size])).transpose(2, 0, 1)
 
     def read_all(self, *, replace: bool, num_threads: int) -> DecodedImages:
         """Return every image, in memory."""
@@ -152,9 +149,24 @@ def decode_image(content: bytes) -> "Image.Image":
     from PIL import Image
 
     with Image.open(io.BytesIO(content)) as encoded:
-        if encoded.mode.startswith("I;16") or (encoded.mode == "I" and encoded.format in ("PNG", "PPM")):
-            return Image.fromarray((np.asarray(encoded) >> 8).astype(np.uint8)).convert("RGB")
-        return encoded.convert("RGB")
+        return as_rgb(encoded)
+
+
+def as_rgb(image: "Image.Image") -> "Image.Image":
+    """Convert any PIL image to RGB; see `decode_image`."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    return image.convert("RGB")
+
+
+def cut_centre(image: "Image.Image", size: int, fraction: float) -> np.ndarray:
+    """Return the central square of an RGB image, resized: uint8 [3, size, size]; see `central_square`."""
+    from torchvision.transforms import functional
+
+    resized, corner = central_square(image.height, image.width, size, fraction)
+    return np.asarray(functional.crop(functional.resize(image, resized), *corner, size, size)).transpose(2, 0, 1)
 
 
 def central_square(height: int, width: int, size: int, fraction: float) -> tuple[list[int], list[int]]:

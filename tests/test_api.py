@@ -1,0 +1,80 @@
+"""The Python API: its functions give what the commands give."""
+
+import json
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import api
+import train
+from tests.conftest import TINY
+from tools import evaluate
+from tools.predict import predict
+from tools.shared.command_line import as_settings
+from tools.shared.trained import open_trained
+from utils.config.command_line import parse_arguments
+from utils.data.datasets.dataset import load_dataset
+from utils.distributed.world import World
+from utils.errors import ConfigError
+from utils.run.preemption import SIGNALS
+
+SHORT = TINY | {"limit_valid_batches": None, "log_to_screen": False}
+MEASURED = ("seconds", "images_per_sec", "epoch_seconds", "clock_seconds")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> api.Run:
+    """A run of train(), in a folder of its own."""
+    return api.train("quickstart", run_dir=tmp_path_factory.mktemp("runs") / "run", **SHORT)
+
+
+def computed(run: api.Run) -> list[dict[str, Any]]:
+    """Return the run's figures that are no measurements."""
+    return [
+        {name: value for name, value in record.items() if not name.startswith(MEASURED)}
+        for record in (run.metrics, *run.epochs)
+    ]
+
+
+def test_train_gives_the_figures_of_the_command_line(run: api.Run, tmp_path: Path) -> None:
+    """Also the second time in a process, and in another thread, where no signal can be handled."""
+    words = [f"--set={setting}" for setting in as_settings(SHORT)]
+    assert train.main(parse_arguments(["--config=quickstart", f"--run-dir={tmp_path / 'command'}", *words])) == 0
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    commanded = api.train("quickstart", run_dir=tmp_path / "command", **SHORT)  # it is finished, so this reads it
+    with ThreadPoolExecutor(1) as pool:
+        threaded = pool.submit(api.train, "quickstart", run_dir=tmp_path / "thread", **SHORT).result()
+    assert computed(run) == computed(commanded) == computed(threaded)
+    assert len(run.epochs) == 2 and run.metrics["last_acc1"] == run.epochs[-1]["acc1/valid"]
+    assert handlers == [signal.getsignal(number) for number in SIGNALS]
+
+
+def test_a_wrong_setting_is_an_error_with_a_plain_message(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown key 'batch_sise'"):
+        api.train("quickstart", batch_sise=3)
+    with pytest.raises(ConfigError, match="lr"):
+        api.train("quickstart", lr=tmp_path)
+
+
+def test_load_gives_the_predictions_of_the_command(run: api.Run, one_rank: World, tmp_path: Path) -> None:
+    model, names, transform = api.load(run.folder)
+    dataset = load_dataset("shapes", tmp_path, download=False)
+    pictures = [Image.fromarray(pixels.transpose(1, 2, 0)) for pixels in dataset.valid.images[:100]]
+    with torch.no_grad():
+        probabilities = model(torch.stack([transform(picture) for picture in pictures])).double().softmax(1)
+    predictions, _ = predict(open_trained(run.folder, ["limit_valid_batches=1"]), [], one_rank)  # 100 images
+    assert not model.training and names == list(dataset.class_names)
+    torch.testing.assert_close(probabilities, torch.from_numpy(predictions.probabilities), rtol=0, atol=0)
+    assert transform(pictures[0].resize((80, 50)).convert("L")).shape == (3, 32, 32)
+
+
+def test_evaluate_gives_the_figures_of_the_command(run: api.Run, tmp_path: Path) -> None:
+    assert evaluate.main([str(run.folder), "--json", str(tmp_path / "figures.json")]) == 0
+    expected = json.loads((tmp_path / "figures.json").read_text())
+    assert api.evaluate(run.folder) == expected
+    assert expected["acc1"] == run.metrics["last_acc1"]

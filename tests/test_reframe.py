@@ -1,0 +1,52 @@
+"""examples/reframe/node.py, run by ReFrame (extra `reframe`) on its generic system."""
+
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.processes import without_launcher
+
+pytest.importorskip("reframe", reason='ReFrame is not installed: pip install ".[reframe]"')
+SMALL = "Ladder.options=--configs=quickstart --iters=2 --trials=1 --set=batch_size=32"
+SLOW = '{"results": {"rungs": {"quickstart": {"full": {"median": 5}}}}}'
+
+
+def reframe(folder: Path, *options: str) -> str:
+    """Run the checks with ReFrame's files in `folder`; return the output."""
+    script = Path(sysconfig.get_path("scripts"), "reframe")
+    command = [str(script), "-c", str(ROOT / "examples/reframe/node.py"), "-r", f"--prefix={folder}", "--nocolor"]
+    environment = without_launcher(os.environ) | {"HOME": str(folder), "TMPDIR": str(folder)}
+    ended = subprocess.run([*command, *options], env=environment, capture_output=True, text=True, check=False)
+    return ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("check", "prints", "outcome"),
+    [
+        ("Doctor", "echo 'ok    torch  found'; echo 'ok: 1 ok, 0 warn, 0 fail'", "PASSED"),
+        ("Doctor", "echo 'warn  cores  few'; echo 'warn: 0 ok, 1 warn, 0 fail'; exit 1", "PASSED"),
+        ("Doctor", "echo 'fail  data  none'; echo 'fail: 0 ok, 0 warn, 1 fail'; exit 2", "pattern '^fail' found"),
+        ("Doctor", "exit 1", "not found in 'rfm_job.out'"),
+        ("Ladder", "exit 1", "the ladder has written no report"),
+        ("Ladder", f"echo '{SLOW}' >ladder.json", "5 images/s"),
+    ],
+    ids=["good", "warning", "failure", "no output", "no report", "slow"],
+)
+def test_what_the_command_prints_decides(check: str, prints: str, outcome: str, tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{prints}\n")
+    program.chmod(0o755)
+    output = reframe(tmp_path, "-n", check, "-S", f"{check}.executable={program}")
+    assert outcome in output
+    assert ("PASSED" in output) == (outcome == "PASSED")
+
+
+@pytest.mark.slow
+def test_both_checks_run_on_this_machine(tmp_path: Path) -> None:
+    output = reframe(tmp_path, "--exec-policy=serial", "-S", SMALL)
+    assert "Ran 2/2 test case(s) from 2 check(s) (0 failure(s)" in output, output
+    assert "P: quickstart: " in output
