@@ -65,8 +65,8 @@ class ModelConfig(SharedConfig):
     """First convolution of large ResNets: 7x7 (the tutorial's) or 3x3, stride 1, no max-pool. imagenet: torchvision's
     unchanged ResNet, VGG16 or AlexNet, for 224 pixels."""
     zero_init_residual: Annotated[bool, KeyFlag.FIXED_ON_RESUME] = False
-    """torchvision's ResNets: each residual block starts as the identity, with a last BatchNorm weight of 0. Goyal et al.
-    (arXiv:1706.02677) train large batches so."""
+    """torchvision's ResNets: each residual block starts as the identity, with a last BatchNorm weight of 0. Goyal et
+    al. (arXiv:1706.02677) train large batches so."""
     width: Annotated[int, Field(ge=1, le=64), KeyFlag.FIXED_ON_RESUME] = 1
     """Small ResNets and airbench: the first stage has 16 times this many channels. He uses 1, Page and Jordan 4."""
 
