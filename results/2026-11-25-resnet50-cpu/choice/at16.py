@@ -1,4 +1,5 @@
 """The tutorial's ResNet50; in validation it resizes the images to 16 pixels, the size that a probe trains with."""
+
 import torch
 from torch.nn import functional
 from torchvision.models import resnet50
@@ -24,6 +25,8 @@ def build(num_classes):
 
 def build_zero(num_classes):
     model = At16(num_classes)
-    for block in [b for layer in (model.net.layer1, model.net.layer2, model.net.layer3, model.net.layer4) for b in layer]:
+    for block in [
+        b for layer in (model.net.layer1, model.net.layer2, model.net.layer3, model.net.layer4) for b in layer
+    ]:
         torch.nn.init.zeros_(block.bn3.weight)
     return model
