@@ -62,6 +62,7 @@ def _with_small_network(path: Path, name: str) -> dict[str, Any]:
     """Return the shortened block with the smallest network, and synthetic shapes or small pictures."""
     config = load_config(path, name)
     changes = {"num_classes": CLASSES, "model": "resnet8", "stem": "7x7", "width": 1, "save_checkpoint": False}
+    changes |= {"zero_init_residual": False}
     changes |= {"image_size": 32} if config.dataset == "imagenet" else {"dataset": "shapes"}
     return shorten(config, **changes, batch_size=8, valid_batch_size_per_gpu=8).model_dump(mode="json")
 

@@ -15,7 +15,7 @@ from utils.config import Config, list_blocks, load_config
 pytestmark = pytest.mark.gpu
 
 SMALL: dict[str, Any] = {
-    "num_classes": CLASSES, "model": "resnet8", "stem": "7x7", "width": 1,
+    "num_classes": CLASSES, "model": "resnet8", "stem": "7x7", "width": 1, "zero_init_residual": False,
     "batch_size": 8, "valid_batch_size_per_gpu": 8, "limit_valid_batches": 1, "max_epochs": 2,
     "lr_milestones": (1,), "num_data_workers": 0, "log_freq": 1000, "log_to_screen": False, "log_to_tensorboard": False,
     "enable_profiling": False, "stop_at_accuracy": None, "device": "cuda",

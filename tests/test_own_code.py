@@ -250,7 +250,7 @@ REFUSED_NETWORKS = [
     ("leaves:network", r"cannot be imported: SystemExit: 3\n{folder}/leaves.py:2: sys.exit\(3\)"),
     (
         "utils.of_mine:network",
-        "utils is a module of this program; rename yours to something other than config, mod",
+        "utils is a module of this program; rename yours to something other than api, config, mod",
     ),
     (
         "yaml_of_mine:network",

@@ -103,7 +103,7 @@ def compare(options: argparse.Namespace) -> int:
         documents = {path: read_document(path) for path in options.compare}
         findings = compare_documents(documents)
     else:
-        from tools.doctor.fleet import judge_fleet, read_fleet
+        from tools.doctor.records.fleet import judge_fleet, read_fleet
 
         documents = read_fleet(options.baseline)
         findings = judge_fleet(documents, options.runs, options.checkpoint_seconds)
@@ -119,7 +119,7 @@ def report(options: argparse.Namespace, document: Document, on_page: Sequence[Fi
         lines = render(document.findings, document.worst)
         print(document.model_dump_json(indent=1) if options.json else "\n".join(lines))
     if say and options.html is not None:
-        from tools.doctor.page import render_page
+        from tools.doctor.records.page import render_page
 
         page = render_page(document.model_copy(update={"findings": list(on_page)}))
         write_atomically(options.html, page.encode())

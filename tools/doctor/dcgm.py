@@ -109,7 +109,7 @@ def read_diagnostic(level: int, printed: str, errors: str = "") -> Finding:
         content, _ = json.JSONDecoder().raw_decode(printed[printed.index("{") :])  # warnings may precede it
         diagnostic = _Output.model_validate(content).diagnostic
     except (ValueError, ValidationError):
-        diagnostic = _Diagnostic()
+        diagnostic = _Diagnostic.model_validate({})
     tests = [test for category in diagnostic.categories for test in category.tests if test is not None]
     if not tests:
         lines = (diagnostic.runtime_error or f"{printed}\n{errors}").split("\n")
