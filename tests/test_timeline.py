@@ -125,6 +125,7 @@ def test_two_runs_are_drawn(suffix, begins, folder, tmp_path, capsys):
         (gzip.compress(b"[1]"), "not a trace"),
         (gzip.compress(b'{"traceEvents": []}'), "holds 0 training steps"),
     ],
+    ids=["missing", "no gzip", "cut off", "no object", "no steps"],  # gzip's bytes hold the time: workers would differ
 )
 def test_a_wrong_file_is_one_line(content, message, tmp_path, capsys):
     path = tmp_path / "wrong.json.gz"
