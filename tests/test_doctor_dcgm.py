@@ -4,7 +4,7 @@ The outputs are real ones, shortened: fewer tests, no `info`. Sources on GitHub:
 - 3.1: microsoft/VirtualClient, DCGMIDiag_r3_results.json in src/VirtualClient/VirtualClient.Actions.UnitTests
 - 3.1, failing: NVIDIA/DCGM v3.1.8, testing/TestDiagManagerStrings.h, PER_GPU_JSON
 - 4.2, 4.5: baldwinSPC/glimmer-burnin, runners/dcgm-diag/testdata/gb10-level2-{partial-skip,plugins-allowed}.json
-Those of 3.3 and of failures of 4 are composed as dcgmi/Diag.cpp of NVIDIA/DCGM v3.3.9 and v4.6.0 writes them.
+The outputs of 3.3, and the failures of 4, are composed as dcgmi/Diag.cpp of NVIDIA/DCGM v3.3.9 and v4.6.0 writes them.
 """
 
 import json

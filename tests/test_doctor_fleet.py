@@ -15,7 +15,7 @@ def record(folder: Path, node: str, day: int, *rates: float, failed: str = "") -
     """Store a record of a node whose devices have these rates."""
     folder.mkdir(exist_ok=True)
     findings = [Finding("ceilings", "ok", "", where=node, figures={"bf16 TFLOP/s": rate}) for rate in rates]
-    findings += [Finding(failed, "fail", "broken", "mend it", node)] if failed else []
+    findings += [Finding(failed, "fail", "broken", "repair the node", node)] if failed else []
     time = datetime(2026, 11, day, 23, tzinfo=timezone.utc)
     document = Document(worst="ok", device="H200", software={"torch": "2"}, time=time, findings=findings)
     (folder / f"{node}-{day}.json").write_text(document.model_dump_json())

@@ -55,7 +55,8 @@ TUTORIAL = "bs256-amp-nhwc-extra-opts"  # the rung of the tutorial's own runs
 FAST = "--set data_loader=device --set enable_cuda_graphs=auto"  # the same images and steps in less time
 
 PARTS = (
-    Part("doctor", "check the machine", "-m tools.doctor --config=fastest --run-dir {folder} --json {settings}", 45,
+    Part("doctor", "check the machine",
+         "-m tools.doctor --config=fastest --run-dir {folder} --json --dcgm 1 {settings}", 60,
          warned='"worst": "warn"'),
     Part("gpu-tests", "tests that need a GPU",
          f"{PYTEST} 'gpu and not slow and not dali' -k 'not trains_like_float32' {{passed}} {{tests}}", 300,
