@@ -250,8 +250,9 @@ def test_a_resumed_part_stays_compiled_or_eager(program: Path, tmp_path: Path) -
 
     rungs = {"eager": rung(900), "compiled": rung(1000)}
     report(tmp_path, "compile", {"rungs": rungs})
-    call(table(1.0)[:1], tmp_path, seconds=2)
-    call(table(1.0)[1:], tmp_path, seconds=2)
+    # long enough for a first Python process, which takes 2 s
+    call(table(1.0)[:1], tmp_path, seconds=5)
+    call(table(1.0)[1:], tmp_path, seconds=5)
     report(tmp_path, "compile", {"rungs": rungs | {"eager": rung(1100)}})
     progress, _ = call(table(1.0), tmp_path, seconds=60)
     assert states(progress) == ["done"] * 2
