@@ -16,13 +16,13 @@ import pytest
 
 from tests.conftest import ROOT
 from tools import pack
-from tools.bring_up import __main__ as entry
-from tools.bring_up import command, run
-from tools.bring_up.figures import GOAL, PUBLISHED, Baseline, Change, Figure, read_baseline, read_figures
+from tools.bring_up import __main__ as command
+from tools.bring_up import run
+from tools.bring_up.figures import Baseline, Change, Figure, read_baseline, read_figures, read_published
 from tools.bring_up.page import write_all
 from tools.bring_up.parts import EAGER, PARTS, CallSettings, Part, build_command
 from tools.bring_up.progress import BringUpProgress, PartProgress, check_same, read_progress
-from tools.bring_up.run import eager_is_faster, estimate_seconds, run_parts
+from tools.bring_up.run import eager_is_faster, estimate, plan, run_parts
 from tools.shared import processes
 from tools.shared.processes import Deadline
 from utils.errors import ConfigError, DataError, ExpectedError
@@ -185,9 +185,6 @@ def test_every_part_of_the_table_is_a_command_that_parses(tmp_path: Path) -> Non
 
     names = [part.name for part in PARTS]
     assert len(set(names)) == len(names)
-    order = ["doctor", "gpu-tests", "switches", "compile", "limits", "layers", "loaders", "ladder", "record-75"]
-    assert names[: len(order)] == order
-    assert names[len(order) : len(order) + 4] == ["bs128-opt", "accuracy", "peers", "record-75-bs2048"]
     for part in PARTS:
         for small in (False, True):
             found = build_command(part, CallSettings(tmp_path, ("lr=0.3",), small, eager_is_faster=True))
@@ -262,16 +259,64 @@ def test_a_resumed_part_stays_compiled_or_eager(program: Path, tmp_path: Path) -
 def test_estimates_come_from_measurements(tmp_path: Path) -> None:
     record, limits = (next(part for part in PARTS if part.name == name) for name in ("record-75", "limits"))
     settings = CallSettings(tmp_path)
-    assert estimate_seconds(record, settings, PartProgress()) == record.seconds
+    assert estimate(record, settings, PartProgress()) == (record.seconds, "not measured")
+    later = CallSettings(tmp_path, earlier={"record-75": 71.0})
+    assert estimate(record, later, PartProgress()) == (71.0, "by the baseline")
     report(tmp_path, "ladder", {"rungs": {"fastest": rung(10_000)}})
-    assert estimate_seconds(record, settings, PartProgress()) == pytest.approx(25 + 18 * 53_333 / 10_000, rel=1e-3)
+    by_the_ladder = (pytest.approx(25 + 18 * 53_333 / 10_000, rel=1e-3), "by the ladder")
+    assert estimate(record, settings, PartProgress()) == by_the_ladder == estimate(record, later, PartProgress())
     run_folder = tmp_path / "parts/record-75/run"
     run_folder.mkdir(parents=True)
     lines = [{"kind": "epoch", "epoch": number, "seconds": 7.0 * number} for number in range(1, 9)]
     (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert estimate_seconds(record, settings, PartProgress()) == 25 + 10 * 7.0
+    assert estimate(record, settings, PartProgress()) == (25 + 10 * 7.0, "by its epochs")
     cut_off = PartProgress(state="cut off", seconds=40.0, calls=1, cut_offs=1)
-    assert estimate_seconds(limits, settings, cut_off) == 60.0
+    assert estimate(limits, settings, cut_off) == (60.0, "not measured")
+
+
+def test_the_plan_is_what_the_calls_then_do(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part waits for the next call, a shorter one takes its place, a resumable one is split, a long one fails."""
+    monkeypatch.setattr(run, "CALL_SECONDS", 0.0)
+    clock, number = [0.0], [0]
+    lengths = {"first": 3.0, "waits": 8.0, "short": 2.0, "split": 12.0, "long": 99.0}
+    table = [Part(name, "", "", seconds, resumable=name == "split") for name, seconds in lengths.items()]
+
+    def run_limited(command: list[str], log: Path, limit: float, deadline: Deadline) -> int | None:
+        name = log.parent.name
+        took = min(limit, lengths[name] if name == "long" else max(0.0, lengths[name] - seconds.get(name, 0.0)))
+        log.write_text("")
+        clock[0] += took
+        seconds[name] = seconds.get(name, 0.0) + took
+        done[name].append(number[0])
+        return 0 if seconds[name] >= lengths[name] and name != "long" else None
+
+    monkeypatch.setattr(run, "run_limited", run_limited)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    seconds: dict[str, float] = {}
+    done: dict[str, list[int]] = {name: [] for name in lengths}
+    progress = progress_in(tmp_path)
+    planned = plan(table, CallSettings(tmp_path), progress, 10.0)
+    for number[0] in range(1, 9):
+        deadline = Deadline(clock[0] + 10.0)
+        run_parts(table, CallSettings(tmp_path), progress, deadline, lambda: None, lambda _: None)
+    assert planned == done == {"first": [1], "waits": [2], "short": [1], "split": [1, 2, 3], "long": [4, 5]}
+    assert states(progress) == ["done"] * 4 + ["failed"]
+
+
+def test_parts_wait_for_their_data_without_a_start_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import pathlib, sys; sys.exit(0 if pathlib.Path(sys.argv[1], '../../data').exists() else 3)"
+    (tmp_path / "program.py").write_text(program)
+    table = [Part(name, "", f"{tmp_path}/program.py {{folder}}", 1.0, needs) for name, needs in
+             (("a", ("data",)), ("b", ("data",)), ("c", ()), ("d", ("data",)))]  # fmt: skip
+    monkeypatch.setattr(command, "PARTS", table[:2])
+    monkeypatch.setattr(command, "describe_machine", lambda: dict(MACHINE))
+    assert command.main(["--out", str(tmp_path)]) == DataError.exit_status
+    found = call(table, tmp_path, 60)[0].parts
+    assert [(found[name].state, found[name].calls) for name in "abcd"] == [
+        ("no data", 2), ("no data", 0), ("failed", 1), ("no data", 0)]  # fmt: skip
+    (tmp_path / "data").touch()
+    found = call(table, tmp_path, 60)[0].parts
+    assert [found[name].state for name in "abcd"] == ["done", "done", "failed", "done"]
 
 
 # ---- figures, page, baseline
@@ -315,7 +360,7 @@ def test_figures_have_a_spread_and_their_fraction_of_the_limit(tmp_path: Path) -
     assert found["layers: convolution 3x3, 64x32x32 to 64, forward, ms"].share == 0.5
     assert found["record-75: time to 75%, s"].median == 41 and found["record-75: best accuracy, %"].median == 76
     assert (found["gpu-tests: passed, tests"].median, found["gpu-tests: failed, tests"].median) == (1, 1)
-    measured = [(one, found[one.key]) for one in PUBLISHED if one.key in found]
+    measured = [(one, found[one.key]) for one in read_published() if one.key in found]
     met = {one.what: (one.is_met(figure), one.relative(figure)) for one, figure in measured}
     assert met["failed tests that need a GPU"] == (False, "+1.00")
     assert "failed tests: each switch trains like float32" not in met
@@ -327,13 +372,20 @@ def test_figures_have_a_spread_and_their_fraction_of_the_limit(tmp_path: Path) -
 
 def test_published_figures_are_in_the_sources() -> None:
     sources = (ROOT / "results/reference/README.md").read_text("utf-8")
-    assert [row for row in PUBLISHED if GOAL not in row.where and f"{row.value:,g}" not in sources] == []
+    rows = [row for row in read_published() if not row.where.startswith("goal")]
+    assert len(rows) > 10 and [row for row in rows if f"{row.value:,g}" not in sources] == []
+
+
+def test_every_figure_comes_from_a_file_of_its_part(tmp_path: Path) -> None:
+    write_all(tmp_path, progress_in(tmp_path))
+    assert json.loads((tmp_path / "packed/bring_up.json").read_text())["figures"] == []
+    assert (tmp_path / "packed/bring_up.html").read_text("utf-8").count("not measured") == len(read_published())
 
 
 def test_the_page_is_offline_and_complete_and_the_raw_logs_restore_the_folder(tmp_path: Path) -> None:
     progress = bring_up(tmp_path / "one")
     slower = Figure("ladder", "fastest", 30_000, 29_000, 31_000, "images/s")
-    regressions = write_all(tmp_path / "one", progress, Baseline(MACHINE, {"ladder": "done"}, [slower]))
+    regressions = write_all(tmp_path / "one", progress, baseline_of([slower]))
     assert [line.partition(",")[0] for line in regressions] == ["ladder: fastest"]
     page = (tmp_path / "one/packed/bring_up.html").read_text("utf-8")
     for text in ("NVIDIA H200", "Compared with published figures and goals", "680", "on NVIDIA H200",
@@ -365,6 +417,10 @@ def test_logs_come_in_pieces_and_files_without_room_are_listed(tmp_path: Path) -
         assert len(archive.getnames()) == 5
     assert pack.pack_files(*packed, piece=2_000_000, max_pieces=2) == []
     assert [path.name for path in (tmp_path / "packed").iterdir()] == ["logs.tar.gz.1"]
+
+
+def baseline_of(figures: list[Figure]) -> Baseline:
+    return Baseline(machine=MACHINE, parts={"ladder": PartProgress(state="done")}, figures=figures)
 
 
 def figure(median: float, low: float, high: float, unit: str = "images/s", better: str = "higher") -> Figure:
@@ -405,7 +461,7 @@ def test_another_version_is_compared_another_device_and_a_rehearsal_are_refused(
     assert "REGRESSION ladder: fastest" in (tmp_path / "new/packed/bring_up.html").read_text("utf-8")
     bring_up(tmp_path / "new")
     assert command.main(arguments) == 0 and "REGRESSION none" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="was measured on NVIDIA H200, this is NVIDIA A100"):
+    with pytest.raises(ConfigError, match="was measured elsewhere: device NVIDIA H200 -> NVIDIA A100"):
         read_baseline(tmp_path / "old", {"device": "NVIDIA A100"}, small=False)
     with pytest.raises(ConfigError, match="rehearsal"):
         read_baseline(tmp_path / "old", MACHINE, small=True)
@@ -417,7 +473,7 @@ def test_a_missing_rung_is_a_regression(tmp_path: Path) -> None:
     progress = bring_up(tmp_path)
     before = read_figures(tmp_path, progress.parts)
     now = [figure for figure in before if "bs256-amp" not in figure.name]
-    gone = Baseline(MACHINE, {"ladder": "done"}, before).missing(now, progress.parts)
+    gone = baseline_of(before).missing(now, progress.parts)
     assert gone == ["ladder: bs256-amp, images/s", "ladder: bs256-amp, step alone, images/s"]
 
 
@@ -446,8 +502,14 @@ def test_figures_of_two_kinds_of_machine_are_never_mixed(tmp_path: Path) -> None
 def test_the_list_runs_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--out", str(tmp_path / "out"), "--list"]) == 0
     said = capsys.readouterr().out
-    assert all(f"{part.name} " in said for part in PARTS) and "about 90.0 s" in said
+    assert all(f"{part.name} " in said for part in PARTS)
+    assert re.search(r"^record-75 +waiting +call [\d, ]+: about 90\.0 s, not measured ", said, re.M)
     assert not (tmp_path / "out").exists()
+    write_all(tmp_path / "old", bring_up(tmp_path / "old"))
+    command.main(["--out", str(tmp_path / "out"), "--list", "--baseline", str(tmp_path / "old"), "--minutes", "5"])
+    said = capsys.readouterr().out
+    assert re.search(r"^ladder +waiting +call \d: about 30\.0 s, by the baseline ", said, re.M)
+    assert re.search(r"^about .* in total, in \d+ call\(s\) of 5 minutes$", said, re.M)
     with pytest.raises(SystemExit, match="2"):
         command.main(["--out", str(tmp_path), "--part", "lader"])
     assert re.search("lader.*doctor.*gpu-tests", capsys.readouterr().err)
@@ -457,8 +519,8 @@ def test_a_missing_package_is_reported_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly", None)
-    assert entry.main(["--out", "x"]) == 2
-    assert "error: missing: plotly\n" in capsys.readouterr().err
+    assert command.main(["--out", "x"]) == 2
+    assert "error: missing: plotly: pip install" in capsys.readouterr().err
 
 
 @pytest.mark.slow
