@@ -543,41 +543,48 @@ def test_a_real_part_is_cut_off_and_resumes(tmp_path: Path) -> None:
 # ---- tools.pack
 
 
-def test_one_line_of_shell_restores_tree_and_data_from_small_pieces(
+def test_the_printed_commands_start_with_the_first_folder_and_unpack_data_after_the_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("no git checkout")
     data = tmp_path / "cifar-100-binary"
     data.mkdir()
-    (data / "train.bin").write_bytes(os.urandom(2 * 2**20))
+    (data / "train.bin").write_bytes(os.urandom(5 * 2**20))
     wheel = tmp_path / "some-1.0-py3-none-any.whl"
     wheel.write_bytes(b"wheel")
     monkeypatch.setattr(pack, "download", lambda packages, *_: [wheel] if "pydantic" in packages else [])
-    pieces = tmp_path / "pieces"
+    pieces, there = tmp_path / "pieces", tmp_path / "there"
     absent = ["--without", "peers", "--without", "health", "--without", "dali"]  # they may not be installed here
-    assert pack.main(["--out", str(pieces), "--data", str(data), "--size", "1", *absent]) == 0
-    said = capsys.readouterr().out
-    assert "--no-index" in said and f"cat {pack.NAME}.* | tar" in said
-    sizes = [path.stat().st_size for path in pieces.glob(f"{pack.NAME}.*")]
-    assert len(sizes) >= 3 and max(sizes) == 2**20
-    [line] = [line.strip() for line in said.splitlines() if "sha256sum" in line]
-    line = line.replace("TO=~/bring-up", f"TO='{tmp_path}/target here'")
-    assert subprocess.run(["bash", "-c", line], cwd=pieces, capture_output=True, check=False).returncode == 0
+    assert pack.main(["--out", str(pieces), "--data", str(data), "--size", "4", *absent]) == 0
+    folders = sorted(pieces.iterdir())
+    assert [folder.name for folder in folders] == ["01", "02"]
+    assert all(sum(path.stat().st_size for path in folder.glob("*.tar*")) <= 4 * 2**20 for folder in folders)
+    said = capsys.readouterr().out.replace("TO=~/bring-up", f"TO='{tmp_path}/target here'")
+    said = said.replace("python -c", f"{sys.executable} -c")
+    unpack, install, unpack_data, start = [line.strip() for line in said.splitlines() if line.startswith("    ")]
+    assert "--no-index" in install and "tools.bring_up" in start
     project = tmp_path / "target here/project"
+    there.mkdir()
+    for folder in folders:  # one in each call
+        folder.rename(there / folder.name)
+        subprocess.run(["bash", "-c", f"{unpack}\n{unpack_data}"], cwd=there, capture_output=True, check=False)
+        assert (project / "train.py").exists() and len((project / "commit.txt").read_text().strip()) == 40
+        assert (project.parent / "wheels" / wheel.name).exists()
+        assert (project / "data").exists() == (folder.name == "02")
     assert (project / "data/cifar-100-binary/train.bin").read_bytes() == (data / "train.bin").read_bytes()
-    assert (project / "train.py").exists() and len((project / "commit.txt").read_text().strip()) == 40
-    assert (project.parent / "wheels" / wheel.name).exists()
-    first = pieces / f"{pack.NAME}.000"
+    first = there / f"01/{pack.CODE_ARCHIVE}.000"
     first.write_bytes(first.read_bytes()[:-1] + b"?")
-    assert subprocess.run(["bash", "-c", line], cwd=pieces, capture_output=True, check=False).returncode != 0
-    assert pack.main(["--out", str(pieces)]) == 2  # not empty
+    assert subprocess.run(["bash", "-c", unpack], cwd=there, capture_output=True, check=False).returncode != 0
+    assert pack.main(["--out", str(there)]) == 2  # not empty
 
 
 def test_wanted_packages_include_their_needs_but_not_those_of_the_target() -> None:
     found = pack.wanted(["required", "tests"])
     assert {"pydantic", "pydantic-core", "ruamel-yaml", "pytest", "iniconfig"} <= set(found)
     assert not {"torch", "numpy", "rich"} & set(found)
+    needed = re.search(r"^dependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text("utf-8"), re.M | re.S)
+    assert needed and set(re.findall(r'"([\w.-]+)', needed[1])) <= {*pack.THERE, *pack.GROUPS["required"]}
     with pytest.raises(ConfigError, match="is not installed here"):
         pack.closure(["a-package-that-is-nowhere"], {})
     with pytest.raises(ExpectedError, match="--without"):
