@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import time
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from tests.processes import PYTHON
+from tests.rehearse_lease import Transcript, bare_python
 from tools import pack
 from tools.bring_up import __main__ as command
 from tools.bring_up import run
@@ -594,3 +597,16 @@ def test_wanted_packages_include_their_needs_but_not_those_of_the_target() -> No
 def test_missing_data_is_an_error(tmp_path: Path) -> None:
     assert pack.main(["--out", str(tmp_path / "out"), "--data", str(tmp_path / "none")]) == DataError.exit_status
     assert not (tmp_path / "out").exists()
+
+
+def test_the_rehearsal_has_a_python_with_only_what_the_target_has_and_hides_folders(tmp_path: Path) -> None:
+    bare_python(PYTHON, Path(sysconfig.get_path("purelib")), tmp_path / "python")
+    program = (
+        "import sys, importlib.util as found; print(*(found.find_spec(name) is not None for name in sys.argv[1:]))"
+    )
+    names = ["torch", "torchvision", "tensorboard", "pip", "pydantic", "ruamel.yaml", "pytest", "tools"]
+    command = [str(tmp_path / "python/bin/python"), "-I", "-c", program.replace("name)", "name.split('.')[0])"), *names]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.split()
+    assert found == ["True"] * 4 + ["False"] * 4
+    Transcript(tmp_path / "new/transcript.txt", {str(tmp_path): "DIR"}).say(f"{tmp_path}/a and {tmp_path}/b", "c")
+    assert (tmp_path / "new/transcript.txt").read_text() == "DIR/a and DIR/b\nc\n"

@@ -61,8 +61,8 @@ FAST = "--set data_loader=device --set enable_cuda_graphs=auto"  # the same imag
 
 PARTS = (
     Part("doctor", "check the machine",
-         "-m tools.doctor --config=quickstart --run-dir {folder} --json --dcgm 1 {settings}", 60,
-         warned='"worst": "warn"'),
+         "-m tools.doctor --config=quickstart --run-dir {folder} --json --dcgm 1 {settings} --set dataset=shapes "
+         "--set num_classes=10", 60, warned='"worst": "warn"'),  # the parts that read data check them
     Part("gpu-tests", "tests that need a GPU",
          f"{PYTEST} 'gpu and not slow and not dali' -k 'not trains_like_float32' {{passed}} {{tests}}", 300,
          ("cuda", "pytest"), resumable=True, small="-k no_epoch_waits"),
