@@ -601,11 +601,9 @@ def test_missing_data_is_an_error(tmp_path: Path) -> None:
 
 def test_the_rehearsal_has_a_python_with_only_what_the_target_has_and_hides_folders(tmp_path: Path) -> None:
     bare_python(PYTHON, Path(sysconfig.get_path("purelib")), tmp_path / "python")
-    program = (
-        "import sys, importlib.util as found; print(*(found.find_spec(name) is not None for name in sys.argv[1:]))"
-    )
-    names = ["torch", "torchvision", "tensorboard", "pip", "pydantic", "ruamel.yaml", "pytest", "tools"]
-    command = [str(tmp_path / "python/bin/python"), "-I", "-c", program.replace("name)", "name.split('.')[0])"), *names]
+    program = "import sys, importlib.util as by; print(*(by.find_spec(name) is not None for name in sys.argv[1:]))"
+    names = ["torch", "torchvision", "tensorboard", "pip", "pydantic", "ruamel", "pytest", "tools"]
+    command = [str(tmp_path / "python/bin/python"), "-I", "-c", program, *names]
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.split()
     assert found == ["True"] * 4 + ["False"] * 4
     Transcript(tmp_path / "new/transcript.txt", {str(tmp_path): "DIR"}).say(f"{tmp_path}/a and {tmp_path}/b", "c")

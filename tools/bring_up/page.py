@@ -81,7 +81,8 @@ def _tables(progress: BringUpProgress, figures: Sequence[Figure], changes: Seque
          "REGRESSION" if change.regressed else "")
         for change in changes
     ]  # fmt: skip
-    by_key, published = {figure.key: figure for figure in figures}, []
+    by_key = {figure.key: figure for figure in figures}
+    published = []
     for entry in read_published():
         row = ("-", "-", "not measured", "-")
         if here := by_key.get(entry.key):
