@@ -358,16 +358,6 @@ def test_of_equal_accuracies_the_first_is_the_best():
         ({"optimizer": "lars", "fused_optimizer": True}, "optimizer lars has no fused kernel"),
         ({"progressive_image_sizes": (16,)}, "one share for each of progressive_image_sizes"),
         ({"progressive_image_sizes": (16, 24), "progressive_image_shares": (0.5, 0.2)}, "must rise"),
-        (
-            {
-                "progressive_image_sizes": (16,),
-                "progressive_image_shares": (0.5,),
-                "enable_cuda_graphs": "auto",
-                "fused_optimizer": True,
-            },
-            "needs images of one size",
-        ),
-        ({"optimizer": "lars", "enable_cuda_graphs": "auto"}, "needs optimizer sgd or adamw; lars reads"),
         ({"optimizer": "adamw", "enable_cuda_graphs": "auto"}, "without it PyTorch's adamw reads the learning rate"),
         ({"model": "alexnet"}, "stem must be imagenet"),
         ({"model": "resnet8", "stem": "imagenet"}, "is for small images"),

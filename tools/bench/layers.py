@@ -27,13 +27,12 @@ from utils.config import Config
 from utils.data.build import image_side
 from utils.errors import ConfigError
 from utils.run.logging.environment import device_name
-from utils.training.kernels.compilers import compiles
+from utils.training.kernels.compilers import compiles, wants_graphs
 from utils.training.kernels.conv.weight_gradient import ProductConv2d
 from utils.training.kernels.conv.winograd import PooledWinogradConv2d, WinogradConv2d
 from utils.training.kernels.norm_relu.module import NormReLU
 from utils.training.learner import Learner
 from utils.training.metrics.flops import number_format
-from utils.training.step import wants_graphs
 
 CONVOLUTION, LINEAR, NORM, RELU, ADDITION, POOLING, FUSED = (
     "convolution", "linear", "BatchNorm", "ReLU", "addition", "pooling", "BatchNorm and activation",

@@ -172,8 +172,8 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
     """COMPILE: forward, loss and backward through torch.compile; auto: on CUDA if a compiler is found. A CPU gains
     nothing. Validation stays eager, as a second compilation would cost more than it saves."""
     enable_cuda_graphs: Auto = False
-    """GRAPHS: capture the training step as a CUDA graph and replay it; auto: on CUDA, except for dataparallel. Needs
-    fused_optimizer."""
+    """GRAPHS: capture the training step as a CUDA graph and replay it; auto: on CUDA, except for dataparallel. SGD and
+    AdamW need fused_optimizer, the others bf16 or float32."""
     enable_prefetch: Auto = False
     """PREFETCH: prepare the next batch on a second CUDA stream during the step; auto: on CUDA."""
     keep_cpu_memory: Auto = False
@@ -232,13 +232,7 @@ class TrainingConfig(SpeedConfig, RecipeConfig, VerifyConfig):
                 "use false or auto"
             )
         asked = f"enable_cuda_graphs {str(self.enable_cuda_graphs).lower()}"
-        if self.progressive_image_sizes:
-            raise ValueError(f"{asked} needs images of one size; set progressive_image_sizes to []")
-        if self.optimizer not in HAVE_FUSED_KERNEL:
-            raise ValueError(
-                f"{asked} needs optimizer sgd or adamw; {self.optimizer} reads the learning rate on the host"
-            )
-        if not self.extra_opt("fused_optimizer"):
+        if self.optimizer in HAVE_FUSED_KERNEL and not self.extra_opt("fused_optimizer"):
             raise ValueError(
                 f"{asked} needs fused_optimizer true (or enable_extra_opts): without it PyTorch's {self.optimizer} "
                 "reads the learning rate on the host"

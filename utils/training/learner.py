@@ -18,6 +18,7 @@ from utils.timing.profiler import Profiler
 from utils.training.checks.fingerprints import LocalGradients, describe_verification, rounding_varies
 from utils.training.classifier import Classifier, SomeConfig, build_classifier
 from utils.training.config import TrainingConfig
+from utils.training.kernels.compilers import wants_graphs
 from utils.training.metrics.sums import MetricSums
 from utils.training.optimizers.build import (
     build_optimizer,
@@ -28,7 +29,7 @@ from utils.training.optimizers.build import (
 )
 from utils.training.optimizers.schedule import Plateau, Schedule, build_schedule, explain_warmup
 from utils.training.precision import LossScaler, choose_precision
-from utils.training.step import CompileTimer, Step, TrainStep, choose_step, on_capture_stream, wants_graphs
+from utils.training.step import CompileTimer, Step, TrainStep, choose_step, on_capture_stream
 from utils.user_code import user_code_errors
 
 

@@ -17,7 +17,7 @@ from utils.errors import ConfigError
 from utils.timing.profiler import Profiler
 from utils.training.config import SpeedConfig
 from utils.training.kernels.batch_norm import RunningStatistics, defer_batch_counters
-from utils.training.kernels.compilers import compiles, missing_compiler
+from utils.training.kernels.compilers import compiles, missing_compiler, wants_graphs
 from utils.training.kernels.norm_relu.module import check_fusion
 from utils.training.metrics.sums import MetricSums
 from utils.training.precision import LossScaler, MasterWeights, Precision
@@ -109,17 +109,18 @@ class TrainStep:
 class GraphedStep:
     """GRAPHS: the whole step captured as one CUDA graph, so the host makes one launch instead of thousands.
 
-    The first steps run eagerly on a side stream, as PyTorch requires; they train like all others. The graph reads its
-    batch from fixed buffers, and learning rate and loss scale from tensors.
+    The first steps of each image size run eagerly on a side stream, as PyTorch requires; they train like all others.
+    The graph reads its batch from fixed buffers, and learning rate and loss scale from tensors.
     """
 
     def __init__(self, step: TrainStep, device: torch.device) -> None:
         self.step, self.stream = step, capture_stream(device)
-        self.graph = torch.cuda.CUDAGraph()
-        self.eager_steps = 0
-        self.captured = False
+        self.shape: torch.Size | None = None
 
     def __call__(self, images: Tensor, labels: Tensor, sums: MetricSums) -> None:
+        if images.shape != self.shape:
+            self.shape, self.eager_steps, self.captured = images.shape, 0, False
+            self.graph = torch.cuda.CUDAGraph()
         if self.eager_steps < GRAPH_WARMUP_STEPS:
             self.eager_steps += 1
             self.stream.wait_stream(torch.cuda.current_stream())
@@ -156,7 +157,7 @@ def choose_step(config: SpeedConfig, step: TrainStep, device: torch.device) -> t
     if config.enable_cuda_graphs is True and device.type != "cuda":
         raise ConfigError(f"enable_cuda_graphs needs a CUDA device, this run is on {device.type}; use false or auto")
     if wants_graphs(config, device):
-        notes.append(f"captured as a CUDA graph after {GRAPH_WARMUP_STEPS} steps")
+        notes.append(f"captured as a CUDA graph after {GRAPH_WARMUP_STEPS} steps of each image size")
         return GraphedStep(step, device), notes
     return step, notes
 
@@ -179,8 +180,3 @@ def on_capture_stream(device: torch.device, *, graphed: bool) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     torch.cuda.current_stream(device).wait_stream(stream)
-
-
-def wants_graphs(config: SpeedConfig, device: torch.device) -> bool:
-    """Whether the step will be a CUDA graph; a graph cannot span the GPUs of dataparallel."""
-    return config.enable_cuda_graphs is not False and device.type == "cuda" and config.parallel != "dataparallel"

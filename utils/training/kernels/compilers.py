@@ -120,3 +120,8 @@ def build_failure(build: Callable[[], Any], asked: object) -> str:
             raise
         return f"skipped: {error}"
     return ""
+
+
+def wants_graphs(config: SpeedConfig, device: torch.device) -> bool:
+    """Whether the step will be a CUDA graph; a graph cannot span the GPUs of dataparallel."""
+    return config.enable_cuda_graphs is not False and device.type == "cuda" and config.parallel != "dataparallel"
