@@ -80,9 +80,7 @@ def run(options: argparse.Namespace) -> int:
     )
     kinds, step = results["kinds"], results["step"][STEP]
     if set(kinds) <= {UPDATE}:
-        raise ConfigError(
-            f"model {config.model}: calls none of the functions that this bench times: {', '.join(FUNCTIONS)}"
-        )
+        raise ConfigError(f"model {config.model}: calls no function that is timed; expected {' or '.join(FUNCTIONS)}")
     limits = measure_limits(number_format(learner.precision, config), world.device)
     layers = {name: compare(sample, step, timer.work[name], limits) for name, sample in kinds.items()}
     show(config, device_name(world.device), layers, step)

@@ -232,4 +232,4 @@ def _import(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(f'{name.partition(".")[0]} cannot be imported ({error}): pip install ".[peers]"') from None
+        raise ConfigError(f'{name.partition(".")[0]} cannot be imported ({error}); pip install ".[peers]"') from None

@@ -220,10 +220,10 @@ def read_baseline(folder: Path, machine: Mapping[str, Any], *, small: bool) -> B
         found = Baseline(content["machine"], states, [Figure(**figure) for figure in content["figures"]])
         was_small = content["rehearsal"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--baseline {folder}: holds no bring-up: {error!r}") from None
+        raise ConfigError(f"--baseline {folder}: holds no bring-up; expected the --out of one: {error!r}") from None
     if was_small != small:
-        raise ConfigError(f"--baseline {folder}: only one of the two is a rehearsal (--small)")
+        raise ConfigError(f"--baseline {folder}: only one of the two is a rehearsal; give --small to both or none")
     device_before, device = found.machine.get("device"), machine.get("device")
     if device_before != device:
-        raise ConfigError(f"--baseline {folder}: was measured on {device_before}, this is {device}")
+        raise ConfigError(f"--baseline {folder}: was measured on {device_before}; expected {device}, as here")
     return found

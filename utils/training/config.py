@@ -118,7 +118,7 @@ class RecipeConfig(ScheduleConfig):
         shares = self.progressive_image_shares
         if len(shares) != len(self.progressive_image_sizes) or list(shares) != sorted(set(shares)):
             raise ValueError(
-                f"progressive_image_shares {list(shares)} must rise, with one share for each of "
+                f"progressive_image_shares {list(shares)}: expected rising fractions, one for each of "
                 f"progressive_image_sizes {list(self.progressive_image_sizes)}"
             )
         return self
@@ -201,7 +201,7 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
         autocast = self.opt_level == "O1" or (self.enable_amp and self.opt_level is None)
         if self.parallel == "dataparallel" and autocast and self.amp_dtype == "bf16":
             raise ValueError(
-                "amp_dtype bf16 with autocast needs parallel ddp or opt_level O2: the threads of parallel dataparallel "
+                "amp_dtype bf16 with autocast needs parallel ddp or opt_level O2; the threads of parallel dataparallel "
                 "do not inherit the number format and would compute in fp16"
             )
         return self
@@ -222,7 +222,7 @@ class TrainingConfig(SpeedConfig, RecipeConfig, VerifyConfig):
     def _check_training(self) -> "TrainingConfig":
         if self.ema_decay is not None and self.opt_level in ("O2", "O3"):
             raise ValueError(
-                f"ema_decay {self.ema_decay:g} needs float32 weights: opt_level O0 or O1, not {self.opt_level}"
+                f"ema_decay {self.ema_decay:g} needs float32 weights; use opt_level O0 or O1, not {self.opt_level}"
             )
         if self.enable_cuda_graphs is False:
             return self
@@ -234,7 +234,7 @@ class TrainingConfig(SpeedConfig, RecipeConfig, VerifyConfig):
         asked = f"enable_cuda_graphs {str(self.enable_cuda_graphs).lower()}"
         if self.optimizer in HAVE_FUSED_KERNEL and not self.extra_opt("fused_optimizer"):
             raise ValueError(
-                f"{asked} needs fused_optimizer true (or enable_extra_opts): without it PyTorch's {self.optimizer} "
+                f"{asked} needs fused_optimizer true (or enable_extra_opts); without it PyTorch's {self.optimizer} "
                 "reads the learning rate on the host"
             )
         return self

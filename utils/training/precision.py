@@ -108,7 +108,7 @@ def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
     if precision.loss_scale is not None and config.optimizer not in HAVE_FUSED_KERNEL and wants_graphs(config, device):
         raise ConfigError(
             f"enable_cuda_graphs {str(config.enable_cuda_graphs).lower()} with optimizer {config.optimizer} needs "
-            f"amp_dtype bf16 and loss_scale null: with a loss scale, the host decides on every step"
+            "amp_dtype bf16 and loss_scale null; with a loss scale, the host decides on every step"
         )
     if level == "O3" and fp16 and config.optimizer in ADAPTIVE:
         raise ConfigError(

@@ -149,7 +149,7 @@ def choose_step(config: SpeedConfig, step: TrainStep, device: torch.device) -> t
     if compiles(config, device):
         missing = missing_compiler(device)
         if missing:
-            raise ConfigError(f"enable_compile needs {missing}, or set enable_compile to false or auto")
+            raise ConfigError(f"enable_compile needs {missing}; else set enable_compile to false or auto")
         step.compile()
         notes.append("compiled: the first step takes up to minutes")
     elif config.parallel != "dataparallel":  # its replicas run in threads

@@ -100,7 +100,7 @@ def replace_convolutions(
         return []
     compiler = missing_compiler(device) if build is not None else ""
     if compiler:
-        raise ConfigError(f"{key} true needs {compiler}, or use {key} false")
+        raise ConfigError(f"{key} true needs {compiler}; else use {key} false")
     found = [module for module in model.modules() if type(module) is nn.Conv2d and fits(module)]
     if asked is True and not found:
         raise ConfigError(f"{key} true: the network has no {missing}; use false")
