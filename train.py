@@ -12,7 +12,7 @@ other tags are AMP, NHWC, EXTRA, STEM, FUSE, CONV, COMPILE, GRAPHS, PREFETCH, AL
 import os
 import signal
 
-from utils.program import end_with_parent
+from utils.program import end_with_parent, frozen_objects
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process without a traceback
@@ -132,7 +132,7 @@ class Trainer:
         """Train, or resume training, to the end. Raises `Stopped` after a signal asked to stop and all is saved."""
         opened = self._open_folder()
         lock = opened.lock if opened else nullcontext()
-        with listen(self.requests), lock, self.meters, self._open_log() as log, self.writer:
+        with listen(self.requests), lock, self.meters, self._open_log() as log, self.writer, frozen_objects():
             will_train = not self.finished
             if opened:
                 self.clock.resume(self.learner.steps, opened.reached)
