@@ -58,7 +58,7 @@ from utils.training.checks.verify_steps import Verifier
 from utils.training.learner import build_learner, check_outputs, check_settings
 from utils.training.metrics.confusion import Confusion
 from utils.training.metrics.throughput import Throughput
-from utils.training.validation import Collector, validate
+from utils.training.validation import Collector, compile_validation, validate
 from utils.user_code import user_file_digests
 
 Metrics = dict[str, float]
@@ -90,6 +90,7 @@ class Trainer:
         build = partial(build_model, image_side=self.data["shape"][-1])
         compile_timer = partial(self.clock.during, "compile")
         self.learner = build_learner(config, build, world, len(self.loaders.train), compile_timer=compile_timer)
+        compile_validation(self.learner, self.loaders.valid.plan, world.device)
         self.verifier = Verifier(self.learner, world)
         check_outputs(self.learner, config.model, self.data["shape"])
         self.watch = StepWatch(self.learner.model, world, self.clock)
