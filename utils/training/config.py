@@ -170,7 +170,7 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
     max-pool that follows. Needs a C++ compiler, enable_nhwc and an eager step; auto: if all of these hold."""
     enable_compile: Auto = False
     """COMPILE: forward, loss and backward through torch.compile; auto: on CUDA if a compiler is found. A CPU gains
-    nothing. Validation stays eager, as a second compilation would cost more than it saves."""
+    nothing. Validation is compiled too in runs that validate enough images to pay for it."""
     enable_cuda_graphs: Auto = False
     """GRAPHS: capture the training step as a CUDA graph and replay it; auto: on CUDA, except for dataparallel. SGD and
     AdamW need fused_optimizer, the others bf16 or float32."""
