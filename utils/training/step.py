@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.errors import ConfigError
 from utils.timing.profiler import Profiler
-from utils.training.config import SpeedConfig, TrainingConfig
+from utils.training.config import TrainingConfig
 from utils.training.kernels.batch_norm import RunningStatistics, defer_batch_counters
 from utils.training.kernels.compilers import compile_for_shapes, compiles, missing_compiler, wants_graphs
 from utils.training.kernels.norm_relu.module import check_fusion
