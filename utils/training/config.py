@@ -211,8 +211,9 @@ class VerifyConfig(SharedConfig):
     """verification"""
 
     verify_every_steps: Annotated[PositiveInt | None, KeyFlag.FREE_ON_RESUME] = None
-    """Train one step in every N twice, and stop if the two differ; null: never. The run names the device that computed
-    wrong and saves nothing of that step; docs/reliability.md says which errors are found."""
+    """Train each start's first steps and one in every N twice, and stop if two differ; null: never. The run names the
+    device and the layer that computed wrong and saves nothing of that step; docs/reliability.md says which errors are
+    found."""
 
 
 class TrainingConfig(SpeedConfig, RecipeConfig, VerifyConfig):
