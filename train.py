@@ -144,8 +144,8 @@ class Trainer:
                 # PROF: the range that nsys captures
                 with self._profile(), self.learner.profiler.range(f"epoch {self.progress.epoch + 1}"):
                     self.train_one_epoch()
-                train_metrics = self.state.check_finite(self.learner.sums.average(self.world))
-                self.throughput.close_window()
+                    train_metrics = self.state.check_finite(self.learner.sums.average(self.world))
+                    self.throughput.close_window()  # here, as a profile that ends writes its trace
                 valid_metrics, confusion = self.validate_one_epoch()
                 self._finish_epoch(train_metrics, valid_metrics, confusion)
             with self.clock.during("checkpoint"):
