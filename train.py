@@ -12,7 +12,7 @@ other tags are AMP, NHWC, EXTRA, STEM, FUSE, CONV, COMPILE, GRAPHS, PREFETCH, AL
 import os
 import signal
 
-from utils.program import end_with_parent
+from utils.program import end_with_parent, frozen_objects
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process without a traceback
@@ -58,7 +58,7 @@ from utils.training.checks.verify_steps import Verifier
 from utils.training.learner import build_learner, check_outputs, check_settings
 from utils.training.metrics.confusion import Confusion
 from utils.training.metrics.throughput import Throughput
-from utils.training.validation import Collector, validate
+from utils.training.validation import Collector, compile_validation, validate
 from utils.user_code import user_file_digests
 
 Metrics = dict[str, float]
@@ -90,6 +90,7 @@ class Trainer:
         build = partial(build_model, image_side=self.data["shape"][-1])
         compile_timer = partial(self.clock.during, "compile")
         self.learner = build_learner(config, build, world, len(self.loaders.train), compile_timer=compile_timer)
+        compile_validation(self.learner, self.loaders.valid.plan, world.device)
         self.verifier = Verifier(self.learner, world)
         check_outputs(self.learner, config.model, self.data["shape"])
         self.watch = StepWatch(self.learner.model, world, self.clock)
@@ -132,7 +133,7 @@ class Trainer:
         """Train, or resume training, to the end. Raises `Stopped` after a signal asked to stop and all is saved."""
         opened = self._open_folder()
         lock = opened.lock if opened else nullcontext()
-        with listen(self.requests), lock, self.meters, self._open_log() as log, self.writer:
+        with listen(self.requests), lock, self.meters, self._open_log() as log, self.writer, frozen_objects():
             will_train = not self.finished
             if opened:
                 self.clock.resume(self.learner.steps, opened.reached)
@@ -143,8 +144,8 @@ class Trainer:
                 # PROF: the range that nsys captures
                 with self._profile(), self.learner.profiler.range(f"epoch {self.progress.epoch + 1}"):
                     self.train_one_epoch()
-                train_metrics = self.state.check_finite(self.learner.sums.average(self.world))
-                self.throughput.close_window()
+                    train_metrics = self.state.check_finite(self.learner.sums.average(self.world))
+                    self.throughput.close_window()  # here, as a profile that ends writes its trace
                 valid_metrics, confusion = self.validate_one_epoch()
                 self._finish_epoch(train_metrics, valid_metrics, confusion)
             with self.clock.during("checkpoint"):

@@ -26,8 +26,8 @@ WORLD_SIZE = 2
 def average_gradients(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> None:
     """Replace the gradient of each parameter by its mean over all ranks of the default process group.
 
-    Each `dist.all_reduce` sends one flat tensor with the gradients of several parameters, at most `bucket_bytes` of
-    them; a single larger gradient travels alone.
+    The test counts the calls of `dist.all_reduce`. Each sends one flat tensor with the gradients of several parameters,
+    at most `bucket_bytes` of them; a single larger gradient travels alone.
     """
     raise NotImplementedError
 

@@ -19,12 +19,12 @@ from torch.nn import functional
 
 
 def prepare(network: nn.Module) -> nn.Module:
-    """Return the network with its convolution weights in channels-last layout."""
+    """Return the network with its convolution weights in channels-last layout. Hint: `.to(memory_format=...)`."""
     raise NotImplementedError
 
 
 def train_step(network: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor) -> float:
-    """Take one step on images [N, C, H, W] of any layout; return the loss (cross-entropy)."""
+    """Take one step in training mode on images [N, C, H, W] of any layout; return the loss (cross-entropy)."""
     raise NotImplementedError
 
 

@@ -21,7 +21,10 @@ EPOCHS, BATCHES, BATCH_SIZE, SEED = 3, 4, 8, 7
 
 
 def save(path: Path, network: nn.Module, optimizer: torch.optim.Optimizer, epoch: int, batch: int) -> None:
-    """Write everything that training needs to continue before batch `batch` of epoch `epoch`."""
+    """Write everything that training needs to continue before batch `batch` of epoch `epoch`.
+
+    If the process is killed meanwhile, the earlier file must still be whole: write another file, then rename it.
+    """
     raise NotImplementedError
 
 

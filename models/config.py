@@ -84,7 +84,7 @@ class ModelConfig(SharedConfig):
             residual = [name for name, other in NETWORKS.items() if other.residual]
             raise ValueError(f"zero_init_residual is for {', '.join(residual)}; model {self.model} needs false")
         if network.large_images_only and self.stem != "imagenet":
-            raise ValueError(f"model {self.model} is for large images: stem must be imagenet, not {self.stem}")
+            raise ValueError(f"model {self.model} is for large images, stem {self.stem} is not; stem must be imagenet")
         if network.external and self.stem != "7x7":
             raise ValueError(f"stem {self.stem} is for this program's networks; model {self.model} needs 7x7")
         if self.stem == "imagenet" and network.small:

@@ -217,10 +217,10 @@ def test_a_baseline_of_other_versions_or_settings_is_refused(tiny, tmp_path: Pat
     assert read_baseline(path, environment, {}) == {}, "of the rungs that are measured now"
     with pytest.raises(ConfigError, match=r"was measured elsewhere: torch '1\.7' -> 'same'"):
         read({"torch": "1.7"})
-    with pytest.raises(ConfigError, match="rung was another configuration: lr differ"):
+    with pytest.raises(ConfigError, match="rung differs in lr; measure it again"):
         read({}, lr=0.7)
     path.write_text("{}")
-    with pytest.raises(ConfigError, match="not a report of this command"):
+    with pytest.raises(ConfigError, match="expected the --json of an earlier ladder"):
         read_baseline(path, environment, {})
 
 

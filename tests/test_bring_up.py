@@ -464,7 +464,7 @@ def test_another_version_is_compared_another_device_and_a_rehearsal_are_refused(
     assert "REGRESSION ladder: fastest" in (tmp_path / "new/packed/bring_up.html").read_text("utf-8")
     bring_up(tmp_path / "new")
     assert command.main(arguments) == 0 and "REGRESSION none" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="was measured elsewhere: device NVIDIA H200 -> NVIDIA A100"):
+    with pytest.raises(ConfigError, match="was measured on NVIDIA H200; expected NVIDIA A100, as here"):
         read_baseline(tmp_path / "old", {"device": "NVIDIA A100"}, small=False)
     with pytest.raises(ConfigError, match="rehearsal"):
         read_baseline(tmp_path / "old", MACHINE, small=True)

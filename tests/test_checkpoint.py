@@ -272,8 +272,8 @@ def test_a_pipe_or_a_huge_file_with_a_checkpoints_name_is_skipped(tiny, one_rank
     os.truncate(own / "step-000000998.pt", 2**40)
     Trainer(tiny(max_epochs=2), one_rank, tmp_path, "tiny", str(tmp_path)).train()
     log = (tmp_path / "train.log").read_text(encoding="utf-8")
-    assert f"Skipped: {own / 'step-000000999.pt'}: cannot be read: not a regular file" in log
-    assert f"Skipped: {own / 'best.pt'}: cannot be read: not a regular file" in log
+    assert f"Skipped: {own / 'step-000000999.pt'}: the checkpoint cannot be read: not a regular file" in log
+    assert f"Skipped: {own / 'best.pt'}: the checkpoint cannot be read: not a regular file" in log
     assert f"Skipped: {own / 'step-000000998.pt'}: is damaged or not a checkpoint" in log
     assert read_checkpoint(own / "best.pt")["epoch"] == 2
 

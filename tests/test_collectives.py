@@ -4,7 +4,11 @@ import json
 import os
 import re
 import signal
+import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -17,10 +21,51 @@ import utils.distributed.ranks
 import utils.distributed.rendezvous
 from utils.distributed.health.hangs import Collective, Record, explain_hang, watch_collectives
 from utils.distributed.health.heartbeat import Heartbeat
+from utils.distributed.health.ras import LINES, WIDTH, ask_nccl
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 
 LIMIT = 4.0  # seconds, instead of `collective_timeout_seconds`, which stays long
+# of NCCL's documentation (troubleshooting/ras.rst), shortened
+STATUS = """NCCL version 2.28.3 compiled with CUDA 13.0
+
+Job summary
+===========
+
+  Nodes  Processes         GPUs  Processes     GPUs
+(total)   per node  per process    (total)  (total)
+      1          3            1          3        3
+
+Communicators... (0.00s)
+=============
+
+Warnings
+========
+
+#0-0 (27a079b828ff1a75) MISMATCH
+  Communicator ranks have different AllReduce operation counts
+  2 ranks have launched up to operation 15
+  Rank 1 has launched up to operation 14 -- GPU 1 managed by process 483074 on node 172.16.64.210
+"""
+REPORT = [f"  {line}" for line in STATUS.splitlines() if line.strip(" =")]
+
+
+@contextmanager
+def ras_service(answer: str) -> Iterator[str]:
+    """Serve on the yielded address as NCCL does: answer the commands and close the connection."""
+
+    def serve() -> None:
+        with suppress(OSError):  # the server has been closed
+            while True:
+                connection, _ = server.accept()
+                with connection, connection.makefile("rb") as commands:
+                    assert [next(commands) for _ in range(3)] == [b"CLIENT PROTOCOL 2\n", b"TIMEOUT 1\n", b"STATUS\n"]
+                    connection.sendall(answer.encode())
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)  # ends accept
 
 
 def never_begin(world: World) -> None:
@@ -49,8 +94,10 @@ def stop_a_rank(world: World) -> None:
     world.all_reduce(torch.ones(55))
 
 
-def run(name: str, folder: Path) -> int:
-    """Run one rank."""
+def run(name: str, folder: Path, on_gpus: bool = False) -> int:
+    """Run one rank; `on_gpus`: as far as the report of a hang can tell."""
+    if on_gpus:
+        pytest.MonkeyPatch().setattr(torch.cuda, "is_initialized", lambda: True)
     utils.distributed.rendezvous.GRACE_SECONDS = 0.5
     for module in utils.distributed.health.heartbeat, utils.distributed.health.hangs:
         module.SHORTEST_SECONDS = LIMIT  # type: ignore[attr-defined]
@@ -88,14 +135,16 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_rank_and_the_collective_are_named(tmp_path: Path, name: str) -> None:
-    """In one message; every rank's last collectives are written to a file."""
+    """In one message; every rank's last collectives are written to a file. On CPUs NCCL is not asked."""
     port, folder = free_port(), tmp_path / "run"
     folder.mkdir()
-    job = Job(tmp_path, run, (name, folder), [torchrun_variables(rank, 3, port) for rank in range(3)])
-    for rank in (0, 2):
-        job.processes[rank].wait(100)
-    job.processes[1].kill()  # it may be stopped
-    ended = job.wait(100)
+    with ras_service(f"SERVER PROTOCOL 2\nOK\n{STATUS}") as address:
+        variables = [torchrun_variables(rank, 3, port, NCCL_RAS_ADDR=address) for rank in range(3)]
+        job = Job(tmp_path, run, (name, folder), variables)
+        for rank in (0, 2):
+            job.processes[rank].wait(100)
+        job.processes[1].kill()  # it may be stopped
+        ended = job.wait(100)
     assert [ended[0].status, ended[2].status] == [1, 1], ended
     first, second = complaints(ended)
     before, reason = CASES[name]
@@ -105,6 +154,35 @@ def test_the_rank_and_the_collective_are_named(tmp_path: Path, name: str) -> Non
     written = json.loads((folder / "collectives.json").read_text())
     assert set(written["ranks"]) == ({"0", "2"} if name == "stop_a_rank" else {"0", "1", "2"})
     assert all(len(record["collectives"]) <= 8 for record in written["ranks"].values())
+
+
+def test_on_gpus_the_message_ends_with_nccls_own_report(tmp_path: Path) -> None:
+    port = free_port()
+    with ras_service(f"SERVER PROTOCOL 2\nOK\n{STATUS}") as address:
+        variables = [torchrun_variables(rank, 2, port, NCCL_RAS_ADDR=address) for rank in range(2)]
+        ended = Job(tmp_path, run, ("never_begin", tmp_path, True), variables).wait(100)
+    lines = [line for process in ended for line in process.errors.splitlines()]
+    start = lines.index(f"NCCL's RAS service at {address} reports:")
+    assert lines[start - 1].startswith("rank 1 did not come to all_reduce number 1")
+    assert lines[start + 1 :] == REPORT
+
+
+@pytest.mark.parametrize("service", ["absent", "silent", "another"])
+def test_without_nccls_service_the_message_is_the_same_after_a_second_at_most(monkeypatch, service: str) -> None:
+    with ras_service("220 mail.example.org\n") as another, socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1] if service == "silent" else free_port()
+        monkeypatch.setenv("NCCL_RAS_ADDR", another if service == "another" else f"[127.0.0.1]:{port}")
+        began = time.monotonic()
+        assert ask_nccl() == ""
+        assert time.monotonic() - began < 1.5
+
+
+def test_nccls_report_is_bounded(monkeypatch) -> None:
+    with ras_service("SERVER PROTOCOL 2\nOK\n" + LINES * f"\x1b[2J{WIDTH * 'x'}\n" + "one\ntwo\n") as address:
+        monkeypatch.setenv("NCCL_RAS_ADDR", address)
+        _, *lines, more = ask_nccl().splitlines()
+    assert lines == LINES * [f"  [2J{(WIDTH - 3) * 'x'}"]
+    assert more == "  ... 2 more lines: run ncclras"
 
 
 def record(*calls: Collective) -> Record:

@@ -326,7 +326,7 @@ BROKEN_FILES = {
     "no character": ('x:\n  data_path: "\\U00110000"\n', "FILE:3: is not valid YAML 1.2: chr() arg not in range"),
     "no character in a key": ('x:\n  "\\U00110000": 1\n', "FILE:3: is not valid YAML 1.2: chr() arg not in range"),
     "no character in a name": ('"\\U00110000":\n  lr: 1\n', "FILE:2: is not valid YAML 1.2: chr() arg not in range"),
-    "key is a list": ("x:\n  <<: *DEFAULT\n  [a, b]: 1\n", "FILE:4: a key must be a plain word, not a list or mapping"),
+    "key is a list": ("x:\n  <<: *DEFAULT\n  [a, b]: 1\n", "FILE:4: a key is a list; expected a plain word"),
     "two documents": ("---\nx: 1\n", "FILE:2: is not valid YAML 1.2: but found another document; a file holds one"),
 }  # fmt: skip
 BROKEN_FILES |= {
@@ -383,7 +383,7 @@ def test_every_key_has_a_message_with_its_allowed_values(monkeypatch: pytest.Mon
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path, refused: Callable[..., str]) -> None:
     """Special files neither block the program nor are read without end."""
-    cannot = "cannot read the configuration file:"
+    cannot = "expected a YAML file of configuration blocks:"
     missing, pipe, large = tmp_path / "no.yaml", tmp_path / "pipe.yaml", tmp_path / "large.yaml"
     os.mkfifo(pipe)
     large.write_bytes(b"default:\n  lr: 1\n" + b"#" * 300_000)
@@ -493,9 +493,9 @@ def test_files_of_blocks_are_found_next_to_the_code(name: str, tmp_path: Path, m
         ("bs128", "expected FILE#BLOCK without a space, such as cifar100.yaml#bs128-opt"),
         ("cifar100.yaml #bs128", "expected FILE#BLOCK without a space"),
         ("[a#b]", "extends is a list; expected FILE#BLOCK"),
-        ("nosuch.yaml#bs128", 'extends "nosuch.yaml#bs128": no such file in '),
-        ("x" * 300 + "#bs128", f'extends "{"x" * 56}...: no such file in '),
-        ('"a\\0b#bs128"', 'extends "a\\u0000b#bs128": no such file in '),
+        ("nosuch.yaml#bs128", 'extends "nosuch.yaml#bs128": no such file; expected one in '),
+        ("x" * 300 + "#bs128", f'extends "{"x" * 56}...: no such file; expected one in '),
+        ('"a\\0b#bs128"', 'extends "a\\u0000b#bs128": no such file; expected one in '),
         ("cifar100.yaml#bs129", "cifar100.yaml has no such block. Did you mean 'bs128'?"),
         ("own.yaml#mine", "merges itself; remove the cyclic << or extends"),
         ("other.yaml#theirs", "merges itself; remove the cyclic << or extends"),

@@ -95,7 +95,7 @@ def test_folders_that_hold_nothing_and_missing_options_are_refused(
     assert doctor.main(["--baseline", str(tmp_path)]) == 2
     assert f"--baseline {tmp_path}: holds no *.json" in capsys.readouterr().err
     assert doctor.main(["--runs", str(tmp_path)]) == 2
-    assert "need --baseline DIR" in capsys.readouterr().err
+    assert "they need --baseline DIR" in capsys.readouterr().err
     record(tmp_path / "dir", "node", 1, 700)
     assert doctor.main(["--baseline", str(tmp_path / "dir"), "--runs", str(tmp_path)]) == 3
     assert f"--runs {tmp_path}: " in capsys.readouterr().err

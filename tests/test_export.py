@@ -81,7 +81,7 @@ def test_without_a_checkpoint_or_with_a_damaged_one(tmp_path, capsys):
     assert "holds no checkpoints; give a run's folder" in capsys.readouterr().err
     (tmp_path / "checkpoints").mkdir()
     assert export.main([str(tmp_path)]) == 4
-    assert "best.pt: cannot be read" in capsys.readouterr().err
+    assert "best.pt: the checkpoint cannot be read" in capsys.readouterr().err
     (tmp_path / "checkpoints/best.pt").write_bytes(b"PK" * 500)
     assert export.main([str(tmp_path)]) == 4
     assert "is damaged" in capsys.readouterr().err

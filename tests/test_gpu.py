@@ -19,7 +19,7 @@ from utils.distributed.ddp import wrap_in_ddp
 from utils.distributed.world import World
 from utils.run.logging.logger import RunLogger
 from utils.timing.trace import find_ranges, read_trace
-from utils.training.batches import prefetch
+from utils.training.batches import prefetch, resize
 from utils.training.metrics.sums import MetricSums
 from utils.training.optimizers.build import learning_rate, set_learning_rate
 from utils.training.step import GRAPH_WARMUP_STEPS, GraphedStep
@@ -40,7 +40,11 @@ MODES = {
     "compiled": {"enable_amp": True, "enable_compile": True},
     "fused norm": {"enable_amp": True, "fuse_norm_relu": True},
     "adamw": {"enable_amp": True, "optimizer": "adamw", "lr": 0.0005},
+    "lars": {"optimizer": "lars", "lr": 5.0},
+    "lamb": {"optimizer": "lamb", "lr": 0.005},
+    "muon": {"optimizer": "muon", "lr": 0.005},
 }
+OPTIMIZERS = ("adamw", "lars", "lamb", "muon")
 
 
 @pytest.fixture
@@ -79,8 +83,23 @@ def test_a_graph_trains_like_the_eager_step(tiny, gpu, mode):
     assert graphed.learner.loss_scaler.metrics() == eager.learner.loss_scaler.metrics()
 
 
-# adamw updates differently: only its graph has a reference
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("compiled", "adamw")])
+def test_a_graph_is_captured_anew_for_each_image_size(tiny, gpu):
+    def train(graphs: bool) -> tuple[list[float], Trainer]:
+        trainer = Trainer(on_gpu(tiny, enable_cuda_graphs=graphs, optimizer="muon", lr=0.005), gpu)
+        images, labels = next(iter(trainer.loaders.train))
+        history = []
+        for size in [16] * STEPS + [24] * STEPS:
+            trainer.learner.step(resize(images, size), labels, trainer.learner.sums)
+            history.append(trainer.learner.sums.average_since_last(gpu)["loss"])
+        return history, trainer
+
+    graphed, trainer = train(graphs=True)
+    assert trainer.learner.step.captured and trainer.learner.step.images.shape[2:] == (24, 24)
+    torch.testing.assert_close(graphed, train(graphs=False)[0], rtol=0.05, atol=0.02)
+
+
+# other optimizers update differently: only their graphs have a reference
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("compiled", *OPTIMIZERS)])
 def test_every_mode_trains_like_float32(tiny, gpu, mode):
     reference = losses(Trainer(on_gpu(tiny, enable_extra_opts=False, enable_nhwc=False), gpu), gpu)
     tolerance = 0.2 if mode == "O3" else 0.1

@@ -134,10 +134,7 @@ def test_refused_pairs() -> None:
     assert Counter(tuple(sorted(key for key, _ in pair)) for pair in REFUSED) == {
         ("nesterov", "optimizer"): 2,
         ("fused_optimizer", "optimizer"): 3,
-        ("enable_cuda_graphs", "optimizer"): 6,
-        ("enable_cuda_graphs", "fused_optimizer"): 2,
         ("enable_cuda_graphs", "parallel"): 1,
-        ("enable_cuda_graphs", "progressive"): 2,
         ("ema_decay", "opt_level"): 2,
         ("enable_sync_bn", "fuse_norm_relu"): 1,
         ("enable_nhwc", "fuse_norm_relu"): 1,

@@ -124,6 +124,14 @@ def test_cuda_chooses_fp16_with_dynamic_scaling_but_none_for_o3(tiny):
         choose_precision(bf16, cuda)
 
 
+@pytest.mark.parametrize("optimizer", ["lars", "lamb", "muon"])
+def test_graphs_of_optimizers_without_a_fused_kernel_have_no_loss_scale(tiny, optimizer):
+    cuda, keys = torch.device("cuda"), {"optimizer": optimizer, "enable_cuda_graphs": "auto", "enable_amp": True}
+    with pytest.raises(ConfigError, match=f"enable_cuda_graphs auto with optimizer {optimizer} needs amp_dtype bf16"):
+        choose_precision(tiny(**keys), cuda)
+    assert choose_precision(tiny(**keys, amp_dtype="bf16"), cuda).loss_scale is None
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon"])
 def test_squared_gradients_need_more_range_than_fp16_weights_have(tiny, optimizer):
     """In fp16, weights of resnet8 went from 1 to 1213 and 80 in two steps; in bf16 to 1.02."""

@@ -224,12 +224,12 @@ def test_plot(report, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["--from", "missing.json"], 3, "cannot be read"),
+        (["--from", "missing.json"], 3, "not a report of tools.bench"),
         ([], 2, "--from is missing"),
         (["--from", "REPORT", "--gpus", "many"], 2, "--gpus many"),
         (["--from", "REPORT", "--gpus", "8,0"], 2, "--gpus 8,0: expected whole numbers of at least 1"),
         (["--from", "REPORT", "--gpus=-8"], 2, "--gpus -8: expected whole numbers of at least 1"),
-        (["--from", "REPORT", "--inter", "0"], 2, "must be above 0"),
+        (["--from", "REPORT", "--inter", "0"], 2, "expected a number above 0"),
     ],
 )
 def test_bad_usage_is_one_line(report, capsys, arguments, status, message):

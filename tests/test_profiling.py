@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -57,6 +58,21 @@ def test_the_summary_is_in_the_log_and_in_a_file(profiled):
     assert f"Profile of {ITERATIONS} iterations" in summary
     for word in (*(set(RANGES) - {"graph replay"}), "aten::", "layout transposes", "waiting for input", "host sync"):
         assert word in summary
+
+
+def test_images_per_second_leave_out_the_writing_of_the_trace(tiny, one_rank, monkeypatch):
+    order = []
+
+    @contextmanager
+    def capture(*_):
+        yield
+        order.append("trace written")
+
+    trainer = Trainer(tiny(enable_profiling=True, profiling_epoch_start=1), one_rank)
+    monkeypatch.setattr(trainer.learner.profiler, "capture", capture)
+    monkeypatch.setattr(trainer.throughput, "close_window", lambda: order.append("window closed") or 1.0)
+    trainer.train()
+    assert order[order.index("trace written") - 1] == "window closed"
 
 
 def event(name, category, start, duration, correlation=None, thread=1):

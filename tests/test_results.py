@@ -124,6 +124,7 @@ def test_pictures_are_drawn_from_the_stored_records(tmp_path: Path) -> None:
     measured["draw_ladder"](tmp_path / "ladder_two_cores.png")
     measured["draw_features"](tmp_path / "cifar100_cpu.png")
     measured["draw_published"](tmp_path / "sc20_accuracy.png")
+    measured["draw_resnet50"](tmp_path / "resnet50_two_cores.png")
     for name in ("killed_and_resumed", "doctor_nodes"):
         runpy.run_path(str(figures / f"{name}.py"))["draw"](tmp_path / f"{name}.png")
     drawn = {path.name for path in tmp_path.iterdir()}

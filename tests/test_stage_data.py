@@ -115,7 +115,7 @@ def test_failures_are_one_line_and_leave_no_copy(
     usage = type(stage_data.shutil.disk_usage("/"))
     monkeypatch.setattr(stage_data.shutil, "disk_usage", lambda _: usage(10, 10, 3))
     assert stage_data.main([str(source), str(tmp_path / "local")]) == 3
-    assert "0.0 GB do not fit: 0.0 GB are free" in capsys.readouterr().err
+    assert "0.0 GB are free; expected 0.0 GB" in capsys.readouterr().err
     os.mkfifo(source / "pipe")
     monkeypatch.undo()
     assert stage_data.main([str(source), str(tmp_path / "local")]) == 3

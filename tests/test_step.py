@@ -24,7 +24,7 @@ from utils.distributed.ddp import wrap_in_ddp
 from utils.distributed.world import World
 from utils.errors import ConfigError, ExpectedError
 from utils.run.logging.logger import RunLogger
-from utils.training.kernels.compilers import compiles, has_compiler
+from utils.training.kernels.compilers import compiles, has_compiler, wants_graphs
 from utils.training.kernels.conv import weight_gradient as conv_products
 from utils.training.kernels.conv.weight_gradient import ProductConv2d
 from utils.training.kernels.conv.winograd import WinogradConv2d
@@ -32,7 +32,7 @@ from utils.training.kernels.norm_relu.module import NormReLU
 from utils.training.kernels.stem import ChannelPaddedConv2d
 from utils.training.metrics.flops import flops_per_image
 from utils.training.optimizers.build import build_optimizer, learning_rate, set_learning_rate
-from utils.training.step import choose_step, wants_graphs
+from utils.training.step import choose_step
 
 # every speed switch that a CPU can use, one at a time; the last entry combines some
 SWITCHES = {

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from conftest import RECIPE, TINY, tiny_config
 from processes import Ended, Job, complaints, free_port, torchrun_variables
 from torch import Tensor
 
+from models import build_model
 from tests.faults import inject
 from tests.faults.flip_campaign import Outcome, build_tiny, random_batches, run_campaign
 from tests.faults.flips import KINDS, Flip, Flipper, flip_bit
@@ -27,14 +29,16 @@ from utils.training.checks.dry_run import describe, snapshot_bytes
 from utils.training.checks.faulty_ranks import Evidence, describe_fault, find_fault, outlier_ranks
 from utils.training.checks.fingerprints import (
     CHUNK,
+    FIRST_STEPS,
     WORKING_BYTES,
     Fingerprints,
     describe_verification,
+    find_layers,
     fingerprint,
     take_fingerprints,
 )
 from utils.training.checks.step_state import Snapshot, gradients, own_tensors, shared_tensors
-from utils.training.checks.verify_steps import Verifier, is_due
+from utils.training.checks.verify_steps import Cost, Verifier, is_due
 from utils.training.learner import Learner
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
@@ -98,6 +102,51 @@ def test_one_step_of_each_window_is_sampled_from_the_seed(tiny) -> None:
     assert due != [step for step in range(1000) if is_due(other, step)]
     assert not any(is_due(never, step) for step in range(1000))
     assert all(is_due(always, step) for step in range(10))
+
+
+def checked(learner: Learner, verifier: Verifier, number: int) -> list[int]:
+    """Train some steps; return the numbers of those that were checked."""
+    found = []
+    for _ in range(number):
+        step, checks = learner.steps, verifier.cost.checks
+        some_steps(learner, verifier, 1)
+        found += [step] * (verifier.cost.checks - checks)
+    return found
+
+
+def test_the_first_steps_of_a_start_and_of_a_restored_checkpoint_are_checked(tiny, one_rank) -> None:
+    config = tiny(batch_size=8, verify_every_steps=1000)
+    learner, verifier = build_tiny(config, one_rank)
+    checkpoint = learner.state_dict() | {"step": next(step for step in range(1000) if is_due(config, step)) - 5}
+    assert checked(learner, verifier, 5) == list(range(FIRST_STEPS))
+    learner.load_state_dict(checkpoint)
+    first = checkpoint["step"]
+    assert checked(learner, verifier, 7) == [first, first + 1, first + 2, first + 5]
+
+
+def test_where_rounding_varies_the_first_steps_are_not_checked(tiny, one_rank, monkeypatch) -> None:
+    """A fault there would be measured as rounding."""
+    monkeypatch.setattr("utils.training.checks.verify_steps.rounding_varies", lambda config, device: True)
+    config = tiny(batch_size=8, verify_every_steps=1000)
+    learner, verifier = build_tiny(config, one_rank)
+    assert checked(learner, verifier, 5) == [step for step in range(5) if is_due(config, step)]
+
+
+def test_the_cost_is_that_beyond_the_first_repetition_over_all_steps(tiny, one_rank, monkeypatch) -> None:
+    """The first repetition is the step itself, which may compile: no cost of its check."""
+    learner, verifier = build_tiny(tiny(batch_size=8, verify_every_steps=1000), one_rank)
+    train_step, calls = learner.train_step, itertools.count()
+
+    def train(images: Tensor, labels: Tensor) -> None:
+        if next(calls) == 0:
+            time.sleep(1)
+        train_step(images, labels)
+
+    monkeypatch.setattr(learner, "train_step", train)
+    assert checked(learner, verifier, 5) == list(range(FIRST_STEPS))
+    assert 0 < verifier.cost.extra < 1 and 0 < verifier.cost.steps < 1 and verifier.cost.trained == 5
+    verifier.cost = Cost(checks=4, extra=1.0, steps=2.0, trained=40)  # 0.5 s per step
+    assert verifier.remarks() == ["Verified 4 step(s), none wrong, in 1.00 s: 5.00% of the training"]
 
 
 @pytest.mark.parametrize("changes", [*(pytest.param(mode, id=name) for name, mode in MODES.items()), COMPILED])
@@ -175,7 +224,7 @@ def strike(folder: Path, settings: dict[str, Any], *options: str) -> int:
 def test_a_weight_that_differed_earlier_is_found_by_the_majority(tmp_path) -> None:
     """The flip is in an unchecked step: in the next checked one, the repetitions are equal but the ranks differ."""
     config = configuration(verify_every_steps=2)
-    step = next(step for step in range(1, 8) if not is_due(config, step))
+    step = next(step for step in range(FIRST_STEPS, 8) if not is_due(config, step))
     options = ("--strike=optimizer", f"--step={step + 1}", "--rank=2")
     settings = {"verify_every_steps": 2, "save_checkpoint": False}
     ended = run_ranked(tmp_path / "job", 3, strike, tmp_path / "run", settings, *options)
@@ -225,7 +274,9 @@ def test_varying_rounding_is_measured_first(tiny, one_rank) -> None:
 
 
 def test_the_log_describes_verification(tiny, one_rank) -> None:
-    promise = "verify_every_steps 3: one step in 3 is trained twice; all bits must be equal"
+    promise = (
+        "verify_every_steps 3: one step in 3, and the first 3 of each start, are trained twice; all bits must be equal"
+    )
     learner, _ = build_tiny(tiny(verify_every_steps=3), one_rank)
     assert learner.notes == [promise]
     cuda = torch.device("cuda", 0)
@@ -247,7 +298,69 @@ def test_the_memory_estimate_counts_the_snapshot(tiny, one_rank) -> None:
     assert "snapshot for verify_every_steps" in describe(learner, (3, 16, 16), network="tiny", dataset="none")
 
 
-SEEN = Evidence("host a, cpu", [], [], [], [], "", {"weight x": 1, "weight y": 2})
+@pytest.mark.parametrize("repetition", [1, 2])
+def test_the_first_layer_whose_output_differs_is_named(tiny, one_rank, repetition: int) -> None:
+    learner, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=16), one_rank)
+    for seed in range(4):
+        flip = Flip("activation", 0, learner.steps, f"{seed}", repetition)
+        with Flipper(verifier, flip, 0) as flipper, pytest.raises(CorruptionError) as raised:
+            some_steps(learner, verifier, 1)
+        layer = flipper.struck.rpartition(" of ")[2]
+        assert f"cpu): output {layer} (and " in str(raised.value)
+        assert "and no earlier layer's output does (the" in str(raised.value)
+
+
+def test_a_layer_is_named_in_the_second_micro_batch(tiny, one_rank) -> None:
+    learner, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=8, micro_batch_size=4), one_rank)
+    passes = itertools.count(1)
+
+    def spoil(layer: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
+        return output + 1 if next(passes) == 2 else output
+
+    dict(learner.model.named_modules())["3"].register_forward_hook(spoil)
+    with pytest.raises(CorruptionError, match=r"output 3 .*no earlier layer's output does \(the first of three"):
+        some_steps(learner, verifier, 1)
+
+
+def test_a_wrong_gradient_is_told_from_a_wrong_layer(tiny, one_rank) -> None:
+    learner, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=16), one_rank)
+    with (
+        Flipper(verifier, Flip("gradient", 0, learner.steps, "0"), 0),
+        pytest.raises(CorruptionError, match=r"weight \S+ .*though the outputs of all layers agree: .*first of three"),
+    ):
+        some_steps(learner, verifier, 1)
+
+
+def test_only_checked_steps_run_hooks(tiny, one_rank, monkeypatch) -> None:
+    learner, verifier = build_tiny(tiny(verify_every_steps=1000, batch_size=8), one_rank)
+    train_step, hooks = learner.train_step, list[int]()
+
+    def count() -> int:
+        return sum(len(layer._forward_hooks) for layer in learner.model.children())
+
+    def train(images: Tensor, labels: Tensor) -> None:
+        hooks.append(count() - others)
+        train_step(images, labels)
+
+    others = count()
+    monkeypatch.setattr(learner, "train_step", train)
+    some_steps(learner, verifier, FIRST_STEPS + 2)
+    assert hooks == [len(list(learner.model.children()))] * 2 * FIRST_STEPS + [0, 0]
+
+
+def test_a_compiled_step_has_no_hooks_and_the_message_says_so(tiny, one_rank) -> None:
+    _, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=8, enable_compile=True), one_rank)
+    assert verifier.outputs.layers == {}
+    message = describe_fault(1, [replace(SEEN, own=["loss"], layers=False)])
+    assert "the step; in which layer is unknown with enable_compile, enable_cuda_graphs or dataparallel\n" in message
+
+
+def test_the_layers_of_a_resnet_are_its_blocks() -> None:
+    layers = list(find_layers(build_model(tiny_config(model="resnet8"))))
+    assert layers == ["conv1", "bn1", "relu", "layer1.0", "layer2.0", "layer3.0", "avgpool", "fc"]
+
+
+SEEN = Evidence("host a, cpu", [], [], [], [], "", {"weight x": 1, "weight y": 2}, True)
 
 
 def test_faulty_ranks_are_found_from_the_evidence() -> None:
@@ -276,7 +389,7 @@ def test_a_nan_distance_differs(tiny, one_rank) -> None:
         Fingerprints({"gradient x": bits}, {"gradient x": (total, 4.0)})
         for bits, total in enumerate((1.0, 2.0, math.nan))
     )
-    assert [verifier._differing_tensors(right, other) for other in others] == [[], ["gradient x"]]
+    assert [verifier._beyond_rounding(right.distances(other)) for other in others] == [[], ["gradient x"]]
 
 
 def test_a_missing_tensor_differs() -> None:

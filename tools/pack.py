@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     for path in options.data:
         if not path.exists():
-            raise DataError(f"--data {path}: no such file or folder")
+            raise DataError(f"--data {path}: no such file or folder; python -m tools.prepare_data downloads CIFAR")
     make_folder(options.out)
     if any(options.out.iterdir()):
         raise ConfigError(f"--out {options.out}: is not empty; give a new folder")

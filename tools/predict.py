@@ -109,7 +109,7 @@ def predict(trained: Trained, paths: list[Path], world: "World") -> tuple[Predic
     parts = [part for rank in world.all_gather(found) for part in rank if len(part[0])]
     unreadable = {os.path.normpath(name): reason for name, reason in gather_unreadable(world, loader).items()}
     if not parts:
-        raise DataError(f"none of {len(split.labels)} images can be read: {describe_unreadable(unreadable)}")
+        raise DataError(f"not one of {len(split.labels)} images can be read: {describe_unreadable(unreadable)}")
     numbers, outputs = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     order = numbers.argsort()
     probabilities = outputs[order].double().softmax(1)

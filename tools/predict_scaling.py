@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 0
     if options.source is None:
-        raise ConfigError("--from is missing: give a report of tools.bench, or --published")
+        raise ConfigError("--from is missing; give a report of tools.bench, or --published")
     gpus = read_counts("--gpus", options.gpus)
     work, described = read_work(options.source)
     machine = read_machine(options)
@@ -112,7 +112,7 @@ def read_machine(options: argparse.Namespace) -> Cluster:
     """Return the cluster that the command line describes."""
     for name in ("gpus_per_node", "intra", "inter", "input", "hop", "memory", "copies"):
         if getattr(options, name) <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0")
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected a number above 0")
     return Cluster(
         gpus_per_node=options.gpus_per_node,
         intra=options.intra * 1e9,

@@ -73,9 +73,9 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if arguments.shards is None and (arguments.dataset is None or arguments.data_path is None or sized):
         parser.error("expected --dataset and --data_path, or --shards")
     if arguments.shards is not None and (arguments.dataset or arguments.data_path):
-        parser.error("--shards takes --from, --images_per_shard or --num_shards, but no options of CIFAR")
+        parser.error("--shards takes no options of CIFAR; it takes --from, --images_per_shard or --num_shards")
     if sized and arguments.source is None:
-        parser.error("--images_per_shard and --num_shards need --from: without it, shards are only indexed")
+        parser.error("--images_per_shard and --num_shards need --from; without it, shards are only indexed")
     return arguments
 
 

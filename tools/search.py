@@ -122,7 +122,7 @@ def _print_best(study: Any, finished: Sequence[Any]) -> None:
     messages = [trial.user_attrs[BROKE_DOWN] for trial in study.trials if BROKE_DOWN in trial.user_attrs]
     failed = f" ({len(messages)} failed)" if messages else ""
     if not finished:
-        reason = f"; the last failure: {messages[-1]}" if messages else ""
+        reason = f"; the last failure: {messages[-1]}" if messages else "; give more --trials"
         raise ExpectedError(f"none of {len(study.trials)} trials has a result{failed}{reason}")
     best = study.best_trial
     shown = " ".join(f"--set {setting}" for setting in as_settings(best.user_attrs["settings"]))

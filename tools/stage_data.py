@@ -48,13 +48,13 @@ def stage(source: Path, target: Path) -> str:
             needed = sum(size for size, _ in files.values())
             free = shutil.disk_usage(target.parent).free
             if needed > free:
-                raise DataError(f"{target}: {needed / 1e9:.1f} GB do not fit: {free / 1e9:.1f} GB are free")
+                raise DataError(f"{target}: {free / 1e9:.1f} GB are free; expected {needed / 1e9:.1f} GB")
             shutil.copytree(source, partial, dirs_exist_ok=True)
             (partial / MARK).write_bytes(os.fsencode(source))
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
     except (OSError, shutil.Error) as error:
-        raise DataError(f"{source}: cannot be copied to {target}: {_reason(error)}") from None
+        raise DataError(f"{source}: cannot be copied to {target}: {_reason(error)}; name another folder") from None
     return f"{target}: copied {len(files):,} files, {needed / 1e9:.2f} GB, from {source}"
 
 

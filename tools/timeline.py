@@ -93,7 +93,7 @@ def read_timeline(path: Path, count: int) -> Timeline:
     ranges = trace.find_ranges(events)
     iterations = ranges.pop("iteration", [])
     if len(iterations) < count:
-        raise ConfigError(f"{path}: holds {len(iterations)} training steps, fewer than --steps {count}")
+        raise ConfigError(f"{path}: holds {len(iterations)} training steps, fewer than --steps {count}; draw fewer")
     bounds = find_bounds(events, iterations, ranges)
     windows = list(zip(bounds, bounds[count:], iterations, iterations[count - 1 :], strict=False))
     windows.sort(key=lambda window: window[1] - window[0])

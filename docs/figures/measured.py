@@ -9,6 +9,9 @@ from tools.shared.pages.png_plots import COLOURS, draw_bars, new_figure, save
 
 FIGURES = Path(__file__).resolve().parent
 RESULTS = FIGURES.parents[1] / "results"
+RESNET50_RUNS = {  # {recipe: folder of results}
+    "16 epochs": "2026-11-25-resnet50-cpu",
+}
 Curve = Sequence[tuple[float, float]]  # (epoch or minutes, accuracy in %)
 
 
@@ -49,11 +52,26 @@ def draw_published(path: Path) -> None:
     save(figure, path)
 
 
+def draw_resnet50(path: Path) -> None:
+    """Accuracy against minutes of the tutorial's ResNet50: the published run on a V100, and the only validation of each
+    run on two CPU cores."""
+    published = json.loads((RESULTS / "reference/sc20_curves.json").read_text("utf-8"))["runs"]["bs128-opt"]
+    points = zip(published["wall_s_since_first_event"], published["acc1/valid"], strict=True)
+    curves: dict[str, Curve] = {"one V100, bs128-opt": [(seconds / 60, 100 * accuracy) for seconds, accuracy in points]}
+    for recipe, folder in RESNET50_RUNS.items():
+        curves[f"two CPU cores, {recipe}"] = measured(folder)
+    figure, axes = new_figure(size=(8.4, 4.2))
+    draw_curves(axes, curves)
+    axes.set(xlabel="minutes", title="The tutorial's ResNet50 on CIFAR-100", xlim=(0, 240), ylim=(0, 85))
+    axes.set_xticks(range(0, 151, 30))
+    save(figure, path)
+
+
 def measured(folder: str) -> Curve:
-    """(minutes, validation accuracy in %) after each epoch of seed 0 of a folder of results."""
+    """(minutes, validation accuracy in %) after each validated epoch of seed 0 of a folder of results."""
     lines = (RESULTS / folder / "seed-0/metrics.jsonl").read_text("utf-8").splitlines()
     epochs = [record for record in map(json.loads, lines) if record["kind"] == "epoch"]
-    return [(record["seconds"] / 60, 100 * record["acc1/valid"]) for record in epochs]
+    return [(record["seconds"] / 60, 100 * record["acc1/valid"]) for record in epochs if "acc1/valid" in record]
 
 
 def draw_curves(axes: Any, curves: Mapping[str, Curve], gap: float = 4.5) -> None:
@@ -64,7 +82,10 @@ def draw_curves(axes: Any, curves: Mapping[str, Curve], gap: float = 4.5) -> Non
     below = top + gap
     for name in sorted(curves, key=lambda name: -ends[name]):
         curve = curves[name]
-        (line,) = axes.plot(*zip(*curve, strict=True), color=COLOURS[list(curves).index(name)], linewidth=1.6)
+        marker = "o" if len(curve) == 1 else None
+        (line,) = axes.plot(
+            *zip(*curve, strict=True), color=COLOURS[list(curves).index(name)], linewidth=1.6, marker=marker
+        )
         x, y = curve[-1]
         below = below - gap if len(ends) > 2 else y
         axes.annotate(
@@ -89,3 +110,4 @@ if __name__ == "__main__":
     draw_ladder(FIGURES / "ladder_two_cores.png")
     draw_features(FIGURES / "cifar100_cpu.png")
     draw_published(FIGURES / "sc20_accuracy.png")
+    draw_resnet50(FIGURES / "resnet50_two_cores.png")

@@ -31,9 +31,9 @@ from utils.data import build as data
 from utils.distributed.world import World
 from utils.run.logging.logger import RunLogger
 from utils.training import learner
-from utils.training.kernels.compilers import compiles
+from utils.training.kernels.compilers import compiles, wants_graphs
 from utils.training.precision import choose_precision
-from utils.training.step import GRAPH_WARMUP_STEPS, wants_graphs
+from utils.training.step import GRAPH_WARMUP_STEPS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TABLE = Path(__file__).with_suffix(".txt")

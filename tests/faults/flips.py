@@ -107,7 +107,7 @@ class Flipper:
             if not self.struck:
                 self._strike((f"output of {name}", output))
 
-        return layer.register_forward_hook(flip_output)
+        return layer.register_forward_hook(flip_output, prepend=True)  # before the hooks of a checked step
 
     def _choose(self, tensors: Tensors) -> tuple[str, Tensor]:
         if not tensors:

@@ -130,7 +130,7 @@ def start(configs: Mapping[str, Config], stack: ExitStack) -> dict[str, Worker]:
         except ConfigError as error:  # the process has ended
             print(f"{name}: skipped: {error}", file=sys.stderr)
     if not workers:
-        raise ConfigError("--configs: none of these rungs can run here")
+        raise ConfigError("--configs: none of these rungs can run here; the lines above say why")
     return workers
 
 
@@ -240,7 +240,7 @@ def read_baseline(
         report = read_report(path)
         before, rungs, saved = report.environment, report.results["rungs"], report.results["configs"]
     except (DataError, KeyError) as error:
-        raise ConfigError(f"--baseline {path}: not a report of this command: {error!r}") from None
+        raise ConfigError(f"--baseline {path}: expected the --json of an earlier ladder: {error!r}") from None
     different = [key for key in COMPARABLE if before.get(key) != environment[key]]
     if different:
         was = ", ".join(f"{key} {before.get(key)!r} -> {environment[key]!r}" for key in different)
@@ -249,7 +249,7 @@ def read_baseline(
         values, saved_values = config.model_dump(mode="json"), saved.get(name, {})
         changed = [key for key in values if saved_values.get(key) != values[key]]
         if saved_values and changed:
-            raise ConfigError(f"--baseline {path}: {name} was another configuration: {', '.join(changed)} differ")
+            raise ConfigError(f"--baseline {path}: {name} differs in {', '.join(changed)}; measure it again")
     return {name: values["full"] for name, values in rungs.items() if name in configs}
 
 

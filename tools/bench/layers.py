@@ -27,13 +27,12 @@ from utils.config import Config
 from utils.data.build import image_side
 from utils.errors import ConfigError
 from utils.run.logging.environment import device_name
-from utils.training.kernels.compilers import compiles
+from utils.training.kernels.compilers import compiles, wants_graphs
 from utils.training.kernels.conv.weight_gradient import ProductConv2d
 from utils.training.kernels.conv.winograd import PooledWinogradConv2d, WinogradConv2d
 from utils.training.kernels.norm_relu.module import NormReLU
 from utils.training.learner import Learner
 from utils.training.metrics.flops import number_format
-from utils.training.step import wants_graphs
 
 CONVOLUTION, LINEAR, NORM, RELU, ADDITION, POOLING, FUSED = (
     "convolution", "linear", "BatchNorm", "ReLU", "addition", "pooling", "BatchNorm and activation",
@@ -81,9 +80,7 @@ def run(options: argparse.Namespace) -> int:
     )
     kinds, step = results["kinds"], results["step"][STEP]
     if set(kinds) <= {UPDATE}:
-        raise ConfigError(
-            f"model {config.model}: calls none of the functions that this bench times: {', '.join(FUNCTIONS)}"
-        )
+        raise ConfigError(f"model {config.model}: calls no function that is timed; expected {' or '.join(FUNCTIONS)}")
     limits = measure_limits(number_format(learner.precision, config), world.device)
     layers = {name: compare(sample, step, timer.work[name], limits) for name, sample in kinds.items()}
     show(config, device_name(world.device), layers, step)

@@ -28,10 +28,9 @@ from utils.errors import ConfigError
 from utils.run.logging.environment import device_name
 from utils.training.batches import prefetch
 from utils.training.kernels.backends import prepare_backends
-from utils.training.kernels.compilers import compiles
+from utils.training.kernels.compilers import compiles, wants_graphs
 from utils.training.optimizers.build import build_optimizer
 from utils.training.precision import choose_precision
-from utils.training.step import wants_graphs
 
 Trial = Callable[[int, int], dict[str, float]]
 
@@ -233,4 +232,4 @@ def _import(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(f'{name.partition(".")[0]} cannot be imported ({error}): pip install ".[peers]"') from None
+        raise ConfigError(f'{name.partition(".")[0]} cannot be imported ({error}); pip install ".[peers]"') from None

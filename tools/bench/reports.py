@@ -49,10 +49,9 @@ def read_report(path: Path) -> Report:
     """Read a report. Raises `DataError` if the file cannot be read or is not a report."""
     try:
         return Report.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValidationError:
-        raise DataError(f"{path}: not a report of tools.bench; make one with --json") from None
+    except (OSError, ValidationError) as error:
+        found = getattr(error, "strerror", "another content")
+        raise DataError(f"{path}: not a report of tools.bench --json ({found}); make one") from None
 
 
 def rates(report: Report) -> dict[str, Rate]:

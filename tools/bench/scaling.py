@@ -132,7 +132,7 @@ def check_comparable(records: Records) -> None:
         for key, one, other in compared:
             if one != other:
                 found = f"{key} is {one} in one and {other} in another"
-                raise ConfigError(f"runs that differ cannot be compared: {found}")
+                raise ConfigError(f"runs that differ cannot be compared: {found}; measure one of them again")
 
 
 def _with_local_batch(config: Mapping[str, Any], mode: str, processes: int) -> dict[str, Any]:
@@ -174,12 +174,12 @@ def show(config: Config, results: Mapping[str, Mapping[str, Any]]) -> None:
 def add_report(records: Records, path: Path) -> None:
     """Add the trials of an earlier report to the records."""
     try:
-        report = read_report(path)
-        if not report.trials:
-            raise DataError("no trials")
+        trials = read_report(path).trials
     except DataError:
-        raise ConfigError(f"--add {path}: not a report of `python -m tools.bench scaling --json`") from None
-    for case in report.trials:
+        trials = []
+    if not trials:
+        raise ConfigError(f"--add {path}: not a report of `python -m tools.bench scaling`; make one with --json")
+    for case in trials:
         records.setdefault((case.mode, case.processes), []).extend(case.runs)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from tools.bring_up.parts import PARTS, passed_tests
-from tools.bring_up.progress import MUST_MATCH, PartProgress, differences, read_results
+from tools.bring_up.progress import MUST_MATCH, PartProgress, read_results
 from tools.shared.read_runs import read_run_folder
 from utils.errors import ConfigError
 from utils.program import CODE
@@ -187,9 +187,10 @@ def read_baseline(folder: Path, machine: Mapping[str, Any], *, small: bool) -> B
     try:
         found = Baseline.model_validate_json((folder / "packed/bring_up.json").read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--baseline {folder}: holds no bring-up: {error!r}") from None
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--baseline {folder}: holds no bring-up; expected the --out of one: {reason}") from None
     if found.rehearsal != small:
-        raise ConfigError(f"--baseline {folder}: only one of the two is a rehearsal (--small)")
-    if machine and (different := differences(found.machine, machine, ["device"])):
-        raise ConfigError(f"--baseline {folder}: was measured elsewhere: {different[0]}")
+        raise ConfigError(f"--baseline {folder}: only one of the two is a rehearsal; give --small to both or none")
+    if machine and (before := found.machine.get("device")) != machine.get("device"):
+        raise ConfigError(f"--baseline {folder}: was measured on {before}; expected {machine['device']}, as here")
     return found

@@ -29,8 +29,7 @@ def write_all(out: Path, progress: BringUpProgress, baseline: Baseline | None = 
     regressions = [str(change) for change in changes if change.regressed]
     gone = baseline.missing(figures, progress.parts) if baseline else []
     regressions += [f"{key}: in the baseline, not here" for key in gone]
-    packed = out / "packed"
-    packed.mkdir(exist_ok=True)
+    (packed := out / "packed").mkdir(exist_ok=True)
     content = {
         "rehearsal": progress.small,
         **progress.model_dump(include={"machine", "settings"}),

@@ -70,8 +70,8 @@ def check_same(progress: BringUpProgress, machine: Mapping[str, Any], small: boo
     before = progress.machine | {"--small": progress.small, "--set": progress.settings}
     different = differences(before, {**machine, "--small": small, "--set": settings}, (*MUST_MATCH, "--small", "--set"))
     if progress.machine and different:
-        what = f"{progress.path.parent}: was begun differently: {', '.join(different)}"
-        raise ConfigError(f"{what}\ngive another --out; --baseline compares")
+        begun = f"{progress.path.parent}: was begun differently: {', '.join(different)}"
+        raise ConfigError(f"{begun}\ngive another --out; --baseline compares")
 
 
 def read_results(out: Path, part: str) -> dict[str, Any]:

@@ -63,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.compare or has_fleet:
         return compare(options)
     if options.runs or options.checkpoint_seconds:
-        raise ConfigError("--runs and --checkpoint-seconds need --baseline DIR, a folder of records")
+        raise ConfigError("--runs and --checkpoint-seconds are for records; they need --baseline DIR, a folder")
     if options.sweep and find_launch(os.environ).world_size == 1:
-        raise ConfigError("--sweep needs at least two ranks: start the doctor with torchrun or srun")
+        raise ConfigError("--sweep needs at least two ranks; start the doctor with torchrun or srun")
     baseline = None if options.baseline is None else read_document(options.baseline)
     config = load_config(options.yaml_config, options.config, options.set)
     from utils.distributed.ranks import run_ranks
@@ -98,7 +98,7 @@ def compare(options: argparse.Namespace) -> int:
     """Compare the files of `--compare`, or those in the folder of `--baseline`; return the exit status."""
     option = "--compare" if options.compare else "--baseline DIR"
     if options.sweep or options.burn_in:
-        raise ConfigError(f"{option} measures nothing: give --sweep and --burn-in to the runs that write the files")
+        raise ConfigError(f"{option} measures nothing; give --sweep and --burn-in to the runs that write the files")
     if options.compare:
         documents = {path: read_document(path) for path in options.compare}
         findings = compare_documents(documents)

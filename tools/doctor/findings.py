@@ -92,10 +92,9 @@ def read_document(path: Path) -> Document:
     """Read a document; raise `ConfigError` if the file cannot be read or is not one."""
     try:
         return Document.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValidationError:
-        raise ConfigError(f"{path}: is not the output of python -m tools.doctor --json") from None
+    except (OSError, ValidationError) as error:
+        found = getattr(error, "strerror", "another content")
+        raise ConfigError(f"{path}: expected the output of python -m tools.doctor --json: {found}") from None
 
 
 def compare_documents(read: Mapping[Path, Document]) -> list[Finding]:

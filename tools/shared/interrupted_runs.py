@@ -219,7 +219,7 @@ def kill_all(folder: Path) -> None:
     deadline = time.monotonic() + KILL_SECONDS
     while processes := [process for process in find_processes(folder) if _status(process)[0] not in ("Z", "X")]:
         if time.monotonic() > deadline:
-            raise ExpectedError(f"processes {processes} do not end after SIGKILL")
+            raise ExpectedError(f"processes {processes} do not end after SIGKILL; see the kernel's log (dmesg)")
         for process in processes:
             send(process, signal.SIGKILL)
         time.sleep(0.01)

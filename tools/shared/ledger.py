@@ -135,10 +135,10 @@ def find_ledger(folder: Path) -> TimeLedger | None:
 def show_ledger(folder: Path) -> list[str]:
     """Return the ledger as lines. Raises `DataError` if there is none."""
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder")
+        raise DataError(f"{folder}: no such folder; give the folder of a run of train.py")
     ledger = find_ledger(folder)
     if ledger is None:
-        raise DataError(f"{folder}: holds no metrics.jsonl with clock_seconds, the times of a run")
+        raise DataError(f"{folder}: holds no metrics.jsonl with clock_seconds; expected a run of train.py")
     seconds, first, last = ledger.seconds, ledger.starts[0], ledger.starts[-1]
     running = read_run_folder(folder).state == "running"
     end = _moment(last.began + last.alive)

@@ -75,7 +75,7 @@ def make_shards(folder: Path, source: Path, images_per_shard: int | None, num_sh
             partial.rename(folder)
             sync_folder(folder.parent)
     except OSError as error:  # while writing: reading raises DataError
-        raise DataError(f"cannot write below {folder.parent}: {error.strerror or error}") from None
+        raise DataError(f"cannot write below {folder.parent}: {error.strerror or error}; name another DIR") from None
     return counts
 
 
@@ -150,7 +150,7 @@ def _index_split(folder: Path, split: str) -> ShardSplit:
     scanned = _run_in_threads(_scan, paths, f"index of {split}")
     samples = [(number, sample) for number, (_, found) in enumerate(scanned) for sample in found]
     if not samples:
-        raise DataError(f"{folder / split}: holds no shards, *.tar, with images")
+        raise DataError(f"{folder / split}: expected shards, *.tar, with images")
     samples.sort(key=lambda numbered: numbered[1].key)  # stable: equal keys keep the order of their shards
     columns = {
         "shards": [os.path.join(split, path.name) for path in paths],

@@ -53,14 +53,14 @@ def check_writable(option: str, path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise ConfigError(f"{option} {path}: cannot be written: it is a folder")
+        raise ConfigError(f"{option} {path}: is a folder; expected a file")
     try:
         if path.exists() and not path.is_file():  # a pipe or a device
             path.open("ab").close()
         else:
             tempfile.TemporaryFile(dir=path.resolve().parent).close()
     except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}; choose another file") from None
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from utils.training.classifier import Classifier
 
 WHAT_TO_GIVE = "give a run's folder, such as expts/NAME, or a checkpoint of it"
+RUNS_DATA = "--set data_path=PATH names the run's data"
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any], list[str]]:
         raise CheckpointError(f"{path}: {lack}; {WHAT_TO_GIVE}")
     found, state, complaints = newest_good(folder)
     if found is None or state is None:
-        reason = complaints[0] if complaints else f"{folder}: holds no checkpoint of a step"
+        reason = complaints[0] if complaints else f"{folder}: holds no checkpoint of a step; {WHAT_TO_GIVE}"
         best = folder / "best.pt"
         raise CheckpointError(reason + (f"\n{best} holds the weights of the best validation" if best.exists() else ""))
     return found, state, [f"skipped: {complaint}" for complaint in complaints]
@@ -116,7 +117,7 @@ def read_config(path: Path, state: dict[str, Any]) -> Config:
         return Config(**state["config"])
     except ValueError as error:
         first = " ".join(str(error).splitlines()[1:3])
-        raise CheckpointError(f"{path}: its configuration is of another version: {first!r}") from None
+        raise CheckpointError(f"{path}: its configuration is of another version: {first!r}; use that version") from None
 
 
 def load_classifier(trained: Trained, world: "World") -> "Classifier":
@@ -149,7 +150,7 @@ def find_split(trained: Trained, paths: list[Path], world: "World", *, test: boo
         if not test:
             return dataset.valid
         if dataset.test is None:
-            raise ConfigError("--test: the run held out no images (holdout_images 0): it validated on its test images")
+            raise ConfigError("--test: the run held out no images (holdout_images 0); it validated on its test images")
         return dataset.test
     if not LOADERS[config.data_loader].needs_data:
         raise ConfigError(f"data_loader {config.data_loader} reads no images; use --set data_loader=torchvision")
@@ -183,15 +184,15 @@ def _image_side(trained: Trained) -> int:
 
 
 def _check_dataset(trained: Trained, dataset: "Dataset") -> None:
-    known, found = trained.class_names, list(dataset.class_names)
+    path, known, found = trained.config.data_path, trained.class_names, list(dataset.class_names)
     if differing := sorted({*known} ^ {*found}):
         raise DataError(
-            f"{trained.config.data_path}: its {len(found)} classes are not the {len(known)} of the run, for example "
-            f"{differing[0]!r}; --set data_path=PATH names the run's data"
+            f"{path}: its {len(found)} classes are not the {len(known)} of the run, for example "
+            f"{differing[0]!r}; {RUNS_DATA}"
         )
     shape = tuple(trained.state["data"]["shape"])
     if dataset.valid.image_shape != shape:
-        raise DataError(f"{trained.config.data_path}: its images are {dataset.valid.image_shape}, the run's {shape}")
+        raise DataError(f"{path}: its images are {dataset.valid.image_shape}, the run's {shape}; {RUNS_DATA}")
 
 
 def build_loader(trained: Trained, split: "Split", world: "World") -> tuple["Loader", list[str]]:

@@ -175,7 +175,7 @@ class _Reader:
         other = find_file(Path(file), path.parent)
         what = f"{origin}: extends {shown(text)}"
         if not os.path.isfile(other):
-            raise ConfigError(f"{what}: no such file in {_at(path.parent.resolve())} or next to the code")
+            raise ConfigError(f"{what}: no such file; expected one in {_at(path.parent.resolve())} or next to the code")
         return self.resolve(other, name, _named(name, self.nodes(other), f"{what}: {_at(other)}")[1])
 
 
@@ -210,7 +210,7 @@ def _read(path: Path) -> str:
             )
         return content.decode("utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"{_at(path)}: cannot read the configuration file: {error.strerror}") from None
+        raise ConfigError(f"{_at(path)}: expected a YAML file of configuration blocks: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{_at(path)}: is not UTF-8 text; expected a YAML file of configuration blocks") from None
 
@@ -262,7 +262,7 @@ def _compose(text: str, origin: str, what: str) -> Node | None:
 
 def _scalar_key(path: Path, node: Node) -> str:
     if not isinstance(node, ScalarNode):
-        raise ConfigError(f"{_at(path, node.start_mark.line + 1)}: a key must be a plain word, not a list or mapping")
+        raise ConfigError(f"{_at(path, node.start_mark.line + 1)}: a key is {_kind(node)}; expected a plain word")
     return node.value
 
 

@@ -26,7 +26,7 @@ class Config(OutputConfig, TrainingConfig, ModelConfig, DataConfig):
         if self.enable_profiling and self.profiling_epoch_start > self.max_epochs:
             raise ValueError(
                 f"enable_profiling would profile nothing: profiling_epoch_start {self.profiling_epoch_start} "
-                f"exceeds max_epochs {self.max_epochs}"
+                f"exceeds max_epochs {self.max_epochs}; lower it"
             )
         return self
 

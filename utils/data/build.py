@@ -114,8 +114,8 @@ def build_loaders(config: DataConfig, dataset: Dataset, world: World) -> Loaders
     decodes_each_epoch = not isinstance(dataset.train, ImageArrays) and not kind.in_memory
     if config.rnd_resized_crop and not decodes_each_epoch and kind.needs_data:
         raise ConfigError(
-            f"rnd_resized_crop needs images that are decoded in each epoch: dataset imagefolder or imagenet with "
-            f"data_loader torchvision or dali, not {config.dataset} with {config.data_loader}"
+            f"rnd_resized_crop needs images that are decoded in each epoch, not {config.dataset} with "
+            f"{config.data_loader}; use dataset imagefolder or imagenet with data_loader torchvision or dali"
         )
     if kind.needs_data:
         check_shard_groups(config, dataset.train, world.world_size)

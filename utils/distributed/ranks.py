@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from utils.distributed.health.hangs import Record, enable_recorder, explain_hang, watch_collectives, write_records
 from utils.distributed.health.heartbeat import Heartbeat
+from utils.distributed.health.ras import ask_nccl
 from utils.distributed.launch import Launch, find_launch, name_ranks
 from utils.distributed.rendezvous import (
     ANSWER_SECONDS,
@@ -240,6 +241,8 @@ def _end_after_loss(
             here = [rank for rank in range(launch.world_size) if rank not in lost]
             records = gather_answers(store, here, ANSWER_SECONDS)
             failure = _add_collectives(failure, records, False, launch, folder)
+            report = ask_nccl() if torch.cuda.is_initialized() else ""  # a run on CPUs has no NCCL
+            failure = Failure(failure.status, "\n".join(filter(None, (failure.message, report))))
     _end(failure, rendezvous, launch)
 
 

@@ -176,7 +176,9 @@ class Rendezvous:
             time.sleep(pause)
             pause = min(2 * pause, POLL_SECONDS)
         if seen not in ("", token):
-            raise ConfigError(f"another process is already rank {self.launch.rank} at {self._where}")
+            raise ConfigError(
+                f"another process is already rank {self.launch.rank} at {self._where}; start each rank once"
+            )
         raise ExpectedError(
             f"rank 0 did not arrive at {self._where} within {self.start_timeout:g} s; see its own message: if "
             "another job holds that port, set MASTER_PORT to a free one in every process"

@@ -1,7 +1,7 @@
 """The part of the learner that predicts: validation in training and the evaluation of a checkpoint use it."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from utils.distributed.world import World
 from utils.training.config import TrainingConfig
 from utils.training.ema import Ema, build_ema
 from utils.training.kernels.backends import check_deterministic_kernels, prepare_backends
+from utils.training.kernels.compilers import compile_for_shapes
 from utils.training.kernels.conv.weight_gradient import use_products
 from utils.training.kernels.conv.winograd import use_winograd
 from utils.training.kernels.norm_relu.module import fuse_norm_relu
@@ -21,6 +22,7 @@ from utils.training.kernels.stem import pad_stem
 from utils.training.precision import MasterWeights, Precision, choose_precision
 
 SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
+Forward = Callable[[nn.Module, Tensor], Tensor]  # network, images [N, 3, H, W] -> float32 logits [N, classes]
 
 
 @dataclass
@@ -33,17 +35,25 @@ class Classifier:
     weights: MasterWeights
     ema: Ema | None
     notes: list[str]
+    compiled: tuple[int, Forward] | None = field(default=None, init=False)  # for batches with this many images
 
     @property
     def validated(self) -> nn.Module:
         """The network that is validated: the moving average if there is one."""
         return self.model if self.ema is None else self.ema.network
 
+    def compile(self, batch_size: int) -> None:
+        """COMPILE: compile the prediction of batches of `batch_size` images. Others stay eager: a validation has at
+        most one shorter batch, which would not pay for a second compilation. Names of weights do not change."""
+        self.compiled = batch_size, compile_for_shapes(self.precision.forward, 1)
+
     def predict(self, images: Tensor) -> Tensor:
         """Images [N, 3, H, W] -> float32 logits [N, classes] of the validated network, averaged over test-time
         augmentation. AMP: computed in the precision of training."""
         views = [images, *augmented_views(self.config, images)]
-        outputs = [self.precision.forward(self.validated, view) for view in views]
+        batch_size, compiled = self.compiled or (0, self.precision.forward)
+        forward = compiled if len(images) == batch_size else self.precision.forward
+        outputs = [forward(self.validated, view) for view in views]
         return reduce(torch.add, outputs) / len(outputs) if len(outputs) > 1 else outputs[0]
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -61,7 +71,8 @@ class Classifier:
 
 
 def augmented_views(config: TrainingConfig, images: Tensor) -> Iterator[Tensor]:
-    """Test-time augmentation by `test_time_flip` and `test_time_shift`: the other views of images [N, 3, H, W]."""
+    """Test-time augmentation by `test_time_flip` and `test_time_shift`: the other views of images [N, 3, H, W], in the
+    same memory format."""
     if config.test_time_flip:
         yield images.flip(-1)
     if not config.test_time_shift:
@@ -69,7 +80,8 @@ def augmented_views(config: TrainingConfig, images: Tensor) -> Iterator[Tensor]:
     height, width = images.shape[-2:]
     padded = nn.functional.pad(images, [config.test_time_shift] * 4, mode="replicate")
     for first in (0, 2 * config.test_time_shift):
-        shifted = padded[..., first : first + height, first : first + width]
+        # a copy, as convolutions make one anyway and a compiled prediction is for one memory format
+        shifted = torch.empty_like(images).copy_(padded[..., first : first + height, first : first + width])
         yield shifted
         if config.test_time_flip:
             yield shifted.flip(-1)

@@ -118,7 +118,7 @@ class RecipeConfig(ScheduleConfig):
         shares = self.progressive_image_shares
         if len(shares) != len(self.progressive_image_sizes) or list(shares) != sorted(set(shares)):
             raise ValueError(
-                f"progressive_image_shares {list(shares)} must rise, with one share for each of "
+                f"progressive_image_shares {list(shares)}: expected rising fractions, one for each of "
                 f"progressive_image_sizes {list(self.progressive_image_sizes)}"
             )
         return self
@@ -170,10 +170,10 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
     max-pool that follows. Needs a C++ compiler, enable_nhwc and an eager step; auto: if all of these hold."""
     enable_compile: Auto = False
     """COMPILE: forward, loss and backward through torch.compile; auto: on CUDA if a compiler is found. A CPU gains
-    nothing. Validation stays eager, as a second compilation would cost more than it saves."""
+    nothing. Validation is compiled too in runs that validate enough images to pay for it."""
     enable_cuda_graphs: Auto = False
-    """GRAPHS: capture the training step as a CUDA graph and replay it; auto: on CUDA, except for dataparallel. Needs
-    fused_optimizer."""
+    """GRAPHS: capture the training step as a CUDA graph and replay it; auto: on CUDA, except for dataparallel. SGD and
+    AdamW need fused_optimizer, the others bf16 or float32."""
     enable_prefetch: Auto = False
     """PREFETCH: prepare the next batch on a second CUDA stream during the step; auto: on CUDA."""
     keep_cpu_memory: Auto = False
@@ -201,7 +201,7 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
         autocast = self.opt_level == "O1" or (self.enable_amp and self.opt_level is None)
         if self.parallel == "dataparallel" and autocast and self.amp_dtype == "bf16":
             raise ValueError(
-                "amp_dtype bf16 with autocast needs parallel ddp or opt_level O2: the threads of parallel dataparallel "
+                "amp_dtype bf16 with autocast needs parallel ddp or opt_level O2; the threads of parallel dataparallel "
                 "do not inherit the number format and would compute in fp16"
             )
         return self
@@ -211,8 +211,9 @@ class VerifyConfig(SharedConfig):
     """verification"""
 
     verify_every_steps: Annotated[PositiveInt | None, KeyFlag.FREE_ON_RESUME] = None
-    """Train one step in every N twice, and stop if the two differ; null: never. The run names the device that computed
-    wrong and saves nothing of that step; docs/reliability.md says which errors are found."""
+    """Train each start's first steps and one in every N twice, and stop if two differ; null: never. The run names the
+    device and the layer that computed wrong and saves nothing of that step; docs/reliability.md says which errors are
+    found."""
 
 
 class TrainingConfig(SpeedConfig, RecipeConfig, VerifyConfig):
@@ -222,7 +223,7 @@ class TrainingConfig(SpeedConfig, RecipeConfig, VerifyConfig):
     def _check_training(self) -> "TrainingConfig":
         if self.ema_decay is not None and self.opt_level in ("O2", "O3"):
             raise ValueError(
-                f"ema_decay {self.ema_decay:g} needs float32 weights: opt_level O0 or O1, not {self.opt_level}"
+                f"ema_decay {self.ema_decay:g} needs float32 weights; use opt_level O0 or O1, not {self.opt_level}"
             )
         if self.enable_cuda_graphs is False:
             return self
@@ -232,15 +233,9 @@ class TrainingConfig(SpeedConfig, RecipeConfig, VerifyConfig):
                 "use false or auto"
             )
         asked = f"enable_cuda_graphs {str(self.enable_cuda_graphs).lower()}"
-        if self.progressive_image_sizes:
-            raise ValueError(f"{asked} needs images of one size; set progressive_image_sizes to []")
-        if self.optimizer not in HAVE_FUSED_KERNEL:
+        if self.optimizer in HAVE_FUSED_KERNEL and not self.extra_opt("fused_optimizer"):
             raise ValueError(
-                f"{asked} needs optimizer sgd or adamw; {self.optimizer} reads the learning rate on the host"
-            )
-        if not self.extra_opt("fused_optimizer"):
-            raise ValueError(
-                f"{asked} needs fused_optimizer true (or enable_extra_opts): without it PyTorch's {self.optimizer} "
+                f"{asked} needs fused_optimizer true (or enable_extra_opts); without it PyTorch's {self.optimizer} "
                 "reads the learning rate on the host"
             )
         return self

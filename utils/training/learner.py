@@ -18,6 +18,7 @@ from utils.timing.profiler import Profiler
 from utils.training.checks.fingerprints import LocalGradients, describe_verification, rounding_varies
 from utils.training.classifier import Classifier, SomeConfig, build_classifier
 from utils.training.config import TrainingConfig
+from utils.training.kernels.compilers import wants_graphs
 from utils.training.metrics.sums import MetricSums
 from utils.training.optimizers.build import (
     build_optimizer,
@@ -28,7 +29,7 @@ from utils.training.optimizers.build import (
 )
 from utils.training.optimizers.schedule import Plateau, Schedule, build_schedule, explain_warmup
 from utils.training.precision import LossScaler, choose_precision
-from utils.training.step import CompileTimer, Step, TrainStep, choose_step, on_capture_stream, wants_graphs
+from utils.training.step import CompileTimer, Step, TrainStep, choose_step, on_capture_stream
 from utils.user_code import user_code_errors
 
 
@@ -110,7 +111,7 @@ def check_outputs(learner: Learner, model_name: str, image_shape: tuple[int, int
     model, precision, num_classes = learner.model, learner.precision, learner.config.num_classes
     parameter = next(model.parameters(), None)
     if parameter is None:
-        raise ConfigError(f"model {model_name}: has no parameters, so there is nothing to train")
+        raise ConfigError(f"model {model_name}: has no parameters to train; return a network that has some")
     images = torch.zeros(2, *image_shape, device=parameter.device)
     images = images.to(precision.low_precision_dtype) if precision.casts_weights else images
     random, was_training = seeds.random_state(), model.training
@@ -125,7 +126,7 @@ def check_outputs(learner: Learner, model_name: str, image_shape: tuple[int, int
             found = list(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
             raise ConfigError(f"model {model_name}: turns {what} into {found}; expected logits {[2, num_classes]}")
     if not outputs.requires_grad:
-        raise ConfigError(f"model {model_name}: its outputs depend on no parameter that is trained (requires_grad)")
+        raise ConfigError(f"model {model_name}: its outputs depend on no trained parameter; set requires_grad of one")
     model.train(was_training)
     with torch.no_grad():
         for buffer, before in buffers:

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.errors import ConfigError
 from utils.timing.profiler import Profiler
-from utils.training.config import SpeedConfig
+from utils.training.config import TrainingConfig
 from utils.training.kernels.batch_norm import RunningStatistics, defer_batch_counters
-from utils.training.kernels.compilers import compiles, missing_compiler
+from utils.training.kernels.compilers import compile_for_shapes, compiles, missing_compiler, wants_graphs
 from utils.training.kernels.norm_relu.module import check_fusion
 from utils.training.metrics.sums import MetricSums
 from utils.training.precision import LossScaler, MasterWeights, Precision
@@ -35,7 +35,7 @@ class TrainStep:
     """zero_grad, forward, loss, backward over the micro-batches, optimizer step. `model` is the network as distributed
     over the ranks; `weights` holds the parameters that the optimizer updates."""
 
-    config: SpeedConfig
+    config: TrainingConfig
     model: nn.Module
     weights: MasterWeights
     precision: Precision
@@ -54,7 +54,14 @@ class TrainStep:
     def compile(self) -> None:
         """COMPILE: compile forward and loss, and with them their backward, once for each shape of images. The names in
         the model's state and its validation do not change."""
-        self.forward = torch.compile(self._forward, dynamic=False)
+        shapes = len({*self.config.progressive_image_sizes}) + 1
+        if isinstance(self.model, DistributedDataParallel):
+            # inside DDP, whose own code would break the graph and be compiled again for steps without communication;
+            # Dynamo still splits the network at the borders of DDP's buckets, so that all-reduces overlap backward
+            self.model.module = compile_for_shapes(self.model.module, shapes)
+            self.criterion = compile_for_shapes(self.criterion, shapes)
+        else:
+            self.forward = compile_for_shapes(self._forward, shapes)
         self.compiled_shapes = set()
 
     def __call__(self, images: Tensor, labels: Tensor, sums: MetricSums) -> None:
@@ -109,29 +116,28 @@ class TrainStep:
 class GraphedStep:
     """GRAPHS: the whole step captured as one CUDA graph, so the host makes one launch instead of thousands.
 
-    The first steps run eagerly on a side stream, as PyTorch requires; they train like all others. The graph reads its
-    batch from fixed buffers, and learning rate and loss scale from tensors.
+    The first steps of each image size run eagerly on a side stream, as PyTorch requires; they train like all others.
+    The graph reads its batch from fixed buffers, and learning rate and loss scale from tensors.
     """
 
     def __init__(self, step: TrainStep, device: torch.device) -> None:
-        self.step, self.stream = step, capture_stream(device)
-        self.graph = torch.cuda.CUDAGraph()
-        self.eager_steps = 0
-        self.captured = False
+        self.step, self.device = step, device
+        self.shape: torch.Size | None = None
 
     def __call__(self, images: Tensor, labels: Tensor, sums: MetricSums) -> None:
+        if images.shape != self.shape:
+            self.shape, self.eager_steps, self.captured = images.shape, 0, False
+            self.graph = torch.cuda.CUDAGraph()
         if self.eager_steps < GRAPH_WARMUP_STEPS:
             self.eager_steps += 1
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
+            with on_capture_stream(self.device, graphed=True):
                 self.step(images, labels, sums)
-            torch.cuda.current_stream().wait_stream(self.stream)
             return
         if not self.captured:
             self.captured = True
             self.images, self.labels, self.sums = images.clone(), labels.clone(), sums
             # thread_local: NCCL's watchdog and the loader's pin-memory thread may use CUDA meanwhile
-            graph = torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local")
+            graph = torch.cuda.graph(self.graph, stream=capture_stream(self.device), capture_error_mode="thread_local")
             with self.step.compile_timer(), graph:
                 self.step(self.images, self.labels, self.sums)
         assert sums is self.sums, "the graph adds to the sums of its capture"
@@ -141,14 +147,14 @@ class GraphedStep:
             self.graph.replay()
 
 
-def choose_step(config: SpeedConfig, step: TrainStep, device: torch.device) -> tuple[Step, list[str]]:
+def choose_step(config: TrainingConfig, step: TrainStep, device: torch.device) -> tuple[Step, list[str]]:
     """Return `step` eager, compiled or captured, and notes for the log."""
     notes = []
     check_fusion(config, device)
     if compiles(config, device):
         missing = missing_compiler(device)
         if missing:
-            raise ConfigError(f"enable_compile needs {missing}, or set enable_compile to false or auto")
+            raise ConfigError(f"enable_compile needs {missing}; else set enable_compile to false or auto")
         step.compile()
         notes.append("compiled: the first step takes up to minutes")
     elif config.parallel != "dataparallel":  # its replicas run in threads
@@ -156,7 +162,7 @@ def choose_step(config: SpeedConfig, step: TrainStep, device: torch.device) -> t
     if config.enable_cuda_graphs is True and device.type != "cuda":
         raise ConfigError(f"enable_cuda_graphs needs a CUDA device, this run is on {device.type}; use false or auto")
     if wants_graphs(config, device):
-        notes.append(f"captured as a CUDA graph after {GRAPH_WARMUP_STEPS} steps")
+        notes.append(f"captured as a CUDA graph after {GRAPH_WARMUP_STEPS} steps of each image size")
         return GraphedStep(step, device), notes
     return step, notes
 
@@ -179,8 +185,3 @@ def on_capture_stream(device: torch.device, *, graphed: bool) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     torch.cuda.current_stream(device).wait_stream(stream)
-
-
-def wants_graphs(config: SpeedConfig, device: torch.device) -> bool:
-    """Whether the step will be a CUDA graph; a graph cannot span the GPUs of dataparallel."""
-    return config.enable_cuda_graphs is not False and device.type == "cuda" and config.parallel != "dataparallel"

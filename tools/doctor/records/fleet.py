@@ -92,7 +92,7 @@ def expect_interruptions(runs: Path | None, devices: int, checkpoint_seconds: fl
     found, _, problems = read(runs)
     ledgers = [(run, ledger) for run in found if (ledger := find_ledger(run.path)) is not None]
     if not ledgers:
-        raise DataError(f"--runs {runs}: {problems[0] if problems else 'no run has times'}")
+        raise DataError(f"--runs {runs}: {problems[0] if problems else 'no run has times'}; expected runs of train.py")
     hours, count = 0.0, 0
     for run, ledger in ledgers:
         hours += sum(start.alive * start.ranks for start in ledger.starts) / 3600

@@ -191,7 +191,7 @@ def _read_pickles(folder: Path, version: CifarVersion) -> list[Arrays]:
     try:
         splits = [version.dataset_class(folder.parent, train=train) for train in (True, False)]
     except RuntimeError as error:
-        raise DataError(f"{folder}: incomplete or altered ({error}). Move it away") from error
+        raise DataError(f"{folder}: incomplete or altered ({error}); move it away") from error
     # torchvision returns [N, 32, 32, 3], a view of planes; transposing back gives a contiguous array.
     return [(split.data.transpose(0, 3, 1, 2), np.asarray(split.targets, np.int64)) for split in splits]
 

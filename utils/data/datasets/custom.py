@@ -51,7 +51,7 @@ def _build_dataset(
     if isinstance(train, ImageFiles) and isinstance(valid, ImageFiles):
         return build_from_files(config.dataset, class_names, train, valid, config.image_size)
     if not isinstance(train, ImageArrays) or not isinstance(valid, ImageArrays):
-        raise DataError(f"{what}: train and valid must both be arrays, or both paths of files")
+        raise DataError(f"{what}: train and valid are of two kinds; they must both be arrays, or both paths of files")
     if train.image_shape != valid.image_shape:
         raise DataError(f"{what}: train has images {train.image_shape}, valid {valid.image_shape}; expected one shape")
     if config.image_size is not None:
@@ -121,7 +121,7 @@ def _as_array(what: str, values: Any) -> np.ndarray:
     try:
         return np.asarray(values)
     except (ValueError, TypeError, RuntimeError) as error:  # RuntimeError: a tensor that needs a gradient
-        raise DataError(f"{what} cannot be made an array: {' '.join(str(error).split())}") from None
+        raise DataError(f"{what}: expected an array or numbers in lists: {' '.join(str(error).split())}") from None
 
 
 def _read_per_channel(what: str, name: str, values: Any) -> tuple[float, ...]:

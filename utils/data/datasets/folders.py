@@ -93,16 +93,16 @@ def _find_images(path: Path, labels: Mapping[str, int]) -> list[tuple[str, int]]
         (image, labels[printable_name(name)]) for name in folders for image in _list_images(os.path.join(path, name))
     ]
     if not images:
-        raise DataError(f"{path}: holds no images ({', '.join(EXTENSIONS)}), nor folders of classes with images")
+        raise DataError(f"{path}: holds no images ({', '.join(EXTENSIONS)}); expected images or class folders")
     return images
 
 
-def _scan(folder: str | Path, remedy: str = "") -> list[os.DirEntry[str]]:
+def _scan(folder: str | Path, remedy: str = "name a folder that can be read") -> list[os.DirEntry[str]]:
     """Return the entries of a folder, sorted by name; `DataError` if it cannot be read."""
     try:
         return sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
-        raise DataError(f"{folder}: cannot be read: {error.strerror}{remedy}") from None
+        raise DataError(f"{folder}: cannot be read: {error.strerror}; {remedy}") from None
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -118,7 +118,7 @@ def _is_image(entry: os.DirEntry[str]) -> bool:
 
 def _list_classes(folder: Path) -> list[str]:
     """Return the sorted names of the class folders; `DataError` if there are none."""
-    names = [entry.name for entry in _scan(folder, f"; {LAYOUT}") if _is_folder(entry)]
+    names = [entry.name for entry in _scan(folder, LAYOUT) if _is_folder(entry)]
     if not names:
         raise DataError(f"{folder}: holds no class folders; {LAYOUT}, or shards and their index: {INDEX_COMMAND}")
     return names
@@ -162,7 +162,7 @@ def _median_side(images: EncodedImages) -> tuple[int, str]:
     read = images.read_each(chosen, lambda content, _: min(image_sides(content)), replace=False)
     if not read.samples:
         raise DataError(
-            f"image_size cannot be computed: of {len(chosen)} training images {describe_unreadable(read.unreadable)}"
+            f"not one of {len(chosen)} images can be read to find image_size: {describe_unreadable(read.unreadable)}"
         )
     low, median, high = (int(np.quantile(read.samples, q, method="lower")) for q in (0, 0.5, 1))
     sides = f"the median of {len(read.samples)} training images' shorter sides, which are {low} to {high} pixels"

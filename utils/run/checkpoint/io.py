@@ -62,7 +62,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
                 file.seek(0)
                 content = file.read()
     except (OSError, MemoryError) as error:
-        raise DamagedError(f"{path}: cannot be read: {getattr(error, 'strerror', 'larger than memory')}") from None
+        reason = getattr(error, "strerror", "larger than memory")
+        raise DamagedError(f"{path}: the checkpoint cannot be read: {reason}") from None
     head, comment = memoryview(content)[:-_COMMENT_BYTES], content[-_COMMENT_BYTES:]
     if comment != _DIGEST + hashlib.sha256(head).hexdigest().encode():
         raise DamagedError(f"{path}: is damaged or not a checkpoint of this program ({size} bytes, wrong digest)")

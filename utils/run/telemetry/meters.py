@@ -87,9 +87,9 @@ def read_peak(path: Path, device: str, number_format: str) -> float | None:
         if report["bench"] != "limits":
             raise ValueError
     except OSError as error:
-        raise ConfigError(f"limits_report {path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"limits_report {path}: cannot be read: {error.strerror}; name a report") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"limits_report {path}: not a report of tools.bench limits; write one with --json") from None
     if measured_on != device:
-        raise ConfigError(f"limits_report {path}: was measured on {measured_on}, this is {device}")
+        raise ConfigError(f"limits_report {path}: was measured on {measured_on}, this is {device}; measure this device")
     return measured_peak(limits, number_format)

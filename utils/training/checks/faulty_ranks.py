@@ -16,6 +16,7 @@ class Evidence:
     result: list[str]  # tensors common to all ranks that differ between two repetitions
     outlier: str  # which of three repetitions differs, on this rank
     state: dict[str, int]  # fingerprints of what must be equal on all ranks
+    layers: bool  # whether the outputs of the network's layers are among `own`
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ def find_fault(ranks: Sequence[Evidence]) -> Fault | None:
         first, how = ranks[faulty[0]], what
         if field == "result" and 1 < len(faulty) == len(ranks):
             how += " though no rank's own gradients do: the sum over the ranks went wrong"
+        elif what == differs:
+            how += _place(first)
         if first.outlier:
             how += f" ({first.outlier})"
         return Fault(faulty, getattr(first, field), how)
@@ -53,6 +56,16 @@ def find_fault(ranks: Sequence[Evidence]) -> Fault | None:
     how = "differs from the other ranks, since this step or an earlier one"
     # their gradients have entered the sums of all ranks since then
     return Fault(outliers, tensors, how, "resume with --resume from a checkpoint before the last checked step")
+
+
+def _place(seen: Evidence) -> str:
+    """Say where in the step the difference begins, after the first tensor that differs has been named."""
+    if not seen.layers:
+        return "; in which layer is unknown with enable_compile, enable_cuda_graphs or dataparallel"
+    outputs = [name.startswith("output ") for name in seen.own]
+    if not any(outputs):
+        return " though the outputs of all layers agree: the loss, the gradients, the update or a buffer went wrong"
+    return ", and no earlier layer's output does" if outputs[0] else ""
 
 
 def outlier_ranks(states: Sequence[dict[str, int]]) -> tuple[list[int], list[str]]:

@@ -7,9 +7,10 @@ swaps included, cancel by chance only, with a probability of at most about 2^-32
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from utils.training.config import TrainingConfig
 
+FIRST_STEPS = 3  # of each start: one creates the optimizer's state, the next reads it, the third is like all later ones
 CHUNK = 2**20  # numbers at once; bounds the memory of factors and products
 CHUNK_FACTOR = 0x1E3779B97F4A7C15  # odd
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by bytes of a number
@@ -129,6 +131,51 @@ class LocalGradients:
         return read_fingerprints((self.names, self.bits, self.sketches if self.sketched else None))
 
 
+class LayerOutputs:
+    """Fingerprints of what each layer returns in one step, in the order of the forward pass. Hooks take them, which
+    exist only during that step. Several micro-batches give one fingerprint."""
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        self.layers = layers
+        self.bits: dict[str, Tensor] = {}
+        self.sketches: dict[str, Tensor] = {}
+
+    @contextmanager
+    def recorded(self, *, sketched: bool) -> Iterator[None]:
+        """Record the step in the `with` block."""
+        self.bits, self.sketches = {}, {}
+        with ExitStack() as hooks:
+            for name, layer in self.layers.items():
+                hooks.enter_context(layer.register_forward_hook(partial(self._record, f"output {name}", sketched)))
+            yield
+
+    def _record(self, name: str, sketched: bool, layer: nn.Module, inputs: object, output: object) -> None:
+        if not isinstance(output, Tensor):
+            return
+        if output.is_contiguous(memory_format=torch.channels_last):
+            output = output.permute(0, 2, 3, 1)  # in the order of the memory, so that it is not copied
+        self.bits[name] = self.bits.get(name, 0) * CHUNK_FACTOR + fingerprint(output)
+        if sketched:
+            self.sketches[name] = self.sketches.get(name, 0) + sketch(output)
+
+    def read(self) -> Fingerprints:
+        """Return the fingerprints of the recorded step; waits for the device."""
+        if not self.bits:
+            return Fingerprints({}, {})
+        sketches = torch.stack([*self.sketches.values()]) if self.sketches else None
+        return read_fingerprints(([*self.bits], torch.stack([*self.bits.values()]), sketches))
+
+
+def find_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the parts that the network's forward pass calls by name: its children, or their items if they are lists
+    of modules. In a ResNet these are the stem's layers, the residual blocks and the head."""
+    found: dict[str, nn.Module] = {}
+    for name, child in model.named_children():
+        listed = isinstance(child, nn.Sequential | nn.ModuleList)
+        found |= {f"{name}.{item}": layer for item, layer in find_layers(child).items()} if listed else {name: child}
+    return found
+
+
 def rounding_varies(config: TrainingConfig, device: torch.device) -> bool:
     """Whether repetitions of a step may round differently on this device."""
     return device.type == "cuda" and not config.deterministic
@@ -139,10 +186,12 @@ def describe_verification(config: TrainingConfig, device: torch.device) -> list[
     every = config.verify_every_steps
     if every is None:
         return []
+    which = f"one step in {every}, and the first {FIRST_STEPS} of each start, are trained twice"
     promise = "all bits must be equal"
     if rounding_varies(config, device):
+        which = f"one step in {every} is trained twice"
         promise = (
             "without deterministic: true a GPU may round differently each time, so the first check measures this "
             "variation, and only larger differences are detected"
         )
-    return [f"verify_every_steps {every}: one step in {every} is trained twice; {promise}"]
+    return [f"verify_every_steps {every}: {which}; {promise}"]

@@ -1,8 +1,9 @@
-"""Detect silent corruption: train one step in every `verify_every_steps`, sampled from the seed, twice and compare.
+"""Detect silent corruption: train one step in every `verify_every_steps`, sampled from the seed, and the first steps of
+each start, twice and compare.
 
 | comparison | detects | finds the rank by |
 |---|---|---|
-| two repetitions of the step | an error in one of them | its loss, buffers, gradients before the all-reduce |
+| two repetitions of the step | an error in one | its layers' outputs, loss, buffers, gradients before the all-reduce |
 | shared state after the previous step and now | a change in memory in between | its state |
 | shared state after the step, over the ranks | an earlier error on one rank | the majority |
 
@@ -23,8 +24,11 @@ from utils.distributed.world import World
 from utils.errors import CorruptionError
 from utils.training.checks.faulty_ranks import Evidence, describe_fault
 from utils.training.checks.fingerprints import (
+    FIRST_STEPS,
     Fingerprints,
+    LayerOutputs,
     Pending,
+    find_layers,
     read_fingerprints,
     rounding_varies,
     start_fingerprints,
@@ -32,6 +36,7 @@ from utils.training.checks.fingerprints import (
 )
 from utils.training.checks.step_state import Snapshot, gradients, shared_tensors
 from utils.training.config import TrainingConfig
+from utils.training.kernels.compilers import compiles
 from utils.training.learner import Learner
 from utils.training.step import GraphedStep
 
@@ -52,17 +57,19 @@ def is_due(config: TrainingConfig, steps: int) -> bool:
 class Repetition:
     """Result of one pass through the step on one rank."""
 
-    own: Fingerprints  # batch, loss, buffers and gradients before the all-reduce
+    own: Fingerprints  # batch, layers' outputs, loss, buffers and gradients before the all-reduce
     result: Fingerprints  # what all ranks have in common
+    seconds: float
 
 
 @dataclass
 class Cost:
-    """Seconds of the checked steps themselves, and seconds of their checks beyond that."""
+    """Seconds of the checked steps themselves, seconds of their checks beyond that, and the number of all steps."""
 
     checks: int = 0
     extra: float = 0.0
     steps: float = 0.0
+    trained: int = 0
 
 
 class Verifier:
@@ -73,16 +80,30 @@ class Verifier:
         self.rounding_varies = rounding_varies(self.config, world.device)
         self.noise: dict[str, float] = {}  # {kind of tensor: largest distance between repetitions by rounding}
         self.noise_measured = not self.rounding_varies
+        # A fault that repeating a step finds is transient, so repeating the step once more to look for the layer would
+        # find none: the repetitions that are compared record their layers. Compiled and captured steps run no hooks,
+        # and dataparallel runs them for each part of a batch in an order that varies.
+        graphed = isinstance(learner.step, GraphedStep)
+        hooked = not (graphed or compiles(self.config, world.device) or self.config.parallel == "dataparallel")
+        self.outputs = LayerOutputs(find_layers(learner.model) if hooked else {})
         self.state_after_last_step: Pending | None = None
         self.cost = Cost()  # since the last remarks
+        self._trained_to, self._first_steps = -1, 0  # number of the last step; first steps that are still to be checked
         self._remarks: list[str] = []
 
     def train_step(self, images: Tensor, labels: Tensor) -> None:
         """Collective: one step. Raises `CorruptionError` on all ranks if its check fails."""
+        if self.learner.steps != self._trained_to:  # a start, or a checkpoint has been restored
+            self.state_after_last_step = None
+            # where rounding varies, a sampled check measures it: a fault at the start would count as rounding
+            self._first_steps = 0 if self.config.verify_every_steps is None or self.rounding_varies else FIRST_STEPS
         if self._is_due():
             self._check(images, labels)
+            self._first_steps -= 1
         else:
             self.learner.train_step(images, labels)
+        self._trained_to = self.learner.steps
+        self.cost.trained += 1
         self.state_after_last_step = None
         if self._is_due():
             self.state_after_last_step = start_fingerprints(shared_tensors(self.learner), sketched=False)
@@ -90,9 +111,9 @@ class Verifier:
     def remarks(self) -> list[str]:
         """Remarks for the log: the measured variation of rounding, and the cost of the checks since the last call."""
         remarks, self._remarks = self._remarks, []
-        cost, every = self.cost, self.config.verify_every_steps
-        if cost.checks and every:
-            fraction = cost.extra / (cost.steps * every)
+        cost = self.cost
+        if cost.checks:
+            fraction = cost.extra / (cost.steps / cost.checks * cost.trained)
             remarks.append(
                 f"Verified {cost.checks} step(s), none wrong, in {cost.extra:.2f} s: {fraction:.2%} of the training"
             )
@@ -103,7 +124,7 @@ class Verifier:
         step = self.learner.step
         if isinstance(step, GraphedStep) and not step.captured:
             return False  # eager steps and the graph may round differently
-        return is_due(self.config, self.learner.steps)
+        return self._first_steps > 0 or is_due(self.config, self.learner.steps)
 
     def _check(self, images: Tensor, labels: Tensor) -> None:
         last_state = {} if self.state_after_last_step is None else read_fingerprints(self.state_after_last_step).bits
@@ -115,11 +136,8 @@ class Verifier:
         if not self.noise_measured:
             self._measure_noise(snapshot, first)
         not_restored = self._restore(snapshot, before)
-        step_started = time.perf_counter()
         second = self._repeat(snapshot)
-        step_seconds = time.perf_counter() - step_started
-        own = self._differing_tensors(first.own, second.own)
-        result = self._differing_tensors(first.result, second.result)
+        own, result = self._differing_tensors(first, second)
         state = self._shared_state(second)
         wrong_here = bool(changed_at_rest or not_restored or own or result)
         ranks = self.world.all_gather((wrong_here, hashlib.sha256(repr(state).encode()).hexdigest()))
@@ -129,26 +147,31 @@ class Verifier:
             if wrong:
                 self._restore(snapshot, before)
                 outlier = self._outlier(first, second, self._repeat(snapshot))
-            device = describe_device(self.world)
-            evidence = Evidence(device, changed_at_rest, not_restored, own, result, outlier, state)
+            device, layers = describe_device(self.world), bool(self.outputs.bits)
+            evidence = Evidence(device, changed_at_rest, not_restored, own, result, outlier, state, layers)
             raise CorruptionError(describe_fault(self.learner.steps, self.world.all_gather(evidence)))
         self.cost.checks += 1
-        self.cost.steps += step_seconds
-        self.cost.extra += time.perf_counter() - started - step_seconds
+        self.cost.steps += second.seconds
+        # the first repetition is the step itself, and may compile
+        self.cost.extra += time.perf_counter() - started - first.seconds
 
     def _repeat(self, snapshot: Snapshot) -> Repetition:
         """Run the step once."""
-        learner, local_gradients = self.learner, self.learner.local_gradients
+        learner, local_gradients, started = self.learner, self.learner.local_gradients, time.perf_counter()
         if local_gradients is not None:
             local_gradients.enabled = True
-        learner.train_step(*snapshot.batch)
+        with self.outputs.recorded(sketched=self.rounding_varies):
+            learner.train_step(*snapshot.batch)
         own = take_fingerprints(snapshot.own_tensors(), sketched=self.rounding_varies)
         result = take_fingerprints(shared_tensors(learner) | gradients(learner), sketched=self.rounding_varies)
+        outputs = self.outputs.read()
+        batch = {name: own.bits[name] for name in ("images", "labels")}  # in the order of cause and effect
+        own = Fingerprints(batch | outputs.bits | own.bits, outputs.sketches | own.sketches)
         if local_gradients is not None:
             local_gradients.enabled = False
             local = local_gradients.read()
             own = Fingerprints(own.bits | local.bits, own.sketches | local.sketches)
-        return Repetition(own, result)
+        return Repetition(own, result, time.perf_counter() - started)
 
     def _restore(self, snapshot: Snapshot, before: Fingerprints) -> list[str]:
         """Restore the snapshot; return the tensors that still differ from `before`."""
@@ -162,22 +185,22 @@ class Verifier:
             return {}
         return {name: bits for name, bits in repetition.result.bits.items() if not name.startswith("gradient ")}
 
-    def _differing_tensors(self, first: Fingerprints, second: Fingerprints) -> list[str]:
-        """Names of the tensors that differ by more than rounding."""
+    def _differing_tensors(self, first: Repetition, second: Repetition) -> tuple[list[str], list[str]]:
+        """Names of the rank's own tensors, and of those in common, that differ by more than rounding."""
+        own, result = first.own.distances(second.own), first.result.distances(second.result)
+        return self._beyond_rounding(own), self._beyond_rounding(result)
+
+    def _beyond_rounding(self, distances: dict[str, float]) -> list[str]:
         return [
             name
-            for name, distance in first.distances(second).items()
+            for name, distance in distances.items()
             if not distance <= NOISE_FACTOR * self.noise.get(_kind(name), 0.0)  # "not <=": NaN differs
         ]
 
     def _outlier(self, first: Repetition, second: Repetition, third: Repetition) -> str:
-        def agree(one: Repetition, other: Repetition) -> bool:
-            own, result = ((one.own, other.own), (one.result, other.result))
-            return not (self._differing_tensors(*own) or self._differing_tensors(*result))
-
-        if agree(second, third):
+        if not any(self._differing_tensors(second, third)):
             return "the first of three repetitions differs"
-        if agree(first, third):
+        if not any(self._differing_tensors(first, third)):
             return "the second of three repetitions differs"
         return "no two of three repetitions agree"
 

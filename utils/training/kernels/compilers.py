@@ -1,4 +1,4 @@
-"""Whether a step is compiled, whether a compiler is here, and our own CPU kernels, which Inductor builds."""
+"""Whether a step is compiled and how, whether a compiler is here, and our own CPU kernels, which Inductor builds."""
 
 import logging
 import os
@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -19,15 +19,25 @@ HEADER = "cpu_kernels.h"
 # Inductor disables both optimisations for its own kernels, which are vectorised explicitly. Without the first flag
 # comparisons are not vectorised; it reorders no sum. The second is gcc's only: clang vectorises by default.
 FLAGS = ("-fno-trapping-math", "-ftree-loop-vectorize")
-
-
 SwitchKey = Literal["fuse_norm_relu", "conv_weight_products", "conv_winograd"]
+Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
 
 def compiles(config: SpeedConfig, device: torch.device) -> bool:
     """COMPILE: whether the step will be compiled."""
     wanted = config.enable_compile == "auto" and device.type == "cuda" and not missing_compiler(device)
     return config.enable_compile is True or wanted
+
+
+def compile_for_shapes(function: Compiled, number: int) -> Compiled:
+    """COMPILE: return a function or module compiled at its first call with each of `number` shapes of images.
+
+    Dynamo runs further shapes eagerly once a function's code has been compiled `recompile_limit` times, 8 by default,
+    which all learners of the process share. So the limit is raised by as many as will be needed.
+    """
+    torch._dynamo.config.recompile_limit += number
+    compiled: Any = torch.compile(function, dynamic=False)
+    return compiled
 
 
 def missing_compiler(device: torch.device) -> str:
@@ -100,7 +110,7 @@ def replace_convolutions(
         return []
     compiler = missing_compiler(device) if build is not None else ""
     if compiler:
-        raise ConfigError(f"{key} true needs {compiler}, or use {key} false")
+        raise ConfigError(f"{key} true needs {compiler}; else use {key} false")
     found = [module for module in model.modules() if type(module) is nn.Conv2d and fits(module)]
     if asked is True and not found:
         raise ConfigError(f"{key} true: the network has no {missing}; use false")
@@ -120,3 +130,8 @@ def build_failure(build: Callable[[], Any], asked: object) -> str:
             raise
         return f"skipped: {error}"
     return ""
+
+
+def wants_graphs(config: SpeedConfig, device: torch.device) -> bool:
+    """Whether the step will be a CUDA graph; a graph cannot span the GPUs of dataparallel."""
+    return config.enable_cuda_graphs is not False and device.type == "cuda" and config.parallel != "dataparallel"

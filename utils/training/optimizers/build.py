@@ -26,14 +26,15 @@ def build_optimizer(
     rate = torch.tensor(config.peak_lr, device=parameters[0].device) if graphed else config.peak_lr
     fused = uses_fused_kernel(config, parameters) or None  # None: PyTorch chooses, on a GPU its foreach kernels
     common: dict[str, Any] = {"lr": rate, "weight_decay": config.weight_decay}
+    own: dict[str, Any] = common | {"capturable": graphed}  # as PyTorch's AdamW names it
     momentum: dict[str, Any] = {"momentum": config.momentum, "nesterov": config.nesterov}
     optimizer: torch.optim.Optimizer
     if config.optimizer == "lamb":
-        optimizer = Lamb(groups, **common, beta1=config.momentum, layerwise=True)
+        optimizer = Lamb(groups, **own, beta1=config.momentum, layerwise=True)
     elif config.optimizer == "lars":
-        optimizer = Lars(groups, **common, **momentum, trust_coefficient=LARS_TRUST_COEFFICIENT, layerwise=True)
+        optimizer = Lars(groups, **own, **momentum, trust_coefficient=LARS_TRUST_COEFFICIENT, layerwise=True)
     elif config.optimizer == "muon":
-        optimizer = Muon(groups, **common, **momentum, orthogonalise=True)
+        optimizer = Muon(groups, **own, **momentum, orthogonalise=True)
     elif config.optimizer == "adamw":
         betas = (config.momentum, ADAM_BETA2)
         # GRAPHS: capturable counts steps on the device

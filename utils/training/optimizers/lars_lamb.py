@@ -17,7 +17,8 @@ LAMB_EPSILON = 1e-6
 
 
 class ForeachOptimizer(torch.optim.Optimizer, ABC):
-    """Base of LARS, LAMB and Muon: updates all parameters of a group at once. `options`: defaults of the groups."""
+    """Base of LARS, LAMB and Muon: updates all parameters of a group at once. `options`: defaults of the groups;
+    capturable: keep learning rate and step counts on the device, for a CUDA graph."""
 
     def __init__(self, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], **options: float | bool) -> None:
         super().__init__(parameters, options)
@@ -42,18 +43,39 @@ class ForeachOptimizer(torch.optim.Optimizer, ABC):
                 self.state[parameter][name] = torch.zeros_like(parameter)
         return [self.state[parameter][name] for parameter in parameters]
 
-    def _adam(self, parameters: list[Tensor], gradients: list[Tensor], beta1: float, epsilon: float) -> list[Tensor]:
+    def _descend(self, group: dict[str, Any], parameters: list[Tensor], updates: list[Tensor]) -> None:
+        """Subtract the learning rate times the updates."""
+        if group["capturable"]:  # GRAPHS: the rate stays on the device
+            torch._foreach_sub_(parameters, torch._foreach_mul(updates, group["lr"]))
+        else:
+            torch._foreach_add_(parameters, updates, alpha=-float(group["lr"]))
+
+    def _adam(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], beta1: float, epsilon: float
+    ) -> list[Tensor]:
         """Return Adam's updates before the learning rate and the sign (Kingma and Ba 2014, arXiv:1412.6980)."""
-        for parameter in parameters:
-            self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
-        steps = [self.state[parameter]["step"] for parameter in parameters]
+        first, second = self._bias_corrections(parameters, beta1, captured=group["capturable"])
         means, squares = self._buffers("mean", parameters), self._buffers("square", parameters)
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, ADAM_BETA2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - ADAM_BETA2)
-        roots = torch._foreach_sqrt(torch._foreach_div(squares, [1 - ADAM_BETA2**step for step in steps]))
+        roots = torch._foreach_sqrt(torch._foreach_div(squares, second))
         torch._foreach_add_(roots, epsilon)
-        return list(torch._foreach_div(torch._foreach_div(means, [1 - beta1**step for step in steps]), roots))
+        return list(torch._foreach_div(torch._foreach_div(means, first), roots))
+
+    def _bias_corrections(self, parameters: list[Tensor], beta1: float, *, captured: bool) -> tuple[Any, Any]:
+        """Count this update of each parameter, and return the divisors of Adam's means and squares. GRAPHS: counts and
+        divisors stay on the device, and the first parameter's serve all, since a graph updates the same ones each
+        time."""
+        steps = []
+        for parameter in parameters:
+            device = parameter.device if captured else "cpu"
+            steps.append(self.state[parameter].setdefault("step", torch.zeros((), device=device)))
+        torch._foreach_add_(steps, 1)
+        if captured:
+            return 1 - beta1 ** steps[0], 1 - ADAM_BETA2 ** steps[0]
+        counts = [int(step) for step in steps]
+        return [1 - beta1**count for count in counts], [1 - ADAM_BETA2**count for count in counts]
 
 
 class Lars(ForeachOptimizer):
@@ -74,7 +96,7 @@ class Lars(ForeachOptimizer):
         torch._foreach_add_(buffers, updates)
         if group["nesterov"]:
             torch._foreach_add_(updates, buffers, alpha=group["momentum"])
-        torch._foreach_add_(parameters, updates if group["nesterov"] else buffers, alpha=-float(group["lr"]))
+        self._descend(group, parameters, updates if group["nesterov"] else buffers)
 
 
 class Lamb(ForeachOptimizer):
@@ -84,12 +106,12 @@ class Lamb(ForeachOptimizer):
     """
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        updates = self._adam(parameters, gradients, group["beta1"], LAMB_EPSILON)
+        updates = self._adam(group, parameters, gradients, group["beta1"], LAMB_EPSILON)
         torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
         if group["layerwise"]:
             weights, lengths = _norms(parameters), _norms(updates)
             torch._foreach_mul_(updates, _scales(weights, lengths, weights / lengths))
-        torch._foreach_add_(parameters, updates, alpha=-float(group["lr"]))
+        self._descend(group, parameters, updates)
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:

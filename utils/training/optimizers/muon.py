@@ -26,8 +26,8 @@ class Muon(ForeachOptimizer):
     orthogonalise (false: AdamW)."""
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        rate, momentum = float(group["lr"]), group["momentum"]
-        torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
+        momentum = group["momentum"]
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
         if group["orthogonalise"]:
             steps = self._buffers("momentum_buffer", parameters)
             torch._foreach_lerp_(steps, gradients, 1 - momentum)
@@ -35,8 +35,8 @@ class Muon(ForeachOptimizer):
                 steps = list(torch._foreach_lerp(gradients, steps, momentum))
             steps = orthogonalise_filters(steps)
         else:
-            steps = self._adam(parameters, gradients, momentum, ADAMW_EPSILON)
-        torch._foreach_add_(parameters, steps, alpha=-rate)
+            steps = self._adam(group, parameters, gradients, momentum, ADAMW_EPSILON)
+        self._descend(group, parameters, steps)
 
 
 def orthogonalise_filters(filters: list[Tensor]) -> list[Tensor]:

@@ -216,7 +216,7 @@ def check_fusion(config: SpeedConfig, device: torch.device) -> None:
         )
     missing = "Triton; pip install triton" if find_spec("triton") is None else missing_compiler(device)
     if device.type == "cuda" and missing:
-        raise ConfigError(f"fuse_norm_relu needs {missing}, or set fuse_norm_relu to false")
+        raise ConfigError(f"fuse_norm_relu needs {missing}; else set fuse_norm_relu to false")
 
 
 def _convert(module: nn.Module, own: type[nn.Module], *norms: Any, kind: type[nn.Module] = NormReLU) -> bool:

@@ -1,0 +1,129 @@
+"""What torch.compile compiles, how often, and where: training steps of each image size, validation, under DDP."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
+
+from tests.test_step import Small
+from tools.bench.training import build_measured
+from train import Trainer
+from utils.config import Config
+from utils.distributed.ddp import wrap_in_ddp
+from utils.distributed.world import World
+from utils.training import validation
+from utils.training.learner import Learner
+from utils.training.validation import classify
+
+Tiny = Callable[..., Config]
+BATCHES = [(torch.randn(count, 3, 32, 32), torch.randint(10, (count,))) for count in (8, 8, 5)]
+
+
+@pytest.fixture(autouse=True)
+def small_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("train", "tools.bench.training"):
+        monkeypatch.setattr(f"{module}.build_model", lambda config, **_: Small())
+    counters.clear()
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
+    """Counts compilations, and leaves out Inductor, which would take a second for each."""
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    return counter
+
+
+@pytest.fixture
+def ddp(tiny: Tiny, one_rank: World, compiled: CompileCounter) -> Iterator[Learner]:
+    """A compiled learner in DDP with four micro-batches in each step."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        config = tiny(enable_compile=True, micro_batch_size=2, batch_size=8, ema_decay=0.9)
+        yield build_measured(config, one_rank, wrap_in_ddp)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_compiled_prediction_equals_the_eager_one(tiny: Tiny, one_rank: World) -> None:
+    """Of the moving average in NHWC with all views, before and after other weights are loaded. One graph is compiled,
+    and none for the shorter last batch."""
+    config = tiny(ema_decay=0.5, enable_nhwc=True, conv_winograd=False, test_time_flip=True, test_time_shift=2)
+    learners = [build_measured(config, one_rank) for _ in range(2)]
+    learners[1].compile(8)
+    nhwc = [(images.contiguous(memory_format=torch.channels_last), labels) for images, labels in BATCHES]
+    for _ in range(2):
+        for learner in learners:
+            learner.model.train()
+            learner.train_step(*nhwc[0])
+            learner.load_state_dict(learner.state_dict())
+        eager, compiled = ([outputs for outputs, _ in classify(learner, nhwc)] for learner in learners)
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
+    assert learners[1].validated is not learners[1].model
+    assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (1, {})
+
+
+def test_validation_is_compiled_where_the_run_has_enough_of_it(
+    tiny: Tiny, one_rank: World, monkeypatch: pytest.MonkeyPatch, compiled: CompileCounter
+) -> None:
+    """600 images: 200 in each validation, counted once for each view."""
+    monkeypatch.setattr(validation, "MIN_COMPILED_IMAGES", 600)
+
+    def compiles(**changes: object) -> bool:
+        settings = {"enable_compile": True, "lr_schedule": "constant"} | changes
+        return Trainer(tiny(**settings), one_rank).learner.compiled is not None
+
+    assert [compiles(max_epochs=epochs) for epochs in (2, 3)] == [False, True]
+    assert [compiles(max_epochs=epochs, validate_every_epochs=2) for epochs in (4, 5)] == [False, True]
+    assert [compiles(max_epochs=1, test_time_shift=shift) for shift in (0, 1)] == [False, True]
+    assert not compiles(max_epochs=3, enable_compile=False)
+
+
+def test_a_run_compiles_once_for_each_image_size_and_for_validation(
+    tiny: Tiny, one_rank: World, monkeypatch: pytest.MonkeyPatch, compiled: CompileCounter, tmp_path: Path
+) -> None:
+    """At the first step of each of ten sizes, two more than Dynamo's own limit, and at the first validation."""
+    monkeypatch.setattr(validation, "MIN_COMPILED_IMAGES", 0)
+    sizes, shares = list(range(8, 17)), [epochs / 10 for epochs in range(1, 10)]
+    progressive = {"progressive_image_sizes": sizes, "progressive_image_shares": shares, "max_epochs": 10}
+    trainer = Trainer(tiny(enable_compile=True, limit_train_batches=2, **progressive), one_rank, tmp_path)
+    train_step, counts = trainer.learner.train_step, []
+
+    def count(*batch: torch.Tensor) -> None:
+        train_step(*batch)
+        counts.append(compiled.frame_count)
+
+    monkeypatch.setattr(trainer.learner, "train_step", count)
+    trainer.train()
+    assert counts == [1, 1, *(number for number in range(3, 12) for _ in range(2))]
+    assert (compiled.frame_count, dict(counters["graph_break"])) == (11, {})
+
+
+def test_ddp_calls_the_compiled_network(ddp: Learner, compiled: CompileCounter) -> None:
+    """Compiled code that calls DDP breaks at DDP's own code, and compiles it again for steps without communication."""
+    for batch in BATCHES[:2]:
+        ddp.train_step(*batch)
+    network_and_loss = 2
+    assert (compiled.frame_count, dict(counters["graph_break"])) == (network_and_loss, {})
+
+
+def test_a_compiled_network_is_split_where_ddps_buckets_end(
+    ddp: Learner, compiled: CompileCounter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a bucket's all-reduce starts before the backward pass of the other layers."""
+    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 200)
+    ddp.step.model.bucket_bytes_cap = 200  # bytes, about those of the last layer
+    ddp.train_step(*BATCHES[0])
+    assert compiled.frame_count > 2  # network and loss
+
+
+def test_names_in_checkpoints_are_the_networks(ddp: Learner) -> None:
+    """Of weights and moving average; torch.compile adds `_orig_mod.` to a module's names, and DDP `module.`."""
+    ddp.train_step(*BATCHES[0])
+    state = ddp.state_dict()
+    assert list(state["model"]) == list(state["average"]["module"]) == list(Small().state_dict())
