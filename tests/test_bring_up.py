@@ -28,6 +28,7 @@ from tools.bring_up.progress import BringUpProgress, PartProgress, check_same, r
 from tools.bring_up.run import eager_is_faster, estimate, plan, run_parts
 from tools.shared import processes
 from tools.shared.processes import Deadline
+from utils.config import load_config
 from utils.errors import ConfigError, DataError, ExpectedError
 
 MACHINE = {"device": "NVIDIA H200", "torch": "2.14.1", "cuda": "13.0", "host": "here", "type": "cuda"}
@@ -198,6 +199,32 @@ def test_every_part_of_the_table_is_a_command_that_parses(tmp_path: Path) -> Non
                 assert small or config.max_epochs == part.epochs, part.name
             elif "tools.bench" in found:
                 assert found[3] in COMMANDS
+
+
+def test_each_question_to_a_gpu_names_a_part_and_what_it_measures() -> None:
+    page = (ROOT / "docs/benchmarking.md").read_text("utf-8").partition("## What a GPU must answer\n")[2]
+    rows = [line.split("|")[1:-1] for line in page.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    assert len(rows) == 1 + 5
+    for _question, part, file, reading in rows[1:]:
+        [name] = re.findall(r"--part ([\w-]+)", part)
+        [words] = [re.split(r"[\s,=]", part.command) for part in PARTS if part.name == name]
+        assert file.strip() == f"`{name}/report.json`" and "{folder}/report.json" in words
+        assert set(re.findall(r"`([a-z0-9-]+)`", reading)) <= set(words)
+
+
+def test_rungs_differ_in_what_their_names_say() -> None:
+    rungs = [name for part in PARTS for found in re.findall(r"rungs\.yaml.*--configs=(\S+)", part.command)
+             for name in found.split(",")]  # fmt: skip
+    loaded = {name: load_config(ROOT / "tools/bring_up/rungs.yaml", name).model_dump() for name in rungs}
+
+    def changes(one: str, other: str) -> dict[str, Any]:
+        return {key: value for key, value in loaded[other].items() if loaded[one][key] != value}
+
+    fused, compiled = {"fuse_norm_relu": True}, {"enable_compile": True}
+    assert changes("eager", "compiled") == compiled == changes("eager-graphs", "compiled-graphs")
+    assert changes("bf16", "fp16") == {"amp_dtype": "fp16"} == changes("bf16-fused", "fp16-fused")
+    assert changes("bf16", "bf16-fused") == fused == changes("fp16", "fp16-fused")
+    assert changes("eager", "eager-graphs") == {"enable_cuda_graphs": True} and not changes("eager-graphs", "bf16")
 
 
 def test_passed_tests_do_not_run_again(tmp_path: Path) -> None:
@@ -395,6 +422,8 @@ def test_the_page_is_offline_and_complete_and_the_raw_logs_restore_the_folder(tm
                  "REGRESSION ladder: fastest, images/s", "gpu-tests: failed: status 1: 1 failed", "25% of arithmetic",
                  "goal for an H200", "41.00 (one seed)"):  # fmt: skip
         assert text in page
+    assert page.count("status 1: 1 failed") == 1  # not in a column, which would squeeze the others
+    assert not re.search(r"overflow(-[xy])?: (hidden|scroll|auto)|text-overflow|nowrap", page.partition("<script>")[0])
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page.partition("<script>")[0])
     content = json.loads((tmp_path / "one/packed/bring_up.json").read_text())
     assert content["rehearsal"] is False and len(content["figures"]) > 10 and len(content["parts"]) == len(PARTS)
