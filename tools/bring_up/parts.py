@@ -19,9 +19,9 @@ from utils.program import CODE
 
 # A rehearsal trains two epochs of four steps of the smallest network. Its figures measure nothing.
 SMALL_SETTINGS = (
-    "dataset=shapes", "num_classes=10", "model=resnet8", "batch_size=32", "micro_batch_size=null",
-    "valid_batch_size_per_gpu=100", "limit_train_batches=4", "limit_valid_batches=2", "max_epochs=2",
-    "lr_warmup_epochs=1", "log_freq=2", "num_data_workers=0", "stop_at_accuracy=null", "log_to_tensorboard=false",
+    "dataset=shapes", "num_classes=10", "model=resnet8", "zero_init_residual=false", "batch_size=32",
+    "micro_batch_size=null", "valid_batch_size_per_gpu=100", "limit_train_batches=4", "limit_valid_batches=2",
+    "max_epochs=2", "lr_warmup_epochs=1", "log_freq=2", "num_data_workers=0", "stop_at_accuracy=null",
 )  # fmt: skip
 EAGER = "--set=enable_compile=false"
 SMALL_SECONDS = 20.0  # estimate for each part of a rehearsal
