@@ -104,13 +104,13 @@ def rehearse(folder: Path, data: Path, length: float, transcript: Path) -> int:
     bare_python(python, Path(packages), folder / "python")
     alone = subprocess.run([*NO_NETWORK, "true"], capture_output=True, check=False).returncode == 0
     say("network: none" if alone else "network: not cut, which needs root")
-    absent = {"dali", *(name for name, group in pack.GROUPS.items() if not all(map(is_installed, group)))}
+    absent = sorted({"dali", *(name for name, group in pack.GROUPS.items() if not all(map(is_installed, group)))})
     words = ["--out", str(pieces), "--data", str(data), "--python", version, *(f"--without={name}" for name in absent)]
     packing = [sys.executable, "-m", "tools.pack", *words]
     packed = subprocess.run(packing, cwd=CODE, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
     say(f"$ python -m tools.pack {' '.join(words)}", *packed)
     commands = [line.strip() for line in packed if line.startswith("    ")]
-    start = commands[-1].replace("python -m", "bash tests/fake_cuda/with.sh --compute python -m")
+    start = commands[-1].replace("python3 -m", "bash tests/fake_cuda/with.sh --compute python3 -m")
     commands[-1] = start.replace("--minutes 9", f"--minutes {length:g} {SMALL}")
     script = "\n".join([f"cd {machine}", *commands])
     path = f"{folder}/python/bin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

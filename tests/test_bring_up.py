@@ -541,7 +541,10 @@ def test_the_list_runs_and_writes_nothing(tmp_path: Path, capsys: pytest.Capture
     command.main(["--out", str(tmp_path / "out"), "--list", "--baseline", str(tmp_path / "old"), "--minutes", "5"])
     said = capsys.readouterr().out
     assert re.search(r"^ladder +waiting +call \d: about 30\.0 s, by the baseline ", said, re.M)
+    assert re.search(r"^peers +waiting +call \d: about 30\.0 s, by the baseline ", said, re.M)
     assert re.search(r"^about .* in total, in \d+ call\(s\) of 5 minutes$", said, re.M)
+    command.main(["--out", str(tmp_path / "out"), "--list", "--part", "ladder", "--minutes", "5"])
+    assert "call 1, 2 (too short): about 8.0 min" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         command.main(["--out", str(tmp_path), "--part", "lader"])
     assert re.search("lader.*doctor.*gpu-tests", capsys.readouterr().err)
@@ -593,7 +596,7 @@ def test_the_printed_commands_start_with_the_first_folder_and_unpack_data_after_
     assert [folder.name for folder in folders] == ["01", "02"]
     assert all(sum(path.stat().st_size for path in folder.glob("*.tar*")) <= 4 * 2**20 for folder in folders)
     said = capsys.readouterr().out.replace("TO=~/bring-up", f"TO='{tmp_path}/target here'")
-    said = said.replace("python -c", f"{sys.executable} -c")
+    said = said.replace("python3 -c", f"{sys.executable} -c")
     unpack, install, unpack_data, start = [line.strip() for line in said.splitlines() if line.startswith("    ")]
     assert "--no-index" in install and "tools.bring_up" in start
     project = tmp_path / "target here/project"

@@ -77,8 +77,7 @@ def run_call(options: argparse.Namespace, parts: Sequence[Part], deadline: Deadl
     check_same(progress, machine, options.small, options.set)
     progress.machine, progress.small, progress.settings = machine, options.small, list(options.set)
     baseline = None if options.baseline is None else read_baseline(options.baseline, machine, small=options.small)
-    earlier = baseline.seconds() if baseline else {}
-    call = CallSettings(options.out, tuple(options.set), options.small, earlier=earlier)
+    call = CallSettings(options.out, tuple(options.set), options.small, earlier=baseline.seconds() if baseline else {})
     for part in parts if options.part else ():
         if progress.of(part.name).state == "failed":
             if (folder := call.folder(part)).exists():  # keep the earlier attempt under another name
@@ -121,6 +120,7 @@ def print_list(options: argparse.Namespace, parts: Sequence[Part]) -> None:
         if not entry.settled:
             seconds, source = estimate(part, call, entry)
             numbers = ", ".join(map(str, calls[part.name])) or "-"
+            numbers += " (too short)" if len(calls[part.name]) > 1 and not part.resumable else ""
             when, total = f"call {numbers}: about {duration(seconds)}, {source}", total + seconds
         print(f"{part.name:22} {entry.state:9} {when:44} {part.what}{f' ({entry.note})' if entry.note else ''}")
         print(f"    python {shorten(' '.join(build_command(part, call)[1:]), 240, placeholder=' ...')}")
