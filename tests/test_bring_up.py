@@ -333,6 +333,23 @@ def test_the_plan_is_what_the_calls_then_do(program: Path, tmp_path: Path, monke
     assert states(progress) == ["done"] * 4 + ["failed"]
 
 
+def test_three_calls_suffice_for_the_questions_and_the_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the estimates, with calls of nine minutes: with all data at once, and with data in the third call."""
+    monkeypatch.setattr(run, "GRACE", 20.0)
+    monkeypatch.setattr(run, "MIN_SECONDS", 40.0)
+    early = ["doctor", "gpu-tests", "compile", "half-precision", "limits", "layers"]
+
+    def calls(parts: list[Part]) -> dict[str, list[int]]:
+        return plan(parts, CallSettings(tmp_path), BringUpProgress(path=tmp_path), 9 * 60)
+
+    at_once = calls(list(PARTS))
+    assert max(at_once[name][-1] for name in (*early, "record-75", "ladder")) == 3
+    without_data = calls([part for part in PARTS if "data" not in part.needs])
+    with_data = calls([part for part in PARTS if "data" in part.needs])
+    assert max(without_data[name][-1] for name in early) == 2
+    assert with_data["record-75"] == with_data["ladder"] == [1]
+
+
 def test_parts_wait_for_their_data_without_a_start_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = "import pathlib, sys; sys.exit(0 if pathlib.Path(sys.argv[1], '../../data').exists() else 3)"
     (tmp_path / "program.py").write_text(program)

@@ -72,8 +72,8 @@ def _tests(part: str, folder: Path) -> list[Figure]:
     logs = sorted(folder.glob("log-*.txt"), key=lambda path: int(path.stem.removeprefix("log-")))
     last = logs[-1].read_text("utf-8", "replace") if logs else ""
     passed, failed = set(passed_tests(folder)), re.findall(r"^tests/\S+::.* (?:FAILED|ERROR)", last, re.M)
-    counts = (("passed", "higher", passed), ("failed", "lower", failed))
-    return [new_figure(part, name, "tests", len(tests), better=better) for name, better, tests in counts]
+    counts = (("passed", len(passed), "higher"), ("failed", len(failed), "lower"))
+    return [new_figure(part, name, "tests", count, better=better) for name, count, better in counts]
 
 
 def _bench(part: str, results: Mapping[str, Any]) -> Iterator[Figure]:

@@ -1,7 +1,7 @@
 """The parts of a bring-up, the most valuable first. To add a part, add a line to the table PARTS. No torch.
 
-The order suits a machine lent for three calls of ten minutes: whether the rest can be trusted (tests), how it runs
-(compiled or eager), then what answers the questions of docs/benchmarking.md, then claims.
+The order suits a machine lent for three calls of ten minutes, the data perhaps in the last: whether the rest can be
+trusted (tests), how it runs (compiled or eager), what answers the questions of docs/benchmarking.md, then claims.
 
 `build_command` replaces these words: {folder} by the part's folder, {settings} by the command line's --set,
 {checkpoints} by whether the run writes checkpoints, {compile} by the result of the part `compile`, {tests} by the files
@@ -75,7 +75,7 @@ PARTS = (
          240, small="--trials 2"),
     training("record-75", "75 % as early as possible", 90, 18),
     Part("ladder", "every rung of the ladder",
-         f"-m tools.bench ladder --budget-minutes 7.5 {{compile}} {REPORT}", 480, ("data",),
+         f"-m tools.bench ladder --budget-minutes 6.3 {{compile}} {REPORT}", 405, ("data",),
          small=f"{TRIALS} --configs=bs256,bs256-amp,fastest"),
     Part("loaders", "each loader by itself and feeding a step",
          f"-m tools.bench loaders --loaders torchvision,device,dali,synthetic {REPORT}", 120, ("data",),
