@@ -23,7 +23,7 @@ from tools.bench import common
 from tools.bench.limits import measure_limits
 from tools.bench.reports import read_report
 from tools.bench.training import Rung, alone
-from tools.bench.workers import Worker
+from tools.bench.workers import Trial, worker
 from tools.shared.command_line import add_count
 from tools.shared.output import check_writable, print_table
 from tools.shared.pages.png_plots import draw_bars, new_figure, save
@@ -119,23 +119,21 @@ def read_rung(yaml_config: Path, name: str, settings: Sequence[str]) -> Config:
     return load_config(yaml_config, block, [*settings, *switches])
 
 
-def start(configs: Mapping[str, Config], stack: ExitStack) -> dict[str, Worker]:
+def start(configs: Mapping[str, Config], stack: ExitStack) -> dict[str, Trial]:
     """Start a process for each rung, one after the other; `stack` ends them. Skips rungs that cannot run here."""
-    workers: dict[str, Worker] = {}
+    rungs: dict[str, Trial] = {}
     for name, config in configs.items():
-        worker = stack.enter_context(Worker(Rung, config))
         try:
-            worker.receive()
-            workers[name] = worker
-        except ConfigError as error:  # the process has ended
+            rungs[name] = stack.enter_context(worker(Rung, config))
+        except ConfigError as error:
             print(f"{name}: skipped: {error}", file=sys.stderr)
-    if not workers:
+    if not rungs:
         raise ConfigError("--configs: none of these rungs can run here; the lines above say why")
-    return workers
+    return rungs
 
 
 def measure(
-    workers: Mapping[str, Worker],
+    rungs: Mapping[str, Trial],
     options: argparse.Namespace,
     until: float,
     after_round: Callable[[common.Results], object],
@@ -146,11 +144,11 @@ def measure(
     from rich.progress import Progress
 
     with Progress(transient=True) as progress:
-        task = progress.add_task("first steps", total=len(workers) * (1 + options.trials))
+        task = progress.add_task("first steps", total=len(rungs) * (1 + options.trials))
         seconds = 0.0
-        for worker in workers.values():
-            worker.run(max(2, options.warmup), 1)
-            seconds += worker.run(0, 2)["seconds"] / 2
+        for rung in rungs.values():
+            rung(max(2, options.warmup), 1)
+            seconds += rung(0, 2)["seconds"] / 2
             progress.advance(task)
         steps = options.trials * (options.warmup + options.iters)
         fraction = max(0.0, min(1.0, (until - time.monotonic()) / max(1e-9, seconds * steps)))
@@ -159,8 +157,8 @@ def measure(
         progress.console.print(f"about {minutes:.1f} minutes: {options.trials} trials of {warmup} + {iters} steps")
         progress.update(task, description="trials")
 
-        def trial(worker: Worker) -> Mapping[str, float]:
-            values = worker.run(warmup, iters)
+        def trial(rung: Trial) -> Mapping[str, float]:
+            values = rung(warmup, iters)
             progress.advance(task)
             return values
 
@@ -178,7 +176,7 @@ def measure(
                 progress.console.print(f"the budget ends after {done} of {options.trials} trials")
             return fits
 
-        cases = {name: partial(trial, worker) for name, worker in workers.items()}
+        cases = {name: partial(trial, rung) for name, rung in rungs.items()}
         return common.measure(cases, options.trials, warm_up=0, after_round=another_round_fits)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from models import build_model
 from tools.bench import common
 from tools.bench.training import Rung, alone, endless, images_per_sec
-from tools.bench.workers import Worker
+from tools.bench.workers import worker
 from tools.shared.command_line import add_count
 from tools.shared.output import print_table
 from utils.base_config import as_yaml
@@ -53,13 +53,11 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(f"{key} {getattr(config, key):g}: the other trainers' steps here lack it; {remedy}")
     world = alone(config)
     with ExitStack() as stack:
-        workers = {}
-        for name, (build, its_config) in rows_of(config, world.device).items():
-            workers[name] = stack.enter_context(Worker(build, its_config))
-            workers[name].receive()
-        for worker in workers.values():
-            worker.run(2, 1)  # compiles
-        cases = {name: partial(worker.run, options.warmup, options.iters) for name, worker in workers.items()}
+        built = rows_of(config, world.device).items()
+        steps = {name: stack.enter_context(worker(build, its_config)) for name, (build, its_config) in built}
+        for step in steps.values():
+            step(2, 1)  # compiles
+        cases = {name: partial(step, options.warmup, options.iters) for name, step in steps.items()}
         results = common.measure(cases, options.trials, warm_up=0)
     ours = results["this project"]["full"].median
     rows = [(name, f"{row['full']:,.1f}", f"{ours / row['full'].median:.3f}") for name, row in results.items()]
