@@ -89,21 +89,20 @@ def run(options: argparse.Namespace) -> int:
     environment = describe_environment(world.device, 1)
     baseline = read_baseline(options.baseline, environment, configs) if options.baseline else {}
     limits = measure_limits(world, trials=3)
-    known: dict[str, dict[str, float]] = {}
-
-    def evaluated(samples: common.Results) -> dict[str, dict[str, Any]]:
-        """Evaluate the trials so far and write the report."""
-        for name in samples.keys() - known.keys():
-            known[name] = per_image(configs[name], world, limits)
-        results = {name: evaluate(rows, known[name], limits) for name, rows in samples.items()}
-        if options.json:
-            saved = {name: configs[name].model_dump(mode="json") for name in results}
-            report = {"limits": limits, "rungs": results, "configs": saved, "verdicts": compare_switches(results)}
-            common.write_report(options.json, "ladder", first, world, report)
-        return results
-
     with ExitStack() as stack:
-        results = evaluated(measure(start(configs, stack), options, until, evaluated))
+        started = start(configs, stack)
+        images = {name: per_image(configs[name], world, limits) for name in started}
+
+        def evaluated(samples: common.Results) -> dict[str, dict[str, Any]]:
+            """Evaluate the trials so far and write the report."""
+            results = {name: evaluate(rows, images[name], limits) for name, rows in samples.items()}
+            if options.json:
+                saved = {name: configs[name].model_dump(mode="json") for name in results}
+                report = {"limits": limits, "rungs": results, "configs": saved, "verdicts": compare_switches(results)}
+                common.write_report(options.json, "ladder", first, world, report)
+            return results
+
+        results = evaluated(measure(started, options, until, evaluated))
     show(results, environment["device"])
     if options.plot:
         draw(options.plot, results, environment["device"])
