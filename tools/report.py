@@ -251,7 +251,7 @@ def _time_to_accuracy(runs: Sequence[Run]) -> Section:
 
 def _scaling(reports: Sequence[tuple[Path, Report]]) -> Section:
     curves = efficiencies(reports)
-    devices = {path.stem: report.device for path, report in reports}
+    devices = {path.stem: report.environment.get("device", "-") for path, report in reports}
     rows = [
         (name, devices[name.rpartition(": ")[0]], ranks, speed_text(speed), f"{efficiency:.1%}")
         for name, points in curves.items()

@@ -26,12 +26,6 @@ class Report(BaseModel):
     results: dict[str, Any]
     trials: list[ScalingTrials] = []  # only of `scaling`
 
-    @property
-    def device(self) -> str:
-        """The device of the report, or of its first trial that names one."""
-        trials = (run.get("environment", {}) for case in self.trials for run in case.runs)
-        return next((found["device"] for found in (self.environment, *trials) if "device" in found), "-")
-
 
 @dataclass(frozen=True)
 class Rate:
