@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, FiniteFloat, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from typing_extensions import Required, TypedDict  # pydantic needs these before Python 3.12
@@ -49,11 +49,15 @@ class _Environment(TypedDict, total=False):
 
 
 class _Record(TypedDict, total=False):
-    """The values of a line of metrics.jsonl that are used here, without the measured ones."""
+    """The values of a line of metrics.jsonl that are used here and in the ledger, without the measured ones."""
 
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
     kind: Required[str]
+    time: FiniteFloat  # seconds since 1970
+    step: int
     epoch: int
+    world_size: int  # of a start
+    clock_seconds: dict[str, FiniteFloat]
     status: int
     reason: str
     worst_classes: list[_WorstClass]
