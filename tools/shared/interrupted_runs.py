@@ -227,13 +227,9 @@ def kill_all(folder: Path) -> None:
 
 def add_limits(parser: argparse.ArgumentParser, timeout: float) -> None:
     """Add the options of commands that interrupt runs; `timeout`: seconds of one start."""
-    parser.add_argument("--seed", type=int, metavar="S", help="of the random choices (default: random, and printed)")
+    seed, text = random.randrange(10**6), "of the random choices (default: random, and printed)"
+    parser.add_argument("--seed", type=int, default=seed, metavar="S", help=text)
     for option, default, what in (("--timeout", timeout, "one start"), ("--total-timeout", 86400.0, "everything")):
         help_text = f"limit of {what} (default: {default:g})"
         parser.add_argument(option, type=seconds, default=default, metavar="SECONDS", help=help_text)
     parser.add_argument("--work-dir", type=Path, metavar="DIR", help="folder for the runs (default: temporary)")
-
-
-def choose_seed(given: int | None) -> int:
-    """Return `--seed`, or a random one."""
-    return random.SystemRandom().randrange(10**6) if given is None else given
