@@ -154,7 +154,7 @@ def read_run_folder(folder: Path) -> Run:
         run.problems.append(f"metrics.jsonl: {damaged} line(s) cannot be read; skipped")
     by_epoch: dict[int, dict[str, float]] = {}
     for record in records:
-        if record.get("kind") == "epoch" and isinstance(record.get("epoch"), int):
+        if record["kind"] == "epoch" and "epoch" in record:
             numbers = {
                 key: float(value)
                 for key, value in record.items()
@@ -173,7 +173,7 @@ def read_run_folder(folder: Path) -> Run:
 
 
 def _last_of(records: list[dict[str, Any]], *kinds: str) -> dict[str, Any] | None:
-    return next((record for record in reversed(records) if record.get("kind") in kinds), None)
+    return next((record for record in reversed(records) if record["kind"] in kinds), None)
 
 
 def _find_hang(folder: Path) -> str:
@@ -218,7 +218,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def read_records(path: Path, *kinds: str) -> list[dict[str, Any]]:
     """Return the records of these kinds in a metrics.jsonl, without an incomplete last line."""
-    return [record for record in read_lines(path)[0] if record.get("kind") in kinds]
+    return [record for record in read_lines(path)[0] if record["kind"] in kinds]
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -235,10 +235,8 @@ def _is_locked(path: Path) -> bool:
     try:
         with path.open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 
