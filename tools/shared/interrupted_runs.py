@@ -97,10 +97,7 @@ class Attempt:
 
     def is_writing(self) -> bool:
         """Return whether a checkpoint is being written, or was when its writer was killed."""
-        try:
-            return any(name.endswith(".tmp") for name in os.listdir(self.folder / "checkpoints"))
-        except FileNotFoundError:
-            return False
+        return any((self.folder / "checkpoints").glob("*.tmp"))
 
     def check_resumed(self, earlier: set[Path]) -> None:
         """Raise `ExpectedError` if it started from the beginning although there was a good checkpoint.
@@ -136,8 +133,7 @@ def compare(uninterrupted: Path, killed: Path) -> list[str]:
     states = [newest_good(folder / "checkpoints")[1] or {} for folder in (uninterrupted, killed)]
     best = [read_checkpoint(folder / "checkpoints" / "best.pt") for folder in (uninterrupted, killed)]
     records = [_records(folder) for folder in (uninterrupted, killed)]
-    rates = [[record["learning_rate"] for record in run if "learning_rate" in record] for run in records]
-    sides: dict[str, Sequence[Any]] = {METRICS: records, "learning rates": rates}
+    sides: dict[str, Sequence[Any]] = {METRICS: records}
     keys = sorted(states[0].keys() - {"seconds", "timing", "versions"})
     sides |= {key: [state.get(key) for state in states] for key in keys}
     sides |= {f"{key} of best.pt": [state[key] for state in best] for key in ("model", "epoch")}
@@ -177,11 +173,10 @@ def find_processes(folder: Path) -> dict[int, bytes]:
     """Return every process of the run in `folder`, with its environment, from /proc."""
     output = os.path.realpath(output_of(folder))
     found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                if os.readlink(entry / "fd/1") == output:
-                    found[int(entry.name)] = (entry / "environ").read_bytes()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.readlink(entry / "fd/1") == output:
+                found[int(entry.name)] = (entry / "environ").read_bytes()
     return found
 
 
