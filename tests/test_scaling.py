@@ -1,25 +1,26 @@
 """The scaling benchmark's arithmetic, what it refuses, and one run of it."""
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tools.bench.__main__ import main
-from tools.bench.scaling import add_report, cases_of, check_comparable, summarise
+from tools.bench.scaling import Records, add_report, cases_of, check_comparable, summarise
 from utils.errors import ConfigError
 
 
-def record(speed: float, **share: float) -> dict[str, float]:
-    return {"train_images_per_sec": speed, "epoch_images_per_sec": speed / 2, **share}
+def trials(*speeds: float, **more: list[float]) -> dict[str, list[float]]:
+    return {"train_images_per_sec": [*speeds], "epoch_images_per_sec": [speed / 2 for speed in speeds], **more}
 
 
 def test_speed_up_and_efficiency_are_of_medians() -> None:
     records = {
-        ("strong", 1): [record(speed) for speed in (100, 90, 500)],
-        ("strong", 4): [record(speed, communication_share=0.1) for speed in (300, 320, 1)],
-        ("weak", 2): [record(50.0)],
+        ("strong", 1): trials(100, 90, 500),
+        ("strong", 4): trials(300, 320, 1, communication_share=[0.1, 0.1, 0.1]),
+        ("weak", 2): trials(50.0),
     }
     results = summarise(records)
     assert results["strong 4"]["train_speed_up"] == 3.0
@@ -56,11 +57,13 @@ def test_a_run_and_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main([*common, "--nproc", "2", "--json", str(report)]) == 0
     assert "weak 2" in capsys.readouterr().out
     content = json.loads(report.read_text())
-    values = content["trials"][0]["runs"][0]
-    assert set(values) == {"step_seconds", "train_images_per_sec", "epoch_images_per_sec", "communication_share"}
-    assert values["train_images_per_sec"] == pytest.approx(16 / values["step_seconds"])
-    added: dict[tuple[str, int], list[dict[str, float]]] = {}
+    measured = {
+        name: trials["values"] for name, trials in content["results"]["weak 2"].items() if isinstance(trials, dict)
+    }
+    assert set(measured) == {"step_seconds", "train_images_per_sec", "epoch_images_per_sec", "communication_share"}
+    assert measured["train_images_per_sec"] == pytest.approx([16 / measured["step_seconds"][0]])
+    added: Records = defaultdict(lambda: defaultdict(list))
     assert add_report(added, report) == (content["config"], content["environment"])
-    assert list(added) == [("weak", 2)]
+    assert added == {("weak", 2): measured}
     with pytest.raises(ConfigError, match="not a report of"):
         add_report(added, tmp_path / "absent.json")

@@ -9,14 +9,6 @@ from pydantic import BaseModel, ValidationError
 from utils.errors import DataError
 
 
-class ScalingTrials(BaseModel):
-    """Every trial of one case of `scaling`."""
-
-    mode: str
-    processes: int
-    runs: list[dict[str, Any]]
-
-
 class Report(BaseModel):
     """The content of --json."""
 
@@ -24,7 +16,6 @@ class Report(BaseModel):
     environment: dict[str, Any] = {}
     config: dict[str, Any] = {}
     results: dict[str, Any]
-    trials: list[ScalingTrials] = []  # only of `scaling`
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -42,7 +43,7 @@ QUANTITIES = ("train_images_per_sec", "epoch_images_per_sec")
 ROUNDS = 3  # of alternating steps with and without communication
 COMPARED = ("commit", "python", "torch", "torchvision", "cuda", "cudnn", "device", "threads")
 
-Records = dict[tuple[str, int], list[dict[str, float]]]  # (mode, processes) -> the values of each trial
+Records = defaultdict[tuple[str, int], defaultdict[str, list[float]]]  # {(mode, processes): {quantity: its trials}}
 Conditions = tuple[dict[str, Any], dict[str, Any]]  # configuration and environment of a trial
 
 
@@ -63,12 +64,13 @@ def run(options: argparse.Namespace) -> int:
     config = common.read_config(options)
     cases = cases_of(config, read_counts("--nproc", options.nproc), options.mode.split(","))
     most = max(number for _, number in cases)
-    records: Records = {}
+    records: Records = defaultdict(lambda: defaultdict(list))
     conditions = [add_report(records, path) for path in options.add]
     for trial in range(options.trials):
         for (mode, processes), case in cases.items():
             values, environment = run_once(case, processes, most, options.steps, options.dropped)
-            records.setdefault((mode, processes), []).append(values)
+            for quantity, value in values.items():
+                records[mode, processes][quantity].append(value)
             conditions.append((config.model_dump(mode="json"), environment))
             check_comparable(conditions)
             speed = values["train_images_per_sec"]
@@ -76,8 +78,7 @@ def run(options: argparse.Namespace) -> int:
     results = summarise(records)
     show(config, results)
     if options.json:
-        trials = [{"mode": mode, "processes": number, "runs": runs} for (mode, number), runs in records.items()]
-        common.write_results(options.json, "scaling", config, results, environment=environment, trials=trials)
+        common.write_results(options.json, "scaling", config, results, environment=environment)
     return 0
 
 
@@ -134,19 +135,15 @@ def check_comparable(conditions: Sequence[Conditions]) -> None:
 def summarise(records: Records) -> dict[str, dict[str, Any]]:
     """Return {"strong 2": {quantity: trials, and its speed-up and efficiency by medians}}."""
     results: dict[str, dict[str, Any]] = {}
-    for (mode, processes), runs in sorted(records.items()):
+    for (mode, processes), trials in sorted(records.items()):
         fewest = min(number for other, number in records if other == mode)
-        values: dict[str, Any] = {name: _sample(runs, name) for name in runs[0]}
+        values: dict[str, Any] = {name: common.Trials(tuple(found)) for name, found in trials.items()}
         for name in QUANTITIES:
             short = name.removesuffix("_images_per_sec")
-            values[f"{short}_speed_up"] = values[name].median / _sample(records[mode, fewest], name).median
+            values[f"{short}_speed_up"] = values[name].median / median(records[mode, fewest][name])
             values[f"{short}_efficiency"] = values[f"{short}_speed_up"] * fewest / processes
         results[f"{mode} {processes}"] = values
     return results
-
-
-def _sample(runs: Sequence[Mapping[str, float]], quantity: str) -> common.Trials:
-    return common.Trials(tuple(run[quantity] for run in runs))
 
 
 def show(config: Config, results: Mapping[str, Mapping[str, Any]]) -> None:
@@ -166,13 +163,16 @@ def add_report(records: Records, path: Path) -> Conditions:
     """Add the trials of an earlier report to the records; return the conditions of its runs."""
     try:
         report = read_report(path)
-        if not report.trials:
+        if report.bench != "scaling":
             raise DataError(report.bench)
     except DataError:
         wanted = "not a report of `python -m tools.bench scaling`; make one with --json"
         raise ConfigError(f"--add {path}: {wanted}") from None
-    for case in report.trials:
-        records.setdefault((case.mode, case.processes), []).extend(case.runs)
+    for name, values in report.results.items():
+        mode, processes = name.split()
+        for quantity, trials in values.items():
+            if isinstance(trials, dict):  # no speed-up or efficiency
+                records[mode, int(processes)][quantity] += trials["values"]
     return report.config, report.environment
 
 
