@@ -139,7 +139,8 @@ def strike(attempt: Attempt, kill: Kill) -> bool:
     moment = time.monotonic() + kill.delay
     if not attempt.wait_until(lambda: time.monotonic() >= moment):
         return False
-    victims = find_victims(attempt, kill)  # before the write begins: the search takes as long as a write
+    ranks = find_ranks(attempt.folder)  # before the write begins: the search takes as long as a write
+    victims = [ranks[kill.victim]] if kill.victim in ranks else list(ranks.values())  # all, if it has not started
     if kill.moment == "a write":
         if not attempt.wait_until(attempt.is_writing, pause=0):
             return False
@@ -149,12 +150,6 @@ def strike(attempt: Attempt, kill: Kill) -> bool:
     if kill.victim is None and kill.signal == signal.SIGKILL:
         kill_all(attempt.folder)
     return True
-
-
-def find_victims(attempt: Attempt, kill: Kill) -> list[int]:
-    """Return the processes to signal: the chosen rank's, or all ranks' if it has not started."""
-    ranks = find_ranks(attempt.folder)
-    return [ranks[kill.victim]] if kill.victim in ranks else list(ranks.values())
 
 
 @exit_in_a_line
