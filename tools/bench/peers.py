@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from models import build_model
 from tools.bench import common
 from tools.bench.training import Rung, alone, endless, fed_images_per_sec
-from tools.bench.workers import worker
+from tools.bench.workers import Trial, worker
 from tools.shared.command_line import add_count
 from tools.shared.output import print_table
 from utils.base_config import as_yaml
@@ -33,8 +33,6 @@ from utils.training.kernels.backends import prepare_backends
 from utils.training.kernels.compilers import compiles, wants_graphs
 from utils.training.optimizers.build import build_optimizer
 from utils.training.precision import Precision, choose_precision
-
-Trial = Callable[[int, int], dict[str, float]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
