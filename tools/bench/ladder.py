@@ -140,43 +140,33 @@ def measure(
     """Run the trials. A first short trial of each rung compiles, gives the estimate and does not count.
 
     `until`: when the budget ends (time.monotonic); `after_round` gets all results after each round of trials."""
-    from rich.progress import Progress
+    seconds = 0.0
+    for name, rung in rungs.items():
+        print(f"{name}: first steps", file=sys.stderr)
+        rung(max(2, options.warmup), 1)
+        seconds += rung(0, 2)["seconds"] / 2
+    steps = options.trials * (options.warmup + options.iters)
+    fraction = max(0.0, min(1.0, (until - time.monotonic()) / max(1e-9, seconds * steps)))
+    warmup, iters = max(1, int(fraction * options.warmup)), max(2, int(fraction * options.iters))
+    minutes = seconds * options.trials * (warmup + iters) / 60
+    print(f"about {minutes:.1f} minutes: {options.trials} trials of {warmup} + {iters} steps", flush=True)
+    began = time.monotonic()
 
-    with Progress(transient=True) as progress:
-        task = progress.add_task("first steps", total=len(rungs) * (1 + options.trials))
-        seconds = 0.0
-        for rung in rungs.values():
-            rung(max(2, options.warmup), 1)
-            seconds += rung(0, 2)["seconds"] / 2
-            progress.advance(task)
-        steps = options.trials * (options.warmup + options.iters)
-        fraction = max(0.0, min(1.0, (until - time.monotonic()) / max(1e-9, seconds * steps)))
-        warmup, iters = max(1, int(fraction * options.warmup)), max(2, int(fraction * options.iters))
-        minutes = seconds * options.trials * (warmup + iters) / 60
-        progress.console.print(f"about {minutes:.1f} minutes: {options.trials} trials of {warmup} + {iters} steps")
-        progress.update(task, description="trials")
+    def another_round_fits(results: common.Results) -> bool:
+        """Return whether a round as long as the last one fits into the budget."""
+        nonlocal began
+        after_round(results)
+        now = time.monotonic()
+        took, began = now - began, now
+        done = len(next(iter(results.values()))["full"].values)
+        print(f"trial {done} of {options.trials}: {took:.1f} s", file=sys.stderr)
+        fits = now + took <= until
+        if not fits and done < options.trials:
+            print(f"the budget ends after {done} of {options.trials} trials")
+        return fits
 
-        def trial(rung: Trial) -> Mapping[str, float]:
-            values = rung(warmup, iters)
-            progress.advance(task)
-            return values
-
-        began = time.monotonic()
-
-        def another_round_fits(results: common.Results) -> bool:
-            """Return whether a round as long as the last one fits into the budget."""
-            nonlocal began
-            after_round(results)
-            now = time.monotonic()
-            took, began = now - began, now
-            done = len(next(iter(next(iter(results.values())).values())).values)
-            fits = now + took <= until
-            if not fits and done < options.trials:
-                progress.console.print(f"the budget ends after {done} of {options.trials} trials")
-            return fits
-
-        cases = {name: partial(trial, rung) for name, rung in rungs.items()}
-        return common.measure(cases, options.trials, warm_up=0, after_round=another_round_fits)
+    cases = {name: partial(rung, warmup, iters) for name, rung in rungs.items()}
+    return common.measure(cases, options.trials, warm_up=0, after_round=another_round_fits)
 
 
 def per_image(config: Config, world: World, limits: Mapping[str, common.Trials]) -> dict[str, float]:
