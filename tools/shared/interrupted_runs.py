@@ -185,15 +185,12 @@ def find_ranks(folder: Path) -> dict[int, int]:
 
     A run without torchrun has only rank 0, and so has a torchrun that has not started its ranks yet."""
     processes = find_processes(folder)
-    numbers = {process: re.search(rb"(?:^|\0)RANK=(\d+)", environment) for process, environment in processes.items()}
-    ranks, first = {}, {}
-    for process, number in numbers.items():
-        parent = int(_status(process)[1])
-        if number is not None and numbers.get(parent) is None:
-            ranks[int(number[1])] = process
-        elif parent not in processes:
-            first[0] = process
-    return ranks or first
+    parents = {process: int(_status(process)[1]) for process in processes}
+    found = ((process, re.search(rb"(?:^|\0)RANK=(\d+)", environment)) for process, environment in processes.items())
+    numbers = {process: int(number[1]) for process, number in found if number}
+    ranks = {number: process for process, number in numbers.items() if parents[process] not in numbers}
+    roots = [process for process, parent in parents.items() if parent not in processes]
+    return ranks or dict(enumerate(roots[:1]))
 
 
 def _status(process: int) -> list[str]:
