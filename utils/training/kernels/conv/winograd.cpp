@@ -230,34 +230,23 @@ inline __attribute__((always_inline)) void multiply_transposed(Matrix matrix, Va
     }
 }
 
-// out = matrix * in * matrix', matrix [rows][columns]
-template <int rows, int columns, typename Matrix>
+// out = matrix * in * matrix', matrix [rows][columns]; `transposed`: matrix' * in * matrix, matrix [columns][rows]
+template <bool transposed, int rows, int columns, typename Matrix>
 inline __attribute__((always_inline)) void transform(Matrix matrix, const Lanes (&in)[columns][columns],
                                                      Lanes (&out)[rows][rows]) {
+    const auto apply = [&](auto value, auto set) __attribute__((always_inline)) {
+        if constexpr (transposed)
+            multiply_transposed<rows, columns>(matrix, value, set);
+        else
+            multiply<rows, columns>(matrix, value, set);
+    };
     Lanes half[rows][columns];
 #pragma GCC unroll 8
     for (int j = 0; j < columns; ++j)
-        multiply<rows, columns>(
-            matrix, [&](int k) { return in[k][j]; }, [&](int i, Lanes value) { half[i][j] = value; });
+        apply([&](int k) { return in[k][j]; }, [&](int i, Lanes value) { half[i][j] = value; });
 #pragma GCC unroll 8
     for (int i = 0; i < rows; ++i)
-        multiply<rows, columns>(
-            matrix, [&](int k) { return half[i][k]; }, [&](int j, Lanes value) { out[i][j] = value; });
-}
-
-// out = matrix' * in * matrix, matrix [columns][rows]
-template <int rows, int columns, typename Matrix>
-inline __attribute__((always_inline)) void transform_transposed(Matrix matrix, const Lanes (&in)[columns][columns],
-                                                                Lanes (&out)[rows][rows]) {
-    Lanes half[rows][columns];
-#pragma GCC unroll 8
-    for (int j = 0; j < columns; ++j)
-        multiply_transposed<rows, columns>(
-            matrix, [&](int k) { return in[k][j]; }, [&](int i, Lanes value) { half[i][j] = value; });
-#pragma GCC unroll 8
-    for (int i = 0; i < rows; ++i)
-        multiply_transposed<rows, columns>(
-            matrix, [&](int k) { return half[i][k]; }, [&](int j, Lanes value) { out[i][j] = value; });
+        apply([&](int k) { return half[i][k]; }, [&](int j, Lanes value) { out[i][j] = value; });
 }
 
 struct Sizes {
@@ -274,41 +263,28 @@ struct Tile {
     int64_t offset[across][across];  // of a pixel in the images; -1 outside
     int64_t first;                   // the tile's offset in the first plane
 
-    Tile(const Sizes& sizes, int64_t line, int64_t column, int64_t step, int64_t border)
+    // Tiles lie `step` pixels apart, the first one `border` pixels outside; images are smaller than `sizes` by `pool`.
+    Tile(const Sizes& sizes, int64_t line, int64_t column, int64_t step, int64_t border, int64_t pool)
         : first((line * sizes.across + column) * sizes.channels) {
+        const int64_t height = sizes.height / pool, width = sizes.width / pool;
         const int64_t image = line / sizes.down, top = line % sizes.down * step - border;
         const int64_t left = column * step - border;
         for (int i = 0; i < across; ++i)
             for (int j = 0; j < across; ++j) {
                 const int64_t y = top + i, x = left + j;
-                const bool inside = 0 <= y && y < sizes.height && 0 <= x && x < sizes.width;
-                offset[i][j] = inside ? ((image * sizes.height + y) * sizes.width + x) * sizes.channels : -1;
+                const bool inside = 0 <= y && y < height && 0 <= x && x < width;
+                offset[i][j] = inside ? ((image * height + y) * width + x) * sizes.channels : -1;
             }
     }
 };
 
-// task(line, column) for each tile; a line is a row of tiles
-template <typename Task>
-void for_tiles(const Sizes& sizes, Task task) {
+// task(tile) for each tile; a line is a row of tiles
+template <int across, typename Task>
+void for_tiles(const Sizes& sizes, int64_t step, int64_t border, int64_t pool, Task task) {
 #pragma omp parallel for schedule(static)
     for (int64_t line = 0; line < sizes.images * sizes.down; ++line)
-        for (int64_t column = 0; column < sizes.across; ++column) task(line, column);
-}
-
-// task(offsets in the pooled images of a tile's 2 x 2 squares, -1 outside; the tile's offset in the first plane)
-template <int side, typename Task>
-void for_squares(const Sizes& sizes, Task task) {
-    const int64_t height = sizes.height / 2, width = sizes.width / 2;
-    for_tiles(sizes, [&](int64_t line, int64_t column) {
-        const int64_t image = line / sizes.down, top = line % sizes.down * (side / 2), left = column * (side / 2);
-        int64_t offset[side / 2][side / 2];
-        for (int i = 0; i < side / 2; ++i)
-            for (int j = 0; j < side / 2; ++j) {
-                const bool inside = top + i < height && left + j < width;
-                offset[i][j] = inside ? ((image * height + top + i) * width + left + j) * sizes.channels : -1;
-            }
-        task(offset, (line * sizes.across + column) * sizes.channels);
-    });
+        for (int64_t column = 0; column < sizes.across; ++column)
+            task(Tile<across>(sizes, line, column, step, border, pool));
 }
 
 // Transform LANES channels of one tile and store them at the offset `first` of each plane.
@@ -316,7 +292,7 @@ template <int rows, int across, typename Matrix, typename Number>
 inline void write_planes(Matrix matrix, const Lanes (&in)[across][across], Number* planes, const Sizes& sizes,
                          int64_t first) {
     Lanes out[rows][rows];
-    transform<rows, across>(matrix, in, out);
+    transform<false, rows, across>(matrix, in, out);
     for (int i = 0; i < rows; ++i)
         for (int j = 0; j < rows; ++j) store(out[i][j], planes + (i * rows + j) * sizes.plane + first);
 }
@@ -333,8 +309,7 @@ void write_zeros(Number* planes, const Sizes& sizes) {
 template <int side, int across, int rows, int64_t border, typename Matrix, typename Number>
 void to_planes(Matrix matrix, const Number* pixels, Number* planes, const Sizes& sizes) {
     const std::vector<Number> zeros(sizes.channels);
-    for_tiles(sizes, [&](int64_t line, int64_t column) {
-        const Tile<across> tile(sizes, line, column, side, border);
+    for_tiles<across>(sizes, side, border, 1, [&](const Tile<across>& tile) {
         const Number* from[across][across];
         for (int i = 0; i < across; ++i)
             for (int j = 0; j < across; ++j)
@@ -356,7 +331,7 @@ inline void from_planes(Matrix matrix, const Number* planes, const Sizes& sizes,
     Lanes in[across][across];
     for (int i = 0; i < across; ++i)
         for (int j = 0; j < across; ++j) in[i][j] = load(planes + (i * across + j) * sizes.plane + first);
-    transform_transposed<rows, across>(matrix, in, out);
+    transform<true, rows, across>(matrix, in, out);
 }
 
 // weights [outputs][3][3][channels] -> planes [position][outputs][channels]: G w G'
@@ -369,7 +344,7 @@ void weights_to_planes(const float* weights, Number* planes, int64_t outputs, in
         for (int64_t c = 0; c < channels; c += LANES) {
             Lanes in[3][3], out[rows][rows];
             for (int i = 0; i < 9; ++i) in[i / 3][i % 3] = load(weights + (output * 9 + i) * channels + c);
-            transform<rows, 3>(matrix, in, out);
+            transform<false, rows, 3>(matrix, in, out);
             for (int i = 0; i < rows * rows; ++i)
                 store(out[i / rows][i % rows], planes + (i * outputs + output) * channels + c);
         }
@@ -386,7 +361,7 @@ void planes_to_weights(const float* planes, float* weights, int64_t outputs, int
             Lanes in[rows][rows], out[3][3];
             for (int i = 0; i < rows * rows; ++i)
                 in[i / rows][i % rows] = load(planes + (i * outputs + output) * channels + c);
-            transform_transposed<3, rows>(matrix, in, out);
+            transform<true, 3, rows>(matrix, in, out);
             for (int i = 0; i < 9; ++i) store(out[i / 3][i % 3], weights + (output * 9 + i) * channels + c);
         }
 }
@@ -406,8 +381,7 @@ void gradient_to_planes(const Number* gradient, Number* planes, const Sizes& siz
 template <int side, typename Number>
 void planes_to_outputs(const Number* planes, Number* outputs, const Sizes& sizes) {
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
-    for_tiles(sizes, [&](int64_t line, int64_t column) {
-        const Tile<side> tile(sizes, line, column, side, 0);
+    for_tiles<side>(sizes, side, 0, 1, [&](const Tile<side>& tile) {
         for (int64_t c = 0; c < sizes.channels; c += LANES) {
             Lanes out[side][side];
             from_planes<side, side + 2>(matrix, planes, sizes, tile.first + c, out);
@@ -424,20 +398,20 @@ template <int side, typename Number>
 void planes_to_pooled(const Number* planes, Number* pooled, uint8_t* places, const Sizes& sizes) {
     static_assert(side % 2 == 0);
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
-    for_squares<side>(sizes, [&](const int64_t (&offset)[side / 2][side / 2], int64_t first) {
+    for_tiles<side / 2>(sizes, side / 2, 0, 2, [&](const Tile<side / 2>& squares) {
         for (int64_t c = 0; c < sizes.channels; c += LANES) {
             Lanes out[side][side];
-            from_planes<side, side + 2>(matrix, planes, sizes, first + c, out);
+            from_planes<side, side + 2>(matrix, planes, sizes, squares.first + c, out);
             for (int i = 0; i < side / 2; ++i)
                 for (int j = 0; j < side / 2; ++j) {
-                    if (offset[i][j] < 0) continue;
+                    if (squares.offset[i][j] < 0) continue;
                     Lanes largest = rounded(out[2 * i][2 * j], pooled);
                     Places place = {};
 #pragma GCC unroll 4
                     for (int k = 1; k < 4; ++k)
                         take_larger(rounded(out[2 * i + k / 2][2 * j + k % 2], pooled), k, largest, place);
-                    store(largest, pooled + offset[i][j] + c);
-                    store(place, places + offset[i][j] + c);
+                    store(largest, pooled + squares.offset[i][j] + c);
+                    store(place, places + squares.offset[i][j] + c);
                 }
         }
     });
@@ -447,18 +421,18 @@ void planes_to_pooled(const Number* planes, Number* pooled, uint8_t* places, con
 template <int side, typename Number>
 void pooled_to_planes(const Number* gradient, const uint8_t* places, Number* planes, const Sizes& sizes) {
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
-    for_squares<side>(sizes, [&](const int64_t (&offset)[side / 2][side / 2], int64_t first) {
+    for_tiles<side / 2>(sizes, side / 2, 0, 2, [&](const Tile<side / 2>& squares) {
         for (int64_t c = 0; c < sizes.channels; c += LANES) {
             Lanes in[side][side];
             for (int i = 0; i < side / 2; ++i)
                 for (int j = 0; j < side / 2; ++j) {
-                    const bool inside = offset[i][j] >= 0;
-                    const Lanes value = inside ? load(gradient + offset[i][j] + c) : Lanes{};
-                    const Places place = inside ? load(places + offset[i][j] + c) : Places{};
+                    const int64_t offset = squares.offset[i][j];
+                    const Lanes value = offset < 0 ? Lanes{} : load(gradient + offset + c);
+                    const Places place = offset < 0 ? Places{} : load(places + offset + c);
 #pragma GCC unroll 4
                     for (int k = 0; k < 4; ++k) in[2 * i + k / 2][2 * j + k % 2] = only_at(k, place, value);
                 }
-            write_planes<side + 2, side>(matrix, in, planes, sizes, first + c);
+            write_planes<side + 2, side>(matrix, in, planes, sizes, squares.first + c);
         }
     });
     write_zeros<side + 2>(planes, sizes);
@@ -480,7 +454,7 @@ void planes_to_gradient(const Number* planes, Number* gradient, const Sizes& siz
                 const int64_t before = image * pixels * sizes.channels;
                 for (int64_t line = image * sizes.down; line < (image + 1) * sizes.down; ++line)
                     for (int64_t column = 0; column < sizes.across; ++column) {
-                        const Tile<across> tile(sizes, line, column, side, 1);
+                        const Tile<across> tile(sizes, line, column, side, 1, 1);
                         Lanes out[across][across];
                         from_planes<across, across>(matrix, planes, sizes, tile.first + c, out);
                         for (int i = 0; i < across; ++i)
