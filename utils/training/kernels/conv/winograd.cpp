@@ -252,8 +252,8 @@ inline __attribute__((always_inline)) void transform(Matrix matrix, const Lanes 
 struct Sizes {
     int64_t images, height, width, channels, down, across, plane;
 
-    Sizes(int64_t side, int64_t images, int64_t height, int64_t width, int64_t channels)
-        : images(images), height(height), width(width), channels(channels), down((height + side - 1) / side),
+    Sizes(int64_t side, const int64_t* given)
+        : images(given[0]), height(given[1]), width(given[2]), channels(given[3]), down((height + side - 1) / side),
           across((width + side - 1) / side), plane((images * down * across + 1) * channels) {}
 };
 
@@ -336,7 +336,8 @@ inline void from_planes(Matrix matrix, const Number* planes, const Sizes& sizes,
 
 // weights [outputs][3][3][channels] -> planes [position][outputs][channels]: G w G'
 template <int side, typename Number>
-void weights_to_planes(const float* weights, Number* planes, int64_t outputs, int64_t channels) {
+void weights_to_planes(const float* weights, Number* planes, const int64_t* given) {
+    const int64_t outputs = given[0], channels = given[1];
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::weights[i][k]; };
     constexpr int rows = side + 2;
 #pragma omp parallel for schedule(static)
@@ -351,8 +352,9 @@ void weights_to_planes(const float* weights, Number* planes, int64_t outputs, in
 }
 
 // Gradient of the planes -> gradient of the weights.
-template <int side>
-void planes_to_weights(const float* planes, float* weights, int64_t outputs, int64_t channels) {
+template <int side, typename Number>
+void planes_to_weights(const Number* planes, float* weights, const int64_t* given) {
+    const int64_t outputs = given[0], channels = given[1];
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::weights[i][k]; };
     constexpr int rows = side + 2;
 #pragma omp parallel for schedule(static)
@@ -367,19 +369,22 @@ void planes_to_weights(const float* planes, float* weights, int64_t outputs, int
 }
 
 template <int side, typename Number>
-void images_to_planes(const Number* images, Number* planes, const Sizes& sizes) {
+void images_to_planes(const Number* images, Number* planes, const int64_t* given) {
+    const Sizes sizes(side, given);
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::images[i][k]; };
     to_planes<side, side + 2, side + 2, 1>(matrix, images, planes, sizes);
 }
 
 template <int side, typename Number>
-void gradient_to_planes(const Number* gradient, Number* planes, const Sizes& sizes) {
+void gradient_to_planes(const Number* gradient, Number* planes, const int64_t* given) {
+    const Sizes sizes(side, given);
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
     to_planes<side, side, side + 2, 0>(matrix, gradient, planes, sizes);
 }
 
 template <int side, typename Number>
-void planes_to_outputs(const Number* planes, Number* outputs, const Sizes& sizes) {
+void planes_to_outputs(const Number* planes, Number* outputs, const int64_t* given) {
+    const Sizes sizes(side, given);
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
     for_tiles<side>(sizes, side, 0, 1, [&](const Tile<side>& tile) {
         for (int64_t c = 0; c < sizes.channels; c += LANES) {
@@ -395,7 +400,8 @@ void planes_to_outputs(const Number* planes, Number* outputs, const Sizes& sizes
 // The largest of each 2 x 2 outputs and its index, row by row. As in PyTorch, the first of equal outputs wins, and NaN
 // wins over any number. Pixels after the last whole square of an image are ignored.
 template <int side, typename Number>
-void planes_to_pooled(const Number* planes, Number* pooled, uint8_t* places, const Sizes& sizes) {
+void planes_to_pooled(const Number* planes, Number* pooled, uint8_t* places, const int64_t* given) {
+    const Sizes sizes(side, given);
     static_assert(side % 2 == 0);
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
     for_tiles<side / 2>(sizes, side / 2, 0, 2, [&](const Tile<side / 2>& squares) {
@@ -419,7 +425,8 @@ void planes_to_pooled(const Number* planes, Number* pooled, uint8_t* places, con
 
 // `gradient_to_planes` for the gradient of a pooled image, which flows to the pixels that `places` names.
 template <int side, typename Number>
-void pooled_to_planes(const Number* gradient, const uint8_t* places, Number* planes, const Sizes& sizes) {
+void pooled_to_planes(const Number* gradient, const uint8_t* places, Number* planes, const int64_t* given) {
+    const Sizes sizes(side, given);
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
     for_tiles<side / 2>(sizes, side / 2, 0, 2, [&](const Tile<side / 2>& squares) {
         for (int64_t c = 0; c < sizes.channels; c += LANES) {
@@ -440,7 +447,8 @@ void pooled_to_planes(const Number* gradient, const uint8_t* places, Number* pla
 
 // Overlapping tiles of an image add up, in float32; one thread computes all tiles of LANES channels of an image.
 template <int side, typename Number>
-void planes_to_gradient(const Number* planes, Number* gradient, const Sizes& sizes) {
+void planes_to_gradient(const Number* planes, Number* gradient, const int64_t* given) {
+    const Sizes sizes(side, given);
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::images[i][k]; };
     constexpr int across = side + 2;
     const int64_t pixels = sizes.height * sizes.width;
@@ -472,37 +480,17 @@ void planes_to_gradient(const Number* planes, Number* gradient, const Sizes& siz
 
 }  // namespace
 
-#define EXPORT(name, side, Number, format)                                                                          \
-    extern "C" void name##_##side##_##format(const Number* from, Number* to, int64_t images, int64_t height,        \
-                                             int64_t width, int64_t channels) {                                     \
-        name<side>(from, to, Sizes(side, images, height, width, channels));                                         \
-    }
-#define EXPORT_POOLED(side, Number, format)                                                                         \
-    extern "C" void planes_to_pooled_##side##_##format(const Number* from, Number* to, uint8_t* places,             \
-                                                       int64_t images, int64_t height, int64_t width,               \
-                                                       int64_t channels) {                                          \
-        planes_to_pooled<side>(from, to, places, Sizes(side, images, height, width, channels));                     \
-    }                                                                                                               \
-    extern "C" void pooled_to_planes_##side##_##format(const Number* from, const uint8_t* places, Number* to,       \
-                                                       int64_t images, int64_t height, int64_t width,               \
-                                                       int64_t channels) {                                          \
-        pooled_to_planes<side>(from, places, to, Sizes(side, images, height, width, channels));                     \
-    }
-#define EXPORT_WEIGHTS(side, Number, format)                                                                        \
-    extern "C" void weights_to_planes_##side##_##format(const float* from, Number* to, int64_t outputs,             \
-                                                        int64_t channels) {                                         \
-        weights_to_planes<side>(from, to, outputs, channels);                                                       \
-    }
-#define EXPORT_ALL(side, Number, format)               \
-    EXPORT_WEIGHTS(side, Number, format)               \
-    EXPORT(images_to_planes, side, Number, format)     \
-    EXPORT(gradient_to_planes, side, Number, format)   \
-    EXPORT(planes_to_outputs, side, Number, format)    \
+// The address of each transform, which takes the addresses of its tensors and of their sizes.
+#define EXPORT(name, side, Number, format) extern "C" const auto name##_##side##_##format = &name<side, Number>;
+#define EXPORT_ALL(side, Number, format)              \
+    EXPORT(weights_to_planes, side, Number, format)   \
+    EXPORT(images_to_planes, side, Number, format)    \
+    EXPORT(gradient_to_planes, side, Number, format)  \
+    EXPORT(planes_to_outputs, side, Number, format)   \
     EXPORT(planes_to_gradient, side, Number, format)
-#define EXPORT_GRADIENT_OF_WEIGHTS(side)                                                                            \
-    extern "C" void planes_to_weights_##side(const float* from, float* to, int64_t outputs, int64_t channels) {     \
-        planes_to_weights<side>(from, to, outputs, channels);                                                       \
-    }
+#define EXPORT_POOLED(side, Number, format)           \
+    EXPORT(planes_to_pooled, side, Number, format)    \
+    EXPORT(pooled_to_planes, side, Number, format)
 
 EXPORT_ALL(2, float, float32)
 EXPORT_ALL(3, float, float32)
@@ -516,7 +504,7 @@ EXPORT_ALL(3, bfloat16, bfloat16)
 EXPORT_ALL(4, bfloat16, bfloat16)
 EXPORT_POOLED(2, bfloat16, bfloat16)
 EXPORT_POOLED(4, bfloat16, bfloat16)
-EXPORT_GRADIENT_OF_WEIGHTS(2)
-EXPORT_GRADIENT_OF_WEIGHTS(3)
-EXPORT_GRADIENT_OF_WEIGHTS(4)
-EXPORT_GRADIENT_OF_WEIGHTS(6)
+EXPORT(planes_to_weights, 2, float, float32)
+EXPORT(planes_to_weights, 3, float, float32)
+EXPORT(planes_to_weights, 4, float, float32)
+EXPORT(planes_to_weights, 6, float, float32)
