@@ -18,11 +18,7 @@ typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef float Half __attribute__((vector_size(LANES / 2 * sizeof(float))));
 typedef int32_t HalfPlaces __attribute__((vector_size(LANES / 2 * sizeof(int32_t))));
 
-inline Lanes load(const float* from) {
-    Lanes value;
-    std::memcpy(&value, from, sizeof value);
-    return value;
-}
+inline Lanes load(const float* from) { return read<Lanes>(from); }
 
 inline void store(Lanes value, float* to) { std::memcpy(to, &value, sizeof value); }
 
@@ -30,32 +26,20 @@ typedef uint32_t Bits __attribute__((vector_size(LANES * sizeof(uint32_t))));
 typedef uint16_t HighBits __attribute__((vector_size(LANES * sizeof(uint16_t))));
 
 inline Lanes load(const bfloat16* from) {
-    HighBits high;
-    std::memcpy(&high, from, sizeof high);
-    const Bits bits = __builtin_convertvector(high, Bits) << 16;
-    Lanes value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
+    const Bits bits = __builtin_convertvector(read<HighBits>(from), Bits) << 16;
+    return read<Lanes>(&bits);
 }
 
 inline void store(Lanes value, bfloat16* to) {
 #ifdef __AVX512BF16__
-    __m512 lanes;
-    std::memcpy(&lanes, &value, sizeof lanes);
-    const __m256bh high = _mm512_cvtneps_pbh(lanes);
+    const __m256bh high = _mm512_cvtneps_pbh(read<__m512>(&value));
 #else
-    Bits bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    const HighBits high = __builtin_convertvector(round_to_bfloat16(bits), HighBits);
+    const HighBits high = __builtin_convertvector(round_to_bfloat16(read<Bits>(&value)), HighBits);
 #endif
     std::memcpy(to, &high, sizeof high);
 }
 
-inline Places load(const uint8_t* from) {
-    Bytes value;
-    std::memcpy(&value, from, sizeof value);
-    return __builtin_convertvector(value, Places);
-}
+inline Places load(const uint8_t* from) { return __builtin_convertvector(read<Bytes>(from), Places); }
 
 inline void store(Places value, uint8_t* to) {
     const Bytes bytes = __builtin_convertvector(value, Bytes);

@@ -17,17 +17,13 @@ inline float load(float value) { return value; }
 
 inline float load(bfloat16 value) {
     const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, sizeof wide);
-    return wide;
+    return read<float>(&bits);
 }
 
 inline void store(float value, float* to) { *to = value; }
 
 inline void store(float value, bfloat16* to) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    to->bits = static_cast<uint16_t>(round_to_bfloat16(bits));
+    to->bits = static_cast<uint16_t>(round_to_bfloat16(read<uint32_t>(&value)));
 }
 
 // e^x to a few units in the last place: 2^n e^r with |r| at most ln 2 / 2, e^r as a series up to r^7 / 7!. From 88.4 on,
@@ -46,9 +42,7 @@ inline float exponential(float x) {
     sum = sum * r + 1;
     sum = sum * r + 1;
     const int32_t bits = (n + 127) << 23;
-    float power;
-    std::memcpy(&power, &bits, sizeof power);
-    return sum * power;
+    return sum * read<float>(&bits);
 }
 
 enum Activation { RELU, SILU };
