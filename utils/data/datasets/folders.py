@@ -174,7 +174,7 @@ def _median_side(images: EncodedImages) -> tuple[int, str]:
 def _statistics(images: EncodedImages) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of a sample of the training images, the same on every rank."""
     chosen = _sample(images)
-    pixels = images.read(chosen, None, replace=False).images
+    pixels = images.read(chosen, None, replace=False).samples
     if not len(pixels):
         raise DataError(f"not one of {len(chosen)} images can be read, for example {images.path(0)}")
     mean, std = channel_statistics(pixels)
