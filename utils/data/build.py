@@ -5,8 +5,8 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 import torch
@@ -157,8 +157,7 @@ def _choose_builder(
     # NHWC: the loader returns images in the model's memory format
     memory_format = torch.channels_last if config.enable_nhwc else torch.contiguous_format
     normalise = Normalise(mean, std, world.device, memory_format)
-    module, _, function = kind.builder.partition(":")
-    build: LoaderBuilder = getattr(import_module(module), function)
+    build: LoaderBuilder = resolve_name(kind.builder)
     return lambda split, plan: build(config, split, plan, normalise, num_workers), notes
 
 
