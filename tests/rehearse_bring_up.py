@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tools.bring_up.command import UNFINISHED
+from tools.bring_up.__main__ import UNFINISHED
 from tools.bring_up.parts import PARTS, Part
 from tools.bring_up.progress import BringUpProgress, read_progress
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tools.bring_up.figures import PUBLISHED, Baseline, Change, Figure, read_figures
+from tools.bring_up.figures import Baseline, Change, Figure, read_figures, read_published
 from tools.bring_up.parts import PARTS
 from tools.bring_up.progress import BringUpProgress
 from tools.pack import pack_files
@@ -15,15 +15,11 @@ from utils.errors import DataError
 from utils.program import CODE
 
 CURVES = CODE / "results/reference/sc20_curves.json"
-BAR_CHARTS = ("compile", "ladder", "loaders")  # parts whose reports tools.report draws as bars
+BAR_CHARTS = ("compile", "half-precision", "ladder", "loaders")  # parts whose reports tools.report draws as bars
 TRAININGS = {part.name for part in PARTS if part.epochs}
-REGRESSION = (
-    "A regression is worse by more than 5 % (25 % for the seconds of a single run, 1 point for an accuracy). With "
-    "several trials, each must also be worse than each earlier one."
-)
-PIECE = 16 * 2**20  # bytes; some machines return only files of limited size
-MAX_PIECES = 6  # with the page and the figures 8 files
-NOT_PACKED = (".pt", ".tmp", ".lock")
+REGRESSION = """A regression is worse by more than 5 % (25 % for the seconds of a single run, 1 point for an accuracy).
+With several trials, each must also be worse than each earlier one."""
+PIECE, MAX_PIECES = 16 * 2**20, 3  # some machines return files of 16 MiB, and 64 MiB with the page and the figures
 
 
 def write_all(out: Path, progress: BringUpProgress, baseline: Baseline | None = None) -> list[str]:
@@ -31,11 +27,9 @@ def write_all(out: Path, progress: BringUpProgress, baseline: Baseline | None = 
     figures = read_figures(out, progress.parts)
     changes = baseline.changes(figures) if baseline else []
     regressions = [str(change) for change in changes if change.regressed]
-    if baseline:
-        gone = baseline.missing(figures, progress.parts)
-        regressions += [f"{key}: in the baseline, not here" for key in gone]
-    packed = out / "packed"
-    packed.mkdir(exist_ok=True)
+    gone = baseline.missing(figures, progress.parts) if baseline else []
+    regressions += [f"{key}: in the baseline, not here" for key in gone]
+    (packed := out / "packed").mkdir(exist_ok=True)
     content = {
         "rehearsal": progress.small,
         **progress.model_dump(include={"machine", "settings"}),
@@ -47,7 +41,7 @@ def write_all(out: Path, progress: BringUpProgress, baseline: Baseline | None = 
     write_json(packed / "bring_up.json", content)
     styles, charts, problems = _charts(out)
     unfinished = [f"{name}: {entry.state}: {entry.note}".removesuffix(": ") for name, entry in progress.parts.items()
-                  if entry.state not in ("done", "running")]  # fmt: skip
+                  if entry.note or entry.state not in ("done", "running")]  # fmt: skip
     rehearsal = "A REHEARSAL with small sizes: the figures measure nothing. " if progress.small else ""
     title = f"{rehearsal}Bring-up of {progress.machine.get('device')}"
     lines = [*(f"REGRESSION {line}" for line in regressions), *unfinished, *problems]
@@ -58,12 +52,10 @@ def write_all(out: Path, progress: BringUpProgress, baseline: Baseline | None = 
 
 
 def pack_logs(out: Path) -> list[str]:
-    """Write packed/logs.tar.gz.1 and so on. The smallest files come first; returns those without room.
-
-    Another call can continue in the unpacked folder. Checkpoints are not packed, so an unfinished training starts again
-    there."""
+    """Write packed/logs.tar.gz.1 and so on, without checkpoints. The smallest files come first; returns those without
+    room. Another call can continue in the unpacked folder."""
     files = [path for path in (out / "state.json", *(out / "parts").rglob("*")) if path.is_file()]
-    files = [path for path in files if path.suffix not in NOT_PACKED and "checkpoints" not in path.parts]
+    files = [path for path in files if path.suffix not in (".pt", ".tmp", ".lock") and "checkpoints" not in path.parts]
     files.sort(key=lambda path: (path.name != "state.json", path.stat().st_size, path))
     return pack_files(files, out, out / "packed", "logs.tar.gz", PIECE, MAX_PIECES)
 
@@ -90,35 +82,24 @@ def _tables(progress: BringUpProgress, figures: Sequence[Figure], changes: Seque
     ]  # fmt: skip
     by_key = {figure.key: figure for figure in figures}
     published = []
-    for entry in PUBLISHED:
+    for entry in read_published():
         row = ("-", "-", "not measured", "-")
         if here := by_key.get(entry.key):
             row = (_value(here), entry.relative(here), "yes" if entry.is_met(here) else "NO", _share(here))
         published.append((entry.what, entry.where, f"{entry.value:,g}", *row))
-    parts = []
-    for part in PARTS:
-        done = progress.of(part.name)
-        seconds = duration(done.seconds) if done.calls else "-"
-        parts.append((f"{part.name}: {part.what}", done.state, seconds, done.calls, done.note))
+    parts = [(f"{part.name}: {part.what}", entry.state, duration(entry.seconds) if entry.calls else "-", entry.calls)
+             for part in PARTS for entry in [progress.of(part.name)]]  # fmt: skip
     rows = [(figure.part, figure.name, _value(figure), figure.unit, _share(figure)) for figure in figures]
     machine = [(name, value) for name, value in progress.machine.items() if value not in (None, {})]
-    compare = (
-        "what",
-        "device or goal",
-        "published or goal",
-        device,
-        "relative",
-        "at least as good",
-        "fraction of a limit",
-    )
     return [
         Section("Compared with the baseline", "baseline", ("figure", "before", "now", "change", ""), compared,
                 f"Both {device}. {REGRESSION}"),
-        Section("Compared with published figures and goals", "published", compare, published,
-                "Images/s unless another unit is named. results/reference/README.md has the sources."),
-        Section("Parts", "parts", ("part", "state", "time", "calls", "note"), parts),
-        Section("Figures", "figures", ("part", "figure", device, "unit", "fraction of a limit"), rows,
-                "Median (lowest-highest) of the trials. The part limits measured the limits here."),
+        Section("Compared with published figures and goals", "published",
+                ("what", "device or goal", "published or goal", device, "relative", "at least as good", "of a limit"),
+                published, "Images/s unless another unit is named. results/reference/README.md has the sources."),
+        Section("Parts", "parts", ("part", "state", "time", "calls"), parts),
+        Section("Figures", "figures", ("part", "figure", device, "unit", "of a limit"), rows,
+                "Median (lowest-highest) of the trials. The limits are measured here, in the same number format."),
         Section("Machine", "machine", ("", "value"), machine),
     ]  # fmt: skip
 

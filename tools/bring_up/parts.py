@@ -1,5 +1,8 @@
 """The parts of a bring-up, the most valuable first. To add a part, add a line to the table PARTS. No torch.
 
+The order suits a machine lent for three calls of ten minutes: whether the rest can be trusted (tests), how it runs
+(compiled or eager), then what answers the questions of docs/benchmarking.md, then claims.
+
 `build_command` replaces these words: {folder} by the part's folder, {settings} by the command line's --set,
 {checkpoints} by whether the run writes checkpoints, {compile} by the result of the part `compile`, {tests} by the files
 with tests for a GPU, {passed} by options that deselect the tests that passed in an earlier call.
@@ -8,22 +11,25 @@ with tests for a GPU, {passed} by options that deselect the tests that passed in
 import re
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from utils.program import CODE
 
 # A rehearsal trains two epochs of four steps of the smallest network. Its figures measure nothing.
 SMALL_SETTINGS = (
-    "dataset=shapes", "num_classes=10", "model=resnet8", "batch_size=32", "micro_batch_size=null",
-    "valid_batch_size_per_gpu=100", "limit_train_batches=4", "limit_valid_batches=2", "max_epochs=2",
-    "lr_warmup_epochs=1", "log_freq=2", "num_data_workers=0", "stop_at_accuracy=null", "log_to_tensorboard=false",
+    "dataset=shapes", "num_classes=10", "model=resnet8", "zero_init_residual=false", "batch_size=32",
+    "micro_batch_size=null", "valid_batch_size_per_gpu=100", "limit_train_batches=4", "limit_valid_batches=2",
+    "max_epochs=2", "lr_warmup_epochs=1", "log_freq=2", "num_data_workers=0", "stop_at_accuracy=null",
 )  # fmt: skip
 EAGER = "--set=enable_compile=false"
 SMALL_SECONDS = 20.0  # estimate for each part of a rehearsal
 TRIALS = "--trials 2 --iters 2 --warmup 1"
 PYTEST = "-m pytest -o addopts=--strict-markers -p no:cacheprovider -v --tb=short -m"
 RECORD = "train.py --run-dir {folder}/run {checkpoints} --set log_to_tensorboard=false"
+REPORT = "--json {folder}/report.json {settings}"
+RUNGS = f"-m tools.bench ladder --yaml_config=tools/bring_up/rungs.yaml --config=eager {REPORT}"
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class Part:
     what: str
     command: str  # after `python`
     seconds: float  # estimate for a GPU like an H200, until something was measured
-    needs: tuple[str, ...] = ()  # packages, and `cuda`
+    needs: tuple[str, ...] = ()  # packages, `cuda`, and `data`, for which a part waits
     small: str = ""  # added for a rehearsal
     resumable: bool = False  # a later call resumes it; otherwise it starts again
     epochs: int = 0  # of a training: at most
@@ -46,9 +52,8 @@ def training(
     config: str, what: str, seconds: float, epochs: int, more: str = "", *, rung: str = "fastest", seed: int = 0
 ) -> Part:
     """A part that runs train.py and resumes from its checkpoints. `more`: further words of the command."""
-    command = f"{RECORD} --config={config} --set seed={seed} {more} {{settings}}"
-    name = f"{config}-seed-{seed}" if seed else config
-    return Part(name, what, command, seconds, resumable=True, epochs=epochs, rung=rung)
+    name, command = f"{config}-seed-{seed}" if seed else config, f"{RECORD} --config={config} --set seed={seed} {more}"
+    return Part(name, what, f"{command} {{settings}}", seconds, ("data",), resumable=True, epochs=epochs, rung=rung)
 
 
 TUTORIAL = "bs256-amp-nhwc-extra-opts"  # the rung of the tutorial's own runs
@@ -56,33 +61,32 @@ FAST = "--set data_loader=device --set enable_cuda_graphs=auto"  # the same imag
 
 PARTS = (
     Part("doctor", "check the machine",
-         "-m tools.doctor --config=fastest --run-dir {folder} --json --dcgm 1 {settings}", 60,
-         warned='"worst": "warn"'),
+         "-m tools.doctor --config=quickstart --run-dir {folder} --json --dcgm 1 {settings} --set dataset=shapes "
+         "--set num_classes=10", 60, warned='"worst": "warn"'),  # the parts that read data check them
     Part("gpu-tests", "tests that need a GPU",
          f"{PYTEST} 'gpu and not slow and not dali' -k 'not trains_like_float32' {{passed}} {{tests}}", 300,
          ("cuda", "pytest"), resumable=True, small="-k no_epoch_waits"),
+    Part("compile", "compiled against eager, with and without CUDA graphs",
+         f"{RUNGS} --configs=eager,compiled,eager-graphs,compiled-graphs --budget-minutes 2.8", 180, small=TRIALS),
+    Part("half-precision", "fp16 against bf16, each with cuDNN's or PyTorch's BatchNorm and with fuse_norm_relu",
+         f"{RUNGS} --configs=bf16,bf16-fused,fp16,fp16-fused --budget-minutes 1.8", 120, ("cuda",), small=TRIALS),
+    Part("limits", "limits of the hardware", f"-m tools.bench limits {REPORT}", 30, small="--trials 2"),
+    Part("layers", "where a step's time goes, by kind of operation", f"-m tools.bench layers --config=fastest {REPORT}",
+         240, small="--trials 2"),
+    training("record-75", "75 % as early as possible", 90, 18),
+    Part("ladder", "every rung of the ladder",
+         f"-m tools.bench ladder --budget-minutes 7.5 {{compile}} {REPORT}", 480, ("data",),
+         small=f"{TRIALS} --configs=bs256,bs256-amp,fastest"),
+    Part("loaders", "each loader by itself and feeding a step",
+         f"-m tools.bench loaders --loaders torchvision,device,dali,synthetic {REPORT}", 120, ("data",),
+         small="--trials 2 --batches 2 --steps 2"),
     Part("switches", "tests that each switch trains like float32",
          f"{PYTEST} gpu -k trains_like_float32 {{passed}} tests/test_gpu.py", 240, ("cuda", "pytest"), resumable=True),
-    Part("compile", "compiled against eager, with and without CUDA graphs",
-         "-m tools.bench ladder --yaml_config=tools/bring_up/compile.yaml --config=eager "
-         "--configs=eager,compiled,eager-graphs,compiled-graphs --budget-minutes 2.8 --json {folder}/report.json "
-         "{settings}", 180, small=TRIALS),
-    Part("limits", "limits of the hardware", "-m tools.bench limits --json {folder}/report.json {settings}", 30,
-         small="--trials 2"),
-    Part("layers", "where a step's time goes, by kind of operation",
-         "-m tools.bench layers --config=fastest --json {folder}/report.json {settings}", 240, small="--trials 2"),
-    Part("loaders", "each loader by itself and feeding a step",
-         "-m tools.bench loaders --loaders torchvision,device,dali,synthetic --json {folder}/report.json {settings}",
-         120, small="--trials 2 --batches 2 --steps 2"),
-    Part("ladder", "every rung of the ladder",
-         "-m tools.bench ladder --budget-minutes 7.5 --json {folder}/report.json {compile} {settings}", 480,
-         small=f"{TRIALS} --configs=bs256,bs256-amp,fastest"),
-    training("record-75", "75 % as early as possible", 90, 18),
     training("bs128-opt", "the tutorial's 75 %", 540, 100, "--set stop_at_accuracy=0.75", rung=TUTORIAL),
     training("accuracy", "the highest accuracy", 420, 90, "{compile}"),
     Part("peers", "this project's step against timm's, Lightning's and plain PyTorch's",
-         "-m tools.bench peers --config=fastest --json {folder}/report.json {compile} {settings}", 300,
-         ("timm", "lightning"), small=TRIALS),
+         f"-m tools.bench peers --config=fastest {{compile}} {REPORT}", 300, ("data", "timm", "lightning"),
+         small=TRIALS),
     training("record-75-bs2048", "75 % with 2,048 images per step", 120, 26),
     training("bs2048-opt", "the generalisation gap of large batches", 600, 120, FAST, rung=TUTORIAL),
     training("bs2048-warmup-opt", "the gap closed by a warm-up", 600, 120, FAST, rung=TUTORIAL),
@@ -101,6 +105,7 @@ class CallSettings:
     small: bool = False
     eager_is_faster: bool = False  # by the part `compile`
     checkpoints: bool = False  # the current part may take longer than a call
+    earlier: Mapping[str, float] = field(default_factory=dict)  # seconds of each part in the baseline
 
     def folder(self, part: Part) -> Path:
         return self.out / "parts" / part.name

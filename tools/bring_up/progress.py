@@ -1,6 +1,7 @@
 """The progress of a bring-up: DIR/state.json, written whole at every change, so that any call may be killed."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ MUST_MATCH = ("device", "torch", "cuda", "cudnn", "torchvision", "python")  # in
 class PartProgress(BaseModel):
     """One part's progress."""
 
-    state: str = "waiting"  # running, cut off, done, failed, left out
+    state: str = "waiting"  # running, cut off, no data, done, failed, left out
     seconds: float = 0.0  # all calls together
     calls: int = 0
     cut_offs: int = 0  # calls that ended before the part did
@@ -59,15 +60,18 @@ def read_progress(folder: Path) -> BringUpProgress:
     return progress
 
 
-def check_same(progress: BringUpProgress, machine: dict[str, Any], small: bool, settings: list[str]) -> None:
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    """Return "KEY BEFORE -> NOW" for each of `keys` whose values differ."""
+    return [f"{key} {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
+
+
+def check_same(progress: BringUpProgress, machine: Mapping[str, Any], small: bool, settings: list[str]) -> None:
     """Raise `ConfigError` if DIR holds figures of another machine, size or settings."""
-    before = {key: progress.machine.get(key) for key in MUST_MATCH}
-    before |= {"--small": progress.small, "--set": progress.settings}
-    now = {key: machine.get(key) for key in MUST_MATCH} | {"--small": small, "--set": settings}
-    different = ", ".join(f"{key} {before[key]} -> {now[key]}" for key in now if before[key] != now[key])
+    before = progress.machine | {"--small": progress.small, "--set": progress.settings}
+    different = differences(before, {**machine, "--small": small, "--set": settings}, (*MUST_MATCH, "--small", "--set"))
     if progress.machine and different:
-        folder = progress.path.parent
-        raise ConfigError(f"{folder}: was begun differently: {different}\ngive another --out; --baseline compares")
+        begun = f"{progress.path.parent}: was begun differently: {', '.join(different)}"
+        raise ConfigError(f"{begun}\ngive another --out; --baseline compares")
 
 
 def read_results(out: Path, part: str) -> dict[str, Any]:

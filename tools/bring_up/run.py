@@ -10,6 +10,7 @@ from tools.bring_up.parts import EAGER, SMALL_SECONDS, CallSettings, Part, build
 from tools.bring_up.progress import BringUpProgress, PartProgress, read_results
 from tools.shared.processes import GRACE, Deadline, last_line, run_limited
 from tools.shared.read_runs import read_run_folder
+from utils.errors import DataError
 
 MIN_SECONDS = 40.0  # a resumable part does not start with less: its start-up takes some of it
 MAX_OVERRUN = 4.0  # times the estimate, but at least MIN_LIMIT: then a part may hang, and is ended
@@ -18,6 +19,7 @@ MARGIN = 1.3  # a training that fits with this margin writes no checkpoints, whi
 MAX_CUT_OFFS = 2  # a part that is not resumable fails after this many
 NO_TESTS = 5  # pytest's status if all tests passed in earlier calls
 STOPPED = 75  # train.py's, with everything saved
+CALL_SECONDS = 10.0  # of a call, outside of its parts
 START_SECONDS = 25.0  # of train.py: Python, imports, data, graphs
 EPOCH_IMAGES = 50_000 + 10_000 / 3  # an image of validation costs a third of one of training
 
@@ -36,18 +38,46 @@ def eager_is_faster(out: Path) -> bool:
     return False
 
 
-def estimate_seconds(part: Part, call: CallSettings, entry: PartProgress) -> float:
-    """Return the seconds until the part is done, from measurements in this folder, else from the table."""
+def estimate(part: Part, call: CallSettings, entry: PartProgress) -> tuple[float, str]:
+    """Return the seconds until the part is done, and what they are from."""
     if call.small:
-        return SMALL_SECONDS
+        return SMALL_SECONDS, "a rehearsal's"
     run, rate = call.folder(part) / "run", _rate(call.out, "ladder", part.rung)
     if part.epochs and (run / "metrics.jsonl").exists() and (epochs := read_run_folder(run).epochs):
-        return START_SECONDS + (part.epochs - len(epochs)) * epochs[-1]["seconds"] / len(epochs)
+        return START_SECONDS + (part.epochs - len(epochs)) * epochs[-1]["seconds"] / len(epochs), "by its epochs"
     if part.epochs and rate:
-        return START_SECONDS + part.epochs * EPOCH_IMAGES / rate
+        return START_SECONDS + part.epochs * EPOCH_IMAGES / rate, "by the ladder"
+    seconds = call.earlier.get(part.name, part.seconds)
+    source = "by the baseline" if part.name in call.earlier else "not measured"
     if part.resumable:
-        return max(part.seconds - entry.seconds, part.seconds / 10)
-    return max(part.seconds, 1.5 * entry.seconds / max(1, entry.calls)) if entry.cut_offs else part.seconds
+        seconds = max(seconds - entry.seconds, seconds / 10)
+    elif entry.cut_offs:
+        seconds = max(seconds, 1.5 * entry.seconds / max(1, entry.calls))
+    return seconds, source
+
+
+def fits(part: Part, seconds: float, left: float, *, whole_call: bool) -> bool:
+    """Return whether a part starts that needs `seconds`. `whole_call`: no part has run in this call yet."""
+    return left >= (min(MIN_SECONDS, seconds) if part.resumable else seconds) or (whole_call and left > 0)
+
+
+def plan(parts: Sequence[Part], call: CallSettings, progress: BringUpProgress, seconds: float) -> dict[str, list[int]]:
+    """Return {part: the numbers of the calls, each of `seconds`, in which it runs} if estimates are right."""
+    entries = [(part, progress.of(part.name)) for part in parts]
+    needed = {part.name: 0.0 if entry.settled else estimate(part, call, entry)[0] for part, entry in entries}
+    calls: dict[str, list[int]] = {part.name: [] for part in parts}
+    number = 0
+    while any(needed.values()) and seconds > GRACE + CALL_SECONDS:
+        number, left, whole_call = number + 1, seconds - GRACE - CALL_SECONDS, True
+        for part in parts:
+            need = needed[part.name]
+            if need and fits(part, need, left, whole_call=whole_call):
+                took = min(need, left)
+                calls[part.name].append(number)
+                fails = not part.resumable and len(calls[part.name]) == MAX_CUT_OFFS
+                needed[part.name] = 0.0 if took == need or fails else need - took * part.resumable
+                left, whole_call = left - took, False
+    return calls
 
 
 def run_parts(
@@ -55,32 +85,31 @@ def run_parts(
     save: Callable[[], object], say: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Run the unsettled parts in order; a part that does not fit the time left waits. `save` is called after each."""
-    has_whole_call = True  # no part has run in this call yet
+    whole_call = True
+    available = {"cuda": bool(progress.machine.get("cuda")), "data": True}
     for part in parts:
         entry = progress.of(part.name)
         if entry.settled or deadline.stopped:
             continue
-        available = {"cuda": progress.machine.get("cuda")}
         if missing := [name for name in part.needs if not available.get(name, find_spec(name))]:
-            entry.state, entry.note = "left out", f"needs {', '.join(missing)}"
-            say(f"{part.name}: left out: {entry.note}")
+            entry.state, entry.note = "no data" if missing == ["data"] else "left out", f"needs {', '.join(missing)}"
+            say(f"{part.name}: {entry.state}: {entry.note}")
             continue
         # a resumed part stays compiled or eager, whatever the part `compile` has shown since
         resumed = part.resumable and entry.command
         now = replace(call, eager_is_faster=EAGER in entry.command if resumed else eager_is_faster(call.out))
-        estimate, left = estimate_seconds(part, now, entry), deadline.left() - GRACE
-        if left < (MIN_SECONDS if part.resumable else estimate) and not (has_whole_call and left > 0):
-            if entry.state != "cut off":
-                entry.state = "waiting"
-            entry.note = f"needs about {estimate:.0f} s, {max(0.0, left):.0f} s were left"
+        (seconds, _source), left = estimate(part, now, entry), deadline.left() - GRACE
+        if not fits(part, seconds, left, whole_call=whole_call):
+            entry.state = "cut off" if entry.state == "cut off" else "waiting"
+            entry.note = f"needs about {seconds:.0f} s, {max(0.0, left):.0f} s were left"
             say(f"{part.name}: waits: {entry.note}")
             continue
-        now = replace(now, checkpoints=MARGIN * estimate > left or entry.cut_offs > 0)
-        say(f"{part.name}: about {estimate:.0f} s ({part.what})")
-        limit = min(left, max(MIN_LIMIT, MAX_OVERRUN * estimate))
-        _run(part, now, progress, limit, deadline, had_time=has_whole_call or limit < left)
+        now = replace(now, checkpoints=MARGIN * seconds > left or entry.cut_offs > 0)
+        say(f"{part.name}: about {seconds:.0f} s ({part.what})")
+        limit = min(left, max(MIN_LIMIT, MAX_OVERRUN * seconds))
+        _run(part, now, progress, limit, deadline, had_time=whole_call or limit < left)
         say(f"{part.name}: {entry.state} after {entry.seconds:.0f} s{f': {entry.note}' if entry.note else ''}")
-        has_whole_call = False
+        whole_call, available["data"] = False, available["data"] and entry.state != "no data"
         progress.write()
         save()
 
@@ -101,6 +130,8 @@ def _run(
         entry.state = "done"
     elif status == 1 and part.warned and part.warned in log.read_text("utf-8", "replace"):
         entry.state, entry.note = "done", "with warnings"
+    elif status == DataError.exit_status and "data" in part.needs:
+        entry.state, entry.note = "no data", last_line(log)
     elif status is not None and status != STOPPED:
         entry.state, entry.note = "failed", f"status {status}: {last_line(log)}"
     elif deadline.stopped:
