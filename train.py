@@ -133,7 +133,8 @@ class Trainer:
         """Train, or resume training, to the end. Raises `Stopped` after a signal asked to stop and all is saved."""
         opened = self._open_folder()
         lock = opened.lock if opened else nullcontext()
-        with listen(self.requests), lock, self.meters, self._open_log() as log, self.writer, frozen_objects():
+        sensors = self.meters.sensors
+        with listen(self.requests), lock, sensors, self._open_log() as log, self.writer, frozen_objects():
             will_train = not self.finished
             if opened:
                 self.clock.resume(self.learner.steps, opened.reached)

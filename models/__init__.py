@@ -1,6 +1,6 @@
 """Networks by name; the table is in models/config.py. No training code here."""
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from models.config import ModelConfig, find_network
@@ -14,6 +14,5 @@ def build_model(config: ModelConfig, image_side: int | None = None) -> "nn.Modul
 
     `image_side`: side of an image in pixels, for timm's networks that are built for one image size."""
     network = find_network(config.model)
-    module, _, function = network.builder.partition(":")
-    build = getattr(import_module(module), function)
+    build = resolve_name(network.builder)
     return build(config, image_side) if network.external else build(config)

@@ -36,7 +36,10 @@ def build_own(config: ModelConfig, image_side: int | None) -> nn.Module:
 def build_timm(config: ModelConfig, image_side: int | None) -> nn.Module:
     """Build timm's network NAME, initialised, for images of `image_side` pixels if it takes one size only."""
     name = config.model.removeprefix(TIMM)
-    timm = import_timm(config.model)
+    try:
+        import timm
+    except ImportError as error:
+        raise ConfigError(f'model {config.model}: timm cannot be imported ({error}); pip install ".[timm]"') from None
     if not timm.is_model(name):
         near = timm.list_models(f"*{name.partition('.')[0]}*")[:3]
         raise ConfigError(
@@ -48,12 +51,3 @@ def build_timm(config: ModelConfig, image_side: int | None) -> nn.Module:
         options["img_size"] = image_side
     with user_code_errors(f"model {config.model} cannot be built with {options}", ConfigError):
         return timm.create_model(name, pretrained=False, **options)
-
-
-def import_timm(model: str) -> Any:
-    """Import timm; `ConfigError` if it is not installed."""
-    try:
-        import timm
-    except ImportError as error:
-        raise ConfigError(f'model {model}: timm cannot be imported ({error}); pip install ".[timm]"') from None
-    return timm

@@ -29,7 +29,7 @@ from tests.conftest import ROOT
 from tests.faults.chaos import find_leftovers, show
 from tests.slurm_cluster import FINAL_STATES, SlurmCluster, wait_until, why_not
 from tools.shared.command_line import add_count, new_parser
-from tools.shared.interrupted_runs import METRICS, add_limits, choose_seed, compare
+from tools.shared.interrupted_runs import METRICS, add_limits, compare
 from tools.shared.read_runs import read_records
 from utils.errors import ConfigError, exit_in_a_line
 
@@ -340,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if reason := why_not():
         raise ConfigError(f"no Slurm cluster on this machine: {reason}")
-    seed = choose_seed(options.seed)
+    seed = options.seed
     end = time.monotonic() + options.total_timeout
     with tempfile.TemporaryDirectory(prefix="slurm-", dir=options.work_dir) as folder:
         project = Path(folder) / "project"

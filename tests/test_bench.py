@@ -3,9 +3,11 @@
 import argparse
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +21,12 @@ from tools.bench import common, ladder, loaders, peers, training
 from tools.bench.__main__ import main
 from tools.bench.common import Trials, measure
 from tools.bench.ladder import COMPARABLE, compare_with_baseline, evaluate, per_image, read_baseline
+from tools.bench.workers import worker
 from tools.shared.output import check_writable
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
 from utils.distributed.world import World
-from utils.errors import ConfigError
+from utils.errors import ConfigError, ExpectedError
 from utils.training.batches import prefetch
 from utils.training.step import GRAPH_WARMUP_STEPS
 
@@ -54,18 +57,6 @@ def test_after_round_gets_the_results_so_far_and_may_end_the_measurement() -> No
     assert results["a"]["calls"].values == (2, 4)
 
 
-class FakeWorker:
-    """A rung whose steps advance only a fake clock."""
-
-    def __init__(self, clock: list[float], seconds_per_step: float) -> None:
-        self.clock, self.seconds_per_step = clock, seconds_per_step
-
-    def run(self, warmup: int, iters: int) -> dict[str, float]:
-        seconds = self.seconds_per_step * (warmup + iters)
-        self.clock[0] += seconds
-        return {"seconds": seconds, "full": 1.0}
-
-
 @pytest.mark.parametrize(
     ("minutes_left", "trials", "said"),
     [(100.0, 5, ""), (2.0, 5, ""), (0.5, 3, "the budget ends after 3 of 5 trials"), (-1.0, 1, "ends after 1 of 5")],
@@ -73,17 +64,21 @@ class FakeWorker:
 def test_the_ladders_budget_is_for_the_whole_command(minutes_left, trials, said, monkeypatch, capsys) -> None:
     """Two rungs at one second per step: 10 seconds for the first short trials, at least 6 seconds per round."""
     clock = [0.0]
+
+    def rung(warmup: int, iters: int) -> dict[str, float]:
+        clock[0] += warmup + iters
+        return {"seconds": warmup + iters, "full": 1.0}
+
     monkeypatch.setattr(ladder, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     parser = argparse.ArgumentParser()
     ladder.add_arguments(parser)
     options = parser.parse_args(["--trials=5", "--iters=8", "--warmup=2"])
     written: list[int] = []
-    workers = {name: FakeWorker(clock, seconds_per_step=1.0) for name in "ab"}
 
     def after_round(results: common.Results) -> None:
         written.append(len(results["b"]["full"].values))
 
-    results = ladder.measure(workers, options, 60 * minutes_left, after_round)
+    results = ladder.measure(dict.fromkeys("ab", rung), options, 60 * minutes_left, after_round)
     assert written == list(range(1, trials + 1)), "a report after each trial"
     assert len(results["a"]["full"].values) == trials
     assert clock[0] <= max(60 * minutes_left, 10 + 6)
@@ -108,6 +103,17 @@ def test_a_rung_with_settings_is_compared_with_its_block(capsys) -> None:
     assert "no difference beyond the spread" in verdicts["fastest+c=1"]
     one = {name: {"full": Trials((value,))} for name, value in {"fastest": 1.0, "fastest+a=1": 2.0}.items()}
     assert "one trial does not decide" in ladder.compare_switches(one)["fastest+a=1"]
+
+
+def test_a_case_in_its_own_process_answers_fails_or_dies() -> None:
+    with worker(partial, divmod) as trial:
+        assert trial(7, 3) == (2, 1)
+        with pytest.raises(ZeroDivisionError):
+            trial(1, 0)
+    with worker(partial, os._exit) as trial, pytest.raises(ExpectedError, match="a measuring process was killed"):
+        trial(1)
+    with pytest.raises(ValueError, match="invalid literal"), worker(int, "no number"):
+        pass
 
 
 def test_trials_show_median_and_spread() -> None:

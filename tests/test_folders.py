@@ -103,7 +103,7 @@ def test_classes_sizes_and_statistics_come_from_the_data(config: Callable[..., C
     assert dataset.class_names == CLASSES
     assert dataset.train.image_shape == dataset.valid.image_shape == (3, 32, 32)
     assert np.bincount(dataset.train.labels).tolist() == [NUM_TRAIN] * 3
-    images = dataset.train.read(np.arange(3 * NUM_TRAIN), None, replace=False).images  # fewer than the sample: all
+    images = dataset.train.read(np.arange(3 * NUM_TRAIN), None, replace=False).samples  # fewer than the sample: all
     np.testing.assert_allclose(dataset.mean, images.mean((0, 2, 3)) / 255, rtol=1e-9)
     np.testing.assert_allclose(dataset.std, images.std((0, 2, 3)) / 255, rtol=1e-9)
     assert open_dataset(config("imagenet", image_size=None), one_rank).train.image_shape == (3, 224, 224)
@@ -170,7 +170,7 @@ def test_validation_resizes_the_shorter_side_and_crops_the_centre(
     image = Image.open(made / "large/val" / CLASSES[0] / "3.JPEG")
     expected = functional.center_crop(functional.resize(image, 55), 48)  # 48 / 0.875 = 54.9
     np.testing.assert_array_equal(
-        files.read(np.array([3]), None, replace=False).images[0], np.asarray(expected).transpose(2, 0, 1)
+        files.read(np.array([3]), None, replace=False).samples[0], np.asarray(expected).transpose(2, 0, 1)
     )
 
 

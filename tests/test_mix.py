@@ -12,7 +12,7 @@ from train import Trainer, main
 from utils.config import Config
 from utils.config.command_line import Arguments
 from utils.data.sampling import EpochPlan, epoch_order, uniform
-from utils.data.transforms.mix import STREAM_CUTMIX, BatchMix, MixRanges, build_mix, leave_unmixed, symmetric_beta
+from utils.data.transforms.mix import STREAM_CUTMIX, BatchMix, MixRanges, build_mix, symmetric_beta
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.training.metrics.sums import MetricSums
@@ -125,10 +125,15 @@ def test_accuracy_counts_the_class_with_the_larger_weight() -> None:
 
 
 def test_an_odd_batch_cannot_be_paired(tiny: Callable[..., Config]) -> None:
-    assert build_mix(tiny(), plan()) is leave_unmixed
     with pytest.raises(ConfigError, match="3 images; use an even number"):
         build_mix(tiny(mixup_alpha=0.2), plan(0, 8))
-    assert build_mix(tiny(cutout_size=4), plan(0, 8)) is not leave_unmixed
+    build_mix(tiny(cutout_size=4), plan(0, 8))
+
+
+def test_without_mixing_a_batch_is_unchanged(tiny: Callable[..., Config]) -> None:
+    images, labels = torch.randn(3, 3, 8, 8), torch.arange(3)
+    mixed = build_mix(tiny(), plan(0, 8))(images, labels, 0, 0)
+    assert mixed[0] is images and mixed[1] is labels
 
 
 def test_each_setting_reaches_its_augmentation(tiny: Callable[..., Config]) -> None:

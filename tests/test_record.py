@@ -191,7 +191,8 @@ def test_record_runs_seeds_once_and_keeps_their_logs(tmp_path: Path, capsys: Any
     arguments = ["record", "--config=bs128", "--target=0.01", f"--out={out}", "--seeds=2", "--first_seed=3", *SETTINGS]
     assert bench.main(arguments) == 0
     assert {path.name for path in out.iterdir()} == {"seed-3", "seed-4", "summary.json"}
-    assert {path.name for path in (out / "seed-3").iterdir()} == {*record.KEPT, "trial.json"}
+    kept = {"config.yaml", "environment.json", "train.log", "metrics.jsonl", "trial.json"}
+    assert {path.name for path in (out / "seed-3").iterdir()} == kept
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["seeds"], summary["reached"], summary["epochs"]["mean"]) == ([3, 4], 2, 1)
     seconds = summary["trials"][0]["seconds"]

@@ -1,28 +1,26 @@
 """The scaling benchmark's arithmetic, what it refuses, and one run of it."""
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tools.bench.__main__ import main
-from tools.bench.scaling import add_report, cases_of, check_comparable, summarise
+from tools.bench.scaling import Records, add_report, cases_of, check_comparable, summarise
 from utils.errors import ConfigError
 
 
-def record(speed: float, share: float | None = None, **config: Any) -> dict[str, Any]:
-    values = {"train_images_per_sec": speed, "epoch_images_per_sec": speed / 2}
-    if share is not None:
-        values["communication_share"] = share
-    return {"values": values, "environment": {"torch": "2.14", "host": "a"}, "config": {"batch_size": 8} | config}
+def trials(*speeds: float, **more: list[float]) -> dict[str, list[float]]:
+    return {"train_images_per_sec": [*speeds], "epoch_images_per_sec": [speed / 2 for speed in speeds], **more}
 
 
 def test_speed_up_and_efficiency_are_of_medians() -> None:
     records = {
-        ("strong", 1): [record(speed) for speed in (100, 90, 500)],
-        ("strong", 4): [record(speed, 0.1) for speed in (300, 320, 1)],
-        ("weak", 2): [record(50.0)],
+        ("strong", 1): trials(100, 90, 500),
+        ("strong", 4): trials(300, 320, 1, communication_share=[0.1, 0.1, 0.1]),
+        ("weak", 2): trials(50.0),
     }
     results = summarise(records)
     assert results["strong 4"]["train_speed_up"] == 3.0
@@ -33,16 +31,12 @@ def test_speed_up_and_efficiency_are_of_medians() -> None:
 
 
 def test_runs_that_differ_are_not_mixed() -> None:
-    check_comparable({("weak", 1): [record(1)], ("weak", 2): [record(1, batch_size=16)], ("strong", 2): [record(1)]})
-    for mode, processes, batch_size in (("strong", 2, 16), ("strong", 1, 16), ("weak", 2, 8)):
-        with pytest.raises(ConfigError, match=f"batch_size is 8 in one and {batch_size // (1 + (mode == 'weak'))} in"):
-            check_comparable({("weak", 1): [record(1)], (mode, processes): [record(1, batch_size=batch_size)]})
+    config, environment = {"model": "resnet8"}, {"torch": "2.14", "host": "a"}
+    check_comparable([(config, environment), (config, environment | {"host": "b"})])
     with pytest.raises(ConfigError, match="cannot be compared: model is resnet8 in one and resnet50 in another"):
-        check_comparable({("weak", 1): [record(1, model="resnet8"), record(1, model="resnet50")]})
-    other = record(1)
-    other["environment"] = {"torch": "2.13", "host": "b"}
+        check_comparable([(config, environment), ({"model": "resnet50"}, environment)])
     with pytest.raises(ConfigError, match=r"torch is 2\.14 in one and 2\.13 in another"):
-        check_comparable({("weak", 1): [record(1), other]})
+        check_comparable([(config, environment), (config, environment | {"torch": "2.13"})])
 
 
 def test_batches_are_checked_before_anything_runs(tiny: Any) -> None:
@@ -63,11 +57,13 @@ def test_a_run_and_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main([*common, "--nproc", "2", "--json", str(report)]) == 0
     assert "weak 2" in capsys.readouterr().out
     content = json.loads(report.read_text())
-    values = content["trials"][0]["runs"][0]["values"]
-    assert set(values) == {"step_seconds", "train_images_per_sec", "epoch_images_per_sec", "communication_share"}
-    assert values["train_images_per_sec"] == pytest.approx(16 / values["step_seconds"])
-    added: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    add_report(added, report)
-    assert list(added) == [("weak", 2)]
+    measured = {
+        name: trials["values"] for name, trials in content["results"]["weak 2"].items() if isinstance(trials, dict)
+    }
+    assert set(measured) == {"step_seconds", "train_images_per_sec", "epoch_images_per_sec", "communication_share"}
+    assert measured["train_images_per_sec"] == pytest.approx([16 / measured["step_seconds"][0]])
+    added: Records = defaultdict(lambda: defaultdict(list))
+    assert add_report(added, report) == (content["config"], content["environment"])
+    assert added == {("weak", 2): measured}
     with pytest.raises(ConfigError, match="not a report of"):
         add_report(added, tmp_path / "absent.json")

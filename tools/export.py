@@ -63,8 +63,10 @@ def export(path: Path, folder: Path) -> list[str]:
     state = read_checkpoint(path)
     network, weights = best_network(path, state)
     program, difference = export_program(network, state["data"]["shape"])
+    keys = ("config_name", "config", "data", "best", "versions")
+    metadata = {"format": "pt"} | {key: json.dumps(state[key]) for key in keys}  # safetensors allows only strings
     make_folder(folder)
-    write_atomically(folder / "model.safetensors", save(weights, metadata(state)))
+    write_atomically(folder / "model.safetensors", save(weights, metadata))
     write_atomically(folder / "model.pt2", program)
     config, best, classes = state["config"], state["best"], len(state["data"]["class_names"])
     source = "the moving average" if state["average"] else "the model"
@@ -139,12 +141,6 @@ def export_program(network: "nn.Module", image_shape: Sequence[int]) -> tuple[by
         found = f"differs from the network by {difference:.1e} of the largest logit, more than {TOLERANCE:.0e}"
         raise ExpectedError(f"the exported program {found}; nothing was written")
     return buffer.getvalue(), difference
-
-
-def metadata(state: dict[str, Any]) -> dict[str, str]:
-    """Return the metadata of the safetensors file; the format allows only strings."""
-    keys = ("config_name", "config", "data", "best", "versions")
-    return {"format": "pt"} | {key: json.dumps(state[key]) for key in keys}
 
 
 if __name__ == "__main__":

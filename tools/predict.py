@@ -211,7 +211,7 @@ def picture(split: "Split", index: int) -> str:
     import numpy as np
     from PIL import Image
 
-    pixels = split.read(np.array([index]), None, replace=False).images[0]  # uint8 [3, H, W]
+    pixels = split.read(np.array([index]), None, replace=False).samples[0]  # uint8 [3, H, W]
     file = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(file, "png")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

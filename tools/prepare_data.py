@@ -26,29 +26,21 @@ DATASETS = ("cifar10", "cifar100")
 def main(argv: list[str] | None = None) -> int:
     """Prepare the data; returns the exit status."""
     arguments = _parse_arguments(argv)
-    if arguments.shards is not None:
-        return _make_shards(arguments)
-    return _prepare_cifar(arguments.dataset, arguments.data_path, arguments.source)
+    if (folder := arguments.shards) is not None:
+        from tools.shared.make_shards import index_shards, make_shards  # here, since --help needs no numpy
 
+        if arguments.source is None:
+            summary = index_shards(folder)
+        else:
+            summary = make_shards(folder, arguments.source, arguments.images_per_shard, arguments.num_shards)
+        print(f"{folder}: {summary}")
+        return 0
+    from utils.data.datasets.cifar import VERSIONS, find_folder, read_cifar
 
-def _prepare_cifar(name: str, data_path: Path, archive: Path | None) -> int:
-    from utils.data.datasets.cifar import VERSIONS, find_folder, read_cifar  # here, since --help needs no numpy
-
-    version = VERSIONS[name]
+    version, data_path = VERSIONS[arguments.dataset], arguments.data_path
     existed = find_folder(version, data_path)
-    read_cifar(version, data_path, download=True, archive=archive)
+    read_cifar(version, data_path, download=True, archive=arguments.source)
     print(f"{find_folder(version, data_path)}: {version.title} {'is already' if existed else 'is now'} there, verified")
-    return 0
-
-
-def _make_shards(arguments: argparse.Namespace) -> int:
-    from tools.shared.make_shards import index_shards, make_shards
-
-    folder, source = arguments.shards, arguments.source
-    if source is None:
-        print(f"{folder}: {index_shards(folder)}")
-    else:
-        print(f"{folder}: {make_shards(folder, source, arguments.images_per_shard, arguments.num_shards)}")
     return 0
 
 

@@ -70,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; returns the exit status."""
     options = parser().parse_args(argv)
     found = gather(options.runs)
-    content = render(found)
+    styles, sections = sections_of(found)
+    content = render_page(_count(found), found.problems, sections, styles)
     make_folder(options.out)
     page = options.out / "report.html"
     write_file(page, content.encode("utf-8", "backslashreplace"))
@@ -126,12 +127,6 @@ def _make_names_unique(runs: Sequence[Run]) -> None:
 
 
 # ---- the page
-
-
-def render(found: Found) -> str:
-    """Return the page. Raises `ConfigError` if a package for drawing is missing."""
-    styles, sections = sections_of(found)
-    return render_page(_count(found), found.problems, sections, styles)
 
 
 def sections_of(found: Found) -> tuple[dict[str, Style], list[Section]]:
@@ -251,7 +246,7 @@ def _time_to_accuracy(runs: Sequence[Run]) -> Section:
 
 def _scaling(reports: Sequence[tuple[Path, Report]]) -> Section:
     curves = efficiencies(reports)
-    devices = {path.stem: report.device for path, report in reports}
+    devices = {path.stem: report.environment.get("device", "-") for path, report in reports}
     rows = [
         (name, devices[name.rpartition(": ")[0]], ranks, speed_text(speed), f"{efficiency:.1%}")
         for name, points in curves.items()
@@ -317,8 +312,8 @@ def _differences(runs: Sequence[Run]) -> Section:
 def _hardest_classes(runs: Sequence[Run]) -> Section:
     rows = []
     for run in runs:
-        known = [row for row in run.worst_classes[:5] if {"class", "accuracy", "taken_for", "share"} <= set(row)]
-        cells = [f"{row['class']} {row['accuracy']:.0%} ({row['taken_for']} {row['share']:.0%})" for row in known]
+        worst = run.worst_classes[:5]
+        cells = [f"{row['class']} {row['accuracy']:.0%} ({row['taken_for']} {row['share']:.0%})" for row in worst]
         if cells:
             rows.append((run.name, *cells, *["-"] * (5 - len(cells))))
     note = "Fraction of a class's validation images that are recognised; in brackets the class it is most mistaken for."

@@ -79,14 +79,10 @@ def show_differences(*folders: Path) -> list[str]:
         values = [run.environment.get(key) for run in runs]
         if values[0] != values[1]:
             rows[key] = values
-    rows["best acc1"] = [_best(run) for run in runs]
+    bests = [run.best() for run in runs]
+    rows["best acc1"] = [f"{best[0]:.2%} in epoch {best[1]}" if best else "none yet" for best in bests]
     lines = [f"{name:24} {one!s:32} {other!s}" for name, (one, other) in rows.items()]
     return lines + [f"{run.name}: {problem}" for run in runs for problem in run.problems]
-
-
-def _best(run: Run) -> str:
-    best = run.best()
-    return f"{best[0]:.2%} in epoch {best[1]}" if best else "none yet"
 
 
 if __name__ == "__main__":

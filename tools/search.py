@@ -73,24 +73,8 @@ def parse_dimension(text: str) -> Dimension:
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """Search; returns the exit status."""
+    """Run the missing trials and print the best; returns the exit status."""
     options = parser().parse_args(argv)
-    search(options)
-    return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = new_parser("search", __doc__)
-    add_config_arguments(parser, config="cifar100-cpu")
-    parser.add_argument("--space", action="append", required=True, metavar="KEY=VALUES", help="what to try; repeatable")
-    parser.add_argument("--trials", type=int, default=20, metavar="N", help="trials in all (default: 20)")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the log")
-    return parser
-
-
-def search(options: argparse.Namespace) -> None:
-    """Run the missing trials and print the best."""
     try:
         import optuna
     except ModuleNotFoundError:
@@ -115,6 +99,17 @@ def search(options: argparse.Namespace) -> None:
     objective = _objective(options, settings, space, optuna.TrialPruned)
     study.optimize(objective, n_trials=max(0, options.trials - done), catch=TrialFailed)
     _print_best(study, study.get_trials(states=[states.COMPLETE]))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = new_parser("search", __doc__)
+    add_config_arguments(parser, config="cifar100-cpu")
+    parser.add_argument("--space", action="append", required=True, metavar="KEY=VALUES", help="what to try; repeatable")
+    parser.add_argument("--trials", type=int, default=20, metavar="N", help="trials in all (default: 20)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the log")
+    return parser
 
 
 def _print_best(study: Any, finished: Sequence[Any]) -> None:

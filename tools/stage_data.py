@@ -7,7 +7,6 @@ names, sizes and times as the original; else it is replaced. The copy appears in
 copy is never replaced.
 """
 
-import argparse
 import errno
 import os
 import shutil
@@ -25,7 +24,11 @@ MARK = ".staged_from"  # a file in each copy, which holds the path of the origin
 @exit_in_a_line
 def main(argv: list[str] | None = None) -> int:
     """Stage the data; returns the exit status."""
-    arguments = _parse_arguments(argv)
+    statuses = "0 copied or already there; 2 usage; 3 no such folder, not readable or disk full."
+    parser = new_parser("stage_data", __doc__, statuses)
+    parser.add_argument("source", type=Path, metavar="FROM", help="the data folder")
+    parser.add_argument("target", type=Path, metavar="TO", help="the copy, which data_path then names")
+    arguments = parser.parse_args(argv)
     print(stage(arguments.source.resolve(), arguments.target.resolve()))
     return 0
 
@@ -94,14 +97,6 @@ def _reason(error: OSError) -> str:
         path, _, reason = error.args[0][0]
         return f"{path}: {reason}"
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
-
-
-def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    statuses = "0 copied or already there; 2 usage; 3 no such folder, not readable or disk full."
-    parser = new_parser("stage_data", __doc__, statuses)
-    parser.add_argument("source", type=Path, metavar="FROM", help="the data folder")
-    parser.add_argument("target", type=Path, metavar="TO", help="the copy, which data_path then names")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.shared.command_line import add_count, new_parser
+from tools.shared.command_line import new_parser
 from tools.shared.output import check_writable, printable, say
 from tools.shared.pages.png_plots import COLOURS, new_figure, save
 from utils.errors import ConfigError, exit_in_a_line
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Draw the picture; returns the exit status."""
     options = parser().parse_args(argv)
     check_writable("--out", options.out)
-    timelines = [read_timeline(path, options.steps) for path in options.traces]
+    timelines = [read_timeline(path) for path in options.traces]
     draw(timelines, options.out)
     say("\n".join([*(timeline.title for timeline in timelines), f"picture: {options.out}"]))
     return 0
@@ -78,12 +78,11 @@ def parser() -> argparse.ArgumentParser:
     parser = new_parser("timeline", __doc__)
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="a profiled run's folder, or its trace")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the picture: .svg, else PNG")
-    add_count(parser, "--steps", 1, "how many successive steps to draw")
     return parser
 
 
-def read_timeline(path: Path, count: int) -> Timeline:
-    """Return `count` successive steps of a trace. Raises `ConfigError` if it is no trace or has fewer steps."""
+def read_timeline(path: Path) -> Timeline:
+    """Return the step of median length of a trace. Raises `ConfigError` if it is no trace or has no steps."""
     path = (path / "profile" / trace.TRACE_FILE if path.is_dir() else path).resolve()
     try:
         events = trace.read_trace(path)
@@ -92,15 +91,13 @@ def read_timeline(path: Path, count: int) -> Timeline:
         raise ConfigError(f"{path}: {reason}; give a run trained with enable_profiling, or its trace") from None
     ranges = trace.find_ranges(events)
     iterations = ranges.pop("iteration", [])
-    if len(iterations) < count:
-        raise ConfigError(f"{path}: holds {len(iterations)} training steps, fewer than --steps {count}; draw fewer")
+    if not iterations:
+        raise ConfigError(f"{path}: holds no training steps; profile a longer run")
     bounds = find_bounds(events, iterations, ranges)
-    windows = list(zip(bounds, bounds[count:], iterations, iterations[count - 1 :], strict=False))
-    windows.sort(key=lambda window: window[1] - window[0])
-    start, end, first, last = windows[(len(windows) - 1) // 2]
-    steps = first.name if count == 1 else f"{first.name.replace(' ', 's ')} to {last.name.split()[-1]}"
+    steps = sorted(zip(bounds, bounds[1:], iterations, strict=False), key=lambda step: step[1] - step[0])
+    start, end, iteration = steps[(len(steps) - 1) // 2]
     run = path.parents[1].name if path.parent.name == "profile" else path.name
-    title = f"{run}: {steps}, {(end - start) / 1e3:.2f} ms: the median length among {len(windows)}"
+    title = f"{run}: {iteration.name}, {(end - start) / 1e3:.2f} ms: the median length among {len(steps)}"
     return Timeline(printable(title), (end - start) / 1e3, find_lanes(events, ranges, start, end))
 
 

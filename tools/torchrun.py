@@ -17,26 +17,21 @@ from tools.shared.command_line import new_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run torchrun; return the exit status."""
+    """Run torchrun in this process; return the exit status."""
     parser = new_parser("torchrun", __doc__, "0 all ranks succeeded; 1 otherwise, whatever their statuses")
     parser.add_argument("file", type=Path, metavar="FILE", help="torchrun's log")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="torchrun's arguments")
     options = parser.parse_args(argv)
-    return start(options.file, options.arguments)
-
-
-def start(file: Path, arguments: list[str]) -> int:
-    """Run torchrun with these arguments in this process."""
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # read at import; otherwise each failed connection prints a C++ stack
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.run import main as torchrun
 
     del os.environ["TORCH_CPP_LOG_LEVEL"]  # not for the ranks
-    stderr, problem = sys.stderr, ""
+    file, stderr, problem = options.file, sys.stderr, ""
     with file.open("w", encoding="utf-8") as log:
         sys.stderr = log  # only in this process: the ranks inherit the file descriptor
         try:
-            torchrun(arguments)
+            torchrun(options.arguments)
         except SignalException as error:  # a requested stop, not a failure
             problem = f"ended by {error.sigval.name}"
             file.unlink()

@@ -30,7 +30,6 @@ from tools.shared.interrupted_runs import (
     Attempt,
     RunCommand,
     add_limits,
-    choose_seed,
     compare,
     find_ranks,
     kill_all,
@@ -40,6 +39,7 @@ from tools.shared.interrupted_runs import (
 from tools.shared.read_runs import read_records
 from utils.config import load_config
 from utils.errors import ConfigError, ExpectedError, Stopped, exit_in_a_line
+from utils.program import command
 
 KILLS_PER_RUN = 8
 MOMENTS = {"training": 0.5, "a write": 0.35, "the start": 0.15}  # with their probabilities
@@ -139,7 +139,8 @@ def strike(attempt: Attempt, kill: Kill) -> bool:
     moment = time.monotonic() + kill.delay
     if not attempt.wait_until(lambda: time.monotonic() >= moment):
         return False
-    victims = find_victims(attempt, kill)  # before the write begins: the search takes as long as a write
+    ranks = find_ranks(attempt.folder)  # before the write begins: the search takes as long as a write
+    victims = [ranks[kill.victim]] if kill.victim in ranks else list(ranks.values())  # all, if it has not started
     if kill.moment == "a write":
         if not attempt.wait_until(attempt.is_writing, pause=0):
             return False
@@ -151,25 +152,17 @@ def strike(attempt: Attempt, kill: Kill) -> bool:
     return True
 
 
-def find_victims(attempt: Attempt, kill: Kill) -> list[int]:
-    """Return the processes to signal: the chosen rank's, or all ranks' if it has not started."""
-    ranks = find_ranks(attempt.folder)
-    return [ranks[kill.victim]] if kill.victim in ranks else list(ranks.values())
-
-
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the verdict; return the exit status."""
     options = parser().parse_args(argv)
-    seed = choose_seed(options.seed)
     settings = ["log_to_screen=true", "log_to_tensorboard=false", "save_checkpoint=true", "deterministic=true"]
     settings += options.set  # the last one wins
     load_config(options.yaml_config, options.config, settings)
-    block = [f"--config={options.config}", f"--yaml_config={options.yaml_config}"]
-    train = [*block, *(f"--set={setting}" for setting in settings)]
-    repeat = ["python", "-m", "tools.verify_resume", *block, *(f"--set={setting}" for setting in options.set)]
-    repeat += [f"--kills={options.kills}", f"--signal={options.signal}", f"--nproc={options.nproc}"]
-    end = f"seed {seed}, repeat with: {shlex.join(repeat)} --seed {seed}"
+    train = [f"--config={options.config}", f"--yaml_config={options.yaml_config}"]
+    train += [f"--set={setting}" for setting in settings]
+    repeat = shlex.join([*command("verify_resume"), *(sys.argv[1:] if argv is None else argv)])
+    end = f"seed {options.seed}, repeat with: {repeat} --seed {options.seed}"
     try:
         work = Path(tempfile.mkdtemp(prefix="verify-resume-", dir=options.work_dir))
     except OSError as error:
@@ -178,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     job = RunCommand(train, options.nproc, options.timeout, time.monotonic() + options.total_timeout)
     try:
         verdict = "NOT EQUAL"
-        differences = verify(job, options.kills, signal.Signals[f"SIG{options.signal}"], seed, work)
+        differences = verify(job, options.kills, signal.Signals[f"SIG{options.signal}"], options.seed, work)
     except ExpectedError as error:
         verdict, differences = "FAILED: the runs could not be compared", [str(error)]
     except KeyboardInterrupt:

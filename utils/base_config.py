@@ -40,14 +40,8 @@ class OneOf:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         names: CoreSchema = core_schema.literal_schema(list(self.names))
-        forms = [core_schema.str_schema(pattern=pattern) for pattern in self.forms.values()]
-        return core_schema.union_schema([names, *forms]) if forms else names
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
-        described = handler(schema)
-        for form, part in zip(self.forms, described.get("anyOf", [])[1:], strict=True):
-            part["title"] = form
-        return described
+        forms = [Annotated[str, Field(pattern=pattern, title=form)] for form, pattern in self.forms.items()]
+        return core_schema.union_schema([names, *map(handler.generate_schema, forms)]) if forms else names
 
 
 class BaseConfig(BaseModel):

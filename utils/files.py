@@ -79,12 +79,14 @@ def remove_leftovers(folder: Path) -> None:
 
 
 @contextmanager
-def name_file_in_error(folder: Path, problem: str = "cannot be used") -> Iterator[None]:
-    """Turn an `OSError` of the block into an `ExpectedError` that says `problem` of its file, or of `folder`."""
+def name_file_in_error(
+    folder: str | Path, problem: str = "cannot be used", remedy: str = "", kind: type[ExpectedError] = ExpectedError
+) -> Iterator[None]:
+    """Turn an `OSError` of the block into a `kind` that says `problem` of its file, or of `folder`, and the remedy."""
     try:
         yield
     except OSError as error:
-        raise ExpectedError(f"{error.filename or folder}: {problem}: {error.strerror or error}") from None
+        raise kind(f"{error.filename or folder}: {problem}: {error.strerror or error}{remedy}") from None
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from tests.faults.kinds import KINDS, Fault, damage, plan_faults
 from tests.faults.ranks import ForkedRun
 from tools.shared.command_line import add_count, new_parser
 from tools.shared.interrupted_runs import KINDS as RECORDS
-from tools.shared.interrupted_runs import METRICS, Attempt, add_limits, choose_seed, compare, find_processes
+from tools.shared.interrupted_runs import METRICS, Attempt, add_limits, compare, find_processes
 from tools.shared.output import print_table
 from tools.shared.read_runs import read_records
 from utils.errors import ExpectedError, exit_in_a_line
@@ -169,7 +169,7 @@ def show(counts: Counter[str], has_message: Mapping[str, bool]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the campaign, print its table, and return the exit status."""
     options = parser().parse_args(argv)
-    seed = choose_seed(options.seed)
+    seed = options.seed
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: threads do not survive a fork
     work = Path(tempfile.mkdtemp(prefix="chaos-", dir=options.work_dir))
     print(f"seed {seed}, in {work}", flush=True)

@@ -3,7 +3,7 @@
 import argparse
 import math
 import time
-from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -35,21 +35,17 @@ def run(options: argparse.Namespace) -> int:
         backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         images, labels = next(iter(build_loaders(config, open_dataset(config, world), world).train))
-        learners = {name: build_measured(config, world, wrap) for name, wrap in CASES.items()}
 
-        def trial(learner: Learner) -> Callable[[], Mapping[str, float]]:
-            def steps() -> Mapping[str, float]:
-                started, busy = time.perf_counter(), time.process_time()
-                for _ in range(options.steps):
-                    learner.train_step(images, labels)
-                common.synchronize(world.device)
-                seconds = time.perf_counter() - started, time.process_time() - busy
-                return {name: 1000 * spent / options.steps for name, spent in zip(QUANTITIES, seconds, strict=True)}
-
-            return steps
+        def trial(learner: Learner) -> dict[str, float]:
+            started, busy = time.perf_counter(), time.process_time()
+            for _ in range(options.steps):
+                learner.train_step(images, labels)
+            common.synchronize(world.device)
+            seconds = time.perf_counter() - started, time.process_time() - busy
+            return {name: 1000 * spent / options.steps for name, spent in zip(QUANTITIES, seconds, strict=True)}
 
         warm_up = max(1, math.ceil(capture_steps(config, world.device) / options.steps))
-        cases = {name: trial(learner) for name, learner in learners.items()}
+        cases = {name: partial(trial, build_measured(config, world, wrap)) for name, wrap in CASES.items()}
         results = common.measure(cases, options.trials, warm_up=warm_up)
         rows, overheads = [], {}
         for name in CASES:

@@ -23,7 +23,7 @@ from tools.bench import common
 from tools.bench.limits import measure_limits
 from tools.bench.reports import read_report
 from tools.bench.training import Rung, alone
-from tools.bench.workers import Worker
+from tools.bench.workers import Trial, worker
 from tools.shared.command_line import add_count
 from tools.shared.output import check_writable, print_table
 from tools.shared.pages.png_plots import draw_bars, new_figure, save
@@ -89,21 +89,20 @@ def run(options: argparse.Namespace) -> int:
     environment = describe_environment(world.device, 1)
     baseline = read_baseline(options.baseline, environment, configs) if options.baseline else {}
     limits = measure_limits(world, trials=3)
-    known: dict[str, dict[str, float]] = {}
-
-    def evaluated(samples: common.Results) -> dict[str, dict[str, Any]]:
-        """Evaluate the trials so far and write the report."""
-        for name in samples.keys() - known.keys():
-            known[name] = per_image(configs[name], world, limits)
-        results = {name: evaluate(rows, known[name], limits) for name, rows in samples.items()}
-        if options.json:
-            saved = {name: configs[name].model_dump(mode="json") for name in results}
-            report = {"limits": limits, "rungs": results, "configs": saved, "verdicts": compare_switches(results)}
-            common.write_report(options.json, "ladder", first, world, report)
-        return results
-
     with ExitStack() as stack:
-        results = evaluated(measure(start(configs, stack), options, until, evaluated))
+        started = start(configs, stack)
+        images = {name: per_image(configs[name], world, limits) for name in started}
+
+        def evaluated(samples: common.Results) -> dict[str, dict[str, Any]]:
+            """Evaluate the trials so far and write the report."""
+            results = {name: evaluate(rows, images[name], limits) for name, rows in samples.items()}
+            if options.json:
+                saved = {name: configs[name].model_dump(mode="json") for name in results}
+                report = {"limits": limits, "rungs": results, "configs": saved, "verdicts": compare_switches(results)}
+                common.write_report(options.json, "ladder", first, world, report)
+            return results
+
+        results = evaluated(measure(started, options, until, evaluated))
     show(results, environment["device"])
     if options.plot:
         draw(options.plot, results, environment["device"])
@@ -119,23 +118,21 @@ def read_rung(yaml_config: Path, name: str, settings: Sequence[str]) -> Config:
     return load_config(yaml_config, block, [*settings, *switches])
 
 
-def start(configs: Mapping[str, Config], stack: ExitStack) -> dict[str, Worker]:
+def start(configs: Mapping[str, Config], stack: ExitStack) -> dict[str, Trial]:
     """Start a process for each rung, one after the other; `stack` ends them. Skips rungs that cannot run here."""
-    workers: dict[str, Worker] = {}
+    rungs: dict[str, Trial] = {}
     for name, config in configs.items():
-        worker = stack.enter_context(Worker(Rung, config))
         try:
-            worker.receive()
-            workers[name] = worker
-        except ConfigError as error:  # the process has ended
+            rungs[name] = stack.enter_context(worker(Rung, config))
+        except ConfigError as error:
             print(f"{name}: skipped: {error}", file=sys.stderr)
-    if not workers:
+    if not rungs:
         raise ConfigError("--configs: none of these rungs can run here; the lines above say why")
-    return workers
+    return rungs
 
 
 def measure(
-    workers: Mapping[str, Worker],
+    rungs: Mapping[str, Trial],
     options: argparse.Namespace,
     until: float,
     after_round: Callable[[common.Results], object],
@@ -143,43 +140,33 @@ def measure(
     """Run the trials. A first short trial of each rung compiles, gives the estimate and does not count.
 
     `until`: when the budget ends (time.monotonic); `after_round` gets all results after each round of trials."""
-    from rich.progress import Progress
+    seconds = 0.0
+    for name, rung in rungs.items():
+        print(f"{name}: first steps", file=sys.stderr)
+        rung(max(2, options.warmup), 1)
+        seconds += rung(0, 2)["seconds"] / 2
+    steps = options.trials * (options.warmup + options.iters)
+    fraction = max(0.0, min(1.0, (until - time.monotonic()) / max(1e-9, seconds * steps)))
+    warmup, iters = max(1, int(fraction * options.warmup)), max(2, int(fraction * options.iters))
+    minutes = seconds * options.trials * (warmup + iters) / 60
+    print(f"about {minutes:.1f} minutes: {options.trials} trials of {warmup} + {iters} steps", flush=True)
+    began = time.monotonic()
 
-    with Progress(transient=True) as progress:
-        task = progress.add_task("first steps", total=len(workers) * (1 + options.trials))
-        seconds = 0.0
-        for worker in workers.values():
-            worker.run(max(2, options.warmup), 1)
-            seconds += worker.run(0, 2)["seconds"] / 2
-            progress.advance(task)
-        steps = options.trials * (options.warmup + options.iters)
-        fraction = max(0.0, min(1.0, (until - time.monotonic()) / max(1e-9, seconds * steps)))
-        warmup, iters = max(1, int(fraction * options.warmup)), max(2, int(fraction * options.iters))
-        minutes = seconds * options.trials * (warmup + iters) / 60
-        progress.console.print(f"about {minutes:.1f} minutes: {options.trials} trials of {warmup} + {iters} steps")
-        progress.update(task, description="trials")
+    def another_round_fits(results: common.Results) -> bool:
+        """Return whether a round as long as the last one fits into the budget."""
+        nonlocal began
+        after_round(results)
+        now = time.monotonic()
+        took, began = now - began, now
+        done = len(next(iter(results.values()))["full"].values)
+        print(f"trial {done} of {options.trials}: {took:.1f} s", file=sys.stderr)
+        fits = now + took <= until
+        if not fits and done < options.trials:
+            print(f"the budget ends after {done} of {options.trials} trials")
+        return fits
 
-        def trial(worker: Worker) -> Mapping[str, float]:
-            values = worker.run(warmup, iters)
-            progress.advance(task)
-            return values
-
-        began = time.monotonic()
-
-        def another_round_fits(results: common.Results) -> bool:
-            """Return whether a round as long as the last one fits into the budget."""
-            nonlocal began
-            after_round(results)
-            now = time.monotonic()
-            took, began = now - began, now
-            done = len(next(iter(next(iter(results.values())).values())).values)
-            fits = now + took <= until
-            if not fits and done < options.trials:
-                progress.console.print(f"the budget ends after {done} of {options.trials} trials")
-            return fits
-
-        cases = {name: partial(trial, worker) for name, worker in workers.items()}
-        return common.measure(cases, options.trials, warm_up=0, after_round=another_round_fits)
+    cases = {name: partial(rung, warmup, iters) for name, rung in rungs.items()}
+    return common.measure(cases, options.trials, warm_up=0, after_round=another_round_fits)
 
 
 def per_image(config: Config, world: World, limits: Mapping[str, common.Trials]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from tools.bench import common
 from tools.shared.output import print_table
 from utils.distributed.world import World
 
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,16 +40,13 @@ def measure_limits(world: World, trials: int) -> dict[str, common.Trials]:
     """Collective: return each limit by name and unit; TFLOP/s count a multiply-add as two."""
     device = world.device
     cuda = device.type == "cuda"
-    tf32 = [False, True] if cuda else [False]
     results = {}
     for name, dtype in DTYPES.items():
-        if name == "fp16" and not cuda:
-            continue  # CPUs only emulate it
-        for enabled in tf32 if name == "float32" else [False]:
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = enabled
-            label = "tf32" if enabled else name
-            results[f"product {label}, TFLOP/s"] = product(device, dtype, trials)
-            results[f"convolution {label} NHWC, TFLOP/s"] = convolution(device, dtype, trials)
+        if name in ("tf32", "fp16") and not cuda:
+            continue  # CPUs have no tf32, and only emulate fp16
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = name == "tf32"
+        results[f"product {name}, TFLOP/s"] = product(device, dtype, trials)
+        results[f"convolution {name} NHWC, TFLOP/s"] = convolution(device, dtype, trials)
     results["memory, GB/s"] = memory(device, trials)
     if cuda:
         results["host to device, GB/s"] = host_to_device(device, trials)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from tools.bench import common
-from tools.bench.training import build_measured, capture_steps
+from tools.bench.training import build_measured, capture_steps, images_per_sec
 from tools.shared.command_line import add_count
 from tools.shared.output import print_table
 from utils.base_config import as_yaml
@@ -141,13 +141,8 @@ class LoaderTrial:
     def _time_loader(self, epochs: Iterable[int]) -> float:
         """Return images per second over all ranks without training. The first batches do not count: they start
         workers, or were prepared ahead."""
-        batches = self._batches(epochs)
-        for _ in range(self.num_dropped):
-            next(batches)
-        counts: list[int] = []
-        timed = itertools.islice(batches, self.num_batches)
-        seconds = common.time_action(self.world.device, lambda: counts.extend(len(labels) for _, labels in timed))
-        return sum(counts) * self.world.world_size / seconds
+        batches, device = self._batches(epochs), self.world.device
+        return images_per_sec(self.config, device, batches, self.num_dropped, self.num_batches, lambda *_: None)
 
     def _time_training(self, step: Callable[[Tensor, Tensor], None]) -> dict[str, float]:
         """Return images per second of training, and the fraction of time that the host waited for a batch."""
@@ -155,16 +150,16 @@ class LoaderTrial:
         for images, labels in itertools.islice(batches, max(1, capture_steps(self.config, self.world.device))):
             step(images, labels)
         common.synchronize(self.world.device)
-        trained, waiting, started = 0, 0.0, time.perf_counter()
+        waiting, started = 0.0, time.perf_counter()
         for _ in range(self.num_steps):
             before = time.perf_counter()
             images, labels = next(batches)
             waiting += time.perf_counter() - before
             step(images, labels)
-            trained += len(labels)
         common.synchronize(self.world.device)
         seconds = time.perf_counter() - started
-        return {"training_images_per_sec": trained * self.world.world_size / seconds, "waiting": waiting / seconds}
+        trained = self.num_steps * self.config.batch_size
+        return {"training_images_per_sec": trained / seconds, "waiting": waiting / seconds}
 
 
 def show(config: Config, dataset: Dataset, world: World, results: Mapping[str, Mapping[str, Any]]) -> None:

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     now = describe_environment(choose_device(config.device, 0), 1)
     for seed in range(options.first_seed, options.first_seed + options.seeds):
         for text, settings in arms.items():
-            if (folders[text] / f"seed-{seed}" / "trial.json").exists():
+            if (folders[text] / f"seed-{seed}").exists():
                 continue
             for folder in folders.values():
                 check_same_environment(folder, now)

@@ -4,6 +4,7 @@ pip install ".[peers]" && python -m tools.bench peers --config=fastest
 """
 
 import argparse
+import importlib
 import logging
 import time
 import warnings
@@ -17,22 +18,21 @@ from torch import Tensor, nn
 
 from models import build_model
 from tools.bench import common
-from tools.bench.training import Rung, alone, endless, images_per_sec
-from tools.bench.workers import Worker
+from tools.bench.training import Rung, alone, endless, fed_images_per_sec
+from tools.bench.workers import Trial, worker
 from tools.shared.command_line import add_count
 from tools.shared.output import print_table
 from utils.base_config import as_yaml
 from utils.config import Config
-from utils.data.build import build_loaders, image_side, open_dataset
+from utils.data.build import Loader, build_loaders, image_side, open_dataset
+from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.run.logging.environment import device_name
 from utils.training.batches import prefetch
 from utils.training.kernels.backends import prepare_backends
 from utils.training.kernels.compilers import compiles, wants_graphs
 from utils.training.optimizers.build import build_optimizer
-from utils.training.precision import choose_precision
-
-Trial = Callable[[int, int], dict[str, float]]
+from utils.training.precision import Precision, choose_precision
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,13 +53,11 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(f"{key} {getattr(config, key):g}: the other trainers' steps here lack it; {remedy}")
     world = alone(config)
     with ExitStack() as stack:
-        workers = {}
-        for name, (build, its_config) in rows_of(config, world.device).items():
-            workers[name] = stack.enter_context(Worker(build, its_config))
-            workers[name].receive()
-        for worker in workers.values():
-            worker.run(2, 1)  # compiles
-        cases = {name: partial(worker.run, options.warmup, options.iters) for name, worker in workers.items()}
+        built = rows_of(config, world.device).items()
+        steps = {name: stack.enter_context(worker(build, its_config)) for name, (build, its_config) in built}
+        for step in steps.values():
+            step(2, 1)  # compiles
+        cases = {name: partial(step, options.warmup, options.iters) for name, step in steps.items()}
         results = common.measure(cases, options.trials, warm_up=0)
     ours = results["this project"]["full"].median
     rows = [(name, f"{row['full']:,.1f}", f"{ours / row['full'].median:.3f}") for name, row in results.items()]
@@ -95,7 +93,8 @@ class OurStep(Rung):
     """This project's loader and step, without the other measurements of a rung."""
 
     def __call__(self, warmup: int, iters: int) -> dict[str, float]:
-        return {"full": self._full(warmup, iters)}
+        step = self.learner.train_step
+        return {"full": fed_images_per_sec(self.config, self.world, self.loader, warmup, iters, step)}
 
 
 def timm_trial(config: Config) -> Trial:
@@ -104,10 +103,7 @@ def timm_trial(config: Config) -> Trial:
     from timm.task import ClassificationTask
     from timm.utils import NativeScaler
 
-    world = alone(config)
-    prepare_backends(config, world.device)
-    torch.manual_seed(config.seed)
-    model, precision = _model(config, world.device), choose_precision(config, world.device)
+    world, model, precision, loader = _prepare(config)
     optimizer = create_optimizer(
         model, opt="sgd" if config.nesterov else "momentum", lr=config.lr, momentum=config.momentum,
         weight_decay=config.weight_decay, filter_bias_and_bn=False,
@@ -118,7 +114,6 @@ def timm_trial(config: Config) -> Trial:
     if compiles(config, world.device):
         task.compile()
     scaler = NativeScaler(device=world.device.type) if precision.loss_scale is not None else None
-    loader = build_loaders(config, open_dataset(config, world), world).train
     task.train()
 
     def step(images: Tensor, labels: Tensor) -> None:
@@ -131,11 +126,7 @@ def timm_trial(config: Config) -> Trial:
             optimizer.step()
         optimizer.zero_grad()
 
-    def trial(warmup: int, iters: int) -> dict[str, float]:
-        batches = prefetch(config, endless(loader), world.device)
-        return {"full": images_per_sec(config, world.device, batches, warmup, iters, step)}
-
-    return trial
+    return lambda warmup, iters: {"full": fed_images_per_sec(config, world, loader, warmup, iters, step)}
 
 
 def lightning_trial(config: Config) -> Trial:
@@ -143,12 +134,8 @@ def lightning_trial(config: Config) -> Trial:
     lightning = _import("lightning")
     logging.getLogger("lightning").setLevel(logging.ERROR)  # otherwise it prints a page of advice in every trial
     warnings.filterwarnings("ignore", module="lightning")
-    world = alone(config)
-    prepare_backends(config, world.device)
-    torch.manual_seed(config.seed)
-    model, precision = _model(config, world.device), choose_precision(config, world.device)
+    world, model, precision, loader = _prepare(config)
     forward = torch.compile(model, dynamic=False) if compiles(config, world.device) else model
-    loader = build_loaders(config, open_dataset(config, world), world).train
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         """Records when its timed steps began and ended."""
@@ -197,14 +184,10 @@ def lightning_trial(config: Config) -> Trial:
 
 def plain_trial(config: Config) -> Trial:
     """A loop of PyTorch's own parts: autocast, GradScaler, cross-entropy, backward, optimizer."""
-    world = alone(config)
-    prepare_backends(config, world.device)
-    torch.manual_seed(config.seed)
-    model, precision = _model(config, world.device), choose_precision(config, world.device)
+    world, model, precision, loader = _prepare(config)
     forward = torch.compile(model, dynamic=False) if compiles(config, world.device) else model
     optimizer = build_optimizer(config, model.parameters())
     scaler = torch.amp.GradScaler(world.device.type, enabled=precision.loss_scale is not None)
-    loader = build_loaders(config, open_dataset(config, world), world).train
 
     def step(images: Tensor, labels: Tensor) -> None:
         optimizer.zero_grad()
@@ -214,21 +197,22 @@ def plain_trial(config: Config) -> Trial:
         scaler.step(optimizer)
         scaler.update()
 
-    def trial(warmup: int, iters: int) -> dict[str, float]:
-        batches = prefetch(config, endless(loader), world.device)
-        return {"full": images_per_sec(config, world.device, batches, warmup, iters, step)}
-
-    return trial
+    return lambda warmup, iters: {"full": fed_images_per_sec(config, world, loader, warmup, iters, step)}
 
 
-def _model(config: Config, device: torch.device) -> nn.Module:
-    model = build_model(config, image_side(config)).to(device)
-    return model.to(memory_format=torch.channels_last) if config.enable_nhwc else model  # type: ignore[call-overload]
+def _prepare(config: Config) -> tuple[World, nn.Module, Precision, Loader]:
+    """Return what all trainers share: the device, the network with the seed's weights, its precision, the loader."""
+    world = alone(config)
+    prepare_backends(config, world.device)
+    torch.manual_seed(config.seed)
+    model = build_model(config, image_side(config)).to(world.device)
+    if config.enable_nhwc:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    loader = build_loaders(config, open_dataset(config, world), world).train
+    return world, model, choose_precision(config, world.device), loader
 
 
 def _import(name: str) -> ModuleType:
-    import importlib
-
     try:
         return importlib.import_module(name)
     except ImportError as error:

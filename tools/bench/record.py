@@ -31,7 +31,6 @@ from utils.run.logging.environment import describe_environment
 
 RESULTS = Path("results")
 TIMES = ("command", "run", "training")
-KEPT = ("config.yaml", "environment.json", "train.log", "metrics.jsonl")
 SAME = ("commit", "python", "torch", "torchvision", "cuda", "cudnn", "device")
 BEGIN, END = "<!-- records -->", "<!-- end of records -->"
 
@@ -60,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     make_folder(out)
     check_same_config(out, options.config, config)
     for seed in range(options.first_seed, options.first_seed + options.seeds):
-        if (out / f"seed-{seed}" / "trial.json").exists():
+        if (out / f"seed-{seed}").exists():
             print(f"seed {seed}: already in {out}")
             continue
         check_same_environment(out, describe_environment(choose_device(config.device, 0), 1))
@@ -74,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_seed(yaml_config: Path, name: str, settings: Sequence[str], seed: int, out: Path) -> Trial:
-    """Run one seed to its end and move its logs to out/seed-N."""
+    """Run one seed to its end; then its folder becomes out/seed-N."""
     partial, final = out / f".seed-{seed}.partial", out / f"seed-{seed}"
     shutil.rmtree(partial, ignore_errors=True)  # from an interrupted run
     with FollowedRun(yaml_config, name, [*settings, *as_settings({"seed": seed})], partial) as training:
@@ -83,12 +82,10 @@ def run_seed(yaml_config: Path, name: str, settings: Sequence[str], seed: int, o
         command_seconds = training.wait()
     config = load_config(partial / "config.yaml", name)
     trial = measure(read_records(partial / "metrics.jsonl", "epoch"), config, command_seconds)
-    shutil.rmtree(final, ignore_errors=True)
-    final.mkdir()
-    for file in KEPT:
-        (partial / file).rename(final / file)
-    write_json(final / "trial.json", trial)
-    shutil.rmtree(partial)
+    write_json(partial / "trial.json", trial)
+    (partial / ".lock").unlink()
+    (partial / "checkpoints").rmdir()  # empty
+    partial.rename(final)
     return trial
 
 

@@ -9,14 +9,6 @@ from pydantic import BaseModel, ValidationError
 from utils.errors import DataError
 
 
-class ScalingTrials(BaseModel):
-    """Every trial of one case of `scaling`."""
-
-    mode: str
-    processes: int
-    runs: list[dict[str, Any]]
-
-
 class Report(BaseModel):
     """The content of --json."""
 
@@ -24,13 +16,6 @@ class Report(BaseModel):
     environment: dict[str, Any] = {}
     config: dict[str, Any] = {}
     results: dict[str, Any]
-    trials: list[ScalingTrials] = []  # only of `scaling`
-
-    @property
-    def device(self) -> str:
-        """The device of the report, or of its first trial that names one."""
-        trials = (run.get("environment", {}) for case in self.trials for run in case.runs)
-        return next((found["device"] for found in (self.environment, *trials) if "device" in found), "-")
 
 
 @dataclass(frozen=True)

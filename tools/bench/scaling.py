@@ -12,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -43,7 +43,8 @@ QUANTITIES = ("train_images_per_sec", "epoch_images_per_sec")
 ROUNDS = 3  # of alternating steps with and without communication
 COMPARED = ("commit", "python", "torch", "torchvision", "cuda", "cudnn", "device", "threads")
 
-Records = dict[tuple[str, int], list[dict[str, Any]]]  # (mode, processes) -> one record per trial
+Records = defaultdict[tuple[str, int], defaultdict[str, list[float]]]  # {(mode, processes): {quantity: its trials}}
+Conditions = tuple[dict[str, Any], dict[str, Any]]  # configuration and environment of a trial
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,21 +64,21 @@ def run(options: argparse.Namespace) -> int:
     config = common.read_config(options)
     cases = cases_of(config, read_counts("--nproc", options.nproc), options.mode.split(","))
     most = max(number for _, number in cases)
-    records: Records = {}
-    for path in options.add:
-        add_report(records, path)
+    records: Records = defaultdict(lambda: defaultdict(list))
+    conditions = [add_report(records, path) for path in options.add]
     for trial in range(options.trials):
         for (mode, processes), case in cases.items():
-            record = run_once(case, processes, most, options.steps, options.dropped)
-            records.setdefault((mode, processes), []).append(record)
-            check_comparable(records)
-            speed = record["values"]["train_images_per_sec"]
+            values, environment = run_once(case, processes, most, options.steps, options.dropped)
+            for quantity, value in values.items():
+                records[mode, processes][quantity].append(value)
+            conditions.append((config.model_dump(mode="json"), environment))
+            check_comparable(conditions)
+            speed = values["train_images_per_sec"]
             print(f"trial {trial + 1} of {options.trials}, {mode}, {processes}: {speed:.1f} images/s", file=sys.stderr)
     results = summarise(records)
     show(config, results)
     if options.json:
-        trials = [{"mode": mode, "processes": number, "runs": runs} for (mode, number), runs in records.items()]
-        common.write_results(options.json, "scaling", config, results, trials=trials)
+        common.write_results(options.json, "scaling", config, results, environment=environment)
     return 0
 
 
@@ -95,8 +96,10 @@ def cases_of(config: Config, processes: Sequence[int], modes: Sequence[str]) -> 
     return cases
 
 
-def run_once(config: Config, processes: int, most: int, steps: int, dropped: int) -> dict[str, Any]:
-    """Run one trial under torchrun: {"values", "environment", "config"}.
+def run_once(
+    config: Config, processes: int, most: int, steps: int, dropped: int
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Run one trial under torchrun; return its values and its environment.
 
     On a CPU each process represents a device. It gets the cores that each has with `most` processes.
     """
@@ -116,18 +119,12 @@ def run_once(config: Config, processes: int, most: int, steps: int, dropped: int
         return json.loads(path.read_text(encoding="utf-8"))
 
 
-def check_comparable(records: Records) -> None:
+def check_comparable(conditions: Sequence[Conditions]) -> None:
     """Raise `ConfigError` with the first setting or version in which two runs differ."""
-    everything = [
-        (_with_local_batch(record["config"], mode, processes), record["environment"])
-        for (mode, processes), runs in records.items()
-        for record in runs
-    ]
-    first_config, first_environment = everything[0]
-    for config, environment in everything[1:]:
-        compared = [
-            (key, first_config.get(key), config.get(key)) for key in sorted(first_config.keys() | config.keys())
-        ]
+    first_config, first_environment = conditions[0]
+    for config, environment in conditions[1:]:
+        settings = sorted(first_config.keys() | config.keys())
+        compared = [(key, first_config.get(key), config.get(key)) for key in settings]
         compared += [(key, first_environment.get(key), environment.get(key)) for key in COMPARED]
         for key, one, other in compared:
             if one != other:
@@ -135,27 +132,18 @@ def check_comparable(records: Records) -> None:
                 raise ConfigError(f"runs that differ cannot be compared: {found}; measure one of them again")
 
 
-def _with_local_batch(config: Mapping[str, Any], mode: str, processes: int) -> dict[str, Any]:
-    """Return the configuration with its batch size before weak scaling multiplied it by the processes."""
-    return {**config, "batch_size": Fraction(config["batch_size"], processes if mode == "weak" else 1)}
-
-
 def summarise(records: Records) -> dict[str, dict[str, Any]]:
     """Return {"strong 2": {quantity: trials, and its speed-up and efficiency by medians}}."""
     results: dict[str, dict[str, Any]] = {}
-    for (mode, processes), runs in sorted(records.items()):
+    for (mode, processes), trials in sorted(records.items()):
         fewest = min(number for other, number in records if other == mode)
-        values: dict[str, Any] = {name: _sample(runs, name) for name in runs[0]["values"]}
+        values: dict[str, Any] = {name: common.Trials(tuple(found)) for name, found in trials.items()}
         for name in QUANTITIES:
             short = name.removesuffix("_images_per_sec")
-            values[f"{short}_speed_up"] = values[name].median / _sample(records[mode, fewest], name).median
+            values[f"{short}_speed_up"] = values[name].median / median(records[mode, fewest][name])
             values[f"{short}_efficiency"] = values[f"{short}_speed_up"] * fewest / processes
         results[f"{mode} {processes}"] = values
     return results
-
-
-def _sample(runs: Sequence[Mapping[str, Any]], quantity: str) -> common.Trials:
-    return common.Trials(tuple(run["values"][quantity] for run in runs))
 
 
 def show(config: Config, results: Mapping[str, Mapping[str, Any]]) -> None:
@@ -171,22 +159,27 @@ def show(config: Config, results: Mapping[str, Mapping[str, Any]]) -> None:
         print_table(title, ("processes", "images/s", "speed-up", "efficiency", "communication"), rows)
 
 
-def add_report(records: Records, path: Path) -> None:
-    """Add the trials of an earlier report to the records."""
+def add_report(records: Records, path: Path) -> Conditions:
+    """Add the trials of an earlier report to the records; return the conditions of its runs."""
     try:
-        trials = read_report(path).trials
+        report = read_report(path)
+        if report.bench != "scaling":
+            raise DataError(report.bench)
     except DataError:
-        trials = []
-    if not trials:
-        raise ConfigError(f"--add {path}: not a report of `python -m tools.bench scaling`; make one with --json")
-    for case in trials:
-        records.setdefault((case.mode, case.processes), []).extend(case.runs)
+        wanted = "not a report of `python -m tools.bench scaling`; make one with --json"
+        raise ConfigError(f"--add {path}: {wanted}") from None
+    for name, values in report.results.items():
+        mode, processes = name.split()
+        for quantity, trials in values.items():
+            if isinstance(trials, dict):  # no speed-up or efficiency
+                records[mode, int(processes)][quantity] += trials["values"]
+    return report.config, report.environment
 
 
 # ---- one rank of a trial, under torchrun
 
 
-def measure_rank(config: Config, world: World, steps: int, dropped: int) -> dict[str, Any]:
+def measure_rank(config: Config, world: World, steps: int, dropped: int) -> dict[str, float]:
     """Collective: measure a training step with and without communication, and images/s of a whole epoch."""
     loaders = build_loaders(config, open_dataset(config, world), world)
     images, labels = next(iter(loaders.train))
@@ -248,11 +241,10 @@ def main(arguments: Sequence[str]) -> int:
     config, steps, dropped = Config(**json.loads(arguments[0])), int(arguments[1]), int(arguments[2])
 
     def action(world: World) -> None:
-        record = measure_rank(config, world, steps, dropped)
+        values = measure_rank(config, world, steps, dropped)
         environment = describe_environment(world.device, world.world_size)
         if world.is_main:
-            content = {"values": record, "environment": environment, "config": config.model_dump(mode="json")}
-            write_json(Path(arguments[3]), content)
+            write_json(Path(arguments[3]), [values, environment])
 
     return common.on_all_ranks(config, action)
 

@@ -59,17 +59,12 @@ class Rung:
         values = {
             "compute": images_per_sec(self.config, device, itertools.repeat(self.batch), warmup, iters, train),
             "io": images_per_sec(self.config, device, endless(self.loader), warmup, iters, lambda *_: None),
-            "full": self._full(warmup, iters),
+            "full": fed_images_per_sec(self.config, self.world, self.loader, warmup, iters, train),
             "memory": float(peak_memory(device)),
         }
         if device.type == "cuda":
             torch.cuda.empty_cache()  # for the other rungs; the next warm-up allocates it again
         return values | {"seconds": time.perf_counter() - started}
-
-    def _full(self, warmup: int, iters: int) -> float:
-        """Return images per second of loader and step together."""
-        batches = prefetch(self.config, endless(self.loader), self.world.device)
-        return images_per_sec(self.config, self.world.device, batches, warmup, iters, self.learner.train_step)
 
 
 def images_per_sec(
@@ -83,6 +78,12 @@ def images_per_sec(
 
     consume_next(warmup)
     return iters * config.batch_size / time_action(device, lambda: consume_next(iters))
+
+
+def fed_images_per_sec(config: Config, world: World, loader: Loader, warmup: int, iters: int, step: Consumer) -> float:
+    """Return images per second of loader and step together."""
+    batches = prefetch(config, endless(loader), world.device)
+    return images_per_sec(config, world.device, batches, warmup, iters, step)
 
 
 def alone(config: Config) -> World:

@@ -1,64 +1,46 @@
 """Runs each case in its own process, so that its switches, caches and memory cannot affect another."""
 
-import multiprocessing
-from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 from utils.errors import ExpectedError
+from utils.program import end_with_parent
 
 Trial = Callable[..., Mapping[str, float]]
+_built: list[Trial] = []  # in such a process: its case
 
 
-class Worker:
-    """A process that builds one case with `build(*arguments)` and runs its trials on request."""
+@contextmanager
+def worker(build: Callable[..., Trial], *arguments: Any) -> Iterator[Trial]:
+    """Build a case with `build(*arguments)` in a process of its own; yield a function that runs its trials there.
 
-    def __init__(self, build: Callable[..., Trial], *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, other = context.Pipe()
-        # not a daemon, because it may start a loader's workers; it ends when this end of the pipe closes
-        self.process = context.Process(target=_serve, args=(other, build, arguments))
-        self.process.start()
-        other.close()
+    Both raise the case's errors, and `ExpectedError` if the process dies."""
+    with ProcessPoolExecutor(1, get_context("spawn"), _begin) as pool:
 
-    def receive(self) -> Any:
-        """Return the answer to the last request, or to the build. Raises the worker's `ExpectedError`."""
-        try:
-            answer = self.pipe.recv()
-        except EOFError:
-            self.process.join()
-            raise ExpectedError(f"a measuring process ended with status {self.process.exitcode}") from None
-        if isinstance(answer, ExpectedError):
-            raise answer
-        return answer
+        def call(function: Callable[..., Any], *values: Any) -> Any:
+            try:
+                return pool.submit(function, *values).result()
+            except BrokenProcessPool:
+                raise ExpectedError("a measuring process was killed, as if out of memory; lower batch_size") from None
 
-    def run(self, *arguments: Any) -> Mapping[str, float]:
-        """Run one trial."""
-        self.pipe.send(arguments)
-        return self.receive()
-
-    def close(self) -> None:
-        """End the process."""
-        self.pipe.close()
-        self.process.join(timeout=10)
-        if self.process.is_alive():
-            self.process.terminate()
-
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Also after an error: at its end Python waits for every such process."""
-        self.close()
+        call(_build, build, *arguments)
+        yield partial(call, _run)
 
 
-def _serve(pipe: Connection, build: Callable[..., Trial], arguments: tuple[Any, ...]) -> None:
-    try:
-        trial = build(*arguments)
-        pipe.send(None)
-        while True:
-            pipe.send(trial(*pipe.recv()))
-    except ExpectedError as error:
-        pipe.send(error)
-    except (EOFError, KeyboardInterrupt):  # the parent has closed the pipe, or reports the interruption itself
-        pass
+def _begin() -> None:
+    end_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports an interruption
+
+
+def _build(build: Callable[..., Trial], *arguments: Any) -> None:
+    _built.append(build(*arguments))
+
+
+def _run(*arguments: Any) -> Mapping[str, float]:
+    return _built[0](*arguments)

@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +45,8 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
-def seconds(text: str) -> float:
+def above_zero(text: str, unit: str) -> float:
     """Parse a finite number above 0, for argparse."""
-    return _above_zero(text, "seconds")
-
-
-def minutes(text: str) -> float:
-    """Parse a finite number above 0, for argparse."""
-    return _above_zero(text, "minutes")
-
-
-def _above_zero(text: str, unit: str) -> float:
     try:
         number = float(text)
     except ValueError:
@@ -62,6 +54,9 @@ def _above_zero(text: str, unit: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"is {text!r}; expected {unit}, more than 0")
     return number
+
+
+seconds, minutes = partial(above_zero, unit="seconds"), partial(above_zero, unit="minutes")
 
 
 def read_counts(option: str, text: str) -> list[int]:

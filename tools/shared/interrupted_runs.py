@@ -97,10 +97,7 @@ class Attempt:
 
     def is_writing(self) -> bool:
         """Return whether a checkpoint is being written, or was when its writer was killed."""
-        try:
-            return any(name.endswith(".tmp") for name in os.listdir(self.folder / "checkpoints"))
-        except FileNotFoundError:
-            return False
+        return any((self.folder / "checkpoints").glob("*.tmp"))
 
     def check_resumed(self, earlier: set[Path]) -> None:
         """Raise `ExpectedError` if it started from the beginning although there was a good checkpoint.
@@ -136,8 +133,7 @@ def compare(uninterrupted: Path, killed: Path) -> list[str]:
     states = [newest_good(folder / "checkpoints")[1] or {} for folder in (uninterrupted, killed)]
     best = [read_checkpoint(folder / "checkpoints" / "best.pt") for folder in (uninterrupted, killed)]
     records = [_records(folder) for folder in (uninterrupted, killed)]
-    rates = [[record["learning_rate"] for record in run if "learning_rate" in record] for run in records]
-    sides: dict[str, Sequence[Any]] = {METRICS: records, "learning rates": rates}
+    sides: dict[str, Sequence[Any]] = {METRICS: records}
     keys = sorted(states[0].keys() - {"seconds", "timing", "versions"})
     sides |= {key: [state.get(key) for state in states] for key in keys}
     sides |= {f"{key} of best.pt": [state[key] for state in best] for key in ("model", "epoch")}
@@ -177,11 +173,10 @@ def find_processes(folder: Path) -> dict[int, bytes]:
     """Return every process of the run in `folder`, with its environment, from /proc."""
     output = os.path.realpath(output_of(folder))
     found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                if os.readlink(entry / "fd/1") == output:
-                    found[int(entry.name)] = (entry / "environ").read_bytes()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.readlink(entry / "fd/1") == output:
+                found[int(entry.name)] = (entry / "environ").read_bytes()
     return found
 
 
@@ -190,15 +185,12 @@ def find_ranks(folder: Path) -> dict[int, int]:
 
     A run without torchrun has only rank 0, and so has a torchrun that has not started its ranks yet."""
     processes = find_processes(folder)
-    numbers = {process: re.search(rb"(?:^|\0)RANK=(\d+)", environment) for process, environment in processes.items()}
-    ranks, first = {}, {}
-    for process, number in numbers.items():
-        parent = int(_status(process)[1])
-        if number is not None and numbers.get(parent) is None:
-            ranks[int(number[1])] = process
-        elif parent not in processes:
-            first[0] = process
-    return ranks or first
+    parents = {process: int(_status(process)[1]) for process in processes}
+    found = ((process, re.search(rb"(?:^|\0)RANK=(\d+)", environment)) for process, environment in processes.items())
+    numbers = {process: int(number[1]) for process, number in found if number}
+    ranks = {number: process for process, number in numbers.items() if parents[process] not in numbers}
+    roots = [process for process, parent in parents.items() if parent not in processes]
+    return ranks or dict(enumerate(roots[:1]))
 
 
 def _status(process: int) -> list[str]:
@@ -227,13 +219,9 @@ def kill_all(folder: Path) -> None:
 
 def add_limits(parser: argparse.ArgumentParser, timeout: float) -> None:
     """Add the options of commands that interrupt runs; `timeout`: seconds of one start."""
-    parser.add_argument("--seed", type=int, metavar="S", help="of the random choices (default: random, and printed)")
+    seed, text = random.randrange(10**6), "of the random choices (default: random, and printed)"
+    parser.add_argument("--seed", type=int, default=seed, metavar="S", help=text)
     for option, default, what in (("--timeout", timeout, "one start"), ("--total-timeout", 86400.0, "everything")):
         help_text = f"limit of {what} (default: {default:g})"
         parser.add_argument(option, type=seconds, default=default, metavar="SECONDS", help=help_text)
     parser.add_argument("--work-dir", type=Path, metavar="DIR", help="folder for the runs (default: temporary)")
-
-
-def choose_seed(given: int | None) -> int:
-    """Return `--seed`, or a random one."""
-    return random.SystemRandom().randrange(10**6) if given is None else given

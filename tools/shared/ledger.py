@@ -5,12 +5,9 @@ next start counts as stopped. So the parts add up to the wall clock from the fir
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-
-from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from tools.shared.read_runs import read_lines, read_run_folder
 from utils.errors import CorruptionError, DataError, ExpectedError
@@ -25,19 +22,6 @@ USEFUL = ("train", "input", "validation", "test")
 # ETTR of arXiv:2410.21680: productive time over wall clock. Not productive: start-up, replayed steps, and the time
 # between two starts, in a queue or not; here also checkpoints.
 USEFUL_SHARE = "useful (ETTR)"
-
-
-class _Line(BaseModel):
-    """The values of a record of metrics.jsonl that the ledger reads."""
-
-    model_config = ConfigDict(strict=True)
-
-    kind: str
-    step: int | None = None
-    time: FiniteFloat | None = None
-    world_size: int = 1  # of a start
-    status: int | None = None  # of a stop
-    clock_seconds: dict[str, FiniteFloat]
 
 
 @dataclass
@@ -112,23 +96,21 @@ class TimeLedger:
 
 def find_ledger(folder: Path) -> TimeLedger | None:
     """Return the ledger of the run in `folder`; None if no record has times."""
-    lines, damaged = read_lines(folder / "metrics.jsonl")
+    records, damaged = read_lines(folder / "metrics.jsonl")
     starts: list[StartTimes] = []
     reached = 0
-    for line in lines:
-        with suppress(ValidationError):  # a record without times
-            record = _Line.model_validate(line)
-            seconds = {name: spent for name, spent in record.clock_seconds.items() if name in ACTIVITIES}
-            if record.kind in ("start", "resume") and record.time is not None:
-                first = record.step or 0
-                began = record.time - sum(seconds.values())
-                starts.append(StartTimes(began, first, reached, first, ranks=record.world_size))
-            if not starts or sum(seconds.values()) < starts[-1].alive:
-                continue  # a start that failed before its first record
-            start = starts[-1]
-            start.step, start.seconds = max(start.step, record.step or 0), seconds
-            start.ended, start.status = record.kind in ("end", "stop"), record.status
-            reached = max(reached, start.step)
+    for record in (record for record in records if "clock_seconds" in record):
+        seconds = {name: spent for name, spent in record["clock_seconds"].items() if name in ACTIVITIES}
+        step = record.get("step", 0)
+        if record["kind"] in ("start", "resume") and "time" in record:
+            began = record["time"] - sum(seconds.values())
+            starts.append(StartTimes(began, step, reached, step, ranks=record.get("world_size", 1)))
+        if not starts or sum(seconds.values()) < starts[-1].alive:
+            continue  # a start that failed before its first record
+        start = starts[-1]
+        start.step, start.seconds = max(start.step, step), seconds
+        start.ended, start.status = record["kind"] in ("end", "stop"), record.get("status")
+        reached = max(reached, start.step)
     return TimeLedger(starts, damaged) if any(start.alive for start in starts) else None
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, FiniteFloat, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from typing_extensions import Required, TypedDict  # pydantic needs these before Python 3.12
@@ -49,11 +49,15 @@ class _Environment(TypedDict, total=False):
 
 
 class _Record(TypedDict, total=False):
-    """The values of a line of metrics.jsonl that are used here, without the measured ones."""
+    """The values of a line of metrics.jsonl that are used here and in the ledger, without the measured ones."""
 
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
     kind: Required[str]
+    time: FiniteFloat  # seconds since 1970
+    step: int
     epoch: int
+    world_size: int  # of a start
+    clock_seconds: dict[str, FiniteFloat]
     status: int
     reason: str
     worst_classes: list[_WorstClass]
@@ -150,7 +154,7 @@ def read_run_folder(folder: Path) -> Run:
         run.problems.append(f"metrics.jsonl: {damaged} line(s) cannot be read; skipped")
     by_epoch: dict[int, dict[str, float]] = {}
     for record in records:
-        if record.get("kind") == "epoch" and isinstance(record.get("epoch"), int):
+        if record["kind"] == "epoch" and "epoch" in record:
             numbers = {
                 key: float(value)
                 for key, value in record.items()
@@ -169,7 +173,7 @@ def read_run_folder(folder: Path) -> Run:
 
 
 def _last_of(records: list[dict[str, Any]], *kinds: str) -> dict[str, Any] | None:
-    return next((record for record in reversed(records) if record.get("kind") in kinds), None)
+    return next((record for record in reversed(records) if record["kind"] in kinds), None)
 
 
 def _find_hang(folder: Path) -> str:
@@ -214,7 +218,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def read_records(path: Path, *kinds: str) -> list[dict[str, Any]]:
     """Return the records of these kinds in a metrics.jsonl, without an incomplete last line."""
-    return [record for record in read_lines(path)[0] if record.get("kind") in kinds]
+    return [record for record in read_lines(path)[0] if record["kind"] in kinds]
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -231,10 +235,8 @@ def _is_locked(path: Path) -> bool:
     try:
         with path.open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 

@@ -58,8 +58,6 @@ class Forecast:
     step: float
     images_per_sec: float
     efficiency: float
-    exposed: float  # seconds of communication not hidden by backward, with interference, copies and host's work
-    straggling: float  # seconds of waiting for the slowest rank
     limit: str  # the largest part of the step: compute, launches (the floor), communication, stragglers or input
 
 
@@ -175,10 +173,11 @@ def predict(work: MeasuredStep, gpus: int, machine: Cluster, *, batch_per_gpu: f
     batch = float(work.batch) if batch_per_gpu is None else batch_per_gpu
     computing = max(work.step * batch / work.batch, min(machine.floor, work.step))
     backward = BACKWARD_SHARE * computing
-    copying = machine.copies * sum(bucket.size for bucket in work.buckets) / machine.memory if gpus > 1 else 0.0
-    reductions = [(all_reduce(bucket.size, gpus, machine), bucket.ready) for bucket in work.buckets] if gpus > 1 else []
-    waiting = machine.host if gpus > 1 else 0.0
-    exposed = overlap(backward, reductions, machine.interference if gpus > 1 else 0.0) - backward + copying + waiting
+    exposed = 0.0  # communication not hidden by backward, with interference, copies and the host's work
+    if gpus > 1:
+        copying = machine.copies * sum(bucket.size for bucket in work.buckets) / machine.memory
+        reductions = [(all_reduce(bucket.size, gpus, machine), bucket.ready) for bucket in work.buckets]
+        exposed = overlap(backward, reductions, machine.interference) - backward + copying + machine.host
     straggling = machine.noise * work.step * expected_maximum(gpus)
     computed = computing + exposed + straggling
     fed = batch * min(gpus, machine.gpus_per_node) / machine.input_rate
@@ -191,7 +190,5 @@ def predict(work: MeasuredStep, gpus: int, machine: Cluster, *, batch_per_gpu: f
         step=step,
         images_per_sec=gpus * batch / step,
         efficiency=work.step * gpus * batch / (step * gpus * work.batch),
-        exposed=exposed,
-        straggling=straggling,
         limit="input" if fed > computed else max(parts, key=lambda part: parts[part]),
     )

@@ -5,8 +5,8 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 import torch
@@ -110,7 +110,7 @@ def build_loaders(config: DataConfig, dataset: Dataset, world: World) -> Loaders
             f"num_classes is {config.num_classes}, but {dataset.name} has {len(dataset.class_names)}; "
             f"use --set num_classes={len(dataset.class_names)}"
         )
-    kind, unreadable = LOADERS[config.data_loader], dict[str, str]()
+    kind = LOADERS[config.data_loader]
     decodes_each_epoch = not isinstance(dataset.train, ImageArrays) and not kind.in_memory
     if config.rnd_resized_crop and not decodes_each_epoch and kind.needs_data:
         raise ConfigError(
@@ -122,13 +122,12 @@ def build_loaders(config: DataConfig, dataset: Dataset, world: World) -> Loaders
     train_split: Split = dataset.train
     others: Sequence[Split] = [dataset.valid] if dataset.test is None else [dataset.valid, dataset.test]
     if kind.in_memory:
-        decoded, unreadable = _decode((train_split, True), *((split, False) for split in others))
-        train_split, others = decoded[0], decoded[1:]
+        train_split = decode_all(train_split, replace=True)
+        others = [decode_all(split, replace=False) for split in others]
     plan = _plan_training(config, train_split, world)
     largest = batch_bytes(config, plan.batch_size, train_split.image_shape)
     build, notes = _choose_builder(config, dataset.mean, dataset.std, largest, world)
     train = build(train_split, plan)
-    train.unreadable |= unreadable
     valid, *test = (build(split, _plan_validation(config, split, world)) for split in others)
     return Loaders(train, valid, test[0] if test else None, [*dataset.notes, *notes])
 
@@ -137,14 +136,11 @@ def build_valid_loader(
     config: DataConfig, split: Split, mean: tuple[float, ...], std: tuple[float, ...], world: World
 ) -> tuple[Loader, list[str]]:
     """Collective: build the loader of this rank that validates on `split`; return it and notes for the log."""
-    unreadable = dict[str, str]()
     if LOADERS[config.data_loader].in_memory:
-        (split,), unreadable = _decode((split, False))
+        split = decode_all(split, replace=False)
     largest = batch_bytes(config, 0, split.image_shape)
     build, notes = _choose_builder(config, mean, std, largest, world)
-    loader = build(split, _plan_validation(config, split, world))
-    loader.unreadable |= unreadable
-    return loader, notes
+    return build(split, _plan_validation(config, split, world)), notes
 
 
 def _choose_builder(
@@ -161,8 +157,7 @@ def _choose_builder(
     # NHWC: the loader returns images in the model's memory format
     memory_format = torch.channels_last if config.enable_nhwc else torch.contiguous_format
     normalise = Normalise(mean, std, world.device, memory_format)
-    module, _, function = kind.builder.partition(":")
-    build: LoaderBuilder = getattr(import_module(module), function)
+    build: LoaderBuilder = resolve_name(kind.builder)
     return lambda split, plan: build(config, split, plan, normalise, num_workers), notes
 
 
@@ -205,13 +200,6 @@ def _plan_training(config: DataConfig, split: Split, world: World) -> EpochPlan:
 def batch_bytes(config: DataConfig, rank_batch_size: int, image_shape: tuple[int, int, int]) -> int:
     """Return the size of a rank's larger batch, training or validation, as workers pass it on: uint8."""
     return max(rank_batch_size, config.valid_batch_size_per_gpu) * math.prod(image_shape)
-
-
-def _decode(*splits: tuple[Split, bool]) -> tuple[list[ImageArrays], dict[str, str]]:
-    """Decode splits into memory; return them and the unreadable files. True: replace unreadable files by others."""
-    decoded = [decode_all(split, replace=replace) for split, replace in splits]
-    unreadable = {path: reason for _, failed in decoded for path, reason in failed.items()}
-    return [arrays for arrays, _ in decoded], unreadable
 
 
 def _count_workers(config: DataConfig, world: World) -> tuple[int, list[str]]:

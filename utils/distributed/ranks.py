@@ -93,7 +93,7 @@ def _run_among_others(
         rendezvous = Rendezvous(launch, start_timeout)
         rendezvous.wait_for_ranks()
         rendezvous.watch(partial(_end, rendezvous=rendezvous, launch=launch))
-        leave = partial(_end_after_loss, rendezvous=rendezvous, launch=launch, folder=folder)
+        leave = partial(_end_after_loss, rendezvous=rendezvous, folder=folder)
         heartbeat = Heartbeat(rendezvous.store, launch, timeout.total_seconds(), leave)
         hangs = watch_collectives(rendezvous.store, timeout.total_seconds(), leave)
         world = _join_world(device, launch)
@@ -219,14 +219,10 @@ def _explain_loss(error: BaseException, absent: list[int]) -> str:
 
 
 def _end_after_loss(
-    message: str,
-    lost: Sequence[int],
-    store: dist.Store | None,
-    rendezvous: Rendezvous,
-    launch: Launch,
-    folder: Path | None,
+    message: str, lost: Sequence[int], store: dist.Store | None, rendezvous: Rendezvous, folder: Path | None
 ) -> NoReturn:
     """End the process from a watching thread, with its own connection to the store: the main thread may hang."""
+    launch = rendezvous.launch
     failure = Failure(1, f"error: rank {launch.rank}: {message}")
     if store is None:
         _end(failure if launch.reports_for_its_node else Failure(1, ""), None, launch)

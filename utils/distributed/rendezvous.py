@@ -223,11 +223,9 @@ class Rendezvous:
         """Return (first failure, {}) if a rank has reported one, otherwise (None, records of the ranks that answer)."""
         answer_alarm(self.store, self.launch.rank)
         self.raise_alarm()
-        until = time.monotonic() + ANSWER_SECONDS
-        while time.monotonic() < until:
-            failure = wait_for_failure(self.store, POLL_SECONDS)
-            if failure is not None:
-                return failure, {}
+        failure = wait_for_failure(self.store, ANSWER_SECONDS)
+        if failure is not None:
+            return failure, {}
         records = gather_answers(self.store, range(self.launch.world_size), 0)
         self._num_here = len(records)
         return None, records

@@ -234,10 +234,8 @@ def _set_aside(path: Path) -> None:
 
 def _move_aside(folder: Path) -> Path:
     """Rename a run's folder to the first free NAME.1, NAME.2 ... and return the new path."""
-    try:
+    with name_file_in_error(folder, "cannot be moved aside", "; choose another --run-dir", CheckpointError):
         return folder.rename(_free_name(folder))
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be moved aside: {error.strerror}; choose another --run-dir") from None
 
 
 def _has_config(path: Path, config: BaseConfig) -> bool:

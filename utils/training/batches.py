@@ -1,6 +1,7 @@
 """Batches between loader and step: prefetched, timed, mixed, resized."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,20 +15,16 @@ Batch = tuple[Tensor, Tensor]  # images [N, 3, H, W] and labels [N], or class fr
 Mix = Callable[[Tensor, Tensor, int, int], Batch]  # (images, labels, epoch, batch) -> mixed batch
 
 
+@dataclass
 class TrainingBatches:
     """Batches of a training loader, ready for the step."""
 
-    def __init__(
-        self,
-        config: TrainingConfig,
-        loader: Loader,
-        mix: Mix,
-        watch: StepWatch,
-        profiler: Profiler,
-        device: torch.device,
-    ) -> None:
-        self.config, self.loader, self.mix = config, loader, mix
-        self.watch, self.profiler, self.device = watch, profiler, device
+    config: TrainingConfig
+    loader: Loader
+    mix: Mix
+    watch: StepWatch
+    profiler: Profiler
+    device: torch.device
 
     def __len__(self) -> int:
         return len(self.loader)

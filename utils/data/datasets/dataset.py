@@ -1,14 +1,14 @@
 """`Dataset`, and `load_dataset()`, which reads CIFAR or generates shapes."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from utils.data.datasets.cifar import VERSIONS, read_cifar
-from utils.data.datasets.image_files import DecodedImages, EncodedImages
+from utils.data.datasets.image_files import EncodedImages, ReadSamples
 from utils.data.datasets.shapes import CLASS_NAMES, generate_shapes
 from utils.data.sampling import IntArray
 from utils.errors import ConfigError
@@ -23,6 +23,7 @@ class ImageArrays:
 
     images: np.ndarray  # uint8 [N, 3, H, W]
     labels: np.ndarray  # int64 [N]
+    unreadable: dict[str, str] = field(default_factory=dict)  # file: reason, if the images were decoded from files
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -33,9 +34,9 @@ class ImageArrays:
         """Return a copy of these samples."""
         return ImageArrays(self.images[indices], self.labels[indices])
 
-    def read(self, indices: IntArray, crops: None, *, replace: bool) -> DecodedImages:
+    def read(self, indices: IntArray, crops: None, *, replace: bool) -> ReadSamples[np.ndarray]:
         """Return the samples `indices`; the other arguments are for `EncodedImages`, which has the same interface."""
-        return DecodedImages(self.images[indices], indices, {})
+        return ReadSamples(self.images[indices], indices, {})
 
 
 Split = ImageArrays | EncodedImages

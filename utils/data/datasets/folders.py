@@ -16,6 +16,7 @@ from utils.data.datasets.dataset import Dataset, channel_statistics
 from utils.data.datasets.image_files import EncodedImages, ImageFiles, describe_unreadable, image_sides, printable_name
 from utils.data.sampling import IntArray
 from utils.errors import DataError
+from utils.files import name_file_in_error
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 STATISTICS_IMAGES = 512  # evenly spaced training images, for size, mean and standard deviation
@@ -99,10 +100,8 @@ def _find_images(path: Path, labels: Mapping[str, int]) -> list[tuple[str, int]]
 
 def _scan(folder: str | Path, remedy: str = "name a folder that can be read") -> list[os.DirEntry[str]]:
     """Return the entries of a folder, sorted by name; `DataError` if it cannot be read."""
-    try:
+    with name_file_in_error(folder, "cannot be read", f"; {remedy}", DataError):
         return sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be read: {error.strerror}; {remedy}") from None
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -174,7 +173,7 @@ def _median_side(images: EncodedImages) -> tuple[int, str]:
 def _statistics(images: EncodedImages) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of a sample of the training images, the same on every rank."""
     chosen = _sample(images)
-    pixels = images.read(chosen, None, replace=False).images
+    pixels = images.read(chosen, None, replace=False).samples
     if not len(pixels):
         raise DataError(f"not one of {len(chosen)} images can be read, for example {images.path(0)}")
     mean, std = channel_statistics(pixels)

@@ -7,7 +7,6 @@ import io
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -22,22 +21,14 @@ if TYPE_CHECKING:
     from PIL import Image
 
 Decoded = TypeVar("Decoded")
+Samples = TypeVar("Samples")
 
 
 @dataclass(frozen=True)
-class DecodedImages:
-    """Decoded images, the indices of their samples, and the unreadable files."""
-
-    images: np.ndarray  # uint8 [N, 3, S, S]
-    indices: IntArray
-    unreadable: dict[str, str]  # file: reason
-
-
-@dataclass(frozen=True)
-class ReadSamples(Generic[Decoded]):
+class ReadSamples(Generic[Samples]):
     """The results of decoding samples, the indices of the samples, and the unreadable files."""
 
-    samples: list[Decoded]
+    samples: Samples  # uint8 [N, 3, S, S], or a list of N other results
     indices: IntArray
     unreadable: dict[str, str]  # file: reason
 
@@ -66,18 +57,18 @@ class EncodedImages(ABC):
     def image_shape(self) -> tuple[int, int, int]:
         return 3, self.size, self.size
 
-    def read(self, indices: IntArray, crops: np.ndarray | None, *, replace: bool) -> DecodedImages:
+    def read(self, indices: IntArray, crops: np.ndarray | None, *, replace: bool) -> ReadSamples[np.ndarray]:
         """Decode the samples `indices`: their central squares, or random crops with `crops` (`Augmentation.crop`). An
         unreadable file is replaced by the next readable one with `replace`, else skipped."""
         read = self.read_each(
             indices, lambda content, row: self._cut(content, None if crops is None else crops[row]), replace=replace
         )
         images = np.stack(read.samples) if read.samples else np.empty((0, *self.image_shape), np.uint8)
-        return DecodedImages(images, read.indices, read.unreadable)
+        return ReadSamples(images, read.indices, read.unreadable)
 
     def read_each(
         self, indices: IntArray, decode: Callable[[bytes, int], Decoded], *, replace: bool
-    ) -> ReadSamples[Decoded]:
+    ) -> ReadSamples[list[Decoded]]:
         """Call `decode` with the bytes of each sample and its position in `indices`. A sample for which it raises an
         exception is unreadable: it is replaced by the next readable one with `replace`, else skipped. An
         `ExpectedError` is passed on: it means that the whole split is unreliable."""
@@ -109,17 +100,6 @@ class EncodedImages(ABC):
             return cut_centre(image, self.size, self.centre_fraction)
         box = resized_crop_box(crop, image.height, image.width)
         return np.asarray(functional.resized_crop(image, *box, [self.size, self.size])).transpose(2, 0, 1)
-
-    def read_all(self, *, replace: bool, num_threads: int) -> DecodedImages:
-        """Return every image, in memory."""
-        parts = np.array_split(np.arange(len(self.labels)), max(1, len(self.labels) // 256))
-        with ThreadPoolExecutor(num_threads) as pool:  # decoding releases the GIL
-            batches = list(pool.map(lambda part: self.read(part, None, replace=replace), parts))
-        return DecodedImages(
-            np.concatenate([batch.images for batch in batches]),
-            np.concatenate([batch.indices for batch in batches]),
-            {path: reason for batch in batches for path, reason in batch.unreadable.items()},
-        )
 
 
 @dataclass(frozen=True)

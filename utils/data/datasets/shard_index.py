@@ -9,6 +9,7 @@ import io
 import os
 import re
 import shlex
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from utils.data.sampling import IntArray
 from utils.errors import DataError
-from utils.files import open_regular
+from utils.files import name_file_in_error, open_regular
 
 INDEX_FILE = "shards.index"
 VERSION = 1
@@ -64,6 +65,11 @@ def remedy(folder: Path) -> str:
     return f"restore the file, or index the shards again: {command}"
 
 
+def reading(path: Path, folder: Path) -> AbstractContextManager[None]:
+    """Turn an `OSError` of the block, which reads `path`, into a `DataError` with the remedy for the index's folder."""
+    return name_file_in_error(path, "cannot be read", f"; {remedy(folder)}", DataError)
+
+
 def encode_index(index: ShardIndex) -> bytes:
     """Return the bytes of the index file."""
     arrays = {"class_names": np.array(index.class_names)}
@@ -83,11 +89,8 @@ def has_index(folder: Path) -> bool:
 def read_index(folder: Path) -> ShardIndex:
     """Read the index in `folder`; `DataError` if it cannot be read, is damaged, or has another version."""
     path = folder / INDEX_FILE
-    try:
-        with open_regular(path) as file:
-            header, content = file.readline(MAX_HEADER), file.read()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; {remedy(folder)}") from None
+    with reading(path, folder), open_regular(path) as file:
+        header, content = file.readline(MAX_HEADER), file.read()
     found = HEADER.fullmatch(header)
     if found is None:
         raise DataError(f"{path}: not an index of shards, or damaged; {remedy(folder)}")

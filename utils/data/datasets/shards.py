@@ -17,7 +17,7 @@ from utils.data.config import LOADERS, DataConfig
 from utils.data.datasets.dataset import Dataset, Split
 from utils.data.datasets.folders import build_from_files
 from utils.data.datasets.image_files import EncodedImages
-from utils.data.datasets.shard_index import INDEX_FILE, ShardSplit, read_index, remedy
+from utils.data.datasets.shard_index import INDEX_FILE, ShardSplit, read_index, reading, remedy
 from utils.data.sampling import IntArray, ShardGroups
 from utils.errors import ConfigError, DataError
 from utils.files import open_regular
@@ -39,12 +39,9 @@ class OpenShards:
         """Return a shard's descriptor; open it if needed. `DataError` if it is missing or not of `num_bytes`."""
         if (descriptor := self.descriptors.get(number)) is not None:
             return descriptor
-        try:
-            with open_regular(path) as file:
-                _check_size(path, os.fstat(file.fileno()).st_size, num_bytes)
-                descriptor = os.dup(file.fileno())
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}; {remedy(path.parent.parent)}") from None
+        with reading(path, path.parent.parent), open_regular(path) as file:
+            _check_size(path, os.fstat(file.fileno()).st_size, num_bytes)
+            descriptor = os.dup(file.fileno())
         kept = self.descriptors.setdefault(number, descriptor)  # another thread may have opened it meanwhile
         if kept != descriptor:
             os.close(descriptor)
@@ -73,14 +70,12 @@ class ShardedImages(EncodedImages):
         )
         path = self.shard_path(number)
         descriptor = self.opened.descriptor(number, path, int(self.index.shard_bytes[number]))
-        try:
+        with reading(path, self.folder):
             content = os.pread(descriptor, length, offset)
             while 0 < len(content) < length and (
                 more := os.pread(descriptor, length - len(content), offset + len(content))
             ):
                 content += more
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}; {remedy(self.folder)}") from None
         if zlib.crc32(content) != self.index.checksum[index]:
             raise DataError(f"{self.path(index)}: the bytes differ from the indexed ones; {remedy(self.folder)}")
         return content
@@ -130,10 +125,8 @@ def _check_shards(folder: Path, split: ShardSplit) -> None:
     """`DataError` if a shard is missing, or its size differs from the index; reads no shard."""
     for name, num_bytes in zip(split.shards, split.shard_bytes.tolist(), strict=True):
         path = folder / name
-        try:
+        with reading(path, folder):
             _check_size(path, path.stat().st_size, num_bytes)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}; {remedy(folder)}") from None
 
 
 def _check_size(path: Path, actual: int, expected: int) -> None:

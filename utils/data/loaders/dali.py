@@ -84,9 +84,9 @@ class DaliLoader(Loader):
             def inputs() -> Iterator[list[Any]]:
                 for batch in chain([first], prepared):
                     in_pipeline.append(batch)
-                    yield list(batch.inputs.values())
+                    yield list(batch.samples.values())
 
-            pipeline = self._build(list(first.inputs), inputs())
+            pipeline = self._build(list(first.samples), inputs())
             for _ in batches:
                 images, batch = self._receive(pipeline), in_pipeline.popleft()
                 self.record_unreadable(batch.unreadable, len(batch.indices))

@@ -13,20 +13,15 @@ from typing import Any
 import numpy as np
 
 from utils.data.datasets.dataset import ImageArrays, Split
-from utils.data.datasets.image_files import EncodedImages, central_square, decode_image
+from utils.data.datasets.image_files import EncodedImages, ReadSamples, central_square, decode_image
 from utils.data.sampling import EpochPlan, IntArray, resized_crop_box
 
 END_OF_JPEG = b"\xff\xd9"  # its last marker; a truncated file lacks it
 BLACK_PIXEL = b"P6 1 1 255\n\0\0\0"  # replaces an empty batch, which DALI does not accept
 
 
-@dataclass(frozen=True)
-class PreparedBatch:
-    """DALI's inputs by name, each [N, ...] or a list of N, and the indices of their samples; a placeholder has none."""
-
-    inputs: dict[str, Any]
-    indices: IntArray
-    unreadable: dict[str, str]  # file: reason
+# DALI's inputs by name, each [N, ...] or a list of N, and the indices of their samples; a placeholder has none.
+PreparedBatch = ReadSamples[dict[str, Any]]
 
 
 @dataclass(frozen=True)

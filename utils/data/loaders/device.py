@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ class DeviceLoader(Loader):
 
     def __init__(self, arrays: ImageArrays, plan: EpochPlan, normalise: Normalise) -> None:
         super().__init__(plan, normalise)
+        self.unreadable |= arrays.unreadable
         self.images, self.labels = (_to_device(array, self.device) for array in (arrays.images, arrays.labels))
         self.augment = None if plan.ranges is None else BatchAugmenter(*arrays.image_shape[1:], self.device)
 
@@ -67,14 +69,19 @@ def _to_device(values: np.ndarray, device: torch.device) -> Tensor:
     return copy
 
 
-def decode_all(split: Split, *, replace: bool) -> tuple[ImageArrays, dict[str, str]]:
-    """Return the split as arrays in memory, for `DeviceLoader`, and the unreadable files."""
+def decode_all(split: Split, *, replace: bool) -> ImageArrays:
+    """Return the split as arrays in memory, for `DeviceLoader`. An unreadable file is replaced by the next readable one
+    with `replace`, else skipped."""
     if isinstance(split, ImageArrays):
-        return split, {}
-    batch = split.read_all(replace=replace, num_threads=usable_cores())
-    if not len(batch.indices):
+        return split
+    parts = np.array_split(np.arange(len(split.labels)), max(1, len(split.labels) // 256))
+    with ThreadPoolExecutor(usable_cores()) as pool:  # decoding releases the GIL
+        batches = list(pool.map(lambda part: split.read(part, None, replace=replace), parts))
+    indices = np.concatenate([batch.indices for batch in batches])
+    if not len(indices):
         raise DataError(f"not one of {len(split.labels)} images can be read, for example {split.path(0)}")
-    return ImageArrays(batch.images, split.labels[batch.indices]), batch.unreadable
+    unreadable = {path: reason for batch in batches for path, reason in batch.unreadable.items()}
+    return ImageArrays(np.concatenate([batch.samples for batch in batches]), split.labels[indices], unreadable)
 
 
 def build(config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> Loader:

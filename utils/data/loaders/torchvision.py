@@ -40,7 +40,7 @@ class AugmentedImages(Dataset[Batch | ExpectedError]):
         augmentation = self.plan.sample_augmentation(epoch, indices)
         crops = None if augmentation is None else augmentation.crop
         read = self.split.read(indices, crops, replace=self.plan.training)  # type: ignore[arg-type]
-        images = read.images
+        images = read.samples
         if augmentation is not None and self.plan.ranges is not None:
             images = augment_each(images, augmentation, self.plan.ranges.crop_padding)
         labels = torch.from_numpy(self.split.labels[read.indices])

@@ -5,7 +5,6 @@ functions of (seed, epoch, sample index). Partners are neighbours in the epoch's
 rank's part of a batch holds whole pairs.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,7 +94,9 @@ class BatchMix:
 
     def __call__(self, images: Tensor, labels: Tensor, epoch: int, batch: int) -> tuple[Tensor, Tensor]:
         """Normalised [N, C, H, W] and int64 [N] -> mixed images in the same memory format, and targets, class weights
-        as float32 [N, classes]; with cutout only, labels are unchanged."""
+        as float32 [N, classes]; with cutout only, labels are unchanged. Without any of the three, the batch itself."""
+        if self.ranges == MixRanges(0, 0, 0):
+            return images, labels
         if epoch != self._epoch:
             self._epoch, self._batches = epoch, self.plan.batches(epoch)
         height, width = images.shape[2:]
@@ -128,14 +129,7 @@ def box_mask(boxes: IntArray, height: int, width: int, device: torch.device) -> 
     return (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
 
 
-def leave_unmixed(images: Tensor, labels: Tensor, epoch: int, batch: int) -> tuple[Tensor, Tensor]:
-    """Return the batch unchanged; replaces `BatchMix` if nothing is mixed."""
-    return images, labels
-
-
-def build_mix(
-    config: AugmentationConfig, plan: EpochPlan
-) -> Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]:
+def build_mix(config: AugmentationConfig, plan: EpochPlan) -> BatchMix:
     """Build the mixing that `cutout_size`, `mixup_alpha` and `cutmix_alpha` request."""
     ranges = MixRanges(config.cutout_size, config.mixup_alpha, config.cutmix_alpha)
-    return leave_unmixed if ranges == MixRanges(0, 0, 0) else BatchMix(ranges, plan, config.num_classes)
+    return BatchMix(ranges, plan, config.num_classes)

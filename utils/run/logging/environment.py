@@ -41,7 +41,11 @@ def describe_environment(device: torch.device, world_size: int) -> dict[str, Any
 
 def device_name(device: torch.device) -> str:
     """Return the name of the GPU, or of the processor with its number of cores."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    processors = read_processors()
+    name = processors[0].get("model name") if processors else None
+    return f"{name} x {len(processors)}" if name else platform.machine()
 
 
 def dali_version() -> str | None:
@@ -54,20 +58,9 @@ def dali_version() -> str | None:
     return None
 
 
-def _processor() -> str:
-    processors = read_processors()
-    if not processors:
-        return platform.processor() or platform.machine()
-    name = processors[0].get("model name")
-    return f"{name} x {len(processors)}" if name else platform.machine()
-
-
 def read_processors() -> list[dict[str, str]]:
-    """Return /proc/cpuinfo's {name: value} of each processor; empty if there is no such file."""
-    try:
-        blocks = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")
-    except OSError:
-        return []
+    """Return /proc/cpuinfo's {name: value} of each processor."""
+    blocks = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")
     facts = [
         {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in block.splitlines())}
         for block in blocks

@@ -13,7 +13,6 @@ import json
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -86,11 +85,10 @@ class TensorBoardWriter:
         steps, some epochs and some seconds. A file holds the events of one process in order, so everything after an
         outdated event is outdated, too. Nobody can read beyond a damaged event: that part stays."""
         for path in self.folder.glob("events.out.tfevents.*"):
-            with suppress(ValueError):
-                for position, event in _read_events(path):
-                    if any(self._is_outdated(value.tag, event.step) for value in event.summary.value):
-                        os.truncate(path, position)
-                        break
+            for position, event in _read_events(path):
+                if any(self._is_outdated(value.tag, event.step) for value in event.summary.value):
+                    os.truncate(path, position)
+                    break
 
     def _is_outdated(self, tag: str, step: int) -> bool:
         if tag.startswith(STEP_TAGS):
@@ -169,20 +167,12 @@ class TensorBoardWriter:
 
 
 def _read_events(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (position in bytes, event) of a file of TFRecords; raise `ValueError` where it is damaged."""
+    """Yield (position in bytes, event) of a file of TFRecords, up to its end or a damaged event."""
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.tensorflow_stub.errors import DataLossError, OutOfRangeError
-    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 
-    reader, position = PyRecordReader_New(str(path)), 0
-    while True:
-        try:
-            reader.GetNext()
-        except OutOfRangeError:
-            return
-        except DataLossError as error:
-            raise ValueError(f"damaged at byte {position}") from error
-        content = reader.record()
+    position = 0
+    for content in RawEventFileLoader(str(path)).Load():
         yield position, Event.FromString(content)
         position += 16 + len(content)  # length (8 bytes) with checksum (4), content with checksum (4)
 

@@ -101,8 +101,7 @@ class WandbTracker:
 
     def open(self) -> None:
         wandb, start = self.wandb, self.start
-        known = read_id(start.folder, "wandb")
-        identity = known or secrets.token_hex(8)
+        identity = read_ids(start.folder).get("wandb") or secrets.token_hex(8)
         keep_id(start.folder, "wandb", identity)
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", start.project()),
@@ -136,7 +135,7 @@ class MlflowTracker:
         self.start, self.mlflow = start, import_package("mlflow")
 
     def open(self) -> None:
-        folder, known = self.start.folder, read_id(self.start.folder, "mlflow")
+        folder, known = self.start.folder, read_ids(self.start.folder).get("mlflow")
         store = folder.resolve().parent / "mlruns"
         if "MLFLOW_TRACKING_URI" not in os.environ:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # new versions require a database without it
@@ -194,12 +193,11 @@ def numbers(record: Record) -> dict[str, float]:
     }
 
 
-def read_id(folder: Path, name: str) -> str | None:
-    """Return the id of the external run that an earlier start of this run opened."""
-    with suppress(OSError, ValueError, AttributeError):
-        identity = json.loads((folder / IDS).read_text(encoding="utf-8")).get(name)
-        return str(identity) if identity else None
-    return None
+def read_ids(folder: Path) -> dict[str, str]:
+    """Return {tracker: id of the external run} that earlier starts of this run opened."""
+    with suppress(OSError, ValueError):
+        return {**json.loads((folder / IDS).read_text(encoding="utf-8"))}
+    return {}
 
 
 _ids_lock = threading.Lock()  # trackers open at the same time
@@ -208,8 +206,7 @@ _ids_lock = threading.Lock()  # trackers open at the same time
 def keep_id(folder: Path, name: str, identity: str) -> None:
     """Store an external run's id for the next start."""
     with _ids_lock:
-        known = {other: read_id(folder, other) for other in TRACKERS if read_id(folder, other)}
-        write_atomically(folder / IDS, (json.dumps(known | {name: identity}) + "\n").encode())
+        write_atomically(folder / IDS, (json.dumps(read_ids(folder) | {name: identity}) + "\n").encode())
 
 
 class Trackers:

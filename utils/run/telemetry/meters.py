@@ -3,7 +3,6 @@
 import json
 import socket
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -18,8 +17,9 @@ from utils.training.learner import Learner
 from utils.training.metrics.flops import flops_per_image, measured_peak, number_format, published_peak
 
 
-class Meters(AbstractContextManager["Meters"]):
-    """Gives values for a run's records: `window` at log points, `totals` at the end. A `with` block reads sensors."""
+class Meters:
+    """Gives values for a run's records: `window` at log points, `totals` at the end, while a `with` block of `sensors`
+    reads them."""
 
     def __init__(self, config: OutputConfig, learner: Learner, world: World, image_shape: Sequence[int]) -> None:
         self.learner, self.world, self.image_shape = learner, world, tuple(image_shape)
@@ -61,13 +61,6 @@ class Meters(AbstractContextManager["Meters"]):
             return {}
         joules = sum(known)
         return {"joules": joules, "joules_per_image": joules / images}
-
-    def __enter__(self) -> "Meters":
-        self.sensors.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.sensors.__exit__()
 
 
 def count_devices(parallel: str, world: World) -> int:

@@ -12,6 +12,14 @@ struct bfloat16 {
     uint16_t bits;
 };
 
+// The bytes at `from` as a `To`.
+template <typename To>
+inline To read(const void* from) {
+    To value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
 // Round float32 bits, one number's or a vector's, to bfloat16 bits: to nearest even; NaN stays NaN.
 template <typename Bits>
 inline Bits round_to_bfloat16(Bits bits) {

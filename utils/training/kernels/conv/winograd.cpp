@@ -18,11 +18,7 @@ typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef float Half __attribute__((vector_size(LANES / 2 * sizeof(float))));
 typedef int32_t HalfPlaces __attribute__((vector_size(LANES / 2 * sizeof(int32_t))));
 
-inline Lanes load(const float* from) {
-    Lanes value;
-    std::memcpy(&value, from, sizeof value);
-    return value;
-}
+inline Lanes load(const float* from) { return read<Lanes>(from); }
 
 inline void store(Lanes value, float* to) { std::memcpy(to, &value, sizeof value); }
 
@@ -30,32 +26,20 @@ typedef uint32_t Bits __attribute__((vector_size(LANES * sizeof(uint32_t))));
 typedef uint16_t HighBits __attribute__((vector_size(LANES * sizeof(uint16_t))));
 
 inline Lanes load(const bfloat16* from) {
-    HighBits high;
-    std::memcpy(&high, from, sizeof high);
-    const Bits bits = __builtin_convertvector(high, Bits) << 16;
-    Lanes value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
+    const Bits bits = __builtin_convertvector(read<HighBits>(from), Bits) << 16;
+    return read<Lanes>(&bits);
 }
 
 inline void store(Lanes value, bfloat16* to) {
 #ifdef __AVX512BF16__
-    __m512 lanes;
-    std::memcpy(&lanes, &value, sizeof lanes);
-    const __m256bh high = _mm512_cvtneps_pbh(lanes);
+    const __m256bh high = _mm512_cvtneps_pbh(read<__m512>(&value));
 #else
-    Bits bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    const HighBits high = __builtin_convertvector(round_to_bfloat16(bits), HighBits);
+    const HighBits high = __builtin_convertvector(round_to_bfloat16(read<Bits>(&value)), HighBits);
 #endif
     std::memcpy(to, &high, sizeof high);
 }
 
-inline Places load(const uint8_t* from) {
-    Bytes value;
-    std::memcpy(&value, from, sizeof value);
-    return __builtin_convertvector(value, Places);
-}
+inline Places load(const uint8_t* from) { return __builtin_convertvector(read<Bytes>(from), Places); }
 
 inline void store(Places value, uint8_t* to) {
     const Bytes bytes = __builtin_convertvector(value, Bytes);
@@ -230,41 +214,30 @@ inline __attribute__((always_inline)) void multiply_transposed(Matrix matrix, Va
     }
 }
 
-// out = matrix * in * matrix', matrix [rows][columns]
-template <int rows, int columns, typename Matrix>
+// out = matrix * in * matrix', matrix [rows][columns]; `transposed`: matrix' * in * matrix, matrix [columns][rows]
+template <bool transposed, int rows, int columns, typename Matrix>
 inline __attribute__((always_inline)) void transform(Matrix matrix, const Lanes (&in)[columns][columns],
                                                      Lanes (&out)[rows][rows]) {
+    const auto apply = [&](auto value, auto set) __attribute__((always_inline)) {
+        if constexpr (transposed)
+            multiply_transposed<rows, columns>(matrix, value, set);
+        else
+            multiply<rows, columns>(matrix, value, set);
+    };
     Lanes half[rows][columns];
 #pragma GCC unroll 8
     for (int j = 0; j < columns; ++j)
-        multiply<rows, columns>(
-            matrix, [&](int k) { return in[k][j]; }, [&](int i, Lanes value) { half[i][j] = value; });
+        apply([&](int k) { return in[k][j]; }, [&](int i, Lanes value) { half[i][j] = value; });
 #pragma GCC unroll 8
     for (int i = 0; i < rows; ++i)
-        multiply<rows, columns>(
-            matrix, [&](int k) { return half[i][k]; }, [&](int j, Lanes value) { out[i][j] = value; });
-}
-
-// out = matrix' * in * matrix, matrix [columns][rows]
-template <int rows, int columns, typename Matrix>
-inline __attribute__((always_inline)) void transform_transposed(Matrix matrix, const Lanes (&in)[columns][columns],
-                                                                Lanes (&out)[rows][rows]) {
-    Lanes half[rows][columns];
-#pragma GCC unroll 8
-    for (int j = 0; j < columns; ++j)
-        multiply_transposed<rows, columns>(
-            matrix, [&](int k) { return in[k][j]; }, [&](int i, Lanes value) { half[i][j] = value; });
-#pragma GCC unroll 8
-    for (int i = 0; i < rows; ++i)
-        multiply_transposed<rows, columns>(
-            matrix, [&](int k) { return half[i][k]; }, [&](int j, Lanes value) { out[i][j] = value; });
+        apply([&](int k) { return half[i][k]; }, [&](int j, Lanes value) { out[i][j] = value; });
 }
 
 struct Sizes {
     int64_t images, height, width, channels, down, across, plane;
 
-    Sizes(int64_t side, int64_t images, int64_t height, int64_t width, int64_t channels)
-        : images(images), height(height), width(width), channels(channels), down((height + side - 1) / side),
+    Sizes(int64_t side, const int64_t* given)
+        : images(given[0]), height(given[1]), width(given[2]), channels(given[3]), down((height + side - 1) / side),
           across((width + side - 1) / side), plane((images * down * across + 1) * channels) {}
 };
 
@@ -274,41 +247,28 @@ struct Tile {
     int64_t offset[across][across];  // of a pixel in the images; -1 outside
     int64_t first;                   // the tile's offset in the first plane
 
-    Tile(const Sizes& sizes, int64_t line, int64_t column, int64_t step, int64_t border)
+    // Tiles lie `step` pixels apart, the first one `border` pixels outside; images are smaller than `sizes` by `pool`.
+    Tile(const Sizes& sizes, int64_t line, int64_t column, int64_t step, int64_t border, int64_t pool)
         : first((line * sizes.across + column) * sizes.channels) {
+        const int64_t height = sizes.height / pool, width = sizes.width / pool;
         const int64_t image = line / sizes.down, top = line % sizes.down * step - border;
         const int64_t left = column * step - border;
         for (int i = 0; i < across; ++i)
             for (int j = 0; j < across; ++j) {
                 const int64_t y = top + i, x = left + j;
-                const bool inside = 0 <= y && y < sizes.height && 0 <= x && x < sizes.width;
-                offset[i][j] = inside ? ((image * sizes.height + y) * sizes.width + x) * sizes.channels : -1;
+                const bool inside = 0 <= y && y < height && 0 <= x && x < width;
+                offset[i][j] = inside ? ((image * height + y) * width + x) * sizes.channels : -1;
             }
     }
 };
 
-// task(line, column) for each tile; a line is a row of tiles
-template <typename Task>
-void for_tiles(const Sizes& sizes, Task task) {
+// task(tile) for each tile; a line is a row of tiles
+template <int across, typename Task>
+void for_tiles(const Sizes& sizes, int64_t step, int64_t border, int64_t pool, Task task) {
 #pragma omp parallel for schedule(static)
     for (int64_t line = 0; line < sizes.images * sizes.down; ++line)
-        for (int64_t column = 0; column < sizes.across; ++column) task(line, column);
-}
-
-// task(offsets in the pooled images of a tile's 2 x 2 squares, -1 outside; the tile's offset in the first plane)
-template <int side, typename Task>
-void for_squares(const Sizes& sizes, Task task) {
-    const int64_t height = sizes.height / 2, width = sizes.width / 2;
-    for_tiles(sizes, [&](int64_t line, int64_t column) {
-        const int64_t image = line / sizes.down, top = line % sizes.down * (side / 2), left = column * (side / 2);
-        int64_t offset[side / 2][side / 2];
-        for (int i = 0; i < side / 2; ++i)
-            for (int j = 0; j < side / 2; ++j) {
-                const bool inside = top + i < height && left + j < width;
-                offset[i][j] = inside ? ((image * height + top + i) * width + left + j) * sizes.channels : -1;
-            }
-        task(offset, (line * sizes.across + column) * sizes.channels);
-    });
+        for (int64_t column = 0; column < sizes.across; ++column)
+            task(Tile<across>(sizes, line, column, step, border, pool));
 }
 
 // Transform LANES channels of one tile and store them at the offset `first` of each plane.
@@ -316,7 +276,7 @@ template <int rows, int across, typename Matrix, typename Number>
 inline void write_planes(Matrix matrix, const Lanes (&in)[across][across], Number* planes, const Sizes& sizes,
                          int64_t first) {
     Lanes out[rows][rows];
-    transform<rows, across>(matrix, in, out);
+    transform<false, rows, across>(matrix, in, out);
     for (int i = 0; i < rows; ++i)
         for (int j = 0; j < rows; ++j) store(out[i][j], planes + (i * rows + j) * sizes.plane + first);
 }
@@ -333,8 +293,7 @@ void write_zeros(Number* planes, const Sizes& sizes) {
 template <int side, int across, int rows, int64_t border, typename Matrix, typename Number>
 void to_planes(Matrix matrix, const Number* pixels, Number* planes, const Sizes& sizes) {
     const std::vector<Number> zeros(sizes.channels);
-    for_tiles(sizes, [&](int64_t line, int64_t column) {
-        const Tile<across> tile(sizes, line, column, side, border);
+    for_tiles<across>(sizes, side, border, 1, [&](const Tile<across>& tile) {
         const Number* from[across][across];
         for (int i = 0; i < across; ++i)
             for (int j = 0; j < across; ++j)
@@ -356,12 +315,13 @@ inline void from_planes(Matrix matrix, const Number* planes, const Sizes& sizes,
     Lanes in[across][across];
     for (int i = 0; i < across; ++i)
         for (int j = 0; j < across; ++j) in[i][j] = load(planes + (i * across + j) * sizes.plane + first);
-    transform_transposed<rows, across>(matrix, in, out);
+    transform<true, rows, across>(matrix, in, out);
 }
 
 // weights [outputs][3][3][channels] -> planes [position][outputs][channels]: G w G'
 template <int side, typename Number>
-void weights_to_planes(const float* weights, Number* planes, int64_t outputs, int64_t channels) {
+void weights_to_planes(const float* weights, Number* planes, const int64_t* given) {
+    const int64_t outputs = given[0], channels = given[1];
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::weights[i][k]; };
     constexpr int rows = side + 2;
 #pragma omp parallel for schedule(static)
@@ -369,15 +329,16 @@ void weights_to_planes(const float* weights, Number* planes, int64_t outputs, in
         for (int64_t c = 0; c < channels; c += LANES) {
             Lanes in[3][3], out[rows][rows];
             for (int i = 0; i < 9; ++i) in[i / 3][i % 3] = load(weights + (output * 9 + i) * channels + c);
-            transform<rows, 3>(matrix, in, out);
+            transform<false, rows, 3>(matrix, in, out);
             for (int i = 0; i < rows * rows; ++i)
                 store(out[i / rows][i % rows], planes + (i * outputs + output) * channels + c);
         }
 }
 
 // Gradient of the planes -> gradient of the weights.
-template <int side>
-void planes_to_weights(const float* planes, float* weights, int64_t outputs, int64_t channels) {
+template <int side, typename Number>
+void planes_to_weights(const Number* planes, float* weights, const int64_t* given) {
+    const int64_t outputs = given[0], channels = given[1];
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::weights[i][k]; };
     constexpr int rows = side + 2;
 #pragma omp parallel for schedule(static)
@@ -386,28 +347,30 @@ void planes_to_weights(const float* planes, float* weights, int64_t outputs, int
             Lanes in[rows][rows], out[3][3];
             for (int i = 0; i < rows * rows; ++i)
                 in[i / rows][i % rows] = load(planes + (i * outputs + output) * channels + c);
-            transform_transposed<3, rows>(matrix, in, out);
+            transform<true, 3, rows>(matrix, in, out);
             for (int i = 0; i < 9; ++i) store(out[i / 3][i % 3], weights + (output * 9 + i) * channels + c);
         }
 }
 
 template <int side, typename Number>
-void images_to_planes(const Number* images, Number* planes, const Sizes& sizes) {
+void images_to_planes(const Number* images, Number* planes, const int64_t* given) {
+    const Sizes sizes(side, given);
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::images[i][k]; };
     to_planes<side, side + 2, side + 2, 1>(matrix, images, planes, sizes);
 }
 
 template <int side, typename Number>
-void gradient_to_planes(const Number* gradient, Number* planes, const Sizes& sizes) {
+void gradient_to_planes(const Number* gradient, Number* planes, const int64_t* given) {
+    const Sizes sizes(side, given);
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
     to_planes<side, side, side + 2, 0>(matrix, gradient, planes, sizes);
 }
 
 template <int side, typename Number>
-void planes_to_outputs(const Number* planes, Number* outputs, const Sizes& sizes) {
+void planes_to_outputs(const Number* planes, Number* outputs, const int64_t* given) {
+    const Sizes sizes(side, given);
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
-    for_tiles(sizes, [&](int64_t line, int64_t column) {
-        const Tile<side> tile(sizes, line, column, side, 0);
+    for_tiles<side>(sizes, side, 0, 1, [&](const Tile<side>& tile) {
         for (int64_t c = 0; c < sizes.channels; c += LANES) {
             Lanes out[side][side];
             from_planes<side, side + 2>(matrix, planes, sizes, tile.first + c, out);
@@ -421,23 +384,24 @@ void planes_to_outputs(const Number* planes, Number* outputs, const Sizes& sizes
 // The largest of each 2 x 2 outputs and its index, row by row. As in PyTorch, the first of equal outputs wins, and NaN
 // wins over any number. Pixels after the last whole square of an image are ignored.
 template <int side, typename Number>
-void planes_to_pooled(const Number* planes, Number* pooled, uint8_t* places, const Sizes& sizes) {
+void planes_to_pooled(const Number* planes, Number* pooled, uint8_t* places, const int64_t* given) {
+    const Sizes sizes(side, given);
     static_assert(side % 2 == 0);
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
-    for_squares<side>(sizes, [&](const int64_t (&offset)[side / 2][side / 2], int64_t first) {
+    for_tiles<side / 2>(sizes, side / 2, 0, 2, [&](const Tile<side / 2>& squares) {
         for (int64_t c = 0; c < sizes.channels; c += LANES) {
             Lanes out[side][side];
-            from_planes<side, side + 2>(matrix, planes, sizes, first + c, out);
+            from_planes<side, side + 2>(matrix, planes, sizes, squares.first + c, out);
             for (int i = 0; i < side / 2; ++i)
                 for (int j = 0; j < side / 2; ++j) {
-                    if (offset[i][j] < 0) continue;
+                    if (squares.offset[i][j] < 0) continue;
                     Lanes largest = rounded(out[2 * i][2 * j], pooled);
                     Places place = {};
 #pragma GCC unroll 4
                     for (int k = 1; k < 4; ++k)
                         take_larger(rounded(out[2 * i + k / 2][2 * j + k % 2], pooled), k, largest, place);
-                    store(largest, pooled + offset[i][j] + c);
-                    store(place, places + offset[i][j] + c);
+                    store(largest, pooled + squares.offset[i][j] + c);
+                    store(place, places + squares.offset[i][j] + c);
                 }
         }
     });
@@ -445,20 +409,21 @@ void planes_to_pooled(const Number* planes, Number* pooled, uint8_t* places, con
 
 // `gradient_to_planes` for the gradient of a pooled image, which flows to the pixels that `places` names.
 template <int side, typename Number>
-void pooled_to_planes(const Number* gradient, const uint8_t* places, Number* planes, const Sizes& sizes) {
+void pooled_to_planes(const Number* gradient, const uint8_t* places, Number* planes, const int64_t* given) {
+    const Sizes sizes(side, given);
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
-    for_squares<side>(sizes, [&](const int64_t (&offset)[side / 2][side / 2], int64_t first) {
+    for_tiles<side / 2>(sizes, side / 2, 0, 2, [&](const Tile<side / 2>& squares) {
         for (int64_t c = 0; c < sizes.channels; c += LANES) {
             Lanes in[side][side];
             for (int i = 0; i < side / 2; ++i)
                 for (int j = 0; j < side / 2; ++j) {
-                    const bool inside = offset[i][j] >= 0;
-                    const Lanes value = inside ? load(gradient + offset[i][j] + c) : Lanes{};
-                    const Places place = inside ? load(places + offset[i][j] + c) : Places{};
+                    const int64_t offset = squares.offset[i][j];
+                    const Lanes value = offset < 0 ? Lanes{} : load(gradient + offset + c);
+                    const Places place = offset < 0 ? Places{} : load(places + offset + c);
 #pragma GCC unroll 4
                     for (int k = 0; k < 4; ++k) in[2 * i + k / 2][2 * j + k % 2] = only_at(k, place, value);
                 }
-            write_planes<side + 2, side>(matrix, in, planes, sizes, first + c);
+            write_planes<side + 2, side>(matrix, in, planes, sizes, squares.first + c);
         }
     });
     write_zeros<side + 2>(planes, sizes);
@@ -466,7 +431,8 @@ void pooled_to_planes(const Number* gradient, const uint8_t* places, Number* pla
 
 // Overlapping tiles of an image add up, in float32; one thread computes all tiles of LANES channels of an image.
 template <int side, typename Number>
-void planes_to_gradient(const Number* planes, Number* gradient, const Sizes& sizes) {
+void planes_to_gradient(const Number* planes, Number* gradient, const int64_t* given) {
+    const Sizes sizes(side, given);
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::images[i][k]; };
     constexpr int across = side + 2;
     const int64_t pixels = sizes.height * sizes.width;
@@ -480,7 +446,7 @@ void planes_to_gradient(const Number* planes, Number* gradient, const Sizes& siz
                 const int64_t before = image * pixels * sizes.channels;
                 for (int64_t line = image * sizes.down; line < (image + 1) * sizes.down; ++line)
                     for (int64_t column = 0; column < sizes.across; ++column) {
-                        const Tile<across> tile(sizes, line, column, side, 1);
+                        const Tile<across> tile(sizes, line, column, side, 1, 1);
                         Lanes out[across][across];
                         from_planes<across, across>(matrix, planes, sizes, tile.first + c, out);
                         for (int i = 0; i < across; ++i)
@@ -498,37 +464,17 @@ void planes_to_gradient(const Number* planes, Number* gradient, const Sizes& siz
 
 }  // namespace
 
-#define EXPORT(name, side, Number, format)                                                                          \
-    extern "C" void name##_##side##_##format(const Number* from, Number* to, int64_t images, int64_t height,        \
-                                             int64_t width, int64_t channels) {                                     \
-        name<side>(from, to, Sizes(side, images, height, width, channels));                                         \
-    }
-#define EXPORT_POOLED(side, Number, format)                                                                         \
-    extern "C" void planes_to_pooled_##side##_##format(const Number* from, Number* to, uint8_t* places,             \
-                                                       int64_t images, int64_t height, int64_t width,               \
-                                                       int64_t channels) {                                          \
-        planes_to_pooled<side>(from, to, places, Sizes(side, images, height, width, channels));                     \
-    }                                                                                                               \
-    extern "C" void pooled_to_planes_##side##_##format(const Number* from, const uint8_t* places, Number* to,       \
-                                                       int64_t images, int64_t height, int64_t width,               \
-                                                       int64_t channels) {                                          \
-        pooled_to_planes<side>(from, places, to, Sizes(side, images, height, width, channels));                     \
-    }
-#define EXPORT_WEIGHTS(side, Number, format)                                                                        \
-    extern "C" void weights_to_planes_##side##_##format(const float* from, Number* to, int64_t outputs,             \
-                                                        int64_t channels) {                                         \
-        weights_to_planes<side>(from, to, outputs, channels);                                                       \
-    }
-#define EXPORT_ALL(side, Number, format)               \
-    EXPORT_WEIGHTS(side, Number, format)               \
-    EXPORT(images_to_planes, side, Number, format)     \
-    EXPORT(gradient_to_planes, side, Number, format)   \
-    EXPORT(planes_to_outputs, side, Number, format)    \
+// The address of each transform, which takes the addresses of its tensors and of their sizes.
+#define EXPORT(name, side, Number, format) extern "C" const auto name##_##side##_##format = &name<side, Number>;
+#define EXPORT_ALL(side, Number, format)              \
+    EXPORT(weights_to_planes, side, Number, format)   \
+    EXPORT(images_to_planes, side, Number, format)    \
+    EXPORT(gradient_to_planes, side, Number, format)  \
+    EXPORT(planes_to_outputs, side, Number, format)   \
     EXPORT(planes_to_gradient, side, Number, format)
-#define EXPORT_GRADIENT_OF_WEIGHTS(side)                                                                            \
-    extern "C" void planes_to_weights_##side(const float* from, float* to, int64_t outputs, int64_t channels) {     \
-        planes_to_weights<side>(from, to, outputs, channels);                                                       \
-    }
+#define EXPORT_POOLED(side, Number, format)           \
+    EXPORT(planes_to_pooled, side, Number, format)    \
+    EXPORT(pooled_to_planes, side, Number, format)
 
 EXPORT_ALL(2, float, float32)
 EXPORT_ALL(3, float, float32)
@@ -542,7 +488,7 @@ EXPORT_ALL(3, bfloat16, bfloat16)
 EXPORT_ALL(4, bfloat16, bfloat16)
 EXPORT_POOLED(2, bfloat16, bfloat16)
 EXPORT_POOLED(4, bfloat16, bfloat16)
-EXPORT_GRADIENT_OF_WEIGHTS(2)
-EXPORT_GRADIENT_OF_WEIGHTS(3)
-EXPORT_GRADIENT_OF_WEIGHTS(4)
-EXPORT_GRADIENT_OF_WEIGHTS(6)
+EXPORT(planes_to_weights, 2, float, float32)
+EXPORT(planes_to_weights, 3, float, float32)
+EXPORT(planes_to_weights, 4, float, float32)
+EXPORT(planes_to_weights, 6, float, float32)

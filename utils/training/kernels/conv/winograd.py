@@ -72,26 +72,24 @@ class _Tiles:
         outputs, channels = weight.shape[:2]
         planes = torch.empty((self.side + 2) ** 2, outputs, channels, dtype=self.dtype, device="cpu")
         weight = weight.contiguous(memory_format=torch.channels_last)
-        return self._run(self._name("weights_to_planes"), (weight, planes), outputs, channels)
+        return self._run("weights_to_planes", self.dtype, (weight, planes), outputs, channels)
 
     def planes_to_weights(self, planes: Tensor) -> Tensor:
         """Gradient of the planes [position, O, C] -> of the weights [O, C, 3, 3], both float32."""
         _, outputs, channels = planes.shape
         sizes = outputs, channels, 3, 3
         gradient = torch.empty(sizes, dtype=torch.float32, device="cpu", memory_format=torch.channels_last)
-        return self._run(f"planes_to_weights_{self.side}", (planes, gradient), outputs, channels)
+        return self._run("planes_to_weights", torch.float32, (planes, gradient), outputs, channels)
 
     def call(self, name: str, *tensors: Tensor, channels: int) -> Tensor:
         """Run a transform of images in winograd.cpp; return the last tensor."""
         images = next(len(tensor) for tensor in tensors if tensor.dim() == 4)
-        return self._run(self._name(name), tensors, images, self.height, self.width, channels)
+        return self._run(name, self.dtype, tensors, images, self.height, self.width, channels)
 
-    def _name(self, name: str) -> str:
-        return f"{name}_{self.side}_{str(self.dtype).removeprefix('torch.')}"
-
-    def _run(self, name: str, tensors: tuple[Tensor, ...], *sizes: int) -> Tensor:
+    def _run(self, name: str, dtype: torch.dtype, tensors: tuple[Tensor, ...], *sizes: int) -> Tensor:
         addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
-        build()[name](*addresses, *map(ctypes.c_int64, sizes))
+        symbol = f"{name}_{self.side}_{str(dtype).removeprefix('torch.')}"
+        ctypes.CFUNCTYPE(None).in_dll(build(), symbol)(*addresses, (ctypes.c_int64 * len(sizes))(*sizes))
         return tensors[-1]
 
 

@@ -17,17 +17,13 @@ inline float load(float value) { return value; }
 
 inline float load(bfloat16 value) {
     const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, sizeof wide);
-    return wide;
+    return read<float>(&bits);
 }
 
 inline void store(float value, float* to) { *to = value; }
 
 inline void store(float value, bfloat16* to) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    to->bits = static_cast<uint16_t>(round_to_bfloat16(bits));
+    to->bits = static_cast<uint16_t>(round_to_bfloat16(read<uint32_t>(&value)));
 }
 
 // e^x to a few units in the last place: 2^n e^r with |r| at most ln 2 / 2, e^r as a series up to r^7 / 7!. From 88.4 on,
@@ -46,9 +42,7 @@ inline float exponential(float x) {
     sum = sum * r + 1;
     sum = sum * r + 1;
     const int32_t bits = (n + 127) << 23;
-    float power;
-    std::memcpy(&power, &bits, sizeof power);
-    return sum * power;
+    return sum * read<float>(&bits);
 }
 
 enum Activation { RELU, SILU };
@@ -147,8 +141,8 @@ void apply_rows(const T* __restrict x, const T* __restrict shortcut, const float
 
 template <typename T>
 void forward(const T* x, const T* shortcut, const float* weight, const float* bias, float* running_mean,
-             float* running_var, float* mean, float* invstd, T* out, int64_t pixels, int64_t channels, double momentum,
-             double eps, bool silu) {
+             float* running_var, float* mean, float* invstd, T* out, int64_t pixels, int64_t channels, int64_t silu,
+             double momentum, double eps) {
     const int64_t parts = count_parts(pixels, channels);
     const double count = static_cast<double>(pixels);
     std::vector<double> totals(parts * channels), squares(parts * channels);
@@ -237,9 +231,9 @@ void apply_gradients(const T* gradient, const T* __restrict x, const float* __re
 }
 
 template <bool added, Activation kind, typename T>
-void backward(const T* gradient, const T* x, const T* out, const float* weight, const float* bias, const float* mean,
-              const float* invstd, T* grad_x, T* grad_shortcut, float* grad_weight, float* grad_bias, int64_t pixels,
-              int64_t channels) {
+void backward_of(const T* gradient, const T* x, const T* out, const float* weight, const float* bias,
+                 const float* mean, const float* invstd, T* grad_x, T* grad_shortcut, float* grad_weight,
+                 float* grad_bias, int64_t pixels, int64_t channels) {
     const int64_t parts = count_parts(pixels, channels);
     const double count = static_cast<double>(pixels);
     std::vector<double> totals(parts * channels), products(parts * channels);
@@ -265,24 +259,21 @@ void backward(const T* gradient, const T* x, const T* out, const float* weight, 
                                      level.data(), slope.data(), rows_of(part, parts, pixels), channels, grad_x);
 }
 
+template <typename T>
+void backward(const T* gradient, const T* x, const T* out, const float* weight, const float* bias, const float* mean,
+              const float* invstd, T* grad_x, T* grad_shortcut, float* grad_weight, float* grad_bias, int64_t pixels,
+              int64_t channels, int64_t silu) {
+    const auto run = out    ? backward_of<true, RELU, T>
+                     : silu ? backward_of<false, SILU, T>
+                            : backward_of<false, RELU, T>;
+    run(gradient, x, out ? out : x, weight, bias, mean, invstd, grad_x, grad_shortcut, grad_weight, grad_bias, pixels,
+         channels);
+}
+
 }  // namespace
 
-#define KERNELS(name, T)                                                                                               \
-    extern "C" void norm_relu_forward_##name(                                                                          \
-        const T* x, const T* shortcut, const float* weight, const float* bias, float* running_mean,                    \
-        float* running_var, float* mean, float* invstd, T* out, int64_t pixels, int64_t channels, int64_t silu,        \
-        double momentum, double eps) {                                                                                 \
-        forward(x, shortcut, weight, bias, running_mean, running_var, mean, invstd, out, pixels, channels, momentum,   \
-                eps, silu);                                                                                            \
-    }                                                                                                                  \
-    extern "C" void norm_relu_backward_##name(                                                                         \
-        const T* gradient, const T* x, const T* out, const float* weight, const float* bias, const float* mean,        \
-        const float* invstd, T* grad_x, T* grad_shortcut, float* grad_weight, float* grad_bias, int64_t pixels,        \
-        int64_t channels, int64_t silu) {                                                                              \
-        const auto call = out ? backward<true, RELU, T> : silu ? backward<false, SILU, T> : backward<false, RELU, T>;  \
-        call(gradient, x, out ? out : x, weight, bias, mean, invstd, grad_x, grad_shortcut, grad_weight, grad_bias,    \
-             pixels, channels);                                                                                        \
-    }
-
-KERNELS(float32, float)
-KERNELS(bfloat16, bfloat16)
+// The kernels' addresses.
+extern "C" const auto norm_relu_forward_float32 = &forward<float>;
+extern "C" const auto norm_relu_forward_bfloat16 = &forward<bfloat16>;
+extern "C" const auto norm_relu_backward_float32 = &backward<float>;
+extern "C" const auto norm_relu_backward_bfloat16 = &backward<bfloat16>;

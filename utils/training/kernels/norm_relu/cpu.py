@@ -56,7 +56,8 @@ def _call(name: str, x: Tensor, tensors: tuple[Tensor | None, ...], silu: bool, 
     channels = x.shape[1]
     addresses = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
     sizes = (ctypes.c_int64(size) for size in (x.numel() // channels, channels, silu))
-    build()[f"norm_relu_{name}_{NAMES[x.dtype]}"](*addresses, *sizes, *numbers)
+    kernel = ctypes.CFUNCTYPE(None).in_dll(build(), f"norm_relu_{name}_{NAMES[x.dtype]}")
+    kernel(*addresses, *sizes, *numbers)
 
 
 @cache
