@@ -64,18 +64,15 @@ def wrap_in_ddp(
         **{renamed if renamed in options else "broadcast_buffers": False},  # type: ignore[arg-type]
     )
     if hook is not None:
-        distributed.register_comm_hook(None, _before_all_reduce(hook))
+        distributed.register_comm_hook(hook, _call_and_reduce)
     if config.deterministic or not on_gpu:
         _settle_buckets(distributed)
     return distributed
 
 
-def _before_all_reduce(hook: BucketHook) -> Callable[[dist.ProcessGroup, dist.GradBucket], Future[Tensor]]:
-    def call_and_reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
-        hook(bucket)
-        return default_hooks.allreduce_hook(group, bucket)
-
-    return call_and_reduce
+def _call_and_reduce(hook: BucketHook, bucket: dist.GradBucket) -> Future[Tensor]:
+    hook(bucket)
+    return default_hooks.allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]  # it is initialised
 
 
 def _settle_buckets(distributed: DistributedDataParallel) -> None:
