@@ -188,19 +188,18 @@ def choose_side(images: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> 
 class WinogradConv2d(nn.Conv2d):
     """Conv2d with one group, no dilation and zero padding, by Winograd's method where that fits."""
 
+    pool = False
+
     def forward(self, images: Tensor) -> Tensor:
-        """Images [N, C, H, W] -> [N, out_channels, ...]."""
+        """Images [N, C, H, W] -> [N, out_channels, ...], half as high and wide with `pool`."""
         padding: Any = self.padding  # may be declared as a word
-        return convolve(images, self.weight, self.bias, self.stride, padding)  # type: ignore[arg-type]
+        return convolve(images, self.weight, self.bias, self.stride, padding, pool=self.pool)  # type: ignore[arg-type]
 
 
 class PooledWinogradConv2d(WinogradConv2d):
     """WinogradConv2d without bias, followed by a 2x2 max-pool."""
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Images [N, C, H, W] -> [N, out_channels, H / 2, W / 2]."""
-        padding: Any = self.padding
-        return convolve(images, self.weight, None, self.stride, padding, pool=True)  # type: ignore[arg-type]
+    pool = True
 
 
 def use_winograd(config: SpeedConfig, model: nn.Module, precision: Precision, device: torch.device) -> list[str]:
