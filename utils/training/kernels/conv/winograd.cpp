@@ -241,14 +241,14 @@ struct Sizes {
           across((width + side - 1) / side), plane((images * down * across + 1) * channels) {}
 };
 
-// One tile: `across` x `across` pixels of an image, some of which may lie outside it.
-template <int across>
+// One tile: `across` x `across` pixels of an image, pooled by `pool`, some of which may lie outside it.
+template <int across, int pool = 1>
 struct Tile {
     int64_t offset[across][across];  // of a pixel in the images; -1 outside
     int64_t first;                   // the tile's offset in the first plane
 
-    // Tiles lie `step` pixels apart, the first one `border` pixels outside; images are smaller than `sizes` by `pool`.
-    Tile(const Sizes& sizes, int64_t line, int64_t column, int64_t step, int64_t border, int64_t pool)
+    // Tiles lie `step` pixels apart, the first one `border` pixels outside.
+    Tile(const Sizes& sizes, int64_t line, int64_t column, int64_t step, int64_t border)
         : first((line * sizes.across + column) * sizes.channels) {
         const int64_t height = sizes.height / pool, width = sizes.width / pool;
         const int64_t image = line / sizes.down, top = line % sizes.down * step - border;
@@ -263,12 +263,12 @@ struct Tile {
 };
 
 // task(tile) for each tile; a line is a row of tiles
-template <int across, typename Task>
-void for_tiles(const Sizes& sizes, int64_t step, int64_t border, int64_t pool, Task task) {
+template <int across, int pool = 1, typename Task>
+void for_tiles(const Sizes& sizes, int64_t step, int64_t border, Task task) {
 #pragma omp parallel for schedule(static)
     for (int64_t line = 0; line < sizes.images * sizes.down; ++line)
         for (int64_t column = 0; column < sizes.across; ++column)
-            task(Tile<across>(sizes, line, column, step, border, pool));
+            task(Tile<across, pool>(sizes, line, column, step, border));
 }
 
 // Transform LANES channels of one tile and store them at the offset `first` of each plane.
@@ -293,7 +293,7 @@ void write_zeros(Number* planes, const Sizes& sizes) {
 template <int side, int across, int rows, int64_t border, typename Matrix, typename Number>
 void to_planes(Matrix matrix, const Number* pixels, Number* planes, const Sizes& sizes) {
     const std::vector<Number> zeros(sizes.channels);
-    for_tiles<across>(sizes, side, border, 1, [&](const Tile<across>& tile) {
+    for_tiles<across>(sizes, side, border, [&](const Tile<across>& tile) {
         const Number* from[across][across];
         for (int i = 0; i < across; ++i)
             for (int j = 0; j < across; ++j)
@@ -370,7 +370,7 @@ template <int side, typename Number>
 void planes_to_outputs(const Number* planes, Number* outputs, const int64_t* given) {
     const Sizes sizes(side, given);
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
-    for_tiles<side>(sizes, side, 0, 1, [&](const Tile<side>& tile) {
+    for_tiles<side>(sizes, side, 0, [&](const Tile<side>& tile) {
         for (int64_t c = 0; c < sizes.channels; c += LANES) {
             Lanes out[side][side];
             from_planes<side, side + 2>(matrix, planes, sizes, tile.first + c, out);
@@ -388,7 +388,7 @@ void planes_to_pooled(const Number* planes, Number* pooled, uint8_t* places, con
     const Sizes sizes(side, given);
     static_assert(side % 2 == 0);
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
-    for_tiles<side / 2>(sizes, side / 2, 0, 2, [&](const Tile<side / 2>& squares) {
+    for_tiles<side / 2, 2>(sizes, side / 2, 0, [&](const Tile<side / 2, 2>& squares) {
         for (int64_t c = 0; c < sizes.channels; c += LANES) {
             Lanes out[side][side];
             from_planes<side, side + 2>(matrix, planes, sizes, squares.first + c, out);
@@ -412,7 +412,7 @@ template <int side, typename Number>
 void pooled_to_planes(const Number* gradient, const uint8_t* places, Number* planes, const int64_t* given) {
     const Sizes sizes(side, given);
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
-    for_tiles<side / 2>(sizes, side / 2, 0, 2, [&](const Tile<side / 2>& squares) {
+    for_tiles<side / 2, 2>(sizes, side / 2, 0, [&](const Tile<side / 2, 2>& squares) {
         for (int64_t c = 0; c < sizes.channels; c += LANES) {
             Lanes in[side][side];
             for (int i = 0; i < side / 2; ++i)
@@ -446,7 +446,7 @@ void planes_to_gradient(const Number* planes, Number* gradient, const int64_t* g
                 const int64_t before = image * pixels * sizes.channels;
                 for (int64_t line = image * sizes.down; line < (image + 1) * sizes.down; ++line)
                     for (int64_t column = 0; column < sizes.across; ++column) {
-                        const Tile<across> tile(sizes, line, column, side, 1, 1);
+                        const Tile<across> tile(sizes, line, column, side, 1);
                         Lanes out[across][across];
                         from_planes<across, across>(matrix, planes, sizes, tile.first + c, out);
                         for (int i = 0; i < across; ++i)
