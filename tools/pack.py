@@ -6,7 +6,7 @@
 The wheels have the versions installed here (pip download), and fit the Python and platform of the target, which has
 PyTorch, torchvision, numpy, matplotlib, rich and tensorboard. The pieces are in folders 01, 02 and so on of limited
 size, for machines that take only so much in a call. Tree and wheels come first, so the printed commands work there once
-01 has arrived; they unpack the data once all folders have.
+these folders have arrived, without DALI only 01; they unpack the data once all folders have.
 """
 
 import argparse
@@ -39,7 +39,9 @@ GROUPS = {
 }
 CODE_ARCHIVE, DATA_ARCHIVE, SUMS = "bring_up.tar.gz", "data.tar.xz", "01/SHA256SUMS"
 # the target may lack xz, but not Python's
-UNPACK = "import sys, tarfile; tarfile.open(fileobj=sys.stdin.buffer, mode='r|xz').extractall(sys.argv[1])"
+UNPACK = (
+    "import sys, tarfile; tarfile.open(fileobj=sys.stdin.buffer, mode='r|xz').extractall(sys.argv[1], filter='data')"
+)
 MEBIBYTE = 2**20
 
 
@@ -98,6 +100,8 @@ def split(archives: Sequence[Path], folder: Path, size: int) -> dict[str, str]:
                     break
                 if not room:
                     transfer, room = transfer + 1, size
+                    if transfer > 99:  # their names would sort in another order
+                        raise ConfigError(f"--size {size // MEBIBYTE}: makes over 99 folders; give a larger one")
                     (folder / f"{transfer:02}").mkdir()
                 name = f"{transfer:02}/{path.name}.{number:03}"
                 (folder / name).write_bytes(content)
@@ -199,12 +203,12 @@ def advice(wheels: bool, data: bool) -> list[str]:
     check = f"sha256sum --ignore-missing --quiet -c {SUMS}"
     install = 'python3 -m pip install -q --no-index --no-deps "$TO"/wheels/*.whl'
     all_there = f"sha256sum --status -c {SUMS} 2>/dev/null"
-    unpack = f'{all_there} && cat */{DATA_ARCHIVE}.* | python3 -c "{UNPACK}" "$TO"'
+    done = '"$TO/data.unpacked"'
+    unpack = f'{all_there} && cat */{DATA_ARCHIVE}.* | python3 -c "{UNPACK}" "$TO" && touch {done}'
     lines = [
         f'TO=~/bring-up; mkdir -p "$TO"; {check} && cat */{CODE_ARCHIVE}.* | tar -xzf - -C "$TO"',
-        *([install] if wheels else []),
-        *([f'[ -e "$TO/project/data" ] || {{ {unpack}; }}'] if data else []),
-        'cd "$TO/project" && python3 -m tools.bring_up --out ../bring-up --minutes 9',
+        *([f"[ -e {done} ] || {{ {unpack}; }}"] if data else []),
+        f'{f"{install} && " if wheels else ""}cd "$TO/project" && python3 -m tools.bring_up --out ../bring-up --minutes 9',
     ]
     return ["on the target, in the folder of 01, 02 and so on, in each call:", *(f"    {line}" for line in lines)]
 

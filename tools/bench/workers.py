@@ -1,6 +1,7 @@
 """Runs each case in its own process, so that its switches, caches and memory cannot affect another."""
 
 import signal
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -27,7 +28,10 @@ def worker(build: Callable[..., Trial], *arguments: Any) -> Iterator[Trial]:
             try:
                 return pool.submit(function, *values).result()
             except BrokenProcessPool:
-                raise ExpectedError("a measuring process was killed, as if out of memory; lower batch_size") from None
+                raise ExpectedError(
+                    "a measuring process ended: its output above says why, or it was killed, as if out of memory; "
+                    "lower batch_size"
+                ) from None
 
         call(_build, build, *arguments)
         yield partial(call, _run)
@@ -39,8 +43,22 @@ def _begin() -> None:
 
 
 def _build(build: Callable[..., Trial], *arguments: Any) -> None:
-    _built.append(build(*arguments))
+    with _shown():
+        _built.append(build(*arguments))
 
 
 def _run(*arguments: Any) -> Mapping[str, float]:
-    return _built[0](*arguments)
+    with _shown():
+        return _built[0](*arguments)
+
+
+@contextmanager
+def _shown() -> Iterator[None]:
+    """Print a bug's traceback here, since not every exception can be sent to the parent."""
+    try:
+        yield
+    except ExpectedError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        raise

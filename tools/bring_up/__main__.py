@@ -102,8 +102,10 @@ def run_call(options: argparse.Namespace, parts: Sequence[Part], deadline: Deadl
     if failed:
         print(f"failed: {', '.join(failed)}; logs: {options.out}/parts/NAME; to repeat: --part NAME")
     if unfinished:
-        print(f"run the same command again for: {', '.join(unfinished)}")
-        return DataError.exit_status if {states[name] for name in unfinished} == {"no data"} else UNFINISHED
+        no_data = {states[name] for name in unfinished} == {"no data"}
+        first = "bring the data (tools.pack or tools.prepare_data), then " if no_data else ""
+        print(f"{first}run the same command again for: {', '.join(unfinished)}")
+        return DataError.exit_status if no_data else UNFINISHED
     return int(bool(failed or regressions))
 
 

@@ -1,6 +1,6 @@
-"""A rehearsal of a machine lent for a few calls: tools.bring_up, from tools.pack's pieces, on the fake CUDA runtime.
+"""A rehearsal of tools.bring_up in short calls, from tools.pack's pieces, on the fake CUDA runtime.
 
-    python -m tests.rehearse_lease DIR --data data/cifar-100-python --transcript results/DATE-rehearsal/transcript.txt
+    python -m tests.rehearse_calls DIR --data data/cifar-100-python --transcript results/DATE-rehearsal/transcript.txt
 
 The machine is an empty folder below DIR (not there yet), with a Python that has only what tools.pack expects there, and
 without network if this is root. Each call brings one more folder of pieces, of the last commit, and runs the commands
@@ -32,7 +32,7 @@ from tools.shared.processes import Deadline, run_limited
 from utils.errors import DataError
 from utils.program import CODE
 
-LENT = ("3.12", "2.11")  # Python and torch there
+TARGET = ("3.12", "2.11")  # Python and torch there
 VERSIONS = """import importlib.metadata as found, json, sys, sysconfig
 print(json.dumps(["%d.%d" % sys.version_info[:2], found.version("torch"), sysconfig.get_path("purelib")]))"""
 NO_NETWORK = ("unshare", "--net", "bash", "-c", 'ip link set lo up && exec bash -c "$1"', "bash")
@@ -62,9 +62,10 @@ def describe(python: str) -> tuple[str, str, str] | None:
 
 
 def choose_python() -> tuple[str, tuple[str, str, str]]:
-    """Return the Python of a lent machine if it is installed, else this one, each with its description."""
-    if (lent := shutil.which(f"python{LENT[0]}")) and (found := describe(lent)) and found[1].startswith(LENT[1]):
-        return lent, found
+    """Return the target's Python if it is installed, else this one, each with its description."""
+    python = shutil.which(f"python{TARGET[0]}")
+    if python and (found := describe(python)) and found[1].startswith(TARGET[1]):
+        return python, found
     here = describe(sys.executable)
     assert here is not None
     return sys.executable, here
@@ -85,7 +86,7 @@ def bare_python(python: str, packages: Path, folder: Path) -> None:
 
 
 def check_limits(packed: Path, status: int | None) -> Iterator[str]:
-    """Yield what a lent machine would not have allowed in a call."""
+    """Yield what the target would not have allowed in a call."""
     if status is None:
         yield "it did not end by itself"
     sizes = [path.stat().st_size for path in packed.glob("*")]
@@ -98,7 +99,7 @@ def rehearse(folder: Path, data: Path, length: float, transcript: Path) -> int:
     python, (version, torch, packages) = choose_python()
     hidden = {str(folder): "DIR", str(CODE): "CHECKOUT", str(data.parent): "DATA", packages: "PACKAGES"}
     say = Transcript(transcript, hidden).say
-    say(f"Python {version}, torch {torch}; the lent machine: Python {LENT[0]}, torch {LENT[1]}")
+    say(f"Python {version}, torch {torch}; the target: Python {TARGET[0]}, torch {TARGET[1]}")
     machine, pieces = folder / "machine", folder / "pieces"
     machine.mkdir(parents=True)
     bare_python(python, Path(packages), folder / "python")
@@ -144,7 +145,7 @@ def is_installed(package: str) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.rehearse_lease")
+    parser = argparse.ArgumentParser(prog="python -m tests.rehearse_calls")
     parser.add_argument("dir", type=Path, metavar="DIR", help="a new folder, of some 2 GB")
     parser.add_argument("--data", type=Path, required=True, help="CIFAR-100's folder")
     parser.add_argument("--minutes", type=minutes, default=4.0, help="of each call (default: 4)")
