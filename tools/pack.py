@@ -201,14 +201,14 @@ def _git(*arguments: str) -> bytes:
 def advice(wheels: bool, data: bool) -> list[str]:
     """Return the commands for the target, to be run in the folder with the folders 01, 02 and so on."""
     check = f"sha256sum --ignore-missing --quiet -c {SUMS}"
-    install = 'python3 -m pip install -q --no-index --no-deps "$TO"/wheels/*.whl'
+    install = 'python3 -m pip install -q --no-index --no-deps "$TO"/wheels/*.whl && '
     all_there = f"sha256sum --status -c {SUMS} 2>/dev/null"
     done = '"$TO/data.unpacked"'
     unpack = f'{all_there} && cat */{DATA_ARCHIVE}.* | python3 -c "{UNPACK}" "$TO" && touch {done}'
     lines = [
         f'TO=~/bring-up; mkdir -p "$TO"; {check} && cat */{CODE_ARCHIVE}.* | tar -xzf - -C "$TO"',
         *([f"[ -e {done} ] || {{ {unpack}; }}"] if data else []),
-        f'{f"{install} && " if wheels else ""}cd "$TO/project" && python3 -m tools.bring_up --out ../bring-up --minutes 9',
+        f'{install if wheels else ""}cd "$TO/project" && python3 -m tools.bring_up --out ../bring-up --minutes 9',
     ]
     return ["on the target, in the folder of 01, 02 and so on, in each call:", *(f"    {line}" for line in lines)]
 

@@ -1,7 +1,8 @@
 """The parts of a bring-up, the most valuable first. To add a part, add a line to the table PARTS. No torch.
 
 The order suits a machine that one has for three calls of ten minutes, the data perhaps in the last: whether the rest
-can be trusted (tests), how it runs (compiled or eager), what answers the questions of docs/benchmarking.md, then claims.
+can be trusted (tests), how it runs (compiled or eager), what answers the questions of docs/benchmarking.md, then
+claims.
 
 `build_command` replaces these words: {folder} by the part's folder, {settings} by the command line's --set,
 {checkpoints} by whether the run writes checkpoints, {compile} by the result of the part `compile`, {tests} by the files
