@@ -111,7 +111,7 @@ def rehearse(folder: Path, data: Path, length: float, transcript: Path) -> int:
     packed = subprocess.run(packing, cwd=CODE, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
     say(f"$ python -m tools.pack {' '.join(words)}", *packed)
     commands = [line.strip() for line in packed if line.startswith("    ")]
-    start = commands[-1].replace("python3 -m", "bash tests/fake_cuda/with.sh --compute python3 -m")
+    start = commands[-1].replace("python3 -m tools", "bash tests/fake_cuda/with.sh --compute python3 -m tools")
     commands[-1] = start.replace("--minutes 9", f"--minutes {length:g} {SMALL}")
     script = "\n".join([f"cd {machine}", *commands])
     path = f"{folder}/python/bin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
