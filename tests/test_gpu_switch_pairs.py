@@ -18,6 +18,7 @@ from utils.distributed.config import DistributedConfig
 from utils.errors import ConfigError
 from utils.training.config import OptimizerConfig, PrecisionConfig, RecipeConfig, SpeedConfig
 from utils.training.precision import choose_precision
+from utils.training.step import check_graphs
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +43,7 @@ OTHERS = ["enable_nhwc", "deterministic", "rnd_horizontal_flip", "enable_alterna
 EXCLUDED = {"enable_compile", "lr_schedule", "lr_scale_rule", "lr_warmup_by"}
 EXCLUDED |= {"keep_cpu_memory", "conv_weight_products", "conv_winograd"}
 RUN = {"batch_size": 8, "valid_batch_size_per_gpu": 8, "limit_valid_batches": 1, "log_freq": 1000, "lr": 0.01}
-RUN |= {"device": "cuda", "max_epochs": 1, "log_to_screen": False}
+RUN |= {"device": "cuda", "max_epochs": 2, "log_to_screen": False}
 
 
 def values_of(key: str) -> list[Any]:
@@ -75,7 +76,7 @@ def configure(row: Row) -> Config:
     """Return a whole configuration; ValueError or ConfigError if the row's values are incompatible."""
     values = TINY | {key: value for key, value in row.items() if key != "progressive"} | row.get("progressive", {})
     config = Config(**values | RUN)
-    choose_precision(config, GPU)
+    check_graphs(config, choose_precision(config, GPU), GPU)
     return config
 
 

@@ -15,6 +15,7 @@ from utils.training import precision as precision_module
 from utils.training.kernels.backends import prepare_backends
 from utils.training.optimizers.build import build_optimizer
 from utils.training.precision import LossScaler, MasterWeights, Precision, choose_precision
+from utils.training.step import check_graphs
 
 CPU = torch.device("cpu")
 
@@ -127,9 +128,10 @@ def test_cuda_chooses_fp16_with_dynamic_scaling_but_none_for_o3(tiny):
 @pytest.mark.parametrize("optimizer", ["lars", "lamb", "muon"])
 def test_graphs_of_optimizers_without_a_fused_kernel_have_no_loss_scale(tiny, optimizer):
     cuda, keys = torch.device("cuda"), {"optimizer": optimizer, "enable_cuda_graphs": "auto", "enable_amp": True}
-    with pytest.raises(ConfigError, match=f"enable_cuda_graphs auto with optimizer {optimizer} needs amp_dtype bf16"):
-        choose_precision(tiny(**keys), cuda)
-    assert choose_precision(tiny(**keys, amp_dtype="bf16"), cuda).loss_scale is None
+    scaled, bf16 = tiny(**keys), tiny(**keys, amp_dtype="bf16")
+    with pytest.raises(ConfigError, match=f"enable_cuda_graphs auto with optimizer {optimizer} cannot scale the loss"):
+        check_graphs(scaled, choose_precision(scaled, cuda), cuda)
+    check_graphs(bf16, choose_precision(bf16, cuda), cuda)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon"])

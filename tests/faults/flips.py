@@ -46,7 +46,7 @@ class Flipper:
     def __post_init__(self) -> None:
         self.learner = self.verifier.learner
         step = self.learner.step
-        compiled = isinstance(step, TrainStep) and step.forward != step._forward
+        compiled = isinstance(step, TrainStep) and step.compiled_shapes is not None
         if self.flip.kind in IN_PYTHON and (isinstance(step, GraphedStep) or compiled):
             raise ConfigError(
                 f"a flip of kind {self.flip.kind} needs a step that is neither captured nor compiled; set "

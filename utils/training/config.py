@@ -173,7 +173,7 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
     nothing. Validation is compiled too in runs that validate enough images to pay for it."""
     enable_cuda_graphs: Auto = False
     """GRAPHS: capture the training step as a CUDA graph and replay it; auto: on CUDA, except for dataparallel. SGD and
-    AdamW need fused_optimizer, the others bf16 or float32."""
+    AdamW need fused_optimizer, the others a step without loss scale (bf16, float32)."""
     enable_prefetch: Auto = False
     """PREFETCH: prepare the next batch on a second CUDA stream during the step; auto: on CUDA."""
     keep_cpu_memory: Auto = False

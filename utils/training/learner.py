@@ -29,7 +29,7 @@ from utils.training.optimizers.build import (
 )
 from utils.training.optimizers.schedule import Plateau, Schedule, build_schedule, explain_warmup
 from utils.training.precision import LossScaler, choose_precision
-from utils.training.step import CompileTimer, Step, TrainStep, choose_step, on_capture_stream
+from utils.training.step import CompileTimer, Step, TrainStep, check_graphs, choose_step, on_capture_stream
 from utils.user_code import user_code_errors
 
 
@@ -101,7 +101,7 @@ class Learner(Classifier):
 def check_settings(config: TrainingConfig, world: World) -> None:
     """Raise `ConfigError`, before data is downloaded, for settings that this device or number of ranks cannot meet."""
     divide_batch(config.batch_size, world.world_size, config.micro_batch_size)
-    choose_precision(config, world.device)
+    check_graphs(config, choose_precision(config, world.device), world.device)
 
 
 def check_outputs(learner: Learner, model_name: str, image_shape: tuple[int, int, int]) -> None:

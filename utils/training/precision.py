@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from utils.errors import ConfigError
-from utils.training.config import HAVE_FUSED_KERNEL, SpeedConfig
-from utils.training.kernels.compilers import wants_graphs
+from utils.training.config import SpeedConfig
 
 Level = Literal["O0", "O1", "O2", "O3"]
 FORMAT_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -105,11 +104,6 @@ def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
         keep_batchnorm_fp32=level != "O3" if keep_batchnorm_fp32 is None else keep_batchnorm_fp32,
         loss_scale=config.loss_scale or ("dynamic" if fp16 and level in ("O1", "O2") else None),
     )
-    if precision.loss_scale is not None and config.optimizer not in HAVE_FUSED_KERNEL and wants_graphs(config, device):
-        raise ConfigError(
-            f"enable_cuda_graphs {str(config.enable_cuda_graphs).lower()} with optimizer {config.optimizer} needs "
-            "amp_dtype bf16 and loss_scale null; with a loss scale, the host decides on every step"
-        )
     if level == "O3" and fp16 and config.optimizer in ADAPTIVE:
         raise ConfigError(
             f"optimizer {config.optimizer} with opt_level O3 needs amp_dtype bf16 or opt_level O2; amp_dtype "

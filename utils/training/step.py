@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.errors import ConfigError
 from utils.timing.profiler import Profiler
-from utils.training.config import TrainingConfig
+from utils.training.config import HAVE_FUSED_KERNEL, TrainingConfig
 from utils.training.kernels.batch_norm import RunningStatistics, defer_batch_counters
 from utils.training.kernels.compilers import compile_for_shapes, compiles, missing_compiler, wants_graphs
 from utils.training.kernels.norm_relu.module import check_fusion
@@ -123,6 +123,11 @@ class GraphedStep:
     def __init__(self, step: TrainStep, device: torch.device) -> None:
         self.step, self.device = step, device
         self.shape: torch.Size | None = None
+        self.eager_steps, self.captured = 0, False
+
+    def replays(self, images: Tensor) -> bool:
+        """Whether a step with these images will replay the graph."""
+        return self.captured and images.shape == self.shape
 
     def __call__(self, images: Tensor, labels: Tensor, sums: MetricSums) -> None:
         if images.shape != self.shape:
@@ -147,6 +152,18 @@ class GraphedStep:
             self.graph.replay()
 
 
+def check_graphs(config: TrainingConfig, precision: Precision, device: torch.device) -> None:
+    """Raise `ConfigError` if the step is to be a CUDA graph, but cannot be one on this device."""
+    if config.enable_cuda_graphs is True and device.type != "cuda":
+        raise ConfigError(f"enable_cuda_graphs needs a CUDA device, this run is on {device.type}; use false or auto")
+    if precision.loss_scale is not None and config.optimizer not in HAVE_FUSED_KERNEL and wants_graphs(config, device):
+        raise ConfigError(
+            f"enable_cuda_graphs {str(config.enable_cuda_graphs).lower()} with optimizer {config.optimizer} cannot scale "
+            "the loss, as the host would decide on every step; use amp_dtype bf16 with loss_scale null, or "
+            "enable_cuda_graphs false"
+        )
+
+
 def choose_step(config: TrainingConfig, step: TrainStep, device: torch.device) -> tuple[Step, list[str]]:
     """Return `step` eager, compiled or captured, and notes for the log."""
     notes = []
@@ -159,8 +176,7 @@ def choose_step(config: TrainingConfig, step: TrainStep, device: torch.device) -
         notes.append("compiled: the first step takes up to minutes")
     elif config.parallel != "dataparallel":  # its replicas run in threads
         defer_batch_counters(step.weights.model)
-    if config.enable_cuda_graphs is True and device.type != "cuda":
-        raise ConfigError(f"enable_cuda_graphs needs a CUDA device, this run is on {device.type}; use false or auto")
+    check_graphs(config, step.precision, device)
     if wants_graphs(config, device):
         notes.append(f"captured as a CUDA graph after {GRAPH_WARMUP_STEPS} steps of each image size")
         return GraphedStep(step, device), notes

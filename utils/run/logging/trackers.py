@@ -195,7 +195,7 @@ def numbers(record: Record) -> dict[str, float]:
 
 def read_ids(folder: Path) -> dict[str, str]:
     """Return {tracker: id of the external run} that earlier starts of this run opened."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, TypeError):
         return {**json.loads((folder / IDS).read_text(encoding="utf-8"))}
     return {}
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from utils.training.config import TrainingConfig
+from utils.training.kernels.compilers import wants_graphs
 
 FIRST_STEPS = 3  # of each start: one creates the optimizer's state, the next reads it, the third is like all later ones
 CHUNK = 2**20  # numbers at once; bounds the memory of factors and products
@@ -186,7 +187,8 @@ def describe_verification(config: TrainingConfig, device: torch.device) -> list[
     every = config.verify_every_steps
     if every is None:
         return []
-    which = f"one step in {every}, and the first {FIRST_STEPS} of each start, are trained twice"
+    begin = "after the capture" if wants_graphs(config, device) else "of each start"
+    which = f"one step in {every}, and the first {FIRST_STEPS} {begin}, are trained twice"
     promise = "all bits must be equal"
     if rounding_varies(config, device):
         which = f"one step in {every} is trained twice"

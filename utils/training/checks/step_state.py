@@ -56,6 +56,8 @@ class Snapshot:
         self.entries: dict[Tensor, dict[str, Any]] = {
             parameter: dict(entries) for parameter, entries in learner.optimizer.state.items()
         }
+        parameters = {*learner.model.parameters(), *learner.weights.parameters()}
+        self.without_gradient = [parameter for parameter in parameters if parameter.grad is None]
         self.steps, self.random = learner.steps, seeds.random_state()
         self.updates = 0 if learner.ema is None else learner.ema.updates
 
@@ -74,6 +76,8 @@ class Snapshot:
         for parameter, entries in self.entries.items():
             learner.optimizer.state[parameter] = dict(entries)
         torch._foreach_copy_([tensor.detach() for tensor, _ in self.pairs], [saved for _, saved in self.pairs])
+        for parameter in self.without_gradient:  # else a gradient of -0.0 would be added to zeros, which gives 0.0
+            parameter.grad = None
         learner.steps = self.steps
         if learner.ema is not None:
             learner.ema.updates = self.updates

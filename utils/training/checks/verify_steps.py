@@ -97,7 +97,7 @@ class Verifier:
             self.state_after_last_step = None
             # where rounding varies, a sampled check measures it: a fault at the start would count as rounding
             self._first_steps = 0 if self.config.verify_every_steps is None or self.rounding_varies else FIRST_STEPS
-        if self._is_due():
+        if self._is_due(images):
             self._check(images, labels)
             self._first_steps -= 1
         else:
@@ -105,7 +105,7 @@ class Verifier:
         self._trained_to = self.learner.steps
         self.cost.trained += 1
         self.state_after_last_step = None
-        if self._is_due():
+        if self._is_due(images):
             self.state_after_last_step = start_fingerprints(shared_tensors(self.learner), sketched=False)
 
     def remarks(self) -> list[str]:
@@ -120,9 +120,9 @@ class Verifier:
             self.cost = Cost()
         return remarks
 
-    def _is_due(self) -> bool:
+    def _is_due(self, images: Tensor) -> bool:
         step = self.learner.step
-        if isinstance(step, GraphedStep) and not step.captured:
+        if isinstance(step, GraphedStep) and not step.replays(images):
             return False  # eager steps and the graph may round differently
         return self._first_steps > 0 or is_due(self.config, self.learner.steps)
 

@@ -69,8 +69,10 @@ class ForeachOptimizer(torch.optim.Optimizer, ABC):
         time."""
         steps = []
         for parameter in parameters:
-            device = parameter.device if captured else "cpu"
-            steps.append(self.state[parameter].setdefault("step", torch.zeros((), device=device)))
+            state = self.state[parameter]
+            if "step" not in state:
+                state["step"] = torch.zeros((), device=parameter.device if captured else "cpu")
+            steps.append(state["step"])
         torch._foreach_add_(steps, 1)
         if captured:
             return 1 - beta1 ** steps[0], 1 - ADAM_BETA2 ** steps[0]
