@@ -158,8 +158,8 @@ def check_graphs(config: TrainingConfig, precision: Precision, device: torch.dev
         raise ConfigError(f"enable_cuda_graphs needs a CUDA device, this run is on {device.type}; use false or auto")
     if precision.loss_scale is not None and config.optimizer not in HAVE_FUSED_KERNEL and wants_graphs(config, device):
         raise ConfigError(
-            f"enable_cuda_graphs {str(config.enable_cuda_graphs).lower()} with optimizer {config.optimizer} cannot scale "
-            "the loss, as the host would decide on every step; use amp_dtype bf16 with loss_scale null, or "
+            f"enable_cuda_graphs {str(config.enable_cuda_graphs).lower()} with optimizer {config.optimizer} cannot "
+            "scale the loss, as the host would decide on every step; use amp_dtype bf16 with loss_scale null, or "
             "enable_cuda_graphs false"
         )
 
