@@ -11,6 +11,7 @@ FIGURES = Path(__file__).resolve().parent
 RESULTS = FIGURES.parents[1] / "results"
 RESNET50_RUNS = {  # {recipe: folder of results}
     "16 epochs": "2026-11-25-resnet50-cpu",
+    "18 epochs": "2026-11-25-resnet50-cpu-18-epochs",
 }
 Curve = Sequence[tuple[float, float]]  # (epoch or minutes, accuracy in %)
 
