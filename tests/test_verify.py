@@ -178,7 +178,7 @@ def test_flips_of_every_kind_are_caught(tiny, one_rank, name) -> None:
 
 
 def test_a_campaign_counts_flips_that_are_missed(tiny, one_rank, monkeypatch) -> None:
-    monkeypatch.setattr(Verifier, "_is_due", lambda verifier: False)
+    monkeypatch.setattr(Verifier, "_is_due", lambda verifier, images: False)
     outcome = campaign(tiny(verify_every_steps=1, batch_size=16), one_rank, 14)
     assert len(outcome.missed) == flips_of(outcome)[1] > 0
     assert all("step" in line and "rank 0" in line for line in outcome.missed)
