@@ -22,7 +22,7 @@ from utils.training.step import GraphedStep
 
 GPU = torch.device("cuda", 0)
 STOP_AFTER, WARMUP = 3, 3  # steps; without DDP, 3 warm-up steps before a capture are enough
-STEPS, GRAPHED_STEPS = 4, 8  # in one epoch or two; a graph is captured before and after the stop
+STEPS, GRAPHED_STEPS = 4, 10  # in one epoch or two; a graph is captured before and after the stop, and replayed last
 RECORDED = ("loss/train", "acc1/train", "loss/valid", "acc1/valid", "images/valid", "learning_rate")
 
 
