@@ -27,7 +27,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> 
     """Replace the gradient of each parameter by its mean over all ranks of the default process group.
 
     The test counts the calls of `dist.all_reduce`. Each sends one flat tensor with the gradients of several parameters,
-    at most `bucket_bytes` of them; a single larger gradient travels alone.
+    at most `bucket_bytes` of them; a larger gradient is sent in a call of its own.
     """
     raise NotImplementedError
 

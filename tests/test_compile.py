@@ -117,7 +117,7 @@ def test_a_compiled_network_is_split_where_ddps_buckets_end(
 ) -> None:
     """So that a bucket's all-reduce starts before the backward pass of the other layers."""
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 200)
-    ddp.step.model.bucket_bytes_cap = 200  # bytes, about those of the last layer
+    ddp.step.model.bucket_bytes_cap = 200  # bytes, about the last layer's
     ddp.train_step(*BATCHES[0])
     assert compiled.frame_count > 2  # network and loss
 

@@ -1,7 +1,7 @@
 """Ask NCCL itself why a run hangs: its RAS service knows which processes are dead and how far each rank has come.
 
-NCCL opens the service, from version 2.24 on, on one port of each node. The protocol is that of NCCL's own client,
-`ncclras` (src/ras/client.cc): commands and answers are lines of text.
+NCCL opens the service, from version 2.24 on, on one port of each node. NCCL's own client,
+`ncclras`, uses the same protocol (src/ras/client.cc): commands and answers are lines of text.
 """
 
 import os
