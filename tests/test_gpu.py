@@ -22,6 +22,7 @@ from utils.timing.trace import find_ranges, read_trace
 from utils.training.batches import prefetch, resize
 from utils.training.metrics.sums import MetricSums
 from utils.training.optimizers.build import learning_rate, set_learning_rate
+from utils.training.optimizers.muon import ADAMW_RMS, orthogonalise
 from utils.training.step import GRAPH_WARMUP_STEPS, GraphedStep
 
 pytestmark = pytest.mark.gpu
@@ -96,6 +97,13 @@ def test_a_graph_is_captured_anew_for_each_image_size(tiny, gpu):
     graphed, trainer = train(graphs=True)
     assert trainer.learner.step.captured and trainer.learner.step.images.shape[2:] == (24, 24)
     torch.testing.assert_close(graphed, train(graphs=False)[0], rtol=0.05, atol=0.02)
+
+
+def test_muon_orthogonalises_in_bf16():
+    matrices = torch.randn(2, 8, 25, generator=torch.Generator().manual_seed(0))
+    found = orthogonalise(matrices.cuda()) / (ADAMW_RMS * 5)
+    torch.testing.assert_close(found, found.bfloat16().float(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.cpu(), orthogonalise(matrices) / (ADAMW_RMS * 5), rtol=0.1, atol=0.02)
 
 
 # other optimizers update differently: only their graphs have a reference

@@ -32,6 +32,7 @@ int cublasSetStream_v2(Handle* handle, cudaStream_t stream) {
   return SUCCESS;
 }
 int cublasSgemm_v2(Handle* handle) { return product(handle->stream); }
+int cublasSgemmStridedBatched(Handle* handle) { return product(handle->stream); }
 int cublasGemmEx(Handle* handle) { return product(handle->stream); }
 int cublasGemmStridedBatchedEx(Handle* handle) { return product(handle->stream); }
 

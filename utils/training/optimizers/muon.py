@@ -59,23 +59,32 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     """[N, rows, columns] -> nearly U V' of each singular value decomposition U S V', scaled to the size of AdamW's
     update. All but the smallest singular values end near 1, between 0.6 and 1.2.
 
-    Jordan's Newton-Schulz iteration multiplies the matrix x by polynomials of the small square matrix x x'. They
-    commute, so they are multiplied with each other first and x, usually much wider, is multiplied once, by their
-    product. In float32 without TF32, which would lose the smallest singular values; torch.optim.Muon uses bf16, whose
-    products are up to 90 times slower on a CPU.
+    In bf16 on a GPU with tensor cores for bf16, as in torch.optim.Muon; elsewhere in float32, since many processors have
+    no kernels for bf16.
     """
-    tf32, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
-    try:
-        return _orthogonalise(matrices)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = tf32
-
-
-def _orthogonalise(matrices: Tensor) -> Tensor:
-    first, second, third = COEFFICIENTS
     rows, columns = matrices.shape[1:]
     x = (matrices.mT if rows > columns else matrices).float()
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=MIN_NORM)
+    if x.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False):
+        x = newton_schulz(x.bfloat16())
+    else:
+        x = newton_schulz_by_squares(x)
+    return (x.mT if rows > columns else x).to(matrices.dtype) * (ADAMW_RMS * math.sqrt(max(rows, columns)))
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    """Jordan's iteration: x becomes a x + (b x x' + c (x x')^2) x. It corrects the rounding of its earlier steps."""
+    first, second, third = COEFFICIENTS
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        square = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=second, alpha=third), x, beta=first)
+    return x
+
+
+def newton_schulz_by_squares(x: Tensor) -> Tensor:
+    """The same in float32, faster on a CPU: the polynomials of x x', which is square, are multiplied with each other, and
+    x, usually much wider, only once, by their product. In bf16 this would lose the smallest singular values."""
+    first, second, third = COEFFICIENTS
     square = x @ x.mT
     one, factors = torch.eye(x.shape[1], device=x.device), None
     for step in range(NEWTON_SCHULZ_STEPS):
@@ -83,5 +92,4 @@ def _orthogonalise(matrices: Tensor) -> Tensor:
         factors = factor if factors is None else factor @ factors
         if step < NEWTON_SCHULZ_STEPS - 1:
             square = factor @ square @ factor
-    x = factors @ x
-    return (x.mT if rows > columns else x).to(matrices.dtype) * (ADAMW_RMS * math.sqrt(max(rows, columns)))
+    return factors @ x
