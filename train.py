@@ -12,7 +12,7 @@ other tags are AMP, NHWC, EXTRA, STEM, FUSE, CONV, COMPILE, GRAPHS, PREFETCH, AL
 import os
 import signal
 
-from utils.program import end_with_parent, frozen_objects
+from utils.program import end_with_parent
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process without a traceback
@@ -134,7 +134,7 @@ class Trainer:
         opened = self._open_folder()
         lock = opened.lock if opened else nullcontext()
         sensors = self.meters.sensors
-        with listen(self.requests), lock, sensors, self._open_log() as log, self.writer, frozen_objects():
+        with listen(self.requests), lock, sensors, self._open_log() as log, self.writer:
             will_train = not self.finished
             if opened:
                 self.clock.resume(self.learner.steps, opened.reached)

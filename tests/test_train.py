@@ -1,6 +1,5 @@
 """Whole runs through the Trainer: their results, files, messages and ends."""
 
-import gc
 import json
 import math
 import os
@@ -8,8 +7,6 @@ import random
 import re
 import subprocess
 import sys
-import weakref
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy
@@ -462,30 +459,3 @@ def test_command_line_run_ends_with_the_tutorials_lines(tmp_path):
     assert "tensorboard" not in result.stdout  # TINY writes no event files
     assert (tmp_path / "status").read_text() == "0\n"
     assert Path(tmp_path / "run/checkpoints/best.pt").exists()
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_collections_visit_only_objects_made_during_training(tiny, one_rank, tmp_path, monkeypatch, fails):
-    """They free reference cycles within the epoch. When training has ended or failed, all objects are visited again."""
-    trainer = Trainer(tiny(max_epochs=1), one_rank, tmp_path)
-    train_step, before, visited = trainer.learner.train_step, len(gc.get_objects()), []
-
-    class Cycle:
-        def __init__(self):
-            self.cycle = self
-
-    def step(*batch):
-        visited.append(len(gc.get_objects()))
-        if fails and len(visited) == 3:
-            raise RuntimeError("out of memory")
-        train_step(*batch)
-        cycle = weakref.ref(Cycle())
-        assert len([[] for _ in range(10_000)]) == 10_000  # starts automatic collections
-        assert cycle() is None
-
-    monkeypatch.setattr(trainer.learner, "train_step", step)
-    with pytest.raises(RuntimeError, match="out of memory") if fails else nullcontext():
-        trainer.train()
-    assert max(visited) < before / 10
-    assert gc.get_freeze_count() == 0
-    assert len(gc.get_objects()) > before / 2

@@ -59,8 +59,8 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     """[N, rows, columns] -> nearly U V' of each singular value decomposition U S V', scaled to the size of AdamW's
     update. All but the smallest singular values end near 1, between 0.6 and 1.2.
 
-    In bf16 on a GPU with tensor cores for bf16, as in torch.optim.Muon; elsewhere in float32, since many processors have
-    no kernels for bf16.
+    In bf16 on a GPU with tensor cores for bf16, as in torch.optim.Muon; elsewhere in float32, since many processors
+    have no kernels for bf16.
     """
     rows, columns = matrices.shape[1:]
     x = (matrices.mT if rows > columns else matrices).float()
@@ -82,8 +82,8 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def newton_schulz_by_squares(x: Tensor) -> Tensor:
-    """The same in float32, faster on a CPU: the polynomials of x x', which is square, are multiplied with each other, and
-    x, usually much wider, only once, by their product. In bf16 this would lose the smallest singular values."""
+    """The same iteration, faster in float32 on a CPU: the polynomials of x x', which is square, are multiplied with each
+    other, and x, usually much wider, only once, by their product. bf16 would lose the smallest singular values."""
     first, second, third = COEFFICIENTS
     square = x @ x.mT
     one, factors = torch.eye(x.shape[1], device=x.device), None
