@@ -82,8 +82,8 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def newton_schulz_by_squares(x: Tensor) -> Tensor:
-    """The same iteration, faster in float32 on a CPU: the polynomials of x x', which is square, are multiplied with each
-    other, and x, usually much wider, only once, by their product. bf16 would lose the smallest singular values."""
+    """The same iteration, faster in float32 on a CPU: the polynomials of the square x x' are multiplied together,
+    and x, usually much wider, only once, by their product. bf16 would lose the smallest singular values."""
     first, second, third = COEFFICIENTS
     square = x @ x.mT
     one, factors = torch.eye(x.shape[1], device=x.device), None
