@@ -2,7 +2,7 @@
 
 `torch.autocast` runs convolutions and matrix products in bf16, where they are fastest, while the weights stay in
 float32, so that small updates are not lost. It casts the inputs and the weights of each such layer right before the
-layer. Everything else takes the type that arrives.
+layer. Every other layer of this network computes in the type of its input.
 
 Write `forward` so that it gives the same bits as autocast, in the outputs and in the gradients.
 

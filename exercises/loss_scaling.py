@@ -1,6 +1,6 @@
 """Loss scaling for fp16.
 
-The smallest positive number of fp16 is 6e-8. Smaller gradients become zero. Multiplying the loss by a scale S
+The smallest positive number of fp16 is 6e-8. Gradients below half of it become zero. Multiplying the loss by a scale S
 multiplies every gradient by S, and dividing by S before the update undoes it in float32. With too large an S gradients
 overflow to infinity. A dynamic scaler skips such a step and halves S; after `growth_interval` good steps in a row it
 doubles S.

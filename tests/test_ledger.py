@@ -105,7 +105,7 @@ def test_the_command_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert runs.main(["--ledger", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     for text in (
-        "2 starts, ", "training                    9.0 s   23.1%", "useful (ETTR): 23.1%", "by itself",
+        "2 starts, ", "training                    9.0 s   23.1%", "useful (ETTR): 23.1%", "finished",
         "steps: 9 done, 12 trained, 3 of them", "killed: no record of its last seconds",
     ):  # fmt: skip
         assert text in shown
@@ -113,6 +113,11 @@ def test_the_command_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         show_ledger(tmp_path / "elsewhere")
     with pytest.raises(DataError, match=r"holds no metrics\.jsonl with clock_seconds"):
         show_ledger(write(tmp_path / "elsewhere", {"kind": "start"}))
+
+
+def test_a_start_that_stopped_on_request_shows_its_exit_status(tmp_path: Path) -> None:
+    stop = at(3, "stop", train=3) | {"status": 75}
+    assert show_ledger(write(tmp_path, begin(1000), stop))[-1].endswith("exit status 75")
 
 
 def test_process_age() -> None:

@@ -10,7 +10,8 @@ def forward(network: nn.Sequential, images: Tensor) -> Tensor:
             weight = layer.weight.bfloat16()
             bias = None if layer.bias is None else layer.bias.bfloat16()
             if isinstance(layer, nn.Conv2d):
-                images = functional.conv2d(images.bfloat16(), weight, bias, layer.stride, layer.padding)
+                shape = layer.stride, layer.padding, layer.dilation, layer.groups
+                images = functional.conv2d(images.bfloat16(), weight, bias, *shape)
             else:
                 images = functional.linear(images.bfloat16(), weight, bias)
         else:

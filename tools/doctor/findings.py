@@ -6,7 +6,7 @@ A document is the output of `python -m tools.doctor --json`. This module imports
 import statistics
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -103,7 +103,8 @@ def compare_documents(read: Mapping[Path, Document]) -> list[Finding]:
     for path, document in others:
         check_comparable(f"{path} and {first}", document, reference)
     failed = [finding for document in read.values() for finding in document.findings if finding.level == "fail"]
-    return [*failed, *(_compare_nodes(name, compared) for name, compared in compare_figures(read.values()).items())]
+    named = [replace(finding, message=f"{finding.where}: {finding.message}", where="") for finding in failed]
+    return [*named, *(_compare_nodes(name, compared) for name, compared in compare_figures(read.values()).items())]
 
 
 def compare_figures(documents: Iterable[Document]) -> dict[str, list[Compared]]:

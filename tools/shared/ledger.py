@@ -134,7 +134,8 @@ def show_ledger(folder: Path) -> list[str]:
         f"{'start':>5}  {'began':19} {'from step':>9} {'to':>9} {'replayed':>8} {'seconds':>10}  end",
     ]
     for number, start in enumerate(ledger.starts, start=1):
-        end = "by itself" if start.ended else "killed: no record of its last seconds"
+        finished = "finished" if start.status is None else f"exit status {start.status}"
+        end = finished if start.ended else "killed: no record of its last seconds"
         end = "still running" if running and start is last else end
         lines.append(
             f"{number:>5}  {_moment(start.began):19} {start.first:>9} {start.step:>9} {start.replayed:>8} "
