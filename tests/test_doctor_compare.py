@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tools.doctor import __main__ as doctor
-from tools.doctor.findings import Document, Finding, compare_documents, read_document, worst_level
+from tools.doctor.findings import Document, Finding, compare_documents, read_document
 from utils.errors import ConfigError
 
 SOFTWARE = {"torch": "2.14.1", "driver": "580"}
@@ -40,9 +40,10 @@ def test_the_slow_node_is_named_with_its_value(tmp_path: Path) -> None:
     assert finding.message.endswith("over 4; c #2 500, 1.41 times slower than the median of the others")
 
 
-def test_a_failed_finding_of_a_node_fails_the_comparison(tmp_path: Path) -> None:
+def test_a_failed_finding_fails_the_comparison_and_names_its_node(tmp_path: Path) -> None:
     path = write_document(tmp_path / "a.json", [Finding("pcie", "fail", "4 of 16 lanes", "look", "a")])
-    assert worst_level(compare([path])) == "fail"
+    (finding,) = compare([path])
+    assert (finding.level, finding.message) == ("fail", "a: 4 of 16 lanes")
 
 
 @pytest.mark.parametrize(
