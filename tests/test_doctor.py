@@ -78,7 +78,9 @@ def test_missing_data_fails_with_the_command_that_downloads_it(capsys, tmp_path)
     status, findings = run_doctor(capsys, "--config=bs128", f"--set=data_path={tmp_path}", f"--run-dir={tmp_path}")
     assert status == 2
     assert findings["data"].level == "fail" and "CIFAR-100 is not in" in findings["data"].message
-    assert findings["data"].remedy == f"python -m tools.prepare_data --dataset cifar100 --data_path {tmp_path}"
+    fetch = f"python -m tools.prepare_data --dataset cifar100 --data_path {tmp_path}"
+    assert findings["data"].remedy == f"{fetch} (without a network: --from ARCHIVE)"
+    assert findings["data"].message == f"CIFAR-100 is not in {tmp_path}"
 
 
 @pytest.mark.parametrize("dataset", ["imagefolder", "imagenet"])
@@ -187,9 +189,9 @@ def test_memory_threads_clocks_and_rates(tmp_path):
     assert measured.check_clocks([0.0, 0.1, -0.2]).level == "ok"
     assert "rank 2" in measured.check_clocks([0.0, 0.1, -90.0]).message
     (finding,) = measured.check_rates([("gpu 0", 600.0), ("gpu 1", 610.0), ("gpu 2", 450.0)], "slow device")
-    assert finding.level == "fail" and finding.message == "gpu 2 is 1.34 times slower than the median of the others"
+    assert finding.level == "fail" and finding.message.startswith("gpu 2 is 1.34 times slower than the median of the others")
     (finding,) = measured.check_rates([("gpu 0", 600.0), ("gpu 1", 500.0)], "slow device")
-    assert finding.message == "gpu 1 is 1.20 times slower than the median of the others"
+    assert finding.message == "gpu 1 is 1.20 times slower than the median of the others: 500 TFLOP/s"
     assert [finding.level for finding in measured.check_rates([("gpu 0", 600.0)], "slow device")] == ["ok"]
 
 
@@ -265,7 +267,7 @@ def test_a_single_process_on_a_node_measures_all_its_gpus(monkeypatch):
     first = torch.device("cuda", 0)
     seen = measured.device_checks(first, only_rank=True)
     assert [finding.check for finding in seen] == ["ceilings"] * 3 + ["slow device"]
-    assert seen[-1].message == "GPU 2 is 6.00 times slower than the median of the others"
+    assert seen[-1].message == "GPU 2 is 6.00 times slower than the median of the others: 100 TFLOP/s"
     assert len(measured.device_checks(first, only_rank=False)) == 1
 
 
@@ -320,6 +322,15 @@ def test_output_merges_equal_findings_and_gives_remedies():
         "                     -> fetch it",
         "fail: 1 ok, 0 warn, 1 fail",
     ]
+
+
+def test_checks_that_could_not_look_are_counted_by_themselves():
+    findings = [
+        Finding("disk", "ok", "fine"),
+        Finding("dcgm", "ok", "not run: no dcgmi on PATH"),
+        Finding("hardware", "ok", "not readable here: pcie"),
+    ]
+    assert render(findings, "ok")[-1] == "ok: 1 ok, 0 warn, 0 fail, 2 not run"
 
 
 def test_help_imports_no_torch_and_bad_usage_exits_with_2(capsys):

@@ -40,6 +40,12 @@ def test_the_slow_node_is_named_with_its_value(tmp_path: Path) -> None:
     assert finding.message.endswith("over 4; c #2 500, 1.41 times slower than the median of the others")
 
 
+def test_a_figure_of_all_ranks_gets_the_name_of_the_first_host(tmp_path: Path) -> None:
+    all_reduce = Finding("all-reduce", "ok", "", figures={"GB/s": 1.0})
+    path = write_document(tmp_path / "a.json", [Finding("disk", "ok", "", where="a, rank 0"), all_reduce])
+    assert read_document(path).figures() == {"all-reduce, GB/s": [("a", 1.0)]}
+
+
 def test_a_failed_finding_fails_the_comparison_and_names_its_node(tmp_path: Path) -> None:
     path = write_document(tmp_path / "a.json", [Finding("pcie", "fail", "4 of 16 lanes", "look", "a")])
     (finding,) = compare([path])

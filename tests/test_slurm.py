@@ -638,7 +638,7 @@ def test_containers_started_by_a_prefix_or_by_srun(tmp_path: Path) -> None:
 CHECK_NODE = ROOT / "examples/slurm/check_node.sh"
 FAILS = """echo "fail  pcie           4 of 16 lanes
                      -> reseat the card
-fail  gpu faults     Xid 79
+fail  gpu faults     Xid 79; Xid 48
 fail: 0 ok, 0 warn, 2 fail"; exit 2"""
 PASSES, WARNS = 'echo "ok: 2 ok, 0 warn, 0 fail"', 'echo "warn: 1 ok, 1 warn, 0 fail"; exit 1'
 MISTYPED, CRASHES, HANGS = "echo usage: doctor >&2; exit 2", "echo Traceback >&2; exit 1", "sleep 20"
@@ -647,7 +647,7 @@ OURS, BY_A_HUMAN = (
     "swap a fan [root@2026-11-25T10:00:00]",
 )
 WRONG_RESULTS = "check_node.sh: fingerprint 1 of the fingerprints differ [root@2026-11-25T10:00:00]"
-DRAINS = ["State=DRAIN", "Reason=check_node.sh: pcie 4 of 16 lanes; gpu faults Xid 79"]
+DRAINS = ["State=DRAIN", "Reason=check_node.sh: pcie 4 of 16 lanes; gpu faults Xid 79; Xid 48"]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from utils.errors import ConfigError
 
 LEVELS = ("ok", "warn", "fail")
+NOT_RUN = ("not run", "not readable")  # begin the messages of checks that could not look; they are `ok`
 GIGABYTE = 1e9
 SLOW = 1.15  # a rate fails if the median of the others, or the baseline, is more than this many times higher
 
@@ -68,11 +69,13 @@ class Document(BaseModel):
     def figures(self) -> dict[str, list[tuple[str, float]]]:
         """Return {"CHECK, FIGURE": [(where, value)]}, with a value for each node, rank or device."""
         found: dict[str, list[tuple[str, float]]] = {}
+        first = next((finding.where.partition(",")[0] for finding in self.findings if finding.where), "")
         for finding in self.findings:
             for name, value in finding.figures.items():
                 values = found.setdefault(f"{finding.check}, {name}", [])
-                again = sum(where.partition(" #")[0] == finding.where for where, _ in values)
-                values.append((f"{finding.where} #{again + 1}" if again else finding.where, value))
+                of = finding.where or first  # a figure of all ranks gets the name of the first rank's host
+                again = sum(where.partition(" #")[0] == of for where, _ in values)
+                values.append((f"{of} #{again + 1}" if again else of, value))
         return found
 
 
@@ -184,6 +187,8 @@ def render(findings: Sequence[Finding], worst: str) -> list[str]:
         if remedy and level != "ok":
             lines.append(f"      {'':14} -> {remedy}")
     counts = {level: sum(key[1] == level for key in merged) for level in LEVELS}
+    if not_run := sum(message.startswith(NOT_RUN) for _, _, message, _ in merged):
+        counts |= {"ok": counts["ok"] - not_run, "not run": not_run}
     lines.append(f"{worst}: " + ", ".join(f"{count} {level}" for level, count in counts.items()))
     return lines
 

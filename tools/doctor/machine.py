@@ -4,7 +4,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import shlex
 import shutil
 import socket
 import tempfile
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from tools.doctor.findings import GIGABYTE, Finding, judge, read_text
 from utils.config import Config
 from utils.errors import ConfigError, ExpectedError
-from utils.program import command
 from utils.user_code import is_user_code
 
 if TYPE_CHECKING:
@@ -185,18 +183,20 @@ def write_rate(folder: Path, size: int = 2**26) -> float:
 def check_data(config: Config) -> tuple[Finding, tuple[int, int, int]]:
     """Check that training would find the dataset, complete and unaltered; also return its image shape (C, H, W)."""
     from utils.data.build import find_dataset, image_side
-    from utils.data.datasets.cifar import VERSIONS
+    from utils.data.datasets.cifar import VERSIONS, remedy
 
     try:
         dataset = find_dataset(config, download=False)
     except ExpectedError as error:
-        remedy = "put the class folders there, or give another folder: --set data_path=DIR"
+        message, _, fix = str(error).partition("\n")
         if config.dataset in VERSIONS:
-            path = shlex.quote(config.data_path)
-            remedy = f"{' '.join(command('prepare_data'))} --dataset {config.dataset} --data_path {path}"
+            message = message.partition("; to get good data:")[0]
+            fix = remedy(VERSIONS[config.dataset], Path(config.data_path))
         elif is_user_code(config.dataset):
-            remedy = str(error).partition("\n")[2] or "docs/own_code.md describes what the function must return"
-        return Finding("data", "fail", str(error).splitlines()[0], remedy), (3, image_side(config), image_side(config))
+            fix = fix or "docs/own_code.md describes what the function must return"
+        else:
+            fix = "put the class folders there, or give another folder: --set data_path=DIR"
+        return Finding("data", "fail", message, fix), (3, image_side(config), image_side(config))
     count = f"{len(dataset.train.labels):,} + {len(dataset.valid.labels):,} images"
     return Finding("data", "ok", f"{dataset.name}: {count}"), dataset.train.image_shape
 

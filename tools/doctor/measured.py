@@ -64,13 +64,18 @@ def arithmetic(device: "torch.device") -> float:
 
 
 def check_rates(rates: Sequence[tuple[str, float]], check: str) -> list[Finding]:
-    """Name every device or rank that is 15 % slower than the median of the others: all wait for it."""
+    """Name every device or rank that is 15 % slower than the median of the others. Rates in TFLOP/s."""
     from utils.training.checks.stragglers import medians_of_others
 
     others = medians_of_others([rate for _, rate in rates]) if len(rates) > 1 else []
     remedy = "exclude the node; look there for other processes, heat, a power limit (nvidia-smi -q -d PERFORMANCE)"
     slow = [
-        Finding(check, "fail", f"{name} is {other / rate:.2f} times slower than the median of the others", remedy)
+        Finding(
+            check,
+            "fail",
+            f"{name} is {other / rate:.2f} times slower than the median of the others: {rate:.3g} TFLOP/s",
+            remedy,
+        )
         for (name, rate), other in zip(rates, others, strict=False)
         if rate * SLOW < other
     ]
