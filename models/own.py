@@ -47,7 +47,8 @@ def build_timm(config: ModelConfig, image_side: int | None) -> nn.Module:
             + (f"; did you mean {', '.join(near)}?" if near else "; python -c 'import timm; print(timm.list_models())'")
         )
     options: dict[str, Any] = {"num_classes": config.num_classes}
-    if image_side is not None and timm.models.get_pretrained_cfg(name).fixed_input_size:
+    pretrained = timm.models.get_pretrained_cfg(name)
+    if image_side is not None and pretrained is not None and pretrained.fixed_input_size:
         options["img_size"] = image_side
     with user_code_errors(f"model {config.model} cannot be built with {options}", ConfigError):
         return timm.create_model(name, pretrained=False, **options)

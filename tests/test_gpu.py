@@ -43,7 +43,7 @@ MODES = {
     "adamw": {"enable_amp": True, "optimizer": "adamw", "lr": 0.0005},
     "lars": {"optimizer": "lars", "lr": 5.0},
     "lamb": {"optimizer": "lamb", "lr": 0.005},
-    "muon": {"optimizer": "muon", "lr": 0.005},
+    "muon": {"optimizer": "muon", "lr": 0.002},  # rounding to bf16 tells runs apart sooner at higher rates
 }
 OPTIMIZERS = ("adamw", "lars", "lamb", "muon")
 
@@ -86,7 +86,7 @@ def test_a_graph_trains_like_the_eager_step(tiny, gpu, mode):
 
 def test_a_graph_is_captured_anew_for_each_image_size(tiny, gpu):
     def train(graphs: bool) -> tuple[list[float], Trainer]:
-        trainer = Trainer(on_gpu(tiny, enable_cuda_graphs=graphs, optimizer="muon", lr=0.005), gpu)
+        trainer = Trainer(on_gpu(tiny, enable_cuda_graphs=graphs, optimizer="muon", lr=0.002), gpu)
         images, labels = next(iter(trainer.loaders.train))
         history = []
         for size in [16] * STEPS + [24] * STEPS:

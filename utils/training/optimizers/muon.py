@@ -6,6 +6,7 @@ as in Liu et al. 2025 (arXiv:2502.16982), so one learning rate and one weight de
 no rule for other parameters; a test compares both on matrices.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -85,11 +86,10 @@ def newton_schulz_by_squares(x: Tensor) -> Tensor:
     """The same iteration, faster in float32 on a CPU: the polynomials of the square x x' are multiplied together,
     and x, usually much wider, only once, by their product. bf16 would lose the smallest singular values."""
     first, second, third = COEFFICIENTS
-    square = x @ x.mT
-    one, factors = torch.eye(x.shape[1], device=x.device), None
-    for step in range(NEWTON_SCHULZ_STEPS):
-        factor = torch.baddbmm(square, square, square, beta=second, alpha=third).add_(one, alpha=first)
-        factors = factor if factors is None else factor @ factors
-        if step < NEWTON_SCHULZ_STEPS - 1:
-            square = factor @ square @ factor
-    return factors @ x
+    square, one = x @ x.mT, torch.eye(x.shape[1], device=x.device)
+    factors: list[Tensor] = []
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        if factors:
+            square = factors[-1] @ square @ factors[-1]
+        factors.append(torch.baddbmm(square, square, square, beta=second, alpha=third).add_(one, alpha=first))
+    return functools.reduce(lambda product, factor: factor @ product, factors) @ x
