@@ -182,8 +182,7 @@ class Baseline(BaseModel):
 
 
 def read_baseline(folder: Path, machine: Mapping[str, Any], *, small: bool) -> Baseline:
-    """Read an earlier bring-up. Raises `ConfigError` if there is none, or it is of another size or device. An empty
-    `machine` has any device."""
+    """Read an earlier bring-up. Raises `ConfigError` if there is none, or of another size or device."""
     try:
         found = Baseline.model_validate_json((folder / "packed/bring_up.json").read_bytes())
     except (OSError, ValueError) as error:

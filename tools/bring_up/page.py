@@ -26,9 +26,8 @@ def write_all(out: Path, progress: BringUpProgress, baseline: Baseline | None = 
     """Write everything in packed/. Returns a line for each regression against the baseline."""
     figures = read_figures(out, progress.parts)
     changes = baseline.changes(figures) if baseline else []
-    regressions = [str(change) for change in changes if change.regressed]
-    gone = baseline.missing(figures, progress.parts) if baseline else []
-    regressions += [f"{key}: in the baseline, not here" for key in gone]
+    missing = baseline.missing(figures, progress.parts) if baseline else []
+    regressions = [str(one) for one in changes if one.regressed] + [f"{key}: only in the baseline" for key in missing]
     (packed := out / "packed").mkdir(exist_ok=True)
     content = {
         "rehearsal": progress.small,
@@ -52,8 +51,7 @@ def write_all(out: Path, progress: BringUpProgress, baseline: Baseline | None = 
 
 
 def pack_logs(out: Path) -> list[str]:
-    """Write packed/logs.tar.gz.1 and so on, without checkpoints. The smallest files come first; returns those without
-    room. Another call can continue in the unpacked folder."""
+    """Write packed/logs.tar.gz.1 and so on, smallest files first, without checkpoints; return those without room."""
     files = [path for path in (out / "state.json", *(out / "parts").rglob("*")) if path.is_file()]
     files = [path for path in files if path.suffix not in (".pt", ".tmp", ".lock") and "checkpoints" not in path.parts]
     files.sort(key=lambda path: (path.name != "state.json", path.stat().st_size, path))
