@@ -190,8 +190,8 @@ def test_memory_threads_clocks_and_rates(tmp_path):
     assert "rank 2" in measured.check_clocks([0.0, 0.1, -90.0]).message
     (finding,) = measured.check_rates([("gpu 0", 600.0), ("gpu 1", 610.0), ("gpu 2", 450.0)], "slow device")
     assert finding.level == "fail" and "gpu 2 is 1.34 times slower" in finding.message
-    (finding,) = measured.check_rates([("gpu 0", 600.0), ("gpu 1", 500.0)], "slow device")
-    assert finding.message == "gpu 1 is 1.20 times slower than the median of the others: 500 TFLOP/s"
+    (finding,) = measured.check_rates([("gpu 0", 1800.0), ("gpu 1", 1500.0)], "slow device")
+    assert finding.message == "gpu 1 is 1.20 times slower than the median of the others: 1,500 TFLOP/s"
     assert [finding.level for finding in measured.check_rates([("gpu 0", 600.0)], "slow device")] == ["ok"]
 
 

@@ -40,16 +40,25 @@ def test_the_slow_node_is_named_with_its_value(tmp_path: Path) -> None:
     assert finding.message.endswith("over 4; c #2 500, 1.41 times slower than the median of the others")
 
 
-def test_a_figure_of_all_ranks_gets_the_name_of_the_first_host(tmp_path: Path) -> None:
-    all_reduce = Finding("all-reduce", "ok", "", figures={"GB/s": 1.0})
-    path = write_document(tmp_path / "a.json", [Finding("disk", "ok", "", where="a, rank 0"), all_reduce])
-    assert read_document(path).figures() == {"all-reduce, GB/s": [("a", 1.0)]}
+def test_a_slow_figure_of_all_ranks_is_named_so(tmp_path: Path) -> None:
+    paths = [
+        write_document(tmp_path / f"{name}.json", [Finding("all-reduce", "ok", "", figures={"GB/s": rate})])
+        for name, rate in (("a", 1.0), ("b", 2.0))
+    ]
+    assert "; all ranks 1, 2.00 times slower" in compare(paths)[0].message
 
 
-def test_a_failed_finding_fails_the_comparison_and_names_its_node(tmp_path: Path) -> None:
-    path = write_document(tmp_path / "a.json", [Finding("pcie", "fail", "4 of 16 lanes", "look", "a")])
-    (finding,) = compare([path])
-    assert (finding.level, finding.message) == ("fail", "a: 4 of 16 lanes")
+def test_failed_findings_fail_the_comparison_and_name_their_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [
+        write_document(tmp_path / f"{name}.json", [Finding("pcie", "fail", "4 of 16 lanes", "look", name)])
+        for name in "ab"
+    ]
+    assert doctor.main(["--compare", str(paths[0])]) == 2
+    assert capsys.readouterr().out.startswith("fail  pcie           4 of 16 lanes  [a]\n")
+    assert doctor.main(["--compare", *map(str, paths)]) == 2
+    assert capsys.readouterr().out.startswith("fail  pcie           4 of 16 lanes  [a, b]\n")
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,10 @@ def test_a_graph_is_captured_anew_for_each_image_size(tiny, gpu):
     torch.testing.assert_close(graphed, train(graphs=False)[0], rtol=0.05, atol=0.02)
 
 
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)),
+    reason="no tensor cores for bf16",
+)
 def test_muon_orthogonalises_in_bf16():
     matrices = torch.randn(2, 8, 25, generator=torch.Generator().manual_seed(0))
     found = orthogonalise(matrices.cuda()) / (ADAMW_RMS * 5)

@@ -13,8 +13,8 @@
 set -uo pipefail
 
 # Settings: edit them here, or export them in a script that ends with `exec .../check_node.sh "$@"`. Prolog, epilog and
-# health check must have the same DOCTOR. This one checks neither the data nor whether the whole node is slow: add the
-# configuration of your runs, and --baseline=RECORD of a good node of the same kind.
+# health check must have the same DOCTOR. This one checks neither the data nor whether the whole node is slow: replace
+# quickstart by the configuration of your runs, and add --baseline=RECORD of a good node of the same kind.
 DOCTOR=${DOCTOR:-.venv/bin/python -m tools.doctor --config=quickstart --dcgm=1 --run-dir=/tmp}
 DOCTOR_SECONDS=${DOCTOR_SECONDS:-120}        # time limit
 STAYS_DRAINED=${STAYS_DRAINED:-fingerprint}  # faults that come and go: a node drained for them waits for a human
@@ -38,7 +38,7 @@ verdict=$(sed -nE 's/^(ok|warn|fail): [0-9]+ ok, .*/\1/p' <<<"$report" | tail -n
 reason=$(drain_reason)
 case $status:$verdict in
 2:fail)
-  failed=$(sed -n 's/^fail  //p' <<<"$report" | tr -s ' ' | paste -sd '|' | sed 's/|/; /g')
+  failed=$(sed -n 's/^fail  //p' <<<"$report" | tr -s ' ' | sed ':a;N;$!ba;s/\n/; /g')
   say "$failed"
   [[ -n $reason ]] || scontrol update NodeName="$node" State=DRAIN Reason="$TAG ${failed:0:300}"
   [[ $role != prolog_slurmd ]] || exit 1 # Slurm does not start the job here

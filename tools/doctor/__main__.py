@@ -109,14 +109,22 @@ def compare(options: argparse.Namespace) -> int:
         findings = judge_fleet(documents, options.runs, options.checkpoint_seconds)
     document = next(iter(documents.values())).model_copy(update={"findings": findings})
     on_page = [finding for each in documents.values() for finding in each.findings]
-    return report(options, document, on_page + [finding for finding in findings if finding.check in COMPARISONS])
+    on_page += [finding for finding in findings if finding.check in COMPARISONS]
+    return report(options, document, on_page, name_nodes=True)
 
 
-def report(options: argparse.Namespace, document: Document, on_page: Sequence[Finding], *, say: bool = True) -> int:
+def report(
+    options: argparse.Namespace,
+    document: Document,
+    on_page: Sequence[Finding],
+    *,
+    say: bool = True,
+    name_nodes: bool = False,
+) -> int:
     """Print the report, write the page, return the exit status."""
     document.worst = worst_level(document.findings)
     if say:
-        lines = render(document.findings, document.worst)
+        lines = render(document.findings, document.worst, name_nodes=name_nodes)
         print(document.model_dump_json(indent=1) if options.json else "\n".join(lines))
     if say and options.html is not None:
         from tools.doctor.records.page import render_page

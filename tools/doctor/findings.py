@@ -6,7 +6,7 @@ A document is the output of `python -m tools.doctor --json`. This module imports
 import statistics
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -69,13 +69,11 @@ class Document(BaseModel):
     def figures(self) -> dict[str, list[tuple[str, float]]]:
         """Return {"CHECK, FIGURE": [(where, value)]}, with a value for each node, rank or device."""
         found: dict[str, list[tuple[str, float]]] = {}
-        first = next((finding.where.partition(",")[0] for finding in self.findings if finding.where), "")
         for finding in self.findings:
             for name, value in finding.figures.items():
                 values = found.setdefault(f"{finding.check}, {name}", [])
-                of = finding.where or first  # a figure of all ranks gets the name of the first rank's host
-                again = sum(where.partition(" #")[0] == of for where, _ in values)
-                values.append((f"{of} #{again + 1}" if again else of, value))
+                again = sum(where.partition(" #")[0] == finding.where for where, _ in values)
+                values.append((f"{finding.where} #{again + 1}" if again else finding.where, value))
         return found
 
 
@@ -106,8 +104,7 @@ def compare_documents(read: Mapping[Path, Document]) -> list[Finding]:
     for path, document in others:
         check_comparable(f"{path} and {first}", document, reference)
     failed = [finding for document in read.values() for finding in document.findings if finding.level == "fail"]
-    named = [replace(finding, message=f"{finding.where}: {finding.message}", where="") for finding in failed]
-    return [*named, *(_compare_nodes(name, compared) for name, compared in compare_figures(read.values()).items())]
+    return [*failed, *(_compare_nodes(name, compared) for name, compared in compare_figures(read.values()).items())]
 
 
 def compare_figures(documents: Iterable[Document]) -> dict[str, list[Compared]]:
@@ -165,7 +162,7 @@ def compare_with_baseline(now: Document, baseline: Document) -> list[Finding]:
 
 def _judge_rates(message: str, values: Sequence[Compared], reference: str) -> Finding:
     slow = [
-        f"{one.where} {one.value:,.4g}, {one.expected / one.value:.2f} times slower than {reference}"
+        f"{one.where or 'all ranks'} {one.value:,.4g}, {one.expected / one.value:.2f} times slower than {reference}"
         for one in values
         if one.slow
     ]
@@ -173,21 +170,25 @@ def _judge_rates(message: str, values: Sequence[Compared], reference: str) -> Fi
     return judge("comparison", "; ".join([message, *slow]), remedy, fail=bool(slow))
 
 
-def render(findings: Sequence[Finding], worst: str) -> list[str]:
-    """Return a line for each finding, with the remedy below; equal findings of several nodes share one line."""
+def render(findings: Sequence[Finding], worst: str, *, name_nodes: bool = False) -> list[str]:
+    """Return a line for each finding, with the remedy below; equal findings of several nodes share one line.
+
+    `name_nodes`: name all nodes of a line, also if there is only one; otherwise several are only counted.
+    """
     merged: dict[tuple[str, str, str, str], list[str]] = {}
     for finding in findings:
         merged.setdefault((finding.check, finding.level, finding.message, finding.remedy), []).append(finding.where)
     several = len({finding.where for finding in findings if finding.where}) > 1
     lines = []
     for (check, level, message, remedy), origins in merged.items():
-        named = [where for where in origins if where] if several else []
-        suffix = f"  [{named[0] if len(named) == 1 else f'{len(named)} alike'}]" if named else ""
+        named = [where for where in origins if where] if several or name_nodes else []
+        names = ", ".join(named) if name_nodes or len(named) == 1 else f"{len(named)} alike"
+        suffix = f"  [{names}]" if named else ""
         lines.append(f"{level:4}  {check:14} {message}{suffix}")
         if remedy and level != "ok":
             lines.append(f"      {'':14} -> {remedy}")
     counts = {level: sum(key[1] == level for key in merged) for level in LEVELS}
-    if not_run := sum(message.startswith(NOT_RUN) for _, _, message, _ in merged):
+    if not_run := sum(level == "ok" and message.startswith(NOT_RUN) for _, level, message, _ in merged):
         counts |= {"ok": counts["ok"] - not_run, "not run": not_run}
     lines.append(f"{worst}: " + ", ".join(f"{count} {level}" for level, count in counts.items()))
     return lines

@@ -73,7 +73,7 @@ def check_rates(rates: Sequence[tuple[str, float]], check: str) -> list[Finding]
         Finding(
             check,
             "fail",
-            f"{name} is {other / rate:.2f} times slower than the median of the others: {rate:.3g} TFLOP/s",
+            f"{name} is {other / rate:.2f} times slower than the median of the others: {rate:,.4g} TFLOP/s",
             remedy,
         )
         for (name, rate), other in zip(rates, others, strict=False)
