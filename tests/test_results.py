@@ -128,7 +128,7 @@ def test_pictures_are_drawn_from_the_stored_records(tmp_path: Path) -> None:
     for name in ("killed_and_resumed", "doctor_nodes"):
         runpy.run_path(str(figures / f"{name}.py"))["draw"](tmp_path / f"{name}.png")
     drawn = {path.name for path in tmp_path.iterdir()} | {"report.png"}  # a screenshot
-        # timelines are drawn from the traces of profiled runs, which are not stored
+    # timelines are drawn from the traces of profiled runs, which are not stored
     pages = "".join(path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md"))
     timelines = set(re.findall(r"figures/(timeline_\w+\.png)", pages))
     assert drawn | timelines == {path.name for path in figures.glob("*.png")}
