@@ -187,11 +187,13 @@ def render(findings: Sequence[Finding], worst: str, *, name_nodes: bool = False)
         lines.append(f"{level:4}  {check:14} {message}{suffix}")
         if remedy and level != "ok":
             lines.append(f"      {'':14} -> {remedy}")
-    counts = {level: sum(key[1] == level for key in merged) for level in LEVELS}
-    if not_run := sum(level == "ok" and message.startswith(NOT_RUN) for _, level, message, _ in merged):
-        counts |= {"ok": counts["ok"] - not_run, "not run": not_run}
-    lines.append(f"{worst}: " + ", ".join(f"{count} {level}" for level, count in counts.items()))
-    return lines
+    return [*lines, f"{worst}: {count_levels((level, message) for _, level, message, _ in merged)}"]
+
+
+def count_levels(findings: Iterable[tuple[str, str]]) -> str:
+    """Return "N ok, N warn, N fail" for (level, message) of each finding, and "N not run" if there are such checks."""
+    names = ["not run" if level == "ok" and message.startswith(NOT_RUN) else level for level, message in findings]
+    return ", ".join(f"{names.count(name)} {name}" for name in (*LEVELS, "not run") if name in (*LEVELS, *names))
 
 
 def worst_level(findings: Sequence[Finding]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.doctor.findings import Document, Finding, worst_level
+from tools.doctor.findings import Document, Finding, count_levels, worst_level
 
 PAGE = Path(__file__).with_name("page.html")  # a Jinja2 template; PyTorch requires Jinja2 too
 TOGETHER = "all together"  # row of the findings without a node
@@ -40,7 +40,7 @@ def render_page(document: Document) -> str:
     }
     rows = list(dict.fromkeys(where for values in figures.values() for where in values))
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE.read_text(encoding="utf-8"))
-    counts = ", ".join(f"{sum(one.level == level for one in findings)} {level}" for level in ("ok", "warn", "fail"))
+    counts = count_levels((one.level, one.message) for one in findings)
     versions = ", ".join(f"{name} {version}" for name, version in document.software.items())
     return template.render(
         title=f"Doctor: {worst_level(findings)}",
