@@ -1,4 +1,4 @@
-"""The code's folder, and the commands that start its programs, from a checkout or installed."""
+"""The code's folder, the commands that start its programs, from a checkout or installed, and this process's end."""
 
 import ctypes
 import sys
