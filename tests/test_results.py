@@ -17,9 +17,9 @@ README = (ROOT / "README.md").read_text("utf-8")
 WHERE_MEASURED = re.compile(r"(?P<claim>.+?)(?:, mean of (?P<seeds>\d+) seeds|, one seed)?")
 ACCURACY = re.compile(r"\[(?P<percent>\d+\.(?P<decimals>\d+)) % after (?P<seconds>[\d,]+) s\]\((?P<page>[^)#]+)")
 RATIOS = {  # {claim: (faster, slower ones), keys of the report}
-    "ResNet50, batch 128: images/s of fastest relative to timm and to Lightning": (
+    "ResNet50, batch 128: images/s of fastest relative to timm, Lightning and plain PyTorch": (
         "this project",
-        ("timm", "lightning"),
+        ("timm", "lightning", "plain PyTorch"),
     ),
     "ResNet50, batch 128: images/s of fastest relative to bs128": ("fastest", ("bs128",)),
 }
