@@ -357,7 +357,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser_of_this() -> argparse.ArgumentParser:
-    """Build the command-line parser."""
     statuses = "0 all as expected; 1 something unexpected; 2 usage, or no cluster here"
     parser = new_parser("slurm_chaos", __doc__, statuses)
     parser.prog = "python -m tests.slurm_chaos"

@@ -70,7 +70,7 @@ def test_a_round_with_a_different_fingerprint_fails(
 ) -> None:
     monkeypatch.setattr(burn_in, "ROUND_SECONDS", 0.1)
     fingerprints = itertools.chain(["a", "b"], itertools.repeat("a"))
-    monkeypatch.setattr("tools.doctor.fingerprints.train_fixed_network", lambda device: next(fingerprints))
+    monkeypatch.setattr("tools.doctor.burn_in.train_fixed_network", lambda device: next(fingerprints))
     finding = burn_in.burn_in(tiny(), one_rank, 0.02)
     assert finding.level == "fail"
     assert re.search(r"; 1 of \d+ fingerprints differ", finding.message), finding

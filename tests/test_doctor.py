@@ -15,7 +15,6 @@ import torch
 from PIL import Image
 
 from tests.conftest import CIFAR100, ROOT
-from tools.bench import limits
 from tools.doctor import __main__ as doctor
 from tools.doctor import fingerprints, gpus, hardware, machine, measured
 from tools.doctor.findings import LEVELS, Finding, render
@@ -263,7 +262,7 @@ def test_a_single_process_on_a_node_measures_all_its_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(measured, "arithmetic", lambda device: 100.0 if device.index == 2 else 600.0)
     for name in ("memory", "host_to_device"):
-        monkeypatch.setattr(limits, name, lambda device, trials: SimpleNamespace(median=1.0))
+        monkeypatch.setattr(measured, name, lambda device, trials: SimpleNamespace(median=1.0))
     first = torch.device("cuda", 0)
     seen = measured.device_checks(first, only_rank=True)
     assert [finding.check for finding in seen] == ["ceilings"] * 3 + ["slow device"]
@@ -376,9 +375,7 @@ def test_a_device_that_computes_differently_fails():
 
 
 def test_a_flipped_bit_changes_the_fingerprint(monkeypatch):
-    from utils.training.checks import fingerprints as fingerprint
-
-    device, original = torch.device("cpu"), fingerprint.fingerprint
+    device, original = torch.device("cpu"), fingerprints.fingerprint
     expected = fingerprints.train_fixed_network(device)
     calls = 0
 
@@ -387,5 +384,5 @@ def test_a_flipped_bit_changes_the_fingerprint(monkeypatch):
         calls += 1
         return original(tensor) + (calls == 5)
 
-    monkeypatch.setattr(fingerprint, "fingerprint", wrong_once)
+    monkeypatch.setattr(fingerprints, "fingerprint", wrong_once)
     assert fingerprints.train_fixed_network(device) != expected

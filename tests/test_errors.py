@@ -81,24 +81,14 @@ def start_with_a_worker(folder: Path, **changes: object) -> subprocess.Popen[str
     return subprocess.Popen(command, cwd=ROOT, env=without_launcher(os.environ), text=True, **streams)
 
 
-def children(process: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        found += [int(stat.parent.name)] if parent == process else []
-    return found
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the worker in /proc")
 def test_a_killed_loader_worker_is_named(tmp_path):
     """The kernel kills a worker when memory runs out."""
     run = start_with_a_worker(tmp_path, limit_train_batches=100, checkpoint_every_steps=1)
     while run.poll() is None and not list((tmp_path / "checkpoints").glob("step-*.pt")):
         time.sleep(0.01)
-    workers = children(run.pid)
+    tasks = Path(f"/proc/{run.pid}/task").glob("*/children")
+    workers = [int(worker) for task in tasks for worker in task.read_text().split()]
     for worker in workers:
         os.kill(worker, signal.SIGKILL)
     _, errors = run.communicate(timeout=120)

@@ -13,9 +13,8 @@ from conftest import ROOT, TINY
 from tools.bench import __main__ as bench
 from tools.bench import record
 from tools.shared.command_line import as_settings
-from tools.shared.followed_run import FollowedRun
 from utils.config import Config
-from utils.errors import ConfigError, ExpectedError
+from utils.errors import ConfigError
 from utils.run.logging import environment
 from utils.run.logging.environment import git_commit
 
@@ -202,10 +201,3 @@ def test_record_runs_seeds_once_and_keeps_their_logs(tmp_path: Path, capsys: Any
     assert bench.main(arguments) == 0
     assert "seed 3: already in" in capsys.readouterr().out
     assert (out / "seed-3/metrics.jsonl").read_text() == before
-
-
-def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
-    with FollowedRun(ROOT / "config/cifar100.yaml", "bs128", ["batch_size=0"], tmp_path) as training:
-        assert list(training) == []
-        with pytest.raises(ExpectedError, match=r"failed: .*batch_size.*0"):
-            training.wait()

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import sys
 
 import pytest
 
@@ -128,9 +127,3 @@ def test_a_wrong_file_is_one_line(content, message, tmp_path, capsys):
     assert main([str(path), f"--out={tmp_path}/steps.png"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {path}: ") and message in error and error.count("\n") == 1
-
-
-def test_a_missing_matplotlib_is_reported(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main([str(folder), f"--out={tmp_path}/steps.png"]) == 2
-    assert "matplotlib is missing" in capsys.readouterr().err

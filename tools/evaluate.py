@@ -51,7 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the command-line parser."""
     statuses = "0 evaluated; 2 usage; 3 data missing or with other classes; 4 no usable checkpoint; 1 anything else."
     parser = new_parser("evaluate", __doc__, statuses)
     add_arguments(parser)

@@ -45,7 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the command-line parser."""
     statuses = "0 written; 2 usage; 4 no usable checkpoint; 1 anything else."
     parser = new_parser("export", __doc__, statuses)
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run's folder, such as expts/cifar100-cpu")

@@ -75,7 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = new_parser("pack", __doc__, "0 done, 1 pip or git failed, 2 bad usage, 3 data missing")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder for the pieces")
     data = "packed as data/NAME of the project, such as data/cifar-100-python; repeatable"

@@ -77,7 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the command-line parser."""
     statuses = "0 predicted; 2 usage; 3 no readable image, or other classes; 4 no usable checkpoint; 1 anything else."
     parser = new_parser("predict", __doc__, statuses)
     add_arguments(parser)

@@ -86,7 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     default = Cluster()
     parser = new_parser("predict_scaling", __doc__)
     parser.add_argument(
@@ -158,7 +157,7 @@ def layer_costs(config: Config | str) -> list[tuple[int, float]]:
         return [(BYTES * (size + made), float(size * side**3)) for size, made, side in weights]
     import torch
     import torchvision
-    from torch import nn
+    from torch.utils.flop_counter import FlopCounterMode
 
     from models import build_model
     from utils.data.build import image_side
@@ -171,19 +170,12 @@ def layer_costs(config: Config | str) -> list[tuple[int, float]]:
         else:
             assert isinstance(config, Config)
             model, side = build_model(config, image_side(config)), image_side(config)
-    costs: dict[nn.Module, float] = {}
-
-    def count(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        weight = module.weight
-        assert isinstance(weight, torch.Tensor)
-        costs[module] = output.numel() * weight.numel() / weight.shape[0]
-
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d | nn.Linear):
-            module.register_forward_hook(count)
-    model(torch.zeros(1, 3, side, side, device="meta"))
-    sizes = [(module, sum(p.numel() for p in module.parameters(recurse=False))) for module in model.modules()]
-    return [(BYTES * size, costs.get(module, 0.0)) for module, size in sizes if size]
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 3, side, side, device="meta"))
+    flops, root = counter.get_flop_counts(), type(model).__name__
+    costs = {name: sum(flops.get(f"{root}.{name}", {}).values()) / 2 for name, _ in model.named_modules()}
+    sizes = [(name, sum(p.numel() for p in m.parameters(recurse=False))) for name, m in model.named_modules()]
+    return [(BYTES * size, costs[name]) for name, size in sizes if size]
 
 
 def forecast_row(work: MeasuredStep, gpus: int, machine: Cluster, batch_per_gpu: float | None = None) -> ForecastRow:

@@ -82,7 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = new_parser("report", __doc__, "0 written, 2 bad usage, 3 nothing to show")
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN",

@@ -31,7 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = new_parser("runs", __doc__)
     parser.add_argument(
         "folder", nargs="?", type=Path, default=Path("expts"), help="where the runs are (default: expts)"

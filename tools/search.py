@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.shared.command_line import add_config_arguments, as_settings, new_parser
+from tools.shared.command_line import as_settings, new_parser
 from tools.shared.followed_run import FollowedRun
 from tools.shared.output import make_folder
 from utils.config import Config, load_config
+from utils.config.command_line import add_config_arguments
 from utils.errors import ConfigError, DataError, ExpectedError, exit_in_a_line
 
 LOG = "trials.jsonl"
@@ -103,7 +104,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = new_parser("search", __doc__)
     add_config_arguments(parser, config="cifar100-cpu")
     parser.add_argument("--space", action="append", required=True, metavar="KEY=VALUES", help="what to try; repeatable")

@@ -74,7 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = new_parser("timeline", __doc__)
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="a profiled run's folder, or its trace")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the picture: .svg, else PNG")

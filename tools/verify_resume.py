@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.shared.command_line import add_config_arguments, add_count, new_parser
+from tools.shared.command_line import add_count, new_parser
 from tools.shared.interrupted_runs import (
     KINDS,
     METRICS,
@@ -38,6 +38,7 @@ from tools.shared.interrupted_runs import (
 )
 from tools.shared.read_runs import read_records
 from utils.config import load_config
+from utils.config.command_line import add_config_arguments
 from utils.errors import ConfigError, ExpectedError, Stopped, exit_in_a_line
 from utils.program import command
 
@@ -188,7 +189,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the command-line parser."""
     statuses = "0 equal; 1 different, hanging or failing; 2 usage; 130 interrupted. Needs Linux."
     parser = new_parser("verify_resume", __doc__, statuses)
     add_config_arguments(parser, config="quickstart")

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from tests.faults.flip_campaign import Outcome, build_tiny, random_batches, run_campaign
 from tests.faults.flips import KINDS, Flip, Flipper
-from tools.shared.command_line import add_config_arguments, add_count, as_settings, at_least_one, new_parser
+from tools.shared.command_line import add_count, as_settings, at_least_one, new_parser
 from tools.shared.followed_run import TRAIN
 from tools.shared.output import print_table, say
 from utils.config import Config, load_config
+from utils.config.command_line import add_config_arguments
 from utils.distributed.launch import find_launch
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World

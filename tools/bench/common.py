@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from tools.shared.command_line import add_config_arguments, add_count
+from tools.shared.command_line import add_count
 from tools.shared.output import check_writable, write_json
 from utils.config import Config, load_config
+from utils.config.command_line import add_config_arguments
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError

@@ -22,13 +22,11 @@ QUANTITIES = ("milliseconds", "processor_milliseconds")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m tools.bench ddp_overhead`."""
     common.add_arguments(parser, config="bs128-opt", trials=15)
     add_count(parser, "--steps", 5, "training steps of a trial")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print a table, write the report."""
     config = common.read_config(options)
 
     def measure(world: World) -> None:

@@ -56,7 +56,6 @@ TRAFFIC_PER_ACTIVATION = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m tools.bench ladder`."""
     common.add_arguments(parser, trials=5)
     parser.add_argument(
         "--configs", default="ladder", metavar="A,B,...",

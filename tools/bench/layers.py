@@ -56,12 +56,10 @@ HEAD_START_CYCLES = 200_000_000  # of a GPU, about 0.1 s, in which the host queu
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m tools.bench layers`."""
     common.add_arguments(parser, config="fastest", trials=5)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print the table, write the report."""
     config = common.read_config(options)
     world = alone(config)
     learner = eager = build_measured(config, world)

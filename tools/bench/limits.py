@@ -18,12 +18,10 @@ DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m tools.bench limits`."""
     common.add_arguments(parser, config="fastest", trials=5)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print a table, write the report."""
     config = common.read_config(options)
 
     def measure(world: World) -> None:

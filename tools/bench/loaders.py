@@ -29,7 +29,6 @@ BACKENDS = ",".join(["torchvision", *(["dali"] if dali_version() else []), "devi
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m tools.bench loaders`."""
     common.add_arguments(parser, config="bs256-amp-nhwc-extra-opts")
     parser.add_argument(
         "--loaders", default=BACKENDS, metavar="A,B", help=f"loaders (default: the installed ones, {BACKENDS})"
@@ -48,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print a table, write the report."""
     config = common.read_config(options)
     if options.cold:
         drop_page_cache()

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.record import check_same_config, check_same_environment, read_json, run_seed, show_mean, spread
-from tools.shared.command_line import add_config_arguments, add_count
+from tools.shared.command_line import add_count
 from tools.shared.output import make_folder, print_table, write_json
 from utils.config import load_config
+from utils.config.command_line import add_config_arguments
 from utils.distributed.world import choose_device
 from utils.errors import ConfigError
 from utils.run.logging.environment import describe_environment
@@ -28,7 +29,6 @@ REPORT = "paired.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m tools.bench paired`."""
     add_config_arguments(parser, config="cifar100-cpu")
     parser.add_argument(
         "--with", dest="others", action="append", required=True, metavar="KEY=VALUE,...",

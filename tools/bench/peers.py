@@ -36,14 +36,12 @@ from utils.training.precision import Precision, choose_precision
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m tools.bench peers`."""
     common.add_arguments(parser, config="fastest", trials=5)
     add_count(parser, "--iters", 20, "timed steps of a trial")
     parser.add_argument("--warmup", type=int, default=3, metavar="N", help="steps before them (default: 3)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print a table, write the report."""
     config = common.read_config(options)
     if config.opt_level not in (None, "O0", "O1"):
         raise ConfigError(f"opt_level {config.opt_level}: the other trainers have no such level; use O0 or O1")

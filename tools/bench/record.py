@@ -20,11 +20,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from tools.shared.command_line import add_config_arguments, add_count, as_settings
+from tools.shared.command_line import add_count, as_settings
 from tools.shared.followed_run import FollowedRun
 from tools.shared.output import make_folder, print_table, write_file, write_json
 from tools.shared.read_runs import read_records
 from utils.config import Config, list_blocks, load_config
+from utils.config.command_line import add_config_arguments
 from utils.distributed.world import choose_device
 from utils.errors import ConfigError
 from utils.run.logging.environment import describe_environment
@@ -38,7 +39,6 @@ Trial = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m tools.bench record`."""
     add_config_arguments(parser, config="record-75")
     add_count(parser, "--seeds", 5, "seeds, each a run")
     parser.add_argument("--first_seed", type=int, default=0, metavar="K", help="the first seed (default: 0)")

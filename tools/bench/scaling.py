@@ -48,7 +48,6 @@ Conditions = tuple[dict[str, Any], dict[str, Any]]  # configuration and environm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m tools.bench scaling`."""
     common.add_arguments(parser, config="bs128-opt", trials=5)
     parser.add_argument("--nproc", default="1,2", metavar="N,M", help="numbers of processes (default: 1,2)")
     parser.add_argument("--mode", default=",".join(MODES), metavar="A,B", help=f"default: {','.join(MODES)}")
@@ -60,7 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print a table, write the report."""
     config = common.read_config(options)
     cases = cases_of(config, read_counts("--nproc", options.nproc), options.mode.split(","))
     most = max(number for _, number in cases)

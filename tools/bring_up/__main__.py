@@ -58,7 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = new_parser("bring_up", __doc__, STATUSES)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of state, logs and results")
     parser.add_argument("--minutes", type=minutes, default=9.0, metavar="M", help="time of this call (default: 9)")

@@ -37,9 +37,10 @@ from tools.doctor.findings import (
     render,
     worst_level,
 )
-from tools.shared.command_line import add_config_arguments, minutes, new_parser, seconds
+from tools.shared.command_line import minutes, new_parser, seconds
 from tools.shared.output import check_writable
 from utils.config import Config, load_config
+from utils.config.command_line import add_config_arguments
 from utils.distributed.launch import find_launch
 from utils.errors import ConfigError, exit_in_a_line
 from utils.files import write_atomically
@@ -136,7 +137,6 @@ def report(
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the command-line parser."""
     parser = new_parser("doctor", __doc__)
     add_config_arguments(parser, config="default")
     parser.add_argument("--run-dir", type=Path, default=Path("expts"), metavar="DIR", help="where runs will write")

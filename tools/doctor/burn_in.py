@@ -9,13 +9,16 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from tools.bench.common import time_action
+from tools.bench.training import build_measured, capture_steps, endless
 from tools.doctor.findings import Finding
-
-if TYPE_CHECKING:
-    from utils.config import Config
-    from utils.distributed.world import World
+from tools.doctor.fingerprints import train_fixed_network
+from tools.doctor.gpus import gpu_checks
+from utils.config import Config
+from utils.data.build import build_loaders, open_dataset
+from utils.distributed.world import World
+from utils.run.telemetry.sensors import Sensors, find_sensors
 
 ROUND_SECONDS = 5.0  # of training
 DRIFT = 0.1  # warn if the rate falls by more than this fraction from the first quarter to the last
@@ -38,14 +41,8 @@ class Round:
     faults: tuple[str, ...] = ()  # new faults of the node's GPUs
 
 
-def burn_in(config: "Config", world: "World", minutes: float) -> Finding:
+def burn_in(config: Config, world: World, minutes: float) -> Finding:
     """Collective: train for `minutes`, at least two rounds; return this rank's finding."""
-    from tools.bench.common import time_action
-    from tools.bench.training import build_measured, capture_steps, endless
-    from tools.doctor.fingerprints import train_fixed_network
-    from utils.data.build import build_loaders, open_dataset
-    from utils.run.telemetry.sensors import Sensors, find_sensors
-
     # synthetic shapes need no files
     config = config.model_copy(update={"dataset": "shapes", "num_classes": 10, "data_loader": "device"})
     learner = build_measured(config, world)
@@ -74,8 +71,6 @@ def burn_in(config: "Config", world: "World", minutes: float) -> Finding:
 
 
 def _faults() -> tuple[str, ...]:
-    from tools.doctor.gpus import gpu_checks
-
     return tuple(finding.message for finding in gpu_checks() if finding.level == "fail")
 
 

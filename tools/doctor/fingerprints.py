@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
 
 from tools.doctor.findings import Finding
-
-if TYPE_CHECKING:
-    import torch
+from utils.run.logging.environment import describe_environment, read_processors
+from utils.training.checks.fingerprints import fingerprint
 
 KNOWN = Path(__file__).with_name("known_fingerprints.json")
 SECONDS = 3.0  # each device repeats the training for this long, at least twice
@@ -34,23 +35,19 @@ class DeviceFingerprints:
     fingerprints: list[str]
 
 
-def train_on(devices: Sequence["torch.device"], host: str) -> list[DeviceFingerprints]:
+def train_on(devices: Sequence[torch.device], host: str) -> list[DeviceFingerprints]:
     """Train on each of these devices of `host`."""
     return [DeviceFingerprints(f"{device} of {host}", describe(device), repeat(device, SECONDS)) for device in devices]
 
 
-def read_known(path: Path = KNOWN) -> dict[str, str]:
+def read_known() -> dict[str, str]:
     """Return {kind of device and versions: fingerprint}."""
-    known: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+    known: dict[str, str] = json.loads(KNOWN.read_text(encoding="utf-8"))
     return known
 
 
-def describe(device: "torch.device") -> str:
+def describe(device: torch.device) -> str:
     """Name what the fingerprint depends on: the device, torch, and CUDA with cuDNN or the CPU's instruction set."""
-    import torch
-
-    from utils.run.logging.environment import describe_environment
-
     environment = describe_environment(device, world_size=1)
     name, version = environment["device"], environment["torch"]
     if device.type == "cuda":
@@ -58,7 +55,7 @@ def describe(device: "torch.device") -> str:
     return f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}, torch {version}"
 
 
-def repeat(device: "torch.device", seconds: float) -> list[str]:
+def repeat(device: torch.device, seconds: float) -> list[str]:
     """Train repeatedly for `seconds`, at least twice; return the fingerprints."""
     found: list[str] = []
     until = time.monotonic() + seconds
@@ -67,14 +64,9 @@ def repeat(device: "torch.device", seconds: float) -> list[str]:
     return found
 
 
-def train_fixed_network(device: "torch.device") -> str:
+def train_fixed_network(device: torch.device) -> str:
     """Train for `STEPS` steps in float32 and `STEPS` more, on GPUs under bf16 autocast for their tensor cores; return a
     fingerprint of the weights and all losses."""
-    import torch
-    from torch import nn
-
-    from utils.training.checks.fingerprints import fingerprint
-
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(IMAGES, 3, SIDE, SIDE, generator=generator).to(device)
     labels = torch.randint(CLASSES, (IMAGES,), generator=generator).to(device)
@@ -139,8 +131,6 @@ def compare_devices(devices: Sequence[DeviceFingerprints]) -> Finding:
 @contextmanager
 def _deterministic() -> Iterator[None]:
     """Use deterministic kernels and one thread, so that the number of cores does not change rounding."""
-    import torch
-
     cudnn = torch.backends.cudnn
     before = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32
     threads, products = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
@@ -159,8 +149,6 @@ def _deterministic() -> Iterator[None]:
 
 def _processor() -> str:
     """Name the processor by the facts that decide the order of sums: model, stepping, cache; Arm: what it reports."""
-    from utils.run.logging.environment import read_processors
-
     facts = next(iter(read_processors()), {})
     x86 = ("model name", "cpu family", "model", "stepping", "cache size")
     arm = ("CPU implementer", "CPU variant", "CPU part")

@@ -24,7 +24,6 @@ MINIMUM_TORCH = (2, 11)
 
 
 def machine_checks(config: Config, run_dir: Path, world: "World") -> list[Finding]:
-    """Run all checks of this module."""
     import torch
 
     from utils.data.build import batch_bytes
@@ -169,8 +168,9 @@ def check_disk(folder: Path, needed: int = 2**30) -> Finding:
     return judge("disk", message, remedy, warn=rate < 50e6)
 
 
-def write_rate(folder: Path, size: int = 2**26) -> float:
-    """Measure bytes per second of writing and syncing a file of `size` bytes in `folder`."""
+def write_rate(folder: Path) -> float:
+    """Measure bytes per second of writing and syncing a file of 64 MiB in `folder`."""
+    size = 2**26
     content = os.urandom(size)
     with tempfile.TemporaryFile(dir=folder) as file:
         started = time.perf_counter()

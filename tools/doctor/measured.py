@@ -3,25 +3,22 @@
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+import torch
+
+from tools.bench.limits import host_to_device, memory, product
 from tools.doctor.findings import GIGABYTE, SLOW, Finding, judge
-
-if TYPE_CHECKING:
-    import torch
-
-    from utils.distributed.world import World
+from utils.distributed.world import World
+from utils.training.checks.stragglers import medians_of_others
 
 TRIALS = 3
+CLOCK_ROUNDS = 5
+CLOCKS_DIFFER = 1.0  # seconds, above which logs cannot be read together
 SLOW_BUS = 3.0  # GB/s, just below one 25 Gb/s network card
 
 
-def device_checks(own_device: "torch.device", *, only_rank: bool) -> list[Finding]:
+def device_checks(own_device: torch.device, *, only_rank: bool) -> list[Finding]:
     """Measure the peak rates of this rank's device, or of all visible GPUs if no other rank is on its node."""
-    import torch
-
-    from tools.bench.limits import host_to_device, memory
-
     if own_device.type != "cuda":
         rate, copied = arithmetic(own_device), memory(own_device, TRIALS).median
         message = f"CPU: {1e3 * rate:,.0f} GFLOP/s in float32, memory {copied:.1f} GB/s"
@@ -44,29 +41,21 @@ def device_checks(own_device: "torch.device", *, only_rank: bool) -> list[Findin
     return findings + [finding for finding in check_rates(rates, "slow device") if finding.level != "ok"]
 
 
-def devices_of_a_rank(own_device: "torch.device", *, only_rank: bool) -> list["torch.device"]:
+def devices_of_a_rank(own_device: torch.device, *, only_rank: bool) -> list[torch.device]:
     """Return the rank's own device, or all visible GPUs if no other rank is on its node."""
-    import torch
-
     if own_device.type != "cuda" or not only_rank:
         return [own_device]
     return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
 
 
-def arithmetic(device: "torch.device") -> float:
+def arithmetic(device: torch.device) -> float:
     """Measure TFLOP/s of matrix products, bf16 on GPUs and float32 on CPUs; the best trial, since other processes
     disturb some."""
-    import torch
-
-    from tools.bench.limits import product
-
     return max(product(device, torch.bfloat16 if device.type == "cuda" else torch.float32, TRIALS).values)
 
 
 def check_rates(rates: Sequence[tuple[str, float]], check: str) -> list[Finding]:
     """Name every device or rank that is 15 % slower than the median of the others. Rates in TFLOP/s."""
-    from utils.training.checks.stragglers import medians_of_others
-
     others = medians_of_others([rate for _, rate in rates]) if len(rates) > 1 else []
     remedy = "exclude the node; look there for other processes, heat, a power limit (nvidia-smi -q -d PERFORMANCE)"
     slow = [
@@ -104,25 +93,25 @@ def check_versions(versions: Sequence[tuple[str, Mapping[str, str]]]) -> Finding
     return Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in versions[0][1].items()))
 
 
-def clock_offsets(world: "World", rounds: int = 5) -> list[float]:
+def clock_offsets(world: World) -> list[float]:
     """Collective: return the seconds by which each rank's clock is ahead of rank 0's. The median over rounds evens out
     the time to leave a barrier."""
     offsets = []
-    for _ in range(rounds):
+    for _ in range(CLOCK_ROUNDS):
         world.barrier()
         times = world.all_gather(time.time())
         offsets.append([moment - times[0] for moment in times])
     return [statistics.median(column) for column in zip(*offsets, strict=True)]
 
 
-def check_clocks(offsets: Sequence[float], allowed: float = 1.0) -> Finding:
+def check_clocks(offsets: Sequence[float]) -> Finding:
     """Check that the nodes' clocks agree, so that their logs can be read together."""
     worst = max(range(len(offsets)), key=lambda rank: abs(offsets[rank]))
     message = f"clocks differ by at most {abs(offsets[worst]):.3f} s (rank {worst})"
-    return judge("clocks", message, "is chrony or ntpd running on its node?", warn=abs(offsets[worst]) > allowed)
+    return judge("clocks", message, "is chrony or ntpd running on its node?", warn=abs(offsets[worst]) > CLOCKS_DIFFER)
 
 
-def check_all_reduce(rate: float, world: "World") -> Finding:
+def check_all_reduce(rate: float, world: World) -> Finding:
     """Check the bandwidth of an all-reduce, in GB/s."""
     bus = 2 * (world.world_size - 1) / world.world_size * rate
     message = f"100 MB over {world.world_size} ranks: {rate:.2f} GB/s, bus bandwidth {bus:.2f} GB/s"

@@ -12,16 +12,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from rich.filesize import decimal
 
+from tools.bench.common import time_action
 from tools.doctor.findings import GIGABYTE, Finding
-
-if TYPE_CHECKING:
-    from utils.distributed.world import World
+from utils.distributed.world import World
 
 SIZES = (*(8 * 8**power for power in range(9)), 2**30)  # bytes: 8 to 134,217,728, and 1 GiB
 PAIR_BYTES = 2**25
@@ -51,7 +50,7 @@ class PairRate(NamedTuple):
     rate: float
 
 
-def sweep_checks(world: "World") -> list[Finding]:
+def sweep_checks(world: World) -> list[Finding]:
     """Collective: run all checks of this module."""
     hosts = world.all_gather(socket.gethostname())
     one_node = len(set(hosts)) == 1
@@ -61,7 +60,7 @@ def sweep_checks(world: "World") -> list[Finding]:
     return [*check_sweep(sweep(world)), check_pairs(measure_pairs(world), names, allowed)]
 
 
-def sweep(world: "World", sizes: Sequence[int] = SIZES) -> list[Measured]:
+def sweep(world: World, sizes: Sequence[int] = SIZES) -> list[Measured]:
     """Collective: measure every collective at all sizes that memory and `SECONDS` allow."""
     n, found = world.world_size, []
     room = _room(world)
@@ -88,7 +87,7 @@ def _collectives(n: int) -> Iterator[tuple[str, Callable[[torch.Tensor, torch.Te
     yield "reduce-scatter", scatter, (n - 1) / n
 
 
-def _room(world: "World") -> float:
+def _room(world: World) -> float:
     """Collective: return the bytes that every rank may use, a quarter of the free memory; ranks on a CPU share it."""
     if world.device.type == "cuda":
         free = torch.cuda.mem_get_info(world.device)[0] / 4
@@ -98,18 +97,16 @@ def _room(world: "World") -> float:
     return min(world.all_gather(free))
 
 
-def _time(world: "World", action: Callable[[], object], trials: int = TRIALS) -> float:
+def _time(world: World, action: Callable[[], object]) -> float:
     """Collective: return the median over trials of the slowest rank's seconds, without the first trial."""
-    from tools.bench.common import time_action
-
     seconds = []
-    for _ in range(trials + 1):
+    for _ in range(TRIALS + 1):
         world.barrier()
         seconds.append(time_action(world.device, action))
     return statistics.median(max(times) for times in zip(*world.all_gather(seconds[1:]), strict=True))
 
 
-def measure_pairs(world: "World", size: int = PAIR_BYTES) -> list[PairRate]:
+def measure_pairs(world: World, size: int = PAIR_BYTES) -> list[PairRate]:
     """Collective: measure every pair of nodes, through the first rank of each; on one node every pair of ranks.
 
     In each round every node has one partner. So n nodes need n - 1 rounds, and a slow cable affects only its own pairs.

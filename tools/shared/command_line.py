@@ -4,7 +4,6 @@ import argparse
 import math
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from utils.base_config import as_yaml
@@ -18,18 +17,6 @@ def new_parser(name: str, documentation: str | None, exit_status: str = "") -> a
         prog=" ".join(command(name)), description=documentation, epilog=exit_status and f"Exit status: {exit_status}",
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-
-
-def add_config_arguments(parser: argparse.ArgumentParser, *, config: str) -> None:
-    """Add train.py's options that choose a configuration."""
-    parser.add_argument("--config", default=config, metavar="NAME", help=f"configuration block (default: {config})")
-    parser.add_argument(
-        "--yaml_config", type=Path, default=Path("config/cifar100.yaml"), metavar="PATH",
-        help="file of configuration blocks (default: config/cifar100.yaml)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one setting of the block; repeatable"
-    )
 
 
 def add_count(parser: argparse.ArgumentParser, option: str, default: int, meaning: str, metavar: str = "N") -> None:

@@ -125,6 +125,16 @@ class _Parser(argparse.ArgumentParser):
         return f"did you mean {options[0]}?" if options else ""
 
 
+def add_config_arguments(parser: argparse.ArgumentParser, *, config: str) -> None:
+    """Add the options that choose a configuration. `config`: the default block."""
+    parser.add_argument("--config", default=config, metavar="NAME", help=f"configuration block (default: {config})")
+    parser.add_argument(
+        "--yaml_config", type=Path, default=Path("config/cifar100.yaml"), metavar="PATH",
+        help="file of configuration blocks (default: config/cifar100.yaml)",
+    )  # fmt: skip
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
+
+
 def _parser() -> _Parser:
     parser = _Parser(
         prog=" ".join(command("train")),
@@ -133,12 +143,7 @@ def _parser() -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", default="default", metavar="NAME", help="configuration block (default: default)")
-    parser.add_argument(
-        "--yaml_config", type=Path, default=Path("config/cifar100.yaml"), metavar="PATH",
-        help="file of configuration blocks (default: config/cifar100.yaml)",
-    )  # fmt: skip
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
+    add_config_arguments(parser, config="default")
     parser.add_argument(
         "--run-dir", type=not_empty, metavar="DIR",
         help="the run's folder (default: expts/NAME); in a Slurm job, %%a here, in NAME and in --set becomes the array "
