@@ -246,10 +246,10 @@ def test_fractions_count_the_datasets_own_images(tiny, one_rank) -> None:
     """ImageNet's images have 49 times the pixels of CIFAR's, and in a ResNet nearly 49 times the work."""
     samples = {"full": Trials((100.0,))}
     kinds = ("product float32, TFLOP/s", "convolution float32 NHWC, TFLOP/s")
-    ceilings = dict.fromkeys((*kinds, "memory, GB/s"), Trials((1.0,)))
+    limits = dict.fromkeys((*kinds, "memory, GB/s"), Trials((1.0,)))
     small, large = (
         evaluated(
-            tiny(dataset=name, num_classes=10, image_size=None, data_loader="synthetic"), one_rank, samples, ceilings
+            tiny(dataset=name, num_classes=10, image_size=None, data_loader="synthetic"), one_rank, samples, limits
         )
         for name in ("cifar10", "imagenet")
     )
@@ -261,8 +261,8 @@ def test_fractions_count_the_datasets_own_images(tiny, one_rank) -> None:
 def test_the_arithmetic_limit_is_the_faster_of_products_and_convolutions(faster, tiny, one_rank) -> None:
     limits = {"product float32, TFLOP/s": 1.0, "convolution float32 NHWC, TFLOP/s": 1.0, "memory, GB/s": 1.0}
     limits[next(name for name in limits if name.startswith(faster))] = 4.0
-    ceilings = {name: Trials((value,)) for name, value in limits.items()}
-    result = evaluated(tiny(), one_rank, {"full": Trials((100.0,))}, ceilings)
+    trials = {name: Trials((value,)) for name, value in limits.items()}
+    result = evaluated(tiny(), one_rank, {"full": Trials((100.0,))}, trials)
     assert result["arithmetic_share"] == pytest.approx(result["tflops"] / 4)
 
 

@@ -63,7 +63,7 @@ def test_a_healthy_machine_passes(capsys, tmp_path, monkeypatch):
     status, findings = run_doctor(capsys, "--config", "quickstart", "--run-dir", str(tmp_path / "expts/not/yet/there"))
     assert status == max(LEVELS.index(finding.level) for finding in findings.values()) < 2, findings
     on_the_machine = "torch, gpu software, memory, shared memory, disk, data, host names, threads"
-    assert ", ".join(findings) == f"{on_the_machine}, dcgm, ceilings, fingerprint"
+    assert ", ".join(findings) == f"{on_the_machine}, dcgm, limits, fingerprint"
     assert not list(tmp_path.iterdir()), "the disk check leaves nothing behind"
 
 
@@ -265,7 +265,7 @@ def test_a_single_process_on_a_node_measures_all_its_gpus(monkeypatch):
         monkeypatch.setattr(measured, name, lambda device, trials: SimpleNamespace(median=1.0))
     first = torch.device("cuda", 0)
     seen = measured.device_checks(first, only_rank=True)
-    assert [finding.check for finding in seen] == ["ceilings"] * 3 + ["slow device"]
+    assert [finding.check for finding in seen] == ["limits"] * 3 + ["slow device"]
     assert seen[-1].message == "GPU 2 is 6.00 times slower than the median of the others: 100 TFLOP/s"
     assert len(measured.device_checks(first, only_rank=False)) == 1
 

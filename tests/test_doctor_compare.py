@@ -24,7 +24,7 @@ def write_document(path: Path, findings: list[Finding], device: str = "H200", to
 
 
 def document(path: Path, *rates: tuple[str, float], **what: str) -> Path:
-    findings = [Finding("ceilings", "ok", "", where=where, figures={"bf16 TFLOP/s": rate}) for where, rate in rates]
+    findings = [Finding("limits", "ok", "", where=where, figures={"bf16 TFLOP/s": rate}) for where, rate in rates]
     return write_document(path, findings, **what)
 
 
@@ -32,7 +32,7 @@ def test_the_slow_node_is_named_with_its_value(tmp_path: Path) -> None:
     paths = [document(tmp_path / f"{name}.json", (name, rate)) for name, rate in (("a", 700.0), ("b", 710.0))]
     findings = compare(paths)
     assert [(finding.level, finding.message) for finding in findings] == [
-        ("ok", "ceilings, bf16 TFLOP/s: median 705 (700 to 710) over 2")
+        ("ok", "limits, bf16 TFLOP/s: median 705 (700 to 710) over 2")
     ]
     paths.append(document(tmp_path / "c.json", ("c", 705.0), ("c", 500.0)))
     (finding,) = compare(paths)
@@ -90,7 +90,7 @@ def test_a_figure_15_percent_below_the_baseline_fails(
     rates = {"now": 1.0}
 
     def examine(*_: Any) -> list[Finding]:
-        return [Finding("ceilings", "ok", "", figures={"float32 TFLOP/s": rates["now"]})]
+        return [Finding("limits", "ok", "", figures={"float32 TFLOP/s": rates["now"]})]
 
     monkeypatch.setattr(doctor, "examine", examine)
     path, same = tmp_path / "baseline.json", ["--config", "quickstart"]
@@ -118,6 +118,6 @@ def test_the_page_shows_slow_figures_red_and_escapes_names(tmp_path: Path, capsy
     text = page.read_text()
     assert "<th>&lt;c&gt;</th><td class='number' style='background: hsl(6 60% 82%)'>500</td>" in text
     assert "<th>a</th><td class='number' style='background: hsl(120 60% 82%)'>700</td>" in text
-    assert "<td class='fail' title='ceilings, bf16 TFLOP/s: median" in text
+    assert "<td class='fail' title='limits, bf16 TFLOP/s: median" in text
     assert "<c>" not in text
     assert doctor.main(["--compare", *map(str, paths), "--html", str(tmp_path / "absent" / "page.html")]) == 2

@@ -14,7 +14,7 @@ from tools.doctor.findings import Document, Finding
 def record(folder: Path, node: str, day: int, *rates: float, failed: str = "") -> None:
     """Store a record of a node whose devices have these rates."""
     folder.mkdir(exist_ok=True)
-    findings = [Finding("ceilings", "ok", "", where=node, figures={"bf16 TFLOP/s": rate}) for rate in rates]
+    findings = [Finding("limits", "ok", "", where=node, figures={"bf16 TFLOP/s": rate}) for rate in rates]
     findings += [Finding(failed, "fail", "broken", "repair the node", node)] if failed else []
     time = datetime(2026, 11, day, 23, tzinfo=timezone.utc)
     document = Document(worst="ok", device="H200", software={"torch": "2"}, time=time, findings=findings)
@@ -38,11 +38,11 @@ def test_outliers_and_repeat_offenders_are_named(tmp_path: Path, capsys: pytest.
     status, found = judged(capsys, "--baseline", tmp_path / "dir")
     assert status == 2
     (figure,) = found["comparison"]
-    assert figure.startswith("ceilings, bf16 TFLOP/s: median 700 (500 to 710, the middle half within 0.0%) over 24; ")
+    assert figure.startswith("limits, bf16 TFLOP/s: median 700 (500 to 710, the middle half within 0.0%) over 24; ")
     assert "2026-11-02 once #2 600, 1.17 times slower than the median of the others" in figure
     assert found["repeat offenders"] == [
-        "4 nodes on 3 days; slow or failed on several: always on 3 days (ceilings, bf16 TFLOP/s), "
-        "changing on 2 days (ceilings, bf16 TFLOP/s, pcie)"
+        "4 nodes on 3 days; slow or failed on several: always on 3 days (limits, bf16 TFLOP/s), "
+        "changing on 2 days (limits, bf16 TFLOP/s, pcie)"
     ]
     assert found["pcie"] == ["broken"] and "--runs DIR" in found["interruptions"][0]
 

@@ -32,7 +32,7 @@ class Figure:
     high: float
     unit: str
     better: str = "higher"  # or lower
-    share: float | None = None  # fraction of the measured ceiling `of`
+    share: float | None = None  # fraction of the measured limit `of`
     of: str = ""
 
     @property

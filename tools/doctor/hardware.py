@@ -145,7 +145,7 @@ def check_pcie(devices: Path) -> Finding:
     if narrow:
         return Finding("pcie", "warn", "; ".join(narrow), "reseat the card; check riser and slot")
     if slow:
-        return Finding("pcie", "ok", f"{'; '.join(slow)} while idle; `ceilings` shows the rate under load")
+        return Finding("pcie", "ok", f"{'; '.join(slow)} while idle; `limits` shows the rate under load")
     return Finding("pcie", "ok", f"{len(gpus)} GPU(s) at full width and speed")
 
 

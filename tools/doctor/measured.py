@@ -22,7 +22,7 @@ def device_checks(own_device: torch.device, *, only_rank: bool) -> list[Finding]
     if own_device.type != "cuda":
         rate, copied = arithmetic(own_device), memory(own_device, TRIALS).median
         message = f"CPU: {1e3 * rate:,.0f} GFLOP/s in float32, memory {copied:.1f} GB/s"
-        return [Finding("ceilings", "ok", message, figures={"float32 TFLOP/s": rate, "memory GB/s": copied})]
+        return [Finding("limits", "ok", message, figures={"float32 TFLOP/s": rate, "memory GB/s": copied})]
     findings, rates = [], []
     for device in devices_of_a_rank(own_device, only_rank=only_rank):
         free, total = torch.cuda.mem_get_info(device)
@@ -37,7 +37,7 @@ def device_checks(own_device: torch.device, *, only_rank: bool) -> list[Finding]
         busy = free < 0.8 * total
         remedy = "another process uses its memory: nvidia-smi shows which"
         figures = {"bf16 TFLOP/s": rate, "memory GB/s": copied, "from the host GB/s": from_host}
-        findings.append(judge("ceilings", message, remedy, warn=busy, figures=figures))
+        findings.append(judge("limits", message, remedy, warn=busy, figures=figures))
     return findings + [finding for finding in check_rates(rates, "slow device") if finding.level != "ok"]
 
 

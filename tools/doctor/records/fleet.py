@@ -52,7 +52,7 @@ def judge_fleet(records: Mapping[Path, Document], runs: Path | None, checkpoint_
 
 
 def _devices_of_a_node(document: Document) -> int:
-    hosts = Counter(finding.where.partition(",")[0] for finding in document.findings if finding.check == "ceilings")
+    hosts = Counter(finding.where.partition(",")[0] for finding in document.findings if finding.check == "limits")
     return max(hosts.values(), default=1)
 
 
