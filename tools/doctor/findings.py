@@ -113,10 +113,11 @@ def compare_figures(documents: Iterable[Document]) -> dict[str, list[Compared]]:
     for document in documents:
         for name, found in document.figures().items():
             values.setdefault(name, []).extend(found)
-    return {name: _with_others(found) for name, found in values.items()}
+    return {name: with_others(found) for name, found in values.items()}
 
 
-def _with_others(values: Sequence[tuple[str, float]]) -> list[Compared]:
+def with_others(values: Sequence[tuple[str, float]]) -> list[Compared]:
+    """Return each value with the median of the others. `values`: (where, rate); a single one expects itself."""
     order = sorted(value for _, value in values)
     compared = []
     for where, value in values:

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tools.bench.limits import host_to_device, memory, product
-from tools.doctor.findings import GIGABYTE, SLOW, Finding, judge
+from tools.doctor.findings import GIGABYTE, Finding, judge, with_others
 from utils.distributed.world import World
-from utils.training.checks.stragglers import medians_of_others
 
 TRIALS = 3
 CLOCK_ROUNDS = 5
@@ -56,17 +55,17 @@ def arithmetic(device: torch.device) -> float:
 
 def check_rates(rates: Sequence[tuple[str, float]], check: str) -> list[Finding]:
     """Name every device or rank that is 15 % slower than the median of the others. Rates in TFLOP/s."""
-    others = medians_of_others([rate for _, rate in rates]) if len(rates) > 1 else []
     remedy = "exclude the node; look there for other processes, heat, a power limit (nvidia-smi -q -d PERFORMANCE)"
     slow = [
         Finding(
             check,
             "fail",
-            f"{name} is {other / rate:.2f} times slower than the median of the others: {rate:,.4g} TFLOP/s",
+            f"{one.where} is {one.expected / one.value:.2f} times slower than the median of the others: "
+            f"{one.value:,.4g} TFLOP/s",
             remedy,
         )
-        for (name, rate), other in zip(rates, others, strict=False)
-        if rate * SLOW < other
+        for one in with_others(rates)
+        if one.slow
     ]
     return slow or [Finding(check, "ok", f"none of {len(rates)} is 15 % slower than the others")]
 
