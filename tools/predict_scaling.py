@@ -173,9 +173,8 @@ def layer_costs(config: Config | str) -> list[tuple[int, float]]:
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, 3, side, side, device="meta"))
     flops, root = counter.get_flop_counts(), type(model).__name__
-    costs = {name: sum(flops.get(f"{root}.{name}", {}).values()) / 2 for name, _ in model.named_modules()}
     sizes = [(name, sum(p.numel() for p in m.parameters(recurse=False))) for name, m in model.named_modules()]
-    return [(BYTES * size, costs[name]) for name, size in sizes if size]
+    return [(BYTES * size, sum(flops.get(f"{root}.{name}", {}).values()) / 2) for name, size in sizes if size]
 
 
 def forecast_row(work: MeasuredStep, gpus: int, machine: Cluster, batch_per_gpu: float | None = None) -> ForecastRow:
