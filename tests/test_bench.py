@@ -26,7 +26,7 @@ from tools.shared.output import check_writable
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
 from utils.distributed.world import World
-from utils.errors import ConfigError, ExpectedError
+from utils.errors import ConfigError, DataError, ExpectedError
 from utils.training.batches import prefetch
 from utils.training.step import GRAPH_WARMUP_STEPS
 
@@ -216,7 +216,8 @@ def test_a_baseline_of_other_versions_or_settings_is_refused(tiny, tmp_path: Pat
     path = tmp_path / "report.json"
 
     def read(changed_environment: dict[str, str], **changes) -> dict[str, dict[str, float]]:
-        path.write_text(json.dumps({"environment": environment | changed_environment, "results": saved}))
+        content = {"bench": "ladder", "environment": environment | changed_environment, "results": saved}
+        path.write_text(json.dumps(content))
         return read_baseline(path, environment, {"rung": Config(**config.model_dump() | changes)})
 
     assert read({}) == {"rung": {"median": 100.0}}
@@ -225,9 +226,13 @@ def test_a_baseline_of_other_versions_or_settings_is_refused(tiny, tmp_path: Pat
         read({"torch": "1.7"})
     with pytest.raises(ConfigError, match="rung differs in lr; measure it again"):
         read({}, lr=0.7)
-    path.write_text("{}")
-    with pytest.raises(ConfigError, match="expected the --json of an earlier ladder"):
-        read_baseline(path, environment, {})
+    for content, error in (
+        ('{"bench": "peers", "results": {}}', "a report of `bench peers`"),
+        ("[]", r"not a report of tools\.bench"),
+    ):
+        path.write_text(content)
+        with pytest.raises((ConfigError, DataError), match=error):
+            read_baseline(path, environment, {})
 
 
 @pytest.mark.parametrize(("now", "status"), [(94.0, True), (96.0, False), (200.0, False), (None, True)])
@@ -264,6 +269,14 @@ def test_the_arithmetic_limit_is_the_faster_of_products_and_convolutions(faster,
     trials = {name: Trials((value,)) for name, value in limits.items()}
     result = evaluated(tiny(), one_rank, {"full": Trials((100.0,))}, trials)
     assert result["arithmetic_share"] == pytest.approx(result["tflops"] / 4)
+
+
+def test_a_network_whose_flops_cannot_be_counted_is_named(tiny, one_rank, monkeypatch) -> None:
+    """It reads values, which tensors on the device meta lack."""
+    monkeypatch.setattr(ladder, "flops_per_image", lambda *_: torch.empty(1, device="meta").item())
+    kinds = ("product float32, TFLOP/s", "convolution float32 NHWC, TFLOP/s", "memory, GB/s")
+    with pytest.raises(ConfigError, match="model resnet8: cannot be run on tensors without values: RuntimeError"):
+        per_image(tiny(), one_rank, dict.fromkeys(kinds, Trials((1.0,))))
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
@@ -329,6 +342,13 @@ def test_peers_run_with_and_without_the_switch_that_only_this_project_has(tiny) 
     build, config = cuda["this project, without enable_cuda_graphs"]
     assert build is peers.OurStep and config.enable_cuda_graphs is False
     assert cuda["this project"] == (peers.OurStep, tiny("fastest"))
+
+
+@pytest.mark.parametrize("setting", ["optimizer=adamw", "ema_decay=0.9", "label_smoothing=0.1"])
+def test_peers_refuses_what_the_other_trainers_lack(capsys: pytest.CaptureFixture[str], setting: str) -> None:
+    assert main(["peers", "--config=fastest", f"--set={setting}"]) == 2
+    key, value = setting.replace("adamw", '"adamw"').split("=")
+    assert f"error: {key} {value}: the other trainers' steps here lack it; use " in capsys.readouterr().err
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., Any]) -> list[Any]:

@@ -140,8 +140,6 @@ def test_a_resumed_run_cuts_what_it_trains_again_and_loses_no_point(run):
 def test_without_tensorboard_there_is_no_folder(tiny, one_rank, tmp_path):
     Trainer(tiny(max_epochs=1), one_rank, tmp_path / "run", "tiny", "auto").train()
     assert not (tmp_path / "run/tb_logs").exists()
-    end = read_records(tmp_path / "run", "end")
-    assert len(end) == 1 and end[0]["best_epoch"] == 1 and len(end[0]["worst_classes"]) == 10
 
 
 def test_confusion_matrix_is_white_at_0_and_dark_at_100_percent():

@@ -509,7 +509,9 @@ def test_another_version_is_compared_another_device_and_a_rehearsal_are_refused(
     assert "bs256-amp" not in said
     assert "REGRESSION ladder: fastest" in (tmp_path / "new/packed/bring_up.html").read_text("utf-8")
     bring_up(tmp_path / "new")
-    assert command.main(arguments) == 0 and "REGRESSION none" in capsys.readouterr().out
+    assert command.main(arguments) == 0 and "no regression" in capsys.readouterr().out
+    monkeypatch.setattr(command, "INSTALLED", True)
+    assert command.main(arguments) == 2 and "run it in a checkout" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="was measured on NVIDIA H200; expected NVIDIA A100, as here"):
         read_baseline(tmp_path / "old", {"device": "NVIDIA A100"}, small=False)
     with pytest.raises(ConfigError, match="rehearsal"):

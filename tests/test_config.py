@@ -17,7 +17,6 @@ from utils.config import Config, list_blocks, load_config
 from utils.config import blocks as config_module
 from utils.config.command_line import parse_arguments
 from utils.config.config import default_block, schema
-from utils.distributed.global_batch import divide_batch
 from utils.distributed.world import World
 from utils.errors import ConfigError
 
@@ -242,6 +241,8 @@ BROKEN_VALUES = [
     ("momentum: 1", "momentum is 1; allowed: a number at least 0 and below 1"),
     ("enable_nhwc: yes", 'enable_nhwc is "yes"; allowed: true or false; write true'),
     ("enable_nhwc: 1", "enable_nhwc is 1; allowed: true or false; write true"),
+    ("enable_cuda_graphs: on", 'enable_cuda_graphs is "on"; allowed: '),  # true does not go with another key's default
+    ("width: 4.0", "width is 4.0; allowed: a whole number from 1 to 64"),
     ("micro_batch_size: None", f'micro_batch_size is "None"; {COUNT} or null; write null'),
     ("stem: 3", "stem is 3; allowed: 7x7, 3x3"),
     ('data_path: ""', 'data_path is ""; allowed: a non-empty string'),
@@ -415,18 +416,6 @@ def test_the_length_of_a_chain_of_blocks_is_limited(tmp_path: Path) -> None:
         load_config(path, "b100")
     path.write_text("".join(blocks), encoding="utf-8")
     assert load_config(path, "b100").lr == 0.5  # each block is resolved before the blocks that extend it
-
-
-@pytest.mark.parametrize(
-    ("ranks", "micro", "split"), [(2, None, (1, 16)), (1, 8, (4, 8)), (2, 32, (1, 16)), (1, 2000, (1, 32))]
-)
-def test_a_batch_is_split_over_ranks_and_micro_batches(
-    ranks: int, micro: int | None, split: tuple[int, int], tiny: Callable[..., Config]
-) -> None:
-    """A micro-batch larger than a rank's part of the batch becomes this part."""
-    config = tiny(batch_size=32, micro_batch_size=micro)
-    divided = divide_batch(config.batch_size, ranks, config.micro_batch_size)
-    assert (divided.accumulation, divided.micro_batch_size) == split
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused(tiny: Callable[..., Config]) -> None:

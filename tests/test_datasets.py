@@ -277,3 +277,11 @@ def test_official_data(name: str) -> None:
     assert dataset.mean == pytest.approx(mean, rel=1e-14)
     assert dataset.std == pytest.approx(std, rel=1e-14)
     assert dataset.class_names == VERSIONS[name].class_names  # as in the archive
+
+
+def test_mean_and_deviation_of_cifar100_are_settings() -> None:
+    """As in the tutorial."""
+    mean, std = [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]
+    settings = ["data_loader=synthetic", f"cifar100_mean={mean}", f"cifar100_std={std}"]
+    dataset = utils.data.build.find_dataset(load_config(CIFAR100, "bs128", settings), download=False)
+    assert (list(dataset.mean), list(dataset.std)) == (mean, std)

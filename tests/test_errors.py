@@ -73,12 +73,56 @@ def test_out_of_gpu_memory(error, first_line):
     assert str(explained).splitlines()[1].startswith(REMEDY)
 
 
+def test_an_operation_without_a_deterministic_kernel_is_named():
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError) as raised:
+            torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    explained = explain(raised.value)
+    assert explained is not None and explained.exit_status == 2
+    first, second = str(explained).splitlines()
+    assert first == "deterministic is true, but PyTorch has no deterministic kernel for put_ on this device"
+    assert second.startswith("use deterministic: false")
+
+
+def test_a_reader_that_leaves_ends_the_output_and_not_the_training(tmp_path):
+    """`train.py ... | head`"""
+    settings = [f"--set={setting}" for setting in as_settings(TINY | {"log_freq": 1})]
+    command = [PYTHON, "train.py", "--config=default", f"--run-dir={tmp_path}", *settings]
+    run = start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert run.stdout is not None and run.stderr is not None
+    run.stdout.readline()
+    run.stdout.close()
+    assert (run.wait(120), run.stderr.read()) == (0, "")
+    assert "Finished" in (tmp_path / "train.log").read_text()
+
+
+def test_a_reader_of_the_errors_that_leaves_does_not_change_the_status(tmp_path):
+    """`train.py ... 2>&1 | tee FILE` and Ctrl-C, which ends tee, too."""
+    settings = [
+        f"--set={setting}"
+        for setting in as_settings(TINY | {"dataset": "imagefolder", "data_path": f"{tmp_path}/nowhere"})
+    ]
+    command = [PYTHON, "train.py", "--config=default", f"--run-dir={tmp_path / 'run'}", *settings]
+    status = tmp_path / "status"
+    run = start(command, {"TRAIN_EXIT_STATUS_FILE": str(status)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert run.stderr is not None
+    run.stderr.close()
+    assert (run.wait(120), status.read_text()) == (DataError.exit_status, f"{DataError.exit_status}\n")
+
+
+def start(command: list[str], variables: dict[str, str] | None = None, **streams: int) -> subprocess.Popen[str]:
+    environment = without_launcher(os.environ) | (variables or {})
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **streams)
+
+
 def start_with_a_worker(folder: Path, **changes: object) -> subprocess.Popen[str]:
     keys = TINY | {"data_loader": "torchvision", "num_data_workers": 1, "log_freq": 1} | changes
     settings = [f"--set={setting}" for setting in as_settings(keys)]
     command = [PYTHON, "train.py", "--config=default", f"--run-dir={folder}", *settings]
-    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=ROOT, env=without_launcher(os.environ), text=True, **streams)
+    return start(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the worker in /proc")

@@ -481,6 +481,30 @@ def test_all_images_unreadable(config: Callable[..., Config], made: Path, tmp_pa
         )
 
 
+def test_folders_that_disappear_are_searched_once(
+    config: Callable[..., Config], made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not once for each image of a batch: of ImageNet that would take hours."""
+    shutil.copytree(made / "small", tmp_path / "data")
+    train = open_dataset(config("imagenet", data_path=str(tmp_path / "data")), pretend()).train
+    tried: list[int] = []
+    monkeypatch.setattr(type(train), "content", lambda self, index: tried.append(index) or Path("gone").read_bytes())
+    read = train.read(np.array([1, 2, 3]), None, replace=True)
+    assert len(read.samples) == 0 and sorted(tried) == list(range(len(train.labels)))
+
+
+def test_the_loader_device_refuses_to_train_on_a_part_of_the_images(
+    config: Callable[..., Config], made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folders disappear while they are read."""
+    train = open_dataset(config("imagenet", data_path=str(made / "small")), pretend()).train
+    count, good = len(train.labels), Path(train.path(0)).read_bytes()
+    left = [good, *[b""] * (count * count)]
+    monkeypatch.setattr(type(train), "content", lambda self, index: left.pop(0))
+    with pytest.raises(DataError, match=f"only 1 of {count} images can be read or replaced"):
+        device_loader.decode_all(train, replace=True)
+
+
 def test_data_that_do_not_fit_the_configuration(config: Callable[..., Config]) -> None:
     with pytest.raises(ConfigError, match="num_classes=3"):
         build(config("imagefolder", num_classes=10))

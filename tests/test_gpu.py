@@ -212,13 +212,6 @@ def test_no_epoch_waits_for_the_device_outside_its_log_points(tiny, gpu, tmp_pat
     assert log_points == [0, 1]
 
 
-def test_synchronised_batch_norm_changes_nothing_in_a_single_process(tiny, gpu):
-    synchronised = Trainer(on_gpu(tiny, enable_sync_bn=True), gpu)
-    assert not any(isinstance(module, nn.SyncBatchNorm) for module in synchronised.learner.model.modules())
-    plain = losses(Trainer(on_gpu(tiny), gpu), gpu, steps=4)
-    torch.testing.assert_close(losses(synchronised, gpu, steps=4), plain, rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize("graphs", [False, True])
 def test_an_overflow_in_the_first_fused_step_leaves_no_trace(tiny, gpu, graphs):
     """The scale is raised until the first gradients overflow; skipped steps must change nothing."""

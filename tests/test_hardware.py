@@ -35,7 +35,7 @@ def test_missing_counters_are_not_failed(tmp_path: Path) -> None:
     assert "not readable here" in hardware.check_kernel_log(hardware.read_kernel_log(nothing)).message
 
 
-def test_this_machines_own_hardware_is_read() -> None:
+def test_every_check_runs_on_this_machine() -> None:
     for finding in (*hardware.hardware_checks(), *gpus.gpu_checks()):
         assert finding.message and (finding.level == "ok" or finding.remedy)
 
@@ -47,6 +47,7 @@ def test_this_machines_own_hardware_is_read() -> None:
         (["performance", "powersave"], "acpi-cpufreq", ("warn", "1 cores performance, 1 cores powersave")),
         (["powersave", "powersave"], "intel_pstate", ("ok", "2 cores powersave (chosen by the processor)")),
         (["powersave", "powersave"], "amd-pstate-epp", ("ok", "2 cores powersave (chosen by the processor)")),
+        (["powersave", "powersave"], "amd-pstate", ("warn", "2 cores powersave")),  # holds the lowest clock
     ],
 )
 def test_governor(governors: list[str], driver: str, expected: tuple[str, str], tmp_path: Path) -> None:
@@ -61,8 +62,12 @@ def test_cores_throttled_by_heat(tmp_path: Path) -> None:
         write_files(tmp_path / f"cpu{number}/thermal_throttle", counts)
     message = "cpu10 was throttled 70 times for heat, its package 3 times"
     assert seen(hardware.check_processor_heat(tmp_path)) == ("warn", message)
-    for number in (2, 10):
-        write_files(tmp_path / f"cpu{number}/thermal_throttle", {"core_throttle_count": 0, "package_throttle_count": 0})
+    for number, package in ((2, 4), (10, 0)):
+        counts = {"core_throttle_count": 0, "package_throttle_count": package}
+        write_files(tmp_path / f"cpu{number}/thermal_throttle", counts)
+    message = "cpu2 was throttled 0 times for heat, its package 4 times"
+    assert seen(hardware.check_processor_heat(tmp_path)) == ("warn", message)
+    write_files(tmp_path / "cpu2/thermal_throttle", {"package_throttle_count": 0})
     assert seen(hardware.check_processor_heat(tmp_path)) == ("ok", "none of 3 cores was throttled")
 
 
@@ -168,6 +173,10 @@ HEALTHY = GpuFacts(
         ({"slowed": 0x20, "temperature": 88}, "fail", "slowed down (heat) at 88 °C"),
         ({"power_limit": 450.0}, "warn", "power limit 450 W, default 700 W"),
         ({"nvlinks": (True, False, True)}, "fail", "3 NVLinks, down: 1"),
+        ({"nvlinks": (False, False)}, "fail", "2 NVLinks, down: 0, 1"),
+        ({"nvlinks": (False, False), "name": "NVIDIA A100 80GB PCIe"}, "warn", "2 NVLinks, all down"),
+        ({"nvlinks": (True, False), "name": "NVIDIA A100 80GB PCIe"}, "fail", "2 NVLinks, down: 1"),
+        ({"nvlinks": ()}, "ok", "700 W"),
         ({"corrected": 9, "uncorrected": 2}, "fail", "2 uncorrected memory errors; 9 corrected memory errors"),
         (dict.fromkeys(("uncorrected", "corrected", "remapped_rows", "slowed", "power_limit", "default_power_limit",
                         "temperature")), "ok", "NVIDIA H200 0 (GPU-1)"),

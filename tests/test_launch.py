@@ -1,5 +1,6 @@
 """Ranks find each other under each launcher, and all of them leave when one fails."""
 
+import json
 import os
 import re
 import shutil
@@ -568,15 +569,55 @@ def test_restarts_in_torchruns_store_do_not_join_an_old_meeting(tmp_path: Path) 
         assert [(process.status, process.output, process.errors) for process in ended] == [(0, "3.0 True\n", "")] * 2
 
 
+@pytest.mark.parametrize(
+    ("own_cores", "all_cores", "variable", "threads"),
+    [
+        (4, 16, None, 4),  # the launcher bound each of four ranks to a quarter of the cores
+        (16, 16, None, 4),
+        (2, 2, None, 1),
+        (16, 16, "3", None),  # the user or torchrun decides
+    ],
+)
+def test_ranks_of_a_machine_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, own_cores: int, all_cores: int, variable: str | None, threads: int | None
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(own_cores)))
+    monkeypatch.setattr(os, "cpu_count", lambda: all_cores)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    utils.distributed.ranks._set_threads(4)
+    assert chosen == ([] if threads is None else [threads])
+
+
+def test_ranks_without_a_gpu_among_ranks_with_one_are_refused() -> None:
+    store, first = dist.HashStore(), World(0, 0, 2, torch.device("cuda", 0))
+    store.set("device/1", "cuda")
+    utils.distributed.ranks._refuse_mixed_devices(first, store)
+    store.set("device/1", "cpu")
+    with pytest.raises(ConfigError, match="rank 1 of 2 find no usable GPU, the others do"):
+        utils.distributed.ranks._refuse_mixed_devices(first, store)
+
+
+def test_torchruns_summary_shows_the_message_of_the_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    utils.distributed.ranks._report_to_torchrun("error: rank 1: no data")
+    content = json.loads((tmp_path / "error.json").read_text())
+    assert content["message"]["message"] == "error: rank 1: no data"
+
+
 def test_two_jobs_at_the_same_port_do_not_meet(tmp_path: Path) -> None:
     """Rank 1 of the second job does not join the first job, but fails."""
     port = free_port()
     first = [torchrun_variables(rank, 2, port, TORCHELASTIC_RUN_ID="one") for rank in range(2)]
-    second = [torchrun_variables(1, 2, port, TORCHELASTIC_RUN_ID="two")]
+    second = [torchrun_variables(1, 2, port, TORCHELASTIC_RUN_ID="two", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")]
     stranger = Job(tmp_path / "two", wait_two_seconds, (), second)
     ended = Job(tmp_path / "one", add_up, (2,), first).wait()
     assert [(process.status, process.output) for process in ended] == [(0, "3.0 True\n")] * 2
-    assert stranger.wait()[0].status != 0
+    (refused,) = stranger.wait()
+    assert refused.status == 1 and complaints([refused])[0].startswith("error: rank 1: "), refused.errors
 
 
 def test_a_second_process_of_one_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,8 +120,12 @@ def test_a_start_that_stopped_on_request_shows_its_exit_status(tmp_path: Path) -
     assert show_ledger(write(tmp_path, begin(1000), stop))[-1].endswith("exit status 75")
 
 
-def test_process_age() -> None:
-    assert 0 < process_age() < 86400
+def test_process_age_counts_seconds() -> None:
+    earliest, first, latest = time.monotonic(), process_age(), time.monotonic()
+    time.sleep(0.3)
+    shortest, second, longest = time.monotonic() - latest, process_age(), time.monotonic() - earliest
+    tick = 0.02  # the kernel counts 100 ticks per second
+    assert shortest - tick <= second - first <= longest + tick
 
 
 @pytest.mark.parametrize("saves", [True, False], ids=["from a checkpoint", "before the first checkpoint"])

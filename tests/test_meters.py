@@ -156,6 +156,18 @@ def test_mfu_is_relative_to_the_peak_of_all_devices_and_ranks_of_a_host_share_on
     assert meters.window(100.0, 0)["mfu"] == pytest.approx(one / 2)
 
 
+def test_energy_is_not_reported_if_only_the_first_of_several_gpus_is_known(
+    tiny: Callable[..., Config], one_rank: World
+) -> None:
+    """As with DataParallel, where one process trains on all GPUs."""
+    meters = Trainer(tiny(), one_rank).meters
+    meters.sensors.gpu = Gpu(nvml(DeviceGetTotalEnergyConsumption=lambda: 7000), "")
+    with meters.sensors:
+        assert set(meters.totals(100)) == {"joules", "joules_per_image"}
+        meters.devices = 8
+        assert meters.totals(100) == {}
+
+
 class ReadsValues(nn.Module):
     """A network that reads values of its input."""
 

@@ -148,5 +148,3 @@ def test_train_with_everything_switched_on(tiny: Callable[..., Config], one_rank
     assert main(Arguments(config, "default", tmp_path / "run", "auto", dry_run=False)) == 0
     trainer = Trainer(config, one_rank, tmp_path / "again", "default", "never")
     assert isinstance(trainer.batches.mix, BatchMix)
-    trainer.train()
-    assert 0 <= trainer.progress.best["acc1"] <= 1

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torchvision
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from models import build_model
 
@@ -35,13 +34,6 @@ def test_number_of_parameters(tiny, model, stem, num_classes, parameters):
     with torch.device("meta"):
         built = build_model(tiny(model=model, stem=stem, num_classes=num_classes, width=width))
     assert sum(parameter.numel() for parameter in built.parameters()) == parameters
-
-
-def test_resnet50_needs_2_61_gflop_forward(tiny):
-    model = build_model(tiny(model="resnet50", num_classes=100)).eval()
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(torch.zeros(1, 3, 32, 32))
-    assert counter.get_total_flops() / 1e9 == pytest.approx(2.61, abs=0.01)
 
 
 def test_small_images_keep_their_resolution_through_the_stem(tiny):

@@ -33,6 +33,13 @@ def trained(optimizer, parameters):
     return [parameter.detach() for parameter in parameters]
 
 
+def test_every_parameter_is_trained_whatever_its_dimensions(tiny):
+    parameters = [nn.Parameter(torch.zeros([2] * dimensions)) for dimensions in range(7)]
+    groups = build_optimizer(tiny(optimizer="muon", lr=0.01), parameters).param_groups
+    assert sorted(parameter.ndim for group in groups for parameter in group["params"]) == list(range(7))
+    assert [parameter.ndim for group in groups if group["orthogonalise"] for parameter in group["params"]] == [4]
+
+
 def start():
     rng = np.random.default_rng(1)
     return [nn.Parameter(torch.from_numpy(rng.normal(size=shape).astype(np.float32))) for shape in SHAPES.values()]

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from processes import run_job
 
 from utils.distributed.ranks import run_ranks
@@ -57,6 +58,22 @@ def test_a_second_ctrl_c_stops_at_once(
         assert interrupts(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
     assert capfd.readouterr().err.count("Ctrl-C again stops at once, without saving") == 1
+
+
+def test_the_own_copy_of_another_ranks_ctrl_c_is_not_a_second_one(
+    set_clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal's Ctrl-C reaches the ranks of a job at slightly different times."""
+    requests = StopRequests(World(1, 1, 2, torch.device("cpu")))
+    work = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(requests, "_send", lambda: (torch.tensor([signal.SIGINT, 10**6]), work))
+    set_clock(100)
+    with listen(requests):
+        assert requests.poll()
+        set_clock(100 + ONE_KEYSTROKE / 2)
+        assert not interrupts(signal.SIGINT)
+        set_clock(101 + ONE_KEYSTROKE)
+        assert interrupts(signal.SIGINT)
 
 
 # Seconds of a batch on each of two ranks, in loops that follow each other; the signal comes in the last loop.

@@ -13,7 +13,6 @@ from tests.conftest import read_records
 from tests.test_train import run
 from train import Trainer
 from utils.config import Config
-from utils.errors import CheckpointError
 from utils.run.checkpoint.io import read_checkpoint
 from utils.run.checkpoint.state import Progress
 from utils.timing.clock import Clock
@@ -129,12 +128,6 @@ def test_other_optimizers_resume_from_their_state(tiny, name):
         parameter.data.copy_(value)
     train(second, rest, range(2, 4))
     assert all(map(torch.equal, rest, expected))
-
-
-def test_the_state_of_another_optimizer_is_refused(tiny, one_rank, tmp_path):
-    run(tiny(max_epochs=1), one_rank, tmp_path)
-    with pytest.raises(CheckpointError, match="optimizer 'sgd' -> 'lars'"):
-        run(tiny(max_epochs=2, optimizer="lars"), one_rank, tmp_path, resume=str(tmp_path))
 
 
 # ---- weight decay, clipping

@@ -180,6 +180,8 @@ def test_seeds_and_differences(run, page):
     assert page(*folders[1:])[1]["differences"] == [["key", "b", "c"], ["seed", "2", "1"], ["lr", "0.1", "0.01"]]
     runs = [read(folder)[0][0] for folder in folders]
     assert set(differences(runs)) == {"lr", "seed"} and [len(group) for group in same_but_seed(runs)] == [2, 1]
+    runs[1].environment["device"] = "another"
+    assert [len(group) for group in same_but_seed(runs)] == [1, 1, 1]
     assert len(tables["worst"]) == 1 + 3 and re.fullmatch(r".+ \d+% \(.+ \d+%\)", tables["worst"][1][1])
 
 
@@ -187,6 +189,19 @@ def test_a_run_named_twice_is_shown_once(run, page, tmp_path):
     run("once")
     _, tables = page(tmp_path / "expts", tmp_path / "expts/once")
     assert [row[0] for row in tables["results"][1:]] == ["once"]
+
+
+def test_reports_of_one_name_are_distinguished_by_their_paths(page, tmp_path):
+    results = {
+        f"weak {ranks}": {"train_images_per_sec": {"values": [100 * ranks], "median": 100 * ranks}} for ranks in (1, 2)
+    }
+    for device in ("A", "B"):
+        (tmp_path / device).mkdir()
+        content = {"bench": "scaling", "config": {}, "environment": {"device": device}, "results": results}
+        (tmp_path / device / "scaling.json").write_text(json.dumps(content))
+    rows = page(tmp_path / "A/scaling.json", tmp_path / "B/scaling.json")[1]["scaling"][1:]
+    expected = [(f"{device}/scaling: weak, training only", device, ranks) for device in "AB" for ranks in "12"]
+    assert [tuple(row[:3]) for row in rows] == expected
 
 
 def test_runs_of_one_name_are_distinguished_by_their_paths(run, page, tmp_path):
@@ -326,8 +341,8 @@ def test_a_run_that_ended_at_its_accuracy_is_finished(run, page):
         ({"runs": {"a": 1}}, "a does not hold lists of numbers"),
         ({"runs": {"a": {"epoch": 1}}}, "a does not hold lists of numbers"),
         ({"runs": {"a": {"epoch": [1], "acc1/valid": ["x"]}}}, "a does not hold lists of numbers"),
-        ({"bench": "ladder", "results": {}, "environment": 1}, "its environment is not a mapping"),
-        ({"bench": "ladder", "results": []}, "its results is not a mapping"),
+        ({"bench": "ladder", "results": {}, "environment": 1}, "environment: Input should be a valid dictionary"),
+        ({"bench": "ladder", "results": []}, "results: Input should be a valid dictionary"),
     ],
 )
 def test_json_of_the_wrong_structure_is_skipped(page, tmp_path, content, problem):

@@ -9,7 +9,7 @@ import pytest
 
 from tools.bench.__main__ import main
 from tools.bench.scaling import Records, add_report, cases_of, check_comparable, summarise
-from utils.errors import ConfigError
+from utils.errors import ConfigError, DataError
 
 
 def trials(*speeds: float, **more: list[float]) -> dict[str, list[float]]:
@@ -65,5 +65,8 @@ def test_a_run_and_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     added: Records = defaultdict(lambda: defaultdict(list))
     assert add_report(added, report) == (content["config"], content["environment"])
     assert added == {("weak", 2): measured}
-    with pytest.raises(ConfigError, match="not a report of"):
+    with pytest.raises(DataError, match=r"absent\.json: not a report of .*No such file"):
         add_report(added, tmp_path / "absent.json")
+    report.write_text(json.dumps(content | {"bench": "ladder"}))
+    with pytest.raises(ConfigError, match="a report of `bench ladder`; expected one of `bench scaling`"):
+        add_report(added, report)

@@ -118,6 +118,16 @@ def test_an_interrupted_trial_is_repeated(searched: Callable[..., int], tmp_path
     assert searched([0.4], trials=2) == 0
 
 
+@pytest.mark.parametrize("changed", ["--space=lr=0.1..0.3", "--set=max_epochs=9"])
+def test_a_search_continues_with_the_same_settings_only(
+    searched: Callable[..., int], tmp_path: Path, capsys: Any, changed: str
+) -> None:
+    assert searched([0.3]) == 0
+    space = [] if "space" in changed else ["--space=lr=0.1..0.2"]
+    assert search.main([f"--out={tmp_path}", *space, changed, "--trials=2"]) == 2
+    assert "its trials had" in capsys.readouterr().err
+
+
 def test_a_failed_run_has_its_message_and_status(tmp_path: Path) -> None:
     with FollowedRun(Path("config/cifar100.yaml"), "bs128", ["batch_size=0"], tmp_path) as training:
         assert list(training) == []

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from models import build_model
-from train import Trainer
 from utils.config import Config
-from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.training.kernels.stem import ChannelPaddedConv2d, pad_stem
 
@@ -41,14 +39,6 @@ def test_a_padded_stem_is_the_same_function(tiny: Tiny, channels: int, layout: t
     padded.conv1(images)
     assert [tensor.shape[1] for tensor in inputs] == [channels, channels]
     assert all(tensor.is_contiguous(memory_format=layout) for tensor in inputs), "transposed"
-
-
-def test_names_and_initial_weights_stay(tiny: Tiny, one_rank: World) -> None:
-    plain, padded = (Trainer(tiny(stem_channels=channels), one_rank).learner for channels in (3, 8))
-    assert list(plain.model.state_dict()) == list(padded.model.state_dict())
-    for name, value in plain.model.state_dict().items():
-        assert torch.equal(value, padded.model.state_dict()[name]), name
-    assert not any(isinstance(module, ChannelPaddedConv2d) for module in plain.model.modules())
 
 
 def test_any_first_convolution_is_padded_and_its_absence_an_error(tiny: Tiny) -> None:

@@ -22,7 +22,7 @@ from train import Trainer
 from utils.config import Config
 from utils.distributed.ddp import wrap_in_ddp
 from utils.distributed.world import World
-from utils.errors import ConfigError, ExpectedError
+from utils.errors import ConfigError
 from utils.run.logging.logger import RunLogger
 from utils.training.kernels.compilers import compiles, has_compiler, wants_graphs
 from utils.training.kernels.conv import weight_gradient as conv_products
@@ -110,7 +110,7 @@ def test_training_continues_with_and_without_our_own_layers(tiny, one_rank, name
     own = (ChannelPaddedConv2d, NormReLU, ProductConv2d, WinogradConv2d)
     assert [sum(isinstance(module, own) for module in one.model.modules()) for one in learners] == [0, layers]
     check_equal_training(learners)
-    if name == "conv winograd":  # FLOPs are the network's, whatever the method
+    if name.startswith("conv "):  # FLOPs are the network's, whatever the method
         assert len({flops_per_image(one.model, (3, 32, 32)) for one in learners}) == 1
 
 
@@ -330,16 +330,6 @@ def test_gradients_are_averaged_once_per_step(tiny, one_rank):
     finally:
         dist.destroy_process_group()
     assert learner.batch.accumulation == 4 and len(buckets) == 1
-
-
-def test_a_non_finite_loss_is_reported_with_its_iteration(tiny, one_rank):
-    """An iteration is a step, whatever the number of micro-batches."""
-    trainer = Trainer(tiny(batch_size=8, micro_batch_size=2), one_rank)
-    for iteration in range(4):
-        images = torch.full((8, 3, 32, 32), torch.nan) if iteration == 2 else torch.randn(8, 3, 32, 32)
-        trainer.learner.train_step(images, torch.randint(10, (8,)))
-    with pytest.raises(ExpectedError, match="in epoch 1, iteration 2, learning rate"):
-        trainer.state.check_finite(trainer.learner.sums.average(one_rank))
 
 
 @pytest.mark.slow

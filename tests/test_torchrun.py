@@ -43,6 +43,13 @@ def test_the_ranks_message_comes_first_and_then_one_line(tmp_path, end):
     assert file.exists() == (line is not None and "rank" in line)
 
 
+def test_a_program_in_the_place_of_the_log_is_not_overwritten(tmp_path):
+    (tmp_path / "torchrun.log").write_text("a program")
+    status, errors, file = torchrun(tmp_path, "")
+    assert status == 2 and "File exists; expected the name of a new file" in errors[-1]
+    assert file.read_text() == "a program"
+
+
 def test_a_taken_port_is_reported_in_one_line(tmp_path):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]

@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,8 +15,6 @@ import pytest
 
 from tests.conftest import ROOT, read_records
 from tests.test_train import run
-from train import Trainer
-from utils.errors import Stopped
 from utils.run.logging import trackers
 from utils.run.logging.trackers import TrackedRun, Trackers
 
@@ -161,15 +158,6 @@ def test_a_missing_package_is_logged_with_the_remedy(tiny, one_rank, tmp_path, m
     run(tiny(max_epochs=1, log_to=["wandb"]), one_rank, tmp_path)
     log = (tmp_path / "train.log").read_text()
     assert 'log_to wandb: it is not installed: pip install ".[wandb]"; the run continues' in log
-
-
-def test_a_stopped_run_waits_for_no_tracker(tiny, one_rank, tmp_path, monkeypatch):
-    monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda start: Broken(start, "record", True))
-    monkeypatch.setattr(trackers, "CLOSING_SECONDS", 0.2)
-    trainer = Trainer(tiny(log_to=["wandb"]), one_rank, tmp_path, "tiny", "auto")
-    trainer.requests.signal = signal.SIGTERM
-    with pytest.raises(Stopped):
-        trainer.train()
 
 
 def test_records_do_not_pile_up_for_a_tracker_that_has_ended(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import math
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +20,11 @@ from tests.processes import run_on_a_terminal, without_launcher
 from tools.shared.command_line import as_settings
 from train import Trainer
 from utils.config.command_line import Arguments
-from utils.errors import CheckpointError, ConfigError, ExpectedError
+from utils.errors import CheckpointError, ExpectedError
 from utils.files import write_atomically
 from utils.run.checkpoint.io import encode, list_checkpoints, read_checkpoint, save_last
 from utils.run.folder import open_run
+from utils.run.logging.logger import RunLogger
 from utils.run.logging.trackers import MEASURED
 from utils.timing.clock import Clock
 
@@ -37,19 +39,6 @@ def run(config, world, folder, resume="auto"):
 
 def without_times(rows):
     return [{key: value for key, value in row.items() if key not in MEASURED} for row in rows]
-
-
-def test_accumulated_micro_batches_give_the_gradient_of_the_whole_batch(tiny, one_rank):
-    """With BatchNorm in eval mode, since its statistics would differ."""
-    gradients = []
-    for micro_batch_size in (None, 8):
-        trainer = Trainer(tiny(micro_batch_size=micro_batch_size, rnd_rotation_angle=0.0), one_rank)
-        trainer.learner.model.eval()
-        trainer.loaders.train.set_epoch(0)
-        images, labels = next(iter(trainer.loaders.train))
-        trainer.learner.step(images, labels, trainer.learner.sums)
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.learner.model.parameters()]))
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
 
 
 def test_switches_change_the_speed_and_not_the_training(tiny, one_rank, tmp_path):
@@ -90,11 +79,6 @@ def test_extra_opts_switch_their_members_which_also_work_separately(tiny, one_ra
     single = Trainer(tiny(fused_optimizer=True), one_rank)
     assert single.learner.optimizer.param_groups[0]["fused"]
     assert not torch.backends.cudnn.benchmark
-
-
-def test_validation_counts_every_image_once(tiny, one_rank, tmp_path):
-    run(tiny(limit_valid_batches=None, limit_train_batches=1, max_epochs=1), one_rank, tmp_path)
-    assert read_records(tmp_path, "epoch")[0]["images/valid"] == 2000
 
 
 def test_metrics_cover_the_whole_epoch_and_only_training_smooths_labels(tiny, one_rank, tmp_path):
@@ -363,11 +347,6 @@ def test_throughput_leaves_the_first_window_out():
     assert throughput.windows[-1][0] == 64  # the images of both ranks
 
 
-def test_wrong_number_of_classes_is_refused(tiny, one_rank):
-    with pytest.raises(ConfigError, match="num_classes is 100, but shapes has 10; use --set num_classes=10"):
-        Trainer(tiny(num_classes=100), one_rank)
-
-
 def test_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys):
     schedule = {"lr": 0.4, "lr_schedule": "step", "lr_milestones": (2,), "lr_decay_factor": 0.1, "max_epochs": 3}
     config = tiny("bs2048-warmup-opt", batch_size=32, **schedule)  # 4 steps an epoch, the first epoch a warm-up
@@ -459,3 +438,42 @@ def test_command_line_run_ends_with_the_tutorials_lines(tmp_path):
     assert "tensorboard" not in result.stdout  # TINY writes no event files
     assert (tmp_path / "status").read_text() == "0\n"
     assert Path(tmp_path / "run/checkpoints/best.pt").exists()
+
+
+def test_a_run_that_saves_nothing_says_so_when_it_is_stopped(tiny, one_rank, tmp_path):
+    trainer = Trainer(tiny(save_checkpoint=False), one_rank, tmp_path, "tiny", "auto")
+    trainer.requests.signal = signal.SIGTERM
+    message = "stopped on SIGTERM in epoch 1 after 1 batches; save_checkpoint is false, so this run cannot be resumed"
+    with pytest.raises(ExpectedError, match=message) as raised:
+        trainer.train()
+    assert raised.value.exit_status == 1 and not list(tmp_path.rglob("*.pt"))
+
+
+def test_the_screen_can_be_silent(tiny, one_rank, tmp_path, capsys):
+    run(tiny(log_to_screen=False), one_rank, tmp_path)
+    assert capsys.readouterr().out == "" and "Finished" in (tmp_path / "train.log").read_text()
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), ExpectedError("no data")], ids=["bug", "expected"])
+def test_the_log_says_how_the_run_ended_with_a_traceback_of_a_bug(tmp_path, error):
+    with pytest.raises(type(error)), RunLogger(tmp_path, enabled=True, to_screen=False, to_tensorboard=False) as log:
+        log.open(epoch=0, step=0)
+        raise error
+    written = (tmp_path / "train.log").read_text()
+    assert f"ended by {type(error).__name__}: {error}\n" in written
+    assert ("Traceback" in written) is isinstance(error, ZeroDivisionError)
+
+
+def test_a_setting_for_measurements_only_is_warned_about(tiny, one_rank, monkeypatch):
+    monkeypatch.setitem(train_module.WARNINGS, "ddp", "for measurements only")
+    assert "for measurements only" in Trainer(tiny(parallel="ddp"), one_rank).notes
+
+
+def test_timeouts_reach_the_ranks_and_the_lock_of_the_folder(tiny, one_rank, tmp_path, monkeypatch):
+    config, given = tiny(start_timeout_seconds=7, collective_timeout_seconds=90), []
+    monkeypatch.setattr(train_module, "run_ranks", lambda _, *seconds, **__: given.append(seconds) or 0)
+    train_module.main(Arguments(config, "tiny", tmp_path, "auto", dry_run=False))
+    assert given == [("cpu", 7, 90)]
+    monkeypatch.setattr(train_module, "open_run", lambda *arguments: given.append(arguments[-1]))
+    Trainer(config, one_rank, tmp_path)._open_folder()
+    assert given[1] == 0.9 * 90

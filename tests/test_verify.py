@@ -69,7 +69,6 @@ def test_every_bit_and_position_changes_a_fingerprint(dtype: torch.dtype) -> Non
     tensor[0, 0], tensor[2, 0] = 1, 0
     seen = {int(fingerprint(tensor)), int(fingerprint(tensor.flip(0)))}
     assert len(seen) == 2
-    assert int(fingerprint(tensor.contiguous(memory_format=torch.contiguous_format))) in seen
     bits = range(8 * tensor.element_size()) if dtype != torch.bool else range(1)
     for number, bit in itertools.product(range(tensor.numel()), bits):
         flip_bit(tensor, number, bit)

@@ -156,13 +156,13 @@ def show(results: Row) -> None:
     shown = ("class", "images", "accuracy", "precision", "taken for", "share")
     print_table(title, shown, [_class_cells(row) for row in classes[:SHOWN_CLASSES]])
     print_table("Most frequent mistakes", ("class, taken for", "images"), _confusions(results))
-    filled = [part for part in results["bins"] if part["images"]]
     print_table(
         f"Calibration: error {results['calibration_error']:.2%} over {len(results['bins'])} bins",
         ("confidence above", "images", "mean confidence", "accuracy"),
         [
             (f"{part['low']:.3f}", f"{part['images']:,}", f"{part['confidence']:.2%}", f"{part['accuracy']:.2%}")
-            for part in filled
+            for part in results["bins"]
+            if part["images"]
         ],
     )
 

@@ -24,8 +24,9 @@ from tools.shared.command_line import new_parser, read_counts
 from tools.shared.scaling_model import BACKWARD_SHARE, Cluster, Forecast, MeasuredStep, extremes, make_buckets, predict
 from utils.config import Config, load_config
 from utils.errors import ConfigError, DataError, exit_in_a_line
+from utils.program import CODE
 
-PUBLISHED = Path(__file__).resolve().parent.parent / "results/reference/published_scaling.json"
+PUBLISHED = CODE / "results/reference/published_scaling.json"
 MAX_INTERVAL = 0.4  # of efficiency; a forecast with a wider interval says nothing
 BYTES = 4  # of a gradient: DistributedDataParallel reduces float32, under autocast too
 
@@ -67,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the forecast; returns the exit status."""
     options = parser().parse_args(argv)
     if options.published:
+        if not PUBLISHED.exists():
+            raise ConfigError("--published: an installed program has no published figures; run it in a checkout")
         print(
             "\n".join(["used for the model:", published_table(seen=True), "", "not used:", published_table(seen=False)])
         )
@@ -102,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
         ("--copies", default.copies, "N", "passes over the gradients; 6 if DDP copies them into its buckets"),
     ):
         parser.add_argument(option, type=float, default=value, metavar=unit, help=f"{meaning} (default: {value:g})")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw both curves")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw both curves: .svg, else PNG")
     parser.add_argument("--published", action="store_true", help="only compare the model with published measurements")
     return parser
 
@@ -161,16 +164,19 @@ def layer_costs(config: Config | str) -> list[tuple[int, float]]:
 
     from models import build_model
     from utils.data.build import image_side
+    from utils.training.metrics.flops import NO_VALUES
+    from utils.user_code import user_code_errors
 
     with torch.device("meta"):  # shapes without memory
         if config == "resnet50-imagenet":
             model, side = torchvision.models.resnet50(), 224
         elif config == "resnet50-cifar":
-            model, side = build_model(load_config(PUBLISHED.parents[2] / "config/cifar100.yaml", "bs128")), 32
+            model, side = build_model(load_config(CODE / "config/cifar100.yaml", "bs128")), 32
         else:
             assert isinstance(config, Config)
             model, side = build_model(config, image_side(config)), image_side(config)
-    with FlopCounterMode(display=False) as counter:
+    reads_values = user_code_errors(f"the network {NO_VALUES}", ConfigError)
+    with reads_values, FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, 3, side, side, device="meta"))
     flops, root = counter.get_flop_counts(), type(model).__name__
     sizes = [(name, sum(p.numel() for p in m.parameters(recurse=False))) for name, m in model.named_modules()]
@@ -197,7 +203,8 @@ def assumptions(work: MeasuredStep, machine: Cluster) -> list[str]:
         f"{machine.inter_latency * 1e6:g} us per network hop",
         f"  a GPU computes {machine.interference:.1%} slower while it communicates; {machine.copies:g} more passes "
         f"over the gradients at {machine.memory / 1e12:g} TB/s",
-        f"  a rank's step varies by {machine.noise:.1%} (standard deviation), independently; all wait for the slowest",
+        f"  a rank's step varies by {machine.noise:.1%} of the measured step (standard deviation), independently; all "
+        "wait for the slowest",
         f"  input: {feed}; no step is shorter than {machine.floor * 1e3:g} ms, the time to launch its kernels",
         "  interval: from all inputs unfavourable to all favourable: bandwidth 0.5 to 1.25 x, noise 2 to 0 x, "
         "interference 40 % to none, the host's work for DDP exposed (4.8 ms, as for ResNet50) or hidden, launches 10 "

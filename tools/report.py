@@ -70,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; returns the exit status."""
     options = parser().parse_args(argv)
     found = gather(options.runs)
+    names = _unique_names([(path.stem, path.with_suffix("")) for path, _ in found.reports])
+    found = found._replace(
+        reports=[(Path(name), report) for name, (_, report) in zip(names, found.reports, strict=True)]
+    )
     styles, sections = sections_of(found)
     content = render_page(_count(found), found.problems, sections, styles)
     make_folder(options.out)
@@ -92,17 +96,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def gather(paths: Sequence[Path]) -> Found:
-    """Read everything that the arguments name, each run once; runs of the same name get their paths as names.
+    """Read everything that the arguments name, each once; runs of the same name get their paths as names.
 
     Raises `DataError` if there is neither a run nor a measurement.
     """
     parts = [read(path) for path in paths]
     runs = list({(run.path.resolve(), run.name): run for part in parts for run in part.runs}.values())
-    reports = [report for part in parts for report in part.reports]
+    reports = list({path.resolve(): (path, report) for part in parts for path, report in part.reports}.values())
     problems = [problem for part in parts for problem in part.problems]
-    _make_names_unique(runs)
-    for run in runs:
-        run.name = printable(run.name)
+    for run, name in zip(runs, _unique_names([(run.name, run.path) for run in runs]), strict=True):
+        run.name = printable(name)
     problems += [f"{run.name}: {problem}" for run in runs for problem in run.problems]
     problems += [
         f"{path}: a report of tools.bench {report.bench}, which this page cannot draw"
@@ -115,14 +118,16 @@ def gather(paths: Sequence[Path]) -> Found:
     return Found(runs, reports, [printable(problem) for problem in problems])
 
 
-def _make_names_unique(runs: Sequence[Run]) -> None:
-    """Name runs of the same name by their paths below the folder that they share."""
-    counts = Counter(run.name for run in runs)
-    alike = [run for run in runs if counts[run.name] > 1]
-    shared = os.path.commonpath([run.path.absolute().parent for run in alike]) if alike else ""
-    for run in alike:
-        path = os.path.relpath(run.path.absolute(), shared)
-        run.name = path if run.path.name == run.name else f"{path}: {run.name}"
+def _unique_names(named: Sequence[tuple[str, Path]]) -> list[str]:
+    """Return the names; equal ones become the paths below the folder that they share."""
+    counts = Counter(name for name, _ in named)
+    alike = [path.absolute() for name, path in named if counts[name] > 1]
+    shared = os.path.commonpath([path.parent for path in alike]) if alike else ""
+    names = []
+    for name, path in named:
+        below = os.path.relpath(path.absolute(), shared or None)
+        names.append(name if counts[name] == 1 else below if path.name == name else f"{below}: {name}")
+    return names
 
 
 # ---- the page
@@ -236,8 +241,9 @@ def _time_to_accuracy(runs: Sequence[Run]) -> Section:
         times = (f"epoch {found[0]}, {duration(found[1])}" if found else "-" for found in moments)
         rows.append((run.name, _device(run), *times))
     note = (
-        "The first epoch with at least this validation accuracy. Columns: of 5, 10, ... 90, 91, ... 99 % the highest "
-        "that the same runs reached; the tutorial's 75 % of CIFAR-100; each run's own stop_at_accuracy."
+        "The first epoch with at least this validation accuracy. Columns: for each set of runs, the highest of 5, 10, "
+        "... 90, 91, ... 99 % that exactly these runs reached; the tutorial's 75 % of CIFAR-100; each run's own "
+        "stop_at_accuracy."
     )
     header = ("run", "device", *(f"{100 * goal:.4g} %" for goal in columns))
     return Section("Time to accuracy", "targets", header, rows if columns else (), note if columns else "")
@@ -245,7 +251,7 @@ def _time_to_accuracy(runs: Sequence[Run]) -> Section:
 
 def _scaling(reports: Sequence[tuple[Path, Report]]) -> Section:
     curves = efficiencies(reports)
-    devices = {path.stem: report.environment.get("device", "-") for path, report in reports}
+    devices = {str(path): report.environment.get("device", "-") for path, report in reports}
     rows = [
         (name, devices[name.rpartition(": ")[0]], ranks, speed_text(speed), f"{efficiency:.1%}")
         for name, points in curves.items()
@@ -270,11 +276,12 @@ def _measurements(reports: Sequence[tuple[Path, Report]]) -> Section:
 
 
 def same_but_seed(runs: list[Run]) -> list[list[Run]]:
-    """Group runs by configuration without its seed, in order; a run without a configuration is its own group."""
+    """Group runs by device and configuration without its seed, in order; a run without a configuration is alone."""
     groups: dict[str, list[Run]] = {}
     for number, run in enumerate(runs):
         rest = {key: value for key, value in run.config.items() if key != "seed"}
-        groups.setdefault(json.dumps(rest, sort_keys=True) if rest else f"alone {number}", []).append(run)
+        same = json.dumps([_device(run), rest], sort_keys=True) if rest else f"alone {number}"
+        groups.setdefault(same, []).append(run)
     return list(groups.values())
 
 

@@ -97,6 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     done = sum(
         trial.state in (states.COMPLETE, states.PRUNED) or BROKE_DOWN in trial.user_attrs for trial in study.trials
     )
+    now = {"--yaml_config": str(options.yaml_config), "--set": options.set, "--space": options.space}
+    if done and (before := study.user_attrs.get("options", now)) != now:
+        raise ConfigError(f"--out {options.out}: its trials had {before}; repeat these options, or give another --out")
+    study.set_user_attr("options", now)
     objective = _objective(options, settings, space, optuna.TrialPruned)
     study.optimize(objective, n_trials=max(0, options.trials - done), catch=TrialFailed)
     _print_best(study, study.get_trials(states=[states.COMPLETE]))

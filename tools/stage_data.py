@@ -56,7 +56,7 @@ def stage(source: Path, target: Path) -> str:
             (partial / MARK).write_bytes(os.fsencode(source))
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
-    except (OSError, shutil.Error) as error:
+    except OSError as error:
         raise DataError(f"{source}: cannot be copied to {target}: {_reason(error)}; name another folder") from None
     return f"{target}: copied {len(files):,} files, {needed / 1e9:.2f} GB, from {source}"
 

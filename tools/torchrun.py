@@ -18,8 +18,12 @@ from tools.shared.command_line import new_parser
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun in this process; return the exit status."""
-    parser = new_parser("torchrun", __doc__, "0 all ranks succeeded; 1 otherwise, whatever their statuses")
-    parser.add_argument("file", type=Path, metavar="FILE", help="torchrun's log")
+    parser = new_parser(
+        "torchrun",
+        __doc__,
+        "0 all ranks succeeded; 1 otherwise, whatever their statuses; 2 FILE exists or cannot be made",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="a new file, for torchrun's log")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="torchrun's arguments")
     options = parser.parse_args(argv)
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # read at import; otherwise each failed connection prints a C++ stack
@@ -28,7 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     del os.environ["TORCH_CPP_LOG_LEVEL"]  # not for the ranks
     file, stderr, problem = options.file, sys.stderr, ""
-    with file.open("w", encoding="utf-8") as log:
+    try:
+        log = file.open("x", encoding="utf-8")
+    except OSError as error:
+        parser.error(f"{file}: {error.strerror}; expected the name of a new file, for torchrun's log")
+    with log:
         sys.stderr = log  # only in this process: the ranks inherit the file descriptor
         try:
             torchrun(options.arguments)

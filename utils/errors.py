@@ -10,13 +10,14 @@ import select
 import signal
 import sys
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import ParamSpec, TextIO
 
 Parameters = ParamSpec("Parameters")
 
 # torch's messages (gloo, NCCL, the rendezvous store) when another process of the run is gone.
 LOST_RANK = re.compile(
-    "connection (was )?(closed|reset) by (remote )?peer|broken pipe|remote process exited|socket closed|gloo/transport",
+    "connection (was )?(closed|reset) by (remote )?peer|connection was likely closed|broken pipe|remote process exited|"
+    "socket closed|gloo/transport",
     re.IGNORECASE,
 )
 OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory", re.IGNORECASE)
@@ -24,6 +25,8 @@ REQUESTED_MEMORY = re.compile(r"(?:tried|unable) to allocate ([\d.]+ \w+)", re.I
 
 # DDP's message at the second step if some parameters got no gradient in the first.
 UNUSED_PARAMETERS = "parameters that were not used in producing loss"
+# PyTorch's message after the name of an operation, with torch.use_deterministic_algorithms
+NOT_DETERMINISTIC = " does not have a deterministic implementation"
 
 
 class ExpectedError(Exception):
@@ -64,7 +67,7 @@ def exit_in_a_line(main: Callable[Parameters, int]) -> Callable[Parameters, int]
             sys.stdout.flush()
             return status
         except BrokenPipeError:
-            if not _reader_is_gone():
+            if not reader_is_gone(sys.stdout):
                 raise
             return 128 + signal.SIGPIPE
         except ExpectedError as error:
@@ -77,33 +80,45 @@ def exit_in_a_line(main: Callable[Parameters, int]) -> Callable[Parameters, int]
     return guarded
 
 
-def _reader_is_gone() -> bool:
-    """Whether nobody reads the standard output any more, as after `| head`. If so, drop the rest of the output."""
+def reader_is_gone(stream: TextIO) -> bool:
+    """Whether nobody reads this output any more, as after `| head`. If so, drop the rest of the output."""
     pipe = select.poll()
-    pipe.register(sys.stdout.fileno(), 0)  # poll always reports errors
+    pipe.register(stream.fileno(), 0)  # poll always reports errors
     if not any(events & select.POLLERR for _, events in pipe.poll(0)):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return True
+
+
+def print_error(message: str) -> None:
+    """Print to stderr; drop the message if nobody reads stderr any more."""
+    try:
+        print(message, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        reader_is_gone(sys.stderr)
 
 
 def explain(error: Exception) -> ExpectedError | None:
     """Return the user's message for a failure of the machine or of another process; None if it may be a bug."""
-    text = str(error)
-    if isinstance(error, ExpectedError):
-        return error
-    if "DataLoader worker" in text:
-        return ExpectedError(_explain_loader_worker(text))
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(text)):
-        return ExpectedError(_explain_memory(text))
-    if isinstance(error, RuntimeError) and UNUSED_PARAMETERS in text:
-        return ConfigError(
+    text, found = str(error), error if isinstance(error, ExpectedError) else None
+    if found is None and "DataLoader worker" in text:
+        found = ExpectedError(_explain_loader_worker(text))
+    elif isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(text)):
+        found = ExpectedError(_explain_memory(text))
+    elif isinstance(error, RuntimeError) and NOT_DETERMINISTIC in text:
+        operation = text.partition(NOT_DETERMINISTIC)[0].split()[-1]
+        found = ConfigError(
+            f"deterministic is true, but PyTorch has no deterministic kernel for {operation} on this device\n"
+            "use deterministic: false, another network, or device: cpu"
+        )
+    elif isinstance(error, RuntimeError) and UNUSED_PARAMETERS in text:
+        found = ConfigError(
             "the network has parameters that its outputs do not depend on; several ranks cannot train it\n"
             "remove these parameters, or exclude them from training with requires_grad_(False)"
         )
-    if isinstance(error, RuntimeError) and LOST_RANK.search(text):
-        return ExpectedError("another process of this run has ended, so this one ends too; see its message")
-    return None
+    elif isinstance(error, RuntimeError) and LOST_RANK.search(text):
+        found = ExpectedError("another process of this run has ended, so this one ends too; see its message")
+    return found
 
 
 def _explain_memory(text: str) -> str:

@@ -21,10 +21,10 @@ from textwrap import shorten
 from typing import Any
 
 from utils.errors import ConfigError, ExpectedError, explain
+from utils.program import CODE
 
 OWN_FORM = "package.module:function"
 OWN_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$"
-ROOT = Path(__file__).resolve().parent.parent
 OUR_NAMES = ("api", "config", "models", "tools", "train", "train_simple", "utils")
 LIBRARIES = ("site-packages", "dist-packages")
 
@@ -116,7 +116,7 @@ def _place(error: BaseException) -> str:
 
 
 def _is_users(path: Path) -> bool:
-    ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0].removesuffix(".py") in OUR_NAMES
+    ours = path.is_relative_to(CODE) and path.relative_to(CODE).parts[0].removesuffix(".py") in OUR_NAMES
     synthetic = str(path).startswith("<")  # code without a file, such as the import machinery
     return not (ours or synthetic or {*LIBRARIES} & {*path.parts} or path.is_relative_to(sysconfig.get_path("stdlib")))
 

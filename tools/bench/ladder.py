@@ -30,11 +30,12 @@ from tools.shared.pages.png_plots import draw_bars, new_figure, save
 from utils.config import Config, load_config
 from utils.data.build import open_dataset
 from utils.distributed.world import World
-from utils.errors import ConfigError, DataError
+from utils.errors import ConfigError
 from utils.run.logging.environment import describe_environment
 from utils.training.checks.dry_run import activation_bytes_per_image
-from utils.training.metrics.flops import flops_per_image, measured_peak, number_format
+from utils.training.metrics.flops import NO_VALUES, flops_per_image, measured_peak, number_format
 from utils.training.precision import choose_precision
+from utils.user_code import user_code_errors
 
 RUNGS = (
     "bs256,bs256-amp,bs256-amp-nhwc,bs256-amp-nhwc-extra-opts,bs256-amp-nhwc-extra-opts-bf16,"
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--baseline", type=Path, metavar="PATH",
         help=f"an earlier report; exit status 1 if a rung is over {TOLERANCE} % slower",
     )  # fmt: skip
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the ladder as a PNG file")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the ladder: .svg, else PNG")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -178,7 +179,9 @@ def per_image(config: Config, world: World, limits: Mapping[str, common.Trials])
     medians = {name: sample.median for name, sample in limits.items()}
     limit = measured_peak(medians, number_format(precision, config))
     assert limit is not None, "limits are measured in every number format of this device"
-    return {"flops": flops_per_image(model, shape), "bytes": moved, "limit": limit}
+    with user_code_errors(f"model {config.model}: {NO_VALUES}", ConfigError):
+        flops = flops_per_image(model, shape)
+    return {"flops": flops, "bytes": moved, "limit": limit}
 
 
 def evaluate(
@@ -222,11 +225,10 @@ def read_baseline(
 ) -> dict[str, dict[str, float]]:
     """Return {rung of `configs`: {"median", "min", "max"}} of an earlier report. Raises `ConfigError` if it is not
     comparable."""
-    try:
-        report = read_report(path)
-        before, rungs, saved = report.environment, report.results["rungs"], report.results["configs"]
-    except (DataError, KeyError) as error:
-        raise ConfigError(f"--baseline {path}: expected the --json of an earlier ladder: {error!r}") from None
+    report = read_report(path)
+    if report.bench != "ladder":
+        raise ConfigError(f"--baseline {path}: a report of `bench {report.bench}`; expected one of `bench ladder`")
+    before, rungs, saved = report.environment, report.results["rungs"], report.results["configs"]
     different = [key for key in COMPARABLE if before.get(key) != environment[key]]
     if different:
         was = ", ".join(f"{key} {before.get(key)!r} -> {environment[key]!r}" for key in different)

@@ -34,6 +34,11 @@ from utils.training.kernels.compilers import compiles, wants_graphs
 from utils.training.optimizers.build import build_optimizer
 from utils.training.precision import Precision, choose_precision
 
+# the other trainers' steps here know these values only
+EXPECTED = {
+    "optimizer": "sgd", "clip_grad_norm": None, "label_smoothing": 0.0, "micro_batch_size": None, "ema_decay": None,
+}  # fmt: skip
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_arguments(parser, config="fastest", trials=5)
@@ -45,10 +50,10 @@ def run(options: argparse.Namespace) -> int:
     config = common.read_config(options)
     if config.opt_level not in (None, "O0", "O1"):
         raise ConfigError(f"opt_level {config.opt_level}: the other trainers have no such level; use O0 or O1")
-    for key, off in {"clip_grad_norm": None, "label_smoothing": 0.0, "micro_batch_size": None}.items():
-        if getattr(config, key) != off:
-            remedy = f"use {as_yaml(off)}"
-            raise ConfigError(f"{key} {getattr(config, key):g}: the other trainers' steps here lack it; {remedy}")
+    for key, expected in EXPECTED.items():
+        if (value := getattr(config, key)) != expected:
+            remedy = f"use {as_yaml(expected)}"
+            raise ConfigError(f"{key} {as_yaml(value)}: the other trainers' steps here lack it; {remedy}")
     world = alone(config)
     with ExitStack() as stack:
         built = rows_of(config, world.device).items()

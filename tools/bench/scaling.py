@@ -31,7 +31,7 @@ from utils.data.build import Loaders, build_loaders, open_dataset
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import torchrun_here
 from utils.distributed.world import World
-from utils.errors import ConfigError, DataError, ExpectedError
+from utils.errors import ConfigError, ExpectedError
 from utils.program import CODE
 from utils.run.logging.environment import describe_environment
 from utils.training.batches import prefetch
@@ -159,13 +159,9 @@ def show(config: Config, results: Mapping[str, Mapping[str, Any]]) -> None:
 
 def add_report(records: Records, path: Path) -> Conditions:
     """Add the trials of an earlier report to the records; return the conditions of its runs."""
-    try:
-        report = read_report(path)
-        if report.bench != "scaling":
-            raise DataError(report.bench)
-    except DataError:
-        wanted = "not a report of `python -m tools.bench scaling`; make one with --json"
-        raise ConfigError(f"--add {path}: {wanted}") from None
+    report = read_report(path)
+    if report.bench != "scaling":
+        raise ConfigError(f"--add {path}: a report of `bench {report.bench}`; expected one of `bench scaling`")
     for name, values in report.results.items():
         mode, processes = name.split()
         for quantity, trials in values.items():

@@ -32,6 +32,7 @@ from tools.shared.command_line import minutes, new_parser
 from tools.shared.output import make_folder
 from tools.shared.processes import Deadline, describe_machine
 from utils.errors import ConfigError, DataError, exit_in_a_line
+from utils.program import INSTALLED
 
 UNFINISHED = 75
 STATUSES = """0 all done; 1 a part failed, or a regression against --baseline; 2 bad usage; 3 the remaining parts
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the parts that fit into the time; returns the exit status."""
     started = time.monotonic()
     options = parser().parse_args(argv)
+    if INSTALLED:
+        raise ConfigError("bring_up runs the project's tests, which are not installed; run it in a checkout")
     if missing := [name for name in ("jinja2", "plotly") if find_spec(name) is None]:  # for the page, written last
         raise ConfigError(f"missing: {', '.join(missing)}: pip install them; tools.pack brings them without network")
     parts = [part for part in PARTS if options.part is None or part.name in options.part]
@@ -92,8 +95,8 @@ def run_call(options: argparse.Namespace, parts: Sequence[Part], deadline: Deadl
     progress.write()
     regressions = save()
     if baseline is not None:
-        print(*(f"baseline: {line}" for line in differences(baseline.machine, machine, VERSIONS)), sep="\n")
-        print(*(f"REGRESSION {line}" for line in regressions or ["none"]), sep="\n")
+        print("".join(f"baseline: {line}\n" for line in differences(baseline.machine, machine, VERSIONS)), end="")
+        print("\n".join(f"REGRESSION {line}" for line in regressions) or "no regression")
     states = {part.name: progress.of(part.name).state for part in parts}
     unfinished = [name for name, state in states.items() if state in ("waiting", "cut off", "no data")]
     failed = [name for name, state in states.items() if state == "failed"]

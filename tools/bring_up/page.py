@@ -67,7 +67,7 @@ def _charts(out: Path) -> tuple[Mapping[str, Style], list[Section], list[str]]:
         found = gather([*runs, *published, *reports])
     except DataError:
         return {}, [], []
-    named = [(path.parent.with_suffix(path.suffix), report) for path, report in found.reports]  # ladder/report.json
+    named = [(Path(path.parent.name), report) for path, report in found.reports]  # of ladder/report.json: ladder
     return *sections_of(found._replace(reports=named)), found.problems
 
 

@@ -53,7 +53,7 @@ def read_progress(folder: Path) -> BringUpProgress:
     try:
         progress = BringUpProgress.model_validate({**json.loads(path.read_text("utf-8")), "path": path})
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: not the state of a bring-up: {error!r}; give another --out") from None
+        raise ConfigError(f"{path}: not the state of a bring-up: {error}; give another --out") from None
     for entry in progress.parts.values():
         if entry.state == "running":
             entry.state, entry.note = "cut off", "its call was killed"

@@ -187,8 +187,9 @@ def examine(options: argparse.Namespace, config: Config, world: "World", seconds
     name = f"rank {world.rank} on {host}"
     ranks_here = world.all_gather(host).count(host)
     only_rank = ranks_here == 1
-    findings = machine.machine_checks(config, options.run_dir, world) + hardware.hardware_checks() if first else []
+    findings = []
     if first:
+        findings += machine.machine_checks(config, options.run_dir, world, ranks_here) + hardware.hardware_checks()
         seen = torch.cuda.device_count()
         visible = max(seen, ranks_here) if seen else 0  # srun may show each rank only its own
         findings.append(dcgm.check_dcgm(options.dcgm, visible, len(hardware.find_gpus(hardware.PCI_DEVICES))))

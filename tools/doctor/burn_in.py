@@ -4,7 +4,6 @@ All ranks train the configuration's network together on synthetic images, in rou
 the fixed network of fingerprints.py, whose result must not change, and reads sensors and error counters.
 """
 
-import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ EXTREMES = (
     ("gpu_power_w", max, "at most {:.0f} W"),
     ("gpu_clock_mhz", min, "at least {:.0f} MHz"),
 )
-REMEDY = "check its temperature, clocks, power and other processes; python -m tools.doctor lists its faults"
+REMEDY = "check the GPU's temperature, clocks, power and other processes; python -m tools.doctor lists its faults"
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def judge_rounds(rounds: Sequence[Round], minutes: float) -> Finding:
     drift = statistics.median(rates[-quarter:]) / statistics.median(rates[:quarter]) - 1
     fingerprints = [one.fingerprint for one in rounds]
     differing = sum(found != statistics.mode(fingerprints) for found in fingerprints)
-    faults = list(dict.fromkeys(itertools.chain.from_iterable(one.faults for one in rounds)))
+    faults = list(dict.fromkeys(fault for one in rounds for fault in one.faults))
     parts = [
         f"{minutes:.1f} min, {len(rounds)} rounds: {median:,.1f} images/s, standard deviation {spread:.1%}, "
         f"{drift:+.1%} from the first quarter to the last",

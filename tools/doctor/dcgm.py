@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-from pydantic import AliasChoices, BaseModel, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, Field
 
 from tools.doctor.findings import Finding
 
@@ -108,7 +108,7 @@ def read_diagnostic(level: int, printed: str, errors: str = "") -> Finding:
     try:
         content, _ = json.JSONDecoder().raw_decode(printed[printed.index("{") :])  # warnings may precede it
         diagnostic = _Output.model_validate(content).diagnostic
-    except (ValueError, ValidationError):
+    except ValueError:
         diagnostic = _Diagnostic.model_validate({})
     tests = [test for category in diagnostic.categories for test in category.tests if test is not None]
     if not tests:

@@ -3,6 +3,7 @@
 Needs the package nvidia-ml-py (extra `nvml`). Without it, or without a driver, the finding is "ok, not readable".
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,8 @@ from tools.doctor.findings import LEVELS, Finding
 SLOWING = {0x4: "power limit", 0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat, by the hardware",
            0x80: "power brake"}  # fmt: skip
 FAULTY = SLOWING.keys() - {0x4}  # a healthy GPU under load is at its power limit
+# names of cards whose NVLinks need a bridge, which many nodes lack
+NEEDS_BRIDGE = re.compile(r"pcie|\bnvl\b|rtx|geforce|quadro|titan", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,10 @@ def _faults(gpu: GpuFacts) -> Iterator[Finding]:
     if limit is not None and usual is not None and limit < usual:
         remedy = f"nvidia-smi -pl {usual:.0f}, unless the site set it"
         yield fault("warn", f"power limit {limit:.0f} W, default {usual:.0f} W", remedy)
-    if gpu.nvlinks and not all(gpu.nvlinks):
-        down = ", ".join(str(link) for link, up in enumerate(gpu.nvlinks) if not up)
+    down = [str(link) for link, up in enumerate(gpu.nvlinks) if not up]
+    if down and len(down) == len(gpu.nvlinks) and NEEDS_BRIDGE.search(gpu.name):
+        remedy = "normal without an NVLink bridge; with one, see nvidia-smi nvlink -s"
+        yield fault("warn", f"{len(down)} NVLinks, all down", remedy)
+    elif down:
         remedy = "nvidia-smi nvlink -s; all-reduce is slower without them"
-        yield fault("fail", f"{len(gpu.nvlinks)} NVLinks, down: {down}", remedy)
+        yield fault("fail", f"{len(gpu.nvlinks)} NVLinks, down: {', '.join(down)}", remedy)

@@ -64,9 +64,7 @@ def check_governor(cpus: Path) -> Finding:
     for cpu in _numbered(cpus, "cpu"):
         governor = read_text(cpu / "cpufreq/scaling_governor")
         # the drivers intel_pstate and amd-pstate-epp choose the clock themselves, under either governor
-        if governor == "powersave" and (read_text(cpu / "cpufreq/scaling_driver") or "").endswith(
-            ("pstate", "pstate-epp")
-        ):
+        if governor == "powersave" and read_text(cpu / "cpufreq/scaling_driver") in ("intel_pstate", "amd-pstate-epp"):
             governor = "powersave (chosen by the processor)"
         if governor:
             governors[governor] += 1
@@ -77,13 +75,16 @@ def check_governor(cpus: Path) -> Finding:
 
 
 def check_processor_heat(cpus: Path) -> Finding:
-    """Check whether cores were throttled for heat or power."""
+    """Check whether cores were throttled for heat."""
     counters = [cpu / "thermal_throttle" for cpu in _numbered(cpus, "cpu")]
     counters = [folder for folder in counters if folder.is_dir()]
     if not counters:
         return _unreadable("processor heat", cpus / "cpu0/thermal_throttle")
-    most = max(counters, key=lambda folder: _count(folder / "core_throttle_count"))
-    times, packages = (_count(most / f"{name}_throttle_count") for name in ("core", "package"))
+    counts = {
+        folder: [_count(folder / f"{name}_throttle_count") for name in ("core", "package")] for folder in counters
+    }
+    most = max(counts, key=lambda folder: counts[folder])
+    times, packages = counts[most]
     message = f"none of {len(counters)} cores was throttled"
     if times or packages:
         message = f"{most.parent.name} was throttled {times} times for heat, its package {packages} times"

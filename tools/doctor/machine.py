@@ -23,13 +23,12 @@ if TYPE_CHECKING:
 MINIMUM_TORCH = (2, 11)
 
 
-def machine_checks(config: Config, run_dir: Path, world: "World") -> list[Finding]:
+def machine_checks(config: Config, run_dir: Path, world: "World", local_ranks: int) -> list[Finding]:
     import torch
 
     from utils.data.build import batch_bytes
     from utils.data.workers import cap_workers, usable_cores
 
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
     workers = config.num_data_workers if config.data_loader == "torchvision" else 0
     started = local_ranks * cap_workers(workers, local_ranks)
     data, image_shape = check_data(config)
@@ -210,11 +209,11 @@ def names_to_resolve(environment: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(filter(None, names)))
 
 
-def check_names(names: Sequence[str], resolve: Callable[[str], Any] | None = None) -> Finding:
+def check_names(names: Sequence[str], resolve: Callable[[str], Any] = socket.gethostbyname) -> Finding:
     """Check that the names resolve: ranks find each other by them."""
     for name in names:
         try:
-            (resolve or socket.gethostbyname)(name)
+            resolve(name)
         except OSError as error:
             remedy = "add it to /etc/hosts or DNS, or set MASTER_ADDR to an address that all nodes can reach"
             return Finding("host names", "fail", f"{name} does not resolve: {error}", remedy)

@@ -73,7 +73,7 @@ def check_rates(rates: Sequence[tuple[str, float]], check: str) -> list[Finding]
 def check_meeting(seconds: float, world_size: int) -> Finding:
     """Check how long the ranks took to meet, including the import of PyTorch."""
     message = f"{world_size} ranks met after {seconds:.1f} s"
-    return judge("rendezvous", message, "is Python on a slow file system?", warn=seconds > 60)
+    return judge("rendezvous", message, "move Python to a local disk", warn=seconds > 60)
 
 
 def check_versions(versions: Sequence[tuple[str, Mapping[str, str]]]) -> Finding:
@@ -105,9 +105,10 @@ def clock_offsets(world: World) -> list[float]:
 
 def check_clocks(offsets: Sequence[float]) -> Finding:
     """Check that the nodes' clocks agree, so that their logs can be read together."""
-    worst = max(range(len(offsets)), key=lambda rank: abs(offsets[rank]))
-    message = f"clocks differ by at most {abs(offsets[worst]):.3f} s (rank {worst})"
-    return judge("clocks", message, "is chrony or ntpd running on its node?", warn=abs(offsets[worst]) > CLOCKS_DIFFER)
+    first, last = min(offsets), max(offsets)
+    behind, ahead = offsets.index(first), offsets.index(last)
+    message = f"clocks differ by at most {last - first:.3f} s (ranks {behind} and {ahead})"
+    return judge("clocks", message, "start chrony or ntpd on their nodes", warn=last - first > CLOCKS_DIFFER)
 
 
 def check_all_reduce(rate: float, world: World) -> Finding:

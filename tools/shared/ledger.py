@@ -20,7 +20,7 @@ LABELS = {
 }  # fmt: skip
 USEFUL = ("train", "input", "validation", "test")
 # ETTR of arXiv:2410.21680: productive time over wall clock. Not productive: start-up, replayed steps, and the time
-# between two starts, in a queue or not; here also checkpoints.
+# between two starts, in a queue or not; here also compilation and checkpoints.
 USEFUL_SHARE = "useful (ETTR)"
 
 

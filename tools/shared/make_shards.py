@@ -239,9 +239,4 @@ def _run_in_threads(work: Callable[[Task], Result], tasks: list[Task], title: st
     """Return the results in the order of the tasks; show progress. After a failure or Ctrl-C no further task starts."""
     progress_bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
     with progress_bar as progress, ThreadPoolExecutor(THREADS) as pool:
-        futures = [pool.submit(work, task) for task in tasks]
-        try:
-            return [future.result() for future in progress.track(futures, description=title)]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        return list(progress.track(pool.map(work, tasks), description=title, total=len(tasks)))

@@ -131,7 +131,8 @@ def _read_file(path: Path) -> Found:
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
     except ValidationError as error:
-        problem = f"its {error.errors()[0]['loc'][0]} is not a mapping; skipped"
+        first = error.errors()[0]
+        problem = f"{first['loc'][0]}: {first['msg']}; skipped"
     except ValueError:
         problem = "is not JSON; give run folders, curves or reports of tools.bench"
     return Found([], [], [f"{path}: {problem}"])

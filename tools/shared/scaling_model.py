@@ -26,7 +26,7 @@ class Cluster:
     # passes over the gradients in addition to the all-reduce: 2 to divide them, 6 if DDP copies them into its buckets
     copies: float = 2
     interference: float = 0.189  # how much slower a GPU computes while it communicates (mean in arXiv:2507.03114)
-    noise: float = 0.01  # standard deviation of one rank's step, as a fraction of it
+    noise: float = 0.01  # standard deviation of one rank's step, as a fraction of the step measured on one GPU
     input_rate: float = math.inf  # images/s that one node's loaders can deliver
     floor: float = 0.010  # seconds; no step is shorter: about a thousand kernel launches of 10 us
     host: float = 0.0  # seconds that the GPU waits for the host's work for DDP; 0 if kernels are queued ahead

@@ -107,7 +107,8 @@ def _hint(key: str, value: Any) -> str:
     try:
         Config(**{key: meant})  # type: ignore[arg-type]
     except ValidationError as error:
-        if any(problem["loc"][0] == key for problem in error.errors(include_url=False)):
+        # a problem without a key: the meant value does not go with the default of another key
+        if any(problem["loc"][:1] in ((), (key,)) for problem in error.errors(include_url=False)):
             return ""
     return f"; write {as_yaml(meant)}" + (" without quotes" if as_yaml(meant) == value else "")
 

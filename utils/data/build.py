@@ -1,4 +1,4 @@
-"""`build_loaders()` turns a dataset on disk into batches on the device."""
+"""Open the configured dataset and build its loaders."""
 
 import math
 import os

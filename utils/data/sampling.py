@@ -23,7 +23,7 @@ STREAM_CROP = 16  # and the next 4 * CROP_ATTEMPTS - 1
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Parameters of N images, applied in this order: crop, flip, rotate."""
+    """Parameters of N images, applied in this order: resized crop, padded crop, flip, rotate."""
 
     shift_y: np.ndarray  # int64 [N], rows down from the padded image's top, 0 .. 2 * padding
     shift_x: np.ndarray  # int64 [N]

@@ -1,1 +1,1 @@
-"""Several processes: how they are launched, meet, talk, and leave together."""
+"""Several processes: launch, rendezvous, collectives, failure and exit."""

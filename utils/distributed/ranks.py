@@ -38,8 +38,9 @@ from utils.distributed.rendezvous import (
     gather_answers,
 )
 from utils.distributed.world import World, choose_device
-from utils.errors import LOST_RANK, ConfigError, ExpectedError, Stopped, explain
+from utils.errors import LOST_RANK, ConfigError, ExpectedError, Stopped, explain, print_error
 from utils.files import write_atomically
+from utils.program import command
 
 LEAVE_SECONDS = 2 * (GRACE_SECONDS + ANSWER_SECONDS)  # from a failure's message to the end of the process, at most
 
@@ -72,7 +73,7 @@ def run_ranks(
         except BaseException as error:
             failure = _describe(error, launch)
     if failure.message:
-        print(failure.message, file=sys.stderr, flush=True)
+        print_error(failure.message)
     _report_status(launch, failure.status)
     return failure.status
 
@@ -134,7 +135,7 @@ def _refuse_mixed_devices(world: World, store: dist.Store) -> None:
     if without := [rank for rank, kind in enumerate(types) if kind == "cpu"] if "cuda" in types else []:
         raise ConfigError(
             f"{name_ranks(without)} of {world.world_size} find no usable GPU, the others do; check driver and "
-            "CUDA_VISIBLE_DEVICES on their nodes with python -m tools.doctor, or use device: cpu"
+            f"CUDA_VISIBLE_DEVICES on their nodes with {' '.join(command('doctor'))}, or use device: cpu"
         )
 
 
@@ -270,9 +271,10 @@ def _end(failure: Failure, rendezvous: Rendezvous | None, launch: Launch) -> NoR
     """Print the failure, report it to the other ranks and the launcher, and end this process at once."""
     _limit_exit_time(failure.status)
     if failure.message:
-        print(failure.message, file=sys.stderr, flush=True)
+        print_error(failure.message)
         _report_to_torchrun(failure.message[max(0, failure.message.rfind("error: rank")) :])
-    sys.stdout.flush()
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
     with suppress(dist.DistError):  # the store's process may be gone already
         if rendezvous is not None:
             rendezvous.stop_watching()

@@ -29,7 +29,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes files and to the screen."""
+        """Whether this is the process that writes files and prints."""
         return self.rank == 0
 
     def barrier(self) -> None:

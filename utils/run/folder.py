@@ -267,8 +267,9 @@ def _cut_records(path: Path, target: Path, step: int, epoch: int) -> None:
     """Write to `target` the records of a metrics.jsonl up to `step` and the finished `epoch`, as all after it is
     trained again, and the kinds of ALWAYS_KEPT.
 
-    The record of an epoch, or of the run's end, has the step of the last log point, but comes after a validation: its
-    epoch counts, too. The last dropped record of each start is kept as "lost", with its position and times only."""
+    The record of an epoch, or of the run's end, has the step of the epoch's last batch, as has a checkpoint written
+    before or during the epoch's validation: the epoch counts, too. The last dropped record of
+    each start is kept as "lost", with its position and times only."""
     if not path.exists():
         return
     kept: list[dict[str, Any]] = []

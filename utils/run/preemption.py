@@ -65,7 +65,8 @@ class StopRequests:
         # at most doubled: while the host runs ahead of a GPU, batches seem short
         self._every = max(1, min(2 * self._every, int(1e6 * POLL_SECONDS / max(1, microseconds))))
         self._batches, self._since = 0, time.monotonic()
-        self.signal = number or self.signal
+        if number and self.signal is None:  # this rank's own copy of one Ctrl-C may still come
+            self.signal, self.signal_time = number, time.monotonic()
         return bool(number)
 
     def name(self) -> str:

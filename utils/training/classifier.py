@@ -13,7 +13,7 @@ from utils.distributed.ddp import synchronise_batch_norm
 from utils.distributed.world import World
 from utils.training.config import TrainingConfig
 from utils.training.ema import Ema, build_ema
-from utils.training.kernels.backends import check_deterministic_kernels, prepare_backends
+from utils.training.kernels.backends import prepare_backends
 from utils.training.kernels.compilers import compile_for_shapes
 from utils.training.kernels.conv.weight_gradient import use_products
 from utils.training.kernels.conv.winograd import use_winograd
@@ -101,7 +101,6 @@ def build_classifier(config: SomeConfig, build_model: Callable[[SomeConfig], nn.
     notes += use_winograd(config, model, precision, world.device)  # CONV: 3x3 convolutions with fewer multiplications
     notes += use_products(config, model, precision, world.device)  # CONV: weight gradients as matrix products
     model = synchronise_batch_norm(config, model, world).to(world.device)
-    check_deterministic_kernels(config, model, world.device)
     if config.enable_nhwc:
         # NHWC: weights in the channels_last memory format, as the loaders' images
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

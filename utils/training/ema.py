@@ -12,8 +12,9 @@ from utils.training.config import RecipeConfig
 class Ema:
     """`network`: the exponential moving average of a network's weights and BatchNorm statistics.
 
-    Equals torch.optim.swa_utils.AveragedModel, which on a GPU makes the host wait in every step. Each rank averages its
-    own copy: weights are equal on all ranks, statistics are averaged over the ranks before validation.
+    Equals torch.optim.swa_utils.AveragedModel with `get_ema_multi_avg_fn(decay)` and `use_buffers=True`, which on a GPU
+    makes the host wait in every step. Each rank averages its own copy: weights are equal on all ranks, statistics are
+    averaged over the ranks before validation.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

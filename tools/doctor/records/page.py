@@ -36,7 +36,7 @@ def render_page(document: Document) -> str:
     figures = {
         name: dict(values)
         for name, values in document.figures().items()
-        if any(where for where, _ in values)  # skip figures of pairs of nodes
+        if any(where for where, _ in values)  # skip figures of no single node
     }
     rows = list(dict.fromkeys(where for values in figures.values() for where in values))
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE.read_text(encoding="utf-8"))

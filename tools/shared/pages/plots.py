@@ -125,7 +125,7 @@ def plot_bars(number: int, path: Path, report: Report) -> Plot:
 
 def title_of(path: Path, report: Report) -> str:
     """Return the name, the bench and the device of a report."""
-    return f"{path.stem}: {report.bench} on {report.environment.get('device', 'unknown device')}"
+    return f"{path}: {report.bench} on {report.environment.get('device', 'unknown device')}"
 
 
 def speed_text(images_per_sec: float) -> str:
@@ -145,7 +145,7 @@ def efficiencies(reports: Sequence[tuple[Path, Report]]) -> dict[str, list[tuple
         for what, name in (("training only", "images_per_sec"), ("whole epoch", "epoch_images_per_sec")):
             for rate in scaling_rates(report):
                 if speed := getattr(rate, name):
-                    curves.setdefault(f"{path.stem}: {rate.mode}, {what}", []).append((rate.ranks, speed))
+                    curves.setdefault(f"{path}: {rate.mode}, {what}", []).append((rate.ranks, speed))
     return {
         name: [(ranks, speed, speed / ranks * points[0][0] / points[0][1]) for ranks, speed in points]
         for name, points in sorted(curves.items())

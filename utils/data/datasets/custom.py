@@ -13,7 +13,7 @@ import numpy as np
 from utils.data.config import DatasetConfig
 from utils.data.datasets.dataset import Dataset, ImageArrays, Split, channel_statistics
 from utils.data.datasets.folders import build_from_files
-from utils.data.datasets.image_files import ImageFiles
+from utils.data.datasets.image_files import ImageFiles, printable_name
 from utils.errors import ConfigError, DataError
 from utils.user_code import call
 
@@ -66,7 +66,7 @@ def _read_class_names(what: str, names: Any) -> tuple[str, ...]:
     are_strings = isinstance(names, list | tuple | np.ndarray) and all(isinstance(name, str) for name in names)
     if not are_strings or len(names) < 2:
         raise DataError(f"{what}: class_names is {_of_type(names)}; expected at least two strings, one for each label")
-    return tuple(map(str, names))
+    return tuple(map(printable_name, names))
 
 
 def _read_split(what: str, pair: Any, num_classes: int, data_path: Path) -> Split:
@@ -78,7 +78,7 @@ def _read_split(what: str, pair: Any, num_classes: int, data_path: Path) -> Spli
     if not len(images) or len(images) != len(labels):
         raise DataError(f"{what}: {len(images)} images and {len(labels)} labels; expected equal numbers, at least one")
     checked = _read_labels(what, labels, num_classes)
-    if isinstance(images[0], str | os.PathLike):
+    if isinstance(next(iter(images)), str | os.PathLike):
         if wrong := [path for path in images if not isinstance(path, str | os.PathLike)]:
             raise DataError(
                 f"{what}: the paths of the images include a value {_of_type(wrong[0])}; expected paths only"

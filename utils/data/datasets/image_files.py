@@ -6,7 +6,7 @@
 import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -74,7 +74,8 @@ class EncodedImages(ABC):
         `ExpectedError` is passed on: it means that the whole split is unreliable."""
         samples, shown, unreadable = [], [], dict[str, str]()
         for row, index in enumerate(indices.tolist()):
-            for candidate in self._candidates(index, replace):
+            for step in range(len(self.labels) if replace else 1):
+                candidate = (index + step) % len(self.labels)
                 try:
                     samples.append(decode(self.content(candidate), row))
                 except ExpectedError:
@@ -84,12 +85,10 @@ class EncodedImages(ABC):
                 else:
                     shown.append(candidate)
                     break
+            else:
+                if replace:  # no sample at all can be read
+                    break
         return ReadSamples(samples, np.array(shown, np.int64), unreadable)
-
-    def _candidates(self, index: int, replace: bool) -> Iterator[int]:
-        yield index
-        if replace:
-            yield from ((index + step) % len(self.labels) for step in range(1, len(self.labels)))
 
     def _cut(self, content: bytes, crop: np.ndarray | None) -> np.ndarray:
         """Return uint8 [3, size, size]."""

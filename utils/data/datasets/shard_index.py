@@ -18,6 +18,7 @@ import numpy as np
 from utils.data.sampling import IntArray
 from utils.errors import DataError
 from utils.files import name_file_in_error, open_regular
+from utils.program import command
 
 INDEX_FILE = "shards.index"
 VERSION = 1
@@ -61,8 +62,8 @@ class ShardIndex:
 
 def remedy(folder: Path) -> str:
     """Return the end of an error message: the command that rebuilds the index."""
-    command = f"python -m tools.prepare_data --shards {shlex.quote(str(folder))}"
-    return f"restore the file, or index the shards again: {command}"
+    prepare = " ".join(command("prepare_data"))
+    return f"restore the file, or index the shards again: {prepare} --shards {shlex.quote(str(folder))}"
 
 
 def reading(path: Path, folder: Path) -> AbstractContextManager[None]:

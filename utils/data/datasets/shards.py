@@ -21,6 +21,7 @@ from utils.data.datasets.shard_index import INDEX_FILE, ShardSplit, read_index, 
 from utils.data.sampling import IntArray, ShardGroups
 from utils.errors import ConfigError, DataError
 from utils.files import open_regular
+from utils.program import command
 
 OTHER_FILES = 512  # at most, that a process has open besides shards: sockets, pipes, batches in shared memory
 
@@ -146,5 +147,5 @@ def raise_open_file_limit(number: int) -> None:
         return
     raise ConfigError(
         f"{number} shards need {needed} open files, the hard limit is {hard}; raise it (ulimit -Hn), or make fewer, "
-        "larger shards: python -m tools.prepare_data --shards DIR --from FOLDERS --num_shards N"
+        f"larger shards: {' '.join(command('prepare_data'))} --shards DIR --from FOLDERS --num_shards N"
     )

@@ -80,6 +80,9 @@ def decode_all(split: Split, *, replace: bool) -> ImageArrays:
     indices = np.concatenate([batch.indices for batch in batches])
     if not len(indices):
         raise DataError(f"not one of {len(split.labels)} images can be read, for example {split.path(0)}")
+    if replace and len(indices) < len(split.labels):
+        found = f"only {len(indices)} of {len(split.labels)} images can be read or replaced"
+        raise DataError(f"{found}; check the disk, and run the same command again")
     unreadable = {path: reason for batch in batches for path, reason in batch.unreadable.items()}
     return ImageArrays(np.concatenate([batch.samples for batch in batches]), split.labels[indices], unreadable)
 

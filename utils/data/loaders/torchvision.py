@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from utils.data.config import DataConfig
 from utils.data.datasets.dataset import Split
@@ -47,26 +47,17 @@ class AugmentedImages(Dataset[Batch | ExpectedError]):
         return torch.from_numpy(np.ascontiguousarray(images)), labels, read.unreadable
 
 
-class BatchSampler(Sampler[tuple[int, IntArray]]):
-    """A DataLoader's sampler that yields (epoch, indices) of each batch, so that workers need no shared state."""
-
-    def __init__(self, plan: EpochPlan) -> None:
-        self.plan, self.epoch, self.first_batch = plan, 0, 0
-
-    def __iter__(self) -> Iterator[tuple[int, IntArray]]:
-        return iter([(self.epoch, indices) for indices in self.plan.batches(self.epoch, self.first_batch)])
-
-
 class TorchvisionLoader(Loader):
     """Augments image by image with torchvision in worker processes; on CUDA, copies pinned batches without blocking."""
 
     def __init__(self, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> None:
         super().__init__(plan, normalise)
-        self.has_workers, self.sampler = False, BatchSampler(plan)
+        self.has_workers = False
+        self.batches: list[tuple[int, IntArray]] = []  # (epoch, indices) of each, so that workers need no shared state
         self.loader = DataLoader(
             AugmentedImages(split, plan),
             batch_size=None,
-            sampler=self.sampler,
+            sampler=self.batches,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             prefetch_factor=PREFETCHED if num_workers else None,
@@ -83,7 +74,7 @@ class TorchvisionLoader(Loader):
             # such as a thread of a collective that has just ended: wait until such threads are idle.
             time.sleep(DELAY_SECONDS)
             self.has_workers = True
-        self.sampler.epoch, self.sampler.first_batch = self.epoch, self.first_batch
+        self.batches[:] = [(self.epoch, indices) for indices in self.plan.batches(self.epoch, self.first_batch)]
         batches = iter(self.loader)
         for images, labels, unreadable in iter(lambda: self._next(batches), None):
             self.record_unreadable(unreadable, len(labels))

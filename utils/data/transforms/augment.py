@@ -42,7 +42,7 @@ def augment_each(images: np.ndarray, augmentation: Augmentation, crop_padding: i
         image = Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
         if crop_padding:
             top, left = int(augmentation.shift_y[row]), int(augmentation.shift_x[row])
-            image = functional.crop(functional.pad(image, [crop_padding]), top, left, height, width)
+            image = functional.crop(image, top - crop_padding, left - crop_padding, height, width)  # black outside
         if augmentation.flip[row]:
             image = functional.hflip(image)
         if augmentation.angle[row]:

@@ -68,7 +68,8 @@ class MixRanges:
 
 
 def symmetric_beta(probability: np.ndarray, alpha: float) -> np.ndarray:
-    """Return the quantiles at `probability`, in [0, 1), of the Beta(alpha, alpha) distribution, to about 1e-6.
+    """Return the quantiles at `probability`, in [0, 1), of the Beta(alpha, alpha) distribution, to about 1e-6
+    for alpha up to 1.
 
     The density x^(alpha - 1) (1 - x)^(alpha - 1) is symmetric; on its lower half, t = x^alpha removes the pole at 0.
     """

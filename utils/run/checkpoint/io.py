@@ -183,7 +183,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
 def check_finite(state: dict[str, Any]) -> None:
     """Raise `ExpectedError` if a weight is not finite, so that no such state replaces a good one.
 
-    Every save follows a check that the loss is finite, so the update of the last step caused it.
+    Every save follows a check that the loss is finite, so the last update caused it, or in BatchNorm's
+    statistics the last activations.
     """
     weights: dict[str, Tensor] = state["model"]
     bad = [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from torch import Tensor
 
 from utils.base_config import BaseConfig
 from utils.distributed.launch import OPEN_MPI
-from utils.errors import ExpectedError, Stopped
+from utils.errors import ExpectedError, Stopped, reader_is_gone
 from utils.files import name_file_in_error
 from utils.run.logging.tensorboard import TensorBoardWriter
 from utils.run.logging.trackers import TrackedRun, Trackers
@@ -34,6 +34,14 @@ class _LogFile(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         raise  # noqa: PLE0704 - called while the error is handled
+
+
+class _Screen(logging.StreamHandler[TextIO]):
+    """The standard output, dropped once nobody reads it, as after `| head`."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not (isinstance(sys.exc_info()[1], BrokenPipeError) and reader_is_gone(self.stream)):
+            super().handleError(record)
 
 
 class RunLogger(AbstractContextManager["RunLogger"]):
@@ -72,7 +80,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         if self.to_screen and sys.stdout.isatty() and OPEN_MPI.world_size not in os.environ:
             self._start_progress()
         elif self.to_screen:
-            self._add_handler(logging.StreamHandler(sys.stdout))
+            self._add_handler(_Screen(sys.stdout))
         return self
 
     def _add_handler(self, handler: logging.Handler) -> None:

@@ -14,7 +14,7 @@ from utils.run.logging.environment import device_name
 from utils.run.telemetry.sensors import Sensors, find_sensors
 from utils.training.batches import training_size
 from utils.training.learner import Learner
-from utils.training.metrics.flops import flops_per_image, measured_peak, number_format, published_peak
+from utils.training.metrics.flops import NO_VALUES, flops_per_image, measured_peak, number_format, published_peak
 
 
 class Meters:
@@ -31,7 +31,7 @@ class Meters:
         limits = config.limits_report
         self.peak = published_peak(device, format_) if limits is None else read_peak(Path(limits), device, format_)
         if None in self.flops.values():
-            self.notes.append("no model FLOP/s, no MFU: the network cannot be run on tensors without values")
+            self.notes.append(f"no model FLOP/s, no MFU: the network {NO_VALUES}")
         self.devices = count_devices(learner.config.parallel, world)
         if self.peak is None:
             self.notes.append(f"no MFU: the peak of {device} in {format_} is not known; see limits_report")
@@ -57,7 +57,7 @@ class Meters:
         if a device does not report its energy."""
         spent = self.world.all_gather(self.sensors.joules())
         known = [joules for joules in spent if joules is not None]
-        if not images or len(known) < len(spent):
+        if not images or len(known) < self.devices:  # with DataParallel only the first GPU is known
             return {}
         joules = sum(known)
         return {"joules": joules, "joules_per_image": joules / images}

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from utils.program import command
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -89,5 +91,6 @@ def describe_fault(step: int, ranks: Sequence[Evidence]) -> str:
     more = f" (and {others} more)" if others else ""
     return (
         f"silent corruption in step {step} on {named}: {tensor}{more} {fault.how}\n"
-        f"nothing of this step was saved: remove that machine, check it with python -m tools.doctor, and {fault.remedy}"
+        f"nothing of this step was saved: remove that machine, check it with {' '.join(command('doctor'))}, and "
+        f"{fault.remedy}"
     )

@@ -12,6 +12,7 @@ A third repetition shows which of two is wrong. fingerprints.py says how tensors
 """
 
 import hashlib
+import itertools
 import random
 import socket
 import time
@@ -211,11 +212,10 @@ class Verifier:
         for _ in range(NOISE_REPETITIONS - 1):
             snapshot.restore()
             repetitions.append(self._repeat(snapshot))
-        for number, one in enumerate(repetitions):
-            for other in repetitions[:number]:
-                distances = one.own.distances(other.own) | one.result.distances(other.result)
-                for name, distance in distances.items():
-                    found[_kind(name)] = max(found.get(_kind(name), 0.0), distance)
+        for one, other in itertools.combinations(repetitions, 2):
+            distances = one.own.distances(other.own) | one.result.distances(other.result)
+            for name, distance in distances.items():
+                found[_kind(name)] = max(found.get(_kind(name), 0.0), distance)
         for rank in self.world.all_gather(found):
             for kind, distance in rank.items():
                 self.noise[kind] = max(self.noise.get(kind, 0.0), distance)

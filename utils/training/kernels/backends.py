@@ -4,9 +4,7 @@ import ctypes
 import os
 
 import torch
-from torch import nn
 
-from utils.errors import ConfigError
 from utils.training.config import SpeedConfig
 
 # parameters of glibc's mallopt (malloc.h)
@@ -35,19 +33,6 @@ def prepare_backends(config: SpeedConfig, device: torch.device) -> list[str]:
         ignored = [key for key in ("enable_tf32", "enable_prefetch") if getattr(config, key) is True]
         notes += [f"{key}: no effect on a CPU" for key in ignored]
     return notes
-
-
-def check_deterministic_kernels(config: SpeedConfig, model: nn.Module, device: torch.device) -> None:
-    """Raise `ConfigError` if `deterministic` is set and a layer has no deterministic kernel on this device."""
-    if not config.deterministic or device.type != "cuda":
-        return
-    for name, layer in model.named_modules():
-        # pooling to 1 x 1 is a mean, which is deterministic
-        if isinstance(layer, nn.AdaptiveAvgPool2d) and layer.output_size not in (1, (1, 1)):
-            raise ConfigError(
-                f"deterministic is true, but the network's {name} is an adaptive average pool, and PyTorch has no "
-                "deterministic CUDA kernel for its gradient; use deterministic: false, a ResNet, or device: cpu"
-            )
 
 
 def _keep_freed_memory() -> bool:

@@ -76,7 +76,7 @@ def _parameter_groups(config: SpeedConfig, parameters: list[nn.Parameter]) -> li
         vectors["layerwise"] = False
     if muon:
         convolutions = [parameter for parameter in parameters if parameter.ndim == 4]
-        matrices = [parameter for parameter in parameters if parameter.ndim in (2, 3)]  # last layer, embeddings
+        matrices = [parameter for parameter in parameters if parameter.ndim > 1 and parameter.ndim != 4]
         vectors["orthogonalise"] = False
         return [{"params": convolutions}, {"params": matrices, "orthogonalise": False}, vectors]
     return [{"params": [parameter for parameter in parameters if parameter.ndim > 1]}, vectors]

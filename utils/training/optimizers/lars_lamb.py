@@ -90,9 +90,9 @@ class Lars(ForeachOptimizer):
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         updates = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
         if group["layerwise"]:
-            weights, slopes = _norms(parameters), _norms(gradients)
-            scale = group["trust_coefficient"] * weights / (slopes + group["weight_decay"] * weights)
-            torch._foreach_mul_(updates, _scales(weights, slopes, scale))
+            weight_norms, gradient_norms = _norms(parameters), _norms(gradients)
+            scale = group["trust_coefficient"] * weight_norms / (gradient_norms + group["weight_decay"] * weight_norms)
+            torch._foreach_mul_(updates, _scales(weight_norms, gradient_norms, scale))
         buffers = self._buffers("momentum_buffer", parameters)
         torch._foreach_mul_(buffers, group["momentum"])
         torch._foreach_add_(buffers, updates)
@@ -111,8 +111,8 @@ class Lamb(ForeachOptimizer):
         updates = self._adam(group, parameters, gradients, group["beta1"], LAMB_EPSILON)
         torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
         if group["layerwise"]:
-            weights, lengths = _norms(parameters), _norms(updates)
-            torch._foreach_mul_(updates, _scales(weights, lengths, weights / lengths))
+            weight_norms, update_norms = _norms(parameters), _norms(updates)
+            torch._foreach_mul_(updates, _scales(weight_norms, update_norms, weight_norms / update_norms))
         self._descend(group, parameters, updates)
 
 

@@ -90,7 +90,8 @@ class ProductConv2d(nn.Conv2d):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images [N, C, H, W] -> [N, out_channels, ...]."""
-        if images.dim() != 4 or not (torch.is_grad_enabled() and self.weight.requires_grad):
+        trains = torch.is_grad_enabled() and self.weight.requires_grad
+        if images.dim() != 4 or not images.is_cpu or not trains:  # not on a CPU: on `meta`, to count FLOP
             return super().forward(images)
         weight, bias = self.weight, self.bias
         if torch.is_autocast_enabled("cpu"):  # here, so that the tensors saved for backward have one number format
