@@ -276,7 +276,7 @@ def _measurements(reports: Sequence[tuple[Path, Report]]) -> Section:
 
 
 def same_but_seed(runs: list[Run]) -> list[list[Run]]:
-    """Group runs by device and configuration without its seed, in order; a run without a configuration is alone."""
+    """Group runs by device and configuration without its seed, in order; without one each run is a group."""
     groups: dict[str, list[Run]] = {}
     for number, run in enumerate(runs):
         rest = {key: value for key, value in run.config.items() if key != "seed"}

@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     load_config(options.yaml_config, options.config, settings)
     train = [f"--config={options.config}", f"--yaml_config={options.yaml_config}"]
     train += [f"--set={setting}" for setting in settings]
-    repeat = shlex.join([*command("verify_resume"), *(sys.argv[1:] if argv is None else argv)])
+    repeat = f"{command('verify_resume')} {shlex.join(sys.argv[1:] if argv is None else argv)}"
     end = f"seed {options.seed}, repeat with: {repeat} --seed {options.seed}"
     try:
         work = Path(tempfile.mkdtemp(prefix="verify-resume-", dir=options.work_dir))

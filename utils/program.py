@@ -9,11 +9,11 @@ INSTALLED = not (CODE / "pyproject.toml").exists()
 PR_SET_PDEATHSIG = 1
 
 
-def command(name: str) -> list[str]:
+def command(name: str) -> str:
     """Return the command that a user types for `train` or for the tool `name`."""
     if INSTALLED:
-        return ["resnet50-at-scale", name]
-    return ["python", "train.py"] if name == "train" else ["python", "-m", f"tools.{name}"]
+        return f"resnet50-at-scale {name}"
+    return "python train.py" if name == "train" else f"python -m tools.{name}"
 
 
 def module_command(name: str) -> list[str]:

@@ -27,7 +27,7 @@ COMMANDS = {
 @exit_in_a_line
 def main(argv: Sequence[str]) -> int:
     """Run one command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog=" ".join(command("bench")), description="Measure one part of the trainer.")
+    parser = argparse.ArgumentParser(prog=command("bench"), description="Measure one part of the trainer.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         subparser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)

@@ -14,7 +14,7 @@ from utils.program import command
 def new_parser(name: str, documentation: str | None, exit_status: str = "") -> argparse.ArgumentParser:
     """Return the parser of `python -m tools.NAME`. Its --help shows the module's docstring and the exit statuses."""
     return argparse.ArgumentParser(
-        prog=" ".join(command(name)), description=documentation, epilog=exit_status and f"Exit status: {exit_status}",
+        prog=command(name), description=documentation, epilog=exit_status and f"Exit status: {exit_status}",
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
 

@@ -137,7 +137,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, config: str) -> Non
 
 def _parser() -> _Parser:
     parser = _Parser(
-        prog=" ".join(command("train")),
+        prog=command("train"),
         description=DESCRIPTION,
         epilog=EXIT_STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,

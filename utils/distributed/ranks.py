@@ -135,7 +135,7 @@ def _refuse_mixed_devices(world: World, store: dist.Store) -> None:
     if without := [rank for rank, kind in enumerate(types) if kind == "cpu"] if "cuda" in types else []:
         raise ConfigError(
             f"{name_ranks(without)} of {world.world_size} find no usable GPU, the others do; check driver and "
-            f"CUDA_VISIBLE_DEVICES on their nodes with {' '.join(command('doctor'))}, or use device: cpu"
+            f"CUDA_VISIBLE_DEVICES on their nodes with {command('doctor')}, or use device: cpu"
         )
 
 

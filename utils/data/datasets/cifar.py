@@ -129,7 +129,7 @@ def read_cifar(version: CifarVersion, data_path: Path, *, download: bool, archiv
 
 def remedy(version: CifarVersion, data_path: Path) -> str:
     """Return the command that gets good files, with and without a network."""
-    prepare = " ".join(command("prepare_data"))
+    prepare = command("prepare_data")
     fetch = f"{prepare} --dataset {version.name} --data_path {shlex.quote(str(data_path))}"
     return f"{fetch} (without a network: --from ARCHIVE)"
 

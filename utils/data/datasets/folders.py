@@ -26,7 +26,7 @@ IMAGENET_SIZE = 224
 # of ImageNet's training images, as for torchvision's published weights
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 LAYOUT = "expected DATA_PATH/train/CLASS/IMAGE and DATA_PATH/val/CLASS/IMAGE"
-INDEX_COMMAND = f"{' '.join(command('prepare_data'))} --shards DATA_PATH"  # for shards without an index
+INDEX_COMMAND = f"{command('prepare_data')} --shards DATA_PATH"  # for shards without an index
 
 
 def open_folders(name: str, data_path: Path, image_size: int | None) -> Dataset:

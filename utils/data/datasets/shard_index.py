@@ -62,7 +62,7 @@ class ShardIndex:
 
 def remedy(folder: Path) -> str:
     """Return the end of an error message: the command that rebuilds the index."""
-    prepare = " ".join(command("prepare_data"))
+    prepare = command("prepare_data")
     return f"restore the file, or index the shards again: {prepare} --shards {shlex.quote(str(folder))}"
 
 

@@ -147,5 +147,5 @@ def raise_open_file_limit(number: int) -> None:
         return
     raise ConfigError(
         f"{number} shards need {needed} open files, the hard limit is {hard}; raise it (ulimit -Hn), or make fewer, "
-        f"larger shards: {' '.join(command('prepare_data'))} --shards DIR --from FOLDERS --num_shards N"
+        f"larger shards: {command('prepare_data')} --shards DIR --from FOLDERS --num_shards N"
     )

@@ -91,6 +91,6 @@ def describe_fault(step: int, ranks: Sequence[Evidence]) -> str:
     more = f" (and {others} more)" if others else ""
     return (
         f"silent corruption in step {step} on {named}: {tensor}{more} {fault.how}\n"
-        f"nothing of this step was saved: remove that machine, check it with {' '.join(command('doctor'))}, and "
+        f"nothing of this step was saved: remove that machine, check it with {command('doctor')}, and "
         f"{fault.remedy}"
     )

@@ -98,7 +98,7 @@ class StepWatch:
                 self._reported.add(f"rank {rank}")
                 remarks.append(
                     f"Rank {rank} on {ranks[rank][0]} is slow: it needs {factor:.2f} times the median of the others "
-                    f"before each all-reduce; check its node with: {' '.join(command('doctor'))} --nodes"
+                    f"before each all-reduce; check its node with: {command('doctor')} --nodes"
                 )
         return remarks
 
@@ -145,7 +145,7 @@ def input_remedy(data_loader: str, num_workers: int) -> str:
     """Return the remedy for a run that waits for its loader."""
     if data_loader == "torchvision":
         return f"try more num_data_workers (now {num_workers} per rank) or data_loader=device"
-    return f"find the fastest data_loader here with: {' '.join(command('bench'))} loaders"
+    return f"find the fastest data_loader here with: {command('bench')} loaders"
 
 
 def peak_memory(device: torch.device) -> int:
