@@ -37,7 +37,7 @@ from models import build_model
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
 from utils.data.loader import Loader, report_unreadable
-from utils.data.transforms.mix import build_mix
+from utils.data.transforms.mix import BatchMix
 from utils.distributed.ddp import WARNINGS
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World, pin_near_gpu
@@ -94,7 +94,7 @@ class Trainer:
         self.verifier = Verifier(self.learner, world)
         check_outputs(self.learner, config.model, self.data["shape"])
         self.watch = StepWatch(self.learner.model, world, self.clock)
-        mix = build_mix(config, self.loaders.train.plan)
+        mix = BatchMix(config, self.loaders.train.plan)
         profiler = self.learner.profiler
         self.batches = TrainingBatches(config, self.loaders.train, mix, self.watch, profiler, world.device)
 

@@ -20,11 +20,12 @@ from train import main
 from utils.config import Config
 from utils.config.command_line import Arguments
 from utils.data.build import Loaders, build_loaders, open_dataset
+from utils.data.config import AugmentationConfig
 from utils.data.datasets.folders import find_images
 from utils.data.loader import report_unreadable
 from utils.data.loaders import device as device_loader
 from utils.data.loaders.dali import DaliFailure, DaliLoader
-from utils.data.sampling import AugmentationRanges, resized_crop_box
+from utils.data.sampling import resized_crop_box, sample_augmentation
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
 from utils.run.logging.environment import dali_version
@@ -192,9 +193,8 @@ def test_training_resizes_a_random_window(config: Callable[..., Config], made: P
 
 
 def test_windows_have_the_area_and_aspect_ratio_of_torchvision() -> None:
-    ranges = AugmentationRanges(0, False, 0.0, resized_crop=True)
     number = 10_000
-    crop = ranges.sample(1, 2, np.arange(number)).crop
+    crop = sample_augmentation(AugmentationConfig(rnd_resized_crop=True), 1, 2, np.arange(number)).crop
     assert crop is not None
     height, width = 300, 400
     boxes = np.array([resized_crop_box(sampled, height, width) for sampled in crop])

@@ -29,16 +29,11 @@ from utils.config import Config
 from utils.config.command_line import Arguments
 from utils.data import sampling, workers
 from utils.data.build import Loader, Loaders, build_loaders, open_dataset
+from utils.data.config import AugmentationConfig
 from utils.data.datasets.dataset import Dataset, ImageArrays
 from utils.data.loaders import torchvision as loaders
 from utils.data.loaders.device import BATCHES_AT_ONCE, DeviceLoader
-from utils.data.sampling import (
-    Augmentation,
-    AugmentationRanges,
-    EpochPlan,
-    ShardGroups,
-    uniform,
-)
+from utils.data.sampling import Augmentation, EpochPlan, ShardGroups, sample_augmentation, uniform
 from utils.data.transforms import mix
 from utils.data.transforms.augment import BatchAugmenter, Normalise, augment_each, pixel_maps
 from utils.distributed.world import World
@@ -239,11 +234,12 @@ def test_the_images_are_normalised_by_the_training_statistics(dataset: Dataset, 
 @pytest.mark.parametrize(("height", "width", "padding", "angle"), [(32, 32, 4, 15), (31, 48, 5, 180), (24, 24, 30, 0)])
 def test_one_gather_equals_torchvision(height: int, width: int, padding: int, angle: float) -> None:
     images = np.random.default_rng(0).integers(0, 256, (300, 3, height, width), np.uint8)
-    sampled = AugmentationRanges(padding, True, angle).sample(1, 2, np.arange(300))
+    config = AugmentationConfig(rnd_crop_padding=padding, rnd_rotation_angle=angle)
+    sampled = sample_augmentation(config, 1, 2, np.arange(300))
     gathered = BatchAugmenter(height, width, CPU)(
-        torch.from_numpy(images), torch.from_numpy(pixel_maps(sampled, height, width, padding))
+        torch.from_numpy(images), torch.from_numpy(pixel_maps(sampled, height, width))
     )
-    np.testing.assert_array_equal(gathered.numpy(), augment_each(images, sampled, padding))
+    np.testing.assert_array_equal(gathered.numpy(), augment_each(images, sampled))
 
 
 def test_one_gather_rotates_by_right_angles_as_torchvision() -> None:
@@ -251,8 +247,8 @@ def test_one_gather_rotates_by_right_angles_as_torchvision() -> None:
     images = np.random.default_rng(0).integers(0, 256, (5, 3, 8, 8), np.uint8)
     nothing = np.zeros(5, np.int64)
     turned = Augmentation(nothing, nothing, nothing.astype(bool), np.array([0.0, 90.0, 180.0, -90.0, 360.0]))
-    gathered = BatchAugmenter(8, 8, CPU)(torch.from_numpy(images), torch.from_numpy(pixel_maps(turned, 8, 8, 0)))
-    np.testing.assert_array_equal(gathered.numpy(), augment_each(images, turned, 0))
+    gathered = BatchAugmenter(8, 8, CPU)(torch.from_numpy(images), torch.from_numpy(pixel_maps(turned, 8, 8)))
+    np.testing.assert_array_equal(gathered.numpy(), augment_each(images, turned))
 
 
 # ---- random numbers
@@ -277,8 +273,9 @@ def test_every_purpose_has_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> No
 
     for module in (sampling, mix):
         monkeypatch.setattr(module, "uniform", note)
-    AugmentationRanges(4, True, 15.0, resized_crop=True).sample(0, 0, np.arange(2))
-    mix.MixRanges(6, 0.4, 1.0).sample(0, 0, np.arange(2), 32, 32)
+    config = AugmentationConfig(rnd_resized_crop=True, cutout_size=6, mixup_alpha=0.4, cutmix_alpha=1.0)
+    sample_augmentation(config, 0, 0, np.arange(2))
+    mix.sample_mixing(config, 0, 0, np.arange(2), 32, 32)
     assert len(streams) == len(set(streams)) == 4 + 4 * sampling.CROP_ATTEMPTS + 7
 
 
@@ -292,7 +289,7 @@ def test_seed_epoch_and_stream_each_change_the_samples() -> None:
 def test_samples_are_uniform() -> None:
     """10,000 samples; a chi-squared of k cells exceeds k + 5 sqrt(2 k) for one seed in millions."""
     number = 10_000
-    sampled = AugmentationRanges(4, True, 15.0).sample(0, 0, np.arange(number))
+    sampled = sample_augmentation(AugmentationConfig(), 0, 0, np.arange(number))
 
     def chi_squared(counts: np.ndarray) -> float:
         expected = number / len(counts)
@@ -301,29 +298,46 @@ def test_samples_are_uniform() -> None:
     def limit(cells: int) -> float:
         return cells + 5 * (2 * cells) ** 0.5
 
-    assert chi_squared(np.bincount(sampled.shift_y * 9 + sampled.shift_x, minlength=81)) < limit(81)
+    assert chi_squared(np.bincount((sampled.shift_y + 4) * 9 + sampled.shift_x + 4, minlength=81)) < limit(81)
     assert chi_squared(np.bincount(sampled.flip.astype(np.int64), minlength=2)) < limit(2)
     angles, _ = np.histogram(sampled.angle, bins=30, range=(-15, 15))
     assert angles.sum() == number and chi_squared(angles) < limit(30)
     # shift and flip are independent, and so are epochs
-    together = np.bincount(sampled.shift_y * 2 + sampled.flip, minlength=18)
+    together = np.bincount((sampled.shift_y + 4) * 2 + sampled.flip, minlength=18)
     assert chi_squared(together) < limit(18)
-    again = AugmentationRanges(4, True, 15.0).sample(0, 1, np.arange(number))
+    again = sample_augmentation(AugmentationConfig(), 0, 1, np.arange(number))
     assert chi_squared(np.bincount(sampled.flip * 2 + again.flip, minlength=4)) < limit(4)
 
 
-@pytest.mark.parametrize(("alternating", "resized"), [(True, False), (False, True)])
-def test_each_setting_reaches_the_augmentation(alternating: bool, resized: bool, build: Callable[..., Loaders]) -> None:
-    settings = {"rnd_crop_padding": 3, "rnd_horizontal_flip": False, "rnd_rotation_angle": 7.0}
-    plan = build("synthetic", **settings, enable_alternating_flip=alternating, rnd_resized_crop=resized).train.plan
-    assert plan.ranges == AugmentationRanges(
-        crop_padding=3, horizontal_flip=False, rotation_angle=7.0, alternating_flip=alternating, resized_crop=resized
-    )
+def test_each_setting_limits_its_augmentation() -> None:
+    config = AugmentationConfig(rnd_crop_padding=3, rnd_horizontal_flip=False, rnd_rotation_angle=7.0)
+    sampled = sample_augmentation(config, 0, 0, np.arange(1000))
+    for shift in (sampled.shift_y, sampled.shift_x):
+        assert (shift.min(), shift.max()) == (-3, 3)
+    assert 6.9 < sampled.angle.max() <= 7 and -7 <= sampled.angle.min() < -6.9
+    assert not sampled.flip.any() and sampled.crop is None
+
+
+AUGMENTATIONS = {
+    "rnd_crop_padding": 1,
+    "rnd_horizontal_flip": True,
+    "rnd_rotation_angle": 1.0,
+    "rnd_resized_crop": True,
+    "enable_alternating_flip": True,
+}
+
+
+@pytest.mark.parametrize("setting", AUGMENTATIONS)
+def test_one_setting_is_enough_to_augment(setting: str, build: Callable[..., Loaders]) -> None:
+    off = NO_AUGMENTATION | {"cutout_size": 4}
+    assert build("synthetic", **off).train.plan.augmentation is None
+    config = build("synthetic", **off | {setting: AUGMENTATIONS[setting]}).train.plan.augmentation
+    assert config is not None and getattr(config, setting) == AUGMENTATIONS[setting]
 
 
 def test_alternating_flip_mirrors_the_other_images_in_the_next_epoch() -> None:
-    ranges = AugmentationRanges(0, False, 0.0, alternating_flip=True)
-    flips = [ranges.sample(5, epoch, np.arange(10_000)).flip for epoch in range(4)]
+    config = AugmentationConfig(enable_alternating_flip=True)
+    flips = [sample_augmentation(config, 5, epoch, np.arange(10_000)).flip for epoch in range(4)]
     assert 0.48 < flips[0].mean() < 0.52
     np.testing.assert_array_equal(flips[0], ~flips[1])
     np.testing.assert_array_equal(flips[0], flips[2])
@@ -347,7 +361,7 @@ def test_device_loader_uses_images_in_place_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_device_loader_yields_more_batches_than_it_prepares_at_once(dataset: Dataset) -> None:
-    plan = EpochPlan(NUM_TRAIN, 1, 0, 1, training=True, ranges=AugmentationRanges(4, True, 15.0))
+    plan = EpochPlan(NUM_TRAIN, 1, 0, 1, training=True, augmentation=AugmentationConfig())
     assert NUM_TRAIN > BATCHES_AT_ONCE + 1
     assert isinstance(dataset.train, ImageArrays)
     normalise = Normalise(dataset.mean, dataset.std, CPU, torch.contiguous_format)

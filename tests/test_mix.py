@@ -11,18 +11,19 @@ from torch import Tensor
 from train import Trainer, main
 from utils.config import Config
 from utils.config.command_line import Arguments
+from utils.data.config import AugmentationConfig
 from utils.data.sampling import EpochPlan, epoch_order, uniform
-from utils.data.transforms.mix import STREAM_CUTMIX, BatchMix, MixRanges, build_mix, symmetric_beta
+from utils.data.transforms.mix import STREAM_CUTMIX, BatchMix, sample_mixing, symmetric_beta
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.training.metrics.sums import MetricSums
 
 NUM_IMAGES, BATCH, CLASSES, SIZE = 60, 24, 7, 16
-RANGES = {
-    "cutout": MixRanges(6, 0, 0),
-    "mixup": MixRanges(0, 0.4, 0),
-    "cutmix": MixRanges(0, 0, 1.0),
-    "all": MixRanges(5, 0.4, 1.0),
+CONFIGS = {
+    "cutout": AugmentationConfig(num_classes=CLASSES, cutout_size=6),
+    "mixup": AugmentationConfig(num_classes=CLASSES, mixup_alpha=0.4),
+    "cutmix": AugmentationConfig(num_classes=CLASSES, cutmix_alpha=1.0),
+    "all": AugmentationConfig(num_classes=CLASSES, cutout_size=5, mixup_alpha=0.4, cutmix_alpha=1.0),
 }
 
 
@@ -37,19 +38,19 @@ def data() -> tuple[Tensor, Tensor]:
     return images, torch.randint(0, CLASSES, (NUM_IMAGES,), generator=generator)
 
 
-def reference(ranges: MixRanges, epoch: int, index: int) -> tuple[Tensor, Tensor]:
+def reference(config: AugmentationConfig, epoch: int, index: int) -> tuple[Tensor, Tensor]:
     """Return the mixed image and target of sample `index`, from (seed, epoch, index) only."""
     images, labels = data()
     order = epoch_order(9, epoch, NUM_IMAGES).tolist()
     partner = order[order.index(index) ^ 1]
 
     def with_hole(number: int) -> Tensor:
-        top, left, bottom, right = ranges.sample(9, epoch, np.array([number]), SIZE, SIZE).hole[0]
+        top, left, bottom, right = sample_mixing(config, 9, epoch, np.array([number]), SIZE, SIZE).hole[0]
         image = images[number].clone()
         image[:, top:bottom, left:right] = 0
         return image
 
-    mixing = ranges.sample(9, epoch, np.array([index]), SIZE, SIZE)
+    mixing = sample_mixing(config, 9, epoch, np.array([index]), SIZE, SIZE)
     own, other = with_hole(index), with_hole(partner)
     mixed = mixing.weight[0] * own + (1 - mixing.weight[0]) * other
     top, left, bottom, right = mixing.patch[0]
@@ -60,17 +61,17 @@ def reference(ranges: MixRanges, epoch: int, index: int) -> tuple[Tensor, Tensor
     return mixed, target
 
 
-@pytest.mark.parametrize("name", RANGES)
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_mixing_equals_a_pure_function_of_seed_epoch_and_index(name: str, world_size: int) -> None:
     images, labels = data()
     for rank in range(world_size):
-        mix = BatchMix(RANGES[name], plan(rank, world_size), CLASSES)
+        mix = BatchMix(CONFIGS[name], plan(rank, world_size))
         for epoch, batch in ((3, 1), (0, 0), (3, 0)):
             indices = plan(rank, world_size).batches(epoch)[batch]
             mixed, targets = mix(images[indices], labels[indices], epoch, batch)
             for row, index in enumerate(indices.tolist()):
-                expected, target = reference(RANGES[name], epoch, index)
+                expected, target = reference(CONFIGS[name], epoch, index)
                 torch.testing.assert_close(mixed[row], expected, rtol=1e-5, atol=1e-6)
                 if name == "cutout":
                     assert targets[row] == labels[index]
@@ -78,13 +79,13 @@ def test_mixing_equals_a_pure_function_of_seed_epoch_and_index(name: str, world_
                     torch.testing.assert_close(targets[row], target)
 
 
-@pytest.mark.parametrize("name", RANGES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_mixing_keeps_the_memory_format_and_does_not_change_its_input(name: str) -> None:
     images, labels = data()
     indices = plan().batches(0)[0]
     batch = images[indices].contiguous(memory_format=torch.channels_last)
     before = batch.clone()
-    mixed, _ = BatchMix(RANGES[name], plan(), CLASSES)(batch, labels[indices], 0, 0)
+    mixed, _ = BatchMix(CONFIGS[name], plan())(batch, labels[indices], 0, 0)
     assert mixed.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(batch, before) and not torch.equal(mixed, before)
 
@@ -92,16 +93,16 @@ def test_mixing_keeps_the_memory_format_and_does_not_change_its_input(name: str)
 def test_the_label_weight_is_the_fraction_of_the_pixels() -> None:
     """The patch is clipped at the border; before, its sides are the square root of its fraction of the image."""
     height, width, indices = 20, 40, np.arange(2000)
-    cutmix = MixRanges(0, 0, 1.0).sample(9, 0, indices, height, width)
+    cutmix = sample_mixing(CONFIGS["cutmix"], 9, 0, indices, height, width)
     top, left, bottom, right = cutmix.patch.T
     np.testing.assert_allclose(cutmix.label_weight, 1 - (bottom - top) * (right - left) / (height * width), atol=1e-6)
     sides = np.sqrt(1 - symmetric_beta(uniform(9, 0, indices, STREAM_CUTMIX), 1.0))
     whole = (top > 0) & (left > 0) & (bottom < height) & (right < width)
     assert 200 < whole.sum() < 1800 and (np.abs(bottom - top - sides * height)[whole] <= 2).all()
     assert (np.abs(right - left - sides * width)[whole] <= 2).all()
-    mixup = MixRanges(0, 0.4, 0).sample(9, 0, indices, height, width)
+    mixup = sample_mixing(CONFIGS["mixup"], 9, 0, indices, height, width)
     assert np.array_equal(mixup.label_weight, mixup.weight) and not mixup.patch.any()
-    both = MixRanges(0, 0.4, 1.0).sample(9, 0, indices, height, width)
+    both = sample_mixing(CONFIGS["all"], 9, 0, indices, height, width)
     assert not ((both.weight < 1) & both.patch.any(1)).any() and 900 < (both.weight < 1).sum() < 1100
 
 
@@ -126,20 +127,14 @@ def test_accuracy_counts_the_class_with_the_larger_weight() -> None:
 
 def test_an_odd_batch_cannot_be_paired(tiny: Callable[..., Config]) -> None:
     with pytest.raises(ConfigError, match="3 images; use an even number"):
-        build_mix(tiny(mixup_alpha=0.2), plan(0, 8))
-    build_mix(tiny(cutout_size=4), plan(0, 8))
+        BatchMix(tiny(mixup_alpha=0.2), plan(0, 8))
+    BatchMix(tiny(cutout_size=4), plan(0, 8))
 
 
 def test_without_mixing_a_batch_is_unchanged(tiny: Callable[..., Config]) -> None:
     images, labels = torch.randn(3, 3, 8, 8), torch.arange(3)
-    mixed = build_mix(tiny(), plan(0, 8))(images, labels, 0, 0)
+    mixed = BatchMix(tiny(), plan(0, 8))(images, labels, 0, 0)
     assert mixed[0] is images and mixed[1] is labels
-
-
-def test_each_setting_reaches_its_augmentation(tiny: Callable[..., Config]) -> None:
-    mix = build_mix(tiny(cutout_size=6, mixup_alpha=0.2, cutmix_alpha=1.5, num_classes=CLASSES), plan())
-    assert isinstance(mix, BatchMix) and mix.num_classes == CLASSES
-    assert mix.ranges == MixRanges(cutout_size=6, mixup_alpha=0.2, cutmix_alpha=1.5)
 
 
 def test_train_with_everything_switched_on(tiny: Callable[..., Config], one_rank: World, tmp_path: Path) -> None:

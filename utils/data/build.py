@@ -20,7 +20,7 @@ from utils.data.datasets.shard_index import has_index
 from utils.data.datasets.shards import check_shard_groups, group_shards, open_shards
 from utils.data.loader import Loader
 from utils.data.loaders.device import decode_all
-from utils.data.sampling import AugmentationRanges, EpochPlan
+from utils.data.sampling import EpochPlan
 from utils.data.transforms.augment import Normalise
 from utils.data.workers import cap_workers, check_shared_memory, check_sockets, usable_cores
 from utils.distributed.global_batch import divide_batch
@@ -177,13 +177,6 @@ def _plan_training(config: DataConfig, split: Split, world: World) -> EpochPlan:
     num_samples = len(split.labels)
     if config.batch_size > num_samples:
         raise ConfigError(f"batch_size {config.batch_size} exceeds the {num_samples} training images; use fewer")
-    ranges = AugmentationRanges(
-        config.rnd_crop_padding,
-        config.rnd_horizontal_flip,
-        config.rnd_rotation_angle,
-        config.enable_alternating_flip,
-        config.rnd_resized_crop,
-    )
     return EpochPlan(
         num_samples=num_samples,
         batch_size=divide_batch(config.batch_size, world.world_size, config.micro_batch_size).rank_batch_size,
@@ -191,7 +184,7 @@ def _plan_training(config: DataConfig, split: Split, world: World) -> EpochPlan:
         world_size=world.world_size,
         training=True,
         seed=config.seed,
-        ranges=ranges if ranges != AugmentationRanges(0, False, 0.0) else None,
+        augmentation=config if config.augments_images else None,
         limit=config.train_limit,
         groups=group_shards(config, split),
     )

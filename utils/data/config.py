@@ -82,6 +82,12 @@ class AugmentationConfig(SharedConfig):
     """Paste a rectangle of one image into another, its area from Beta(alpha, alpha); 0: none. With mixup too, each
     image gets one of the two at random."""
 
+    @property
+    def augments_images(self) -> bool:
+        """Whether the loader augments; cutout, mixup and cutmix come after it."""
+        flips = self.rnd_horizontal_flip or self.enable_alternating_flip
+        return bool(self.rnd_crop_padding or flips or self.rnd_rotation_angle or self.rnd_resized_crop)
+
 
 class LoaderConfig(SharedConfig):
     """loader"""

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from utils.data.config import AugmentationConfig
+
 IntArray = np.ndarray  # int64 [N]
 
 # Random resized crop, as in Szegedy et al. 2014 (arXiv:1409.4842) and torchvision.RandomResizedCrop
@@ -25,45 +27,34 @@ STREAM_CROP = 16  # and the next 4 * CROP_ATTEMPTS - 1
 class Augmentation:
     """Parameters of N images, applied in this order: resized crop, padded crop, flip, rotate."""
 
-    shift_y: np.ndarray  # int64 [N], rows down from the padded image's top, 0 .. 2 * padding
+    shift_y: np.ndarray  # int64 [N], rows from the image's top down to the crop's, -padding .. padding
     shift_x: np.ndarray  # int64 [N]
     flip: np.ndarray  # bool [N]
     angle: np.ndarray  # float64 [N], degrees counter-clockwise
     crop: np.ndarray | None = None  # float64 [N, CROP_ATTEMPTS, 4] in [0, 1), for `resized_crop_box`
 
 
-@dataclass(frozen=True)
-class AugmentationRanges:
-    """Ranges of the tutorial's RandomCrop, RandomHorizontalFlip and RandomRotation, and two more augmentations:
-    - alternating flip: an epoch mirrors exactly the images that the previous one did not (Jordan 2024,
-      arXiv:2404.00498);
-    - resized crop: a random crop, resized to the image's size."""
-
-    crop_padding: int
-    horizontal_flip: bool
-    rotation_angle: float
-    alternating_flip: bool = False
-    resized_crop: bool = False
-
-    def sample(self, seed: int, epoch: int, indices: IntArray) -> Augmentation:
-        """Return the augmentation of the images `indices` [N] in `epoch`."""
-        num_shifts = 2 * self.crop_padding + 1
-        if self.alternating_flip:
-            flip = (uniform(seed, 0, indices, STREAM_FLIP) < 0.5) ^ bool(epoch % 2)
-        else:
-            flip = (uniform(seed, epoch, indices, STREAM_FLIP) < 0.5) & self.horizontal_flip
-        crop = None
-        if self.resized_crop:
-            streams = range(STREAM_CROP, STREAM_CROP + 4 * CROP_ATTEMPTS)
-            numbers = np.stack([uniform(seed, epoch, indices, stream) for stream in streams], axis=1)
-            crop = numbers.reshape(-1, CROP_ATTEMPTS, 4)
-        return Augmentation(
-            shift_y=(uniform(seed, epoch, indices, STREAM_SHIFT_Y) * num_shifts).astype(np.int64),
-            shift_x=(uniform(seed, epoch, indices, STREAM_SHIFT_X) * num_shifts).astype(np.int64),
-            flip=flip,
-            angle=(2 * uniform(seed, epoch, indices, STREAM_ANGLE) - 1) * self.rotation_angle,
-            crop=crop,
-        )
+def sample_augmentation(config: AugmentationConfig, seed: int, epoch: int, indices: IntArray) -> Augmentation:
+    """Return the augmentation of the images `indices` [N] in `epoch`: the tutorial's RandomCrop, RandomHorizontalFlip
+    and RandomRotation, a resized crop, and the alternating flip: an epoch mirrors exactly the images that the previous
+    one did not (Jordan 2024, arXiv:2404.00498)."""
+    padding = config.rnd_crop_padding
+    if config.enable_alternating_flip:
+        flip = (uniform(seed, 0, indices, STREAM_FLIP) < 0.5) ^ bool(epoch % 2)
+    else:
+        flip = (uniform(seed, epoch, indices, STREAM_FLIP) < 0.5) & config.rnd_horizontal_flip
+    crop = None
+    if config.rnd_resized_crop:
+        streams = range(STREAM_CROP, STREAM_CROP + 4 * CROP_ATTEMPTS)
+        numbers = np.stack([uniform(seed, epoch, indices, stream) for stream in streams], axis=1)
+        crop = numbers.reshape(-1, CROP_ATTEMPTS, 4)
+    return Augmentation(
+        shift_y=(uniform(seed, epoch, indices, STREAM_SHIFT_Y) * (2 * padding + 1)).astype(np.int64) - padding,
+        shift_x=(uniform(seed, epoch, indices, STREAM_SHIFT_X) * (2 * padding + 1)).astype(np.int64) - padding,
+        flip=flip,
+        angle=(2 * uniform(seed, epoch, indices, STREAM_ANGLE) - 1) * config.rnd_rotation_angle,
+        crop=crop,
+    )
 
 
 def resized_crop_box(attempts: np.ndarray, height: int, width: int) -> tuple[int, int, int, int]:
@@ -121,7 +112,7 @@ class EpochPlan:
     world_size: int
     training: bool
     seed: int = 0
-    ranges: AugmentationRanges | None = None
+    augmentation: AugmentationConfig | None = None
     limit: int | None = None  # maximum number of batches
     groups: ShardGroups | None = None  # None: one shuffle of all samples
 
@@ -168,7 +159,7 @@ class EpochPlan:
 
     def sample_augmentation(self, epoch: int, indices: IntArray) -> Augmentation | None:
         """Return the augmentation of the images `indices` [N] in `epoch`; None if there is none."""
-        return None if self.ranges is None else self.ranges.sample(self.seed, epoch, indices)
+        return None if self.augmentation is None else sample_augmentation(self.augmentation, self.seed, epoch, indices)
 
 
 def uniform(seed: int, epoch: int, indices: IntArray, stream: int) -> np.ndarray:

@@ -81,15 +81,13 @@ class Preparation:
 
     def _augmentation(self, epoch: int, indices: IntArray) -> dict[str, np.ndarray]:
         """Return crop, flip and rotation of the images `indices`, each [N, ...]."""
-        inputs: dict[str, np.ndarray] = {}
-        augmentation, ranges = self.plan.sample_augmentation(epoch, indices), self.plan.ranges
-        if augmentation is None or ranges is None:
-            return inputs
-        inputs["flip"] = augmentation.flip.astype(np.int32)
-        if ranges.crop_padding:
-            corner = np.stack([augmentation.shift_y, augmentation.shift_x], axis=1) - ranges.crop_padding
-            inputs["corner"] = corner.astype(np.int32)
-        if ranges.rotation_angle:
+        config, augmentation = self.plan.augmentation, self.plan.sample_augmentation(epoch, indices)
+        if config is None or augmentation is None:
+            return {}
+        inputs = {"flip": augmentation.flip.astype(np.int32)}
+        if config.rnd_crop_padding:
+            inputs["corner"] = np.stack([augmentation.shift_y, augmentation.shift_x], axis=1).astype(np.int32)
+        if config.rnd_rotation_angle:
             inputs["angle"] = augmentation.angle.astype(np.float32)
         return inputs
 

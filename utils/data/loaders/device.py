@@ -29,7 +29,7 @@ class DeviceLoader(Loader):
         super().__init__(plan, normalise)
         self.unreadable |= arrays.unreadable
         self.images, self.labels = (_to_device(array, self.device) for array in (arrays.images, arrays.labels))
-        self.augment = None if plan.ranges is None else BatchAugmenter(*arrays.image_shape[1:], self.device)
+        self.augment = BatchAugmenter(*arrays.image_shape[1:], self.device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         batches = self.plan.batches(self.epoch, self.first_batch)
@@ -40,16 +40,13 @@ class DeviceLoader(Loader):
             maps_of_batches = [None] * len(sizes) if maps is None else maps.split(sizes)
             for chosen, batch_maps in zip(self._copy(indices).split(sizes), maps_of_batches, strict=True):
                 images = self.images.index_select(0, chosen)
-                if self.augment is not None and batch_maps is not None:
+                if batch_maps is not None:
                     images = self.augment(images, batch_maps)
                 yield self.normalise(images), self.labels.index_select(0, chosen)
 
     def _pixel_maps(self, indices: IntArray) -> Tensor | None:
         augmentation = self.plan.sample_augmentation(self.epoch, indices)
-        if augmentation is None or self.plan.ranges is None:
-            return None
-        height, width = self.images.shape[2:]
-        return self._copy(pixel_maps(augmentation, height, width, self.plan.ranges.crop_padding))
+        return None if augmentation is None else self._copy(pixel_maps(augmentation, *self.images.shape[2:]))
 
     def _copy(self, values: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(values)

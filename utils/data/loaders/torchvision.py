@@ -41,8 +41,8 @@ class AugmentedImages(Dataset[Batch | ExpectedError]):
         crops = None if augmentation is None else augmentation.crop
         read = self.split.read(indices, crops, replace=self.plan.training)  # type: ignore[arg-type]
         images = read.samples
-        if augmentation is not None and self.plan.ranges is not None:
-            images = augment_each(images, augmentation, self.plan.ranges.crop_padding)
+        if augmentation is not None:
+            images = augment_each(images, augmentation)
         labels = torch.from_numpy(self.split.labels[read.indices])
         return torch.from_numpy(np.ascontiguousarray(images)), labels, read.unreadable
 

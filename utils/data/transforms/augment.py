@@ -31,7 +31,7 @@ class Normalise:
         return normalised.contiguous(memory_format=self.memory_format)
 
 
-def augment_each(images: np.ndarray, augmentation: Augmentation, crop_padding: int) -> np.ndarray:
+def augment_each(images: np.ndarray, augmentation: Augmentation) -> np.ndarray:
     """Crop, flip and rotate each image with torchvision on PIL images; uint8 [N, 3, H, W] -> uint8 [N, 3, H, W]."""
     from PIL import Image
     from torchvision.transforms import functional
@@ -40,9 +40,9 @@ def augment_each(images: np.ndarray, augmentation: Augmentation, crop_padding: i
     result = np.empty_like(images)
     for row, pixels in enumerate(images):
         image = Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
-        if crop_padding:
-            top, left = int(augmentation.shift_y[row]), int(augmentation.shift_x[row])
-            image = functional.crop(image, top - crop_padding, left - crop_padding, height, width)  # black outside
+        top, left = int(augmentation.shift_y[row]), int(augmentation.shift_x[row])
+        if top or left:
+            image = functional.crop(image, top, left, height, width)  # black outside
         if augmentation.flip[row]:
             image = functional.hflip(image)
         if augmentation.angle[row]:
@@ -51,7 +51,7 @@ def augment_each(images: np.ndarray, augmentation: Augmentation, crop_padding: i
     return result
 
 
-def pixel_maps(augmentation: Augmentation, height: int, width: int, crop_padding: int) -> np.ndarray:
+def pixel_maps(augmentation: Augmentation, height: int, width: int) -> np.ndarray:
     """Return `BatchAugmenter`'s parameters of each image, int32 [N, 9].
 
     They combine rotation, flip and crop: output pixel (row, column) shows the source pixel whose column is
@@ -71,8 +71,8 @@ def pixel_maps(augmentation: Augmentation, height: int, width: int, crop_padding
     column = [np.where(augmentation.flip, there, here) for there, here in zip(mirrored, column, strict=True)]
     values, first = [], np.int64(1)
     for parts, shift, size, stride in (
-        (column, augmentation.shift_x - crop_padding, width, 1),
-        (row, augmentation.shift_y - crop_padding, height, width),
+        (column, augmentation.shift_x, width, 1),
+        (row, augmentation.shift_y, height, width),
     ):
         low, high = np.maximum(0, -shift), np.minimum(size, size - shift)
         values += [parts[0], parts[1], parts[2] - low * FIXED_POINT, high - low - 1]

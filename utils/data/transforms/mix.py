@@ -31,40 +31,34 @@ class Mixing:
     label_weight: np.ndarray  # float32 [N]: the own label's weight in the target
 
 
-@dataclass(frozen=True)
-class MixRanges:
-    """Ranges of the augmentations; 0 disables one. With both alphas, each image gets one of the two at random."""
+def sample_mixing(
+    config: AugmentationConfig, seed: int, epoch: int, indices: IntArray, height: int, width: int
+) -> Mixing:
+    """Return the parameters of the images `indices` [N] in `epoch`."""
 
-    cutout_size: int
-    mixup_alpha: float
-    cutmix_alpha: float
+    def numbers(stream: int, size: int = 1) -> np.ndarray:
+        return uniform(seed, epoch, indices, stream) * size
 
-    def sample(self, seed: int, epoch: int, indices: IntArray, height: int, width: int) -> Mixing:
-        """Return the parameters of the images `indices` [N] in `epoch`."""
-
-        def numbers(stream: int, size: int = 1) -> np.ndarray:
-            return uniform(seed, epoch, indices, stream) * size
-
-        hole = patch = np.zeros((len(indices), 4), np.int64)
-        weight = np.ones(len(indices))
-        if self.cutout_size:  # DeVries and Taylor 2017 (arXiv:1708.04552): the square may reach beyond the image
-            top = numbers(STREAM_CUTOUT_Y, height).astype(np.int64) - self.cutout_size // 2
-            left = numbers(STREAM_CUTOUT_X, width).astype(np.int64) - self.cutout_size // 2
-            hole = np.stack([top, left, top + self.cutout_size, left + self.cutout_size], axis=1)
-        if self.mixup_alpha:  # Zhang et al. 2017 (arXiv:1710.09412)
-            weight = symmetric_beta(numbers(STREAM_MIXUP), self.mixup_alpha)
-        if self.cutmix_alpha:  # Yun et al. 2019 (arXiv:1905.04899)
-            half = 0.5 * np.sqrt(1 - symmetric_beta(numbers(STREAM_CUTMIX), self.cutmix_alpha))
-            half_height, half_width = (half * height).astype(np.int64), (half * width).astype(np.int64)
-            y, x = numbers(STREAM_CUTMIX_Y, height).astype(np.int64), numbers(STREAM_CUTMIX_X, width).astype(np.int64)
-            patch = np.stack([y - half_height, x - half_width, y + half_height, x + half_width], axis=1)
-            if self.mixup_alpha:
-                cut = numbers(STREAM_WHICH) < 0.5
-                weight, patch = np.where(cut, 1, weight), np.where(cut[:, None], patch, 0)
-        hole, patch = (np.clip(boxes, 0, (height, width, height, width)) for boxes in (hole, patch))
-        patched = (patch[:, 2] - patch[:, 0]) * (patch[:, 3] - patch[:, 1]) / (height * width)
-        label_weight = weight * (1 - patched)
-        return Mixing(hole, patch, weight.astype(np.float32), label_weight.astype(np.float32))
+    hole = patch = np.zeros((len(indices), 4), np.int64)
+    weight = np.ones(len(indices))
+    if config.cutout_size:  # DeVries and Taylor 2017 (arXiv:1708.04552): the square may reach beyond the image
+        top = numbers(STREAM_CUTOUT_Y, height).astype(np.int64) - config.cutout_size // 2
+        left = numbers(STREAM_CUTOUT_X, width).astype(np.int64) - config.cutout_size // 2
+        hole = np.stack([top, left, top + config.cutout_size, left + config.cutout_size], axis=1)
+    if config.mixup_alpha:  # Zhang et al. 2017 (arXiv:1710.09412)
+        weight = symmetric_beta(numbers(STREAM_MIXUP), config.mixup_alpha)
+    if config.cutmix_alpha:  # Yun et al. 2019 (arXiv:1905.04899)
+        half = 0.5 * np.sqrt(1 - symmetric_beta(numbers(STREAM_CUTMIX), config.cutmix_alpha))
+        half_height, half_width = (half * height).astype(np.int64), (half * width).astype(np.int64)
+        y, x = numbers(STREAM_CUTMIX_Y, height).astype(np.int64), numbers(STREAM_CUTMIX_X, width).astype(np.int64)
+        patch = np.stack([y - half_height, x - half_width, y + half_height, x + half_width], axis=1)
+        if config.mixup_alpha:
+            cut = numbers(STREAM_WHICH) < 0.5
+            weight, patch = np.where(cut, 1, weight), np.where(cut[:, None], patch, 0)
+    hole, patch = (np.clip(boxes, 0, (height, width, height, width)) for boxes in (hole, patch))
+    patched = (patch[:, 2] - patch[:, 0]) * (patch[:, 3] - patch[:, 1]) / (height * width)
+    label_weight = weight * (1 - patched)
+    return Mixing(hole, patch, weight.astype(np.float32), label_weight.astype(np.float32))
 
 
 def symmetric_beta(probability: np.ndarray, alpha: float) -> np.ndarray:
@@ -84,36 +78,37 @@ def symmetric_beta(probability: np.ndarray, alpha: float) -> np.ndarray:
 class BatchMix:
     """Mixes the batches of one training loader; called with each batch, its epoch and its number."""
 
-    def __init__(self, ranges: MixRanges, plan: EpochPlan, num_classes: int) -> None:
-        if plan.batch_size % 2 and (ranges.mixup_alpha or ranges.cutmix_alpha):
+    def __init__(self, config: AugmentationConfig, plan: EpochPlan) -> None:
+        self.config, self.plan = config, plan
+        self.pairs_images = bool(config.mixup_alpha or config.cutmix_alpha)
+        if plan.batch_size % 2 and self.pairs_images:
             raise ConfigError(
                 f"mixup_alpha and cutmix_alpha pair images within a rank's batch, which has {plan.batch_size} images; "
                 "use an even number"
             )
-        self.ranges, self.plan, self.num_classes = ranges, plan, num_classes
         self._epoch, self._batches = -1, list[IntArray]()
 
     def __call__(self, images: Tensor, labels: Tensor, epoch: int, batch: int) -> tuple[Tensor, Tensor]:
         """Normalised [N, C, H, W] and int64 [N] -> mixed images in the same memory format, and targets, class weights
         as float32 [N, classes]; with cutout only, labels are unchanged. Without any of the three, the batch itself."""
-        if self.ranges == MixRanges(0, 0, 0):
+        if not (self.config.cutout_size or self.pairs_images):
             return images, labels
         if epoch != self._epoch:
             self._epoch, self._batches = epoch, self.plan.batches(epoch)
         height, width = images.shape[2:]
-        mixing = self.ranges.sample(self.plan.seed, epoch, self._batches[batch], height, width)
+        mixing = sample_mixing(self.config, self.plan.seed, epoch, self._batches[batch], height, width)
         device = images.device
-        if self.ranges.cutout_size:  # zero is the mean of the training images
+        if self.config.cutout_size:  # zero is the mean of the training images
             images = torch.where(box_mask(mixing.hole, height, width, device), images.new_zeros(()), images)
-        if not (self.ranges.mixup_alpha or self.ranges.cutmix_alpha):
+        if not self.pairs_images:
             return images, labels
         weight = torch.from_numpy(mixing.weight).to(device, non_blocking=True).view(-1, 1, 1, 1)
         partners = _swap_pairs(images)
         mixed = images.lerp(partners, 1 - weight)
-        if self.ranges.cutmix_alpha:
+        if self.config.cutmix_alpha:
             mixed = torch.where(box_mask(mixing.patch, height, width, device), partners, mixed)
         label_weight = torch.from_numpy(mixing.label_weight).to(device, non_blocking=True).view(-1, 1)
-        own = (labels.view(-1, 1) == torch.arange(self.num_classes, device=device)).float()
+        own = (labels.view(-1, 1) == torch.arange(self.config.num_classes, device=device)).float()
         return mixed, own.lerp(_swap_pairs(own), 1 - label_weight)
 
 
@@ -128,9 +123,3 @@ def box_mask(boxes: IntArray, height: int, width: int, device: torch.device) -> 
     rows = torch.arange(height, device=device).view(1, 1, -1, 1)
     columns = torch.arange(width, device=device).view(1, 1, 1, -1)
     return (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
-
-
-def build_mix(config: AugmentationConfig, plan: EpochPlan) -> BatchMix:
-    """Build the mixing that `cutout_size`, `mixup_alpha` and `cutmix_alpha` request."""
-    ranges = MixRanges(config.cutout_size, config.mixup_alpha, config.cutmix_alpha)
-    return BatchMix(ranges, plan, config.num_classes)
