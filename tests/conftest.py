@@ -124,13 +124,13 @@ def tiny_config(block: str = "default", **changes: Any) -> Config:
     return Config(**values | changes)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny() -> Callable[..., Config]:
     """tiny(block="default", **changes), see `tiny_config`."""
     return tiny_config
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def one_rank() -> World:
     """A single process on the CPU."""
     return World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))

@@ -23,7 +23,9 @@ from typing import Any, NoReturn
 PR_SET_PDEATHSIG = 1
 FOLDER = "TESTS_FORKED_PYTHON"  # the variable with the folder of the session's server
 FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT}
-PRELOADED = ("pytest", "torch", "torchvision", "numpy", "PIL.Image", "train", "utils.distributed.ranks", "processes")
+PRELOADED = (
+    "pytest", "torch", "torchvision", "numpy", "PIL.Image", "train", "utils.distributed.ranks", "tests.processes",
+)  # fmt: skip
 # Variables that the interpreter or libraries read while loading.
 READ_EARLY = (
     *("PYTHON", "LD_", "LANG", "LC_", "CUDA_", "ATEN_", "MKL_", "DNNL_", "ONEDNN_", "KMP_", "OMP_WAIT"),

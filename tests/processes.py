@@ -90,12 +90,18 @@ class Job:
         ]
 
 
-def run_job(folder: Path, world_size: int, function: Callable[..., int], *arguments: Any) -> list[Ended]:
-    """Run `function(*arguments)` as every rank of one run."""
+def run_job(
+    folder: Path,
+    world_size: int,
+    function: Callable[..., int],
+    *arguments: Any,
+    timeout: float = 150,
+    **variables: str,
+) -> list[Ended]:
+    """Run `function(*arguments)` as every rank of one run, with more environment variables."""
     port = free_port()
-    return Job(
-        folder, function, arguments, [torchrun_variables(rank, world_size, port) for rank in range(world_size)]
-    ).wait()
+    ranks = [torchrun_variables(rank, world_size, port, **variables) for rank in range(world_size)]
+    return Job(folder, function, arguments, ranks).wait(timeout)
 
 
 def run_on_a_terminal(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:

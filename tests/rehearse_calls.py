@@ -12,6 +12,7 @@ import argparse
 import functools
 import importlib.metadata
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -23,10 +24,10 @@ from pathlib import Path
 import packaging.requirements
 import packaging.utils  # noqa: F401
 
-from tests.rehearse_bring_up import outcomes
 from tools import pack
 from tools.bring_up.__main__ import UNFINISHED
-from tools.bring_up.progress import read_progress
+from tools.bring_up.parts import PARTS
+from tools.bring_up.progress import BringUpProgress, read_progress
 from tools.shared.command_line import minutes
 from tools.shared.processes import Deadline, run_limited
 from utils.errors import DataError
@@ -53,6 +54,18 @@ class Transcript:
             print(shown, flush=True)
             self.text += f"{shown}\n"
         self.path.write_text(self.text, encoding="utf-8")
+
+
+def outcomes(progress: BringUpProgress, out: Path) -> Iterator[str]:
+    """Yield how each part ended, after how many calls, and how the last call resumed."""
+    for part in PARTS:
+        entry = progress.of(part.name)
+        logs = sorted((out / "parts" / part.name).glob("log-*.txt"), key=lambda path: int(path.stem[4:]))
+        text = logs[-1].read_text("utf-8", "replace") if logs else ""
+        resumed = re.search(r"Resuming from .*?(epoch \d+, batch \d+, step \d+)", text)
+        tests = re.search(r"\d+ passed.*?\d+ deselected", text)
+        what = f"resumed from {resumed[1]}" if resumed else tests[0] if tests else ""
+        yield f"{part.name:22} {entry.state:9} calls {entry.calls}  {what or entry.note}".rstrip()
 
 
 def describe(python: str) -> tuple[str, str, str] | None:

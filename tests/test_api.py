@@ -20,8 +20,9 @@ from tools.shared.trained import open_trained
 from utils.config.command_line import parse_arguments
 from utils.data.datasets.dataset import load_dataset
 from utils.distributed.world import World
-from utils.errors import ConfigError
+from utils.errors import ConfigError, Stopped
 from utils.run.preemption import SIGNALS
+from utils.training.learner import Learner
 
 SHORT = TINY | {"limit_valid_batches": None, "log_to_screen": False}
 MEASURED = ("seconds", "images_per_sec", "epoch_seconds", "clock_seconds")
@@ -52,6 +53,23 @@ def test_train_gives_the_figures_of_the_command_line(run: api.Run, tmp_path: Pat
     assert computed(run) == computed(commanded) == computed(threaded)
     assert len(run.epochs) == 2 and run.metrics["last_acc1"] == run.epochs[-1]["acc1/valid"]
     assert handlers == [signal.getsignal(number) for number in SIGNALS]
+
+
+def test_the_same_call_resumes_an_interrupted_run(
+    run: api.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers, train_step = [signal.getsignal(number) for number in SIGNALS], Learner.train_step
+
+    def interrupt(learner: Learner, *batch: Any) -> None:
+        if learner.steps == 5:
+            signal.raise_signal(signal.SIGINT)
+        train_step(learner, *batch)
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(Learner, "train_step", interrupt)
+        api.train("quickstart", run_dir=tmp_path / "run", **SHORT)
+    assert handlers == [signal.getsignal(number) for number in SIGNALS]
+    assert computed(api.train("quickstart", run_dir=tmp_path / "run", **SHORT)) == computed(run)
 
 
 def test_a_wrong_setting_is_an_error_with_a_plain_message(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CLASSES, ROOT, TINY, read_records
 
 import train
+from tests.conftest import CLASSES, ROOT, read_records
 from utils.config import Config, list_blocks, load_config
 from utils.config.command_line import Arguments
 
@@ -119,22 +119,6 @@ def test_every_network_trains_two_short_epochs(
     run(shorten(config, **small, **data, **compiled), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["resnet50-dataparallel", "resnet50-sync-bn"])
-def test_blocks_for_gpus_fail_on_a_cpu(name: str, tmp_path: Path, pictures: Callable[[int], Path], capfd: Any) -> None:
-    config = load_config(ROOT / "config/imagenet.yaml", name)
-    changes = TINY | {
-        "dataset": "imagenet",
-        "data_path": str(pictures(32)),
-        "image_size": 32,
-        "model": "resnet8",
-        "batch_size": 8,
-    }
-    changes |= {"data_loader": "torchvision", "stem": "7x7", "lr_milestones": (1,), "lr_warmup_epochs": 1}
-    arguments = Arguments(Config(**config.model_dump() | changes), name, tmp_path, "never", dry_run=True)
-    assert train.main(arguments) == 2
-    assert "CUDA devices" in capfd.readouterr().err
-
-
 def test_blocks_of_the_sources_have_their_batches_and_levels() -> None:
     """As results/reference/README.md documents them."""
     for file, networks in (
@@ -154,3 +138,4 @@ def test_blocks_of_the_sources_have_their_batches_and_levels() -> None:
     assert [config.batch_size for config in imagenet.values()] == [128, 1024]
     big = imagenet["resnet50-bs1024-o1"]
     assert (big.peak_lr, big.lr_warmup_epochs) == (pytest.approx(0.4), 5)
+    assert load_config(ROOT / "config/imagenet.yaml", "resnet50-sync-bn").enable_sync_bn

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -102,15 +103,9 @@ def test_a_part_cut_off_by_the_time_limit_resumes_in_the_next_call(program: Path
 def test_a_stopped_call_ends_the_current_part_and_leaves_the_rest_waiting(program: Path, tmp_path: Path) -> None:
     clock = Deadline(time.monotonic() + 60)
     table = [fake(program, "a"), fake(program, "b", starts=2, kind="deaf"), fake(program, "c")]
-    progress, said = progress_in(tmp_path), []
-
-    def say(line: str) -> None:
-        said.append(line)
-        if line.startswith("b: about"):
-            signal.signal(signal.SIGALRM, clock.stop)
-            signal.setitimer(signal.ITIMER_REAL, 0.7)
-
-    run_parts(table, CallSettings(tmp_path), progress, clock, lambda: None, say)
+    progress = progress_in(tmp_path)
+    stop_after_start(clock, tmp_path / "parts/b/log-1.txt")
+    run_parts(table, CallSettings(tmp_path), progress, clock, lambda: None, print)
     assert states(progress) == ["done", "cut off", "waiting"] and progress.of("b").note == "on request"
     assert call(table, tmp_path, 60)[0].parts["c"].state == "done"
     assert (tmp_path / "parts/b/starts").read_text() == "xx"  # it ignored SIGTERM, so it was killed, and started again
@@ -132,6 +127,16 @@ def test_a_killed_call_leaves_no_process_and_its_part_resumes(program: Path, tmp
     wait_for(lambda: not running(str(program)))
     assert states(read_progress(tmp_path)) == ["cut off"]
     assert states(call([fake(program, "a", starts=2)], tmp_path, 30)[0]) == ["done"]
+
+
+def stop_after_start(clock: Deadline, log: Path) -> None:
+    """Stop the call once the part with this log has started."""
+
+    def watch() -> None:
+        wait_for(lambda: log.exists() and "start" in log.read_text())
+        clock.stop()
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def wait_for(condition: Any) -> None:
@@ -277,9 +282,10 @@ def test_a_resumed_part_stays_compiled_or_eager(program: Path, tmp_path: Path) -
 
     rungs = {"eager": rung(900), "compiled": rung(1000)}
     report(tmp_path, "compile", {"rungs": rungs})
-    # long enough for a first Python process, which takes 2 s
-    call(table(1.0)[:1], tmp_path, seconds=5)
-    call(table(1.0)[1:], tmp_path, seconds=5)
+    for part in table(1.0):
+        clock = Deadline(time.monotonic() + 60)
+        stop_after_start(clock, tmp_path / f"parts/{part.name}/log-1.txt")
+        run_parts([part], CallSettings(tmp_path), progress_in(tmp_path), clock, lambda: None, print)
     report(tmp_path, "compile", {"rungs": rungs | {"eager": rung(1100)}})
     progress, _ = call(table(1.0), tmp_path, seconds=60)
     assert states(progress) == ["done"] * 2

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from compare_revisions import DIFFERENT, EQUAL, NOT_COMPARED, differences
-from processes import ROOT
+
+from tests.compare_revisions import DIFFERENT, EQUAL, NOT_COMPARED, differences
+from tests.processes import ROOT
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import CIFAR100
-from tiny_cifar import RECORDS_PER_FILE, TinyCifar, make_tiny_cifar, serve
 
 import utils.data.build
+from tests.conftest import CIFAR100
+from tests.tiny_cifar import RECORDS_PER_FILE, TinyCifar, make_tiny_cifar, serve
 from utils.config import load_config
 from utils.data.datasets.cifar import VERSIONS, fingerprint
 from utils.data.datasets.dataset import Dataset, channel_statistics, load_dataset

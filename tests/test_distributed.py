@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import read_records, tiny_config
-from processes import complaints, run_job
 from torch import nn
 
 import train
@@ -24,6 +22,8 @@ import utils.distributed.ranks
 import utils.distributed.world
 import utils.training.batches
 from models import build_model
+from tests.conftest import read_records, tiny_config
+from tests.processes import complaints, run_job
 from utils.config import Config
 from utils.config.command_line import Arguments
 from utils.data.datasets.dataset import Dataset, ImageArrays, load_dataset

@@ -21,6 +21,7 @@ from tools.doctor.findings import LEVELS, Finding, render
 from utils.config import load_config
 from utils.data import workers
 from utils.distributed.launch import torchrun_here
+from utils.distributed.world import World
 
 
 @pytest.fixture
@@ -123,13 +124,16 @@ def test_shared_memory_is_computed_from_the_datasets_image_size(one_rank, monkey
     assert calls == [(512 * 3 * 224 * 224, 2), 2]
 
 
-def test_full_disk_fails(small_disk):
+def test_full_or_slow_disk(small_disk, monkeypatch):
     folder = small_disk(4)
     assert machine.check_disk(folder, needed=2**30).level == "fail"
     finding = machine.check_disk(folder / "expts", needed=2**20)  # free space suffices, but not for the probe
     assert finding.level == "fail" and "No space left" in finding.message and "--run-dir" in finding.remedy
     assert not list(folder.iterdir())
-    assert machine.check_disk(small_disk(100), needed=2**20).level == "ok"
+    folder = small_disk(100)
+    assert machine.check_disk(folder, needed=2**20).level == "ok"
+    monkeypatch.setattr(machine, "write_rate", lambda _: 49e6)
+    assert machine.check_disk(folder, needed=2**20).level == "warn"
 
 
 def test_host_name_that_does_not_resolve_fails():
@@ -195,6 +199,9 @@ def test_memory_threads_clocks_and_rates(tmp_path):
     (finding,) = measured.check_rates([("gpu 0", 1800.0), ("gpu 1", 1500.0)], "slow device")
     assert finding.message == "gpu 1 is 1.20 times slower than the median of the others: 1,500 TFLOP/s"
     assert [finding.level for finding in measured.check_rates([("gpu 0", 600.0)], "slow device")] == ["ok"]
+    assert [measured.check_meeting(seconds, 8).level for seconds in (59.0, 61.0)] == ["ok", "warn"]
+    for kind, rate, level in (("cuda", 1.8, "ok"), ("cuda", 1.6, "warn"), ("cpu", 1.6, "ok")):  # bus: 1.75 times
+        assert measured.check_all_reduce(rate, World(0, 0, 8, torch.device(kind))).level == level
 
 
 def test_a_rank_with_different_software_is_named():
@@ -261,7 +268,7 @@ def test_nodes_starts_one_process_per_node_with_srun(tmp_path, monkeypatch, capf
 
 def test_a_single_process_on_a_node_measures_all_its_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8e10, 8e10))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6.3e10 if device.index == 1 else 6.5e10, 8e10))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(measured, "arithmetic", lambda device: 100.0 if device.index == 2 else 600.0)
     for name in ("memory", "host_to_device"):
@@ -269,6 +276,7 @@ def test_a_single_process_on_a_node_measures_all_its_gpus(monkeypatch):
     first = torch.device("cuda", 0)
     seen = measured.device_checks(first, only_rank=True)
     assert [finding.check for finding in seen] == ["limits"] * 3 + ["slow device"]
+    assert [finding.level for finding in seen[:3]] == ["ok", "warn", "ok"]  # over 20 % of the memory is in use
     assert seen[-1].message == "GPU 2 is 6.00 times slower than the median of the others: 100 TFLOP/s"
     assert len(measured.device_checks(first, only_rank=False)) == 1
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import tiny_config
-from processes import run_job
 
 import train
+from tests.conftest import tiny_config
+from tests.processes import run_job
 from utils.config import Config
 from utils.config.command_line import Arguments
 from utils.data.datasets.cifar import VERSIONS

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_config
 from PIL import Image
-from processes import run_job
 
 import train
+from tests.conftest import tiny_config
+from tests.processes import run_job
 from tools import evaluate
 from tools.shared.read_runs import read_records
 from train import Trainer

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_folders import DALI, needs_dali
 from torchvision.datasets.folder import pil_loader
 
+from tests.test_folders import DALI, needs_dali
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
 from utils.data.loaders.dali_inputs import encode_for_dali

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_shards import CLASSES, NUM_TRAIN, NUM_VALID, write_image
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import functional
 
+from tests.tiny_shards import CLASSES, NUM_TRAIN, NUM_VALID, write_image
 from train import main
 from utils.config import Config
 from utils.config.command_line import Arguments

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, read_records, tiny_config
-from processes import Ended, Job, complaints, free_port, torchrun_variables
 from torch import Tensor
 
 import utils.distributed.health.heartbeat
 import utils.distributed.ranks
+from tests.conftest import TINY, read_records, tiny_config
 from tests.fake_cuda import arithmetic, runtime
+from tests.processes import Ended, complaints, run_job
 from train import Trainer
 from utils.config import Config
 from utils.distributed.health.heartbeat import Heartbeat
@@ -119,11 +119,10 @@ def train_in_halves(folder: Path, device: str, runs: dict[str, dict[str, Any]]) 
 
 
 def start(folder: Path, program: Callable[..., int], *arguments: Any, ranks: int = 2) -> list[Ended]:
-    port, folder = free_port(), folder / program.__name__
-    variables = [torchrun_variables(rank, ranks, port, FAKE_CUDA_DEVICES="2") for rank in range(ranks)]
+    folder = folder / program.__name__
     while folder.exists():
         folder = folder.with_name(f"{folder.name}-again")
-    return Job(folder, program, arguments, variables).wait(300)
+    return run_job(folder, ranks, program, *arguments, timeout=300, FAKE_CUDA_DEVICES="2")
 
 
 def train_on(

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from processes import Ended, Job, complaints, free_port, torchrun_variables
 
 import utils.distributed.health.heartbeat
 import utils.distributed.ranks
 import utils.distributed.rendezvous
+from tests.processes import Ended, Job, complaints, free_port, run_job, torchrun_variables
 from utils.distributed.health.heartbeat import LOST_AFTER, Heartbeat, Silence
 from utils.distributed.launch import Launch
 from utils.distributed.ranks import run_ranks
@@ -80,7 +80,7 @@ def wait_for_the_others(job: Job, lost: int) -> list[Ended]:
 
 @pytest.mark.parametrize(
     ("lost", "number", "agent_store"),
-    [(0, signal.SIGKILL, False), (0, signal.SIGSTOP, False), (0, signal.SIGKILL, True), (1, signal.SIGSTOP, False)],
+    [(0, signal.SIGKILL, False), (0, signal.SIGSTOP, False), (0, signal.SIGKILL, True)],
 )
 def test_a_lost_rank_ends_all_others(tmp_path: Path, lost: int, number: int, agent_store: bool) -> None:
     """The store is lost with rank 0, unless torchrun serves it."""
@@ -102,9 +102,15 @@ def test_a_lost_rank_ends_all_others(tmp_path: Path, lost: int, number: int, age
 
 
 def test_a_slow_rank_is_not_lost_nor_one_that_continues(tmp_path: Path) -> None:
-    port = free_port()
-    job = Job(tmp_path, stop_and_continue, (), [torchrun_variables(rank, 2, port) for rank in range(2)])
-    assert [(process.status, process.errors) for process in job.wait(120)] == [(0, "")] * 2
+    ended = run_job(tmp_path, 2, stop_and_continue)
+    assert [(process.status, process.errors) for process in ended] == [(0, "")] * 2
+
+
+def test_a_limit_below_ten_seconds_counts_as_ten() -> None:
+    store = dist.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
+    heartbeat = Heartbeat(store, Launch(0, 1), 3.0, lambda *_: None)
+    heartbeat.stop()
+    assert heartbeat._limit == 10
 
 
 def test_silence_is_counted_in_checks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import tiny_config
-from processes import run_job
 
+from tests.conftest import tiny_config
+from tests.processes import run_job
 from tools import evaluate, prepare_data
 from train import Trainer, main
 from utils.config import Config

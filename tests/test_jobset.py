@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
-from slurm_cluster import wait_until
 
 from tests.conftest import ROOT, TINY
 from tests.processes import PYTHON, free_port, without_launcher
+from tests.slurm_cluster import wait_until
 from tools.shared.command_line import as_settings
 
 MANIFEST: dict[str, Any] = YAML(typ="safe").load(ROOT / "jobset.yaml")
@@ -24,10 +24,10 @@ class Pods:
     """The container's command in `count` processes, as Kubernetes would start it in `count` pods."""
 
     def __init__(self, folder: Path, count: int, ranks: int, *arguments: str, cwd: Path = ROOT) -> None:
-        self.processes = []
+        self.processes, port = [], free_port()
         for index in range(count):
             variables = ENVIRONMENT | {"NODES": str(count), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-            variables |= {"JOB_COMPLETION_INDEX": str(index), "MASTER_PORT": str(PORT), "OMP_NUM_THREADS": "1"}
+            variables |= {"JOB_COMPLETION_INDEX": str(index), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
             variables["PATH"] = f"{folder}:{Path(PYTHON).parent}:{os.environ['PATH']}"
             with (folder / f"pod{index}.log").open("a") as log:
                 command = [*CONTAINER["command"], *arguments]
@@ -37,9 +37,6 @@ class Pods:
 
     def wait(self) -> list[int]:
         return [process.wait(timeout=120) for process in self.processes]
-
-
-PORT = free_port()
 
 
 def fake_command(folder: Path, action: str) -> None:

@@ -150,10 +150,11 @@ def test_a_killed_start_stays_in_the_ledger(
     before = find_ledger(tmp_path / "run")
     time.sleep(0.5)  # stopped
     train_run(config, one_rank, tmp_path / "run")
+    assert (tmp_path / "run.1").exists() is not saves  # without a checkpoint, the earlier run is moved
     ledger = find_ledger(tmp_path / "run")
     assert before is not None and ledger is not None
     lost, second = ledger.starts
     first_step = 6 if saves else 0
     assert lost == before.starts[0] and (second.first, second.step, second.replayed) == (first_step, 8, 8 - first_step)
-    assert ledger.seconds["stopped"] >= 0.49 and began + ledger.wall == pytest.approx(time.time(), abs=1.0)
+    assert ledger.seconds["stopped"] >= 0.49 and ledger.wall <= time.time() - began
     assert second.seconds["replay"] > 0 and (lost.ended, second.ended) == (False, True)

@@ -19,11 +19,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from test_folders import DALI, needs_dali, pretend
 from torch import Tensor
 from torch._C import _remove_worker_pids, _set_worker_pids
 from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 
+from tests.test_folders import DALI, needs_dali, pretend
 from train import main
 from utils.config import Config
 from utils.config.command_line import Arguments

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_shards import CLASSES, NUM_TRAIN, NUM_VALID, rewrite
 
+from tests.tiny_shards import CLASSES, NUM_TRAIN, NUM_VALID, rewrite
 from tools import prepare_data
 from tools.shared import make_shards
 from utils.data.datasets.image_files import ImageFiles

@@ -1,16 +1,14 @@
 """utils.data.transforms.mix: cutout, mixup and cutmix, compared with references that work image by image."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from train import Trainer, main
+from train import Trainer
 from utils.config import Config
-from utils.config.command_line import Arguments
 from utils.data.config import AugmentationConfig
 from utils.data.sampling import EpochPlan, epoch_order, uniform
 from utils.data.transforms.mix import STREAM_CUTMIX, BatchMix, sample_mixing, symmetric_beta
@@ -137,9 +135,10 @@ def test_without_mixing_a_batch_is_unchanged(tiny: Callable[..., Config]) -> Non
     assert mixed[0] is images and mixed[1] is labels
 
 
-def test_train_with_everything_switched_on(tiny: Callable[..., Config], one_rank: World, tmp_path: Path) -> None:
-    on = {"cutout_size": 8, "mixup_alpha": 0.2, "cutmix_alpha": 1.0, "enable_alternating_flip": True}
-    config = tiny(micro_batch_size=8, label_smoothing=0.1, **on)
-    assert main(Arguments(config, "default", tmp_path / "run", "auto", dry_run=False)) == 0
-    trainer = Trainer(config, one_rank, tmp_path / "again", "default", "never")
-    assert isinstance(trainer.batches.mix, BatchMix)
+def test_batches_of_a_training_are_mixed(tiny: Callable[..., Config], one_rank: World) -> None:
+    trainer = Trainer(tiny(cutout_size=8, mixup_alpha=0.2, cutmix_alpha=1.0), one_rank)
+    mixed = list(trainer.batches.rest_of_epoch(epoch=1, first_batch=2))
+    trainer.loaders.train.set_epoch(1, 2)
+    for (number, batch), plain in zip(mixed, trainer.loaders.train, strict=True):
+        torch.testing.assert_close(batch, trainer.batches.mix(*plain, 1, number), rtol=0, atol=0)
+        assert not torch.equal(batch[0], plain[0])

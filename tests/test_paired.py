@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY
 
+from tests.conftest import TINY
 from tools.bench import __main__ as bench
 from tools.bench import paired
 from tools.shared.command_line import as_settings

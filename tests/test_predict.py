@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_config
 from PIL import Image
-from processes import run_job
 
+from tests.conftest import tiny_config
+from tests.processes import run_job
 from tools import evaluate, predict
 from train import Trainer
 from utils.data.datasets.dataset import load_dataset

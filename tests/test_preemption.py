@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import run_job
 
+from tests.processes import run_job
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.run import preemption

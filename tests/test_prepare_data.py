@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import replace_by_fifo
-from tiny_cifar import TinyCifar, make_archive, make_tiny_cifar, md5, serve
 
+from tests.conftest import replace_by_fifo
+from tests.tiny_cifar import TinyCifar, make_archive, make_tiny_cifar, md5, serve
 from tools import prepare_data
 from utils.data.datasets.cifar import VERSIONS
 from utils.data.datasets.dataset import load_dataset

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, TINY
 
+from tests.conftest import ROOT, TINY
 from tools.bench import __main__ as bench
 from tools.bench import record
 from tools.shared.command_line import as_settings

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY
 
+from tests.conftest import TINY
 from tools import search
 from tools.shared.command_line import as_settings
 from tools.shared.followed_run import FailedRun, FollowedRun

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import replace_by_fifo
-from test_folders import DALI, build, everything
-from tiny_shards import CLASSES, rewrite
 
+from tests.conftest import replace_by_fifo
+from tests.test_folders import DALI, build, everything
+from tests.tiny_shards import CLASSES, rewrite
 from tools import prepare_data, verify_resume
 from train import main
 from utils.config import Config

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slurm_cluster import SlurmCluster, wait_until, why_not
 
 from tests.conftest import ROOT, TINY
+from tests.slurm_cluster import SlurmCluster, wait_until, why_not
 from tools.shared.read_runs import read_records
 
 PYTHON = Path(sys.executable).parent  # holds torchrun too
@@ -94,18 +94,18 @@ class FakeJob:
     def run(self, script: str, *args: str, cwd: Path | None = None) -> tuple[int, str]:
         """Run to the end; return exit status and stderr."""
         process = self.start(script, *args, cwd=cwd)
-        _, output = process.communicate(timeout=20)
+        _, output = process.communicate(timeout=120)
         return process.returncode, output
 
     def run_and_signal(self, number: signal.Signals, *args: str, to_step: bool = False) -> tuple[int, str]:
         """Like `run`, but signal the batch shell, and optionally the step, once the training runs."""
         process = self.start("submit.slr", *args)
         started = self.folder / "started"
-        wait_until("start of the fake command", 20, started.exists, 0.02)
+        wait_until("start of the fake command", 60, started.exists, 0.02)
         if to_step:
             os.kill(int(started.read_text()), number)
         process.send_signal(number)
-        _, output = process.communicate(timeout=20)
+        _, output = process.communicate(timeout=120)
         return process.returncode, output
 
     def signals(self) -> str:
@@ -301,6 +301,9 @@ def test_mistake_in_the_command_line_is_reported_before_any_node_starts(tmp_path
 COMPONENTS = '[[ $1 != --oneliner ]] || printf "JobId=%s HetJobId=4 JobState=RUNNING Reason=None\\n" 4 5'
 
 
+REFUSES = f"[[ $1 != requeue ]] || exit 1; {FAKE_COMMANDS['scontrol']}"
+
+
 @pytest.mark.parametrize(
     ("number", "scontrol", "array", "job_name"),
     [
@@ -373,14 +376,6 @@ def test_without_scontrol_sigterm_prints_the_command_that_resumes(tmp_path: Path
     assert "to resume: sbatch submit.slr --set a=b\\ c --resume never --resume auto\n" in output
 
 
-def test_no_requeue_prints_the_command_that_resumes(tmp_path: Path) -> None:
-    refuses = f"[[ $1 != requeue ]] || exit 1; {FAKE_COMMANDS['scontrol']}"
-    job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": refuses, "sleep": NO_PAUSE})
-    status, output = job.run_and_signal(signal.SIGUSR1)
-    assert status == 75
-    assert "to resume: sbatch submit.slr\n" in output and "requeued" not in output
-
-
 def test_slurm_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
     job = fake_job(
         tmp_path, {"srun": TRAINS, "scontrol": f"{silent(1)}\n[[ $(wc -l <asked) != 3 ]]", "sleep": NO_PAUSE}
@@ -394,28 +389,27 @@ def test_slurm_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
     assert "requeued as job 4" in output
 
 
-def test_slurm_that_never_answers_is_asked_for_a_minute(tmp_path: Path) -> None:
-    job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": "exit 1", "sleep": NO_PAUSE})
-    status, output = job.run_and_signal(signal.SIGUSR1)
-    assert status == 75
-    assert len(job.arguments("scontrol")) == 12  # five seconds apart
-    assert "(Slurm does not answer)" in output and "to resume: sbatch submit.slr\n" in output
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_sigterm_is_passed_on_if_slurm_does_not_answer(tmp_path: Path, times: int) -> None:
-    job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": silent(times), "sleep": NO_PAUSE})
-    status, output = job.run_and_signal(signal.SIGTERM)
-    assert status == 75
-    assert job.signals() == "USR1"
-    assert "requeued as job 4" in output
-
-
-def test_sigterm_is_not_passed_on_if_slurm_answers_late_that_it_ends_the_job(tmp_path: Path) -> None:
-    late = silent(1).replace("RUNNING", "COMPLETING")
-    job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": late, "sleep": NO_PAUSE})
-    assert job.run_and_signal(signal.SIGTERM, to_step=True)[0] == 75
-    assert job.signals() == "TERM"
+@pytest.mark.parametrize(
+    ("number", "scontrol", "received", "said"),
+    [
+        (signal.SIGUSR1, REFUSES, "USR1", "to resume: sbatch submit.slr\n"),
+        (signal.SIGUSR1, "exit 1", "USR1", "(Slurm does not answer)"),
+        (signal.SIGTERM, silent(1), "USR1", "requeued as job 4"),
+        (signal.SIGTERM, silent(2), "USR1", "requeued as job 4"),
+        (signal.SIGTERM, silent(1).replace("RUNNING", "COMPLETING"), "TERM", ""),
+    ],
+    ids=["refuses", "never answers", "answers late", "answers later", "answers late that it ends the job"],
+)
+def test_the_script_requeues_if_slurm(
+    number: signal.Signals, scontrol: str, received: str, said: str, tmp_path: Path
+) -> None:
+    job = fake_job(tmp_path, {"srun": TRAINS, "scontrol": scontrol, "sleep": NO_PAUSE})
+    status, output = job.run_and_signal(number, to_step=received == "TERM")
+    assert (status, job.signals()) == (75, received)
+    assert said in output and ("requeued" in output) == ("requeued" in said)
+    if scontrol == "exit 1":
+        assert len(job.arguments("scontrol")) == 12  # five seconds apart
+        assert "to resume: sbatch submit.slr\n" in output
 
 
 def test_signal_before_training_requeues_at_most_ten_times(tmp_path: Path) -> None:
@@ -512,15 +506,15 @@ def test_lost_torchrun_requeues_if_no_rank_reports_a_reason(
 def test_no_folder_remains_if_srun_waits_until_slurm_kills_the_script(tmp_path: Path) -> None:
     """As after scancel of a job whose node rebooted."""
     ending = 'echo "JobId=4 JobState=COMPLETING Reason=None"'
-    hangs = "echo $$ >starting; mv starting started; exec sleep 60"
+    hangs = "echo $$ >starting; mv starting started; exec sleep 600"
     sleep = f'[[ $1 == 25 ]] || exec {shutil.which("sleep")} "$1"'
     job = fake_job(tmp_path, {"srun": hangs, "scontrol": ending, "sleep": sleep})
     process, started, notes = job.start("submit.slr"), tmp_path / "started", tmp_path / "expts/.slurm-4"
     try:
-        wait_until("start of the fake command", 20, started.exists, 0.02)
+        wait_until("start of the fake command", 60, started.exists, 0.02)
         assert notes.exists()
         process.terminate()
-        wait_until(f"end of {notes}", 10, lambda: not notes.exists())
+        wait_until(f"end of {notes}", 60, lambda: not notes.exists())
         assert process.poll() is None
     finally:
         process.kill()

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
-from processes import run_job
 
+from tests.processes import run_job
 from tools.doctor import __main__ as doctor
 from tools.doctor.sweep import (
     Measured,

@@ -5,7 +5,8 @@ import socket
 import subprocess
 
 import pytest
-from processes import PYTHON, ROOT, without_launcher
+
+from tests.processes import PYTHON, ROOT, without_launcher
 
 ENDS = {
     "in order": ("print('trained')", 0, None),

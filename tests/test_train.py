@@ -137,14 +137,6 @@ def test_run_folder_holds_the_files_and_no_unlisted_environment_variable(tiny, o
     assert "Time taken for epoch 2 is " in log
 
 
-def test_saved_config_is_a_block_that_runs_again(tiny, one_rank, tmp_path):
-    from utils.config import load_config
-
-    config = tiny(lr=0.123)
-    run(config, one_rank, tmp_path)
-    assert load_config(tmp_path / "config.yaml", "tiny") == config
-
-
 def test_a_finished_run_says_so_trains_nothing_and_keeps_its_description(tiny, one_rank, tmp_path):
     first = run(tiny(), one_rank, tmp_path)
     before = {name: (tmp_path / name).read_bytes() for name in ("config.yaml", "environment.json", "metrics.jsonl")}
@@ -181,14 +173,6 @@ def test_every_random_generator_is_seeded(tiny, one_rank):
         numbers.append((random.random(), numpy.random.random(), torch.rand(1).item()))
     assert numbers[0] == numbers[1]
     assert all(one != other for one, other in zip(numbers[0], numbers[2], strict=True))
-
-
-def test_resume_never_moves_the_earlier_run_aside(tiny, one_rank, tmp_path):
-    run(tiny(max_epochs=1), one_rank, tmp_path / "run")
-    before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    run(tiny(max_epochs=1, seed=1), one_rank, tmp_path / "run", resume="never")
-    assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == before
-    assert len(read_records(tmp_path / "run", "epoch")) == 1
 
 
 def test_resume_path_copies_the_checkpoints_into_the_run(tiny, one_rank, tmp_path):

@@ -4,27 +4,27 @@ import itertools
 import json
 import math
 import re
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import RECIPE, TINY, tiny_config
-from processes import Ended, Job, complaints, free_port, torchrun_variables
 from torch import Tensor
 
 from models import build_model
+from tests.conftest import RECIPE, TINY, tiny_config
 from tests.faults import inject
 from tests.faults.flip_campaign import Outcome, build_tiny, random_batches, run_campaign
 from tests.faults.flips import KINDS, Flip, Flipper, flip_bit
+from tests.processes import complaints, run_job
 from utils.config import Config
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import CorruptionError
 from utils.run.checkpoint.io import newest_good
+from utils.training.checks import verify_steps
 from utils.training.checks.dry_run import describe, snapshot_bytes
 from utils.training.checks.faulty_ranks import Evidence, describe_fault, find_fault, outlier_ranks
 from utils.training.checks.fingerprints import (
@@ -134,16 +134,16 @@ def test_where_rounding_varies_the_first_steps_are_not_checked(tiny, one_rank, m
 def test_the_cost_is_that_beyond_the_first_repetition_over_all_steps(tiny, one_rank, monkeypatch) -> None:
     """The first repetition is the step itself, which may compile: no cost of its check."""
     learner, verifier = build_tiny(tiny(batch_size=8, verify_every_steps=1000), one_rank)
-    train_step, calls = learner.train_step, itertools.count()
+    train_step, clock, calls = learner.train_step, [0], itertools.count()
 
     def train(images: Tensor, labels: Tensor) -> None:
-        if next(calls) == 0:
-            time.sleep(1)
+        clock[0] += 1 if next(calls) else 100
         train_step(images, labels)
 
     monkeypatch.setattr(learner, "train_step", train)
+    monkeypatch.setattr(verify_steps, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     assert checked(learner, verifier, 5) == list(range(FIRST_STEPS))
-    assert 0 < verifier.cost.extra < 1 and 0 < verifier.cost.steps < 1 and verifier.cost.trained == 5
+    assert (verifier.cost.extra, verifier.cost.steps, verifier.cost.trained) == (FIRST_STEPS, FIRST_STEPS, 5)
     verifier.cost = Cost(checks=4, extra=1.0, steps=2.0, trained=40)  # 0.5 s per step
     assert verifier.remarks() == ["Verified 4 step(s), none wrong, in 1.00 s: 5.00% of the training"]
 
@@ -187,13 +187,6 @@ def configuration(**changes: Any) -> Config:
     return tiny_config(**{"batch_size": 12, "verify_every_steps": 1} | changes)
 
 
-def run_ranked(folder: Path, ranks: int, function: Callable[..., int], *arguments: Any) -> list[Ended]:
-    """As `run_job`, with more time."""
-    port = free_port()
-    variables = [torchrun_variables(rank, ranks, port) for rank in range(ranks)]
-    return Job(folder, function, arguments, variables).wait(280)
-
-
 def campaign_of_ranks(changes: dict[str, Any], flips: int) -> int:
     def act(world: World) -> None:
         outcome = campaign(configuration(**changes), world, flips)
@@ -206,7 +199,7 @@ def campaign_of_ranks(changes: dict[str, Any], flips: int) -> int:
 
 @pytest.mark.parametrize(("ranks", "changes"), [(3, {}), (2, {"micro_batch_size": 3, "ema_decay": 0.9})])
 def test_the_rank_of_a_flip_is_named_among_several(tmp_path, ranks, changes) -> None:
-    ended = run_ranked(tmp_path / "job", ranks, campaign_of_ranks, changes, len(KINDS))
+    ended = run_job(tmp_path / "job", ranks, campaign_of_ranks, changes, len(KINDS), timeout=280)
     assert [process.status for process in ended] == [0] * ranks, complaints(ended)
     missed, misnamed, alarms, changed = json.loads(ended[0].output)
     assert (missed, misnamed, alarms) == ([], [], []) and changed > 3
@@ -226,7 +219,7 @@ def test_a_weight_that_differed_earlier_is_found_by_the_majority(tmp_path) -> No
     step = next(step for step in range(FIRST_STEPS, 8) if not is_due(config, step))
     options = ("--strike=optimizer", f"--step={step + 1}", "--rank=2")
     settings = {"verify_every_steps": 2, "save_checkpoint": False}
-    ended = run_ranked(tmp_path / "job", 3, strike, tmp_path / "run", settings, *options)
+    ended = run_job(tmp_path / "job", 3, strike, tmp_path / "run", settings, *options, timeout=280)
     assert [process.status for process in ended] == [CorruptionError.exit_status] * 3, complaints(ended)
     (line, remedy) = complaints(ended)
     assert re.search(r"silent corruption in step \d+ on rank 2 \(host .*, cpu\): .* other ranks", line), line
@@ -235,7 +228,9 @@ def test_a_weight_that_differed_earlier_is_found_by_the_majority(tmp_path) -> No
 
 def test_a_run_stops_before_it_saves(tmp_path) -> None:
     run, settings = tmp_path / "run", {"verify_every_steps": 1, "checkpoint_every_steps": 1}
-    (ended,) = run_ranked(tmp_path / "job", 1, strike, run, settings, "--strike=activation", "--step=3", "--seed=2")
+    (ended,) = run_job(
+        tmp_path / "job", 1, strike, run, settings, "--strike=activation", "--step=3", "--seed=2", timeout=280
+    )
     assert ended.status == CorruptionError.exit_status == 5
     assert "flipped bit" in ended.output
     assert re.search(r"^error: silent corruption in step 3 on rank 0 \(host .*first of three", ended.errors)

@@ -155,14 +155,8 @@ def verify(tmp_path, monkeypatch, capfd, *options, kills):
 
 
 @pytest.mark.slow
-def test_five_kills_change_nothing(tmp_path, monkeypatch, capfd):
-    out = verify(tmp_path, monkeypatch, capfd, *QUICK, kills=5)
-    resumed = re.search(r"^(\d+) starts resumed from a checkpoint$", out, re.MULTILINE)
-    assert resumed is not None and int(resumed[1]) >= 1, out
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "nproc", "kills"), [("KILL", 1, 5), ("KILL", 2, 2), ("TERM", 2, 2), ("USR1", 1, 2)])
 def test_killed_runs_equal_the_uninterrupted_one(name, nproc, kills, tmp_path, monkeypatch, capfd):
-    verify(tmp_path, monkeypatch, capfd, f"--signal={name}", f"--nproc={nproc}", kills=kills)
+    out = verify(tmp_path, monkeypatch, capfd, f"--signal={name}", f"--nproc={nproc}", kills=kills)
+    assert kills < 5 or re.search(r"^[1-9]\d* starts resumed from a checkpoint$", out, re.MULTILINE), out
