@@ -74,7 +74,8 @@ def train(
     folder = Path(run_dir) if run_dir else Path("expts") / config
     Trainer(chosen, alone(chosen), folder, config, str(resume)).train()
     metrics = folder / "metrics.jsonl"
-    return Run(folder, read_records(metrics, "end")[-1], read_records(metrics, "epoch"))
+    ends = read_records(metrics, "end")  # none in a folder that began with a checkpoint of a finished run
+    return Run(folder, ends[-1] if ends else {}, read_records(metrics, "epoch"))
 
 
 def load(run: str | Path, **overrides: Any) -> Loaded:
@@ -87,5 +88,6 @@ def load(run: str | Path, **overrides: Any) -> Loaded:
 
 def evaluate(run: str | Path, data: str | Path | None = None, **overrides: Any) -> dict[str, Any]:
     """Return the figures of tools.evaluate for the run's validation images, or for the class folders in `data`."""
-    trained = open_trained(Path(run), as_settings(overrides))
+    changes = {"limit_valid_batches": None} if data else {}  # evaluate every image of a folder
+    trained = open_trained(Path(run), as_settings(changes | overrides))
     return evaluate_trained(trained, Path(data) if data else None, alone(trained.config))

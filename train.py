@@ -219,7 +219,7 @@ class Trainer:
         self.requests.start_loop()
         self.progress.start_epoch()
         self.time_left.start_epoch(self.progress.batch)
-        self.throughput.start()
+        self.throughput.start_epoch()
 
     def _finish_epoch(self, train: Metrics, valid: Metrics, confusion: Confusion) -> None:
         """End of epoch: step the schedule, log, checkpoint. If training is done, first evaluate the test images (with
@@ -239,7 +239,7 @@ class Trainer:
             "acc1/train": train["acc1"],
             **{f"{name}/valid": value for name, value in valid.items()},
             "learning_rate": self.learner.learning_rate,
-            "images_per_sec": self.throughput.overall(),
+            "images_per_sec": self.throughput.of_epoch(),
             "epoch_seconds": self.progress.seconds - self.progress.epoch_began,
             "seconds": self.progress.seconds,
             **self.learner.loss_scaler.metrics(),

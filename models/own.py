@@ -20,6 +20,10 @@ def build_own(config: ModelConfig, image_side: int | None) -> nn.Module:
             f"model {config.model}: has lazy layers, whose shapes are not known yet; give their shapes, or call the "
             "network once in your function"
         )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"model {config.model}: has no parameters to train; return a network that has some, with requires_grad"
+        )
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise ConfigError(

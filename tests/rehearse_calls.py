@@ -90,7 +90,8 @@ def bare_python(python: str, packages: Path, folder: Path) -> None:
     [own] = folder.glob("lib/python3*/site-packages")
     before, sys.path = sys.path, [str(packages)]
     try:
-        there = [importlib.metadata.distribution(name) for name in pack.closure(pack.THERE, {}, optional=True)]
+        names = pack.closure(pack.THERE, {}, TARGET[0], optional=True)
+        there = [importlib.metadata.distribution(name) for name in names]
     finally:
         sys.path = before
     names = {path.parts[0] for found in there for path in found.files or ()} - {"..", "__pycache__"}

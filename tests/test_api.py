@@ -72,6 +72,11 @@ def test_the_same_call_resumes_an_interrupted_run(
     assert computed(api.train("quickstart", run_dir=tmp_path / "run", **SHORT)) == computed(run)
 
 
+def test_a_new_folder_that_starts_from_a_finished_run_trains_nothing(run: api.Run, tmp_path: Path) -> None:
+    other = api.train("quickstart", run_dir=tmp_path / "other", resume=run.folder, **SHORT)
+    assert (other.metrics, other.epochs) == ({}, [])
+
+
 def test_a_wrong_setting_is_an_error_with_a_plain_message(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown key 'batch_sise'"):
         api.train("quickstart", batch_sise=3)

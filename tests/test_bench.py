@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import CIFAR100
+from tests.processes import torchrun_variables
 from tools.bench import common, ladder, loaders, peers, training
 from tools.bench.__main__ import main
 from tools.bench.common import Trials, measure
@@ -101,6 +102,8 @@ def test_a_rung_with_settings_is_compared_with_its_block(capsys) -> None:
     assert verdicts["fastest+a=1"] == "fastest+a=1: 1.190 x fastest: wins here, use --set a=1"
     assert "loses here, leave fastest as it is" in verdicts["fastest+b=1"]
     assert "no difference beyond the spread" in verdicts["fastest+c=1"]
+    both = {name: {"full": Trials((value, value))} for name, value in {"fastest": 1.0, "fastest+a=1+b=2": 2.0}.items()}
+    assert "use --set a=1 --set b=2" in ladder.compare_switches(both)["fastest+a=1+b=2"]
     one = {name: {"full": Trials((value,))} for name, value in {"fastest": 1.0, "fastest+a=1": 2.0}.items()}
     assert "one trial does not decide" in ladder.compare_switches(one)["fastest+a=1"]
 
@@ -125,6 +128,31 @@ def test_trials_show_median_and_spread() -> None:
 def bench(*arguments: str, launcher: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", *launcher, "tools.bench", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["ladder", "--warmup=-1"], "--warmup: is '-1'; expected a whole number from 0 on"),
+        (["peers", "--iters=0"], "--iters: is '0'; expected a whole number from 1 on"),
+        (["loaders", "--steps=-1"], "--steps: is '-1'; expected a whole number from 0 on"),
+    ],
+)
+def test_counts_below_their_minimum_are_refused(
+    command: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(command)
+    assert leaving.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_bench_of_one_process_refuses_a_launcher_of_several(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in torchrun_variables(1, 2, 29500).items():
+        monkeypatch.setenv(name, value)
+    assert main(["ladder"]) == 2
+    assert "bench ladder is one process; start it without torchrun" in capsys.readouterr().err
 
 
 def test_loaders_measures_every_loader_and_writes_the_report(tmp_path: Path) -> None:
@@ -203,7 +231,8 @@ def test_ladder_measures_compares_and_reports_a_regression(tmp_path: Path) -> No
         assert values["full"]["min"] > 0 and values["memory"]["min"] > 1e7
         assert values["arithmetic_share"] > 0 and values["memory_share"] > 0
 
-    content["results"]["rungs"]["bs256"]["full"]["median"] *= 1000
+    full = content["results"]["rungs"]["bs256"]["full"]
+    full |= {name: 1000 * full[name] for name in ("median", "min")}
     report.write_text(json.dumps(content))
     slower = bench(*arguments, f"--baseline={report}")
     assert slower.returncode == 1 and "REGRESSION" in slower.stdout, slower.stderr
@@ -235,10 +264,14 @@ def test_a_baseline_of_other_versions_or_settings_is_refused(tiny, tmp_path: Pat
             read_baseline(path, environment, {})
 
 
-@pytest.mark.parametrize(("now", "status"), [(94.0, True), (96.0, False), (200.0, False), (None, True)])
-def test_a_slower_or_skipped_rung_of_the_baseline_is_a_regression(now: float | None, status: bool) -> None:
-    results = {} if now is None else {"rung": {"full": Trials((now,))}}
-    (line,), regression = compare_with_baseline(results, {"rung": {"median": 100.0}})
+@pytest.mark.parametrize(
+    ("now", "status"),
+    [((94.0,), True), ((94.0, 94.0, 99.5), False), ((96.0,), False), ((200.0,), False), (None, True)],
+)
+def test_a_slower_or_skipped_rung_of_the_baseline_is_a_regression(now: tuple[float, ...] | None, status: bool) -> None:
+    """Slower: the median beyond the tolerance, and all trials slower than the baseline's slowest."""
+    results = {} if now is None else {"rung": {"full": Trials(now)}}
+    (line,), regression = compare_with_baseline(results, {"rung": {"median": 100.0, "min": 99.0}})
     assert regression is status and line.endswith("REGRESSION") is status
     assert ("skipped now" in line) is (now is None)
 

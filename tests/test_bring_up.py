@@ -1,5 +1,6 @@
 """tools.bring_up: parts cut off in every way resume; its page and figures, the comparison; tools.pack."""
 
+import importlib.metadata
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import tarfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -641,15 +643,22 @@ def test_the_printed_commands_start_with_the_first_folder_and_unpack_data_after_
 
 
 def test_wanted_packages_include_their_needs_but_not_those_of_the_target() -> None:
-    found = pack.wanted(["required", "tests"])
+    found = pack.wanted(["required", "tests"], "3.12")
     assert {"pydantic", "pydantic-core", "ruamel-yaml", "pytest", "iniconfig"} <= set(found)
-    assert not {"torch", "numpy", "rich"} & set(found)
+    assert not {"torch", "numpy", "rich", "tomli"} & set(found)
     needed = re.search(r"^dependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text("utf-8"), re.M | re.S)
     assert needed and set(re.findall(r'"([\w.-]+)', needed[1])) <= {*pack.THERE, *pack.GROUPS["required"]}
     with pytest.raises(ConfigError, match="is not installed here"):
-        pack.closure(["a-package-that-is-nowhere"], {})
+        pack.closure(["a-package-that-is-nowhere"], {}, "3.12")
     with pytest.raises(ExpectedError, match="--without"):
         pack.download({"pydantic": "0.0.0.nowhere"}, Path("/nonexistent"), "3.12", None)
+
+
+def test_requirements_are_those_of_the_targets_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"a": ['b; python_version < "3.11"'], "b": None}
+    found = {name: SimpleNamespace(version="1", requires=requires) for name, requires in installed.items()}
+    monkeypatch.setattr(importlib.metadata, "distribution", found.__getitem__)
+    assert [set(pack.closure(["a"], {}, python)) for python in ("3.10", "3.12")] == [{"a", "b"}, {"a"}]
 
 
 def test_missing_data_is_an_error(tmp_path: Path) -> None:

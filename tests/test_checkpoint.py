@@ -306,9 +306,11 @@ def test_another_networks_weights_are_refused_by_name(tiny, one_rank, tmp_path):
 
 def test_what_may_change_is_logged_and_used(tiny, one_rank, tmp_path):
     Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto").train()
-    trainer = Trainer(tiny(lr=0.05), one_rank, tmp_path, "tiny", str(tmp_path))
+    trainer = Trainer(tiny(lr=0.05, data_path="/" + 80 * "x"), one_rank, tmp_path, "tiny", str(tmp_path))
     trainer.train()
-    assert "Resuming with another lr: 0.1 -> 0.05" in (tmp_path / "train.log").read_text()
+    log = (tmp_path / "train.log").read_text()
+    assert "Resuming with another lr: 0.1 -> 0.05" in log
+    assert f"Resuming with another data_path: './data' -> '/{55 * 'x'}...\n" in log
     assert trainer.learner.optimizer.param_groups[0]["lr"] == 0.05
 
 

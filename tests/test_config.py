@@ -461,6 +461,11 @@ def test_a_block_extends_one_of_another_file(tmp_path: Path, monkeypatch: pytest
     assert load_config(own, "again") == start.model_copy(update={"lr": 0.3, "seed": 3})
     differences = {key: value for key, value in start.model_dump().items() if getattr(Config(), key) != value}
     assert list_blocks(own)["mine"] == differences | {"lr": 0.3}
+    (tmp_path / "here.yaml").write_text("base:\n  lr: 0.7\n", encoding="utf-8")  # in the working directory only
+    own.write_text("mine:\n  extends: here.yaml#base\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"here\.yaml#base.: no such file"):
+        load_config(own, "mine")
+    own.write_text("again:\n  extends: cifar100.yaml#bs512-opt\n  lr: 0.3\n  seed: 3\n", encoding="utf-8")
     (own.parent / "cifar100.yaml").write_text("bs512-opt:\n  lr: 0.9\n", encoding="utf-8")
     assert load_config(own, "again").model_dump() == Config(lr=0.3, seed=3).model_dump()
 

@@ -66,7 +66,9 @@ def test_command_parses(where: str, command: str, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as left:
         module.main([*arguments[: name == "bench"], "--help"])
     assert left.value.code == 0
-    offered = set(OPTION.findall(capsys.readouterr().out))
+    printed = capsys.readouterr().out
+    assert "option_strings" not in printed, "a % in a help text"
+    offered = set(OPTION.findall(printed))
     assert {word.split("=")[0] for word in arguments if word.startswith("--")} <= offered
 
 

@@ -326,7 +326,7 @@ def test_output_merges_equal_findings_and_gives_remedies():
         Finding("disk", "ok", "fine", where="b"),
         Finding("data", "fail", "missing", "fetch it", where="b"),
     ]
-    assert render(findings, "fail") == [
+    assert render(findings) == [
         "ok    disk           fine  [2 alike]",
         "fail  data           missing  [b]",
         "                     -> fetch it",
@@ -340,7 +340,7 @@ def test_checks_that_could_not_look_are_counted_by_themselves():
         Finding("dcgm", "ok", "not run: no dcgmi on PATH"),
         Finding("hardware", "ok", "not readable here: pcie"),
     ]
-    assert render(findings, "ok")[-1] == "ok: 1 ok, 0 warn, 0 fail, 2 not run"
+    assert render(findings)[-1] == "ok: 1 ok, 0 warn, 0 fail, 2 not run"
 
 
 def test_help_imports_no_torch_and_bad_usage_exits_with_2(capsys):

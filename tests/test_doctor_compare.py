@@ -120,4 +120,6 @@ def test_the_page_shows_slow_figures_red_and_escapes_names(tmp_path: Path, capsy
     assert "<th>a</th><td class='number' style='background: hsl(120 60% 82%)'>700</td>" in text
     assert "<td class='fail' title='limits, bf16 TFLOP/s: median" in text
     assert "<c>" not in text
+    (link := tmp_path / "link.html").symlink_to(page)
+    assert doctor.main(["--compare", *map(str, paths), "--html", str(link)]) == 2 and link.is_symlink()
     assert doctor.main(["--compare", *map(str, paths), "--html", str(tmp_path / "absent" / "page.html")]) == 2

@@ -1,5 +1,6 @@
 """The messages for failures of the machine: out of memory, and loader workers."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -64,9 +65,10 @@ def test_out_of_memory(allocate, first_line, capsys):
             "out of GPU memory when allocating 2.50 GiB",
         ),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ..."), "out of GPU memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of host memory"),  # a fork
     ],
 )
-def test_out_of_gpu_memory(error, first_line):
+def test_reports_of_memory(error, first_line):
     explained = explain(error)
     assert explained is not None and explained.exit_status == 1
     assert str(explained).splitlines()[0] == first_line

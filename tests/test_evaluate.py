@@ -1,6 +1,7 @@
 """tools.evaluate: reproduces the figures of a run exactly, and evaluates folders of images."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+import api
 import train
 from tests.conftest import tiny_config
 from tests.processes import run_job
@@ -236,6 +238,17 @@ def test_bad_usage(run, capsys, arguments, status, message):
         pytest.skip("this machine has a GPU")
     found = refused(capsys, run, *arguments)
     assert found[0] == status and message in found[1]
+
+
+def test_all_images_of_a_folder_are_evaluated_and_classes_may_be_missing(tmp_path, folders):
+    train_run(tmp_path / "run", limit_valid_batches=1, valid_batch_size_per_gpu=4, max_epochs=1)
+    shutil.copytree(folders / "ring", tmp_path / "photos/ring")
+    found = results(tmp_path / "run", "--data", tmp_path / "photos")
+    assert found["images"] == len([*(folders / "ring").iterdir()]) > 4
+    assert [row["class"] for row in found["classes"]] == ["ring"]
+    assert api.evaluate(tmp_path / "run", tmp_path / "photos") == found
+    limited = results(tmp_path / "run", "--data", tmp_path / "photos", "--set", "limit_valid_batches=1")
+    assert limited["images"] == 4
 
 
 def test_folders_with_other_classes_or_no_images(run, folders, tmp_path, capsys):

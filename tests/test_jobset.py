@@ -64,7 +64,7 @@ def test_exit_statuses_lead_to_the_documented_actions() -> None:
     """Kubernetes' message: Container NAME for pod POD failed with exit code N matching FailJob rule at index I"""
     saved, mistake = MANIFEST["spec"]["failurePolicy"]["rules"]
     reported = [value for rule in JOB["podFailurePolicy"]["rules"] for value in rule["onExitCodes"]["values"]]
-    assert reported == [75, 2, 3, 4]  # the statuses of utils/errors.py that say more than "failed"
+    assert reported == [75, 2, 3, 4, 5]  # the statuses of utils/errors.py that say more than "failed"
     assert saved["onJobFailureMessagePatterns"] == ["exit code 75 "]
     assert (saved["action"], mistake["action"]) == ("RestartJobSetAndIgnoreMaxRestarts", "FailJobSet")
     assert saved["onJobFailureReasons"] == mistake["onJobFailureReasons"] == ["PodFailurePolicy"]

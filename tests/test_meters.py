@@ -1,5 +1,6 @@
 """Model FLOP/s, MFU, and GPU sensors with a mocked NVML."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from utils.run.logging.environment import device_name
 from utils.run.logging.trackers import MEASURED
 from utils.run.telemetry.meters import Meters, count_devices, read_peak
 from utils.run.telemetry.sensors import Gpu, Sensors, find_gpu
+from utils.training.kernels.stem import pad_stem
 from utils.training.metrics.flops import flops_per_image, measured_peak, published_peak
 
 
@@ -82,6 +84,8 @@ def test_flops_are_counted_without_computing(tiny: Callable[..., Config]) -> Non
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
     assert flops_per_image(model, (3, 32, 32)) == pytest.approx(7.82e9, rel=0.005)
+    padded = pad_stem(tiny(stem_channels=8), copy.deepcopy(model))
+    assert flops_per_image(padded, (3, 32, 32)) == flops_per_image(model, (3, 32, 32))
     assert flops_per_image(model, (3, 16, 16)) == pytest.approx(7.82e9 / 4, rel=0.005)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())

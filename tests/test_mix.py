@@ -11,7 +11,7 @@ from train import Trainer
 from utils.config import Config
 from utils.data.config import AugmentationConfig
 from utils.data.sampling import EpochPlan, epoch_order, uniform
-from utils.data.transforms.mix import STREAM_CUTMIX, BatchMix, sample_mixing, symmetric_beta
+from utils.data.transforms.mix import STREAM_CUTMIX, BatchMix, beta_quantile, sample_mixing
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.training.metrics.sums import MetricSums
@@ -94,7 +94,7 @@ def test_the_label_weight_is_the_fraction_of_the_pixels() -> None:
     cutmix = sample_mixing(CONFIGS["cutmix"], 9, 0, indices, height, width)
     top, left, bottom, right = cutmix.patch.T
     np.testing.assert_allclose(cutmix.label_weight, 1 - (bottom - top) * (right - left) / (height * width), atol=1e-6)
-    sides = np.sqrt(1 - symmetric_beta(uniform(9, 0, indices, STREAM_CUTMIX), 1.0))
+    sides = np.sqrt(1 - beta_quantile(uniform(9, 0, indices, STREAM_CUTMIX), 1.0))
     whole = (top > 0) & (left > 0) & (bottom < height) & (right < width)
     assert 200 < whole.sum() < 1800 and (np.abs(bottom - top - sides * height)[whole] <= 2).all()
     assert (np.abs(right - left - sides * width)[whole] <= 2).all()
@@ -107,13 +107,13 @@ def test_the_label_weight_is_the_fraction_of_the_pixels() -> None:
 def test_weights_follow_the_beta_distribution() -> None:
     """alpha 1 is uniform, alpha 1/2 the arcsine distribution; others are compared with NumPy's generator."""
     probability = (np.arange(10_000) + 0.5) / 10_000
-    np.testing.assert_allclose(symmetric_beta(probability, 1.0), probability, atol=1e-6)
-    np.testing.assert_allclose(symmetric_beta(probability, 0.5), np.sin(np.pi * probability / 2) ** 2, atol=1e-6)
+    np.testing.assert_allclose(beta_quantile(probability, 1.0), probability, atol=1e-6)
+    np.testing.assert_allclose(beta_quantile(probability, 0.5), np.sin(np.pi * probability / 2) ** 2, atol=1e-6)
     rng = np.random.default_rng(0)
-    for alpha in (0.2, 2.0):
+    for alpha in (0.2, 2.0, 16.0):
         sample = np.sort(rng.beta(alpha, alpha, len(probability)))
-        assert np.abs(symmetric_beta(probability, alpha) - sample).max() < 0.05
-    assert np.isfinite(symmetric_beta(np.array([0.0, 1 - 2.0**-53]), 0.2)).all()
+        assert np.abs(beta_quantile(probability, alpha) - sample).max() < 0.05
+    assert np.isfinite(beta_quantile(np.array([0.0, 1 - 2.0**-53]), 0.2)).all()
 
 
 def test_accuracy_counts_the_class_with_the_larger_weight() -> None:

@@ -34,6 +34,18 @@ def test_a_command_ends_quietly_when_nobody_reads_its_output() -> None:
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
+def test_an_error_keeps_its_status_if_the_disk_of_stderr_is_full() -> None:
+    program = "from utils.distributed.ranks import run_ranks\nfrom utils.errors import DataError\n"
+    program += "def fail(world): raise DataError('gone')\nraise SystemExit(run_ranks(fail, 'cpu', 20, 20))"
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, stderr=full, check=False).returncode == 3
+
+
+def test_a_path_without_permission_is_a_line() -> None:
+    ended = run_a_command("raise PermissionError(13, 'Permission denied', 'a/run')", subprocess.DEVNULL)
+    assert (ended.returncode, ended.stderr) == (1, "error: a/run: Permission denied; give a path that you may use\n")
+
+
 def test_another_broken_pipe_is_an_error() -> None:
     ended = run_a_command("raise BrokenPipeError('a peer')", subprocess.DEVNULL)
     assert ended.returncode == 1 and "BrokenPipeError: a peer" in ended.stderr

@@ -225,7 +225,7 @@ REFUSED_NETWORKS = [
     ("of_mine:lazy", "has lazy layers, whose shapes are not known yet"),
     ("of_mine:nowhere_yet", "0.weight is on the device meta, without values; build it on the CPU"),
     ("of_mine:remembers", "has a dict in its state, _extra_state; checkpoints hold tensors only"),
-    ("of_mine:all_frozen", "its outputs depend on no trained parameter; set requires_grad"),
+    ("of_mine:all_frozen", "has no parameters to train; return a network that has some, with requires_grad"),
     ("of_mine:auxiliary", r"turns images \[2, 3, 32, 32\] in training into a tuple; expected logits \[2, 10\]"),
     ("of_mine:number", "{file} has number of type int"),
     ("of_mine:netwerk", "{file} has no function of this name; did you mean 'network'?"),

@@ -72,7 +72,7 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path: Path, runs: lis
     assert len(runs) == 2
 
 
-@pytest.mark.parametrize("setting", ["lr=high", "no_such_key=1", "lr=0.2,momentum=7"])
+@pytest.mark.parametrize("setting", ["lr=high", "no_such_key=1", "lr=0.2,momentum=7", "seed=0"])
 def test_a_mistake_is_reported_before_the_first_run(setting: str, tmp_path: Path, runs: list[tuple[str, int]]) -> None:
     assert bench.main(command(tmp_path, 1, f"--with={setting}")) == 2
     assert runs == []

@@ -44,7 +44,8 @@ def losses(config, precision, steps=60):
     """Train; return the loss of each step, and model, weights and scaler afterwards."""
     model = network()
     weights = MasterWeights(model, precision)
-    optimizer, scaler = build_optimizer(config, weights.parameters()), precision.loss_scaler()
+    optimizer = build_optimizer(config, weights.parameters())
+    scaler = LossScaler(precision.device_type, precision.loss_scale)
     history = []
     for images, labels in batches(steps):
         optimizer.zero_grad()

@@ -60,7 +60,7 @@ def test_the_summary_is_in_the_log_and_in_a_file(profiled):
         assert word in summary
 
 
-def test_images_per_second_leave_out_the_writing_of_the_trace(tiny, one_rank, monkeypatch):
+def test_images_per_second_leave_out_the_writing_of_the_trace(tiny, one_rank, tmp_path, monkeypatch):
     order = []
 
     @contextmanager
@@ -68,7 +68,7 @@ def test_images_per_second_leave_out_the_writing_of_the_trace(tiny, one_rank, mo
         yield
         order.append("trace written")
 
-    trainer = Trainer(tiny(enable_profiling=True, profiling_epoch_start=1), one_rank)
+    trainer = Trainer(tiny(enable_profiling=True, profiling_epoch_start=1), one_rank, tmp_path)
     monkeypatch.setattr(trainer.learner.profiler, "capture", capture)
     monkeypatch.setattr(trainer.throughput, "close_window", lambda: order.append("window closed") or 1.0)
     trainer.train()

@@ -17,7 +17,7 @@ from tools import runs as runs_tool
 from tools.report import duration, goals, main, same_but_seed
 from tools.shared.pages.plots import style
 from tools.shared.pages.png_plots import COLOURS
-from tools.shared.read_runs import Run, differences, read
+from tools.shared.read_runs import Run, differences, read, read_lines
 from train import Trainer
 
 plotly = pytest.importorskip("plotly.graph_objects", reason='plotly is missing: pip install ".[report]"')
@@ -230,6 +230,8 @@ def test_measurements_become_bars_and_scaling(page, tmp_path):
     text, tables = page(ladder, scaling)
     assert set(plots(text)) == {"scaling-throughput", "scaling-efficiency", "bars-0"}
     assert plots(text)["bars-0"]["traces"][0]["x"] == [680, 1795]
+    for name, unit in (("throughput", "images/s"), ("efficiency", "%")):
+        assert f"%{{y:,.4g}} {unit}<" in plots(text)[f"scaling-{name}"]["traces"][0]["hovertemplate"]
     assert tables["speeds"][2] == ["ladder: ladder on GPU", "amp", "1,795", "2.64"]
     assert [row[2:] for row in tables["scaling"][1:]] == [
         ["1", "100", "100.0%"], ["4", "380", "95.0%"], ["1", "90.0", "100.0%"], ["4", "270", "75.0%"],
@@ -299,6 +301,22 @@ def test_a_value_that_is_not_finite_is_a_gap(page, tmp_path):
     text, _ = page(tmp_path / "diverged.json")
     (trace,) = plots(text)["loss-epoch"]["traces"]
     assert trace["y"] == [4.0, None, None] and plots(text)["loss-epoch"]["layout"]["yaxis"]["range"] == [0, 4.2]
+
+
+def test_a_record_with_a_name_that_is_not_utf_8_is_read(tmp_path):
+    record = {"kind": "stop", "step": 3, "status": 75, "reason": os.fsdecode(b"in caf\xe9")}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(record)}\n" + "[" * 100_000)
+    assert read_lines(tmp_path / "metrics.jsonl") == ([record], 1)
+
+
+def test_the_rate_of_a_run_is_that_of_its_end(run):
+    metrics = run("ended") / "metrics.jsonl"
+    records, _ = read_lines(metrics)
+    (ended,) = read(metrics.parent).runs
+    assert ended.rate() == records[-1]["images_per_sec"] != ended.last("images_per_sec")
+    metrics.write_text("\n".join(json.dumps(record) for record in records if record["kind"] != "end"))
+    (stopped,) = read(metrics.parent).runs
+    assert stopped.rate() == ended.last("images_per_sec")
 
 
 def test_states(run, page, tmp_path, capsys):

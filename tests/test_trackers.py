@@ -47,7 +47,7 @@ def test_a_new_column_keeps_the_old_rows(tmp_path):
         '{"kind": "start", "step": 0}\n{"kind": "step", "step": 1, "loss": 2.0, "clock_seconds": {}}\n'
         '{"kind": "step", "step": 2, "loss": 1.0, "loss_scale": 8.0}\n{"kind": "epoch", "epoch": 1, "acc1/va'
     )
-    trackers.CsvTracker(TrackedRun(tmp_path, "run", {})).record({"kind": "epoch"})
+    trackers.CsvTracker(TrackedRun(tmp_path, {})).record({"kind": "epoch"})
     assert (tmp_path / "steps.csv").read_text() == "step,loss,loss_scale\n1,2.0,\n2,1.0,8.0\n"
     assert (tmp_path / "epochs.csv").read_text() == ""
 
@@ -108,7 +108,7 @@ def test_a_server_that_never_answers_costs_a_line_and_a_bounded_time(tmp_path, s
         "import sys, pathlib\n"
         "from utils.run.logging import trackers\n"
         "trackers.CLOSING_SECONDS = 1.0\n"
-        "start = trackers.TrackedRun(pathlib.Path(sys.argv[2]), 'run', {'lr': 0.1})\n"
+        "start = trackers.TrackedRun(pathlib.Path(sys.argv[2]), {'lr': 0.1})\n"
         "all_trackers = trackers.Trackers([sys.argv[1]], start)\n"
         "for step in range(1000): all_trackers.record({'kind': 'step', 'step': step, 'loss': 1.0})\n"
         "all_trackers.close(True)\n"
@@ -162,7 +162,7 @@ def test_a_missing_package_is_logged_with_the_remedy(tiny, one_rank, tmp_path, m
 
 def test_records_do_not_pile_up_for_a_tracker_that_has_ended(tmp_path, monkeypatch):
     monkeypatch.setitem(trackers.TRACKERS, "csv", lambda start: Broken(start, "open", False))
-    all_trackers = Trackers(["csv"], TrackedRun(tmp_path, "run", {}))
+    all_trackers = Trackers(["csv"], TrackedRun(tmp_path, {}))
     (thread,) = all_trackers._threads
     thread.join()
     all_trackers.record({"kind": "step"})

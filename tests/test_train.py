@@ -324,6 +324,11 @@ def test_throughput_leaves_the_first_window_out():
     throughput = Throughput(2, clock)
     throughput.windows = [(100, 50.0), (600, 2.0), (400, 2.0)]
     assert throughput.overall() == 250.0
+    assert throughput.of_epoch() == 250.0  # the first epoch, without its first window
+    throughput.start_epoch()
+    assert throughput.of_epoch() == 250.0  # no window yet: that of the run
+    throughput.windows += [(300, 1.0), (100, 1.0)]
+    assert throughput.of_epoch() == 200.0
     throughput.windows = [(100, 50.0)]
     assert throughput.overall() == 2.0
     throughput.add(32)

@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 from utils.distributed.launch import torchrun_here
 from utils.distributed.world import World
 from utils.timing.clock import Clock
-from utils.training.checks.stragglers import SLOW_WINDOWS, StepWatch, Window, input_remedy, input_wait, slow_ranks
+from utils.training.checks.stragglers import SLOW_WINDOWS, StepWatch, input_remedy, slow_ranks
 from utils.training.metrics.confusion import Confusion, worst_classes
 
 
@@ -38,14 +38,6 @@ def test_a_rank_is_slow_only_if_it_is_slow_in_every_window():
     assert slow_ranks([[1.0, 1.2]] * 5) == [(1, pytest.approx(1.2))], "of two ranks one is held to the other"
     assert slow_ranks([[1.0]] * 5) == []
     assert slow_ranks([[0.0, 0.0]] * 5) == [], "nothing was timed"
-
-
-def test_input_wait_is_weighted_by_time():
-    assert (
-        input_wait([Window(before_collective=1, waiting=1, total=10), Window(before_collective=1, waiting=5, total=10)])
-        == 0.3
-    )
-    assert input_wait([]) == 0.0
 
 
 def running() -> Clock:
@@ -88,12 +80,30 @@ def test_waiting_for_input_is_measured_and_reported_once(one_rank, clock):
     assert watch.remarks("") == []
 
 
+def test_batches_after_the_last_log_point_count_too(one_rank, clock):
+    """As in an epoch that is shorter than log_freq."""
+    watch = StepWatch(nn.Conv2d(3, 1, 1), one_rank, running())
+    waits = iter([5.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0])  # the process's first window does not count
+
+    def wait() -> None:
+        clock.now += next(waits)
+
+    for remarks in (0, 1):
+        for number, _ in enumerate(watch.batches(four_batches(wait))):
+            clock.now += 2.0
+            if number == 0:
+                watch.close_window()
+        found = watch.remarks("")
+        assert len(found) == remarks
+    assert "takes 27% of the time" in found[0]
+
+
 def test_a_rank_that_has_become_slow_is_named_by_the_last_windows(one_rank, clock):
     watch, remarks = StepWatch(nn.Conv2d(3, 1, 1), one_rank, running()), []
     for seconds in (1.0, 1.5, 1.5):
-        others = ("other", [Window(seconds, 0, 1)] * SLOW_WINDOWS)
+        others = ("other", [seconds] * SLOW_WINDOWS, 0.0)
         watch.world = SimpleNamespace(all_gather=lambda mine, others=others: [mine, others])
-        watch._windows = [Window(1.0, 0, 1)] * SLOW_WINDOWS
+        watch._windows = [1.0] * SLOW_WINDOWS
         remarks.append(watch.remarks(""))
     assert [len(remark) for remark in remarks] == [0, 1, 0]
     assert remarks[1][0].startswith("Rank 1 on other is slow: it needs 1.50 times the median")
@@ -111,7 +121,7 @@ def test_own_time_ends_with_the_gradient_of_the_first_layer(one_rank, clock):
     model = nn.Sequential(nn.Conv2d(3, 1, 1), nn.Conv2d(1, 1, 1))
     watch = StepWatch(model, one_rank, running())
     epoch(watch, model, clock, waiting=3)
-    assert {window.before_collective for window in watch._windows} == {5.0}
+    assert set(watch._windows) == {5.0}
 
 
 def test_the_first_batch_is_kept_for_the_picture_once(one_rank):

@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.json is not None:
                 write_json(options.json, results)
 
-    return run_trained(options, action)
+    changes = {"limit_valid_batches": None} if options.data else {}  # evaluate every image of a folder
+    return run_trained(options, action, changes)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -153,7 +154,7 @@ def show(results: Row) -> None:
         say(f"as recorded in training: {words}" if equal else f"training recorded {words}")
     classes = results["classes"]
     title = f"Classes, worst first{f': {SHOWN_CLASSES} of {len(classes)}' if len(classes) > SHOWN_CLASSES else ''}"
-    shown = ("class", "images", "accuracy", "precision", "taken for", "share")
+    shown = ("class", "images", "accuracy", "precision", "taken for", "of its images")
     print_table(title, shown, [_class_cells(row) for row in classes[:SHOWN_CLASSES]])
     print_table("Most frequent mistakes", ("class, taken for", "images"), _confusions(results))
     print_table(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.shared.command_line import new_parser
-from tools.shared.output import make_folder
+from tools.shared.output import make_folder, say
 from tools.shared.trained import read_config
 from utils.config.command_line import not_empty
 from utils.errors import CheckpointError, ExpectedError, exit_in_a_line
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (options.run / "checkpoints").is_dir():
         raise CheckpointError(f"{options.run}: holds no checkpoints; give a run's folder, such as expts/NAME")
     for line in export(options.run / "checkpoints" / "best.pt", folder):
-        print(line)
+        say(line)
     return 0
 
 

@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--out {options.out}: is not empty; give a new folder")
     groups = [name for name in GROUPS if name not in options.without]
     with tempfile.TemporaryDirectory() as folder:
-        wheels = download(wanted(groups), Path(folder), options.python, options.platform) if groups else []
+        python = options.python
+        wheels = download(wanted(groups, python), Path(folder), python, options.platform) if groups else []
         code, data = Path(folder, CODE_ARCHIVE), Path(folder, DATA_ARCHIVE)
         with tarfile.open(code, mode="w:gz") as archive:
             add_tree(archive)
@@ -128,17 +129,20 @@ def pack_files(files: Sequence[Path], root: Path, target: Path, name: str, piece
     return no_room
 
 
-def wanted(groups: Iterable[str]) -> dict[str, str]:
-    """Return {package: version here} of the groups and their requirements, without packages of the target."""
-    has = closure(THERE, {}, optional=True)
-    return closure([package for group in groups for package in GROUPS[group]], has)
+def wanted(groups: Iterable[str], python: str) -> dict[str, str]:
+    """Return {package: version here} of the groups and their requirements for the target's `python`, without packages
+    that it has."""
+    has = closure(THERE, {}, python, optional=True)
+    return closure([package for group in groups for package in GROUPS[group]], has, python)
 
 
-def closure(names: Iterable[str], without: Any, *, optional: bool = False) -> dict[str, str]:
-    """Return {package: version} of these and their requirements, as installed here. `optional`: some may be missing."""
+def closure(names: Iterable[str], without: Any, python: str, *, optional: bool = False) -> dict[str, str]:
+    """Return {package: version here} of these and their requirements under a `python` X.Y. `optional`: some may be
+    missing."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
+    target = {"extra": "", "python_version": python, "python_full_version": f"{python}.0"}
     found: dict[str, str] = {}
     waiting = list(names)
     while waiting:
@@ -156,7 +160,7 @@ def closure(names: Iterable[str], without: Any, *, optional: bool = False) -> di
             ) from None
         found[name] = distribution.version
         needs = [Requirement(text) for text in distribution.requires or ()]
-        waiting += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+        waiting += [need.name for need in needs if need.marker is None or need.marker.evaluate(target)]
     return found
 
 

@@ -22,7 +22,7 @@ import io
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,8 +91,6 @@ def parser() -> argparse.ArgumentParser:
 
 def predict(trained: Trained, paths: list[Path], world: "World") -> tuple[Predictions, list[str]]:
     """Collective: return the predictions of all ranks, and lines that describe the network and the data."""
-    from dataclasses import replace
-
     import numpy as np
     import torch
 

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tools.bench.reports import rates, read_report
-from tools.shared.command_line import new_parser, read_counts
+from tools.shared.command_line import add_count, new_parser, read_counts
 from tools.shared.scaling_model import BACKWARD_SHARE, Cluster, Forecast, MeasuredStep, extremes, make_buckets, predict
 from utils.config import Config, load_config
 from utils.errors import ConfigError, DataError, exit_in_a_line
@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
         "--from", dest="source", type=Path, metavar="BENCH.json", help="a report of tools.bench, measured on one GPU"
     )
     parser.add_argument("--gpus", default="8,16,64,1024,4096", metavar="N,M", help="for how many GPUs")
-    parser.add_argument("--gpus-per-node", type=int, default=default.gpus_per_node, metavar="N")
+    add_count(parser, "--gpus-per-node", default.gpus_per_node, "GPUs of each node")
     for option, value, unit, meaning in (
         ("--intra", default.intra / 1e9, "GB/s", "bandwidth of an all-reduce within a node"),
         ("--inter", default.inter / 1e9, "GB/s", "bandwidth of one node to the others, all network cards together"),
@@ -112,8 +112,8 @@ def parser() -> argparse.ArgumentParser:
 
 def read_machine(options: argparse.Namespace) -> Cluster:
     """Return the cluster that the command line describes."""
-    for name in ("gpus_per_node", "intra", "inter", "input", "hop", "memory", "copies"):
-        if getattr(options, name) <= 0:
+    for name in ("intra", "inter", "input", "hop", "memory", "copies"):
+        if not getattr(options, name) > 0:  # NaN too
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected a number above 0")
     return Cluster(
         gpus_per_node=options.gpus_per_node,
@@ -276,7 +276,7 @@ def plot(path: Path, weak: Sequence[ForecastRow], strong: Sequence[ForecastRow])
     """Draw throughput and efficiency against GPUs. Raises `ConfigError` if matplotlib is missing."""
     from tools.shared.pages.png_plots import new_figure, save
 
-    figure, (left, right) = new_figure(1, 2)
+    figure, (left, right) = new_figure(2)
     for name, rows in (("weak", weak), ("strong", strong)):
         gpus = [row.forecast.gpus for row in rows]
         left.plot(gpus, [row.forecast.images_per_sec for row in rows], marker="o", label=name)

@@ -22,7 +22,7 @@ from typing import Any
 
 from tools.bench.reports import Report, rates
 from tools.shared.command_line import new_parser
-from tools.shared.output import make_folder, printable, write_file
+from tools.shared.output import make_folder, printable, say, write_file
 from tools.shared.pages.plots import (
     Plot,
     Style,
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_file(page, content.encode("utf-8", "backslashreplace"))
     for problem in found.problems:
         print(problem, file=sys.stderr)
-    print(printable(f"{page}: {_count(found)}, {len(content) / 1e6:.1f} MB"))
+    say(f"{page}: {_count(found)}, {len(content) / 1e6:.1f} MB")
     return 0
 
 
@@ -182,7 +182,7 @@ def _results(runs: Sequence[Run]) -> Section:
     header = ("run", "state", "epochs", "best acc1", "in epoch", "last acc1", "time", "images/s", "device", "written")
     rows = []
     for run in runs:
-        best, last, seconds, rate = run.best(), run.last("acc1/valid"), run.last("seconds"), run.last("images_per_sec")
+        best, last, seconds, rate = run.best(), run.last("acc1/valid"), run.last("seconds"), run.rate()
         goal = run.config.get("max_epochs")
         rows.append((
             run.name,
@@ -297,7 +297,7 @@ def _seeds(runs: Sequence[Run]) -> Section:
             rows.append((group[0].name, _device(group[0]), ", ".join(map(str, seeds)), len(group), *spreads))
     header = ("finished runs like", "device", "seeds", "runs", "best acc1, %", "last acc1, %", "seconds")
     note = "Mean ± standard deviation (lowest to highest) of runs that differ only in the seed."
-    return Section("Mean and spread over seeds", "seeds", header, rows, note if rows else "")
+    return Section("Mean and spread over seeds", "seeds", header, rows, note)
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
@@ -324,7 +324,7 @@ def _hardest_classes(runs: Sequence[Run]) -> Section:
             rows.append((run.name, *cells, *["-"] * (5 - len(cells))))
     note = "Fraction of a class's validation images that are recognised; in brackets the class it is most mistaken for."
     header = ("run", "hardest", "second", "third", "fourth", "fifth")
-    return Section("Hardest classes", "worst", header, rows, note if rows else "")
+    return Section("Hardest classes", "worst", header, rows, note)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tools.shared.command_line import new_parser
 from tools.shared.ledger import show_ledger
-from tools.shared.output import printable
+from tools.shared.output import say
 from tools.shared.read_runs import Run, differences, read
 from utils.errors import DataError, exit_in_a_line
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = show_ledger(options.ledger)
     else:
         lines = show_differences(*options.diff) if options.diff else show_runs(options.folder)
-    print("\n".join(map(printable, lines)))
+    say("\n".join(lines))
     return 0
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.shared.command_line import as_settings, new_parser
+from tools.shared.command_line import add_count, as_settings, new_parser
 from tools.shared.followed_run import FollowedRun
 from tools.shared.output import make_folder
 from utils.config import Config, load_config
@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     parser = new_parser("search", __doc__)
     add_config_arguments(parser, config="cifar100-cpu")
     parser.add_argument("--space", action="append", required=True, metavar="KEY=VALUES", help="what to try; repeatable")
-    parser.add_argument("--trials", type=int, default=20, metavar="N", help="trials in all (default: 20)")
+    add_count(parser, "--trials", 20, "trials in all")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the log")
     return parser
 
@@ -144,7 +144,7 @@ def _objective(
                     record["seconds"] = epoch["seconds"]
                     trial.report(accuracies[-1], step=epoch["epoch"])
                     if trial.should_prune():
-                        record["end"] = "stopped: behind"
+                        record["end"] = "pruned"
                         raise pruned
                 training.wait()
                 record["end"] = "finished"

@@ -51,7 +51,8 @@ def stage(source: Path, target: Path) -> str:
             needed = sum(size for size, _ in files.values())
             free = shutil.disk_usage(target.parent).free
             if needed > free:
-                raise DataError(f"{target}: {free / 1e9:.1f} GB are free; expected {needed / 1e9:.1f} GB")
+                room = f"{free / 1e9:.1f} GB are free; expected {needed / 1e9:.1f} GB"
+                raise DataError(f"{target}: {room}; free some space or name another folder")
             shutil.copytree(source, partial, dirs_exist_ok=True)
             (partial / MARK).write_bytes(os.fsencode(source))
             shutil.rmtree(target, ignore_errors=True)

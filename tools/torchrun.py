@@ -15,6 +15,8 @@ from pathlib import Path
 
 from tools.shared.command_line import new_parser
 
+CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun in this process; return the exit status."""
@@ -26,11 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path, metavar="FILE", help="a new file, for torchrun's log")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="torchrun's arguments")
     options = parser.parse_args(argv)
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # read at import; otherwise each failed connection prints a C++ stack
+    wanted = os.environ.get(CPP_LOG_LEVEL)
+    os.environ.setdefault(CPP_LOG_LEVEL, "ERROR")  # read at import; else each failed connection prints a C++ stack
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.run import main as torchrun
 
-    del os.environ["TORCH_CPP_LOG_LEVEL"]  # not for the ranks
+    if wanted is None:
+        del os.environ[CPP_LOG_LEVEL]  # not for the ranks
     file, stderr, problem = options.file, sys.stderr, ""
     try:
         log = file.open("x", encoding="utf-8")

@@ -194,7 +194,7 @@ def parser() -> argparse.ArgumentParser:
     add_config_arguments(parser, config="quickstart")
     add_count(parser, "--kills", 5, "number of interruptions")
     parser.add_argument("--signal", choices=("KILL", "TERM", "USR1"), default="KILL", help="(default: KILL)")
-    add_count(parser, "--nproc", 1, "processes, started by torchrun", "K")
+    add_count(parser, "--nproc", 1, "processes, started by torchrun")
     add_limits(parser, 1800.0)
     return parser
 

@@ -20,7 +20,7 @@ LOST_RANK = re.compile(
     "socket closed|gloo/transport",
     re.IGNORECASE,
 )
-OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory", re.IGNORECASE)
+OUT_OF_MEMORY = re.compile("out of memory|can(?:'|no)t allocate memory", re.IGNORECASE)
 REQUESTED_MEMORY = re.compile(r"(?:tried|unable) to allocate ([\d.]+ \w+)", re.IGNORECASE)
 
 # DDP's message at the second step if some parameters got no gradient in the first.
@@ -71,8 +71,11 @@ def exit_in_a_line(main: Callable[Parameters, int]) -> Callable[Parameters, int]
                 raise
             return 128 + signal.SIGPIPE
         except ExpectedError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print_error(f"error: {error}")
             return error.exit_status
+        except PermissionError as error:
+            print_error(f"error: {error.filename}: {error.strerror}; give a path that you may use")
+            return 1
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
@@ -91,11 +94,11 @@ def reader_is_gone(stream: TextIO) -> bool:
 
 
 def print_error(message: str) -> None:
-    """Print to stderr; drop the message if nobody reads stderr any more."""
+    """Print to stderr; drop the message and all later ones if nobody reads stderr any more or its disk is full."""
     try:
         print(message, file=sys.stderr, flush=True)
-    except BrokenPipeError:
-        reader_is_gone(sys.stderr)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def explain(error: Exception) -> ExpectedError | None:
@@ -103,7 +106,7 @@ def explain(error: Exception) -> ExpectedError | None:
     text, found = str(error), error if isinstance(error, ExpectedError) else None
     if found is None and "DataLoader worker" in text:
         found = ExpectedError(_explain_loader_worker(text))
-    elif isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(text)):
+    elif isinstance(error, MemoryError) or (isinstance(error, RuntimeError | OSError) and OUT_OF_MEMORY.search(text)):
         found = ExpectedError(_explain_memory(text))
     elif isinstance(error, RuntimeError) and NOT_DETERMINISTIC in text:
         operation = text.partition(NOT_DETERMINISTIC)[0].split()[-1]

@@ -10,7 +10,7 @@ import torch
 def seed_random_state(seed: int) -> None:
     """Seed every random generator of this process."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed)
     torch.manual_seed(seed)
 
 

@@ -198,7 +198,7 @@ def parser() -> argparse.ArgumentParser:
     parser = new_parser("chaos", __doc__, statuses)
     parser.prog = "python -m tests.faults.chaos"
     add_count(parser, "--faults", 10, "faults in total, at least")
-    add_count(parser, "--nproc", 1, "ranks", "K")
+    add_count(parser, "--nproc", 1, "ranks")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="repeat only the run with this number")
     add_limits(parser, 300.0)
     return parser

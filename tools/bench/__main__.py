@@ -5,10 +5,12 @@ A command is a module of this package with `add_arguments(parser)` and `run(opti
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
-from utils.errors import exit_in_a_line
+from utils.distributed.launch import find_launch
+from utils.errors import ConfigError, exit_in_a_line
 from utils.program import command
 
 COMMANDS = {
@@ -22,6 +24,7 @@ COMMANDS = {
     "layers": "where a step's time goes: time, fraction and rate by kind of operation",
     "peers": "this project's training step compared with timm's, Lightning's and plain PyTorch's",
 }
+ON_ALL_RANKS = ("loaders", "limits")  # the others would measure one device several times at once
 
 
 @exit_in_a_line
@@ -34,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
         if name in argv:  # importing all would import torch, which takes seconds
             importlib.import_module(f"tools.bench.{name}").add_arguments(subparser)
     options = parser.parse_args(argv)
+    if options.command not in ON_ALL_RANKS and find_launch(os.environ).world_size > 1:
+        raise ConfigError(f"bench {options.command} is one process; start it without torchrun, srun or mpirun")
     return importlib.import_module(f"tools.bench.{options.command}").run(options)
 
 

@@ -110,14 +110,7 @@ def write_report(path: Path | None, command: str, config: Config, world: World, 
 def write_results(path: Path, command: str, config: Config, results: Mapping[str, Any], **more: Any) -> None:
     """Write a report that `tools.bench.reports` can read."""
     report = {"bench": command, "config": config.model_dump(mode="json"), "results": results, **more}
-    write_json(path, report, default=as_json)
-
-
-def as_json(value: Any) -> Any:
-    """Convert `Trials` for json.dumps."""
-    if isinstance(value, Trials):
-        return value.as_json()
-    raise TypeError(f"{value!r} has no JSON form")
+    write_json(path, report, default=Trials.as_json)
 
 
 def synchronize(device: torch.device) -> None:

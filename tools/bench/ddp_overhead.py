@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
                 row += [f"{results[name][quantity].median:.1f}", f"{overheads[name, quantity].median:+.1f}"]
             rows.append(row)
         title = f"{config.model}, batch {config.batch_size}, {world.device}, torch {torch.__version__}: a training step"
-        print_table(title, ("", "ms", "overhead %", "processor ms", "overhead %"), rows)
+        print_table(title, ("", "ms", "overhead %", "CPU ms", "overhead %"), rows)
         print("train.py uses no DDP and no process group for a single process, whoever starts it.")
         percent = {f"{name}: overhead, % of {quantity}": sample for (name, quantity), sample in overheads.items()}
         common.write_report(options.json, "ddp_overhead", config, world, results | percent)

@@ -63,14 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"rungs, each BLOCK or BLOCK+KEY=VALUE, or a list: {', '.join(LISTS)} (default: ladder: {RUNGS})",
     )  # fmt: skip
     add_count(parser, "--iters", 120, "timed steps of a trial")
-    parser.add_argument("--warmup", type=int, default=20, metavar="N", help="steps before them (default: 20)")
+    add_count(parser, "--warmup", 20, "steps before them", least=0)
     parser.add_argument(
         "--budget-minutes", type=float, default=10, metavar="M",
         help="limit of the whole command, kept by fewer steps, then by fewer trials (default: 10)",
     )  # fmt: skip
     parser.add_argument(
         "--baseline", type=Path, metavar="PATH",
-        help=f"an earlier report; exit status 1 if a rung is over {TOLERANCE} % slower",
+        help=f"an earlier report; exit status 1 if a rung is over {TOLERANCE} %% slower, beyond the spread",
     )  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the ladder: .svg, else PNG")
 
@@ -245,15 +245,15 @@ def compare_switches(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]
     """Return {rung with settings: a line}. The rung or its block wins if all its trials are faster than the other's."""
     verdicts = {}
     for name, values in results.items():
-        block, _, switch = name.partition("+")
-        if not switch or block not in results:
+        block, *switches = name.split("+")
+        if not switches or block not in results:
             continue
         ours, theirs = values["full"], results[block]["full"]
         ratio = f"{ours.median / theirs.median:.3f} x {block}"
         if len(ours.values) == 1:
             verdicts[name] = f"{name}: {ratio}: one trial does not decide, give more --budget-minutes"
         elif min(ours.values) > max(theirs.values):
-            verdicts[name] = f"{name}: {ratio}: wins here, use --set {switch}"
+            verdicts[name] = f"{name}: {ratio}: wins here, use {' '.join(f'--set {switch}' for switch in switches)}"
         elif max(ours.values) < min(theirs.values):
             verdicts[name] = f"{name}: {ratio}: loses here, leave {block} as it is"
         else:
@@ -265,14 +265,16 @@ def compare_with_baseline(
     results: Mapping[str, Mapping[str, Any]], baseline: Mapping[str, Mapping[str, float]]
 ) -> tuple[list[str], bool]:
     """Return a line for each rung of the baseline, and whether one regressed: its median fell by more than TOLERANCE
-    percent, or it was skipped."""
+    percent and all its trials are slower than all earlier ones, or it was skipped."""
     lines = []
     for name, before in baseline.items():
         if name not in results:
             lines.append(f"{name}: in the baseline, skipped now: REGRESSION")
             continue
-        change = 100 * (results[name]["full"].median / before["median"] - 1)
-        lines.append(f"{name}: {change:+.1f} % against the baseline{' REGRESSION' if change < -TOLERANCE else ''}")
+        now = results[name]["full"]
+        change = 100 * (now.median / before["median"] - 1)
+        slower = change < -TOLERANCE and max(now.values) < before["min"]
+        lines.append(f"{name}: {change:+.1f} % against the baseline{' REGRESSION' if slower else ''}")
     return lines, any(line.endswith("REGRESSION") for line in lines)
 
 

@@ -2,6 +2,7 @@
 `python -m tools.bench limits` prints them; other benches give their results as fractions of them."""
 
 import argparse
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -59,7 +60,7 @@ def _rate(
 ) -> common.Trials:
     """Return `amount` / `unit` per second of an action; a trial repeats it for at least 50 ms."""
     action()
-    repeats = max(1, int(0.05 / common.time_action(device, action)))
+    repeats = math.ceil(0.05 / common.time_action(device, action))
 
     def repeat() -> None:
         for _ in range(repeats):

@@ -41,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also measure with a cold page cache: drop it before each trial (needs root), then read again",
     )  # fmt: skip
     add_count(parser, "--batches", 100, "batches of a trial without training")
-    parser.add_argument(
-        "--steps", type=int, default=20, metavar="N", help="training steps of a trial; 0: no training (default: 20)"
-    )
+    add_count(parser, "--steps", 20, "training steps of a trial; 0: no training", least=0)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -48,6 +48,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--with: two have the same folder name; write the settings of one in another order")
     for text, settings in arms.items():
         config = load_config(options.yaml_config, options.config, settings)  # fails before the first run
+        if text != WITHOUT and config == load_config(options.yaml_config, options.config, common):
+            raise ConfigError(f"--with {text}: {options.config} has these values already; give others")
         make_folder(folders[text])
         check_same_config(folders[text], options.config, config)
     now = describe_environment(choose_device(config.device, 0), 1)

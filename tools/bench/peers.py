@@ -43,7 +43,7 @@ EXPECTED = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_arguments(parser, config="fastest", trials=5)
     add_count(parser, "--iters", 20, "timed steps of a trial")
-    parser.add_argument("--warmup", type=int, default=3, metavar="N", help="steps before them (default: 3)")
+    add_count(parser, "--warmup", 3, "steps before them", least=0)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -35,8 +35,9 @@ def read_report(path: Path) -> Report:
     try:
         return Report.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
-        found = getattr(error, "strerror", "another content")
-        raise DataError(f"{path}: not a report of tools.bench --json ({found}); make one") from None
+        found = getattr(error, "strerror", "it holds something else")
+        remedy = "python -m tools.bench COMMAND --json FILE writes one"
+        raise DataError(f"{path}: not a report of tools.bench --json ({found}); {remedy}") from None
 
 
 def rates(report: Report) -> dict[str, Rate]:

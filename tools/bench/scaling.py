@@ -28,6 +28,7 @@ from tools.shared.command_line import add_count, read_counts
 from tools.shared.output import print_table, write_json
 from utils.config import Config
 from utils.data.build import Loaders, build_loaders, open_dataset
+from utils.data.workers import usable_cores
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import torchrun_here
 from utils.distributed.world import World
@@ -39,7 +40,6 @@ from utils.training.learner import Learner
 from utils.training.validation import validate
 
 MODES = ("strong", "weak")
-QUANTITIES = ("train_images_per_sec", "epoch_images_per_sec")
 ROUNDS = 3  # of alternating steps with and without communication
 COMPARED = ("commit", "python", "torch", "torchvision", "cuda", "cudnn", "device", "threads")
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", default="1,2", metavar="N,M", help="numbers of processes (default: 1,2)")
     parser.add_argument("--mode", default=",".join(MODES), metavar="A,B", help=f"default: {','.join(MODES)}")
     add_count(parser, "--steps", 60, "steps of a trial that count")
-    parser.add_argument("--dropped", type=int, default=20, metavar="N", help="steps before them (default: 20)")
+    add_count(parser, "--dropped", 20, "steps before them", least=0)
     parser.add_argument(
         "--add", type=Path, action="append", default=[], metavar="PATH", help="add the trials of an earlier report"
     )
@@ -105,7 +105,7 @@ def run_once(
         path = Path(folder) / "record.json"
         command, rendezvous = torchrun_here(processes, Path(folder) / "rendezvous")
         command += [__file__, config.model_dump_json(), str(steps), str(dropped), str(path)]
-        threads = str(max(1, (os.cpu_count() or 1) // most))
+        threads = str(max(1, usable_cores() // most))
         environment = {"OMP_NUM_THREADS": threads} | os.environ | rendezvous
         # the code comes before the working directory, whose files may have the names of our modules
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CODE), os.environ.get("PYTHONPATH")]))
@@ -136,10 +136,10 @@ def summarise(records: Records) -> dict[str, dict[str, Any]]:
     for (mode, processes), trials in sorted(records.items()):
         fewest = min(number for other, number in records if other == mode)
         values: dict[str, Any] = {name: common.Trials(tuple(found)) for name, found in trials.items()}
-        for name in QUANTITIES:
-            short = name.removesuffix("_images_per_sec")
-            values[f"{short}_speed_up"] = values[name].median / median(records[mode, fewest][name])
-            values[f"{short}_efficiency"] = values[f"{short}_speed_up"] * fewest / processes
+        for what in ("train", "epoch"):
+            name = f"{what}_images_per_sec"
+            values[f"{what}_speed_up"] = values[name].median / median(records[mode, fewest][name])
+            values[f"{what}_efficiency"] = values[f"{what}_speed_up"] * fewest / processes
         results[f"{mode} {processes}"] = values
     return results
 

@@ -97,14 +97,18 @@ def run_call(options: argparse.Namespace, parts: Sequence[Part], deadline: Deadl
     if baseline is not None:
         print("".join(f"baseline: {line}\n" for line in differences(baseline.machine, machine, VERSIONS)), end="")
         print("\n".join(f"REGRESSION {line}" for line in regressions) or "no regression")
-    states = {part.name: progress.of(part.name).state for part in parts}
-    unfinished = [name for name, state in states.items() if state in ("waiting", "cut off", "no data")]
-    failed = [name for name, state in states.items() if state == "failed"]
-    print(f"{options.out / 'packed' / 'bring_up.html'}: {len(states) - len(unfinished)} of {len(states)} parts settled")
+    entries = {part.name: progress.of(part.name) for part in parts}
+    unfinished = [name for name, entry in entries.items() if entry.state in ("waiting", "cut off", "no data")]
+    failed = [name for name, entry in entries.items() if entry.state == "failed"]
+    left_out = [f"{name} ({entry.note})" for name, entry in entries.items() if entry.state == "left out"]
+    settled = sum(entry.settled for entry in entries.values())
+    print(f"{options.out / 'packed' / 'bring_up.html'}: {settled} of {len(entries)} parts settled")
+    if left_out:
+        print(f"left out: {', '.join(left_out)}")
     if failed:
         print(f"failed: {', '.join(failed)}; logs: {options.out}/parts/NAME; to repeat: --part NAME")
     if unfinished:
-        no_data = {states[name] for name in unfinished} == {"no data"}
+        no_data = {entries[name].state for name in unfinished} == {"no data"}
         first = "bring the data (tools.pack or tools.prepare_data), then " if no_data else ""
         print(f"{first}run the same command again for: {', '.join(unfinished)}")
         return DataError.exit_status if no_data else UNFINISHED

@@ -47,7 +47,7 @@ class Figure:
         return f"{self.median:,.{digits}f}{spread}"
 
 
-def new_figure(part: str, name: str, unit: str, sample: Mapping[str, float] | float, **more: Any) -> Figure:
+def measured_figure(part: str, name: str, unit: str, sample: Mapping[str, float] | float, **more: Any) -> Figure:
     """Return the figure of some trials, or of a single value."""
     trials = sample if isinstance(sample, Mapping) else dict.fromkeys(("median", "min", "max"), sample)
     return Figure(part, name, trials["median"], trials["min"], trials["max"], unit, **more)
@@ -73,12 +73,12 @@ def _tests(part: str, folder: Path) -> list[Figure]:
     last = logs[-1].read_text("utf-8", "replace") if logs else ""
     passed, failed = set(passed_tests(folder)), re.findall(r"^tests/\S+::.* (?:FAILED|ERROR)", last, re.M)
     counts = (("passed", len(passed), "higher"), ("failed", len(failed), "lower"))
-    return [new_figure(part, name, "tests", count, better=better) for name, count, better in counts]
+    return [measured_figure(part, name, "tests", count, better=better) for name, count, better in counts]
 
 
 def _bench(part: str, results: Mapping[str, Any]) -> Iterator[Figure]:
     """Yield the figures of a report of tools.bench: ladders, limits, layers, loaders, peers."""
-    figure = partial(new_figure, part)
+    figure = partial(measured_figure, part)
     for name, rung in results.get("rungs", {}).items():
         yield figure(name, "images/s", rung["full"], share=rung.get("arithmetic_share"), of="arithmetic")
         yield figure(f"{name}, step alone", "images/s", rung["compute"], share=rung.get("memory_share"), of="memory")
@@ -93,13 +93,13 @@ def _bench(part: str, results: Mapping[str, Any]) -> Iterator[Figure]:
 
 def _training(part: str, folder: Path, *, done: bool) -> Iterator[Figure]:
     run = read_run_folder(folder)
-    best, reached, rate = run.best(), run.reached(TARGET_ACCURACY), run.last("images_per_sec")
+    best, reached, rate = run.best(), run.reached(TARGET_ACCURACY), run.rate()
     if best and done:
-        yield new_figure(part, "best accuracy", "%", 100 * best[0])
+        yield measured_figure(part, "best accuracy", "%", 100 * best[0])
     if reached:
-        yield new_figure(part, f"time to {TARGET_ACCURACY:.0%}", "s", reached[1], better="lower")
+        yield measured_figure(part, f"time to {TARGET_ACCURACY:.0%}", "s", reached[1], better="lower")
     if rate:
-        yield new_figure(part, "training", "images/s", rate)
+        yield measured_figure(part, "training", "images/s", rate)
 
 
 class Published(NamedTuple):

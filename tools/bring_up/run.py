@@ -10,7 +10,7 @@ from tools.bring_up.parts import EAGER, SMALL_SECONDS, CallSettings, Part, build
 from tools.bring_up.progress import BringUpProgress, PartProgress, read_results
 from tools.shared.processes import GRACE, Deadline, last_line, run_limited
 from tools.shared.read_runs import read_run_folder
-from utils.errors import DataError
+from utils.errors import DataError, Stopped
 
 MIN_SECONDS = 40.0  # a resumable part does not start with less: its start-up takes some of it
 MAX_OVERRUN = 4.0  # times the estimate, but at least MIN_LIMIT: then a part may hang, and is ended
@@ -18,7 +18,6 @@ MIN_LIMIT = 300.0
 MARGIN = 1.3  # a training that fits with this margin writes no checkpoints, which cost time
 MAX_CUT_OFFS = 2  # a part that is not resumable fails after this many
 NO_TESTS = 5  # pytest's status if all tests passed in earlier calls
-STOPPED = 75  # train.py's, with everything saved
 CALL_SECONDS = 10.0  # of a call, outside of its parts
 START_SECONDS = 25.0  # of train.py: Python, imports, data, graphs
 EPOCH_IMAGES = 50_000 + 10_000 / 3  # an image of validation costs a third of one of training
@@ -132,7 +131,7 @@ def _run(
         entry.state, entry.note = "done", "with warnings"
     elif status == DataError.exit_status and "data" in part.needs:
         entry.state, entry.note = "no data", last_line(log)
-    elif status is not None and status != STOPPED:
+    elif status is not None and status != Stopped.exit_status:
         entry.state, entry.note = "failed", f"status {status}: {last_line(log)}"
     elif deadline.stopped:
         entry.state, entry.note = "cut off", "on request"

@@ -38,12 +38,11 @@ from tools.doctor.findings import (
     worst_level,
 )
 from tools.shared.command_line import minutes, new_parser, seconds
-from tools.shared.output import check_writable
+from tools.shared.output import check_writable, write_file
 from utils.config import Config, load_config
 from utils.config.command_line import add_config_arguments
 from utils.distributed.launch import find_launch
 from utils.errors import ConfigError, exit_in_a_line
-from utils.files import write_atomically
 from utils.program import module_command
 
 if TYPE_CHECKING:
@@ -125,13 +124,13 @@ def report(
     """Print the report, write the page, return the exit status."""
     document.worst = worst_level(document.findings)
     if say:
-        lines = render(document.findings, document.worst, name_nodes=name_nodes)
+        lines = render(document.findings, name_nodes=name_nodes)
         print(document.model_dump_json(indent=1) if options.json else "\n".join(lines))
     if say and options.html is not None:
         from tools.doctor.records.page import render_page
 
         page = render_page(document.model_copy(update={"findings": list(on_page)}))
-        write_atomically(options.html, page.encode())
+        write_file(options.html, page.encode("utf-8", "backslashreplace"))
         print(f"page: {options.html}", file=sys.stderr)
     return LEVELS.index(document.worst)
 

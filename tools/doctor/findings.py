@@ -94,7 +94,7 @@ def read_document(path: Path) -> Document:
     try:
         return Document.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
-        found = getattr(error, "strerror", "another content")
+        found = getattr(error, "strerror", "it holds something else")
         raise ConfigError(f"{path}: expected the output of python -m tools.doctor --json: {found}") from None
 
 
@@ -171,7 +171,7 @@ def _judge_rates(message: str, values: Sequence[Compared], reference: str) -> Fi
     return judge("comparison", "; ".join([message, *slow]), remedy, fail=bool(slow))
 
 
-def render(findings: Sequence[Finding], worst: str, *, name_nodes: bool = False) -> list[str]:
+def render(findings: Sequence[Finding], *, name_nodes: bool = False) -> list[str]:
     """Return a line for each finding, with the remedy below; equal findings of several nodes share one line.
 
     `name_nodes`: name all nodes of a line, also if there is only one; otherwise several are only counted.
@@ -188,7 +188,7 @@ def render(findings: Sequence[Finding], worst: str, *, name_nodes: bool = False)
         lines.append(f"{level:4}  {check:14} {message}{suffix}")
         if remedy and level != "ok":
             lines.append(f"      {'':14} -> {remedy}")
-    return [*lines, f"{worst}: {count_levels((level, message) for _, level, message, _ in merged)}"]
+    return [*lines, f"{worst_level(findings)}: {count_levels((level, message) for _, level, message, _ in merged)}"]
 
 
 def count_levels(findings: Iterable[tuple[str, str]]) -> str:

@@ -122,7 +122,8 @@ def _faults(gpu: GpuFacts) -> Iterator[Finding]:
     reasons = {reason for reason in SLOWING if (gpu.slowed or 0) & reason}
     if reasons & FAULTY:
         names = ", ".join(name for reason, name in SLOWING.items() if reason in reasons)
-        yield fault("fail", f"slowed down ({names}) at {gpu.temperature} °C", "check the node's cooling and power")
+        at = "" if gpu.temperature is None else f" at {gpu.temperature} °C"
+        yield fault("fail", f"slowed down ({names}){at}", "check the node's cooling and power")
     limit, usual = gpu.power_limit, gpu.default_power_limit
     if limit is not None and usual is not None and limit < usual:
         remedy = f"nvidia-smi -pl {usual:.0f}, unless the site set it"

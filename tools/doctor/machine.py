@@ -153,9 +153,9 @@ def check_shared_memory(batch_bytes: int, workers: int) -> Finding:
 
 def check_disk(folder: Path, needed: int = 2**30) -> Finding:
     """Check free space and write rate where runs will be written. `needed`: bytes of checkpoints and logs."""
-    there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.is_dir())
-    remedy = "free some space, or choose another disk with --run-dir"
+    there, remedy = folder, "free some space, or choose another disk with --run-dir"
     try:
+        there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.is_dir())
         free = shutil.disk_usage(there).free
         if free < needed:
             return Finding("disk", "fail", f"{there}: {free / GIGABYTE:.2f} GB free", remedy)

@@ -9,7 +9,6 @@ import math
 import os
 import socket
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -71,7 +70,8 @@ def sweep(world: World, sizes: Sequence[int] = SIZES) -> list[Measured]:
                 break
             shard = torch.ones(per_rank, device=world.device)
             whole = torch.ones(per_rank * n, device=world.device)
-            seconds = _time(world, partial(action, shard, whole))
+            trials = zip(*_time(world, partial(action, shard, whole)), strict=True)
+            seconds = statistics.median(max(of_ranks) for of_ranks in trials)
             found.append(Measured(name, whole.nbytes, seconds, factor))
             if seconds * TRIALS > SECONDS:
                 break
@@ -97,13 +97,13 @@ def _room(world: World) -> float:
     return min(world.all_gather(free))
 
 
-def _time(world: World, action: Callable[[], object]) -> float:
-    """Collective: return the median over trials of the slowest rank's seconds, without the first trial."""
+def _time(world: World, action: Callable[[], object]) -> list[list[float]]:
+    """Collective: return each rank's seconds of each trial, without the first one."""
     seconds = []
     for _ in range(TRIALS + 1):
         world.barrier()
         seconds.append(time_action(world.device, action))
-    return statistics.median(max(times) for times in zip(*world.all_gather(seconds[1:]), strict=True))
+    return world.all_gather(seconds[1:])
 
 
 def measure_pairs(world: World, size: int = PAIR_BYTES) -> list[PairRate]:
@@ -118,20 +118,17 @@ def measure_pairs(world: World, size: int = PAIR_BYTES) -> list[PairRate]:
     found = []
     for meetings in rounds(ranks):
         partner = next((b if a == world.rank else a for a, b in meetings if world.rank in (a, b)), None)
-        seconds = []
-        for _ in range(TRIALS + 1):
-            world.barrier()
-            started = time.perf_counter()
-            if partner is not None:
-                calls = [dist.P2POp(dist.isend, data, partner), dist.P2POp(dist.irecv, received, partner)]
-                for work in dist.batch_isend_irecv(calls):
-                    work.wait()
-                if world.device.type == "cuda":
-                    torch.cuda.synchronize(world.device)
-            seconds.append(time.perf_counter() - started)
-        medians = world.all_gather(statistics.median(seconds[1:]))
+        medians = [statistics.median(seconds) for seconds in _time(world, partial(_exchange, data, received, partner))]
         found += [PairRate(a, b, size / max(medians[a], medians[b]) / GIGABYTE) for a, b in meetings]
     return found
+
+
+def _exchange(data: torch.Tensor, received: torch.Tensor, partner: int | None) -> None:
+    """Send `data` to the partner and receive as much; do nothing without a partner."""
+    if partner is not None:
+        calls = [dist.P2POp(dist.isend, data, partner), dist.P2POp(dist.irecv, received, partner)]
+        for work in dist.batch_isend_irecv(calls):
+            work.wait()
 
 
 def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:

@@ -19,17 +19,20 @@ def new_parser(name: str, documentation: str | None, exit_status: str = "") -> a
     )  # fmt: skip
 
 
-def add_count(parser: argparse.ArgumentParser, option: str, default: int, meaning: str, metavar: str = "N") -> None:
-    """Add an option that takes a whole number from 1 on."""
-    help_text = f"{meaning} (default: {default})"
-    parser.add_argument(option, type=at_least_one, default=default, metavar=metavar, help=help_text)
+def add_count(parser: argparse.ArgumentParser, option: str, default: int, meaning: str, least: int = 1) -> None:
+    """Add an option that takes a whole number from `least` on."""
+    parse, help_text = partial(at_least, least=least), f"{meaning} (default: {default})"
+    parser.add_argument(option, type=parse, default=default, metavar="N", help=help_text)
 
 
-def at_least_one(text: str) -> int:
-    """Parse a whole number from 1 on, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"is {text!r}; expected a whole number from 1 on")
+def at_least(text: str, least: int) -> int:
+    """Parse a whole number from `least` on, for argparse."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected a whole number from {least} on")
     return int(text)
+
+
+at_least_one = partial(at_least, least=1)
 
 
 def above_zero(text: str, unit: str) -> float:

@@ -61,6 +61,7 @@ class _Record(TypedDict, total=False):
     status: int
     reason: str
     worst_classes: list[_WorstClass]
+    images_per_sec: FiniteFloat
 
 
 SETTINGS, ENVIRONMENT, RECORD = TypeAdapter(_Settings), TypeAdapter(_Environment), TypeAdapter(_Record)
@@ -80,6 +81,7 @@ class Run:
     problems: list[str] = field(default_factory=list)
     changed: float = 0.0  # seconds since 1970 of the last write
     clock: str = "of training"  # what `seconds` is
+    images_per_sec: float | None = None  # of the whole run, once it has ended
 
     def best(self) -> tuple[float, int] | None:
         """Return the best validation accuracy and its epoch, the earliest of equal ones."""
@@ -93,6 +95,10 @@ class Run:
         """Return (epoch, seconds) of the first validation accuracy of at least `target`."""
         enough = (row for row in self.epochs if row.get("acc1/valid", -1.0) >= target)
         return next(((int(row["epoch"]), row["seconds"]) for row in enough), None)
+
+    def rate(self) -> float | None:
+        """Return images/s: of the whole run, or before its end of its newest epoch."""
+        return self.images_per_sec or self.last("images_per_sec")
 
     def last(self, name: str) -> float | None:
         """Return the newest value of this name."""
@@ -165,7 +171,8 @@ def read_run_folder(folder: Path) -> Run:
     run.epochs = [by_epoch[epoch] for epoch in sorted(by_epoch)]
     if not run.epochs:
         run.problems.append(f"metrics.jsonl {'has no finished epoch yet' if records else 'is missing or empty'}")
-    run.worst_classes = (_last_of(records, "end") or {}).get("worst_classes", [])
+    end = _last_of(records, "end") or {}
+    run.worst_classes, run.images_per_sec = end.get("worst_classes", []), end.get("images_per_sec")
     files = [file for file in folder.iterdir() if file.is_file()]
     run.changed = max((file.stat().st_mtime for file in files), default=folder.stat().st_mtime)
     run.state, reason = _judge_state(run, records)
@@ -212,8 +219,8 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
         return [], 0
     records = []
     for line in lines:
-        with suppress(ValidationError):
-            records.append(dict(RECORD.validate_json(line)))
+        with suppress(ValueError, RecursionError):
+            records.append(dict(RECORD.validate_python(json.loads(line))))  # pydantic's parser refuses surrogates
     return records, len(lines) - len(records)
 
 

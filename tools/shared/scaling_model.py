@@ -189,6 +189,6 @@ def predict(work: MeasuredStep, gpus: int, machine: Cluster, *, batch_per_gpu: f
         batch_per_gpu=batch,
         step=step,
         images_per_sec=gpus * batch / step,
-        efficiency=work.step * gpus * batch / (step * gpus * work.batch),
+        efficiency=work.step * batch / (step * work.batch),
         limit="input" if fed > computed else max(parts, key=lambda part: parts[part]),
     )

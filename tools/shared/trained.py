@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from tools.shared.command_line import as_settings
 from utils.base_config import KeyFlag
 from utils.config import Config, override
@@ -115,9 +117,10 @@ def read_config(path: Path, state: dict[str, Any]) -> Config:
     """Return the configuration in a checkpoint. Raises `CheckpointError` if this version does not know it."""
     try:
         return Config(**state["config"])
-    except ValueError as error:
-        first = " ".join(str(error).splitlines()[1:3])
-        raise CheckpointError(f"{path}: its configuration is of another version: {first!r}; use that version") from None
+    except ValidationError as error:
+        (first, *_) = error.errors()
+        wrong = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise CheckpointError(f"{path}: its configuration is of another version: {wrong!r}; use that version") from None
 
 
 def load_classifier(trained: Trained, world: "World") -> "Classifier":
@@ -150,7 +153,8 @@ def find_split(trained: Trained, paths: list[Path], world: "World", *, test: boo
         if not test:
             return dataset.valid
         if dataset.test is None:
-            raise ConfigError("--test: the run held out no images (holdout_images 0); it validated on its test images")
+            validated = "it validated on its test images; omit --test"
+            raise ConfigError(f"--test: the run held out no images (holdout_images 0); {validated}")
         return dataset.test
     if not LOADERS[config.data_loader].needs_data:
         raise ConfigError(f"data_loader {config.data_loader} reads no images; use --set data_loader=torchvision")

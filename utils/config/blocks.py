@@ -50,7 +50,7 @@ Value = TypeVar("Value")
 def find_file(path: Path, folder: Path = Path()) -> Path:
     """Return the file `path` relative to `folder`; if it does not exist, the file of this name next to the code."""
     candidates = [folder / path, CODE / path, CODE / "config" / path]
-    return next((candidate for candidate in candidates if os.path.exists(candidate)), path)
+    return next((candidate for candidate in candidates if os.path.exists(candidate)), folder / path)
 
 
 def load_config(path: Path, name: str, overrides: Iterable[str] = ()) -> Config:

@@ -18,7 +18,7 @@ from utils.config import Config, list_blocks, load_config
 from utils.config.config import declaring_group, section
 from utils.config.messages import OTHER_NAMES, allowed, nearest_key, shortened, wrong_value
 from utils.distributed.launch import SLURM_FIELDS, fill_in_job, find_launch
-from utils.errors import ConfigError, ExpectedError
+from utils.errors import ConfigError, ExpectedError, reader_is_gone
 from utils.program import command
 
 WIDTH = 100  # of explanations
@@ -235,5 +235,5 @@ def _print_and_exit(text: str) -> NoReturn:
     try:
         print(text, end="", flush=True)
     except BrokenPipeError:  # the reader, such as `| head`, has left; the flush at exit must not fail either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        reader_is_gone(sys.stdout)
     raise SystemExit(0)

@@ -166,11 +166,11 @@ def uniform(seed: int, epoch: int, indices: IntArray, stream: int) -> np.ndarray
     """Return float64 [N] in [0, 1), a hash of (seed, epoch, stream, index)."""
     key = np.zeros(1, np.uint64)
     for part in (seed, epoch, stream):
-        key = _mix(key + np.uint64(part))
-    return (_mix(_mix(indices.astype(np.uint64)) ^ key) >> np.uint64(11)) * 2.0**-53
+        key = _splitmix64(key + np.uint64(part))
+    return (_splitmix64(_splitmix64(indices.astype(np.uint64)) ^ key) >> np.uint64(11)) * 2.0**-53
 
 
-def _mix(state: np.ndarray) -> np.ndarray:
+def _splitmix64(state: np.ndarray) -> np.ndarray:
     """Return one output of SplitMix64 (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195) from each state."""
     state = state + np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from utils.errors import ConfigError
 
-# Names of the job, the same for all its ranks; the first that is set counts. srun: job and step.
 SCHEDULER_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+# Names of the job, the same for all its ranks; the first that is set counts. srun: job and step.
 JOB_VARIABLES = ("PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID", *SCHEDULER_VARIABLES)
 SLURM_FIELDS = {
     "%a": ("SLURM_ARRAY_TASK_ID", "the index in a Slurm job array (sbatch --array)"),

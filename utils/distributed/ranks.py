@@ -24,7 +24,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from utils.distributed.health.hangs import Record, enable_recorder, explain_hang, watch_collectives, write_records
+from utils.distributed.health.hangs import RECORDED, Record, explain_hang, watch_collectives, write_records
 from utils.distributed.health.heartbeat import Heartbeat
 from utils.distributed.health.ras import ask_nccl
 from utils.distributed.launch import Launch, find_launch, name_ranks
@@ -88,7 +88,7 @@ def _run_among_others(
 ) -> Failure:
     """Return how the run ended; after a failure, end the process."""
     _set_threads(launch.local_world_size)
-    enable_recorder()
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))  # enables the flight recorder of process groups
     rendezvous, outcome = None, Failure(0, "")
     try:
         rendezvous = Rendezvous(launch, start_timeout)
@@ -273,7 +273,7 @@ def _end(failure: Failure, rendezvous: Rendezvous | None, launch: Launch) -> NoR
     if failure.message:
         print_error(failure.message)
         _report_to_torchrun(failure.message[max(0, failure.message.rfind("error: rank")) :])
-    with suppress(BrokenPipeError):
+    with suppress(OSError):
         sys.stdout.flush()
     with suppress(dist.DistError):  # the store's process may be gone already
         if rendezvous is not None:

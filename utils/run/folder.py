@@ -75,7 +75,7 @@ def open_run(
         if source is not None:
             notes += source.notes
             if resume == "auto" and not again:
-                epochs_left = source.state["epoch"] < config.model_dump()["max_epochs"]
+                epochs_left = source.state["epoch"] < learner.config.max_epochs
                 fit.check_same_run(folder, source.state["config"], config, epochs_left=epochs_left)
             notes += fit.check_config_fits(source.path, source.state["config"], config)
             fit.check_tensors_fit(source.path, source.state, learner.model.state_dict(), learner.optimizer)

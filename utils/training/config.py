@@ -211,9 +211,9 @@ class VerifyConfig(SharedConfig):
     """verification"""
 
     verify_every_steps: Annotated[PositiveInt | None, KeyFlag.FREE_ON_RESUME] = None
-    """Train each start's first steps and one in every N twice, and stop if two differ; null: never. The run names the
-    device and the layer that computed wrong and saves nothing of that step; docs/reliability.md says which errors are
-    found."""
+    """Train one step in every N twice, and stop if the two differ; null: never. Also each start's first steps, on a GPU
+    only with deterministic. The run names the device and the layer that computed wrong and saves nothing of that step;
+    docs/reliability.md says which errors are found."""
 
 
 class TrainingConfig(SpeedConfig, RecipeConfig, VerifyConfig):

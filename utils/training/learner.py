@@ -109,10 +109,7 @@ def check_outputs(learner: Learner, model_name: str, image_shape: tuple[int, int
     training and validation mode, and its logits depend on a trained parameter. Restores the network's buffers and the
     random generators."""
     model, precision, num_classes = learner.model, learner.precision, learner.config.num_classes
-    parameter = next(model.parameters(), None)
-    if parameter is None:
-        raise ConfigError(f"model {model_name}: has no parameters to train; return a network that has some")
-    images = torch.zeros(2, *image_shape, device=parameter.device)
+    images = torch.zeros(2, *image_shape, device=next(model.parameters()).device)
     images = images.to(precision.low_precision_dtype) if precision.casts_weights else images
     random, was_training = seeds.random_state(), model.training
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -155,7 +152,7 @@ def build_learner(
     seeds.seed_random_state(seeds.seed_of(config.seed, world.rank, step=0))
     graphed = wants_graphs(config, world.device)
     optimizer = build_optimizer(config, weights.parameters(), graphed=graphed)
-    loss_scaler = precision.loss_scaler()
+    loss_scaler = LossScaler(precision.device_type, precision.loss_scale)
     criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
     profiler, local_gradients = Profiler(world.device), None
     if config.verify_every_steps is not None and world.world_size > 1:

@@ -60,10 +60,6 @@ class Precision:
             if isinstance(module, _BatchNorm) and self.keep_batchnorm_fp32:
                 module.float()
 
-    def loss_scaler(self) -> "LossScaler":
-        """AMP: build the scaler that keeps small fp16 gradients from becoming zero; disabled without `loss_scale`."""
-        return LossScaler(self.device_type, self.loss_scale)
-
     def __str__(self) -> str:
         scale = "" if self.loss_scale is None else f", loss scale {self.loss_scale}"
         if self.level == "O0":

@@ -160,7 +160,7 @@ def plot_scaling(curves: dict[str, list[tuple[int, float, float]]]) -> list[Plot
         for number, (curve, points) in enumerate(curves.items()):
             scale = 100.0 if column == 2 else 1.0
             ranks, values = [point[0] for point in points], [scale * point[column] for point in points]
-            hover = f"<b>%{{fullData.name}}</b><br>%{{x}} ranks: %{{y:,.4g}} {label[-8:]}<extra></extra>"
+            hover = f"<b>%{{fullData.name}}</b><br>%{{x}} ranks: %{{y:,.4g}} {label.rpartition(' ')[2]}<extra></extra>"
             traces.append(_trace(number, curve, ranks, values) | {"mode": "lines+markers", "hovertemplate": hover})
         layout = _layout("ranks", label, [])
         layout["yaxis"]["rangemode"] = "tozero"

@@ -13,8 +13,8 @@ from utils.errors import ConfigError
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B")
 
 
-def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (5.6, 3.8)) -> tuple[Any, Any]:
-    """Return a figure of `rows` x `columns` axes, each of `size` inches; needs no display."""
+def new_figure(columns: int = 1, size: tuple[float, float] = (5.6, 3.8)) -> tuple[Any, Any]:
+    """Return a figure of `columns` axes side by side, each of `size` inches; needs no display."""
     try:
         from cycler import cycler
         from matplotlib import rc_context
@@ -33,8 +33,8 @@ def new_figure(rows: int = 1, columns: int = 1, size: tuple[float, float] = (5.6
         "legend.fontsize": 8,
     }
     with rc_context(style):
-        figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
-        return figure, figure.subplots(rows, columns)
+        figure = Figure(figsize=(size[0] * columns, size[1]), layout="constrained")
+        return figure, figure.subplots(1, columns)
 
 
 def save(figure: Any, path: Path) -> None:

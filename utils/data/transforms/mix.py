@@ -46,9 +46,9 @@ def sample_mixing(
         left = numbers(STREAM_CUTOUT_X, width).astype(np.int64) - config.cutout_size // 2
         hole = np.stack([top, left, top + config.cutout_size, left + config.cutout_size], axis=1)
     if config.mixup_alpha:  # Zhang et al. 2017 (arXiv:1710.09412)
-        weight = symmetric_beta(numbers(STREAM_MIXUP), config.mixup_alpha)
+        weight = beta_quantile(numbers(STREAM_MIXUP), config.mixup_alpha)
     if config.cutmix_alpha:  # Yun et al. 2019 (arXiv:1905.04899)
-        half = 0.5 * np.sqrt(1 - symmetric_beta(numbers(STREAM_CUTMIX), config.cutmix_alpha))
+        half = 0.5 * np.sqrt(1 - beta_quantile(numbers(STREAM_CUTMIX), config.cutmix_alpha))
         half_height, half_width = (half * height).astype(np.int64), (half * width).astype(np.int64)
         y, x = numbers(STREAM_CUTMIX_Y, height).astype(np.int64), numbers(STREAM_CUTMIX_X, width).astype(np.int64)
         patch = np.stack([y - half_height, x - half_width, y + half_height, x + half_width], axis=1)
@@ -61,17 +61,19 @@ def sample_mixing(
     return Mixing(hole, patch, weight.astype(np.float32), label_weight.astype(np.float32))
 
 
-def symmetric_beta(probability: np.ndarray, alpha: float) -> np.ndarray:
-    """Return the quantiles at `probability`, in [0, 1), of the Beta(alpha, alpha) distribution, to about 1e-6
-    for alpha up to 1.
+def beta_quantile(probability: np.ndarray, alpha: float) -> np.ndarray:
+    """Return the quantiles at `probability`, in [0, 1), of the Beta(alpha, alpha) distribution, to about 1e-6.
 
-    The density x^(alpha - 1) (1 - x)^(alpha - 1) is symmetric; on its lower half, t = x^alpha removes the pole at 0.
+    The density x^(alpha - 1) (1 - x)^(alpha - 1) is symmetric; on its lower half, t = x^alpha removes the pole at 0,
+    which it has for alpha below 1. It is scaled to 1 at x = 1/2, so that no power overflows.
     """
-    t = np.linspace(0, 0.5**alpha, 8193)
-    density = (1 - t ** (1 / alpha)) ** (alpha - 1)
+    power = min(alpha, 1.0)
+    t = np.linspace(0, 0.5**power, 8193)
+    x = t ** (1 / power)
+    density = (4 * x) ** (alpha - power) * (1 - x) ** (alpha - 1)
     cumulated = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2)])
     lower = np.minimum(probability, 1 - probability)
-    x = np.interp(2 * lower, cumulated / cumulated[-1], t) ** (1 / alpha)
+    x = np.interp(2 * lower, cumulated / cumulated[-1], t) ** (1 / power)
     return np.where(probability < 0.5, x, 1 - x)
 
 

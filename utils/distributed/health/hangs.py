@@ -63,11 +63,6 @@ class Record:
         return cls(content["host"], content["process"], [Collective(**one) for one in content["collectives"]])
 
 
-def enable_recorder() -> None:
-    """Enable the flight recorder; call it before the first process group. A size set by the user is kept."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
-
-
 def take_record() -> Record:
     """Return this rank's last collectives, from any thread, also while another thread waits in a collective."""
     collectives = []

@@ -4,7 +4,6 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], config: BaseConfig, *
 
     `epochs_left`: resuming it would train something. The message suggests resuming only then.
     """
-    changes = _differences(saved, config.model_dump(mode="json", exclude=set(config.keys_with(KeyFlag.FREE_ON_RESUME))))
+    free = set(config.keys_with(KeyFlag.FREE_ON_RESUME))
+    changes = _changed_settings(saved, config.model_dump(mode="json", exclude=free))
     if not changes:
         return
     shown = ", ".join(f"{key}={as_yaml(old)} -> {as_yaml(new)}" for key, (old, new) in [*changes.items()][:SHOWN_KEYS])
@@ -40,7 +40,8 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], config: BaseConfig, *
 
 def check_config_fits(path: Path, saved: Mapping[str, Any], config: BaseConfig) -> list[str]:
     """Return a note for each changed setting; raise `CheckpointError` if one changed that is fixed on resume."""
-    different, fixed = _differences(saved, config.model_dump(mode="json")), config.keys_with(KeyFlag.FIXED_ON_RESUME)
+    different = _changed_settings(saved, config.model_dump(mode="json"))
+    fixed = config.keys_with(KeyFlag.FIXED_ON_RESUME)
     refused = [f"{key} {_show(old)} -> {_show(new)}" for key, (old, new) in different.items() if key in fixed]
     if refused:
         raise CheckpointError(
@@ -52,7 +53,7 @@ def check_config_fits(path: Path, saved: Mapping[str, Any], config: BaseConfig) 
 
 def check_data_fits(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
     """Raise `CheckpointError` if the data changed, so that a position in the data or a class means something else."""
-    different = [f"{key} {_show(old)} -> {_show(new)}" for key, (old, new) in _differences(saved, current).items()]
+    different = [f"{key} {_show(old)} -> {_show(new)}" for key, (old, new) in _changed_settings(saved, current).items()]
     if different:
         raise CheckpointError(
             f"{path}: was trained on other data, or with epochs of another length: {', '.join(different)}\n"
@@ -60,14 +61,15 @@ def check_data_fits(path: Path, saved: dict[str, Any], current: dict[str, Any]) 
         )
 
 
-def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """{key: (saved value or None, current value)} of each current key whose value changed."""
     pairs = {key: (saved.get(key), value) for key, value in current.items()}
     return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
 
 
 def _show(value: Any) -> str:
-    return shorten(repr(value), 60)
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def check_tensors_fit(
@@ -90,14 +92,14 @@ def check_tensors_fit(
         parts.append(("optimizer group ", groups[0], groups[1]))
         for number, own in saved["state"].items():  # empty, or missing, if no step has updated the parameter
             parts.append((f"optimizer.{number}.", own, expected["state"].get(number, {}) if own else {}))
-    if problems := differences(parts):
+    if problems := tensor_problems(parts):
         raise CheckpointError(
             f"{path}: its tensors do not fit this network: {shorten_list(problems)}\n"
             "the network's code has changed, or the file; use the earlier code, another checkpoint, or --resume never"
         )
 
 
-def differences(parts: list[tuple[str, Any, Any]]) -> list[str]:
+def tensor_problems(parts: list[tuple[str, Any, Any]]) -> list[str]:
     """Describe the tensors of parts (prefix, saved, expected) whose type or shape differs; if there are none, those
     with impossible values."""
     pairs = {f"{part}{name}": (old.get(name), new.get(name)) for part, old, new in parts for name in {**new, **old}}

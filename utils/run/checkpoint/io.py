@@ -167,8 +167,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         save_last(self.folder, content, last["step"], self.keep)
 
     def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
+        if (failure := self._failure) is not None:  # one read: the writer may set it at any time
+            self._failure = None
             raise failure
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from utils.errors import CheckpointError
 from utils.files import open_regular
 from utils.run.checkpoint import io as checkpoint
-from utils.run.checkpoint.fit import differences, shorten_list
+from utils.run.checkpoint.fit import shorten_list, tensor_problems
 
 COUNTERS = "num_batches_tracked"  # BatchNorm's; missing from files of PyTorch before 0.4.1, such as torchvision's
 
@@ -46,7 +46,7 @@ def read_pretrained(name: str | None, network: Mapping[str, Tensor], num_classes
     head, classes = _find_head(saved, network, num_classes)
     weights = {name: weight for name, weight in saved.items() if name not in head}
     names = [name for name in network if name not in head and (name in saved or not name.endswith(COUNTERS))]
-    if problems := differences([("", weights, {name: network[name] for name in names})]):
+    if problems := tensor_problems([("", weights, {name: network[name] for name in names})]):
         raise CheckpointError(
             f"pretrained {path}: does not fit this network: {shorten_list(problems)}\n"
             "choose the network that it was saved from (model, stem, width), or another file; only a head for another "

@@ -148,7 +148,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         """Show the configuration and environment of this start; called before its first record."""
         self._show(lambda board: board.describe(config, config_name, environment))
         if self.enabled and self.to:
-            self.trackers = Trackers(self.to, TrackedRun(self.folder, self.folder.name, config.model_dump(mode="json")))
+            self.trackers = Trackers(self.to, TrackedRun(self.folder, config.model_dump(mode="json")))
 
     def log_step(
         self, epoch: int, iteration: int, step: int, values: dict[str, float], left: float | None = None,

@@ -42,7 +42,6 @@ class TrackedRun:
     """The run, as its trackers see it."""
 
     folder: Path
-    name: str
     config: Mapping[str, Any]
 
     def project(self) -> str:
@@ -105,7 +104,7 @@ class WandbTracker:
         keep_id(start.folder, "wandb", identity)
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", start.project()),
-            name=start.name,
+            name=start.folder.name,
             id=identity,
             resume="allow",
             dir=str(start.folder),
@@ -147,7 +146,7 @@ class MlflowTracker:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", self.start.project())
         experiment = self.client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment else self.client.create_experiment(name)
-        self.run = self.client.create_run(number, run_name=self.start.name).info.run_id
+        self.run = self.client.create_run(number, run_name=self.start.folder.name).info.run_id
         keep_id(folder, "mlflow", self.run)
         parameters = [self.mlflow.entities.Param(key, str(value)) for key, value in self.start.config.items()]
         for first in range(0, len(parameters), MLFLOW_BATCH):

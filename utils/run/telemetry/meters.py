@@ -25,7 +25,7 @@ class Meters:
         self.learner, self.world, self.image_shape = learner, world, tuple(image_shape)
         gpu, self.notes = find_sensors(world.device)
         self.sensors = Sensors(gpu)
-        sizes = {training_size(learner.config, epoch) for epoch in range(learner.config.max_epochs)}
+        sizes = {None, *learner.config.progressive_image_sizes}
         self.flops = {size: self._flops(size) for size in sizes}  # before the first step, since it runs the network
         format_, device = number_format(learner.precision, learner.config), device_name(world.device)
         limits = config.limits_report

@@ -49,8 +49,9 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sketch(tensor: Tensor) -> Tensor:
-    """Sum the numbers with random signs, and their squares: float64 [2] on the tensor's device. On devices whose
-    rounding varies, the fingerprints of repetitions differ but their sketches are close."""
+    """Sum the numbers with random signs, and their squares: float64 [2] on the tensor's device (the sketch of Alon,
+    Matias and Szegedy 1996). On devices whose rounding varies, the fingerprints of repetitions differ but their
+    sketches are close."""
     numbers = tensor.detach().reshape(-1)
     odd = factors(tensor.device)
     totals = torch.zeros(2, dtype=torch.float64, device=tensor.device)

@@ -10,7 +10,6 @@ import socket
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,15 +25,6 @@ SLOW_WINDOWS = 5  # a rank is named if it was slow in each of the last windows
 SAMPLE_IMAGES = 64
 
 
-@dataclass
-class Window:
-    """Seconds of one rank between two log points."""
-
-    before_collective: float  # per step, from the request for input to the last gradient
-    waiting: float  # total wait for input
-    total: float  # in the loop over training batches
-
-
 class StepWatch:
     """Times each step's input and its work before the first collective; compares the ranks once an epoch."""
 
@@ -42,18 +32,18 @@ class StepWatch:
         self.world, self.clock = world, clock
         self.step_timer = _StepTimer(world.device)
         self._sample: Tensor | None = None
-        self._windows: list[Window] = []
-        self._history: list[list[Window]] = []  # [log point][rank], over epochs
+        self._windows: list[float] = []  # seconds per step between two log points, up to the last gradient
+        self._history: list[list[float]] = []  # [log point][rank], over epochs
         self._reported: set[str] = set()
         self._first = True
-        self._start_window()
+        self._window = self._epoch = self._times()  # at their beginning
         # The first layer's gradient comes last; its hook runs before DDP waits for the other ranks.
         first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
         first.register_post_accumulate_grad_hook(lambda parameter: self.step_timer.last_gradient())
 
     def batches(self, loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the loader's batches, and time the wait for each."""
-        self._start_window()
+        self._window = self._epoch = self._times()
         self.step_timer.clear()
         iterator = iter(loader)
         while True:
@@ -67,8 +57,9 @@ class StepWatch:
                 self._sample = images[:SAMPLE_IMAGES].clone()
             yield images, labels
 
-    def _start_window(self) -> None:
-        self._waited, self._since = self.clock.seconds("input"), self.clock.seconds(*LOOP)
+    def _times(self) -> tuple[float, float]:
+        """Return the seconds so far of waiting for input, and of the loop over training batches."""
+        return self.clock.seconds("input"), self.clock.seconds(*LOOP)
 
     def take_sample(self) -> Tensor | None:
         """Return images of the process's first batch at the first call, then None."""
@@ -78,22 +69,23 @@ class StepWatch:
     def close_window(self) -> dict[str, float]:
         """Return {"data_wait" (fraction of the window), "memory_gb"} and start the next window. Call when the device
         has finished its work."""
-        waiting, total = self.clock.seconds("input") - self._waited, self.clock.seconds(*LOOP) - self._since
-        window = Window(self.step_timer.seconds_per_step(), waiting, total)
-        self._start_window()
-        if not self._first:  # the process's first window includes the start of workers and the choice of algorithms
-            self._windows.append(window)
-        self._first = False
-        return {"data_wait": window.waiting / window.total, "memory_gb": peak_memory(self.world.device) / 1e9}
+        seconds_per_step, now = self.step_timer.seconds_per_step(), self._times()
+        waited, self._window = fraction_waited(self._window, now), now
+        if self._first:  # the process's first window includes the start of workers and the choice of algorithms
+            self._epoch, self._first = now, False
+        else:
+            self._windows.append(seconds_per_step)
+        return {"data_wait": waited, "memory_gb": peak_memory(self.world.device) / 1e9}
 
     def remarks(self, remedy: str) -> list[str]:
         """Collective, at the end of an epoch: return remarks for the log, each only once."""
-        ranks = self.world.all_gather((socket.gethostname(), self._windows))
+        waited = fraction_waited(self._epoch, self._times())
+        ranks = self.world.all_gather((socket.gethostname(), self._windows, waited))
         self._windows = []
-        remarks = self._remark_on_input([windows for _, windows in ranks], remedy)
-        self._history += [list(row) for row in zip(*(windows for _, windows in ranks), strict=False)]
+        remarks = self._remark_on_input([waited for *_, waited in ranks], remedy)
+        self._history += [list(row) for row in zip(*(windows for _, windows, _ in ranks), strict=False)]
         self._history = self._history[-SLOW_WINDOWS:]
-        for rank, factor in slow_ranks([[window.before_collective for window in row] for row in self._history]):
+        for rank, factor in slow_ranks(self._history):
             if f"rank {rank}" not in self._reported:
                 self._reported.add(f"rank {rank}")
                 remarks.append(
@@ -102,20 +94,19 @@ class StepWatch:
                 )
         return remarks
 
-    def _remark_on_input(self, ranks: list[list[Window]], remedy: str) -> list[str]:
-        waits = [input_wait(windows) for windows in ranks]
+    def _remark_on_input(self, waits: list[float], remedy: str) -> list[str]:
         worst = max(range(len(waits)), key=lambda rank: waits[rank])
         if waits[worst] <= MAX_INPUT_WAIT or "input" in self._reported:
             return []
         self._reported.add("input")
-        of_rank = f" of rank {worst}" if len(ranks) > 1 else ""
+        of_rank = f" of rank {worst}" if len(waits) > 1 else ""
         return [f"Waiting for input takes {waits[worst]:.0%} of the time{of_rank}; {remedy}"]
 
 
-def input_wait(windows: list[Window]) -> float:
-    """Fraction of the windows' time in which the host waited for input."""
-    total = sum(window.total for window in windows)
-    return sum(window.waiting for window in windows) / total if total else 0.0
+def fraction_waited(began: tuple[float, float], now: tuple[float, float]) -> float:
+    """Return the fraction of the loop's time between two times in which the host waited for input."""
+    total = now[1] - began[1]
+    return (now[0] - began[0]) / total if total else 0.0
 
 
 def slow_ranks(windows: list[list[float]]) -> list[tuple[int, float]]:

@@ -14,10 +14,14 @@ class Throughput:
         self.world_size, self.clock = world_size, clock
         self.windows: list[tuple[int, float]] = []  # images, seconds
         self.earlier = (0, 0.0)  # what earlier starts of the run counted
-        self.start()
+        self.start_epoch()
 
-    def start(self) -> None:
-        """Start a window now; the time since the last one does not count."""
+    def start_epoch(self) -> None:
+        """Start a window now, the epoch's first; the time since the last one does not count."""
+        self._first = len(self.windows)
+        self._start()
+
+    def _start(self) -> None:
         self.images, self.since = 0, self.clock.seconds(*LOOP)
 
     def add(self, images: int) -> None:
@@ -31,7 +35,7 @@ class Throughput:
         seconds = self.clock.seconds(*LOOP) - self.since
         self.windows.append((self.images, seconds))
         images_per_sec = self.images / seconds
-        self.start()
+        self._start()
         return images_per_sec
 
     def total_images(self) -> int:
@@ -43,6 +47,13 @@ class Throughput:
         images, seconds = self.earlier
         windows = self.windows[1:] if images else self.windows[1:] or self.windows
         return images + sum(images for images, _ in windows), seconds + sum(seconds for _, seconds in windows)
+
+    def of_epoch(self) -> float:
+        """Return images per second of the epoch's closed windows; of the run if there is none."""
+        windows = self.windows[self._first :]
+        windows = windows if self._first else windows[1:] or windows
+        seconds = sum(seconds for _, seconds in windows)
+        return sum(images for images, _ in windows) / seconds if seconds else self.overall()
 
     def overall(self) -> float:
         """Return images per second over all starts of the run; 0 if no step was timed."""
