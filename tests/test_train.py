@@ -326,7 +326,7 @@ def test_throughput_leaves_the_first_window_out():
     assert throughput.overall() == 250.0
     assert throughput.of_epoch() == 250.0  # the first epoch, without its first window
     throughput.start_epoch()
-    assert throughput.of_epoch() == 250.0  # no window yet: that of the run
+    assert throughput.of_epoch() == 250.0  # no window yet: the run's
     throughput.windows += [(300, 1.0), (100, 1.0)]
     assert throughput.of_epoch() == 200.0
     throughput.windows = [(100, 50.0)]

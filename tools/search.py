@@ -6,7 +6,7 @@
 Each trial is one train.py. After epochs 1, 2, 4, 8 and so on, a trial is stopped unless it is in the better half of
 the trials so far (Li et al. 2018, arXiv:1810.05934, asynchronous). DIR/trials.jsonl holds a line for each trial:
 settings, accuracy of every epoch, seconds, and how it ended. The same command continues until there are --trials in
-all. A trial fails, without an accuracy, if its training breaks down, for example by a loss that is not finite. A trial
+total. A trial fails, without an accuracy, if its training breaks down, for example by a loss that is not finite. A trial
 with exit status 2 or 3 (configuration, data) ends the search, because the others would fail too.
 """
 
@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     parser = new_parser("search", __doc__)
     add_config_arguments(parser, config="cifar100-cpu")
     parser.add_argument("--space", action="append", required=True, metavar="KEY=VALUES", help="what to try; repeatable")
-    add_count(parser, "--trials", 20, "trials in all")
+    add_count(parser, "--trials", 20, "trials in total")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the log")
     return parser
 
