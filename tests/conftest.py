@@ -12,7 +12,7 @@ import tempfile
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from utils.config import Config, load_config
 from utils.config.command_line import parse_arguments
 from utils.data.datasets import dataset as datasets
 from utils.distributed.world import World
+from utils.run.logging.trackers import MEASURED
 from utils.training.learner import Learner
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -191,6 +192,11 @@ def read_records(folder: Path, kind: str = "") -> list[dict[str, Any]]:
     """Records in the metrics.jsonl of a run, all or of one kind."""
     records = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return [record for record in records if kind in ("", record["kind"])]
+
+
+def without_times(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Remove what differs in every run."""
+    return [{name: value for name, value in record.items() if name not in {"time", *MEASURED}} for record in records]
 
 
 def replace_by_fifo(path: Path) -> None:

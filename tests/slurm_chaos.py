@@ -27,7 +27,8 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 from tests.faults.chaos import find_leftovers, show
-from tests.slurm_cluster import FINAL_STATES, SlurmCluster, wait_until, why_not
+from tests.processes import wait_until
+from tests.slurm_cluster import FINAL_STATES, SlurmCluster, why_not
 from tools.shared.command_line import add_count, new_parser
 from tools.shared.interrupted_runs import METRICS, add_limits, compare
 from tools.shared.read_runs import read_records

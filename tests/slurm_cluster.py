@@ -12,10 +12,9 @@ import secrets
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from tests.processes import wait_until
 
 NSENTER = shutil.which("nsenter") or "nsenter"  # independent of a PATH that a test has changed
 CONTROLLER = "ctl"
@@ -55,15 +54,6 @@ def why_not() -> str | None:
     if subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], capture_output=True, check=False).returncode:
         return "namespaces are not allowed here"
     return None
-
-
-def wait_until(what: str, seconds: float, test: Callable[[], Any], step: float = 0.1) -> Any:
-    """Return the first true value of test(); raise AssertionError naming `what` after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not (value := test()):
-        assert time.monotonic() < deadline, f"no {what} within {seconds} s"
-        time.sleep(step)
-    return value
 
 
 class SlurmCluster:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.processes import PYTHON
+from tests.processes import PYTHON, wait_until
 from tests.rehearse_calls import Transcript, bare_python
 from tools import pack
 from tools.bring_up import __main__ as command
@@ -122,11 +122,11 @@ def test_a_killed_call_leaves_no_process_and_its_part_resumes(program: Path, tmp
     )
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.DEVNULL)
     log = tmp_path / "parts/a/log-1.txt"
-    wait_for(lambda: log.exists() and "start" in log.read_text())
+    wait_until("start", 60, lambda: log.exists() and "start" in log.read_text())
     assert json.loads((tmp_path / "state.json").read_text())["parts"]["a"]["state"] == "running"
     process.kill()
     process.wait()
-    wait_for(lambda: not running(str(program)))
+    wait_until("end", 60, lambda: not running(str(program)))
     assert states(read_progress(tmp_path)) == ["cut off"]
     assert states(call([fake(program, "a", starts=2)], tmp_path, 30)[0]) == ["done"]
 
@@ -135,17 +135,10 @@ def stop_after_start(clock: Deadline, log: Path) -> None:
     """Stop the call once the part with this log has started."""
 
     def watch() -> None:
-        wait_for(lambda: log.exists() and "start" in log.read_text())
+        wait_until("start", 60, lambda: log.exists() and "start" in log.read_text())
         clock.stop()
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def wait_for(condition: Any) -> None:
-    limit = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.05)
 
 
 def running(word: str) -> bool:

@@ -23,6 +23,8 @@ from tests.conftest import ROOT, read_records
 from tests.processes import free_port
 from tools.report import main as report
 from train import Trainer
+from utils.config import Config
+from utils.distributed.world import World
 
 pytestmark = pytest.mark.browser
 WAIT_SECONDS = 60
@@ -118,18 +120,12 @@ def see(browser: Any, pattern: str) -> re.Match[str]:
 
 
 @pytest.fixture(scope="module")
-def expts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def expts(tiny: Callable[..., Config], one_rank: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two small finished runs."""
-    import torch
-
-    from tests.conftest import tiny_config
-    from utils.distributed.world import World
-
     folder = tmp_path_factory.mktemp("expts")
-    world = World(0, 0, 1, torch.device("cpu"))
     for name, changes in (("first", {}), ("second", {"lr": 0.05, "nesterov": True})):
-        config = tiny_config(log_to_tensorboard=True, max_epochs=3, **changes)
-        Trainer(config, world, folder / name, name, "auto").train()
+        config = tiny(log_to_tensorboard=True, max_epochs=3, **changes)
+        Trainer(config, one_rank, folder / name, name, "auto").train()
     return folder
 
 

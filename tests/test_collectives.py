@@ -18,9 +18,8 @@ import utils.distributed.health.hangs
 import utils.distributed.health.heartbeat
 import utils.distributed.ranks
 import utils.distributed.rendezvous
-from tests.processes import Job, complaints, free_port, run_job, torchrun_variables
+from tests.processes import Job, complaints, free_port, run_job, shorten_heartbeat, torchrun_variables
 from utils.distributed.health.hangs import Collective, Record, explain_hang, watch_collectives
-from utils.distributed.health.heartbeat import Heartbeat
 from utils.distributed.health.ras import LINES, WIDTH, ask_nccl
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
@@ -99,9 +98,8 @@ def run(name: str, folder: Path, on_gpus: bool = False) -> int:
     if on_gpus:
         pytest.MonkeyPatch().setattr(torch.cuda, "is_initialized", lambda: True)
     utils.distributed.rendezvous.GRACE_SECONDS = 0.5
-    for module in utils.distributed.health.heartbeat, utils.distributed.health.hangs:
-        module.SHORTEST_SECONDS = LIMIT  # type: ignore[attr-defined]
-    utils.distributed.ranks.Heartbeat = lambda store, launch, limit, leave: Heartbeat(store, launch, LIMIT, leave)  # type: ignore[assignment, misc]
+    shorten_heartbeat(LIMIT)
+    utils.distributed.health.hangs.SHORTEST_SECONDS = LIMIT
     utils.distributed.ranks.watch_collectives = lambda store, limit, leave: watch_collectives(store, LIMIT, leave)  # type: ignore[assignment]
 
     def action(world: World) -> None:

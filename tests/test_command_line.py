@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import CIFAR100, ROOT
 from utils.config import Config, load_config
 from utils.config.command_line import parse_arguments
 from utils.config.messages import OTHER_NAMES
 
-ROOT = Path(__file__).resolve().parent.parent
-CIFAR100 = ROOT / "config/cifar100.yaml"
 RATE = "allowed: a number above 0 and at most 1000"
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from ruamel.yaml import YAML
 
+from tests.conftest import CIFAR100, ROOT
+from tests.test_blocks import BLOCKS, FILES
 from train import Trainer
 from utils.base_config import as_yaml, render
 from utils.config import Config, list_blocks, load_config
@@ -19,11 +21,6 @@ from utils.config.command_line import parse_arguments
 from utils.config.config import default_block, schema
 from utils.distributed.world import World
 from utils.errors import ConfigError
-
-ROOT = Path(__file__).resolve().parent.parent
-FILES = sorted((ROOT / "config").glob("*.yaml"))
-CIFAR100 = ROOT / "config/cifar100.yaml"
-BLOCKS = [pytest.param(path, name, id=f"{path.stem}-{name}") for path in FILES for name in list_blocks(path)]
 
 # ---- the files of this repository
 

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -278,11 +277,6 @@ def test_uninitialised_memory_is_never_read(in_half: bool, pool: bool) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(map(torch.equal, found, expected))
-
-
-def test_python_and_cpp_agree_on_the_number_of_lanes() -> None:
-    kernels = Path(conv_winograd.__file__).with_suffix(".cpp").read_text()
-    assert f"LANES = {conv_winograd.CHANNELS};" in kernels
 
 
 def test_a_checkpoint_is_evaluated_equally_with_and_without_it(

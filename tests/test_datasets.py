@@ -265,10 +265,8 @@ def test_shapes_are_balanced_and_described(shapes: Dataset) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_official_data(name: str) -> None:
-    if "CIFAR_DATA" not in os.environ:
-        pytest.skip("CIFAR_DATA names no folder with the official binary version")
-    dataset = load_dataset(name, Path(os.environ["CIFAR_DATA"]), download=False)
+def test_official_data(name: str, cifar_path: Path) -> None:
+    dataset = load_dataset(name, cifar_path, download=False)
     assert dataset.train.images.shape == (50_000, 3, 32, 32) and dataset.valid.images.shape == (10_000, 3, 32, 32)
     num_classes = len(dataset.class_names)
     assert np.bincount(dataset.train.labels).tolist() == [50_000 // num_classes] * num_classes

@@ -19,13 +19,13 @@ import torch
 from PIL import Image
 from torchvision.datasets.folder import pil_loader
 
+from tests.conftest import ROOT
 from tests.test_folders import DALI, needs_dali
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
 from utils.data.loaders.dali_inputs import encode_for_dali
 from utils.distributed.world import World
 
-ROOT = Path(__file__).resolve().parent.parent
 SIZE = 32
 LEVELS_OF_DALI = 2  # of 255, maximum difference of a JPEG from PIL; seen on a CPU: 0
 LOADERS = pytest.mark.parametrize("loader", ["torchvision", "device", DALI])

@@ -34,7 +34,6 @@ from utils.training.metrics.sums import MetricSums
 CPU = torch.device("cpu")
 # of 255, maximum difference between DALI and PIL: of decoding and resizing, of the outermost pixels, of corners
 INNER_LEVELS, EDGE_LEVELS, CORNER_LEVELS = 2, 32, 60
-NO_AUGMENTATION = {"rnd_crop_padding": 0, "rnd_horizontal_flip": False, "rnd_rotation_angle": 0.0}
 
 needs_dali = pytest.mark.skipif(dali_version() is None, reason="NVIDIA DALI is not installed")
 DALI = pytest.param("dali", marks=[needs_dali, pytest.mark.dali])

@@ -18,14 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import utils.distributed.health.heartbeat
-import utils.distributed.ranks
 from tests.conftest import TINY, read_records, tiny_config
 from tests.fake_cuda import arithmetic, runtime
-from tests.processes import Ended, complaints, run_job
+from tests.processes import Ended, complaints, run_job, shorten_heartbeat
 from train import Trainer
 from utils.config import Config
-from utils.distributed.health.heartbeat import Heartbeat
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.training.kernels.batch_norm import RunningStatistics
@@ -96,12 +93,7 @@ def _interrupt(trainer: Trainer, number: int) -> None:
 
 def lose_a_rank(folder: Path) -> int:
     """Kill rank 1 while rank 0 waits for it in the replay of a graph."""
-
-    def short(store: Any, launch: Any, limit: float, leave: Callable[..., None]) -> Heartbeat:
-        utils.distributed.health.heartbeat.SHORTEST_SECONDS = 6
-        return Heartbeat(store, launch, 6, leave)
-
-    utils.distributed.ranks.Heartbeat = short  # type: ignore[assignment, misc]
+    shorten_heartbeat(6)
     return train_runs(folder, "cuda", {"lost": GRAPHS}, 1, signal.SIGKILL)
 
 

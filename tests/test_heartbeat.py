@@ -14,7 +14,7 @@ import torch.distributed as dist
 import utils.distributed.health.heartbeat
 import utils.distributed.ranks
 import utils.distributed.rendezvous
-from tests.processes import Ended, Job, complaints, free_port, run_job, torchrun_variables
+from tests.processes import Ended, Job, complaints, free_port, run_job, shorten_heartbeat, torchrun_variables
 from utils.distributed.health.heartbeat import LOST_AFTER, Heartbeat, Silence
 from utils.distributed.launch import Launch
 from utils.distributed.ranks import run_ranks
@@ -26,8 +26,7 @@ RUN_SECONDS = 200  # for which the main threads would wait
 
 def shorten_timeouts() -> None:
     utils.distributed.rendezvous.GRACE_SECONDS = 0.5
-    utils.distributed.health.heartbeat.SHORTEST_SECONDS = LIMIT
-    utils.distributed.ranks.Heartbeat = lambda store, launch, limit, leave: Heartbeat(store, launch, LIMIT, leave)  # type: ignore[assignment, misc]
+    shorten_heartbeat(LIMIT)
 
 
 def lose_a_rank(rank: int, number: int) -> int:

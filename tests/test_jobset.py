@@ -10,8 +10,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from tests.conftest import ROOT, TINY
-from tests.processes import PYTHON, free_port, without_launcher
-from tests.slurm_cluster import wait_until
+from tests.processes import PYTHON, free_port, wait_until, without_launcher
 from tools.shared.command_line import as_settings
 
 MANIFEST: dict[str, Any] = YAML(typ="safe").load(ROOT / "jobset.yaml")

@@ -21,8 +21,17 @@ import torch.distributed as dist
 
 import utils.distributed.ranks
 import utils.distributed.rendezvous
-from tests.processes import PYTHON, ROOT, Job, complaints, free_port, run_job, torchrun_variables, without_launcher
-from tests.slurm_cluster import wait_until
+from tests.processes import (
+    PYTHON,
+    ROOT,
+    Job,
+    complaints,
+    free_port,
+    run_job,
+    torchrun_variables,
+    wait_until,
+    without_launcher,
+)
 from utils.distributed.launch import (
     LOOPBACK_OPTIONS,
     LOOPBACK_VARIABLES,

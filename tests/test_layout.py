@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.conftest import ROOT
+
 PACKAGES = ("models", "tools", "utils")
 SCRIPTS = ("api", "train", "train_simple")
 

@@ -11,22 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from tests.conftest import tiny_config
 from tests.processes import run_job
 from tools import evaluate, predict
 from train import Trainer
 from utils.data.datasets.dataset import load_dataset
-from utils.distributed.world import World
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tiny, one_rank, tmp_path_factory):
     """A finished run."""
     folder = tmp_path_factory.mktemp("runs") / "<tiny> & run"
-    Trainer(tiny_config(limit_train_batches=10), World(0, 0, 1, torch.device("cpu")), folder, "tiny", "auto").train()
+    Trainer(tiny(limit_train_batches=10), one_rank, folder, "tiny", "auto").train()
     return folder
 
 

@@ -15,15 +15,11 @@ ITERATIONS = 3
 
 
 @pytest.fixture(scope="module")
-def profiled(tmp_path_factory):
+def profiled(tiny, one_rank, tmp_path_factory):
     """The folder of a profiled run on the CPU."""
-    from tests.conftest import tiny_config
-    from utils.distributed.world import World
-
     changes = {"limit_train_batches": None, "profiling_iters_per_epoch": ITERATIONS}
     folder = tmp_path_factory.mktemp("profiled")
-    world = World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
-    Trainer(tiny_config("bs256-amp-nhwc-prof", **changes), world, folder, "prof", "auto").train()
+    Trainer(tiny("bs256-amp-nhwc-prof", **changes), one_rank, folder, "prof", "auto").train()
     return folder
 
 

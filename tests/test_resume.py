@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
-from tests.conftest import ROOT, TINY, read_records
+from tests.conftest import ROOT, TINY, read_records, without_times
 from tests.processes import PYTHON, without_launcher
-from tests.test_train import run, without_times
+from tests.test_train import run
 from tools.shared.interrupted_runs import compare
 from train import Trainer
 from utils.errors import ExpectedError, Stopped

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT, TINY
-from tests.slurm_cluster import SlurmCluster, wait_until, why_not
+from tests.processes import wait_until
+from tests.slurm_cluster import SlurmCluster, why_not
 from tools.shared.read_runs import read_records
 
 PYTHON = Path(sys.executable).parent  # holds torchrun too

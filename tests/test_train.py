@@ -25,7 +25,6 @@ from utils.files import write_atomically
 from utils.run.checkpoint.io import encode, list_checkpoints, read_checkpoint, save_last
 from utils.run.folder import open_run
 from utils.run.logging.logger import RunLogger
-from utils.run.logging.trackers import MEASURED
 from utils.timing.clock import Clock
 
 SETTINGS = [f"--set={setting}" for setting in as_settings(TINY)]
@@ -35,10 +34,6 @@ def run(config, world, folder, resume="auto"):
     trainer = Trainer(config, world, folder, "tiny", resume)
     trainer.train()
     return trainer
-
-
-def without_times(rows):
-    return [{key: value for key, value in row.items() if key not in MEASURED} for row in rows]
 
 
 def test_switches_change_the_speed_and_not_the_training(tiny, one_rank, tmp_path):

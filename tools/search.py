@@ -6,8 +6,8 @@
 Each trial is one train.py. After epochs 1, 2, 4, 8 and so on, a trial is stopped unless it is in the better half of
 the trials so far (Li et al. 2018, arXiv:1810.05934, asynchronous). DIR/trials.jsonl holds a line for each trial:
 settings, accuracy of every epoch, seconds, and how it ended. The same command continues until there are --trials in
-total. A trial fails, without an accuracy, if its training breaks down, for example by a loss that is not finite. A trial
-with exit status 2 or 3 (configuration, data) ends the search, because the others would fail too.
+total. A trial fails, without an accuracy, if its training breaks down, for example by a loss that is not finite. A
+trial with exit status 2 or 3 (configuration, data) ends the search, because the others would fail too.
 """
 
 import argparse
