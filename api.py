@@ -67,7 +67,8 @@ def train(
     yaml_config: str | Path = "config/cifar100.yaml", **overrides: Any,
 ) -> Run:  # fmt: skip
     """Train the block `config` with settings on top, in one process, and return the run. A run that was interrupted is
-    resumed, and a finished one is only read; the other arguments are train.py's options.
+    resumed, and a finished one is only read; its figures are empty if its folder is new and `resume` names a finished
+    run. The other arguments are train.py's options.
 
     Raises `Stopped` if the kernel's interrupt button stopped it; everything is saved then."""
     chosen = load_config(Path(yaml_config), config, as_settings(overrides))

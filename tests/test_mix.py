@@ -110,7 +110,7 @@ def test_weights_follow_the_beta_distribution() -> None:
     np.testing.assert_allclose(beta_quantile(probability, 1.0), probability, atol=1e-6)
     np.testing.assert_allclose(beta_quantile(probability, 0.5), np.sin(np.pi * probability / 2) ** 2, atol=1e-6)
     rng = np.random.default_rng(0)
-    for alpha in (0.2, 2.0, 16.0):
+    for alpha in (0.2, 2.0, 16.0, 1e4):
         sample = np.sort(rng.beta(alpha, alpha, len(probability)))
         assert np.abs(beta_quantile(probability, alpha) - sample).max() < 0.05
     assert np.isfinite(beta_quantile(np.array([0.0, 1 - 2.0**-53]), 0.2)).all()

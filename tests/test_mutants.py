@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.__main__ import main
+from tests.mutants.__main__ import HERE, ROOT, main, read_mutants
 
 TABLE = """\
 sums.py:
@@ -54,3 +54,8 @@ def test_each_state_is_reported(
     assert [line.split()[0] for line in lines] == states
     assert score.startswith(f"sums: 1 of {len(states)} killed")
     assert (tree / "sums.py").read_text() == FILES["sums.py"]
+
+
+def test_no_mutant_is_stale() -> None:
+    mutants = read_mutants(HERE)
+    assert [mutant.name for mutant in mutants if (ROOT / mutant.file).read_text("utf-8").count(mutant.old) != 1] == []

@@ -46,9 +46,11 @@ def test_a_path_without_permission_is_a_line() -> None:
     assert (ended.returncode, ended.stderr) == (1, "error: a/run: Permission denied; give a path that you may use\n")
 
 
-def test_another_broken_pipe_is_an_error() -> None:
-    ended = run_a_command("raise BrokenPipeError('a peer')", subprocess.DEVNULL)
-    assert ended.returncode == 1 and "BrokenPipeError: a peer" in ended.stderr
+@pytest.mark.parametrize("error", ["BrokenPipeError: a peer", "PermissionError: a signal"])
+def test_the_same_kind_of_error_from_elsewhere_is_a_bug(error: str) -> None:
+    kind, text = error.split(": ")
+    ended = run_a_command(f"raise {kind}({text!r})", subprocess.DEVNULL)
+    assert ended.returncode == 1 and "Traceback" in ended.stderr and error in ended.stderr
 
 
 def test_characters_that_cannot_be_encoded_are_escaped() -> None:

@@ -31,7 +31,7 @@ def epochs(*accuracies: float) -> list[dict[str, Any]]:
             "epoch": number,
             "step": 10 * number,
             "seconds": 5.0 + 2 * number,
-            "images_per_sec": 200.0,
+            "images_per_sec": 100.0 * number,
             "acc1/valid": accuracy,
         }
         for number, accuracy in enumerate(accuracies, start=1)
@@ -39,7 +39,7 @@ def epochs(*accuracies: float) -> list[dict[str, Any]]:
 
 
 def test_a_seed_is_measured_as_stated(tiny: Callable[..., Config]) -> None:
-    trial = record.measure(epochs(0.2, 0.5, 0.4), tiny(batch_size=32, seed=7, stop_at_accuracy=0.4), 30.0)
+    trial = record.measure(epochs(0.2, 0.5, 0.4), 200.0, tiny(batch_size=32, seed=7, stop_at_accuracy=0.4), 30.0)
     assert trial == {
         "seed": 7,
         "epochs": 3,
@@ -50,11 +50,11 @@ def test_a_seed_is_measured_as_stated(tiny: Callable[..., Config]) -> None:
         "seconds": {"command": 30.0, "run": 11.0, "training": 30 * 32 / 200.0},
         "images_per_sec": 200.0,
     }
-    assert record.measure(epochs(0.2), tiny(stop_at_accuracy=0.4), 1.0)["reached"] is False
-    assert record.measure(epochs(0.2), tiny(), 1.0)["reached"] is None
+    assert record.measure(epochs(0.2), 200.0, tiny(stop_at_accuracy=0.4), 1.0)["reached"] is False
+    assert record.measure(epochs(0.2), 200.0, tiny(), 1.0)["reached"] is None
     first, *others = epochs(0.2, 0.5, 0.4)
     first.pop("acc1/valid")  # as with validate_every_epochs 2
-    assert record.measure([first, *others], tiny(), 30.0)["best_epoch"] == 2
+    assert record.measure([first, *others], 200.0, tiny(), 30.0)["best_epoch"] == 2
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def folder(tmp_path: Path, tiny: Callable[..., Config]) -> Callable[..., Path]:
             own = out / f"seed-{seed}"
             own.mkdir(parents=True)
             config = tiny(seed=seed, stop_at_accuracy=0.4)
-            record.write_json(own / "trial.json", record.measure(epochs(accuracy), config, 10.0 + seed))
+            record.write_json(own / "trial.json", record.measure(epochs(accuracy), 200.0, config, 10.0 + seed))
             commit = commits[seed % len(commits)] * 40
             record.write_json(own / "environment.json", {"commit": commit, "device": "a device", "torch": "9"})
             lines = "\n".join(

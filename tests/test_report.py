@@ -314,6 +314,9 @@ def test_the_rate_of_a_run_is_that_of_its_end(run):
     records, _ = read_lines(metrics)
     (ended,) = read(metrics.parent).runs
     assert ended.rate() == records[-1]["images_per_sec"] != ended.last("images_per_sec")
+    later = {"kind": "epoch", "epoch": 99, "images_per_sec": 7.0}
+    metrics.write_text("\n".join(json.dumps(record) for record in [*records, later]))
+    assert read(metrics.parent).runs[0].rate() == 7.0
     metrics.write_text("\n".join(json.dumps(record) for record in records if record["kind"] != "end"))
     (stopped,) = read(metrics.parent).runs
     assert stopped.rate() == ended.last("images_per_sec")

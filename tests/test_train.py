@@ -329,6 +329,9 @@ def test_throughput_leaves_the_first_window_out():
     throughput.add(32)
     throughput.close_window()
     assert throughput.windows[-1][0] == 64  # the images of both ranks
+    resumed = Throughput(1, clock)
+    resumed.earlier, resumed.windows = (1000, 10.0), [(500, 100.0)]
+    assert resumed.of_epoch() == resumed.overall() == 100.0  # its only window is the start of the process
 
 
 def test_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys):

@@ -98,6 +98,18 @@ def test_batches_after_the_last_log_point_count_too(one_rank, clock):
     assert "takes 27% of the time" in found[0]
 
 
+def test_the_start_of_workers_is_no_wait_even_without_a_log_point(one_rank, clock):
+    """As after a resume behind the epoch's last log point."""
+    watch, waits = StepWatch(nn.Conv2d(3, 1, 1), one_rank, running()), iter([5.0, 0.0, 0.0, 0.0])
+
+    def wait() -> None:
+        clock.now += next(waits)
+
+    for _ in watch.batches(four_batches(wait)):
+        clock.now += 1.0
+    assert watch.remarks("") == []
+
+
 def test_a_rank_that_has_become_slow_is_named_by_the_last_windows(one_rank, clock):
     watch, remarks = StepWatch(nn.Conv2d(3, 1, 1), one_rank, running()), []
     for seconds in (1.0, 1.5, 1.5):

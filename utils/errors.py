@@ -1,6 +1,7 @@
 """Errors that a user can cause or fix, each with an exit status that scripts may rely on.
 
-Every command's `main()` prints such an error as one or two lines, without a traceback. Any other exception is a bug.
+Every command's `main()` prints such an error as one or two lines, without a traceback. Any other exception is a bug,
+except that of a path without permission.
 """
 
 import functools
@@ -58,7 +59,7 @@ class Stopped(ExpectedError):
 
 def exit_in_a_line(main: Callable[Parameters, int]) -> Callable[Parameters, int]:
     """Decorate a command's `main` to print an `ExpectedError` without a traceback and return its status. The status is
-    130 after Ctrl-C, and 141 if the reader of the output has closed the pipe."""
+    1 for a path without permission, 130 after Ctrl-C, and 141 if the reader of the output has closed the pipe."""
 
     @functools.wraps(main)
     def guarded(*arguments: Parameters.args, **options: Parameters.kwargs) -> int:
@@ -74,6 +75,8 @@ def exit_in_a_line(main: Callable[Parameters, int]) -> Callable[Parameters, int]
             print_error(f"error: {error}")
             return error.exit_status
         except PermissionError as error:
+            if error.filename is None:
+                raise
             print_error(f"error: {error.filename}: {error.strerror}; give a path that you may use")
             return 1
         except KeyboardInterrupt:

@@ -81,7 +81,8 @@ def run_seed(yaml_config: Path, name: str, settings: Sequence[str], seed: int, o
             print(f"seed {seed}, epoch {record['epoch']}: {record['acc1/valid']:.2%}", end="\r", flush=True)
         command_seconds = training.wait()
     config = load_config(partial / "config.yaml", name)
-    trial = measure(read_records(partial / "metrics.jsonl", "epoch"), config, command_seconds)
+    *epochs, end = read_records(partial / "metrics.jsonl", "epoch", "end")
+    trial = measure(epochs, end["images_per_sec"], config, command_seconds)
     write_json(partial / "trial.json", trial)
     (partial / ".lock").unlink()
     (partial / "checkpoints").rmdir()  # empty
@@ -89,8 +90,10 @@ def run_seed(yaml_config: Path, name: str, settings: Sequence[str], seed: int, o
     return trial
 
 
-def measure(epochs: Sequence[Mapping[str, Any]], config: Config, command_seconds: float) -> Trial:
-    """Return the results of one seed, from the records of its epochs."""
+def measure(
+    epochs: Sequence[Mapping[str, Any]], images_per_sec: float, config: Config, command_seconds: float
+) -> Trial:
+    """Return the results of one seed, from the records of its epochs and the rate of the whole run."""
     last, best = epochs[-1], max(epochs, key=lambda record: record.get("acc1/valid", -1.0))
     target = config.stop_at_accuracy
     return {
@@ -103,9 +106,9 @@ def measure(epochs: Sequence[Mapping[str, Any]], config: Config, command_seconds
         "seconds": {
             "command": command_seconds,
             "run": last["seconds"],
-            "training": last["step"] * config.batch_size / last["images_per_sec"],
+            "training": last["step"] * config.batch_size / images_per_sec,
         },
-        "images_per_sec": last["images_per_sec"],
+        "images_per_sec": images_per_sec,
     }
 
 

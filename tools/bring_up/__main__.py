@@ -35,8 +35,8 @@ from utils.errors import ConfigError, DataError, exit_in_a_line
 from utils.program import INSTALLED
 
 UNFINISHED = 75
-STATUSES = """0 all done; 1 a part failed, or a regression against --baseline; 2 bad usage; 3 the remaining parts
-need data; 75 run the same command again"""
+STATUSES = """0 all done but parts that are left out; 1 a part failed, or a regression against --baseline; 2 bad usage;
+3 the remaining parts need data; 75 run the same command again"""
 
 
 @exit_in_a_line
@@ -104,7 +104,7 @@ def run_call(options: argparse.Namespace, parts: Sequence[Part], deadline: Deadl
     settled = sum(entry.settled for entry in entries.values())
     print(f"{options.out / 'packed' / 'bring_up.html'}: {settled} of {len(entries)} parts settled")
     if left_out:
-        print(f"left out: {', '.join(left_out)}")
+        print(f"left out: {', '.join(left_out)}; install that and run the same command again")
     if failed:
         print(f"failed: {', '.join(failed)}; logs: {options.out}/parts/NAME; to repeat: --part NAME")
     if unfinished:

@@ -172,7 +172,9 @@ def read_run_folder(folder: Path) -> Run:
     if not run.epochs:
         run.problems.append(f"metrics.jsonl {'has no finished epoch yet' if records else 'is missing or empty'}")
     end = _last_of(records, "end") or {}
-    run.worst_classes, run.images_per_sec = end.get("worst_classes", []), end.get("images_per_sec")
+    run.worst_classes = end.get("worst_classes", [])
+    if run.epochs and end.get("epoch") == run.epochs[-1]["epoch"]:  # no training has followed
+        run.images_per_sec = end.get("images_per_sec")
     files = [file for file in folder.iterdir() if file.is_file()]
     run.changed = max((file.stat().st_mtime for file in files), default=folder.stat().st_mtime)
     run.state, reason = _judge_state(run, records)

@@ -119,7 +119,7 @@ def read_config(path: Path, state: dict[str, Any]) -> Config:
         return Config(**state["config"])
     except ValidationError as error:
         (first, *_) = error.errors()
-        wrong = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        wrong = ": ".join([*map(str, first["loc"][:1]), first["msg"].removeprefix("Value error, ")])
         raise CheckpointError(f"{path}: its configuration is of another version: {wrong!r}; use that version") from None
 
 

@@ -62,15 +62,16 @@ def sample_mixing(
 
 
 def beta_quantile(probability: np.ndarray, alpha: float) -> np.ndarray:
-    """Return the quantiles at `probability`, in [0, 1), of the Beta(alpha, alpha) distribution, to about 1e-6.
+    """Return the quantiles at `probability`, in [0, 1), of the Beta(alpha, alpha) distribution.
 
-    The density x^(alpha - 1) (1 - x)^(alpha - 1) is symmetric; on its lower half, t = x^alpha removes the pole at 0,
-    which it has for alpha below 1. It is scaled to 1 at x = 1/2, so that no power overflows.
+    To about 1e-6 for probabilities from 1e-6 on. The density x^(alpha - 1) (1 - x)^(alpha - 1) is symmetric; on its
+    lower half, t = x^alpha removes the pole at 0, which it has for alpha below 1. For larger alpha it is scaled to 1 at
+    x = 1/2, so that no power overflows.
     """
     power = min(alpha, 1.0)
     t = np.linspace(0, 0.5**power, 8193)
     x = t ** (1 / power)
-    density = (4 * x) ** (alpha - power) * (1 - x) ** (alpha - 1)
+    density = (1 - x) ** (alpha - 1) if alpha < 1 else (4 * x * (1 - x)) ** (alpha - 1)
     cumulated = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2)])
     lower = np.minimum(probability, 1 - probability)
     x = np.interp(2 * lower, cumulated / cumulated[-1], t) ** (1 / power)

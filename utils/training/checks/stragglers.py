@@ -79,7 +79,7 @@ class StepWatch:
 
     def remarks(self, remedy: str) -> list[str]:
         """Collective, at the end of an epoch: return remarks for the log, each only once."""
-        waited = fraction_waited(self._epoch, self._times())
+        waited = 0.0 if self._first else fraction_waited(self._epoch, self._times())
         ranks = self.world.all_gather((socket.gethostname(), self._windows, waited))
         self._windows = []
         remarks = self._remark_on_input([waited for *_, waited in ranks], remedy)

@@ -45,15 +45,19 @@ class Throughput:
     def counted(self) -> tuple[int, float]:
         """Return images and seconds over all starts of the run."""
         images, seconds = self.earlier
-        windows = self.windows[1:] if images else self.windows[1:] or self.windows
+        windows = self.windows[self._start_of_process() :]
         return images + sum(images for images, _ in windows), seconds + sum(seconds for _, seconds in windows)
 
     def of_epoch(self) -> float:
         """Return images per second of the epoch's closed windows; of the run if there is none."""
-        windows = self.windows[self._first :]
-        windows = windows if self._first else windows[1:] or windows
+        first = self._first or self._start_of_process()
+        windows = self.windows[first:]
         seconds = sum(seconds for _, seconds in windows)
         return sum(images for images, _ in windows) / seconds if seconds else self.overall()
+
+    def _start_of_process(self) -> int:
+        """Return how many of the process's first windows do not count."""
+        return 1 if self.earlier[0] or len(self.windows) > 1 else 0
 
     def overall(self) -> float:
         """Return images per second over all starts of the run; 0 if no step was timed."""
