@@ -377,6 +377,13 @@ def test_without_scontrol_sigterm_prints_the_command_that_resumes(tmp_path: Path
     assert "to resume: sbatch submit.slr --set a=b\\ c --resume never --resume auto\n" in output
 
 
+def test_a_command_that_is_not_found_is_a_failure(tmp_path: Path) -> None:
+    """As in a container without the project's folder: 127 is srun's own status, not that of an interrupted `wait`."""
+    status, output = fake_job(tmp_path, {"srun": "exit 127"}).run("submit.slr")
+    assert status == 127
+    assert "train.py failed, was killed or never started" in output and "requeued" not in output
+
+
 def test_slurm_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
     job = fake_job(
         tmp_path, {"srun": TRAINS, "scontrol": f"{silent(1)}\n[[ $(wc -l <asked) != 3 ]]", "sleep": NO_PAUSE}
@@ -642,6 +649,12 @@ OURS, BY_A_HUMAN = (
     "swap a fan [root@2026-11-25T10:00:00]",
 )
 WRONG_RESULTS = "check_node.sh: fingerprint 1 of the fingerprints differ [root@2026-11-25T10:00:00]"
+DIFFERS = """for gpu in 0 1 2 3 4 5; do
+echo "fail  slow device    GPU $gpu is slower than the median of the others"; done
+echo "fail  fingerprint    1 of the fingerprints differ
+fail: 0 ok, 0 warn, 7 fail"; exit 2"""
+SLOW = "; ".join(f"slow device GPU {gpu} is slower than the median of the others" for gpu in range(6))
+STAYS = ["State=DRAIN", f"Reason=check_node.sh: {f'fingerprint: {SLOW}'[:300]}"]
 DRAINS = ["State=DRAIN", "Reason=check_node.sh: pcie 4 of 16 lanes; gpu faults Xid 79; Xid 48"]
 
 
@@ -650,6 +663,9 @@ DRAINS = ["State=DRAIN", "Reason=check_node.sh: pcie 4 of 16 lanes; gpu faults X
     [
         ("", FAILS, "prolog_slurmd", 1, DRAINS),
         ("", FAILS, "epilog_slurmd", 0, DRAINS),
+        ("", DIFFERS, "epilog_slurmd", 0, STAYS),
+        (OURS, DIFFERS, "mended", 0, STAYS),
+        *((reason, DIFFERS, "mended", 0, []) for reason in (BY_A_HUMAN, WRONG_RESULTS)),
         (BY_A_HUMAN, FAILS, "prolog_slurmd", 1, []),
         (OURS, PASSES, "mended", 0, ["State=RESUME"]),
         (OURS, WARNS, "epilog_slurmd", 0, ["State=RESUME"]),

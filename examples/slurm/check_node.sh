@@ -40,7 +40,12 @@ case $status:$verdict in
 2:fail)
   failed=$(sed -n 's/^fail  //p' <<<"$report" | tr -s ' ' | sed ':a;N;$!ba;s/\n/; /g')
   say "$failed"
-  [[ -n $reason ]] || scontrol update NodeName="$node" State=DRAIN Reason="$TAG ${failed:0:300}"
+  # a fault for which a node stays drained comes first, and replaces another reason that this script gave
+  lasting=0
+  [[ ! $failed =~ $STAYS_DRAINED ]] || lasting=1 failed="${BASH_REMATCH[0]}: $failed"
+  if [[ -z $reason ]] || { ((lasting)) && [[ $reason == "$TAG "* && ! $reason =~ $STAYS_DRAINED ]]; }; then
+    scontrol update NodeName="$node" State=DRAIN Reason="$TAG ${failed:0:300}" || say "could not drain this node"
+  fi
   [[ $role != prolog_slurmd ]] || exit 1 # Slurm does not start the job here
   ;;
 0:ok | 1:warn)
