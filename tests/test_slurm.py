@@ -378,7 +378,7 @@ def test_without_scontrol_sigterm_prints_the_command_that_resumes(tmp_path: Path
 
 
 def test_a_command_that_is_not_found_is_a_failure(tmp_path: Path) -> None:
-    """As in a container without the project's folder: 127 is srun's own status, not that of an interrupted `wait`."""
+    """As in a container without the project's folder: 127 comes from srun itself, not from an interrupted `wait`."""
     status, output = fake_job(tmp_path, {"srun": "exit 127"}).run("submit.slr")
     assert status == 127
     assert "train.py failed, was killed or never started" in output and "requeued" not in output

@@ -1,7 +1,7 @@
 """Errors that a user can cause or fix, each with an exit status that scripts may rely on.
 
 Every command's `main()` prints such an error as one or two lines, without a traceback. Any other exception is a bug,
-except that of a path without permission.
+except a `PermissionError` that names a path.
 """
 
 import functools
