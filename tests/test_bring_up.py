@@ -648,10 +648,10 @@ def test_wanted_packages_include_their_needs_but_not_those_of_the_target() -> No
 
 
 def test_requirements_are_those_of_the_targets_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = {"a": ['b; python_version < "3.11"'], "b": None}
+    installed = {"a": ['b; python_version < "3.12"'], "b": None}
     found = {name: SimpleNamespace(version="1", requires=requires) for name, requires in installed.items()}
     monkeypatch.setattr(importlib.metadata, "distribution", found.__getitem__)
-    assert [set(pack.closure(["a"], {}, python)) for python in ("3.10", "3.12")] == [{"a", "b"}, {"a"}]
+    assert [set(pack.closure(["a"], {}, python)) for python in ("3.11", "3.12")] == [{"a", "b"}, {"a"}]
 
 
 def test_missing_data_is_an_error(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """tools.doctor --baseline DIR: records of many nodes and days, and how often a job is interrupted."""
 
 import json
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ def record(folder: Path, node: str, day: int, *rates: float, failed: str = "") -
     folder.mkdir(exist_ok=True)
     findings = [Finding("limits", "ok", "", where=node, figures={"bf16 TFLOP/s": rate}) for rate in rates]
     findings += [Finding(failed, "fail", "broken", "repair the node", node)] if failed else []
-    time = datetime(2026, 11, day, 23, tzinfo=timezone.utc)
+    time = datetime(2026, 11, day, 23, tzinfo=UTC)
     document = Document(worst="ok", device="H200", software={"torch": "2"}, time=time, findings=findings)
     (folder / f"{node}-{day}.json").write_text(document.model_dump_json())
 

@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from utils.run.logging.environment import describe_environment
 
         device = describe_environment(world.device, world.world_size)["device"]
-        now = datetime.now(timezone.utc).replace(microsecond=0)
+        now = datetime.now(UTC).replace(microsecond=0)
         document = Document(worst="ok", device=device, software=software_versions(), time=now, findings=[])
         if baseline is not None:  # before measuring
             check_comparable(f"this machine and {options.baseline}", document, baseline)

@@ -9,12 +9,12 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Required
 
 from pydantic import ConfigDict, FiniteFloat, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
-from typing_extensions import Required, TypedDict  # pydantic needs these before Python 3.12
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from tools.bench.reports import Report
 from utils.errors import Stopped
