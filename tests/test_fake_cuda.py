@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -139,3 +140,18 @@ def test_a_build_failure_names_what_is_missing(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr("tests.fake_cuda.build.shutil.which", without(name))
         with pytest.raises(Unavailable, match=reason):
             build(tmp_path)
+
+
+@pytest.mark.parametrize(("compiler", "status"), [(None, 77), ("echo 'error: a bad source' >&2; exit 1", 1)])
+def test_only_a_missing_tool_gives_status_77(tmp_path: Path, compiler: str | None, status: int) -> None:
+    for command in ("bash", "dirname", "mktemp", "rm", "nm"):
+        (tmp_path / command).symlink_to(shutil.which(command) or pytest.skip(f"no {command}"))
+    if compiler is not None:
+        (tmp_path / "g++").write_text(f"#!/bin/bash\n{compiler}\n")
+        (tmp_path / "g++").chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(ROOT / "tests/fake_cuda/with.sh"), "true"], env={"PATH": str(tmp_path), "PYTHON": sys.executable},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == status, done.stderr
+    assert ("no g++" if compiler is None else "a bad source") in done.stderr

@@ -1,6 +1,6 @@
 """Build the fake CUDA runtime with the machine's C++ compiler and the headers in PyTorch's packages (README.md).
 
-python tests/fake_cuda/build.py DIR     # writes DIR/libfake_cuda.so and DIR/libcuda.so.1
+python tests/fake_cuda/build.py DIR     # writes DIR/libfake_cuda.so and DIR/libcuda.so.1; exits 77 if a tool is missing
 """
 
 import importlib.util
@@ -33,11 +33,18 @@ SMALL_HEADERS = {
 
 
 class Unavailable(Exception):
-    """This machine cannot build the fake CUDA runtime; the message names what is missing."""
+    """This machine lacks what builds the fake CUDA runtime; the message names it."""
+
+
+class CompilerError(Exception):
+    """The compiler rejects a source; the message is its first error."""
 
 
 def build(folder: Path) -> None:
-    """Build both libraries in `folder`. `Unavailable` without a compiler, headers, or a CUDA build of PyTorch."""
+    """Build both libraries in `folder`.
+
+    Raises `Unavailable` without a compiler, headers, or a CUDA build of PyTorch, and `CompilerError`.
+    """
     torch, nvidia = _package("torch"), _package("nvidia")
     libraries = [*torch.glob("lib/libc10_cuda.so"), *torch.glob("lib/libtorch*.so")]
     compiler = shutil.which("g++")
@@ -63,7 +70,7 @@ def build(folder: Path) -> None:
         )
         if done.returncode:
             reasons = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
-            raise Unavailable(f"{target.name} cannot be built: {reasons[0].strip()}")
+            raise CompilerError(f"{target.name} cannot be built: {reasons[0].strip()}")
 
     for name in (*RUNTIME, "driver"):
         compile_to(folder / f"{name}.o", "-c", str(HERE / f"{name}.cpp"))
@@ -114,6 +121,7 @@ if __name__ == "__main__":
     target.mkdir(parents=True, exist_ok=True)
     try:
         build(target)
-    except Unavailable as reason:
-        sys.exit(f"error: the fake CUDA runtime cannot be built: {reason}")
+    except (Unavailable, CompilerError) as reason:
+        print(f"error: the fake CUDA runtime cannot be built: {reason}", file=sys.stderr)
+        sys.exit(77 if isinstance(reason, Unavailable) else 1)
     print("".join(f"export {name}={value}\n" for name, value in variables(target).items()), end="")

@@ -1,12 +1,12 @@
 #!/bin/bash
 # with.sh [--compute] COMMAND...: run a command on the fake CUDA runtime (README.md). --compute: its Python processes
-# also compute results. $PYTHON: default python. Exit status: the command's; 77 if the runtime cannot be built here.
+# also compute results. $PYTHON: default python. Exit status: the command's; 77 if a tool to build it is missing.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-variables=$("${PYTHON:-python}" "$here/build.py" "$folder") || exit 77
+variables=$("${PYTHON:-python}" "$here/build.py" "$folder")
 (
   if [ "${1:-}" = --compute ]; then
     shift
