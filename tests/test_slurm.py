@@ -208,15 +208,12 @@ def test_site_settings_reach_the_nodes(tmp_path: Path) -> None:
         "PROCESSES_PER_NODE": "3",
         "ACTIVATE": "export ACTIVATED=$UNSET_VARIABLE,yes",
         "NETWORK_INTERFACE": "hsn0",
-        "HEAD_ADDRESS": "10.0.0.7",
         "MAX_RESTARTS": "2",
     }
     job = fake_job(tmp_path, {"srun": "env >environment"}, **ON_TWO_NODES, **settings)
     assert job.run("submit_multinode.slr")[0] == 0
     (srun,) = job.arguments("srun")
-    assert {"--config=quickstart", "--nproc_per_node=3", "--rdzv_endpoint=10.0.0.7:10004", "--max_restarts=2"} <= set(
-        srun
-    )
+    assert {"--config=quickstart", "--nproc_per_node=3", "--max_restarts=2"} <= set(srun)
     environment = (tmp_path / "environment").read_text().splitlines()
     assert {
         "ACTIVATED=,yes", "NCCL_SOCKET_IFNAME=hsn0", "GLOO_SOCKET_IFNAME=hsn0", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
@@ -464,6 +461,26 @@ def test_network_advice_if_all_nodes_start(tmp_path: Path) -> None:
     assert "all nodes must reach node1:10004: check NETWORK_INTERFACE" in output
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_outside_of_a_job_the_script_says_how_to_submit_it(tmp_path: Path, script: str) -> None:
+    status, output = fake_job(tmp_path, SLURM_JOB_ID="").run(script, "--set", "seed=1 ")
+    assert status == 2
+    assert output == f"{script}: this is not a Slurm job; start one: sbatch {script} --set seed=1\\ \n"
+
+
+def test_a_folder_that_cannot_be_written_ends_the_job_before_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "expts").touch()  # in place of the folder
+    status, output = (job := fake_job(tmp_path)).run("submit.slr")
+    assert (status, job.arguments("srun")) == (2, [])
+    assert f"submit.slr: cannot write to {tmp_path}/expts\n" in output
+
+
+def test_the_status_is_kept_if_the_notes_cannot_be_removed(tmp_path: Path) -> None:
+    fails = f'[[ ! -e expts/.slurm-4/exit_status || $* != *.slurm-4 ]] || exit 1; exec {shutil.which("rm")} "$@"'
+    job = fake_job(tmp_path, {"srun": 'echo 3 >"$TRAIN_EXIT_STATUS_FILE"; exit 1', "rm": fails})
+    assert job.run("submit.slr")[0] == 3
+
+
 def test_a_node_that_cannot_write_ends_the_job_and_is_named(tmp_path: Path) -> None:
     """Without scancel the other nodes would wait for it until JOIN_TIMEOUT."""
     fakes = {
@@ -591,9 +608,8 @@ def test_activation_runs_without_strict_mode_and_its_failure_is_reported(tmp_pat
 
 
 def test_strict_mode_is_restored_after_activation(tmp_path: Path) -> None:
-    (tmp_path / "expts").touch()  # in place of the folder
-    status, output = (job := fake_job(tmp_path, ACTIVATE="true")).run("submit.slr")
-    assert status == 1 and "mkdir" in output
+    status, _ = (job := fake_job(tmp_path, {"realpath": "exit 1"}, ACTIVATE="true")).run("submit.slr")
+    assert status == 1
     assert not job.arguments("srun")
 
 
@@ -689,6 +705,14 @@ def test_the_doctor_drains_a_node_and_returns_only_its_own(
     assert done.returncode == status
     file = tmp_path / "update"
     assert (file.read_text().splitlines() if file.exists() else []) == (["NodeName=node1", *update] if update else [])
+
+
+def test_a_node_check_without_scontrol_says_so(tmp_path: Path) -> None:
+    make_command(tmp_path, "logger", f'echo "$*" >{tmp_path}/said')
+    no_command = {"BASH_FUNC_command%%": "() { return 1; }"}  # a function of this name, so that none is found
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURMD_NODENAME": "node1", "DOCTOR": "false"}
+    assert subprocess.run(["bash", CHECK_NODE], env=environment | no_command, check=False).returncode == 0
+    assert "node1: no scontrol in " in (tmp_path / "said").read_text()
 
 
 # On a real cluster, whose nodes have two fake GPUs each. PROCESSES_PER_NODE=1 saves time.
