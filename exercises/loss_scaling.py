@@ -7,11 +7,13 @@ doubles S.
 
 Write `Scaler.step`.
 
-    python -m pytest exercises/loss_scaling.py
+    python -m pytest -n 0 exercises/loss_scaling.py
 """
 
+import math
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +27,8 @@ class Scaler:
     def step(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> bool:
         """Run the backward pass of the scaled loss, then either update the weights with the true gradients or skip.
 
-        Return whether the weights were updated. Leave no gradients behind (`optimizer.zero_grad()`).
+        Skip if any gradient of any parameter is infinite or NaN. Return whether the weights were updated. Leave no
+        gradients behind (`optimizer.zero_grad()`).
         """
         raise NotImplementedError
 
@@ -35,32 +38,37 @@ def tiny_loss(weight: Tensor, size: float) -> Tensor:
     return (weight.half() * 1e-3).float().sum() * size
 
 
-def make() -> tuple[nn.Parameter, torch.optim.Optimizer]:
-    weight = nn.Parameter(torch.ones(2))
-    return weight, torch.optim.SGD([weight], lr=1.0)
+def make() -> tuple[nn.Parameter, nn.Parameter, torch.optim.Optimizer]:
+    weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    return weight, other, torch.optim.SGD([weight, other], lr=1.0)
+
+
+def has_gradient(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None and bool(parameter.grad.any())
 
 
 def test_a_tiny_gradient_reaches_the_weights() -> None:
-    weight, optimizer = make()
+    weight, _, optimizer = make()
     tiny_loss(weight, 1e-6).backward()
-    assert weight.grad is not None and (weight.grad == 0).all(), "without scaling, fp16 loses it"
-    optimizer.zero_grad()
+    assert not has_gradient(weight), "without scaling, fp16 loses it"
     weight.data.zero_()
     assert Scaler().step(tiny_loss(weight, 1e-6), optimizer)
     torch.testing.assert_close(weight.data, torch.full((2,), -1e-9), rtol=0.01, atol=0)
+    assert not has_gradient(weight)
 
 
-def test_an_overflow_is_skipped_and_halves_the_scale() -> None:
-    weight, optimizer = make()
+@pytest.mark.parametrize("size", [1e30, -1e30, math.nan])
+def test_an_overflow_is_skipped_and_halves_the_scale(size: float) -> None:
+    weight, other, optimizer = make()
     scaler = Scaler(good_steps=2)
-    assert not scaler.step(tiny_loss(weight, 1e30), optimizer)
-    assert torch.equal(weight.data, torch.ones(2)), "the weights must not change"
+    assert not scaler.step(tiny_loss(weight, 1e-6) + tiny_loss(other, size), optimizer)
+    assert torch.equal(weight, torch.ones(2)) and torch.equal(other, torch.ones(2)), "the weights must not change"
     assert (scaler.scale, scaler.good_steps) == (2.0**13, 0)
-    assert weight.grad is None
+    assert not has_gradient(weight) and not has_gradient(other)
 
 
 def test_the_scale_doubles_after_good_steps_in_a_row() -> None:
-    weight, optimizer = make()
+    weight, _, optimizer = make()
     scaler = Scaler()
     scales = []
     for _ in range(7):

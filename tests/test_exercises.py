@@ -1,4 +1,4 @@
-"""The tutorial's exercises: the tests of each fail as it is shipped, and pass with its solution."""
+"""The tutorial's exercises: the tests of each pass with its solution, and fail as it is shipped and with mistakes."""
 
 import ast
 import subprocess
@@ -15,6 +15,58 @@ from tests.conftest import ROOT
 EXERCISES = sorted((ROOT / "exercises").glob("*.py"))
 SOLUTIONS = ROOT / "exercises/solutions"
 BLANK = "raise NotImplementedError"
+# Mistakes that the tests of an exercise must find: a part of its solution, and what replaces it.
+MISTAKES = {
+    "accumulation": [
+        (" * (len(some) / len(images))", " / -(-len(images) // micro_batch_size)"),
+        ("    optimizer.zero_grad()\n", ""),
+        ("images.split(micro_batch_size), labels.split(micro_batch_size)", "[images], [labels]"),
+    ],
+    "autocast": [
+        ("layer.weight.bfloat16()", "layer.weight.detach().bfloat16()"),
+        ("layer.weight.bfloat16()", "layer.to(torch.bfloat16).weight"),
+        (", *shape", ""),
+    ],
+    "averaging": [
+        ("        flat /= dist.get_world_size()\n", ""),
+        ("filled + size > bucket_bytes", "False"),
+    ],
+    "channels_last": [
+        ("    network.train()\n", ""),
+        ("    network.eval()\n", ""),
+        ("    optimizer.zero_grad()\n", ""),
+        ("torch.no_grad()", "torch.enable_grad()"),
+        ("return network.to(memory_format=torch.channels_last)", "return network"),
+        ("loss = functional.cross_entropy(network(images.to(memory_format=torch.channels_last))",
+         "loss = functional.cross_entropy(network(images)"),
+        ("network(images.to(memory_format=torch.channels_last)).argmax", "network(images).argmax"),
+    ],
+    "loss_scaling": [
+        ("        optimizer.zero_grad()\n", ""),
+        ("                gradient.div_(self.scale)\n", "                pass\n"),
+        ("for gradient in gradients)", "for gradient in gradients[:1])"),
+        ("bool(gradient.isfinite().all())", "not bool(gradient.isinf().any())"),
+        ("bool(gradient.isfinite().all())", "not bool(gradient.isnan().any())"),
+        ("self.scale / 2, 0", "self.scale / 2, self.good_steps"),
+        ("self.scale * 2, 0", "self.scale * 2, self.good_steps"),
+    ],
+    "resuming": [
+        ("torch.save(state, partial)", "torch.save(state, path); partial = path"),
+        ("torch.save(state, partial)", "torch.save(state, partial); path.write_bytes(partial.read_bytes())"),
+        ('    optimizer.load_state_dict(state["optimizer"])\n', ""),
+        ("    torch.set_rng_state(state[\"generator\"])\n", ""),
+        ("return epoch, batch", "return epoch, 0"),
+    ],
+    "sampling": [
+        ("num_images, world_size))", "num_images // world_size * world_size, world_size))"),
+        ("sum(correct) / sum(counted)", "sum(c / n for c, n in zip(correct, counted)) / len(counted)"),
+    ],
+    "warmup": [
+        ("math.sqrt(batch_size / reference_batch_size)", "batch_size / reference_batch_size"),
+        ("rate * (step + 1) / warmup_steps", "rate * step / warmup_steps"),
+        ("step + 1 >= warmup_steps", "step + 1 >= int(warmup_epochs) * steps_per_epoch"),
+    ],
+}  # fmt: skip
 
 
 def count_outcomes(paths: Sequence[Path], folder: Path) -> dict[str, Counter[str]]:
@@ -49,15 +101,19 @@ def solve(exercise: str, solution: str) -> str:
 
 
 @pytest.mark.parametrize("path", EXERCISES, ids=lambda path: path.stem)
-def test_the_blank_fails_and_the_solution_passes(path: Path, tmp_path: Path) -> None:
-    shipped, solved = tmp_path / path.name, tmp_path / f"{path.stem}_solved.py"
-    shipped.write_text(path.read_text("utf-8"), "utf-8")
-    solved.write_text(solve(shipped.read_text("utf-8"), (SOLUTIONS / path.name).read_text("utf-8")), "utf-8")
-    assert BLANK not in solved.read_text("utf-8")
+def test_only_the_solution_passes(path: Path, tmp_path: Path) -> None:
+    exercise, solution = path.read_text("utf-8"), (SOLUTIONS / path.name).read_text("utf-8")
+    answers = {"blank": exercise, "solved": solve(exercise, solution)}
+    assert BLANK not in answers["solved"]
+    for number, (part, mistake) in enumerate(MISTAKES[path.stem]):
+        assert part in solution, f"the solution of {path.name} has no {part!r}"
+        answers[f"mistake_{number}"] = solve(exercise, solution.replace(part, mistake))
+    for name, text in answers.items():
+        (tmp_path / f"{name}.py").write_text(text, "utf-8")
 
-    outcomes = count_outcomes([shipped, solved], tmp_path)
-    assert outcomes[shipped.stem]["failed"] >= 1
-    assert outcomes[solved.stem] == {"passed": outcomes[shipped.stem].total()}
+    outcomes = count_outcomes([tmp_path / f"{name}.py" for name in answers], tmp_path)
+    assert outcomes.pop("solved") == {"passed": outcomes["blank"].total()}
+    assert not [name for name, counts in outcomes.items() if not counts["failed"]]
 
 
 def test_every_exercise_is_listed() -> None:
