@@ -11,6 +11,7 @@ Write `save` and `load`.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,12 +63,18 @@ def test_a_resumed_run_ends_with_the_same_bits(stop_before: tuple[int, int], tmp
         assert torch.equal(expected, found)
 
 
-def test_the_earlier_file_is_replaced_and_never_written_into(tmp_path: Path) -> None:
+def test_the_earlier_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process can be killed while it writes: write to another file, then rename."""
     train(tmp_path, (1, 0))
-    earlier = tmp_path / "earlier.pt"
-    earlier.hardlink_to(tmp_path / "checkpoint.pt")  # a second name of the same file
-    good = earlier.read_bytes()
+    checkpoint, earlier = tmp_path / "checkpoint.pt", tmp_path / "earlier.pt"
+    earlier.hardlink_to(checkpoint)  # a second name of the same file, which shows whether it is written into
+    good, torch_save = earlier.read_bytes(), torch.save
+
+    def look_after(*arguments: Any, **options: Any) -> None:
+        torch_save(*arguments, **options)
+        assert checkpoint.exists(), "a kill here would leave no checkpoint"
+
+    monkeypatch.setattr(torch, "save", look_after)
     train(tmp_path, (2, 0))
     assert earlier.read_bytes() == good
-    assert (tmp_path / "checkpoint.pt").read_bytes() != good
+    assert checkpoint.read_bytes() != good

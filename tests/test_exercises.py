@@ -52,6 +52,7 @@ MISTAKES = {
     ],
     "resuming": [
         ("torch.save(state, partial)", "torch.save(state, path); partial = path"),
+        ("torch.save(state, partial)", "path.unlink(missing_ok=True); torch.save(state, partial)"),
         ("torch.save(state, partial)", "torch.save(state, partial); path.write_bytes(partial.read_bytes())"),
         ('    optimizer.load_state_dict(state["optimizer"])\n', ""),
         ("    torch.set_rng_state(state[\"generator\"])\n", ""),

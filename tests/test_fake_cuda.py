@@ -143,7 +143,7 @@ def test_a_build_failure_names_what_is_missing(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("compiler", "status"), [(None, 77), ("echo 'error: a bad source' >&2; exit 1", 1)])
-def test_only_a_missing_tool_gives_status_77(tmp_path: Path, compiler: str | None, status: int) -> None:
+def test_only_a_missing_compiler_gives_status_77(tmp_path: Path, compiler: str | None, status: int) -> None:
     for command in ("bash", "dirname", "mktemp", "rm", "nm"):
         (tmp_path / command).symlink_to(shutil.which(command) or pytest.skip(f"no {command}"))
     if compiler is not None:
@@ -153,5 +153,7 @@ def test_only_a_missing_tool_gives_status_77(tmp_path: Path, compiler: str | Non
         ["bash", str(ROOT / "tests/fake_cuda/with.sh"), "true"], env={"PATH": str(tmp_path), "PYTHON": sys.executable},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
+    if "no package nvidia" in done.stderr or "not a CUDA build" in done.stderr:
+        pytest.skip(done.stderr)
     assert done.returncode == status, done.stderr
     assert ("no g++" if compiler is None else "a bad source") in done.stderr

@@ -472,7 +472,7 @@ def test_a_folder_that_cannot_be_written_ends_the_job_before_it_starts(tmp_path:
     (tmp_path / "expts").touch()  # in place of the folder
     status, output = (job := fake_job(tmp_path)).run("submit.slr")
     assert (status, job.arguments("srun")) == (2, [])
-    assert f"submit.slr: cannot write to {tmp_path}/expts\n" in output
+    assert f"submit.slr: node1 cannot write to {tmp_path}/expts: free the disk, or choose another --run-dir\n" in output
 
 
 def test_the_status_is_kept_if_the_notes_cannot_be_removed(tmp_path: Path) -> None:
@@ -608,7 +608,8 @@ def test_activation_runs_without_strict_mode_and_its_failure_is_reported(tmp_pat
 
 
 def test_strict_mode_is_restored_after_activation(tmp_path: Path) -> None:
-    status, _ = (job := fake_job(tmp_path, {"realpath": "exit 1"}, ACTIVATE="true")).run("submit.slr")
+    fails = {"realpath": f"echo {tmp_path}/expts; exit 1"}
+    status, _ = (job := fake_job(tmp_path, fails, ACTIVATE="set +e")).run("submit.slr")
     assert status == 1
     assert not job.arguments("srun")
 
@@ -707,12 +708,18 @@ def test_the_doctor_drains_a_node_and_returns_only_its_own(
     assert (file.read_text().splitlines() if file.exists() else []) == (["NodeName=node1", *update] if update else [])
 
 
-def test_a_node_check_without_scontrol_says_so(tmp_path: Path) -> None:
-    make_command(tmp_path, "logger", f'echo "$*" >{tmp_path}/said')
+@pytest.mark.parametrize(("role", "status"), [("prolog_slurmd", 1), ("epilog_slurmd", 0), ("health", 0)])
+def test_without_scontrol_a_node_check_says_so_and_a_prolog_still_checks(
+    tmp_path: Path, role: str, status: int
+) -> None:
+    make_command(tmp_path, "logger", f'echo "$*" >>{tmp_path}/said')
+    make_command(tmp_path, "doctor", FAILS)
+    make_command(tmp_path, "scontrol", "exit 127")
     no_command = {"BASH_FUNC_command%%": "() { return 1; }"}  # a function of this name, so that none is found
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURMD_NODENAME": "node1", "DOCTOR": "false"}
-    assert subprocess.run(["bash", CHECK_NODE], env=environment | no_command, check=False).returncode == 0
-    assert "node1: no scontrol in " in (tmp_path / "said").read_text()
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURMD_NODENAME": "node1", "SLURM_SCRIPT_CONTEXT": role}
+    done = subprocess.run(["bash", CHECK_NODE], env=environment | {"DOCTOR": "doctor"} | no_command, check=False)
+    assert done.returncode == status
+    assert "node1: there is no scontrol in " in (tmp_path / "said").read_text()
 
 
 # On a real cluster, whose nodes have two fake GPUs each. PROCESSES_PER_NODE=1 saves time.

@@ -23,7 +23,10 @@ TAG=check_node.sh:                           # begins the reason of a node that 
 export PATH=${PATH:+$PATH:}/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin # slurmd sets none
 node=${SLURMD_NODENAME:-$(hostname -s)} role=${SLURM_SCRIPT_CONTEXT:-${1:-health}}
 say() { logger -s -t check_node.sh -- "$node: $*" || true; }
-command -v scontrol >/dev/null || { say "no scontrol in $PATH: no node is drained or returned" && exit; }
+if ! command -v scontrol >/dev/null; then
+  say "there is no scontrol in $PATH, so this script cannot drain or return the node: add its folder to PATH here"
+  [[ $role == prolog_slurmd ]] || exit 0 # a prolog can still keep the job away
+fi
 # Print the reason of a drained node; nothing if it is in service.
 drain_reason() { scontrol --oneliner show node "$node" | sed -nE 's/.* State=[^ ]*DRAIN[^ ]* .* Reason=(.*)/\1/p'; }
 

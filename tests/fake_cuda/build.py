@@ -1,6 +1,8 @@
 """Build the fake CUDA runtime with the machine's C++ compiler and the headers in PyTorch's packages (README.md).
 
-python tests/fake_cuda/build.py DIR     # writes DIR/libfake_cuda.so and DIR/libcuda.so.1; exits 77 if a tool is missing
+python tests/fake_cuda/build.py DIR     # writes DIR/libfake_cuda.so and DIR/libcuda.so.1
+
+Exit status: 77 without a compiler or a CUDA build of PyTorch, 1 if the two cannot build it.
 """
 
 import importlib.util
@@ -33,32 +35,32 @@ SMALL_HEADERS = {
 
 
 class Unavailable(Exception):
-    """This machine lacks what builds the fake CUDA runtime; the message names it."""
+    """There is no compiler or no CUDA build of PyTorch; the message says which."""
 
 
-class CompilerError(Exception):
-    """The compiler rejects a source; the message is its first error."""
+class BuildError(Exception):
+    """The sources do not fit this PyTorch: a header is missing, or the compiler reports an error."""
 
 
 def build(folder: Path) -> None:
     """Build both libraries in `folder`.
 
-    Raises `Unavailable` without a compiler, headers, or a CUDA build of PyTorch, and `CompilerError`.
+    Raises `Unavailable` and `BuildError`.
     """
-    torch, nvidia = _package("torch"), _package("nvidia")
-    libraries = [*torch.glob("lib/libc10_cuda.so"), *torch.glob("lib/libtorch*.so")]
     compiler = shutil.which("g++")
     if compiler is None:
         raise Unavailable("no g++")
     if shutil.which("nm") is None:
         raise Unavailable("no nm (binutils)")
+    torch, nvidia = _package("torch"), _package("nvidia")
+    libraries = [*torch.glob("lib/libc10_cuda.so"), *torch.glob("lib/libtorch*.so")]
     if len(libraries) < 2 or not any(torch.glob("lib/libc10_cuda.so")):
         raise Unavailable("torch is not a CUDA build")
     (include,) = list(nvidia.glob("cu[0-9]*/include"))[:1] or [nvidia / "cuda_runtime/include"]
     needed = [include / "cuda_runtime_api.h", nvidia / "cudnn/include/cudnn.h", nvidia / "nccl/include/nccl.h"]
     for header in needed:
         if not header.exists():
-            raise Unavailable(f"no {header.name} in torch's packages")
+            raise BuildError(f"no {header.name} in torch's packages")
     for name, text in SMALL_HEADERS.items():
         (folder / "include" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "include" / name).write_text(text, encoding="utf-8")
@@ -70,7 +72,7 @@ def build(folder: Path) -> None:
         )
         if done.returncode:
             reasons = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
-            raise CompilerError(f"{target.name} cannot be built: {reasons[0].strip()}")
+            raise BuildError(f"{target.name} cannot be built: {reasons[0].strip()}")
 
     for name in (*RUNTIME, "driver"):
         compile_to(folder / f"{name}.o", "-c", str(HERE / f"{name}.cpp"))
@@ -121,7 +123,7 @@ if __name__ == "__main__":
     target.mkdir(parents=True, exist_ok=True)
     try:
         build(target)
-    except (Unavailable, CompilerError) as reason:
+    except (Unavailable, BuildError) as reason:
         print(f"error: the fake CUDA runtime cannot be built: {reason}", file=sys.stderr)
         sys.exit(77 if isinstance(reason, Unavailable) else 1)
     print("".join(f"export {name}={value}\n" for name, value in variables(target).items()), end="")

@@ -1,6 +1,6 @@
 #!/bin/bash
 # with.sh [--compute] COMMAND...: run a command on the fake CUDA runtime (README.md). --compute: its Python processes
-# also compute results. $PYTHON: default python. Exit status: the command's; 77 if a tool to build it is missing.
+# also compute results. $PYTHON: default python. Exit status: the command's, or build.py's if it fails.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 
