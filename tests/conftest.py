@@ -12,7 +12,7 @@ import tempfile
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from PIL import Image
 from tests import forked_python
 from tests.tiny_shards import make_folders
 from tools import prepare_data
+from tools.shared.command_line import as_settings
 from utils.config import Config, load_config
 from utils.config.command_line import parse_arguments
 from utils.data.datasets import dataset as datasets
@@ -52,6 +53,13 @@ TINY = {
     "num_data_workers": 0,
     "device": "cpu",
 }
+
+
+def as_options(values: Mapping[str, Any]) -> list[str]:
+    return [f"--set={setting}" for setting in as_settings(values)]
+
+
+TINY_OPTIONS = as_options(TINY)
 
 # All additions of recipes to a step.
 RECIPE = {
@@ -197,6 +205,12 @@ def read_records(folder: Path, kind: str = "") -> list[dict[str, Any]]:
 def without_times(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Remove what differs in every run."""
     return [{name: value for name, value in record.items() if name not in {"time", *MEASURED}} for record in records]
+
+
+def change_byte(path: Path, position: int = -1) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
 
 
 def replace_by_fifo(path: Path) -> None:

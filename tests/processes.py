@@ -26,7 +26,6 @@ class Ended:
     status: int
     output: str
     errors: str
-    seconds: float
 
 
 def free_port() -> int:
@@ -70,23 +69,17 @@ class Job:
                 self.processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=errors))
             self.folders.append(own)
 
-    def pid(self, number: int) -> int:
-        """Return the id of the forked process itself, for signals that cannot be forwarded (forked_python.py)."""
-        return int((self.folders[number] / "pid").read_text())
-
     def wait(self, timeout: float = 150) -> list[Ended]:
         """Wait for all; after `timeout` seconds kill the rest, which then have status -9."""
-        seconds = []
         for process in self.processes:
             try:
                 process.wait(max(0.0, self.started + timeout - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            seconds.append(time.monotonic() - self.started)
         return [
-            Ended(process.returncode, _read(own / "stdout"), _read(own / "stderr"), spent)
-            for process, own, spent in zip(self.processes, self.folders, seconds, strict=True)
+            Ended(process.returncode, _read(own / "stdout"), _read(own / "stderr"))
+            for process, own in zip(self.processes, self.folders, strict=True)
         ]
 
 
@@ -102,6 +95,13 @@ def run_job(
     port = free_port()
     ranks = [torchrun_variables(rank, world_size, port, **variables) for rank in range(world_size)]
     return Job(folder, function, arguments, ranks).wait(timeout)
+
+
+def make_command(folder: Path, name: str, action: str) -> None:
+    """Write a bash script of this name."""
+    (folder / name).unlink(missing_ok=True)  # a link to the real command
+    (folder / name).write_text(f"#!/bin/bash\n{action}\n")
+    (folder / name).chmod(0o755)
 
 
 def wait_until(what: str, seconds: float, test: Callable[[], Any], step: float = 0.1) -> Any:
@@ -159,6 +159,5 @@ def _read(path: Path) -> str:
 
 if __name__ == "__main__":
     sys.path.insert(1, str(ROOT))
-    Path(sys.argv[1]).with_name("pid").write_text(str(os.getpid()))
     function, arguments = pickle.loads(Path(sys.argv[1]).read_bytes())
     sys.exit(function(*arguments))

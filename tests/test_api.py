@@ -12,10 +12,9 @@ from PIL import Image
 
 import api
 import train
-from tests.conftest import TINY
+from tests.conftest import TINY, as_options, without_times
 from tools import evaluate
 from tools.predict import predict
-from tools.shared.command_line import as_settings
 from tools.shared.trained import open_trained
 from utils.config.command_line import parse_arguments
 from utils.data.datasets.dataset import load_dataset
@@ -25,7 +24,6 @@ from utils.run.preemption import SIGNALS
 from utils.training.learner import Learner
 
 SHORT = TINY | {"limit_valid_batches": None, "log_to_screen": False}
-MEASURED = ("seconds", "images_per_sec", "epoch_seconds", "clock_seconds")
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +33,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> api.Run:
 
 
 def computed(run: api.Run) -> list[dict[str, Any]]:
-    """Return the run's figures that are no measurements."""
-    return [
-        {name: value for name, value in record.items() if not name.startswith(MEASURED)}
-        for record in (run.metrics, *run.epochs)
-    ]
+    return without_times([run.metrics, *run.epochs])
 
 
 def test_train_gives_the_figures_of_the_command_line(run: api.Run, tmp_path: Path) -> None:
     """Also the second time in a process, and in another thread, where no signal can be handled."""
-    words = [f"--set={setting}" for setting in as_settings(SHORT)]
-    assert train.main(parse_arguments(["--config=quickstart", f"--run-dir={tmp_path / 'command'}", *words])) == 0
+    command = ["--config=quickstart", f"--run-dir={tmp_path / 'command'}", *as_options(SHORT)]
+    assert train.main(parse_arguments(command)) == 0
     handlers = [signal.getsignal(number) for number in SIGNALS]
     commanded = api.train("quickstart", run_dir=tmp_path / "command", **SHORT)  # it is finished, so this reads it
     with ThreadPoolExecutor(1) as pool:

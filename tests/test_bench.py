@@ -86,7 +86,7 @@ def test_the_ladders_budget_is_for_the_whole_command(minutes_left, trials, said,
     assert said in capsys.readouterr().out
 
 
-def test_a_rung_with_settings_is_compared_with_its_block(capsys) -> None:
+def test_a_rung_with_settings_is_compared_with_its_block() -> None:
     rung = ladder.read_rung(CIFAR100, "fastest+enable_compile=false+lr=0.3", ["batch_size=64"])
     assert (rung.enable_compile, rung.lr, rung.batch_size) == (False, 0.3, 64)
     assert rung.amp_dtype == ladder.read_rung(CIFAR100, "fastest", []).amp_dtype
@@ -184,7 +184,7 @@ def test_loaders_read_each_epoch_cold_and_then_cached(tiny, one_rank, monkeypatc
         loaders.LoaderTrial(config, loader, None, one_rank, num_batches=5, num_steps=0, cold=True)
 
 
-def test_loaders_compare_data_paths(tiny, one_rank, monkeypatch, tmp_path, capsys) -> None:
+def test_loaders_compare_data_paths(one_rank, monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(loaders, "drop_page_cache", lambda: None)
     monkeypatch.setattr(common, "on_all_ranks", lambda config, action: action(one_rank) or 0)
     parser = argparse.ArgumentParser()

@@ -104,7 +104,7 @@ def test_hparams_start_with_the_changes_and_four_settings(run):
     }
 
 
-def test_hparams_have_a_row_before_the_run_ends(tiny, one_rank, tmp_path):
+def test_hparams_have_a_row_before_the_run_ends(tiny, tmp_path):
     board = TensorBoardWriter(tmp_path, epoch=0, step=0)
     board.describe(tiny(), "tiny", {})
     board.close()

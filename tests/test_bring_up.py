@@ -370,9 +370,9 @@ def test_parts_wait_for_their_data_without_a_start_each(tmp_path: Path, monkeypa
 # ---- figures, page, baseline
 
 
-def bring_up(folder: Path, fastest: float = 20_000, spread: float = 0.01, **machine: Any) -> BringUpProgress:
+def bring_up(folder: Path, fastest: float = 20_000, **machine: Any) -> BringUpProgress:
     """Write a folder as a call leaves it: a ladder, limits, tests, a record."""
-    rungs = {"bs256": rung(2_000), "bs256-amp": rung(5_000), "fastest": rung(fastest, spread)}
+    rungs = {"bs256": rung(2_000), "bs256-amp": rung(5_000), "fastest": rung(fastest)}
     report(folder, "ladder", {"limits": {}, "rungs": rungs})
     report(folder, "limits", {"product bf16, TFLOP/s": sample(700), "memory, GB/s": sample(4_000)})
     layer = {"milliseconds": sample(0.2), "count": 3, "at_least": 0.1, "bound": "memory", "share": 0.5}

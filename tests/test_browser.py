@@ -11,16 +11,16 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import ROOT, read_records
-from tests.processes import free_port
+from tests.processes import free_port, wait_until
 from tools.report import main as report
 from train import Trainer
 from utils.config import Config
@@ -102,14 +102,12 @@ def picture(browser: Any, name: str) -> None:
 
 def wait_for(browser: Any, condition: Callable[[], Any], what: str) -> Any:
     """The first true value of `condition`; fails with a picture of what the page shows instead."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.3)
-    picture(browser, "failed")
-    text = browser.execute_script(VISIBLE_TEXT)
-    raise AssertionError(f"the page never showed {what}; it shows: {text[:3000]}")
+    try:
+        return wait_until(what, WAIT_SECONDS, condition, 0.3)
+    except AssertionError as error:
+        picture(browser, "failed")
+        text = browser.execute_script(VISIBLE_TEXT)
+        raise AssertionError(f"{error}; the page shows: {text[:3000]}") from None
 
 
 def see(browser: Any, pattern: str) -> re.Match[str]:
@@ -140,17 +138,14 @@ def tensorboard(expts: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(expts), "--host=127.0.0.1", f"--port={port}"]
     process = subprocess.Popen([*command, "--load_fast=false"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     address = f"http://127.0.0.1:{port}/"
+
+    def has_both_runs() -> bool:
+        with suppress(OSError):
+            return len(json.load(urllib.request.urlopen(address + "data/runs", timeout=5))) == 2
+        return False
+
     try:
-        deadline = time.monotonic() + WAIT_SECONDS
-        while True:
-            try:
-                runs = json.load(urllib.request.urlopen(address + "data/runs", timeout=5))
-                if len(runs) == 2:
-                    break
-            except OSError:
-                pass
-            assert time.monotonic() < deadline and process.poll() is None, "TensorBoard did not start"
-            time.sleep(0.5)
+        wait_until("answer of TensorBoard", WAIT_SECONDS, has_both_runs, 0.5)
         yield address
     finally:
         process.terminate()

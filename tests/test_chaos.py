@@ -1,4 +1,4 @@
-"""tests.faults.chaos: the plan of faults, the detection of problems, and a small campaign."""
+"""tests.faults.chaos: the plan of faults and the detection of problems."""
 
 import subprocess
 import sys
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.conftest import ROOT
 from tests.faults.chaos import EPOCHS, MOST_FAULTS, STEPS_PER_EPOCH, check_start, meet_faults
 from tests.faults.kinds import KINDS, Fault, damage, plan_faults
 from tests.faults.ranks import ForkedRun
@@ -97,22 +96,3 @@ def test_a_checkpoint_is_damaged(tmp_path):
         path.write_bytes(b"abcd")
         damage(path, cut)
         assert path.read_bytes() == expected
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_small_campaign(tmp_path):
-    """In a separate process, which forks the ranks."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.faults.chaos",
-        "--faults=4",
-        "--nproc=2",
-        "--seed=1",
-        f"--work-dir={tmp_path}",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "verdict: every run ended like the uninterrupted one" in done.stdout
-    assert list(tmp_path.iterdir()) == []

@@ -335,7 +335,7 @@ def test_a_pickle_that_would_run_code_is_not_run(tmp_path, state):
     assert (tmp_path / "sprung").exists()  # the pickle does run code
 
 
-def test_random_states_are_restored(state):
+def test_random_states_are_restored():
     def sample():
         return [(random.random(), np.random.rand(), np.random.randn(), torch.rand(()).item()) for _ in range(2)]
 

@@ -8,18 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from ruamel.yaml import YAML
 
 from tests.conftest import CIFAR100, ROOT
 from tests.test_blocks import BLOCKS, FILES
-from train import Trainer
 from utils.base_config import as_yaml, render
 from utils.config import Config, list_blocks, load_config
 from utils.config import blocks as config_module
 from utils.config.command_line import parse_arguments
 from utils.config.config import default_block, schema
-from utils.distributed.world import World
 from utils.errors import ConfigError
 
 # ---- the files of this repository
@@ -413,13 +410,6 @@ def test_the_length_of_a_chain_of_blocks_is_limited(tmp_path: Path) -> None:
         load_config(path, "b100")
     path.write_text("".join(blocks), encoding="utf-8")
     assert load_config(path, "b100").lr == 0.5  # each block is resolved before the blocks that extend it
-
-
-def test_a_batch_that_the_ranks_cannot_share_is_refused(tiny: Callable[..., Config]) -> None:
-    ranks = World(rank=0, local_rank=0, world_size=3, device=torch.device("cpu"))
-    message = "batch_size 32 cannot be split evenly over 3 ranks; use a multiple of 3, for example 33"
-    with pytest.raises(ConfigError, match=message):
-        Trainer(tiny(), ranks)
 
 
 # ---- the folder of a block's run

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import utils.data.build
-from tests.conftest import CIFAR100
+from tests.conftest import CIFAR100, change_byte
 from tests.tiny_cifar import RECORDS_PER_FILE, TinyCifar, make_tiny_cifar, serve
 from utils.config import load_config
 from utils.data.datasets.cifar import VERSIONS, fingerprint
@@ -73,18 +73,12 @@ def lengthen(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\0")
 
 
-def alter_last_byte(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 128
-    path.write_bytes(content)
-
-
 def replace_by_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
 
 
-@pytest.mark.parametrize("damage", [cut, lengthen, alter_last_byte, Path.unlink, replace_by_folder])
+@pytest.mark.parametrize("damage", [cut, lengthen, change_byte, Path.unlink, replace_by_folder])
 @pytest.mark.parametrize("which", [0, -1])
 def test_damage_is_an_error_that_names_the_file_and_the_remedy(
     tiny: TinyCifar, tmp_path: Path, damage: Callable[[Path], None], which: int

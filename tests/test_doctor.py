@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from tests.conftest import CIFAR100, ROOT
+from tests.processes import make_command
 from tools.doctor import __main__ as doctor
 from tools.doctor import fingerprints, gpus, hardware, machine, measured
 from tools.doctor.findings import LEVELS, Finding, render
@@ -251,9 +252,7 @@ def test_nodes_starts_one_process_per_node_with_srun(tmp_path, monkeypatch, capf
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert doctor.main(["--nodes"]) == 2
     assert "not in a Slurm allocation" in capfd.readouterr().err
-    srun = tmp_path / "srun"
-    srun.write_text('#!/bin/sh\necho "$@"\nexit 1\n')
-    srun.chmod(0o755)
+    make_command(tmp_path, "srun", 'echo "$@"\nexit 1')
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
@@ -303,7 +302,7 @@ def test_container_recipes_require_the_same_torch_as_the_project(tmp_path):
         assert python(f"from tools.doctor import machine; machine.MINIMUM_TORCH = (99, 0); {code}").returncode == 1
 
 
-def test_container_recipes_install_the_declared_dependencies(tmp_path):
+def test_container_recipes_install_the_declared_dependencies():
     assert 'pip install --no-cache-dir ".[report]"' in (ROOT / "Dockerfile").read_text()
     (code,) = re.findall(r"python -c '([^']*)'", (ROOT / "apptainer.def").read_text())
     done = python(code.replace("\\\n", ""))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.processes import make_command
 from tools.doctor.dcgm import check_dcgm, read_diagnostic
 
 
@@ -107,8 +108,7 @@ def test_dcgmi_runs_where_it_is_installed_and_the_job_has_all_gpus(
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert check_dcgm(2, 8, 8).message == "not run: no dcgmi on PATH"
     (tmp_path / "answer").write_text(dcgm4(PCIE_4))
-    (tmp_path / "dcgmi").write_text(f'#!/bin/sh\n[ "$3" = 1 ] || sleep 20\necho "$@" >&2; cat {tmp_path}/answer\n')
-    (tmp_path / "dcgmi").chmod(0o755)
+    make_command(tmp_path, "dcgmi", f'[ "$3" = 1 ] || sleep 20\necho "$@" >&2; cat {tmp_path}/answer')
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert check_dcgm(0, 8, 8).message == "not run: --dcgm 0"
     assert check_dcgm(1, 2, 8).message == "not run: it tests all 8 GPUs of the node, of which this job may use 2"

@@ -2,22 +2,16 @@
 
 import errno
 import os
-import signal
 import subprocess
-import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.conftest import ROOT, TINY
+from tests.conftest import ROOT, TINY, as_options
 from tests.processes import PYTHON, without_launcher
-from tools.shared.command_line import as_settings
 from utils.distributed.ranks import run_ranks
 from utils.errors import DataError, exit_in_a_line, explain
-from utils.run.checkpoint.io import newest_good
 
 REMEDY = "use a smaller micro_batch_size, which keeps batch_size, a smaller batch_size, or enable_amp=true;"
 
@@ -91,8 +85,8 @@ def test_an_operation_without_a_deterministic_kernel_is_named():
 
 def test_a_reader_that_leaves_ends_the_output_and_not_the_training(tmp_path):
     """`train.py ... | head`"""
-    settings = [f"--set={setting}" for setting in as_settings(TINY | {"log_freq": 1})]
-    command = [PYTHON, "train.py", "--config=default", f"--run-dir={tmp_path}", *settings]
+    options = as_options(TINY | {"log_freq": 1})
+    command = [PYTHON, "train.py", "--config=default", f"--run-dir={tmp_path}", *options]
     run = start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert run.stdout is not None and run.stderr is not None
     run.stdout.readline()
@@ -103,11 +97,8 @@ def test_a_reader_that_leaves_ends_the_output_and_not_the_training(tmp_path):
 
 def test_a_reader_of_the_errors_that_leaves_does_not_change_the_status(tmp_path):
     """`train.py ... 2>&1 | tee FILE` and Ctrl-C, which ends tee, too."""
-    settings = [
-        f"--set={setting}"
-        for setting in as_settings(TINY | {"dataset": "imagefolder", "data_path": f"{tmp_path}/nowhere"})
-    ]
-    command = [PYTHON, "train.py", "--config=default", f"--run-dir={tmp_path / 'run'}", *settings]
+    options = as_options(TINY | {"dataset": "imagefolder", "data_path": f"{tmp_path}/nowhere"})
+    command = [PYTHON, "train.py", "--config=default", f"--run-dir={tmp_path / 'run'}", *options]
     status = tmp_path / "status"
     run = start(command, {"TRAIN_EXIT_STATUS_FILE": str(status)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert run.stderr is not None
@@ -118,32 +109,3 @@ def test_a_reader_of_the_errors_that_leaves_does_not_change_the_status(tmp_path)
 def start(command: list[str], variables: dict[str, str] | None = None, **streams: int) -> subprocess.Popen[str]:
     environment = without_launcher(os.environ) | (variables or {})
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **streams)
-
-
-def start_with_a_worker(folder: Path, **changes: object) -> subprocess.Popen[str]:
-    keys = TINY | {"data_loader": "torchvision", "num_data_workers": 1, "log_freq": 1} | changes
-    settings = [f"--set={setting}" for setting in as_settings(keys)]
-    command = [PYTHON, "train.py", "--config=default", f"--run-dir={folder}", *settings]
-    return start(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the worker in /proc")
-def test_a_killed_loader_worker_is_named(tmp_path):
-    """The kernel kills a worker when memory runs out."""
-    run = start_with_a_worker(tmp_path, limit_train_batches=100, checkpoint_every_steps=1)
-    while run.poll() is None and not list((tmp_path / "checkpoints").glob("step-*.pt")):
-        time.sleep(0.01)
-    tasks = Path(f"/proc/{run.pid}/task").glob("*/children")
-    workers = [int(worker) for task in tasks for worker in task.read_text().split()]
-    for worker in workers:
-        os.kill(worker, signal.SIGKILL)
-    _, errors = run.communicate(timeout=120)
-    assert workers and run.returncode == 1
-    first, second = errors.splitlines()
-    assert first in {
-        f"error: loader worker {worker} was killed by SIGKILL, as the kernel does when host memory runs out"
-        for worker in workers
-    }
-    assert "fewer num_data_workers" in second
-    path, _, complaints = newest_good(tmp_path / "checkpoints")
-    assert path is not None and complaints == []

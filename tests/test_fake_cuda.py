@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.fake_cuda.build import Unavailable, build, variables
+from tests.processes import make_command
 
 PROGRAM = """
 import json, sys, time
@@ -147,8 +148,7 @@ def test_only_a_missing_compiler_gives_status_77(tmp_path: Path, compiler: str |
     for command in ("bash", "dirname", "mktemp", "rm", "nm"):
         (tmp_path / command).symlink_to(shutil.which(command) or pytest.skip(f"no {command}"))
     if compiler is not None:
-        (tmp_path / "g++").write_text(f"#!/bin/bash\n{compiler}\n")
-        (tmp_path / "g++").chmod(0o755)
+        make_command(tmp_path, "g++", compiler)
     done = subprocess.run(
         ["bash", str(ROOT / "tests/fake_cuda/with.sh"), "true"], env={"PATH": str(tmp_path), "PYTHON": sys.executable},
         capture_output=True, text=True, timeout=120, check=False,

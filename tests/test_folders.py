@@ -347,7 +347,7 @@ def test_the_next_image_replaces_an_unreadable_one(
 
 
 def test_the_list_keeps_entries_of_earlier_starts_and_the_bytes_of_names(
-    config: Callable[..., Config], made: Path, one_rank: World, tmp_path: Path
+    config: Callable[..., Config], one_rank: World, tmp_path: Path
 ) -> None:
     (tmp_path / "unreadable.txt").write_bytes(b"/earlier\xff.jpg\tcut\n")
     built = build(config("imagefolder"))

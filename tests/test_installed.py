@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, TINY
+from tests.conftest import ROOT, TINY, as_options
 from tests.processes import without_launcher
 from tests.test_layout import commands
-from tools.shared.command_line import as_settings
 
 IN_PYTHON = TINY | {"config": "quickstart", "log_to_screen": False}
-SETTINGS = [f"--set={setting}" for setting in as_settings(TINY | {"data_loader": "torchvision", "num_data_workers": 1})]
+SETTINGS = as_options(TINY | {"data_loader": "torchvision", "num_data_workers": 1})
 
 
 def tracked(*patterns: str) -> set[Path]:

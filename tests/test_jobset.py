@@ -10,7 +10,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from tests.conftest import ROOT, TINY
-from tests.processes import PYTHON, free_port, wait_until, without_launcher
+from tests.processes import PYTHON, free_port, make_command, wait_until, without_launcher
 from tools.shared.command_line import as_settings
 
 MANIFEST: dict[str, Any] = YAML(typ="safe").load(ROOT / "jobset.yaml")
@@ -22,7 +22,7 @@ ENVIRONMENT = {variable["name"]: variable["value"] for variable in CONTAINER["en
 class Pods:
     """The container's command in `count` processes, as Kubernetes would start it in `count` pods."""
 
-    def __init__(self, folder: Path, count: int, ranks: int, *arguments: str, cwd: Path = ROOT) -> None:
+    def __init__(self, folder: Path, count: int, ranks: int, *arguments: str) -> None:
         self.processes, port = [], free_port()
         for index in range(count):
             variables = ENVIRONMENT | {"NODES": str(count), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
@@ -31,7 +31,7 @@ class Pods:
             with (folder / f"pod{index}.log").open("a") as log:
                 command = [*CONTAINER["command"], *arguments]
                 environment = without_launcher(os.environ) | variables
-                process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=log, stderr=log)
+                process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
             self.processes.append(process)
 
     def wait(self) -> list[int]:
@@ -40,10 +40,7 @@ class Pods:
 
 def fake_command(folder: Path, action: str) -> None:
     """Write a `python` that records its rank and arguments and then runs `action`, in bash."""
-    (folder / "python").write_text(
-        f'#!/bin/bash\necho "$RANK $LOCAL_RANK $WORLD_SIZE $*" >"{folder}/rank.$RANK"\n{action}\n'
-    )
-    (folder / "python").chmod(0o755)
+    make_command(folder, "python", f'echo "$RANK $LOCAL_RANK $WORLD_SIZE $*" >"{folder}/rank.$RANK"\n{action}')
 
 
 def test_manifest_matches_the_published_schema() -> None:

@@ -649,13 +649,9 @@ SHORT = (
 )  # fmt: skip
 
 
-def launch(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1"} | variables
+def launch(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
-
-
-def torchrun(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return launch(sys.executable, "-m", "torch.distributed.run", *arguments, **variables)
 
 
 @pytest.mark.slow
@@ -690,10 +686,8 @@ def test_torchrun_resumes_after_a_killed_worker(tmp_path: Path) -> None:
         "train.Trainer.train_one_epoch = epoch\n"
         "sys.exit(train.main(parse_arguments()))\n"
     )
-    ended = torchrun(
-        "--standalone", "--nproc_per_node=2", "--max-restarts=1", str(script), *SHORT[1:], "--resume", "never",
-        "--run-dir", str(run),
-    )  # fmt: skip
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    ended = launch(*torchrun, str(script), *SHORT[1:], "--resume", "never", "--run-dir", str(run))
     assert ended.returncode == 0, ended.stderr
     assert "error: rank 0: lost contact: no answer from rank 1" in ended.stderr
     assert "epoch 2, batch 0, step 4" in ended.stdout

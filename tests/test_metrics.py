@@ -74,10 +74,9 @@ def test_the_first_non_finite_loss_is_found(one_rank, not_finite):
     assert not math.isfinite(sums.average(one_rank)["loss"])
 
 
-def make_logger(folder, done=0, **changes):
-    """Open a logger after `done` epochs of one step each."""
+def make_logger(folder, **changes):
     logger = RunLogger(folder, **{"enabled": True, "to_screen": False, "to_tensorboard": False} | changes)
-    return logger.open(epoch=done, step=done)
+    return logger.open(epoch=0, step=0)
 
 
 def test_other_ranks_write_nothing(tmp_path):

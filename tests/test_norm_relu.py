@@ -16,7 +16,6 @@ from torchvision.models import resnet18
 from models import build_model
 from tests.conftest import ROOT
 from utils.config import Config
-from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.training.kernels.norm_relu import cpu as norm_relu_cpu
 from utils.training.kernels.norm_relu.module import (
@@ -58,18 +57,18 @@ def results(function: Callable[..., Tensor], norm: NormReLU, *inputs: Tensor | N
     yield from norm.buffers()
 
 
-def make_inputs(shape: tuple[int, ...], dtype: torch.dtype, *, added: bool, device: str = "cpu") -> list[Tensor | None]:
+def make_inputs(shape: tuple[int, ...], dtype: torch.dtype, *, added: bool) -> list[Tensor | None]:
     generator = torch.Generator().manual_seed(0)
     inputs = [3 + 2 * torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)]
-    nhwc = [value.to(device, dtype).contiguous(memory_format=torch.channels_last) for value in inputs]
+    nhwc = [value.to(dtype).contiguous(memory_format=torch.channels_last) for value in inputs]
     return [nhwc[0], nhwc[1] if added else None]
 
 
-def make_norm(channels: int, device: str = "cpu", kind: type[NormReLU] = NormReLU) -> NormReLU:
+def make_norm(channels: int, kind: type[NormReLU] = NormReLU) -> NormReLU:
     norm, generator = kind(channels), torch.Generator().manual_seed(1)
     for value in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
         value.data = torch.rand(channels, generator=generator) + 0.5
-    return norm.to(device)
+    return norm
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
@@ -121,7 +120,7 @@ def test_each_network_keeps_its_names_and_its_outputs(tiny: Tiny, model: str, la
     assert torch.equal(found.eval()(images), expected.eval()(images))
 
 
-def test_unsupported_settings_are_errors(tiny: Tiny, one_rank: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_settings_are_errors(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no BatchNorm over all ranks"):
         tiny(**ON, enable_sync_bn=True)
     with pytest.raises(ConfigError, match="no BatchNorm2d before ReLU or SiLU that can be fused; use false"):

@@ -287,7 +287,7 @@ def test_settings_of_built_in_networks_are_refused_for_others(tiny, changes, mes
             tiny(model=model, **changes)
 
 
-def test_print_config_does_not_import_the_users_code(code, refused):
+def test_print_config_does_not_import_the_users_code(code):
     (code / "loud.py").write_text("raise SystemExit('imported')\n")
     program = (
         "import sys; from utils.config.command_line import parse_arguments; sys.modules['torch'] = None\n"
@@ -434,7 +434,7 @@ def test_a_mean_of_zero_is_accepted(tiny, monkeypatch, code):
     assert load_own(tiny(**OWN)).mean == (0, 0.5, 0.5)
 
 
-def test_an_exception_in_the_users_function_is_missing_data_with_its_line(tiny, one_rank, code, capsys):
+def test_an_exception_in_the_users_function_is_missing_data_with_its_line(tiny, code, capsys):
     config = tiny(**OWN | {"dataset": "of_mine:no_data", "data_path": str(code)})
     status = train.main(Arguments(config, "tiny", code / "run", "auto", dry_run=True))
     error = capsys.readouterr().err

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import TINY
+from tests.conftest import TINY_OPTIONS
 from tools.bench import __main__ as bench
 from tools.bench import paired
-from tools.shared.command_line import as_settings
 from utils.config import load_config
 
-SETTINGS = [f"--set={setting}" for setting in as_settings(TINY)]
 # accuracy of each seed: (without, with the higher learning rate)
 ACCURACY = {0: (0.50, 0.53), 1: (0.60, 0.61), 2: (0.55, 0.53)}
 
@@ -45,7 +43,7 @@ def as_yaml(values: dict[str, Any]) -> str:
 
 
 def command(out: Path, seeds: int, *options: str) -> list[str]:
-    return ["paired", "--config=default", *SETTINGS, f"--seeds={seeds}", f"--out={out}", *options]
+    return ["paired", "--config=default", *TINY_OPTIONS, f"--seeds={seeds}", f"--out={out}", *options]
 
 
 def test_seeds_are_paired_and_the_command_resumes(

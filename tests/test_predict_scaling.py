@@ -208,7 +208,7 @@ def report(tmp_path):
     return write
 
 
-def test_command_prints_both_curves_and_its_assumptions(report, capsys, tmp_path):
+def test_command_prints_both_curves_and_its_assumptions(report, capsys):
     path = report(slow=1000.0, fast=2560.0)
     assert main(["--from", str(path), "--gpus", "1,64", "--inter", "40"]) == 0
     printed = capsys.readouterr().out

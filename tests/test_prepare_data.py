@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import replace_by_fifo
+from tests.conftest import change_byte, replace_by_fifo
 from tests.tiny_cifar import TinyCifar, make_archive, make_tiny_cifar, md5, serve
 from tools import prepare_data
 from utils.data.datasets.cifar import VERSIONS
@@ -81,12 +81,6 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def alter(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def plant_link(path: Path) -> None:
     """Write an archive with a link to another folder."""
     with tarfile.open(path, "w:gz") as tar:
@@ -98,8 +92,9 @@ def plant_link(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [(cut, "truncated, altered, or not the official cifar-100-python.tar.gz or cifar-100-binary.tar.gz"),
-     (alter, "truncated, altered"), (plant_link, "truncated, altered"), (lambda path: path.write_bytes(b""), "altered"),
-     (Path.unlink, "no such archive"), (replace_by_fifo, "no such archive")],
+     (change_byte, "truncated, altered"), (plant_link, "truncated, altered"),
+     (lambda path: path.write_bytes(b""), "altered"), (Path.unlink, "no such archive"),
+     (replace_by_fifo, "no such archive")],
 )  # fmt: skip
 def test_a_bad_archive_is_not_opened(
     damage: Callable[[Path], Any], message: str, tiny100: TinyCifar, archive: Path, tmp_path: Path, capsys: Capture
@@ -117,7 +112,7 @@ def test_failed_download(
     fault: str, tiny100: TinyCifar, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setenv("no_proxy", "*")
-    damages: dict[str, Callable[[Path], None]] = {"no file": Path.unlink, "cut": cut, "altered": alter}
+    damages: dict[str, Callable[[Path], None]] = {"no file": Path.unlink, "cut": cut, "altered": change_byte}
     damages.get(fault, lambda path: None)(archive)
     with serve(archive.parent) as address:
         url = "http://127.0.0.1:1" if fault == "no server" else f"{address}/{archive.name}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, TINY
+from tests.conftest import ROOT, TINY_OPTIONS
 from tools.bench import __main__ as bench
 from tools.bench import record
 from tools.shared.command_line import as_settings
@@ -20,7 +20,6 @@ from utils.run.logging import environment
 from utils.run.logging.environment import git_commit
 
 RESULTS = ROOT / "results"
-SETTINGS = [f"--set={setting}" for setting in as_settings(TINY)]
 
 
 def epochs(*accuracies: float) -> list[dict[str, Any]]:
@@ -110,7 +109,7 @@ def test_a_seed_that_could_not_be_averaged_is_not_run(
     folder: Callable[..., Path], capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record, "run_seed", lambda *_: pytest.fail("ran a seed for nothing"))
-    arguments = ["record", "--config=bs128", f"--out={folder(0.4)}", "--seeds=2", *SETTINGS]
+    arguments = ["record", "--config=bs128", f"--out={folder(0.4)}", "--seeds=2", *TINY_OPTIONS]
     arguments += ["--target=0.4", "--set=save_checkpoint=true"]
     monkeypatch.setattr(record, "check_same_config", lambda *_: None)
     assert bench.main(arguments) == 2
@@ -159,7 +158,7 @@ def test_seeds_of_another_configuration_are_refused(folder: Callable[..., Path],
         "--config=bs128",
         f"--out={out}",
         "--seeds=1",
-        *SETTINGS,
+        *TINY_OPTIONS,
         "--set=stop_at_accuracy=0.4",
         "--set=lr=0.123",
     ]
@@ -188,7 +187,15 @@ def test_results_of_this_repository_are_in_its_table() -> None:
 @pytest.mark.slow
 def test_record_runs_seeds_once_and_keeps_their_logs(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "2030-01-02-tiny"
-    arguments = ["record", "--config=bs128", "--target=0.01", f"--out={out}", "--seeds=2", "--first_seed=3", *SETTINGS]
+    arguments = [
+        "record",
+        "--config=bs128",
+        "--target=0.01",
+        f"--out={out}",
+        "--seeds=2",
+        "--first_seed=3",
+        *TINY_OPTIONS,
+    ]
     assert bench.main(arguments) == 0
     assert {path.name for path in out.iterdir()} == {"seed-3", "seed-4", "summary.json"}
     kept = {"config.yaml", "environment.json", "train.log", "metrics.jsonl", "trial.json"}

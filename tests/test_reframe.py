@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.processes import without_launcher
+from tests.processes import make_command, without_launcher
 
 pytest.importorskip("reframe", reason='ReFrame is not installed: pip install ".[reframe]"')
 SMALL = "Ladder.options=--configs=quickstart --iters=2 --trials=1 --set=batch_size=32"
@@ -37,10 +37,8 @@ def reframe(folder: Path, *options: str) -> str:
     ids=["good", "warning", "failure", "no output", "no report", "slow"],
 )
 def test_what_the_command_prints_decides(check: str, prints: str, outcome: str, tmp_path: Path) -> None:
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\n{prints}\n")
-    program.chmod(0o755)
-    output = reframe(tmp_path, "-n", check, "-S", f"{check}.executable={program}")
+    make_command(tmp_path, "python", prints)
+    output = reframe(tmp_path, "-n", check, "-S", f"{check}.executable={tmp_path}/python")
     assert outcome in output
     assert ("PASSED" in output) == (outcome == "PASSED")
 

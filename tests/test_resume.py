@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from tests.conftest import ROOT, TINY, read_records, without_times
+from tests.conftest import ROOT, TINY, as_options, read_records, without_times
 from tests.processes import PYTHON, without_launcher
 from tests.test_train import run
 from tools.shared.interrupted_runs import compare
@@ -278,8 +278,7 @@ def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path, num
     """Sent to every process of the run, loader workers included, as torchrun, Slurm and a terminal do."""
     keys = TINY | {"limit_train_batches": 40, "log_freq": 1, "data_loader": "torchvision", "num_data_workers": 1}
     folder = tmp_path / "run"
-    command = [PYTHON, "train.py", "--config=bs128-opt", f"--run-dir={folder}"]
-    command += [f"--set={key}={'null' if value is None else str(value).lower()}" for key, value in keys.items()]
+    command = [PYTHON, "train.py", "--config=bs128-opt", f"--run-dir={folder}", *as_options(keys)]
     environment = without_launcher(os.environ)
     process = subprocess.Popen(
         command,

@@ -43,7 +43,8 @@ def test_batches_are_checked_before_anything_runs(tiny: Any) -> None:
     assert {key: case.batch_size for key, case in cases_of(tiny(), [1, 2], ["strong", "weak"]).items()} == {
         ("strong", 1): 32, ("strong", 2): 32, ("weak", 1): 32, ("weak", 2): 64,
     }  # fmt: skip
-    with pytest.raises(ConfigError, match="batch_size 32 cannot be split evenly over 3 ranks"):
+    message = "batch_size 32 cannot be split evenly over 3 ranks; use a multiple of 3, for example 33"
+    with pytest.raises(ConfigError, match=message):
         cases_of(tiny(), [1, 3], ["strong"])
 
 

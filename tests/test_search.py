@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import TINY
+from tests.conftest import TINY_OPTIONS
 from tools import search
-from tools.shared.command_line import as_settings
 from tools.shared.followed_run import FailedRun, FollowedRun
 from utils.errors import ConfigError
 
-SETTINGS = [f"--set={setting}" for setting in as_settings(TINY)]
 Outcome = float | Exception | KeyboardInterrupt
 
 
@@ -139,7 +137,7 @@ def test_a_failed_run_has_its_message_and_status(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_search_keeps_its_log_and_resumes(tmp_path: Path) -> None:
     pytest.importorskip("optuna", reason="Optuna is not installed")
-    arguments = ["--config=bs128", f"--out={tmp_path}", "--space=lr=log:0.001..1", *SETTINGS, "--set=max_epochs=3"]
+    arguments = ["--config=bs128", f"--out={tmp_path}", "--space=lr=log:0.001..1", *TINY_OPTIONS, "--set=max_epochs=3"]
     for trials in (2, 3):
         assert search.main([*arguments, f"--trials={trials}"]) == 0
         lines = [json.loads(line) for line in (tmp_path / search.LOG).read_text().splitlines()]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT, TINY
-from tests.processes import wait_until
+from tests.processes import make_command, wait_until
 from tests.slurm_cluster import SlurmCluster, why_not
 from tools.shared.read_runs import read_records
 
@@ -130,13 +130,6 @@ def link_commands(folder: Path, names: list[str]) -> None:
         target = shutil.which(name)
         assert target, f"{name} is not on PATH"
         (folder / name).symlink_to(target)
-
-
-def make_command(folder: Path, name: str, action: str) -> None:
-    """Write a bash script of this name."""
-    (folder / name).unlink(missing_ok=True)  # a link to the real command
-    (folder / name).write_text(f"#!/bin/bash\n{action}\n")
-    (folder / name).chmod(0o755)
 
 
 def fake_job(tmp_path: Path, fake_commands: Mapping[str, str] | None = None, /, **environment: str) -> FakeJob:
@@ -799,9 +792,9 @@ class Run:
         except AssertionError as error:
             raise AssertionError(f"{error} in the log:\n{self.log()}") from None
 
-    def end(self, state: str, seconds: float = 300) -> dict[str, str]:
+    def end(self, state: str) -> dict[str, str]:
         """Wait for the job's end, check its state, return its fields."""
-        fields = self.cluster.wait(self.job, seconds)
+        fields = self.cluster.wait(self.job, 300)
         assert fields["JobState"] == state, f"{fields['JobState']} {fields['ExitCode']}, not {state}:\n{self.log()}"
         return fields
 

@@ -7,13 +7,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT, read_records
+from tests.processes import wait_until
 from tests.test_train import run
 from utils.run.logging import trackers
 from utils.run.logging.trackers import TrackedRun, Trackers
@@ -85,10 +85,8 @@ def test_wandb_has_one_run_over_all_starts(tiny, one_rank, tmp_path):
     identity = json.loads((folder / "trackers.json").read_text())["wandb"]
     files = list((folder / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
     assert files
-    ended = time.monotonic() + 20  # the service of wandb may write its file after the run has ended
-    while not all(b"acc1/valid" in file.read_bytes() for file in files):
-        assert time.monotonic() < ended, files
-        time.sleep(0.1)
+    # the service of wandb may write its file after the run has ended
+    wait_until("accuracy in wandb's file", 20, lambda: all(b"acc1/valid" in file.read_bytes() for file in files))
 
 
 @pytest.fixture

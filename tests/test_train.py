@@ -15,9 +15,8 @@ import pytest
 import torch
 
 import train as train_module
-from tests.conftest import ROOT, TINY, read_records
+from tests.conftest import ROOT, TINY_OPTIONS, read_records
 from tests.processes import run_on_a_terminal, without_launcher
-from tools.shared.command_line import as_settings
 from train import Trainer
 from utils.config.command_line import Arguments
 from utils.errors import CheckpointError, ExpectedError
@@ -26,8 +25,6 @@ from utils.run.checkpoint.io import encode, list_checkpoints, read_checkpoint, s
 from utils.run.folder import open_run
 from utils.run.logging.logger import RunLogger
 from utils.timing.clock import Clock
-
-SETTINGS = [f"--set={setting}" for setting in as_settings(TINY)]
 
 
 def run(config, world, folder, resume="auto"):
@@ -390,7 +387,7 @@ def test_blocks_on_real_data(block, cifar_path, tmp_path):
 
 
 def test_a_terminal_gets_a_progress_bar_and_a_line_an_epoch(tmp_path):
-    command = [sys.executable, "train.py", "--config=bs128-opt", f"--run-dir={tmp_path / 'run'}", *SETTINGS]
+    command = [sys.executable, "train.py", "--config=bs128-opt", f"--run-dir={tmp_path / 'run'}", *TINY_OPTIONS]
     status, shown = run_on_a_terminal(command, without_launcher(os.environ))
     assert status == 0, shown
     for description, total in (("epoch 1/2", 4), ("epoch 2/2", 4), ("validation", 2)):
@@ -415,7 +412,7 @@ def test_the_readmes_first_command_reaches_95_percent(tmp_path):
 
 
 def test_command_line_run_ends_with_the_tutorials_lines(tmp_path):
-    command = [sys.executable, "train.py", "--config=bs128-opt", f"--run-dir={tmp_path / 'run'}", *SETTINGS]
+    command = [sys.executable, "train.py", "--config=bs128-opt", f"--run-dir={tmp_path / 'run'}", *TINY_OPTIONS]
     environment = os.environ | {"TRAIN_EXIT_STATUS_FILE": str(tmp_path / "status")}
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=True)
     assert "INFO - Epoch: 2, Iteration: 2, Avg img/sec: " in result.stdout

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from models import build_model
-from tests.conftest import RECIPE, TINY, tiny_config
+from tests.conftest import RECIPE, TINY, as_options, tiny_config
 from tests.faults import inject
 from tests.faults.flip_campaign import Outcome, build_tiny, random_batches, run_campaign
 from tests.faults.flips import KINDS, Flip, Flipper, flip_bit
@@ -209,8 +209,7 @@ def strike(folder: Path, settings: dict[str, Any], *options: str) -> int:
     """Run in a process of its own, as train.py sets signal handlers."""
     short = {"batch_size": 12, "max_epochs": 1, "limit_train_batches": 8, "lr_schedule": "constant"}
     values = TINY | short | {"lr_warmup_epochs": 0} | settings
-    sets = [f"--set={key}={json.dumps(value)}" for key, value in values.items()]
-    return inject.main([f"--run-dir={folder}", *sets, *options])
+    return inject.main([f"--run-dir={folder}", *as_options(values), *options])
 
 
 def test_a_weight_that_differed_earlier_is_found_by_the_majority(tmp_path) -> None:

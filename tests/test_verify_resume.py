@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from tests.conftest import ROOT, TINY
+from tests.conftest import ROOT, TINY, as_options
 from tests.processes import PYTHON
 from tools import verify_resume
 from tools.shared import interrupted_runs
@@ -21,7 +21,7 @@ from utils.files import write_atomically
 from utils.run.checkpoint.io import encode, newest_good, read_checkpoint, save_last
 
 SETTINGS = TINY | {"limit_train_batches": 16, "max_epochs": 3, "checkpoint_every_steps": 5, "deterministic": True}
-ARGUMENTS = ["--config=default", *(f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items())]
+ARGUMENTS = ["--config=default", *as_options(SETTINGS)]
 QUICK = ["--set=limit_train_batches=6", "--set=max_epochs=2", "--set=checkpoint_every_steps=1"]
 
 
