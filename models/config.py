@@ -62,8 +62,8 @@ class ModelConfig(SharedConfig):
     three are for few epochs. package.module:function is a function of your own, called with num_classes; timm:NAME is
     a network of timm."""
     stem: Annotated[Literal["7x7", "3x3", "imagenet"], KeyFlag.FIXED_ON_RESUME] = "7x7"
-    """First convolution of large ResNets: 7x7 (the tutorial's) or 3x3, stride 1, no max-pool. imagenet: torchvision's
-    unchanged ResNet, VGG16 or AlexNet, for 224 pixels."""
+    """First convolution of torchvision's ResNets: 7x7 (the tutorial's) or 3x3, stride 1, no max-pool. imagenet: their
+    own, also of VGG16 and AlexNet, for 224 pixels. The other networks have their own and need 7x7."""
     zero_init_residual: Annotated[bool, KeyFlag.FIXED_ON_RESUME] = False
     """torchvision's ResNets: each residual block starts as the identity, with a last BatchNorm weight of 0. Goyal et
     al. (arXiv:1706.02677) train large batches so."""
@@ -80,13 +80,15 @@ class ModelConfig(SharedConfig):
         if self.width != 1 and not network.small:
             small = [name for name, other in NETWORKS.items() if other.small]
             raise ValueError(f"width {self.width} is for {', '.join(small)}; model {self.model} needs 1")
+        residual = ", ".join(name for name, other in NETWORKS.items() if other.residual)
         if self.zero_init_residual and not network.residual:
-            residual = [name for name, other in NETWORKS.items() if other.residual]
-            raise ValueError(f"zero_init_residual is for {', '.join(residual)}; model {self.model} needs false")
+            raise ValueError(f"zero_init_residual is for {residual}; model {self.model} needs false")
         if network.large_images_only and self.stem != "imagenet":
             raise ValueError(f"model {self.model} is for large images, stem {self.stem} is not; stem must be imagenet")
         if network.external and self.stem != "7x7":
             raise ValueError(f"stem {self.stem} is for this program's networks; model {self.model} needs 7x7")
+        if self.stem == "3x3" and not network.residual:
+            raise ValueError(f"stem 3x3 is for {residual}; model {self.model} needs 7x7")
         if self.stem == "imagenet" and network.small:
             raise ValueError(f"model {self.model} is for small images; stem imagenet needs another model")
         return self

@@ -635,6 +635,18 @@ def test_the_printed_commands_start_with_the_first_folder_and_unpack_data_after_
     assert pack.main(["--out", str(there)]) == 2  # not empty
 
 
+def test_packed_data_are_files_and_never_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared/train.bin").write_bytes(b"images")
+    (tmp_path / "cifar-100-binary").symlink_to(tmp_path / "shared")
+    monkeypatch.setattr(pack, "add_tree", lambda archive: None)
+    without = [f"--without={name}" for name in pack.GROUPS]
+    assert pack.main([f"--out={tmp_path}/out", f"--data={tmp_path}/cifar-100-binary", *without]) == 0
+    with tarfile.open(tmp_path / f"out/01/{pack.DATA_ARCHIVE}.000") as archive:
+        members = {member.name: member.isfile() or member.isdir() for member in archive}
+    assert members == dict.fromkeys(("project/data/cifar-100-binary", "project/data/cifar-100-binary/train.bin"), True)
+
+
 def test_wanted_packages_include_their_needs_but_not_those_of_the_target() -> None:
     found = pack.wanted(["required", "tests"], "3.12")
     assert {"pydantic", "pydantic-core", "ruamel-yaml", "pytest", "iniconfig"} <= set(found)

@@ -5,10 +5,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from tests.conftest import CIFAR100, ROOT
+from tools import evaluate, export, pack, predict, prepare_data, report, runs, search, stage_data
 from utils.config import Config, load_config
 from utils.config.command_line import parse_arguments
 from utils.config.messages import OTHER_NAMES
@@ -270,3 +272,22 @@ def answered(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     out, err = capsys.readouterr()
     assert (leaving.value.code, err) == (0, "")
     return out
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        (evaluate, ["run", "--data="]), (export, [""]), (pack, ["--out="]), (predict, ["run", ""]),
+        (prepare_data, ["--dataset=cifar10", "--data_path="]), (report, [""]), (runs, [""]),
+        (search, ["--space=lr=0.1,0.2", "--out="]), (stage_data, ["", "there"]),
+    ],
+    ids=lambda value: value.__name__.rpartition(".")[2] if hasattr(value, "__name__") else "",
+)  # fmt: skip
+def test_an_empty_path_is_refused_by_every_command(
+    command: ModuleType, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As from a variable that is not set: it would be the working directory."""
+    with pytest.raises(SystemExit) as leaving:
+        command.main(arguments)
+    assert leaving.value.code == 2
+    assert "is empty; is a variable of the command line not set?" in capsys.readouterr().err

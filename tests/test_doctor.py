@@ -314,7 +314,7 @@ def test_container_recipes_install_the_declared_dependencies():
 
 def test_an_image_contains_no_data_runs_or_history():
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
-    assert {".git", ".venv", "data", "expts", "**/__pycache__"} <= set(ignored)
+    assert {".git", ".venv", "data", "**/expts", "**/__pycache__"} <= set(ignored)
 
 
 def test_output_merges_equal_findings_and_gives_remedies():

@@ -227,6 +227,7 @@ def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, run, capsys):
     ("arguments", "status", "message"),
     [
         (["--set", "model=resnet20"], 2, "--set model: cannot be changed after training; it was 'resnet8'"),
+        (["--set", "ema_decay=0.5"], 2, "--set ema_decay: cannot be changed after training; it was None"),
         (["--set", "modle=resnet20"], 2, "unknown key 'modle'. Did you mean 'model'?"),
         (["--set", "enable_amp=true", "--set", "amp_dtype=fp16"], 2, "amp_dtype fp16 needs a CUDA device"),
         (["--device", "cuda"], 2, "PyTorch finds no usable GPU"),

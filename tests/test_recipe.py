@@ -356,6 +356,7 @@ def test_of_equal_accuracies_the_first_is_the_best():
         ({"model": "resnet8", "stem": "imagenet"}, "is for small images"),
         ({"model": "resnet18", "width": 2}, "width 2 is for resnet8"),
         ({"model": "resnet9", "zero_init_residual": True}, "zero_init_residual is for resnet18"),
+        ({"model": "resnet20", "stem": "3x3"}, "stem 3x3 is for resnet18"),
         ({"ema_decay": 0.9, "opt_level": "O2"}, "ema_decay 0.9 needs float32 weights"),
         ({"lr_schedule": "plateau", "validate_every_epochs": 2}, "plateau follows the validation loss of every epoch"),
     ],

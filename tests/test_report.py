@@ -407,10 +407,10 @@ def test_values_of_the_wrong_type_are_a_problem_of_their_run(page, tmp_path, cap
 
 
 def test_runs_diff(run, capsys):
-    first, second = run("one"), run("two", lr=0.02, stem="3x3")
+    first, second = run("one"), run("two", lr=0.02, model="resnet20")
     assert runs_tool.main(["--diff", str(first), str(second)]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"lr +0.1 +0.02", printed) and re.search(r"stem +7x7 +3x3", printed)
+    assert re.search(r"lr +0.1 +0.02", printed) and re.search(r"model +resnet8 +resnet20", printed)
     assert "best acc1" in printed and "batch_size" not in printed
     for name in ("config.yaml", "metrics.jsonl"):
         (second / name).unlink()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,29 @@ def test_parse_dimension(text: str, expected: search.Dimension) -> None:
     assert search.parse_dimension(text) == expected
 
 
-@pytest.mark.parametrize("text", ["lr", "rate=1,2", "lr=2..1", "lr=log:0..1", "lr=a..b", "model=resnet8"])
+@pytest.mark.parametrize(
+    "text", ["lr", "rate=1,2", "lr=2..1", "lr=log:0..1", "lr=0..inf", "lr=nan..1", "lr=a..b", "model=resnet8"]
+)
 def test_an_invalid_space_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match=f"--space {text}"):
         search.parse_dimension(text)
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        (["batch_size=64..256"], "--set batch_size=64.0: batch_size is 64.0; allowed: "),
+        (["batch_size=64,0"], "--set batch_size=0: batch_size is 0; allowed: "),
+        (['model="resnet8","resnet18"', "width=4,1"], "--set width=4: width 4 is for "),
+        (["lr=0.1,0.2", "lr=0.01..0.1"], "--space: a setting is given twice in lr=0.1,0.2, lr=0.01..0.1"),
+    ],
+)
+def test_a_space_that_a_trial_would_refuse_is_an_error(space: list[str], message: str, tmp_path: Path) -> None:
+    words = [f"--space={text}" for text in space]
+    options = search.parser().parse_args([f"--out={tmp_path}", "--config=bs128", *words])
+    with pytest.raises(ConfigError, match=re.escape(message)) as refused:
+        search.parse_space(options.space, options, [])
+    assert space[0] in str(refused.value).splitlines()[-1]
 
 
 def test_search_needs_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
@@ -46,7 +66,7 @@ def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., i
     """Return searched(outcomes, trials=N): the exit status of a search whose trials reach these accuracies, or fail."""
     pytest.importorskip("optuna", reason="Optuna is not installed")
 
-    def run(outcomes: list[Outcome], trials: int | None = None) -> int:
+    def run(outcomes: list[Outcome], trials: int | None = None, space: str = "lr=0.1..0.2") -> int:
         left = iter(outcomes)
 
         class Training(FollowedRun):
@@ -68,7 +88,7 @@ def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., i
 
         monkeypatch.setattr(search, "FollowedRun", Training)
         count = len(outcomes) if trials is None else trials
-        status = search.main([f"--out={tmp_path}", "--space=lr=0.1..0.2", f"--trials={count}"])
+        status = search.main([f"--out={tmp_path}", f"--space={space}", f"--trials={count}"])
         assert next(left, None) is None, "fewer trials than expected"
         return status
 
@@ -116,7 +136,27 @@ def test_an_interrupted_trial_is_repeated(searched: Callable[..., int], tmp_path
     assert searched([0.4], trials=2) == 0
 
 
-@pytest.mark.parametrize("changed", ["--space=lr=0.1..0.3", "--set=max_epochs=9"])
+def test_a_continued_search_repeats_no_trial(searched: Callable[..., int], tmp_path: Path) -> None:
+    assert searched([0.1, 0.2]) == 0
+    assert searched([0.3, 0.4], trials=4) == 0
+    rates = [json.loads(line)["settings"]["lr"] for line in (tmp_path / search.LOG).read_text().splitlines()]
+    assert len(set(rates)) == 4
+
+
+def test_values_are_drawn_within_a_narrow_range(searched: Callable[..., int], tmp_path: Path) -> None:
+    assert searched([0.1] * 5, space="ema_decay=0.9999..0.99999") == 0
+    decays = [json.loads(line)["settings"]["ema_decay"] for line in (tmp_path / search.LOG).read_text().splitlines()]
+    assert len(set(decays)) == 5 and all(0.9999 <= decay <= 0.99999 for decay in decays)
+
+
+def test_a_damaged_study_is_an_error(searched: Callable[..., int], tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "study.sqlite").write_text("no database")
+    assert searched([], trials=1) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --out {tmp_path}: study.sqlite cannot be used: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("changed", ["--space=lr=0.1..0.3", "--set=max_epochs=9", "--config=bs128"])
 def test_a_search_continues_with_the_same_settings_only(
     searched: Callable[..., int], tmp_path: Path, capsys: Any, changed: str
 ) -> None:

@@ -220,12 +220,25 @@ def test_data_is_staged_on_each_node_before_it_trains(tmp_path: Path) -> None:
     calls = job.arguments("python")[1:]  # the first checks the command line
     assert [call[:4] for call in calls[::2]] == 2 * [["-m", "tools.stage_data", "/lustre/data", "/tmp/data"]]
     assert [call[-2:] for call in calls[1::2]] == 2 * [["--set", "data_path=/tmp/data"]]  # the last one wins
-    # a node whose staging fails does not train
-    (tmp_path / "fails").mkdir()
-    fails = {"srun": SRUN_ON_TWO_NODES, "python": "[[ $2 != tools.stage_data ]] || exit 3"}
-    job = fake_job(tmp_path / "fails", fails, **ON_TWO_NODES, STAGE_DATA="/lustre/data:/tmp/data")
-    assert job.run("submit_multinode.slr")[0] == 3
-    assert not job.torchrun()
+
+
+def test_a_node_that_cannot_stage_the_data_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    stages = "[[ $2 != tools.stage_data || $SLURMD_NODENAME == node1 ]] || exit 3"
+    fakes = {"srun": SRUN_ON_TWO_NODES, "scontrol": HOSTNAMES, "python": stages, "scancel": ""}
+    job = fake_job(tmp_path, fakes, **ON_TWO_NODES, SLURM_STEP_ID="0", STAGE_DATA="/lustre/data:/tmp/data")
+    status, output = job.run("submit_multinode.slr")
+    assert status == 3
+    assert output.endswith("slurm_node.sh: node node2 cannot copy /lustre/data to /tmp/data\n")
+    assert job.arguments("scancel") == [["--signal=KILL", "4.0"]]
+    assert len(job.torchrun()) == 1
+
+
+def test_the_folder_of_staged_data_can_have_the_jobs_number(tmp_path: Path) -> None:
+    job = fake_job(tmp_path, {"srun": SRUN_ON_TWO_NODES}, **ON_TWO_NODES, STAGE_DATA="/lustre/100%%:/tmp/%j/100%%")
+    assert job.run("submit_multinode.slr")[0] == 0
+    assert [call[2:4] for call in job.arguments("python")[1::2]] == 2 * [["/lustre/100%", "/tmp/4/100%"]]
+    # the sign is doubled for train.py, which replaces %% by it
+    assert [words[-1] for words in job.torchrun()] == 2 * ["data_path=/tmp/4/100%%"]
 
 
 PROFILES = re.findall(r"```bash\n(export .*?)```", (ROOT / "docs/slurm.md").read_text(), re.DOTALL)

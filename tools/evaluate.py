@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.shared.command_line import new_parser
+from tools.shared.command_line import new_parser, path_argument
 from tools.shared.output import check_writable, print_table, say, write_json
 from tools.shared.read_runs import read_records
 from tools.shared.trained import Trained, add_arguments, build_loader, find_split, load_classifier, run_trained
@@ -57,10 +57,15 @@ def parser() -> argparse.ArgumentParser:
     add_arguments(parser)
     images = parser.add_mutually_exclusive_group()
     images.add_argument(
-        "--data", type=Path, metavar="FOLDER", help="images in class folders (default: the run's own validation set)"
+        "--data",
+        type=path_argument,
+        metavar="FOLDER",
+        help="images in class folders (default: the run's own validation set)",
     )
     images.add_argument("--test", action="store_true", help="use the test images; for a run with holdout_images")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, with the confusion matrix")
+    parser.add_argument(
+        "--json", type=path_argument, metavar="FILE", help="write all figures, with the confusion matrix"
+    )
     return parser
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.shared.command_line import new_parser
+from tools.shared.command_line import new_parser, path_argument
 from tools.shared.output import make_folder, say
 from tools.shared.trained import read_config
 from utils.config.command_line import not_empty
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     statuses = "0 written; 2 usage; 4 no usable checkpoint; 1 anything else."
     parser = new_parser("export", __doc__, statuses)
-    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run's folder, such as expts/cifar100-cpu")
+    parser.add_argument("run", type=path_argument, metavar="RUN_DIR", help="a run's folder, such as expts/cifar100-cpu")
     parser.add_argument("--out", type=not_empty, metavar="DIR", help="where to write (default: RUN_DIR/export)")
     return parser
 

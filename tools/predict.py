@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.shared.command_line import add_count, new_parser
+from tools.shared.command_line import add_count, new_parser, path_argument
 from tools.shared.output import make_folder, printable, say, write_file
 from tools.shared.trained import Trained, add_arguments, build_loader, find_split, load_classifier, run_trained
 from utils.errors import DataError, exit_in_a_line
@@ -81,10 +81,12 @@ def parser() -> argparse.ArgumentParser:
     parser = new_parser("predict", __doc__, statuses)
     add_arguments(parser)
     parser.add_argument(
-        "images", nargs="*", type=Path, metavar="IMAGE",
+        "images", nargs="*", type=path_argument, metavar="IMAGE",
         help="files, folders of images, folders of class folders (default: the run's own validation set)",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path("predictions"), metavar="DIR", help="default: predictions")
+    parser.add_argument(
+        "--out", type=path_argument, default=Path("predictions"), metavar="DIR", help="default: predictions"
+    )
     add_count(parser, "--pictures", 60, "maximum number of pictures on the page")
     return parser
 

@@ -14,9 +14,8 @@ hold KEY.jpg (or .png, ...) and KEY.cls for each image, as in the webdataset pac
 
 import argparse
 import sys
-from pathlib import Path
 
-from tools.shared.command_line import at_least_one, new_parser
+from tools.shared.command_line import at_least_one, new_parser, path_argument
 from utils.errors import exit_in_a_line
 
 DATASETS = ("cifar10", "cifar100")
@@ -48,13 +47,15 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     statuses = "0 done or already there; 2 usage; 3 bad input, no network or no room; 130 interrupted."
     parser = new_parser("prepare_data", __doc__, statuses)
     parser.add_argument("--dataset", choices=DATASETS, help="CIFAR: the version")
-    parser.add_argument("--data_path", type=Path, metavar="DIR", help="CIFAR: the data folder")
+    parser.add_argument("--data_path", type=path_argument, metavar="DIR", help="CIFAR: the data folder")
     parser.add_argument(
-        "--from", dest="source", type=Path, metavar="ARCHIVE_OR_FOLDER",
+        "--from", dest="source", type=path_argument, metavar="ARCHIVE_OR_FOLDER",
         help="CIFAR: unpack this official archive instead of a download; "
         "shards: pack this folder with train/CLASS/ and val/CLASS/",
     )  # fmt: skip
-    parser.add_argument("--shards", type=Path, metavar="DIR", help="the folder of shards to create, or to index")
+    parser.add_argument(
+        "--shards", type=path_argument, metavar="DIR", help="the folder of shards to create, or to index"
+    )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--images_per_shard", type=at_least_one, metavar="N", help="images per shard (default: 4096)")
     size.add_argument(

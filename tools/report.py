@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.reports import Report, rates
-from tools.shared.command_line import new_parser
+from tools.shared.command_line import new_parser, path_argument
 from tools.shared.output import make_folder, printable, say, write_file
 from tools.shared.pages.plots import (
     Plot,
@@ -88,10 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     parser = new_parser("report", __doc__, "0 written, 2 bad usage, 3 nothing to show")
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN",
+        "runs", nargs="+", type=path_argument, metavar="RUN",
         help="run folders, folders of runs, files of curves, reports of tools.bench",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="default: report")
+    parser.add_argument("--out", type=path_argument, default=Path("report"), metavar="DIR", help="default: report")
     return parser
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.shared.command_line import new_parser
+from tools.shared.command_line import new_parser, path_argument
 from tools.shared.ledger import show_ledger
 from tools.shared.output import say
 from tools.shared.read_runs import Run, differences, read
@@ -33,11 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     parser = new_parser("runs", __doc__)
     parser.add_argument(
-        "folder", nargs="?", type=Path, default=Path("expts"), help="where the runs are (default: expts)"
+        "folder", nargs="?", type=path_argument, default=Path("expts"), help="where the runs are (default: expts)"
     )
     choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="show how two runs differ")
-    choice.add_argument("--ledger", type=Path, metavar="RUN", help="show where the time of a run went, over all starts")
+    choice.add_argument("--diff", nargs=2, type=path_argument, metavar=("A", "B"), help="show how two runs differ")
+    choice.add_argument(
+        "--ledger", type=path_argument, metavar="RUN", help="show where the time of a run went, over all starts"
+    )
     return parser
 
 

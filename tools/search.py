@@ -12,14 +12,14 @@ trial with exit status 2 or 3 (configuration, data) ends the search, because the
 
 import argparse
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from tools.shared.command_line import add_count, as_settings, new_parser
+from tools.shared.command_line import add_count, as_settings, new_parser, path_argument
 from tools.shared.followed_run import FollowedRun
 from tools.shared.output import make_folder
 from utils.config import Config, load_config
@@ -49,7 +49,12 @@ class Dimension:
         """Return a value from Optuna's trial."""
         if self.choices:
             return trial.suggest_categorical(self.key, list(self.choices))
-        return float(f"{trial.suggest_float(self.key, self.low, self.high, log=self.log):.3g}")
+        return trial.suggest_float(self.key, self.low, self.high, log=self.log)
+
+    @property
+    def limits(self) -> tuple[Any, ...]:
+        """All choices, or the ends of the range."""
+        return self.choices or (self.low, self.high)
 
 
 def parse_dimension(text: str) -> Dimension:
@@ -62,7 +67,7 @@ def parse_dimension(text: str) -> Dimension:
         if ".." in values:
             low, _, high = values.removeprefix("log:").partition("..")
             dimension = Dimension(key, float(low), float(high), log=values.startswith("log:"))
-            if not dimension.low < dimension.high or (dimension.log and dimension.low <= 0):
+            if not -math.inf < dimension.low < dimension.high < math.inf or (dimension.log and dimension.low <= 0):
                 raise ValueError
             return dimension
         return Dimension(key, choices=tuple(json.loads(value) for value in values.split(",")))
@@ -72,32 +77,59 @@ def parse_dimension(text: str) -> Dimension:
         ) from None
 
 
+def parse_space(texts: Sequence[str], options: argparse.Namespace, settings: Sequence[str]) -> list[Dimension]:
+    """Parse all --space. Raises `ConfigError` if one is invalid, or if the configuration refuses one of its limits: a
+    trial would only find that out after hours."""
+    space = [parse_dimension(text) for text in texts]
+    first = {dimension.key: dimension.limits[0] for dimension in space}
+    if len(first) < len(space):
+        raise ConfigError(f"--space: a setting is given twice in {', '.join(texts)}; give each once")
+    for text, dimension in zip(texts, space, strict=True):
+        for value in dimension.limits:
+            try:
+                tried = as_settings(first | {dimension.key: value})
+                load_config(options.yaml_config, options.config, [*settings, *tried])
+            except ConfigError as error:
+                raise ConfigError(f"{error}\nfrom --space {text}; train.py must take each of its values") from None
+    return space
+
+
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the missing trials and print the best; returns the exit status."""
     options = parser().parse_args(argv)
     try:
         import optuna
+        from sqlalchemy.exc import SQLAlchemyError
     except ModuleNotFoundError:
         raise ConfigError('tools.search needs Optuna; install it with: pip install ".[search]"') from None
-    space = [parse_dimension(text) for text in options.space]
     settings = [*options.set, "save_checkpoint=false", "log_to_tensorboard=false"]
-    load_config(options.yaml_config, options.config, settings)  # fails before the first trial
+    load_config(options.yaml_config, options.config, settings)
+    space = parse_space(options.space, options, settings)
     make_folder(options.out)
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # this command prints a line for a failed trial itself
-    study = optuna.create_study(
-        study_name=options.config,
-        direction="maximize",
-        sampler=optuna.samplers.TPESampler(seed=0),
-        pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
-        storage=f"sqlite:///{options.out / 'study.sqlite'}",
-        load_if_exists=True,
-    )
+    database = options.out / "study.sqlite"
+    try:
+        study = optuna.create_study(
+            study_name="search",
+            direction="maximize",
+            pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
+            storage=f"sqlite:///{database}",
+            load_if_exists=True,
+        )
+    except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"--out {options.out}: {database.name} cannot be used: {reason}; give another --out"
+        ) from None
+    # the state of the random generator is not stored: with the same seed a continued search would repeat its trials
+    study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
     states = optuna.trial.TrialState
     done = sum(
         trial.state in (states.COMPLETE, states.PRUNED) or BROKE_DOWN in trial.user_attrs for trial in study.trials
     )
-    now = {"--yaml_config": str(options.yaml_config), "--set": options.set, "--space": options.space}
+    block = f"{options.yaml_config}#{options.config}"
+    now = {"--config": block, "--set": options.set, "--space": options.space}
     if done and (before := study.user_attrs.get("options", now)) != now:
         raise ConfigError(f"--out {options.out}: its trials had {before}; repeat these options, or give another --out")
     study.set_user_attr("options", now)
@@ -112,7 +144,7 @@ def parser() -> argparse.ArgumentParser:
     add_config_arguments(parser, config="cifar100-cpu")
     parser.add_argument("--space", action="append", required=True, metavar="KEY=VALUES", help="what to try; repeatable")
     add_count(parser, "--trials", 20, "trials in total")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the log")
+    parser.add_argument("--out", type=path_argument, required=True, metavar="DIR", help="folder of the log")
     return parser
 
 

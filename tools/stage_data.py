@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.shared.command_line import new_parser
+from tools.shared.command_line import new_parser, path_argument
 from utils.errors import ConfigError, DataError, exit_in_a_line
 from utils.files import partial_folder
 
@@ -26,8 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     """Stage the data; returns the exit status."""
     statuses = "0 copied or already there; 2 usage; 3 no such folder, not readable or disk full."
     parser = new_parser("stage_data", __doc__, statuses)
-    parser.add_argument("source", type=Path, metavar="FROM", help="the data folder")
-    parser.add_argument("target", type=Path, metavar="TO", help="the copy, which data_path then names")
+    parser.add_argument("source", type=path_argument, metavar="FROM", help="the data folder")
+    parser.add_argument("target", type=path_argument, metavar="TO", help="the copy, which data_path then names")
     arguments = parser.parse_args(argv)
     print(stage(arguments.source.resolve(), arguments.target.resolve()))
     return 0

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.shared.command_line import new_parser
+from tools.shared.command_line import new_parser, path_argument
 from tools.shared.output import check_writable, printable, say
 from tools.shared.pages.png_plots import COLOURS, new_figure, save
 from utils.errors import ConfigError, exit_in_a_line
@@ -75,8 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = new_parser("timeline", __doc__)
-    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="a profiled run's folder, or its trace")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the picture: .svg, else PNG")
+    parser.add_argument(
+        "traces", nargs="+", type=path_argument, metavar="TRACE", help="a profiled run's folder, or its trace"
+    )
+    parser.add_argument("--out", type=path_argument, required=True, metavar="FILE", help="the picture: .svg, else PNG")
     return parser
 
 

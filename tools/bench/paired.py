@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.record import check_same_config, check_same_environment, read_json, run_seed, show_mean, spread
-from tools.shared.command_line import add_count
+from tools.shared.command_line import add_count, path_argument
 from tools.shared.output import make_folder, print_table, write_json
 from utils.config import load_config
 from utils.config.command_line import add_config_arguments
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_count(parser, "--seeds", 3, "seeds, each a run without and one with each --with")
     parser.add_argument("--first_seed", type=int, default=0, metavar="K", help="the first seed (default: 0)")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of logs and report")
+    parser.add_argument("--out", type=path_argument, required=True, metavar="DIR", help="folder of logs and report")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from tools.shared.command_line import add_count, as_settings
+from tools.shared.command_line import add_count, as_settings, path_argument
 from tools.shared.followed_run import FollowedRun
 from tools.shared.output import make_folder, print_table, write_file, write_json
 from tools.shared.read_runs import read_records
@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target", type=float, metavar="ACCURACY",
         help="end each run at this validation accuracy, in [0, 1] (default: the configuration's stop_at_accuracy)",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for results (default: results/<date>-<config>)")
+    parser.add_argument(
+        "--out", type=path_argument, metavar="DIR", help="folder for results (default: results/<date>-<config>)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from textwrap import shorten
 
 from filelock import FileLock, Timeout
@@ -28,7 +27,7 @@ from tools.bring_up.parts import PARTS, CallSettings, Part, build_command
 from tools.bring_up.progress import PartProgress, check_same, differences, read_progress
 from tools.bring_up.run import eager_is_faster, estimate, plan, run_parts
 from tools.report import duration
-from tools.shared.command_line import minutes, new_parser
+from tools.shared.command_line import minutes, new_parser, path_argument
 from tools.shared.output import make_folder
 from tools.shared.processes import Deadline, describe_machine
 from utils.errors import ConfigError, DataError, exit_in_a_line
@@ -62,12 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = new_parser("bring_up", __doc__, STATUSES)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of state, logs and results")
+    parser.add_argument(
+        "--out", type=path_argument, required=True, metavar="DIR", help="folder of state, logs and results"
+    )
     parser.add_argument("--minutes", type=minutes, default=9.0, metavar="M", help="time of this call (default: 9)")
     parser.add_argument("--list", action="store_true", help="print parts, states, calls, seconds; run nothing")
     names, text = [part.name for part in PARTS], "run only this part, again if it has failed; repeatable"
     parser.add_argument("--part", action="append", choices=names, metavar="NAME", help=text)
-    parser.add_argument("--baseline", type=Path, metavar="DIR", help="an earlier --out, of any version")
+    parser.add_argument("--baseline", type=path_argument, metavar="DIR", help="an earlier --out, of any version")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting for every part")
     parser.add_argument("--small", action="store_true", help="every part at its smallest size: a rehearsal")
     return parser

@@ -37,7 +37,7 @@ from tools.doctor.findings import (
     render,
     worst_level,
 )
-from tools.shared.command_line import minutes, new_parser, seconds
+from tools.shared.command_line import minutes, new_parser, path_argument, seconds
 from tools.shared.output import check_writable, write_file
 from utils.config import Config, load_config
 from utils.config.command_line import add_config_arguments
@@ -138,11 +138,13 @@ def report(
 def parser() -> argparse.ArgumentParser:
     parser = new_parser("doctor", __doc__)
     add_config_arguments(parser, config="default")
-    parser.add_argument("--run-dir", type=Path, default=Path("expts"), metavar="DIR", help="where runs will write")
+    parser.add_argument(
+        "--run-dir", type=path_argument, default=Path("expts"), metavar="DIR", help="where runs will write"
+    )
     parser.add_argument("--nodes", action="store_true", help="check every node of this Slurm allocation, with srun")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
     help_text = "check nothing; compare the figures in the --json output of several nodes"
-    parser.add_argument("--compare", nargs="+", type=Path, metavar="FILE", help=help_text)
+    parser.add_argument("--compare", nargs="+", type=path_argument, metavar="FILE", help=help_text)
     help_text = "level of NVIDIA's dcgmi diag, if installed: 2 takes minutes, 1 seconds, 0: none (default: 2)"
     parser.add_argument("--dcgm", type=int, choices=(0, 1, 2), default=2, metavar="LEVEL", help=help_text)
     help_text = "measure all-reduce, all-gather and reduce-scatter at all sizes, and every pair"
@@ -153,12 +155,14 @@ def parser() -> argparse.ArgumentParser:
         "earlier --json output of this machine; fail if a figure is now 15 %% slower. DIR of such files, of many "
     )
     help_text += "nodes and days: check nothing; report the spread, outliers, and nodes with faults on several days"
-    parser.add_argument("--baseline", type=Path, metavar="FILE|DIR", help=help_text)
+    parser.add_argument("--baseline", type=path_argument, metavar="FILE|DIR", help=help_text)
     help_text = "with --baseline DIR: a folder of training runs, to say how often a job of N nodes is interrupted"
-    parser.add_argument("--runs", type=Path, metavar="DIR", help=help_text)
+    parser.add_argument("--runs", type=path_argument, metavar="DIR", help=help_text)
     help_text = "with --runs: how long a checkpoint stops the training; prints how often to write one"
     parser.add_argument("--checkpoint-seconds", type=seconds, metavar="S", help=help_text)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page: nodes by checks, in colours")
+    parser.add_argument(
+        "--html", type=path_argument, metavar="FILE", help="also write a page: nodes by checks, in colours"
+    )
     return parser
 
 

@@ -4,9 +4,11 @@ import argparse
 import math
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from utils.base_config import as_yaml
+from utils.config.command_line import not_empty
 from utils.errors import ConfigError
 from utils.program import command
 
@@ -33,6 +35,11 @@ def at_least(text: str, least: int) -> int:
 
 
 at_least_one = partial(at_least, least=1)
+
+
+def path_argument(text: str) -> Path:
+    """Parse a path that is not empty, for argparse."""
+    return Path(not_empty(text))
 
 
 def above_zero(text: str, unit: str) -> float:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.shared.command_line import seconds
+from tools.shared.command_line import path_argument, seconds
 from tools.shared.followed_run import TRAIN
 from tools.shared.read_runs import read_records
 from utils.distributed.launch import torchrun_here
@@ -224,4 +224,6 @@ def add_limits(parser: argparse.ArgumentParser, timeout: float) -> None:
     for option, default, what in (("--timeout", timeout, "one start"), ("--total-timeout", 86400.0, "everything")):
         help_text = f"limit of {what} (default: {default:g})"
         parser.add_argument(option, type=seconds, default=default, metavar="SECONDS", help=help_text)
-    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="folder for the runs (default: temporary)")
+    parser.add_argument(
+        "--work-dir", type=path_argument, metavar="DIR", help="folder for the runs (default: temporary)"
+    )

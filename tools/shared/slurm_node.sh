@@ -4,14 +4,23 @@
 set -euo pipefail
 : "${notes:?}" "${head_node:?}" "${store:?}" "${log:?}" # from submit.slr
 
-touch "$notes/nodes/$SLURMD_NODENAME" || {
-  echo "slurm_node.sh: node $SLURMD_NODENAME cannot write to $notes" >&2
-  scancel --signal=KILL "$SLURM_JOB_ID.$SLURM_STEP_ID" # the other nodes would wait for this one
-  exit 1
+# End the step on all nodes, which would wait for this one; exit with status $2.
+give_up() {
+  echo "slurm_node.sh: node $SLURMD_NODENAME $1" >&2
+  scancel --signal=KILL "$SLURM_JOB_ID.$SLURM_STEP_ID"
+  exit "$2"
 }
+
+touch "$notes/nodes/$SLURMD_NODENAME" || give_up "cannot write to $notes" 1
 if [[ -n $STAGE_DATA ]]; then # FROM:TO
-  $LAUNCHER_PREFIX python -m tools.stage_data "${STAGE_DATA%%:*}" "${STAGE_DATA#*:}"
-  set -- "$@" --set "data_path=${STAGE_DATA#*:}"
+  from=${STAGE_DATA%%:*} to=${STAGE_DATA#*:} staged=0
+  $LAUNCHER_PREFIX python -m tools.stage_data "$from" "$to" || staged=$?
+  if ((staged > 0 && staged < 128)); then # not ended by a signal, which the other nodes get too
+    echo "$staged" >"$TRAIN_EXIT_STATUS_FILE"
+    give_up "cannot copy $from to $to" "$staged"
+  fi
+  ((staged == 0)) || exit "$staged"
+  set -- "$@" --set "data_path=${to//\%/%%}" # train.py would replace %j and the like
 fi
 [[ $SLURMD_NODENAME == "$head_node" ]] && is_host=true || is_host=false
 exec $LAUNCHER_PREFIX python -m tools.torchrun "$log-$SLURMD_NODENAME.log" --local_addr="$SLURMD_NODENAME$HOST_SUFFIX" \

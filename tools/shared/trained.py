@@ -89,7 +89,7 @@ def open_trained(path: Path, settings: list[str]) -> Trained:
     found, state, notes = find_checkpoint(path)
     config = read_config(found, state)
     changed = override(config, settings)
-    for key in Config.keys_with(KeyFlag.FIXED_ON_RESUME):
+    for key in (*Config.keys_with(KeyFlag.FIXED_ON_RESUME), "ema_decay"):  # without which the average is not loaded
         if getattr(changed, key) != getattr(config, key):
             raise ConfigError(f"--set {key}: cannot be changed after training; it was {getattr(config, key)!r}")
     return Trained(found, state, changed, notes)
