@@ -666,6 +666,13 @@ def test_requirements_are_those_of_the_targets_python(monkeypatch: pytest.Monkey
     assert [set(pack.closure(["a"], {}, python)) for python in ("3.11", "3.12")] == [{"a", "b"}, {"a"}]
 
 
+def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train.bin").symlink_to("gone")
+    assert pack.main([f"--out={tmp_path}/out", f"--data={tmp_path}/data"]) == DataError.exit_status
+    assert f"{tmp_path}/data/train.bin: cannot be packed: No such file or directory\n" in capsys.readouterr().err
+
+
 def test_missing_data_is_an_error(tmp_path: Path) -> None:
     assert pack.main(["--out", str(tmp_path / "out"), "--data", str(tmp_path / "none")]) == DataError.exit_status
     assert not (tmp_path / "out").exists()

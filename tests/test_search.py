@@ -42,7 +42,8 @@ def test_an_invalid_space_is_an_error(text: str) -> None:
     ("space", "message"),
     [
         (["batch_size=64..256"], "--set batch_size=64.0: batch_size is 64.0; allowed: "),
-        (["batch_size=64,0"], "--set batch_size=0: batch_size is 0; allowed: "),
+        (["lr=0.1,0.2", "batch_size=64,0"], "--set batch_size=0: batch_size is 0; allowed: "),
+        (["enable_amp=0..1"], "--set enable_amp=0.5: enable_amp is 0.5; "),
         (['model="resnet8","resnet18"', "width=4,1"], "--set width=4: width 4 is for "),
         (["lr=0.1,0.2", "lr=0.01..0.1"], "--space: a setting is given twice in lr=0.1,0.2, lr=0.01..0.1"),
     ],
@@ -52,7 +53,7 @@ def test_a_space_that_a_trial_would_refuse_is_an_error(space: list[str], message
     options = search.parser().parse_args([f"--out={tmp_path}", "--config=bs128", *words])
     with pytest.raises(ConfigError, match=re.escape(message)) as refused:
         search.parse_space(options.space, options, [])
-    assert space[0] in str(refused.value).splitlines()[-1]
+    assert all(text in str(refused.value).splitlines()[-1] for text in space)
 
 
 def test_search_needs_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:

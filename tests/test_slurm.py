@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, TINY
+from tests.conftest import CIFAR100, ROOT, TINY
 from tests.processes import make_command, wait_until
 from tests.slurm_cluster import SlurmCluster, why_not
 from tools.shared.read_runs import read_records
+from utils.config.command_line import parse_arguments
 
 PYTHON = Path(sys.executable).parent  # holds torchrun too
 SCRIPTS = ["submit.slr", "submit_multinode.slr"]
@@ -222,23 +223,29 @@ def test_data_is_staged_on_each_node_before_it_trains(tmp_path: Path) -> None:
     assert [call[-2:] for call in calls[1::2]] == 2 * [["--set", "data_path=/tmp/data"]]  # the last one wins
 
 
-def test_a_node_that_cannot_stage_the_data_ends_the_job_and_is_named(tmp_path: Path) -> None:
-    stages = "[[ $2 != tools.stage_data || $SLURMD_NODENAME == node1 ]] || exit 3"
+@pytest.mark.parametrize(("copied", "status"), [(1, 3), (2, 2), (3, 3)])
+def test_a_node_that_cannot_stage_the_data_ends_the_job_and_is_named(tmp_path: Path, copied: int, status: int) -> None:
+    stages = f"[[ $2 != tools.stage_data || $SLURMD_NODENAME == node1 ]] || exit {copied}"
     fakes = {"srun": SRUN_ON_TWO_NODES, "scontrol": HOSTNAMES, "python": stages, "scancel": ""}
     job = fake_job(tmp_path, fakes, **ON_TWO_NODES, SLURM_STEP_ID="0", STAGE_DATA="/lustre/data:/tmp/data")
-    status, output = job.run("submit_multinode.slr")
-    assert status == 3
+    ended, output = job.run("submit_multinode.slr")
+    assert ended == status
     assert output.endswith("slurm_node.sh: node node2 cannot copy /lustre/data to /tmp/data\n")
     assert job.arguments("scancel") == [["--signal=KILL", "4.0"]]
     assert len(job.torchrun()) == 1
 
 
-def test_the_folder_of_staged_data_can_have_the_jobs_number(tmp_path: Path) -> None:
-    job = fake_job(tmp_path, {"srun": SRUN_ON_TWO_NODES}, **ON_TWO_NODES, STAGE_DATA="/lustre/100%%:/tmp/%j/100%%")
+@pytest.mark.parametrize(("given", "folder"), [("/tmp/%j/100%%", "/tmp/4/100%"), ("/tmp/%%j%%", "/tmp/%j%")])
+def test_staging_and_training_agree_on_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, folder: str
+) -> None:
+    job = fake_job(tmp_path, {"srun": SRUN_ON_TWO_NODES}, **ON_TWO_NODES, STAGE_DATA=f"/lustre/%j:{given}")
     assert job.run("submit_multinode.slr")[0] == 0
-    assert [call[2:4] for call in job.arguments("python")[1::2]] == 2 * [["/lustre/100%", "/tmp/4/100%"]]
-    # the sign is doubled for train.py, which replaces %% by it
-    assert [words[-1] for words in job.torchrun()] == 2 * ["data_path=/tmp/4/100%%"]
+    assert [call[2:4] for call in job.arguments("python")[1::2]] == 2 * [["/lustre/4", folder]]
+    monkeypatch.setenv("SLURM_JOB_ID", "4")
+    words = job.torchrun()[1]
+    arguments = parse_arguments([f"--yaml_config={CIFAR100}", "--config=bs128", *words[words.index("--set") :]])
+    assert arguments.config.data_path == folder
 
 
 PROFILES = re.findall(r"```bash\n(export .*?)```", (ROOT / "docs/slurm.md").read_text(), re.DOTALL)
@@ -595,10 +602,16 @@ def test_invalid_number_is_reported_in_one_line(tmp_path: Path, name: str, value
     assert not job.arguments("srun") and not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("value", ["/lustre/data", ":/tmp/data", "/lustre/data:"])
-def test_staging_needs_two_folders(tmp_path: Path, value: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [
+        *((value, "expected FROM:TO, two folders") for value in ("/lustre/data", ":/tmp/data", "/lustre/data:")),
+        ("/lustre/data:/tmp/%a", "%a and %A need sbatch --array, %% is a percent sign"),
+    ],
+)
+def test_staging_needs_two_folders(tmp_path: Path, value: str, remedy: str) -> None:
     status, output = (job := fake_job(tmp_path, STAGE_DATA=value)).run("submit.slr")
-    assert (status, output) == (2, f"submit.slr: STAGE_DATA is '{value}'; expected FROM:TO, two folders\n")
+    assert (status, output) == (2, f"submit.slr: STAGE_DATA is '{value}'; {remedy}\n")
     assert not job.arguments("srun")
 
 

@@ -25,6 +25,7 @@ from typing import IO, Any
 
 from tools.shared.command_line import at_least_one, new_parser, path_argument
 from tools.shared.output import make_folder, write_file
+from tools.stage_data import list_files
 from utils.errors import ConfigError, DataError, ExpectedError, exit_in_a_line
 from utils.files import name_file_in_error
 from utils.program import CODE
@@ -54,23 +55,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path in options.data:
         if not path.exists():
             raise DataError(f"--data {path}: no such file or folder; python -m tools.prepare_data downloads CIFAR")
+        if path.is_dir():  # links are followed, so that one may lead nowhere or to one of its parent folders
+            with name_file_in_error(path, "cannot be packed", kind=DataError):
+                list_files(path)
     make_folder(options.out)
     if any(options.out.iterdir()):
         raise ConfigError(f"--out {options.out}: is not empty; give a new folder")
     groups = [name for name in GROUPS if name not in options.without]
-    elsewhere = "; TMPDIR names another folder for temporary files"
-    with tempfile.TemporaryDirectory() as folder, name_file_in_error(folder, "cannot be packed", elsewhere):
+    with tempfile.TemporaryDirectory() as folder:
         python = options.python
         wheels = download(wanted(groups, python), Path(folder), python, options.platform) if groups else []
         code, data = Path(folder, CODE_ARCHIVE), Path(folder, DATA_ARCHIVE)
-        with tarfile.open(code, mode="w:gz") as archive:
-            add_tree(archive)
-            for wheel in wheels:
-                archive.add(wheel, f"wheels/{wheel.name}")
-        # images: 13 % smaller than with gzip; links as what they lead to, which is not on the target
-        with tarfile.open(data, mode="w:xz", preset=2, dereference=True) as archive:
-            for path in options.data:
-                archive.add(path, f"project/data/{os.path.basename(os.path.abspath(path))}")
+        with name_file_in_error(folder, "cannot be packed"):
+            with tarfile.open(code, mode="w:gz") as archive:
+                add_tree(archive)
+                for wheel in wheels:
+                    archive.add(wheel, f"wheels/{wheel.name}")
+            # images: 13 % smaller than with gzip; links as what they lead to, which is not on the target
+            with tarfile.open(data, mode="w:xz", preset=2, dereference=True) as archive:
+                for path in options.data:
+                    archive.add(path, f"project/data/{os.path.basename(os.path.abspath(path))}")
         sums = split([code, *([data] if options.data else [])], options.out, options.size * MEBIBYTE)
     write_file(options.out / SUMS, "".join(f"{sum_}  {name}\n" for name, sum_ in sums.items()).encode())
     total = sum((options.out / name).stat().st_size for name in sums)
@@ -106,7 +110,7 @@ def split(archives: Sequence[Path], folder: Path, size: int) -> dict[str, str]:
                     transfer, room = transfer + 1, size
                     if transfer > 99:  # their names would sort in another order
                         raise ConfigError(f"--size {size // MEBIBYTE}: makes over 99 folders; give a larger one")
-                    (folder / f"{transfer:02}").mkdir()
+                    make_folder(folder / f"{transfer:02}")
                 name = f"{transfer:02}/{path.name}.{number:03}"
                 write_file(folder / name, content)
                 sums[name], room = hashlib.sha256(content).hexdigest(), room - len(content)

@@ -52,9 +52,9 @@ class Dimension:
         return trial.suggest_float(self.key, self.low, self.high, log=self.log)
 
     @property
-    def limits(self) -> tuple[Any, ...]:
-        """All choices, or the ends of the range."""
-        return self.choices or (self.low, self.high)
+    def examples(self) -> tuple[Any, ...]:
+        """All choices, or the ends and the middle of the range."""
+        return self.choices or (self.low, (self.low + self.high) / 2, self.high)
 
 
 def parse_dimension(text: str) -> Dimension:
@@ -78,19 +78,19 @@ def parse_dimension(text: str) -> Dimension:
 
 
 def parse_space(texts: Sequence[str], options: argparse.Namespace, settings: Sequence[str]) -> list[Dimension]:
-    """Parse all --space. Raises `ConfigError` if one is invalid, or if the configuration refuses one of its limits: a
+    """Parse all --space. Raises `ConfigError` if one is invalid, or if the configuration refuses one of its examples: a
     trial would only find that out after hours."""
     space = [parse_dimension(text) for text in texts]
-    first = {dimension.key: dimension.limits[0] for dimension in space}
+    first = {dimension.key: dimension.examples[0] for dimension in space}
     if len(first) < len(space):
         raise ConfigError(f"--space: a setting is given twice in {', '.join(texts)}; give each once")
-    for text, dimension in zip(texts, space, strict=True):
-        for value in dimension.limits:
+    for dimension in space:
+        for value in dimension.examples:
             try:
                 tried = as_settings(first | {dimension.key: value})
                 load_config(options.yaml_config, options.config, [*settings, *tried])
             except ConfigError as error:
-                raise ConfigError(f"{error}\nfrom --space {text}; train.py must take each of its values") from None
+                raise ConfigError(f"{error}\nfrom --space {', '.join(texts)}; train.py must take all values") from None
     return space
 
 
@@ -128,8 +128,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     done = sum(
         trial.state in (states.COMPLETE, states.PRUNED) or BROKE_DOWN in trial.user_attrs for trial in study.trials
     )
-    block = f"{options.yaml_config}#{options.config}"
-    now = {"--config": block, "--set": options.set, "--space": options.space}
+    now = {
+        "--yaml_config": str(options.yaml_config),
+        "--config": options.config,
+        "--set": options.set,
+        "--space": options.space,
+    }
     if done and (before := study.user_attrs.get("options", now)) != now:
         raise ConfigError(f"--out {options.out}: its trials had {before}; repeat these options, or give another --out")
     study.set_user_attr("options", now)
