@@ -133,7 +133,9 @@ class SlurmCluster:
     def boot_node(self, name: str) -> None:
         """Power the node on and connect it."""
         self._boot(name, self.addresses[name], BOOT_NODE)
-        peer = ["peer", "name", "eth0", "netns", str(self.hosts[name].pid)]
+        # The card keeps its hardware address, as a real one does. Otherwise other nodes send to the old one for 20 s.
+        card = f"02:00:00:00:00:{int(name.removeprefix('node')):02x}"
+        peer = ["peer", "name", "eth0", "address", card, "netns", str(self.hosts[name].pid)]
         self.client("ip", "link", "add", f"v-{name}", "type", "veth", *peer)
         self.client("ip", "link", "set", f"v-{name}", "master", "br0", "up")
 
