@@ -132,12 +132,24 @@ def test_folders_within_classes_are_read_as_by_imagefolder(
         paths = [ours.path(index) for index in range(len(ours.labels))]
         assert list(zip(paths, ours.labels.tolist(), strict=True)) == ImageFolder(tmp_path / split).samples
         assert find_images([tmp_path / split], CLASSES, 32, 1.0).labels.tolist() == ours.labels.tolist()
-    for target in (".", ".."):  # ImageFolder reads these again and again
-        (tmp_path / "train/cat/a/deep" / f"circle{target}").symlink_to(f"../../{target}")
+    for number, target in enumerate((".", "..", "../..")):  # ImageFolder reads these again and again
+        (tmp_path / "train/cat/a/deep" / f"circle{number}").symlink_to(f"../../{target}")
     circled = open_dataset(config("imagefolder", data_path=str(tmp_path)), one_rank).train
-    assert len(circled.labels) == len(dataset.train.labels) + 2
+    assert len(circled.labels) == len(dataset.train.labels) + 3
     unreadable = circled.read(np.arange(len(circled.labels)), None, replace=False).unreadable
-    assert set(unreadable.values()) == {"Is a directory"} and len(unreadable) == 2
+    assert set(unreadable.values()) == {"Is a directory"} and len(unreadable) == 3
+
+
+def test_a_node_with_other_images_is_refused(
+    config: Callable[..., Config], made: Path, one_rank: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(world: World, found: tuple[dict[str, Any], int]) -> list[tuple[dict[str, Any], int]]:
+        return [found, (found[0], found[1] - 1)]
+
+    monkeypatch.setattr(World, "all_gather", gather)
+    message = "dataset imagefolder: has other data on rank 1 than on rank 0; copy the same files to each node"
+    with pytest.raises(DataError, match=message):
+        open_dataset(config("imagefolder", data_path=str(made / "small")), one_rank)
 
 
 def test_a_link_to_itself_is_an_unreadable_image(config: Callable[..., Config], made: Path, tmp_path: Path) -> None:

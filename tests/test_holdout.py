@@ -88,11 +88,6 @@ def test_too_many_are_refused(number: int, message: str, tiny: Callable[..., Con
         build_loaders(config, find_dataset(config, download=False), one_rank)
 
 
-def test_a_loader_without_images_cannot_hold_any_out(tiny: Callable[..., Config]) -> None:
-    with pytest.raises(ValueError, match="synthetic reads no images"):
-        tiny(dataset="cifar100", data_loader="synthetic", num_classes=100, holdout_images=10)
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_shared_batches_are_the_batches_of_the_rank_with_the_fewest(training: bool) -> None:
     for num_samples in range(1, 40):

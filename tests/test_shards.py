@@ -239,7 +239,8 @@ def test_wrong_numbers_of_groups_are_refused(packed: Path, folders: Path, config
         build(config(folders, shard_groups=2))
     with pytest.raises(ConfigError, match="shard_groups 2 needs shards"):
         build(config(packed, shard_groups=2, data_loader="device", rnd_resized_crop=False))
-    build(config(packed, shard_groups=2, data_loader="synthetic"))
+    ungrouped = build(config(packed, dataset="imagefolder", shard_groups=5, data_loader="synthetic")).train
+    assert {len(labels) for _, labels in ungrouped} == {4}
 
 
 # ---- damaged shards

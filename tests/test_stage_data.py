@@ -27,8 +27,10 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def test_copy_is_complete_and_reused(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "local/data"
+    (source / "train/cat").chmod(0o555)
     assert stage_data.main([str(source), str(target)]) == 0
     assert content(target) == content(source)
+    assert (target / "train/cat").stat().st_mode & 0o200  # otherwise only root could replace the copy
     number = target.stat().st_ino
     assert stage_data.main([str(source), str(target)]) == 0
     assert target.stat().st_ino == number

@@ -53,12 +53,15 @@ def stage(source: Path, target: Path) -> str:
             if needed > free:
                 room = f"{free / 1e9:.1f} GB are free; expected {needed / 1e9:.1f} GB"
                 raise DataError(f"{target}: {room}; free some space or name another folder")
-            shutil.copytree(source, partial, dirs_exist_ok=True)
+            for name in files:  # not copytree, which also copies the modes of folders that nobody may write to
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source / name, partial / name)
             (partial / MARK).write_bytes(os.fsencode(source))
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
     except OSError as error:
-        raise DataError(f"{source}: cannot be copied to {target}: {_reason(error)}; name another folder") from None
+        reason = f"{error.filename}: {error.strerror}" if error.filename else error
+        raise DataError(f"{source}: cannot be copied to {target}: {reason}; name another folder") from None
     return f"{target}: copied {len(files):,} files, {needed / 1e9:.2f} GB, from {source}"
 
 
@@ -91,13 +94,6 @@ def _walk(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
                 yield from _walk(entry.path, above | {here})
             else:
                 yield entry.path
-
-
-def _reason(error: OSError) -> str:
-    if isinstance(error, shutil.Error):  # copytree collects several: (from, to, reason)
-        path, _, reason = error.args[0][0]
-        return f"{path}: {reason}"
-    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 if __name__ == "__main__":

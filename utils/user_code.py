@@ -74,7 +74,7 @@ def find_function(key: str, name: str) -> Callable[..., Any]:
     near = difflib.get_close_matches(function_name, others, n=1, cutoff=0.5)
     problem = "no function of this name" if function is None else f"{function_name} of type {type(function).__name__}"
     remedy = f"did you mean {near[0]!r}?" if near else "expected the name of a function"
-    raise ConfigError(f"{what}: {module.__file__} has {problem}; {remedy}")
+    raise ConfigError(f"{what}: {getattr(module, '__file__', None) or module} has {problem}; {remedy}")
 
 
 def _refuse_shadowed(what: str, top: str, here: Path) -> None:

@@ -181,8 +181,9 @@ def write_rate(folder: Path) -> float:
 
 def check_data(config: Config) -> tuple[Finding, tuple[int, int, int]]:
     """Check that training would find the dataset, complete and unaltered; also return its image shape (C, H, W)."""
-    from utils.data.build import find_dataset, image_side
-    from utils.data.datasets.cifar import VERSIONS, remedy
+    from utils.data.build import find_dataset
+    from utils.data.datasets.cifar import IMAGE_SHAPE, VERSIONS, remedy
+    from utils.data.datasets.folders import IMAGENET_SIZE
 
     try:
         dataset = find_dataset(config, download=False)
@@ -195,7 +196,8 @@ def check_data(config: Config) -> tuple[Finding, tuple[int, int, int]]:
             fix = fix or "docs/own_code.md describes what the function must return"
         else:
             fix = "put the class folders there, or give another folder: --set data_path=DIR"
-        return Finding("data", "fail", message, fix), (3, image_side(config), image_side(config))
+        side = config.image_size or (IMAGE_SHAPE[-1] if config.dataset in VERSIONS else IMAGENET_SIZE)
+        return Finding("data", "fail", message, fix), (3, side, side)
     count = f"{len(dataset.train.labels):,} + {len(dataset.valid.labels):,} images"
     return Finding("data", "ok", f"{dataset.name}: {count}"), dataset.train.image_shape
 

@@ -50,13 +50,12 @@ def open_dataset(config: DataConfig, world: World, *, fetch: bool = True) -> Dat
     whose nodes often have no network."""
     download = fetch and not in_batch_job(os.environ)
     dataset = world.main_first(lambda: find_dataset(config, download=download))
-    if dataset.fingerprint is not None:
-        fingerprints = world.all_gather(dataset.fingerprint)
-        if others := [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]:
-            raise DataError(
-                f"dataset {config.dataset}: returned other data on {name_ranks(others)} than on rank 0; it must return "
-                "the same each time: seed its random numbers, and sort directory listings"
-            )
+    found = world.all_gather((dataset.describe(), len(dataset.valid.labels)))
+    if others := [rank for rank, data in enumerate(found) if data != found[0]]:
+        remedy = "copy the same files to each node's data_path"
+        if is_user_code(config.dataset):
+            remedy = "it must return the same each time: seed its random numbers, and sort directory listings"
+        raise DataError(f"dataset {config.dataset}: has other data on {name_ranks(others)} than on rank 0; {remedy}")
     return dataset
 
 
@@ -85,10 +84,12 @@ DATASET_SIZES = {"cifar100": (50_000, 10_000), "cifar10": (50_000, 10_000), "ima
 
 
 def image_side(config: DataConfig) -> int:
-    """Return the side of the images in pixels without reading data: `image_size` or the usual size."""
-    if config.dataset in ("imagefolder", "imagenet"):
-        return config.image_size or IMAGENET_SIZE
-    return (config.image_size if is_user_code(config.dataset) else None) or IMAGE_SHAPE[-1]
+    """Return the side of the images in pixels; read the data only if neither setting nor dataset gives the side."""
+    if config.image_size is not None:
+        return config.image_size
+    if config.dataset in ("imagefolder", *filter(is_user_code, [config.dataset])):
+        return find_dataset(config, download=False).train.image_shape[-1]
+    return IMAGENET_SIZE if config.dataset == "imagenet" else IMAGE_SHAPE[-1]
 
 
 def black_images(config: DataConfig) -> Dataset:

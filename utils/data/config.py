@@ -121,7 +121,9 @@ class DataConfig(LoaderConfig, AugmentationConfig, DatasetConfig):
     """All data settings."""
 
     @model_validator(mode="after")
-    def _check_holdout(self) -> "DataConfig":
+    def _check_use(self) -> "DataConfig":
+        if self.image_size is not None and self.dataset in ("cifar100", "cifar10", "shapes"):
+            raise ValueError(f"image_size is for image files; the images of {self.dataset} have 32 pixels, so use null")
         if self.holdout_images and not LOADERS[self.data_loader].needs_data:
             raise ValueError(f"data_loader {self.data_loader} reads no images to hold out; set holdout_images to 0")
         return self

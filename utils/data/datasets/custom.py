@@ -73,8 +73,8 @@ def _read_split(what: str, pair: Any, num_classes: int, data_path: Path) -> Spli
     if not isinstance(pair, list | tuple) or len(pair) != 2:
         raise DataError(f"{what}: is {_of_type(pair)}; expected the pair (images, labels)")
     images, labels = pair
-    if isinstance(images, Mapping | Set) or not hasattr(images, "__len__") or not hasattr(labels, "__len__"):
-        raise DataError(f"{what}: images are {_of_type(images)}, labels {_of_type(labels)}; expected arrays or lists")
+    if isinstance(images, Mapping | Set) or not _has_length(images) or not _has_length(labels):
+        raise DataError(f"{what}: images are {_of_type(images)}, labels {_of_type(labels)}; expected arrays [N, ...]")
     if not len(images) or len(images) != len(labels):
         raise DataError(f"{what}: {len(images)} images and {len(labels)} labels; expected equal numbers, at least one")
     checked = _read_labels(what, labels, num_classes)
@@ -106,7 +106,7 @@ def _read_images(what: str, images: Any) -> np.ndarray:
     """Return uint8 [N, 3, H, W]; a memory map stays a memory map."""
     array = _as_array(f"{what}: images", images)
     if array.dtype == np.uint8 and array.ndim == 4 and array.shape[1] == 3 and min(array.shape):
-        return array
+        return array if min(array.strides) >= 0 else array.copy()  # torch.from_numpy takes no view such as [:, ::-1]
     remedy = ""
     if array.ndim == 4 and array.shape[3] == 3:
         remedy = "; use images.transpose(0, 3, 1, 2)"
@@ -132,6 +132,10 @@ def _read_per_channel(what: str, name: str, values: Any) -> tuple[float, ...]:
         if all(math.isfinite(value) and 0 <= value <= 1 for value in numbers) and (min(numbers) or name == "mean"):
             return numbers
     raise DataError(f"{what}, {name}: is {values!r:.60}; expected three numbers from 0 to 1, above 0 for std")
+
+
+def _has_length(values: Any) -> bool:
+    return hasattr(values, "__len__") and getattr(values, "ndim", 1) > 0  # an array of no dimension has no length
 
 
 def _of_type(value: Any) -> str:

@@ -116,8 +116,8 @@ def check_shard_groups(config: DataConfig, train: Split, world_size: int) -> Non
 
 
 def group_shards(config: DataConfig, split: Split) -> ShardGroups | None:
-    """Return the groups of a split in shards; None without `shard_groups`."""
-    if config.shard_groups == 1 or not isinstance(split, ShardedImages):
+    """Return the groups of a split in shards; None without `shard_groups`, or for a loader that reads no shard."""
+    if config.shard_groups == 1 or not isinstance(split, ShardedImages) or not LOADERS[config.data_loader].needs_data:
         return None
     return ShardGroups(split.index.shard, config.shard_groups)
 
