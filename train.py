@@ -298,6 +298,7 @@ class Trainer:
         if not self.config.save_checkpoint:
             raise ExpectedError(f"stopped on {where}; save_checkpoint is false, so this run cannot be resumed")
         self.state.check_finite(self.learner.sums.average(self.world))
+        self._report_unreadable()  # the next start does not read the images of these batches again
         with self.clock.during("checkpoint"):
             self._save(is_best=False)
             self.world.main_only(self.writer.wait)

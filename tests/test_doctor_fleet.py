@@ -73,11 +73,12 @@ def test_runs_tell_how_often_a_job_is_interrupted(tmp_path: Path, capsys: pytest
     error, usage, saved = (at(hours, "stop", status=status) for hours, status in ((10, 1), (1, 2), (20, 75)))
     run(tmp_path / "runs/a", start(0), at(30), start(2e5, "resume", 30), error, start(3e5, "resume", 40), saved)
     run(tmp_path / "runs/b", start(0), usage, start(1e5), at(39, "end"))
+    run(tmp_path / "runs/a.1", start(0), at(30))  # lost before its first checkpoint: the next run's ledger repeats it
     options = ["--baseline", tmp_path / "dir", "--runs", tmp_path / "runs"]
     status, found = judged(capsys, *options, "--checkpoint-seconds", 10)
     first, *jobs = found["interruptions"]
     assert status == 0 and first == (
-        "2 in 1,600.0 rank-hours of 2 runs, killed or ended by an error: one in 800.0 rank-hours, standard error 71%"
+        "2 in 1,600.0 rank-hours of 3 runs, killed or ended by an error: one in 800.0 rank-hours, standard error 71%"
     )
     # 800 rank-hours / 64 ranks = 12.5 h; sqrt(2 * 10 s * 45,000 s) = 949 s
     assert jobs[1] == "8 node(s) of 8 rank(s): one in 12.50 h; a checkpoint of 10 s every 15.8 min"

@@ -128,6 +128,15 @@ def test_process_age_counts_seconds() -> None:
     assert shortest - tick <= second - first <= longest + tick
 
 
+def test_a_finished_run_without_checkpoints_is_not_in_the_next_ones_ledger(
+    tiny: Callable[..., Config], one_rank: World, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        train_run(tiny(max_epochs=1, save_checkpoint=False), one_rank, tmp_path / "run")
+    ledger = find_ledger(tmp_path / "run")
+    assert (tmp_path / "run.1").exists() and ledger is not None and len(ledger.starts) == 1
+
+
 @pytest.mark.parametrize("saves", [True, False], ids=["from a checkpoint", "before the first checkpoint"])
 def test_a_killed_start_stays_in_the_ledger(
     tiny: Callable[..., Config], one_rank: World, tmp_path: Path, saves: bool

@@ -76,17 +76,18 @@ def test_the_own_copy_of_another_ranks_ctrl_c_is_not_a_second_one(
         assert interrupts(signal.SIGINT)
 
 
-# Seconds of a batch on each of two ranks, in loops that follow each other; the signal comes in the last loop.
+# Seconds of a batch on each of two ranks, and batches, in loops that follow each other; the signal comes in the last.
 PACES = {
-    "fast": [(0.01, 0.02)],
-    "a second": [(1.0, 0.9)],
-    "slow": [(10.0, 10.0)],
-    "half a second": [(0.45, 0.4)],
-    "training after validation": [(0.01, 0.01), (4.0, 5.0)],
+    "fast": [(0.01, 0.02, 0)],
+    "a second": [(1.0, 0.9, 0)],
+    "slow": [(10.0, 10.0, 0)],
+    "half a second": [(0.45, 0.4, 0)],
+    "training after validation": [(0.01, 0.01, 300), (4.0, 5.0, 0)],
+    "training after three batches": [(0.2, 0.2, 3), (3.0, 3.0, 0)],  # an all-reduce of the first loop is still pending
 }
 
 
-def stop_in_the_middle(folder: Path, pace: list[tuple[float, float]]) -> int:
+def stop_in_the_middle(folder: Path, pace: list[tuple[float, float, int]]) -> int:
     """Signal either rank, or both, after several numbers of batches; write down when each rank stopped, by a clock that
     only batches advance, and the number of all-reduces."""
 
@@ -104,7 +105,7 @@ def stop_in_the_middle(folder: Path, pace: list[tuple[float, float]]) -> int:
         with listen(requests):
             for before in pace[:-1]:
                 requests.start_loop()
-                for _ in range(300):
+                for _ in range(before[2]):
                     clock[0] += before[world.rank]
                     assert not requests.poll()
             requests.start_loop()
@@ -130,7 +131,7 @@ def test_ranks_stop_after_the_same_batch_within_two_seconds_or_the_batch(tmp_pat
     assert [process.status for process in ended] == [0, 0], ended
     assert "asked to stop" not in ended[1].errors  # only the main rank prints
     rows, others = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
-    seconds = max(PACES[pace][-1])
+    seconds = max(PACES[pace][-1][:2])
     for (batches, (stopped, _, sent)), (_, (other, *_)) in zip(rows, others, strict=True):
         assert stopped == other
         if seconds > 0.5:

@@ -354,6 +354,9 @@ def test_a_run_that_ended_at_its_accuracy_is_finished(run, page):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join(line for line in lines if '"kind": "end"' not in line) + "\n")
     assert page(folder)[1]["results"][1][1] == "failed", "the epoch ended, the run did not"
+    not_saved = '{"kind": "stop", "status": 1, "reason": "No space left on device"}'
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, not_saved]) + "\n")
+    assert page(folder)[1]["results"][1][1] == "failed", "the last checkpoint was not written"
 
 
 @pytest.mark.parametrize(

@@ -124,13 +124,13 @@ def _train_through(job: RunCommand, folder: Path, kills: list[Kill]) -> Iterator
             finished = bool(read_records(folder / METRICS, "end"))
             if kill.signal != signal.SIGKILL and began and not finished and status not in (0, Stopped.exit_status):
                 raise ExpectedError(f"asked to stop, the run ended with status {status}:\n{attempt.end_of_output()}")
+        if status == 0:  # the signal came too late to stop anything
+            return
         victim = "all processes" if kill.victim is None else f"rank {kill.victim}"
         if attempt.is_writing():
             yield f"to {victim} with a checkpoint half-written"
         else:
             yield f"to {victim} in training" if began else f"to {victim} while starting"
-        if status == 0:  # the signal came too late to stop anything
-            return
 
 
 def strike(attempt: Attempt, kill: Kill) -> bool:

@@ -20,7 +20,8 @@ LABELS = {
 }  # fmt: skip
 USEFUL = ("train", "input", "validation", "test")
 # ETTR of arXiv:2410.21680: productive time over wall clock. Not productive: start-up, replayed steps, and the time
-# between two starts, in a queue or not; here also compilation and checkpoints.
+# between two starts, in a queue or not; here also compilation and checkpoints. Of replayed steps, only their training
+# counts as replayed: waiting for input, and a repeated validation, count as productive.
 USEFUL_SHARE = "useful (ETTR)"
 
 

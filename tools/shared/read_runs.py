@@ -175,7 +175,7 @@ def read_run_folder(folder: Path) -> Run:
     run.worst_classes = end.get("worst_classes", [])
     if run.epochs and end.get("epoch") == run.epochs[-1]["epoch"]:  # no training has followed
         run.images_per_sec = end.get("images_per_sec")
-    files = [file for file in folder.iterdir() if file.is_file()]
+    files = [file for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")]  # no temporary file
     run.changed = max((file.stat().st_mtime for file in files), default=folder.stat().st_mtime)
     run.state, reason = _judge_state(run, records)
     run.problems += [reason] if reason else []
@@ -199,13 +199,9 @@ def _judge_state(run: Run, records: list[dict[str, Any]]) -> tuple[State, str]:
     """Return the state of a run folder and, if it failed, the reason."""
     if _is_locked(run.path / ".lock"):
         return "running", ""
-    end, last, enough = _last_of(records, "end") or {}, run.last("epoch"), run.config.get("stop_at_accuracy")
-    if last is not None:
-        reached = enough is not None and run.reached(enough) is not None
-        # training may have continued after an `end` record
-        if last >= run.config.get("max_epochs", float("inf")) or (last == end.get("epoch") and reached):
-            return "finished", ""
-    outcome = _last_of(records, "start", "resume", "stop")
+    outcome = _last_of(records, "start", "resume", "end", "stop")
+    if outcome is not None and outcome["kind"] == "end":
+        return "finished", ""
     if outcome is None or outcome["kind"] != "stop":
         return "failed", _find_hang(run.path) or "no record of its end: it was killed, or its machine failed"
     if outcome.get("status") == Stopped.exit_status:

@@ -89,9 +89,12 @@ def open_run(
                 notes.append(f"The earlier run in {folder} is now in {earlier_run}")
                 lock.close()
                 lock = lock_folder(target)
-                if source is None and (resume == "auto" or again) and _has_config(earlier_run / "config.yaml", config):
+                earlier_records = earlier_run / "metrics.jsonl"
+                ended = any(record["kind"] == "end" for record in _records(earlier_records))
+                new = source is None and not ended and (resume == "auto" or again)
+                if new and _has_config(earlier_run / "config.yaml", config):
                     # the same run, lost before its first checkpoint: its ledger includes the lost time
-                    _cut_records(earlier_run / "metrics.jsonl", folder / "metrics.jsonl", 0, 0)
+                    _cut_records(earlier_records, folder / "metrics.jsonl", 0, 0)
             checkpoints.mkdir(exist_ok=True)
         if source is not None:
             _adopt(folder, source)

@@ -43,7 +43,9 @@ class StopRequests:
         self.start_loop()
 
     def start_loop(self) -> None:
-        """Start a loop of training or validation, in which the pace of batches is not known yet."""
+        """Collective: start a loop of training or validation, in which the pace of batches is not known yet."""
+        if self._pending is not None:
+            self._receive()
         self._every = 1  # batches from one all-reduce to the next, the same on all ranks
         self._batches, self._since = 0, time.monotonic()
 
@@ -58,25 +60,33 @@ class StopRequests:
             self._pending = self._send()
             if self._every > 1:
                 return False
-        flags, work = self._pending
-        work.wait()
-        self._pending = None
-        number, microseconds = flags.tolist()
+        number, microseconds = self._receive()
         # at most doubled: while the host runs ahead of a GPU, batches seem short
         self._every = max(1, min(2 * self._every, int(1e6 * POLL_SECONDS / max(1, microseconds))))
         self._batches, self._since = 0, time.monotonic()
-        if number and self.signal is None:  # this rank's own copy of one Ctrl-C may still come
-            self.signal, self.signal_time = number, time.monotonic()
         return bool(number)
 
     def name(self) -> str:
-        return signal.Signals(self.signal).name if self.signal else "no signal"
+        """Return the name of the signal, after `poll` has returned true."""
+        assert self.signal is not None
+        return signal.Signals(self.signal).name
 
     def _send(self) -> tuple[torch.Tensor, dist.Work]:
         """Start an all-reduce of [signal or 0, microseconds per batch] over gloo, so not through the GPU's queue."""
         microseconds = int(1e6 * (time.monotonic() - self._since) / self._batches)
         flags = torch.tensor([self.signal or 0, microseconds])
         return flags, dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True)  # type: ignore[return-value]
+
+    def _receive(self) -> tuple[int, int]:
+        """Wait for the pending all-reduce; return its signal or 0, and the microseconds per batch."""
+        assert self._pending is not None
+        flags, work = self._pending
+        work.wait()
+        self._pending = None
+        number, microseconds = flags.tolist()
+        if number and self.signal is None:  # this rank's own copy of one Ctrl-C may still come
+            self.signal, self.signal_time = number, time.monotonic()
+        return number, microseconds
 
 
 @contextmanager

@@ -94,10 +94,13 @@ def expect_interruptions(runs: Path | None, devices: int, checkpoint_seconds: fl
     if not ledgers:
         raise DataError(f"--runs {runs}: {problems[0] if problems else 'no run has times'}; expected runs of train.py")
     hours, count = 0.0, 0
+    seen = set[tuple[float, float]]()  # the next run's ledger repeats a start that was lost before its first checkpoint
     for run, ledger in ledgers:
-        hours += sum(start.alive * start.ranks for start in ledger.starts) / 3600
-        ended = ledger.starts[:-1] if run.state == "running" else ledger.starts
-        count += sum(start.interrupted for start in ended)
+        for start in ledger.starts:
+            if (key := (start.began, start.alive)) not in seen:
+                seen.add(key)
+                hours += start.alive * start.ranks / 3600
+                count += start.interrupted and not (run.state == "running" and start is ledger.starts[-1])
     apart = hours / (count or NONE_SEEN)  # rank-hours
     least, sure = ("", f"standard error {1 / math.sqrt(count):.0%}") if count else ("at least ", "95 % confidence")
     lines = [
