@@ -38,6 +38,7 @@ from utils.errors import ConfigError
 from utils.run.checkpoint.io import newest_good
 from utils.run.logging.logger import RunLogger
 from utils.training.kernels.batch_norm import RunningStatistics
+from utils.training.kernels.compilers import compiles
 from utils.training.optimizers.build import set_learning_rate
 
 BATCH = 24  # 1, 2, 3 and 4 ranks share it evenly
@@ -369,7 +370,6 @@ def validate(folder: Path) -> int:
             loader = DeviceLoader.__new__(DeviceLoader)
             loader.__dict__.update(whole.__dict__ | {"plan": plan})
             trainer.loaders = replace(trainer.loaders, valid=loader)
-            trainer.shared_valid_batches = min(world.all_gather(len(loader)))
             results[size], _ = trainer.validate_one_epoch()
         if world.is_main:
             (folder / "validated.json").write_text(json.dumps(results))
@@ -435,16 +435,20 @@ def test_a_micro_batch_is_no_larger_than_the_ranks_share() -> None:
 
 
 def test_dataparallel_refuses_settings_that_need_one_gpu() -> None:
-    with pytest.raises(
-        ValueError, match="enable_cuda_graphs is true, but a CUDA graph cannot span the GPUs of parallel datap"
+    for refused, message in (
+        ({"enable_cuda_graphs": True, "fused_optimizer": True}, "a CUDA graph cannot span its GPUs; use false or auto"),
+        ({"enable_compile": True}, "its replicas run in threads, where PyTorch compiles nothing; use false or auto"),
+        ({"verify_every_steps": 10}, "verify_every_steps cannot repeat a step of parallel dataparallel"),
     ):
-        configuration(parallel="dataparallel", enable_cuda_graphs=True, fused_optimizer=True)
+        with pytest.raises(ValueError, match=message):
+            configuration(parallel="dataparallel", **refused)
     for autocast in ({"enable_amp": True}, {"opt_level": "O1"}):
         with pytest.raises(ValueError, match="amp_dtype bf16 with autocast needs parallel ddp or opt_level O2"):
             configuration(parallel="dataparallel", amp_dtype="bf16", **autocast)
         configuration(parallel="dataparallel", **autocast)
     configuration(parallel="dataparallel", amp_dtype="bf16", opt_level="O2")
-    configuration(parallel="dataparallel", enable_cuda_graphs="auto", fused_optimizer=True)
+    automatic = {"enable_cuda_graphs": "auto", "enable_compile": "auto", "fused_optimizer": True}
+    assert not compiles(configuration(parallel="dataparallel", **automatic), torch.device("cuda", 0))
 
 
 def test_batch_norm_is_synchronised_over_several_ranks_only() -> None:

@@ -373,6 +373,10 @@ def test_sequentials_are_fused_and_other_layers_are_not(tiny: Tiny) -> None:
     assert [type(layer) for layer in fused] == [nn.Conv2d, *kinds]
     images = torch.randn(2, 3, 8, 8)
     assert torch.equal(fused(images), model(images))
+    norm = nn.BatchNorm2d(3)
+    shared = nn.Sequential(nn.Sequential(norm, nn.ReLU()), nn.Sequential(norm, nn.SiLU()), *layers[:2])
+    fuse_norm_relu(tiny(**ON), shared, CPU)
+    assert type(norm) is nn.BatchNorm2d
     large = resnet18()
     fuse_norm_relu(tiny(**ON), large, CPU)
     assert isinstance(large.relu, nn.Identity) and isinstance(large.bn1, NormReLU)

@@ -297,3 +297,7 @@ def test_auto_disables_bf16_without_kernels_for_it(tiny, native, monkeypatch):
         choose_precision(tiny(enable_amp="auto", amp_dtype="fp16"), CPU)
     cuda = torch.device("cuda", 0)
     assert str(choose_precision(tiny(enable_amp="auto", amp_dtype="bf16"), cuda)) == "bf16 autocast"
+    monkeypatch.setattr(precision_module, "gpu_has_bf16", lambda: False)
+    found = str(choose_precision(tiny(enable_amp="auto", amp_dtype="bf16"), cuda))
+    assert found.startswith("float32: enable_amp has no effect, this GPU has no bf16 kernels")
+    assert str(choose_precision(tiny(enable_amp="auto"), cuda)) == "fp16 autocast, loss scale dynamic"

@@ -18,6 +18,7 @@ from utils.run.checkpoint.state import Progress
 from utils.timing.clock import Clock
 from utils.training.batches import resize, training_size
 from utils.training.classifier import build_classifier
+from utils.training.ema import Ema
 from utils.training.metrics.throughput import Throughput
 from utils.training.optimizers.build import build_optimizer, load_optimizer
 from utils.training.optimizers.lars_lamb import ADAM_BETA2, LAMB_EPSILON, LARS_TRUST_COEFFICIENT
@@ -200,6 +201,16 @@ def test_average_equals_pytorchs_and_is_validated(tiny, one_rank, tmp_path):
             assert not torch.equal(value, raw[name])
         else:
             assert torch.equal(value, raw[name])
+
+
+def test_average_of_shared_weights_is_updated_once():
+    layer = nn.Linear(1, 1, bias=False)
+    model = nn.Sequential(layer, layer)
+    ema = Ema(model, 0.5)
+    for value in (0.0, 1.0):
+        nn.init.constant_(layer.weight, value)
+        ema.update()
+    assert ema.network[0].weight.item() == 0.5
 
 
 def test_average_is_saved_and_resumed_in_mid_epoch(tiny, one_rank, tmp_path):

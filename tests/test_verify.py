@@ -345,7 +345,7 @@ def test_a_compiled_step_has_no_hooks_and_the_message_says_so(tiny, one_rank) ->
     _, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=8, enable_compile=True), one_rank)
     assert verifier.outputs.layers == {}
     message = describe_fault(1, [replace(SEEN, own=["loss"], layers=False)])
-    assert "the step; in which layer is unknown: the step is compiled, captured or dataparallel" in message
+    assert "the step; in which layer is unknown: the step is compiled or captured" in message
 
 
 def test_the_layers_of_a_resnet_are_its_blocks() -> None:

@@ -14,7 +14,7 @@ class DistributedConfig(SharedConfig):
     bucket_cap_mb: PositiveFloat = 25
     """DDP: MiB of gradients per all-reduce. Buckets are reduced while backward still computes the others."""
     enable_sync_bn: bool = False
-    """DDP: BatchNorm over the whole global batch; CUDA only. Without it each rank sees its own micro-batch."""
+    """DDP: BatchNorm over the micro-batches of all ranks; CUDA only. Without it each rank sees its own micro-batch."""
     start_timeout_seconds: Annotated[PositiveFloat, KeyFlag.FREE_ON_RESUME] = 600
     """Seconds to wait at the start for all ranks; then the run ends and names the missing ones."""
     collective_timeout_seconds: Annotated[PositiveFloat, KeyFlag.FREE_ON_RESUME] = 600

@@ -167,10 +167,11 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
     if these hold, and in bf16 only on a processor with bf16 kernels."""
     conv_winograd: Auto = False
     """CONV: on a CPU, 3x3 convolutions by Winograd's method, with 2.25 to 5 times fewer multiplications. Includes a 2x2
-    max-pool that follows. Needs a C++ compiler, enable_nhwc and an eager step; auto: if all of these hold."""
+    max-pool that follows. Needs a C++ compiler, enable_nhwc and an eager step; auto: if these hold, and in bf16 only on
+    a processor with bf16 kernels."""
     enable_compile: Auto = False
-    """COMPILE: forward, loss and backward through torch.compile; auto: on CUDA if a compiler is found. A CPU gains
-    nothing. Validation is compiled too in runs that validate enough images to pay for it."""
+    """COMPILE: forward, loss and backward through torch.compile; auto: on CUDA with a compiler, not for dataparallel.
+    A CPU gains nothing. Validation is compiled too in runs that validate enough images to pay for it."""
     enable_cuda_graphs: Auto = False
     """GRAPHS: capture the training step as a CUDA graph and replay it; auto: on CUDA, except for dataparallel. SGD and
     AdamW need fused_optimizer, the others a step without loss scale (bf16, float32)."""
@@ -225,13 +226,20 @@ class TrainingConfig(SpeedConfig, RecipeConfig, VerifyConfig):
             raise ValueError(
                 f"ema_decay {self.ema_decay:g} needs float32 weights; use opt_level O0 or O1, not {self.opt_level}"
             )
+        if self.parallel == "dataparallel":
+            for key, reason in (
+                ("enable_cuda_graphs", "a CUDA graph cannot span its GPUs"),
+                ("enable_compile", "its replicas run in threads, where PyTorch compiles nothing"),
+            ):
+                if getattr(self, key) is True:
+                    raise ValueError(f"{key} is true, but parallel is dataparallel: {reason}; use false or auto")
+            if self.verify_every_steps is not None:
+                raise ValueError(
+                    "verify_every_steps cannot repeat a step of parallel dataparallel, whose GPUs draw random numbers "
+                    "of their own; use null, or parallel ddp"
+                )
         if self.enable_cuda_graphs is False:
             return self
-        if self.enable_cuda_graphs is True and self.parallel == "dataparallel":
-            raise ValueError(
-                "enable_cuda_graphs is true, but a CUDA graph cannot span the GPUs of parallel dataparallel; "
-                "use false or auto"
-            )
         asked = f"enable_cuda_graphs {str(self.enable_cuda_graphs).lower()}"
         if self.optimizer in HAVE_FUSED_KERNEL and not self.extra_opt("fused_optimizer"):
             raise ValueError(

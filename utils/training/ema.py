@@ -20,7 +20,7 @@ class Ema:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.network, self.decay = copy.deepcopy(model), decay
         self.updates = 0
-        ours, theirs = (list(network.state_dict().values()) for network in (self.network, model))
+        ours, theirs = ([*network.parameters(), *network.buffers()] for network in (self.network, model))
         self._averaged = _select(ours, floating=True), _select(theirs, floating=True)
         self._counters = _select(ours, floating=False), _select(theirs, floating=False)  # BatchNorm's batches
 

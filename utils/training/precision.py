@@ -78,20 +78,25 @@ def has_bf16_kernels() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def gpu_has_bf16() -> bool:
+    """Whether the GPU has units for bf16; older than Ampere emulate it. True without a GPU."""
+    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
-    """Choose the precision for the AMP settings on this device. On a processor without bf16 kernels, `auto` of
-    `enable_amp` or `amp_dtype` disables autocast."""
+    """Choose the precision for the AMP settings on this device. On a processor or GPU without bf16 kernels, `auto`
+    of `enable_amp` or `amp_dtype` disables autocast in bf16."""
     level: Level = config.opt_level or ("O1" if config.enable_amp else "O0")
     if config.amp_dtype == "fp16" and level != "O0" and device.type != "cuda":
         raise ConfigError(f"amp_dtype fp16 needs a CUDA device, this run is on {device.type}; use bf16 or auto")
     is_auto = level == "O1" and config.opt_level is None and "auto" in (config.enable_amp, config.amp_dtype)
-    if is_auto and device.type == "cpu" and not has_bf16_kernels():
+    fp16 = config.amp_dtype == "fp16" or (config.amp_dtype == "auto" and device.type == "cuda")
+    if is_auto and not fp16 and not (has_bf16_kernels() if device.type == "cpu" else gpu_has_bf16()):
         remark = (
-            ": enable_amp has no effect, this processor has no bf16 kernels "
+            f": enable_amp has no effect, this {'processor' if device.type == 'cpu' else 'GPU'} has no bf16 kernels "
             "(enable_amp=true with amp_dtype=bf16 forces bf16)"
         )
-        return Precision(device_type="cpu", loss_scale=config.loss_scale, remark=remark)
-    fp16 = config.amp_dtype == "fp16" or (config.amp_dtype == "auto" and device.type == "cuda")
+        return Precision(device_type=device.type, loss_scale=config.loss_scale, remark=remark)
     keep_batchnorm_fp32 = config.keep_batchnorm_fp32
     precision = Precision(
         device_type=device.type,

@@ -63,7 +63,7 @@ def find_fault(ranks: Sequence[Evidence]) -> Fault | None:
 def _place(seen: Evidence) -> str:
     """Say where in the step the difference begins, after the first tensor that differs has been named."""
     if not seen.layers:
-        return "; in which layer is unknown: the step is compiled, captured or dataparallel, or layers return no tensor"
+        return "; in which layer is unknown: the step is compiled or captured, or layers return no tensor"
     outputs = [name.startswith("output ") for name in seen.own]
     if not any(outputs):
         return " though the outputs of all layers agree: the loss, the gradients, the update or a buffer went wrong"

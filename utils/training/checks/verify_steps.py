@@ -82,10 +82,8 @@ class Verifier:
         self.noise: dict[str, float] = {}  # {kind of tensor: largest distance between repetitions by rounding}
         self.noise_measured = not self.rounding_varies
         # A fault that repeating a step finds is transient, so repeating the step once more to look for the layer would
-        # find none: the repetitions that are compared record their layers. Compiled and captured steps run no hooks,
-        # and dataparallel runs them for each part of a batch in an order that varies.
-        graphed = isinstance(learner.step, GraphedStep)
-        hooked = not (graphed or compiles(self.config, world.device) or self.config.parallel == "dataparallel")
+        # find none: the repetitions that are compared record their layers. Compiled and captured steps run no hooks.
+        hooked = not (isinstance(learner.step, GraphedStep) or compiles(self.config, world.device))
         self.outputs = LayerOutputs(find_layers(learner.model) if hooked else {})
         self.state_after_last_step: Pending | None = None
         self.cost = Cost()  # since the last remarks

@@ -29,10 +29,10 @@ def prepare_backends(config: SpeedConfig, device: torch.device) -> list[str]:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.enable_tf32
     if config.keep_cpu_memory is not False and device.type == "cpu" and not _keep_freed_memory():
         notes += ["keep_cpu_memory: no effect, the C library is not glibc"] if config.keep_cpu_memory is True else []
-    if device.type != "cuda":
-        ignored = [key for key in ("enable_tf32", "enable_prefetch") if getattr(config, key) is True]
-        notes += [f"{key}: no effect on a CPU" for key in ignored]
-    return notes
+    on_gpu = device.type == "cuda"
+    ignored = ("keep_cpu_memory",) if on_gpu else ("enable_tf32", "enable_prefetch")
+    where = "GPU" if on_gpu else "CPU"
+    return notes + [f"{key}: no effect on a {where}" for key in ignored if getattr(config, key) is True]
 
 
 def _keep_freed_memory() -> bool:

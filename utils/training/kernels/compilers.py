@@ -25,8 +25,8 @@ Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
 def compiles(config: SpeedConfig, device: torch.device) -> bool:
     """COMPILE: whether the step will be compiled."""
-    wanted = config.enable_compile == "auto" and device.type == "cuda" and not missing_compiler(device)
-    return config.enable_compile is True or wanted
+    wanted = config.enable_compile == "auto" and device.type == "cuda" and config.parallel != "dataparallel"
+    return config.enable_compile is True or (wanted and not missing_compiler(device))
 
 
 def compile_for_shapes(function: Compiled, number: int) -> Compiled:

@@ -9,6 +9,7 @@ On a GPU the kernels are in triton_kernels.py, on a CPU with a compiler and NHWC
 operations run one after the other: a reference without speed-up.
 """
 
+from collections import Counter
 from importlib.util import find_spec
 from typing import Any
 
@@ -187,6 +188,7 @@ def fuse_norm_relu(config: SpeedConfig, model: nn.Module, device: torch.device) 
 
 def _fuse(model: nn.Module) -> int:
     """Fuse what can be fused; return the number of fused modules."""
+    uses = Counter(module for _, module in model.named_modules(remove_duplicate=False))
     fused = 0
     for module in list(model.modules()):
         if isinstance(module, BasicBlock | Bottleneck | ResNet) and type(module.relu) is not nn.ReLU:
@@ -200,7 +202,8 @@ def _fuse(model: nn.Module) -> int:
         elif type(module) is nn.Sequential:
             for place in range(len(module) - 1):
                 kind = ACTIVATIONS.get(type(module[place + 1]))
-                if kind and _convert(module, nn.Sequential, module[place], kind=kind):
+                # elsewhere the same layer may come before another activation
+                if kind and uses[module[place]] == 1 and _convert(module, nn.Sequential, module[place], kind=kind):
                     module[place + 1], fused = nn.Identity(), fused + 1
     return fused
 
