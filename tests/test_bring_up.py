@@ -259,6 +259,12 @@ def rung(median: float, spread: float = 0.01) -> dict[str, Any]:
             "arithmetic_share": 0.25, "memory_share": 0.5}  # fmt: skip
 
 
+def test_the_share_of_memory_is_of_the_step_alone(tmp_path: Path) -> None:
+    report(tmp_path, "ladder", {"rungs": {"bs256": rung(3000) | {"compute": sample(4500)}}})
+    shares = {figure.name: figure.share for figure in read_figures(tmp_path, {})}
+    assert shares == {"bs256": 0.25, "bs256, step alone": 0.75}
+
+
 def test_eager_replaces_compilation_if_it_is_faster(tmp_path: Path) -> None:
     accuracy = next(part for part in PARTS if part.name == "accuracy")
     for eager, wins in ((900, False), (1100, True)):

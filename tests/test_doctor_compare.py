@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tools.doctor import __main__ as doctor
-from tools.doctor.findings import Document, Finding, compare_documents, read_document
+from tools.doctor.findings import Document, Finding, compare_documents, compare_with_baseline, read_document
 from utils.errors import ConfigError
 
 SOFTWARE = {"torch": "2.14.1", "driver": "580"}
@@ -29,15 +29,25 @@ def document(path: Path, *rates: tuple[str, float], **what: str) -> Path:
 
 
 def test_the_slow_node_is_named_with_its_value(tmp_path: Path) -> None:
-    paths = [document(tmp_path / f"{name}.json", (name, rate)) for name, rate in (("a", 700.0), ("b", 710.0))]
+    paths = [document(tmp_path / f"{name}.json", *2 * [(name, rate)]) for name, rate in (("a", 700.0), ("b", 710.0))]
     findings = compare(paths)
     assert [(finding.level, finding.message) for finding in findings] == [
-        ("ok", "limits, bf16 TFLOP/s: median 705 (700 to 710) over 2")
+        ("ok", "limits, bf16 TFLOP/s: median 705 (700 to 710, the middle half within 1.4%) over 4")
     ]
     paths.append(document(tmp_path / "c.json", ("c", 705.0), ("c", 500.0)))
     (finding,) = compare(paths)
     assert finding.level == "fail" and finding.remedy
-    assert finding.message.endswith("over 4; c #2 500, 1.41 times slower than the median of the others")
+    assert finding.message.endswith("over 6; c #2 500, 1.41 times slower than the median of the others")
+
+
+def test_a_node_with_fewer_values_than_the_others_is_named(tmp_path: Path) -> None:
+    paths = [document(tmp_path / f"{name}.json", *count * [(name, 700.0)]) for name, count in (("a", 8), ("b", 7))]
+    (finding,) = compare(paths)
+    assert finding.level == "fail" and finding.message.endswith("over 15; b has 7 of 8 values")
+    (finding,) = compare_with_baseline(read_document(paths[1]), read_document(paths[0]))
+    assert finding.level == "fail" and finding.message.endswith("baseline 700; 7 of 8 values")
+    (finding,) = compare_with_baseline(read_document(paths[0]), read_document(paths[1]))
+    assert finding.level == "ok"
 
 
 def test_a_slow_figure_of_all_ranks_is_named_so(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """tools.doctor's checks of hardware, with mocked /sys and NVML."""
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 from tests.test_meters import nvml
 from tools.doctor import gpus, hardware
 from tools.doctor.findings import Finding
-from tools.doctor.gpus import GpuFacts, check_gpu, read_gpus
+from tools.doctor.gpus import GpuFacts, check_gpu, gpu_checks, read_gpus
 
 
 def write_files(root: Path, files: dict[str, object]) -> None:
@@ -138,7 +139,8 @@ def test_infiniband_ports_that_are_down_slow_or_have_errors(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("number", "level"), [(79, "fail"), (48, "fail"), (94, "fail"), (31, "warn"), (13, "warn"), (43, "warn")]
+    ("number", "level"),
+    [(79, "fail"), (48, "fail"), (94, "fail"), (149, "fail"), (31, "warn"), (63, "warn")],
 )
 def test_gpu_errors_in_the_kernel_log(number: int, level: str) -> None:
     line = f"3,1044,88,-;NVRM: Xid (PCI:0000:3b:00): {number}, pid=1234, GPU has fallen off the bus.\n"
@@ -190,7 +192,9 @@ def test_health_of_a_gpu(changes: dict[str, Any], level: str, words: str) -> Non
 
 
 class NvmlError(Exception):
-    pass
+    def __init__(self, message: str, value: int = 3) -> None:  # 3: not supported
+        super().__init__(message)
+        self.value = value
 
 
 def mocked_nvml(**changes: Any) -> SimpleNamespace:
@@ -225,6 +229,19 @@ def test_values_that_nvml_does_not_support_are_omitted() -> None:
         power_limit=450.0, default_power_limit=None, temperature=40, nvlinks=(True, False, True),
     )  # fmt: skip
     assert read_gpus(mocked_nvml()) == [expected]
+
+
+@pytest.mark.parametrize("call", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetRemappedRows"])
+def test_a_lost_gpu_fails_and_the_others_are_still_checked(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(number: int) -> Any:
+        if number == 1:
+            raise NvmlError("GPU is lost", 15)
+        return number if call == "nvmlDeviceGetHandleByIndex" else [0, 0, 0, 0]
+
+    monkeypatch.setitem(sys.modules, "pynvml", mocked_nvml(**{"nvmlDeviceGetCount": lambda: 3, call: answer}))
+    first, lost, last = gpu_checks()
+    assert (lost.level, lost.message) == ("fail", "GPU 1: GPU is lost")
+    assert "H200 0" in first.message and "H200 2" in last.message
 
 
 def test_a_missing_driver_is_reported() -> None:

@@ -20,7 +20,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from tools.bench.reports import rates, read_report
-from tools.shared.command_line import add_count, new_parser, read_counts
+from tools.shared.command_line import add_count, new_parser, path_argument, read_counts
+from tools.shared.output import check_writable
 from tools.shared.scaling_model import BACKWARD_SHARE, Cluster, Forecast, MeasuredStep, extremes, make_buckets, predict
 from utils.config import Config, load_config
 from utils.errors import ConfigError, DataError, exit_in_a_line
@@ -76,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if options.source is None:
         raise ConfigError("--from is missing; give a report of tools.bench, or --published")
+    check_writable("--plot", options.plot)
     gpus = read_counts("--gpus", options.gpus)
     work, described = read_work(options.source)
     machine = read_machine(options)
@@ -105,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
         ("--copies", default.copies, "N", "passes over the gradients; 6 if DDP copies them into its buckets"),
     ):
         parser.add_argument(option, type=float, default=value, metavar=unit, help=f"{meaning} (default: {value:g})")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw both curves: .svg, else PNG")
+    parser.add_argument("--plot", type=path_argument, metavar="FILE", help="draw both curves: .svg, else PNG")
     parser.add_argument("--published", action="store_true", help="only compare the model with published measurements")
     return parser
 

@@ -24,7 +24,7 @@ from tools.bench.limits import measure_limits
 from tools.bench.reports import read_report
 from tools.bench.training import Rung, alone
 from tools.bench.workers import Trial, worker
-from tools.shared.command_line import add_count
+from tools.shared.command_line import add_count, path_argument
 from tools.shared.output import check_writable, print_table
 from tools.shared.pages.png_plots import draw_bars, new_figure, save
 from utils.config import Config, load_config
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--baseline", type=Path, metavar="PATH",
         help=f"an earlier report; exit status 1 if a rung is over {TOLERANCE} %% slower, beyond the spread",
     )  # fmt: skip
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the ladder: .svg, else PNG")
+    parser.add_argument("--plot", type=path_argument, metavar="PATH", help="draw the ladder: .svg, else PNG")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -238,7 +238,10 @@ def read_baseline(
         changed = [key for key in values if saved_values.get(key) != values[key]]
         if saved_values and changed:
             raise ConfigError(f"--baseline {path}: {name} differs in {', '.join(changed)}; measure it again")
-    return {name: values["full"] for name, values in rungs.items() if name in configs}
+    found = {name: values["full"] for name, values in rungs.items() if name in configs}
+    if not found:
+        raise ConfigError(f"--baseline {path}: has none of these rungs, only {', '.join(rungs)}; choose with --configs")
+    return found
 
 
 def compare_switches(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

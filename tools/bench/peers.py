@@ -74,7 +74,8 @@ def run(options: argparse.Namespace) -> int:
 def rows_of(config: Config, device: torch.device) -> dict[str, tuple[Callable[[Config], Trial], Config]]:
     """Return {row: (function that builds its trial, its configuration)}.
 
-    On each kind of device one switch exists only in this project, so the table has rows with and without it.
+    The table has rows with and without one switch that only this project has: `enable_cuda_graphs` on a GPU,
+    `keep_cpu_memory` on a CPU.
     """
     peers: dict[str, Callable[[Config], Trial]] = {
         "timm": timm_trial,

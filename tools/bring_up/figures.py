@@ -81,7 +81,9 @@ def _bench(part: str, results: Mapping[str, Any]) -> Iterator[Figure]:
     figure = partial(measured_figure, part)
     for name, rung in results.get("rungs", {}).items():
         yield figure(name, "images/s", rung["full"], share=rung.get("arithmetic_share"), of="arithmetic")
-        yield figure(f"{name}, step alone", "images/s", rung["compute"], share=rung.get("memory_share"), of="memory")
+        share, step_alone = rung.get("memory_share"), rung["compute"]["median"] / rung["full"]["median"]
+        share = None if share is None else share * step_alone  # the ladder's share is of the step that the loader feeds
+        yield figure(f"{name}, step alone", "images/s", rung["compute"], share=share, of="memory")
     for name, layer in results.get("layers", {}).items():
         yield figure(name, "ms", layer["milliseconds"], better="lower", share=layer["share"], of=layer["bound"])
     for name, values in results.items() if part in ("limits", "loaders", "peers") else ():

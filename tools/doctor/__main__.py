@@ -3,7 +3,7 @@
     python -m tools.doctor                                          # this machine
     torchrun --nproc_per_node=8 -m tools.doctor                     # also all-reduce, clocks and the slowest rank
     srun --ntasks=16 --ntasks-per-node=8 python -m tools.doctor --sweep  # two nodes: collectives of all sizes, pairs
-    python -m tools.doctor --burn-in 60                             # train for an hour; watch results, rate and heat
+    torchrun --nproc_per_node=8 -m tools.doctor --burn-in 60        # train for an hour; watch results, rate and heat
     python -m tools.doctor --nodes                                  # in a Slurm allocation: one process on every node
     python -m tools.doctor --compare a.json b.json --html page.html # find the slow node in the --json of several nodes
     python -m tools.doctor --baseline DIR                           # the --json of many nodes and days
@@ -188,12 +188,21 @@ def examine(options: argparse.Namespace, config: Config, world: "World", seconds
 
     host, first = socket.gethostname(), world.local_rank == 0
     name = f"rank {world.rank} on {host}"
-    ranks_here = world.all_gather(host).count(host)
+    hosts = world.all_gather(host)
+    ranks_here = hosts.count(host)
     only_rank = ranks_here == 1
+    seen = torch.cuda.device_count()
+    if options.burn_in is not None and world.device.type == "cuda" and only_rank and seen > 1:
+        raise ConfigError(
+            f"--burn-in trains on one GPU of each process, {host} has {seen}; start it with torchrun "
+            f"--nproc_per_node={seen} -m tools.doctor"
+        )
     findings = []
+    here = (host, sorted(os.sched_getaffinity(0)))
+    sharing = world.all_gather(here).count(here)  # srun may bind each rank to cores of its own
     if first:
-        findings += machine.machine_checks(config, options.run_dir, world, ranks_here) + hardware.hardware_checks()
-        seen = torch.cuda.device_count()
+        findings += machine.machine_checks(config, options.run_dir, world, ranks_here, sharing)
+        findings += hardware.hardware_checks()
         visible = max(seen, ranks_here) if seen else 0  # srun may show each rank only its own
         findings.append(dcgm.check_dcgm(options.dcgm, visible, len(hardware.find_gpus(hardware.PCI_DEVICES))))
     world.barrier()  # DCGM's tests need the GPUs for themselves
@@ -219,7 +228,8 @@ def examine(options: argparse.Namespace, config: Config, world: "World", seconds
         all_findings.append(measured.check_clocks(measured.clock_offsets(world)))
         all_findings.append(measured.check_all_reduce(all_reduce(world.device, measured.TRIALS).median, world))
         all_findings += sweep_checks(world) if options.sweep else []
-    return all_findings
+    together = host if len(set(hosts)) == 1 else ""  # of findings over all ranks
+    return [finding if finding.where else replace(finding, where=together) for finding in all_findings]
 
 
 if __name__ == "__main__":

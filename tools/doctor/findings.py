@@ -55,6 +55,9 @@ def read_text(file: Path) -> str | None:
         return None
 
 
+Placed = tuple[str, float]  # where, and the value there
+
+
 class Document(BaseModel):
     """All findings of one run of the doctor, with the device and software that its figures depend on."""
 
@@ -66,9 +69,9 @@ class Document(BaseModel):
     time: datetime | None = None  # when the checks began; older records have none
     findings: list[Finding]
 
-    def figures(self) -> dict[str, list[tuple[str, float]]]:
+    def figures(self) -> dict[str, list[Placed]]:
         """Return {"CHECK, FIGURE": [(where, value)]}, with a value for each node, rank or device."""
-        found: dict[str, list[tuple[str, float]]] = {}
+        found: dict[str, list[Placed]] = {}
         for finding in self.findings:
             for name, value in finding.figures.items():
                 values = found.setdefault(f"{finding.check}, {name}", [])
@@ -104,7 +107,14 @@ def compare_documents(read: Mapping[Path, Document]) -> list[Finding]:
     for path, document in others:
         check_comparable(f"{path} and {first}", document, reference)
     failed = [finding for document in read.values() for finding in document.findings if finding.level == "fail"]
-    return [*failed, *(_compare_nodes(name, compared) for name, compared in compare_figures(read.values()).items())]
+    figures = [document.figures() for document in read.values()]
+    return [
+        *failed,
+        *(
+            _compare_nodes(name, compared, [found[name] for found in figures if name in found])
+            for name, compared in compare_figures(read.values()).items()
+        ),
+    ]
 
 
 def compare_figures(documents: Iterable[Document]) -> dict[str, list[Compared]]:
@@ -136,7 +146,7 @@ def check_comparable(what: str, one: Document, other: Document) -> None:
             raise ConfigError(f"{what}: cannot be compared: {name} {mine.get(name)} and {others.get(name)}")
 
 
-def _compare_nodes(name: str, values: Sequence[Compared]) -> Finding:
+def _compare_nodes(name: str, values: Sequence[Compared], by_document: Sequence[Sequence[Placed]]) -> Finding:
     rates = [one.value for one in values]
     median = statistics.median(rates)
     spread = f"{min(rates):,.4g} to {max(rates):,.4g}"
@@ -144,31 +154,33 @@ def _compare_nodes(name: str, values: Sequence[Compared]) -> Finding:
         low, _, high = statistics.quantiles(rates, n=4, method="inclusive")
         spread += f", the middle half within {(high - low) / median:.1%}"
     message = f"{name}: median {median:,.4g} ({spread}) over {len(rates)}"
-    return _judge_rates(message, values, "the median of the others")
+    most = max(map(len, by_document))
+    missing = [f"{own[0][0] or 'all ranks'} has {len(own)} of {most} values" for own in by_document if len(own) < most]
+    return _judge_rates(message, values, "the median of the others", missing)
 
 
 def compare_with_baseline(now: Document, baseline: Document) -> list[Finding]:
-    """Compare each figure with the median of that figure in the baseline."""
-    earlier = {name: statistics.median(value for _, value in values) for name, values in baseline.figures().items()}
-    return [
-        _judge_rates(
-            f"{name}: baseline {earlier[name]:,.4g}",
-            [Compared(where, value, earlier[name]) for where, value in values],
-            "the baseline",
-        )
-        for name, values in now.figures().items()
-        if name in earlier
-    ]
+    """Compare each figure with the median of that figure in the baseline, and the numbers of values."""
+    findings, earlier = [], baseline.figures()
+    for name, values in now.figures().items():
+        if name in earlier:
+            median = statistics.median(value for _, value in earlier[name])
+            missing = [f"{len(values)} of {len(earlier[name])} values"] if len(values) < len(earlier[name]) else []
+            compared = [Compared(where, value, median) for where, value in values]
+            findings.append(_judge_rates(f"{name}: baseline {median:,.4g}", compared, "the baseline", missing))
+    return findings
 
 
-def _judge_rates(message: str, values: Sequence[Compared], reference: str) -> Finding:
+def _judge_rates(message: str, values: Sequence[Compared], reference: str, missing: Sequence[str]) -> Finding:
+    """`missing`: says where there are fewer values, one for each GPU or rank, than there should be."""
     slow = [
         f"{one.where or 'all ranks'} {one.value:,.4g}, {one.expected / one.value:.2f} times slower than {reference}"
         for one in values
         if one.slow
     ]
     remedy = "exclude the node; look there for other processes, heat, a power limit, a link that is down"
-    return judge("comparison", "; ".join([message, *slow]), remedy, fail=bool(slow))
+    remedy += ", a lost GPU" if missing else ""
+    return judge("comparison", "; ".join([message, *slow, *missing]), remedy, fail=bool(slow or missing))
 
 
 def render(findings: Sequence[Finding], *, name_nodes: bool = False) -> list[str]:

@@ -14,6 +14,8 @@ from tools.doctor.findings import LEVELS, Finding
 SLOWING = {0x4: "power limit", 0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat, by the hardware",
            0x80: "power brake"}  # fmt: skip
 FAULTY = SLOWING.keys() - {0x4}  # a healthy GPU under load is at its power limit
+# NVML's errors of a GPU that does not answer (nvml.h, nvmlReturn_t); others mean that a value cannot be read here
+UNREACHABLE = {8, 11, 15, 16}  # insufficient power, interrupts, lost, needs a reset
 # names of cards whose NVLinks need a bridge, which many nodes lack
 NEEDS_BRIDGE = re.compile(r"pcie|\bnvl\b|rtx|geforce|quadro|titan", re.IGNORECASE)
 
@@ -34,6 +36,14 @@ class GpuFacts:
     nvlinks: tuple[bool, ...]  # True: up
 
 
+@dataclass(frozen=True)
+class LostGpu:
+    """A GPU that the driver knows and cannot reach."""
+
+    number: int
+    error: str
+
+
 def gpu_checks() -> list[Finding]:
     """Check every GPU of this machine."""
     try:
@@ -43,17 +53,31 @@ def gpu_checks() -> list[Finding]:
     gpus = read_gpus(pynvml)
     if isinstance(gpus, str):
         return [Finding("gpu health", "ok", f"not readable here: {gpus}")]
-    return [check_gpu(gpu) for gpu in gpus]
+    return [check_gpu(gpu) if isinstance(gpu, GpuFacts) else check_lost(gpu) for gpu in gpus]
 
 
-def read_gpus(nvml: Any) -> list[GpuFacts] | str:
+def check_lost(gpu: LostGpu) -> Finding:
+    remedy = "drain the node; reset or reboot it, and look for the Xid in the kernel's log"
+    return Finding("gpu health", "fail", f"GPU {gpu.number}: {gpu.error}", remedy)
+
+
+def read_gpus(nvml: Any) -> list[GpuFacts | LostGpu] | str:
     """Read every GPU with the module pynvml; return the reason if that is impossible."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
         return str(error)
+
+    def read(number: int) -> GpuFacts | LostGpu:
+        try:
+            return _read_gpu(nvml, number)
+        except nvml.NVMLError as error:
+            if error.value in UNREACHABLE:
+                return LostGpu(number, str(error))
+            raise
+
     try:
-        return [_read_gpu(nvml, number) for number in range(nvml.nvmlDeviceGetCount())]
+        return [read(number) for number in range(nvml.nvmlDeviceGetCount())]
     except nvml.NVMLError as error:
         return str(error)
     finally:
@@ -66,8 +90,10 @@ def _read_gpu(nvml: Any, number: int) -> GpuFacts:
     def ask(question: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return question(handle, *arguments)
-        except nvml.NVMLError:  # not supported, or not permitted
-            return None
+        except nvml.NVMLError as error:
+            if error.value in UNREACHABLE:
+                raise
+            return None  # not supported, or not permitted
 
     def count_errors(kind: int) -> int | None:
         return ask(nvml.nvmlDeviceGetTotalEccErrors, kind, nvml.NVML_VOLATILE_ECC)

@@ -21,8 +21,9 @@ NOT_READABLE = "not readable here"
 NVIDIA, DISPLAY_CONTROLLER = "0x10de", "0x03"  # PCI vendor; first byte of the class
 # On a healthy port these grow slowly or not at all (InfiniBand Architecture Specification 1.4, 16.1.3.5)
 PORT_ERRORS = ("link_downed", "link_error_recovery", "symbol_error", "port_rcv_errors")
-# NVIDIA's "Xid Errors" of memory, bus and NVLink; the other numbers may be faults of a program
-HARDWARE_XIDS = {48, 63, 64, 74, 79, 92, 94, 95, 110, 119, 120, 140, 143}
+# NVIDIA's Xid catalog: errors of memory, bus, firmware and NVLink (since Blackwell 144 to 150, before it 74), and those
+# after which the GPU needs a reset. The others may be faults of a program, or need no action, as a replaced row (63).
+HARDWARE_XIDS = {46, 48, 62, 64, 74, 79, 92, 94, 95, 109, 110, 119, 120, 136, 140, 143, *range(144, 151), 158}
 XID = re.compile(r"NVRM: Xid \(PCI:([\da-fA-F:.]+)\): (\d+)")
 
 
@@ -206,6 +207,6 @@ def check_kernel_log(text: str | None) -> Finding:
         return Finding("gpu faults", "ok", "no Xid in the kernel's log")
     message = "; ".join(f"Xid {number} of {device}, {count} times" for (device, number), count in sorted(found.items()))
     if not HARDWARE_XIDS.isdisjoint(number for _, number in found):
-        remedy = "drain the node and run NVIDIA's field diagnostics; NVIDIA's list of Xid errors names the fault"
+        remedy = "drain the node and run NVIDIA's field diagnostics; NVIDIA's Xid catalog names the fault"
         return Finding("gpu faults", "fail", message, remedy)
-    return Finding("gpu faults", "warn", message, "usually a program's fault; see NVIDIA's list of Xid errors")
+    return Finding("gpu faults", "warn", message, "usually a program's fault, if any; see NVIDIA's Xid catalog")

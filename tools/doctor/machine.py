@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 MINIMUM_TORCH = (2, 11)
 
 
-def machine_checks(config: Config, run_dir: Path, world: "World", local_ranks: int) -> list[Finding]:
+def machine_checks(config: Config, run_dir: Path, world: "World", local_ranks: int, sharing: int) -> list[Finding]:
+    """Run all checks of this module. `sharing`: of the `local_ranks` of this node, those on the same cores as this."""
     import torch
 
     from utils.data.build import batch_bytes
     from utils.data.workers import cap_workers, usable_cores
 
     workers = config.num_data_workers if config.data_loader == "torchvision" else 0
-    started = local_ranks * cap_workers(workers, local_ranks)
+    started = local_ranks * cap_workers(workers, sharing)
     data, image_shape = check_data(config)
     rank_batch_size = -(-config.batch_size // world.world_size)
     packages = ((package.metadata["Name"], package.version) for package in importlib.metadata.distributions())
@@ -45,7 +46,7 @@ def machine_checks(config: Config, run_dir: Path, world: "World", local_ranks: i
         check_disk(run_dir),
         data,
         check_names(names_to_resolve(os.environ)),
-        check_threads(usable_cores(), local_ranks, torch.get_num_threads(), workers),
+        check_threads(usable_cores(), sharing, torch.get_num_threads(), workers),
     ]
 
 
@@ -222,11 +223,11 @@ def check_names(names: Sequence[str], resolve: Callable[[str], Any] = socket.get
     return Finding("host names", "ok", f"{', '.join(names)} resolve")
 
 
-def check_threads(cores: int, local_ranks: int, threads: int, workers: int) -> Finding:
-    """Check that the threads and loader workers of all ranks fit the available cores."""
-    message = f"{cores} cores for {local_ranks} rank(s) of {threads} thread(s) and {workers} loader worker(s)"
-    if local_ranks * threads > cores:
-        remedy = f"set OMP_NUM_THREADS={max(1, cores // local_ranks)}: more threads than cores are slower than one"
+def check_threads(cores: int, ranks: int, threads: int, workers: int) -> Finding:
+    """Check that the threads and loader workers of the ranks that share these cores fit them."""
+    message = f"{cores} cores for {ranks} rank(s) of {threads} thread(s) and {workers} loader worker(s)"
+    if ranks * threads > cores:
+        remedy = f"set OMP_NUM_THREADS={max(1, cores // ranks)}: more threads than cores are slower than one"
         return Finding("threads", "warn", message, remedy)
     remedy = "more cores from the scheduler (--cpus-per-task), fewer num_data_workers, or data_loader=device"
-    return judge("threads", message, remedy, warn=local_ranks * (workers + 1) > 2 * cores)
+    return judge("threads", message, remedy, warn=ranks * (workers + 1) > 2 * cores)

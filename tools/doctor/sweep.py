@@ -151,10 +151,7 @@ def check_sweep(measured: Sequence[Measured]) -> list[Finding]:
         best = max(own, key=lambda one: one.bus_rate)
         shortest = f"{decimal(own[0].size)}: {1e6 * own[0].seconds:,.0f} us"
         most = f"best bus bandwidth {best.bus_rate:.3g} GB/s at {decimal(best.size)}"
-        figures = {f"{name} of {decimal(one.size)}, bus GB/s": one.bus_rate for one in own}
-        findings.append(
-            Finding("sweep", "ok", f"{name} up to {decimal(own[-1].size)}, {most}; {shortest}", figures=figures)
-        )
+        findings.append(Finding("sweep", "ok", f"{name} up to {decimal(own[-1].size)}, {most}; {shortest}"))
     return findings
 
 
@@ -166,14 +163,13 @@ def check_pairs(pairs: Sequence[PairRate], names: Mapping[int, str], allowed: fl
     without = [[pair.rate for pair in pairs if node not in (pair.first, pair.second)] for node in nodes]
     median = max(statistics.median(some) for some in [rates, *without] if some)
     message = f"{len(pairs)} pairs, each way {median:.3g} GB/s ({min(rates):.3g} to {max(rates):.3g})"
-    figures = {f"{names[pair.first]} and {names[pair.second]} GB/s": pair.rate for pair in pairs}
     slow = [pair for pair in pairs if pair.rate * allowed < median]
     if not slow:
-        return Finding("pairs", "ok", message, figures=figures)
+        return Finding("pairs", "ok", message)
     common = set.intersection(*({pair.first, pair.second} for pair in slow))
     culprits = [names[rank] for rank in sorted(common)] if len(slow) > 1 else []
     listed = ", ".join(f"{names[pair.first]} and {names[pair.second]} {pair.rate:.3g} GB/s" for pair in slow[:4])
     more = f" and {len(slow) - 4} more" if len(slow) > 4 else ""
     message += f"; slow: {listed}{more}" + (f"; all include {culprits[0]}" if culprits else "")
     where = culprits[0] if culprits else "these nodes"
-    return Finding("pairs", "fail", message, f"check the cable, port and switch of {where}", figures=figures)
+    return Finding("pairs", "fail", message, f"check the cable, port and switch of {where}")
