@@ -277,7 +277,8 @@ def answered(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("command", "arguments"),
     [
-        (evaluate, ["run", "--data="]), (export, [""]), (pack, ["--out="]), (predict, ["run", ""]),
+        (evaluate, ["run", "--data="]), (export, [""]), (export, ["run", "--out="]), (pack, ["--out="]),
+        (predict, ["run", ""]),
         (prepare_data, ["--dataset=cifar10", "--data_path="]), (report, [""]), (runs, [""]),
         (search, ["--space=lr=0.1,0.2", "--out="]), (stage_data, ["", "there"]),
     ],

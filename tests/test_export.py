@@ -86,9 +86,3 @@ def test_without_a_checkpoint_or_with_a_damaged_one(tmp_path, capsys):
     assert export.main([str(tmp_path)]) == 4
     assert "is damaged" in capsys.readouterr().err
     assert not (tmp_path / "export").exists()
-
-
-def test_an_empty_folder_name_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        export.main([str(tmp_path), "--out", ""])
-    assert "--out: is empty" in capsys.readouterr().err

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import utils.distributed.health.heartbeat
 import utils.distributed.ranks
 import utils.distributed.rendezvous
-from tests.processes import Ended, Job, complaints, free_port, run_job, shorten_heartbeat, torchrun_variables
+from tests.processes import Job, complaints, free_port, run_job, shorten_heartbeat, torchrun_variables
 from utils.distributed.health.heartbeat import LOST_AFTER, Heartbeat, Silence
 from utils.distributed.launch import Launch
 from utils.distributed.ranks import run_ranks
@@ -29,13 +29,13 @@ def shorten_timeouts() -> None:
     shorten_heartbeat(LIMIT)
 
 
-def lose_a_rank(rank: int, number: int) -> int:
-    """One rank is killed or stopped while the main threads of all others wait in a C function."""
+def lose_rank_0(number: int) -> int:
+    """Rank 0 is killed or stopped while the main threads of all others wait in a C function."""
     shorten_timeouts()
 
     def action(world: World) -> None:
         world.barrier()
-        if world.rank == rank:
+        if world.is_main:
             print(os.getpid(), flush=True)
             os.kill(os.getpid(), number)
         # like a read from a GPU; in a loop, as signals interrupt usleep
@@ -67,34 +67,26 @@ def stop_and_continue() -> int:
     return run_ranks(action, "cpu", 60, 600)
 
 
-def wait_for_the_others(job: Job, lost: int) -> list[Ended]:
-    """Return how the others ended; then kill the lost rank, which may be stopped."""
-    for number, process in enumerate(job.processes):
-        if number != lost:
-            process.wait(RUN_SECONDS / 2)
-    job.processes[lost].kill()
-    ended = job.wait(RUN_SECONDS)
-    return [process for number, process in enumerate(ended) if number != lost]
-
-
 @pytest.mark.parametrize(
-    ("lost", "number", "agent_store"),
-    [(0, signal.SIGKILL, False), (0, signal.SIGSTOP, False), (0, signal.SIGKILL, True)],
+    ("number", "agent_store"), [(signal.SIGKILL, False), (signal.SIGSTOP, False), (signal.SIGKILL, True)]
 )
-def test_a_lost_rank_ends_all_others(tmp_path: Path, lost: int, number: int, agent_store: bool) -> None:
+def test_a_lost_rank_ends_all_others(tmp_path: Path, number: int, agent_store: bool) -> None:
     """The store is lost with rank 0, unless torchrun serves it."""
     store = dist.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     port = store.port if agent_store else free_port()
     others = {"TORCHELASTIC_USE_AGENT_STORE": "True"} if agent_store else {}
     ranks = [torchrun_variables(rank, 3, port, **others) for rank in range(3)]
-    job = Job(tmp_path, lose_a_rank, (lost, number), ranks)
-    ended = wait_for_the_others(job, lost)
+    job = Job(tmp_path, lose_rank_0, (number,), ranks)
+    for waiting in job.processes[1:]:
+        waiting.wait(RUN_SECONDS / 2)
+    job.processes[0].kill()  # it may be stopped
+    ended = job.wait(RUN_SECONDS)[1:]
     assert [process.status for process in ended] == [1, 1], ended
     (line,) = complaints(ended)
-    process = (tmp_path / f"process-{lost}" / "stdout").read_text().strip()
+    process = (tmp_path / "process-0/stdout").read_text().strip()
     since = r"since \d{4}-\d\d-\d\d [\d:]{8}, for nearly 4 s \(collective_timeout_seconds\): killed or stopped"
-    silent = rf"no sign of life from rank {lost} \(process {process} on \S+\) {since}"
-    if lost == 0 and not agent_store:
+    silent = rf"no sign of life from rank 0 \(process {process} on \S+\) {since}"
+    if not agent_store:
         answer = rf"no answer from rank 0, which serves the ranks' store, at 127.0.0.1:{port} {since}"
         silent = "lost contact with rank 0 at" if number == signal.SIGKILL else answer
     assert re.search(silent, line), line

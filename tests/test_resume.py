@@ -167,18 +167,6 @@ def test_a_killed_run_resumes_from_the_last_interval(one_rank, tmp_path, whole, 
     assert_same_run(tmp_path, expected)
 
 
-def test_stopped_while_writing_in_the_background_everything_is_on_the_disk(one_rank, tmp_path, whole):
-    config, expected = whole(PLATEAU)
-    config = config.model_copy(update={"checkpoint_async": True, "checkpoint_every_steps": 1})
-    trainer = Trainer(config, one_rank, tmp_path, "tiny", "auto")
-    stop(trainer, POLLS + 2)
-    with pytest.raises(Stopped):
-        trainer.train()
-    assert list_checkpoints(tmp_path / "checkpoints")[0].name == "step-000000006.pt"
-    run(config, one_rank, tmp_path)
-    assert_same_run(tmp_path, expected)
-
-
 def test_a_stop_whose_checkpoint_cannot_be_written_fails(one_rank, tmp_path, tiny):
     trainer = Trainer(tiny(checkpoint_async=True), one_rank, tmp_path, "tiny", "auto")
 

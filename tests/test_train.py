@@ -95,18 +95,6 @@ def test_metrics_cover_the_whole_epoch_and_only_training_smooths_labels(tiny, on
         assert row[f"loss/{part}"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
 
 
-def test_a_single_batch_can_be_overfitted(tiny, one_rank):
-    trainer = Trainer(tiny(lr=0.05), one_rank)
-    images, labels = next(iter(trainer.loaders.train))
-    averages = []
-    for _ in range(30):
-        trainer.learner.step(images, labels, trainer.learner.sums)
-        averages.append(trainer.learner.sums.average_since_last(one_rank))
-    assert averages[0]["loss"] > 2.0
-    assert averages[-1]["loss"] < 0.2
-    assert averages[-1]["acc1"] == 1.0
-
-
 def test_run_folder_holds_the_files_and_no_unlisted_environment_variable(tiny, one_rank, tmp_path, monkeypatch):
     """Unlisted variables may hold secrets."""
     recorded, secret = "TELLTALE-RECORDED", "TELLTALE-SECRET"

@@ -142,21 +142,14 @@ def test_a_configuration_error_is_reported_before_anything_starts(monkeypatch, c
     assert err.startswith("error: ") and "no_such_key" in err
 
 
-def verify(tmp_path, monkeypatch, capfd, *options, kills):
-    """Run the tool, expect EQUAL, and return its output."""
-    monkeypatch.chdir(ROOT)
-    status = main([*ARGUMENTS, *options, f"--kills={kills}", f"--work-dir={tmp_path}", "--seed=1", "--timeout=600"])
-    out = capfd.readouterr().out
-    assert status == 0, out
-    assert f"{kills} kills over" in out
-    assert "verdict: EQUAL" in out
-    assert list(tmp_path.iterdir()) == []
-    return out
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "nproc", "kills"), [("KILL", 1, 5), ("KILL", 2, 2), ("TERM", 2, 2), ("USR1", 1, 2)])
 def test_killed_runs_equal_the_uninterrupted_one(name, nproc, kills, tmp_path, monkeypatch, capfd):
-    out = verify(tmp_path, monkeypatch, capfd, f"--signal={name}", f"--nproc={nproc}", kills=kills)
+    monkeypatch.chdir(ROOT)
+    options = [f"--signal={name}", f"--nproc={nproc}", f"--kills={kills}", f"--work-dir={tmp_path}", "--seed=1"]
+    status = main([*ARGUMENTS, *options, "--timeout=600"])
+    out = capfd.readouterr().out
+    assert status == 0 and "verdict: EQUAL" in out and f"{kills} kills over" in out, out
+    assert list(tmp_path.iterdir()) == []
     assert kills < 5 or re.search(r"^[1-9]\d* starts resumed from a checkpoint$", out, re.MULTILINE), out
