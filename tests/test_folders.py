@@ -15,7 +15,7 @@ from PIL import Image
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import functional
 
-from tests.tiny_shards import CLASSES, NUM_TRAIN, NUM_VALID, write_image
+from tests.tiny_shards import CLASSES, IMAGENET, NUM_TRAIN, NUM_VALID, SETTINGS, write_image
 from train import main
 from utils.config import Config
 from utils.config.command_line import Arguments
@@ -56,19 +56,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(tiny: Callable[..., Config], made: Path) -> Callable[..., Config]:
     def make(dataset: str, **changes: Any) -> Config:
-        base = {
-            "dataset": dataset,
-            "data_path": str(made / ("large" if dataset == "imagenet" else "small")),
-            "data_loader": "torchvision",
-            "num_classes": len(CLASSES),
-            "batch_size": 6,
-            "valid_batch_size_per_gpu": 4,
-            "limit_train_batches": None,
-            "limit_valid_batches": None,
-        }
-        if dataset == "imagenet":
-            base |= {"image_size": 48, "rnd_resized_crop": True, "rnd_crop_padding": 0}
-            base |= {"rnd_rotation_angle": 0.0, "model": "resnet18", "stem": "imagenet"}
+        is_imagenet = dataset == "imagenet"
+        base = SETTINGS | {"dataset": dataset, "data_path": str(made / ("large" if is_imagenet else "small"))}
+        base |= IMAGENET | {"model": "resnet18", "stem": "imagenet"} if is_imagenet else {}
         return tiny(**base | changes)
 
     return make

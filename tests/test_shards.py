@@ -17,7 +17,7 @@ import torch
 
 from tests.conftest import change_byte, replace_by_fifo
 from tests.test_folders import DALI, build, everything
-from tests.tiny_shards import CLASSES, rewrite
+from tests.tiny_shards import CLASSES, IMAGENET, SETTINGS, rewrite
 from tools import prepare_data, verify_resume
 from train import main
 from utils.config import Config
@@ -35,25 +35,8 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def config(tiny: Callable[..., Config]) -> Callable[..., Config]:
-    def make(data_path: Path, **changes: Any) -> Config:
-        base = {
-            "dataset": "imagenet",
-            "data_path": str(data_path),
-            "data_loader": "torchvision",
-            "num_classes": len(CLASSES),
-            "image_size": 48,
-            "rnd_resized_crop": True,
-            "rnd_crop_padding": 0,
-            "rnd_rotation_angle": 0.0,
-            "batch_size": 4,
-            "valid_batch_size_per_gpu": 4,
-            "limit_train_batches": None,
-            "limit_valid_batches": None,
-            "model": "resnet8",
-        }
-        return tiny(**base | changes)
-
-    return make
+    base = SETTINGS | IMAGENET | {"batch_size": 4, "model": "resnet8"}
+    return lambda data_path, **changes: tiny(**base | {"data_path": str(data_path)} | changes)
 
 
 # ---- the same as class folders

@@ -1,7 +1,6 @@
 """utils.training.checks.stragglers: waiting for input, slow ranks, and the classes that are confused."""
 
-import os
-import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.conftest import ROOT
-from utils.distributed.launch import torchrun_here
+from tests.processes import run_job
+from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.timing.clock import Clock
 from utils.training.checks.stragglers import SLOW_WINDOWS, StepWatch, input_remedy, slow_ranks
@@ -178,48 +178,27 @@ def test_worst_classes_and_their_confusions(one_rank):
     ]
 
 
-SLOWED = """
-import time, torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from utils.timing.clock import Clock
-from utils.training.checks.stragglers import StepWatch
-from utils.distributed.ranks import run_ranks
-
-def action(world):
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.LazyLinear(10))
-    model(torch.zeros(1, 3, 8, 8))
-    watch = StepWatch(model, world, Clock())
-    parallel = DistributedDataParallel(model)
-
-    def slow(module, inputs):
-        time.sleep(0.2 if world.rank == 1 else 0.02)
-
-    model.register_forward_pre_hook(slow)
-    batch = (torch.zeros(4, 3, 8, 8), torch.zeros(4))
-    for _ in range(2):
-        for images, _ in watch.batches([batch] * 6):
-            parallel(images).sum().backward()
-            watch.close_window()
-        for remark in watch.remarks(""):
-            if world.is_main:
+def watch_a_slow_rank() -> int:
+    def action(world: World) -> None:
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.LazyLinear(10))
+        model(torch.zeros(1, 3, 8, 8))
+        watch = StepWatch(model, world, Clock())
+        parallel = DistributedDataParallel(model)
+        model.register_forward_pre_hook(lambda *_: time.sleep(0.2 if world.rank == 1 else 0.02))
+        for _ in range(2):
+            for images, _ in watch.batches(iter(6 * [(torch.zeros(4, 3, 8, 8), torch.zeros(4))])):
+                parallel(images).sum().backward()
+                watch.close_window()
+            for remark in watch.remarks(""):
                 print(remark)
 
-
-raise SystemExit(run_ranks(action, "cpu", 60, 60))
-"""
+    return run_ranks(action, "cpu", 60, 60)
 
 
 @pytest.mark.slow
 def test_a_slowed_rank_is_named_once(tmp_path: Path):
     """Under DDP the steps of all ranks take equally long; only the time before the all-reduce differs."""
-    script = tmp_path / "slowed.py"
-    script.write_text(SLOWED)
-    start, rendezvous = torchrun_here(3, tmp_path / "rendezvous")
-    environment = os.environ | rendezvous | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(
-        [*start, str(script)], capture_output=True, text=True, env=environment, timeout=200, check=False
-    )
-    assert finished.returncode == 0, finished.stderr
-    named = [line for line in finished.stdout.splitlines() if "is slow" in line]
-    assert len(named) == 1 and named[0].startswith("Rank 1 on "), finished.stdout
+    ended = run_job(tmp_path, 3, watch_a_slow_rank, OMP_NUM_THREADS="1")
+    assert [process.status for process in ended] == [0, 0, 0], ended
+    named = [line for line in ended[0].output.splitlines() if "is slow" in line]
+    assert len(named) == 1 and named[0].startswith("Rank 1 on "), named
