@@ -64,7 +64,10 @@ def test_texts_pictures_layout_and_hparams(run):
     assert {"augmented batch", "confusion matrix"} <= set(events.Tags()["images"])
     grid = events.Images("augmented batch")[-1]
     assert (grid.height, grid.width) == (3 * (4 * 33 + 1), 3 * (8 * 33 + 1))
-    assert "custom_scalars__config__" in events.Tags()["tensors"]
+    assert events.Images("confusion matrix")[-1].width == 600
+    (layout,) = events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val
+    charts = b"accuracy by epoch", b"images per second", b"fraction of the time waiting for input"
+    assert all(chart in layout for chart in charts)
     assert {"result/best_acc1", "result/seconds"} <= set(events.Tags()["scalars"])
 
 

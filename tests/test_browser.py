@@ -46,17 +46,6 @@ function walk(node) {
 walk(document.body);
 return texts.join(' ').replace(/[ \\t]+/g, ' ');
 """
-# How many of the images, in nested documents too, have arrived with a size.
-LOADED_IMAGES = """
-let count = 0;
-function walk(node) {
-  if (node.tagName === 'IMG' && node.complete && node.naturalWidth > 100) count += 1;
-  if (node.shadowRoot) node.shadowRoot.childNodes.forEach(walk);
-  node.childNodes.forEach(walk);
-}
-walk(document.body);
-return count;
-"""
 # The columns of HParams that are drawn, from the left, and the rows.
 HPARAMS_TABLE = """
 function find(node, name) {
@@ -187,22 +176,6 @@ def test_texts_hold_configuration_environment_and_worst_classes(browser, tensorb
     worst = results(expts / "first")["worst_classes"][0]
     see(browser, rf"{worst['class']}\s+{100 * worst['accuracy']:.1f}%")
     picture(browser, "tensorboard-text")
-
-
-def test_images_show_batch_and_confusion_matrix(browser, tensorboard):
-    browser.set_window_size(1500, 1400)
-    browser.get(tensorboard + "?darkMode=false#images")
-    see(browser, r"augmented batch")
-    see(browser, r"confusion matrix")
-    wait_for(browser, lambda: browser.execute_script(LOADED_IMAGES) >= 2, "two images")
-    picture(browser, "tensorboard-images")
-
-
-def test_custom_layout_has_its_charts(browser, tensorboard):
-    browser.get(tensorboard + "?darkMode=false#custom_scalars")
-    for chart in ("accuracy by epoch", "images per second", "fraction of the time waiting for input"):
-        see(browser, chart)
-    picture(browser, "tensorboard-custom-scalars")
 
 
 # ---- the report
