@@ -264,6 +264,12 @@ def test_commands_are_found_in_the_pages():
     assert sum(place.startswith("docs/tutorial") for place in where) > 30
 
 
+def test_the_tests_that_reliability_names_exist() -> None:
+    names = re.findall(r"`(tests/\w+\.py)::(test_\w+)`", (ROOT / "docs/reliability.md").read_text(encoding="utf-8"))
+    assert len(names) > 5
+    assert not [name for file, name in names if f"def {name}(" not in (ROOT / file).read_text(encoding="utf-8")]
+
+
 def test_documented_blocks_load(tmp_path: Path):
     own = tmp_path / "mine.yaml"
     own.write_text(OWN_FILE.findall((ROOT / "docs/own_code.md").read_text(encoding="utf-8"))[0], encoding="utf-8")

@@ -119,11 +119,12 @@ def test_shared_memory_is_computed_from_the_datasets_image_size(one_rank, monkey
     calls = []
     monkeypatch.setattr(workers, "check_shared_memory", lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(machine, "check_threads", lambda cores, ranks, *_: calls.append(ranks))
-    settings = ["dataset=imagenet", "data_loader=torchvision", "num_data_workers=1", "batch_size=512"]
+    monkeypatch.setattr("utils.data.workers.usable_cores", lambda: 4)
+    settings = ["dataset=imagenet", "data_loader=torchvision", "num_data_workers=4", "batch_size=512"]
     machine.machine_checks(
         load_config(CIFAR100, "default", [*settings, f"data_path={tmp_path}"]), tmp_path, one_rank, 2, 1
     )
-    assert calls == [(512 * 3 * 224 * 224, 2), 1]
+    assert calls == [(512 * 3 * 224 * 224, 2 * 4), 1]  # two ranks, each with four workers on its own four cores
 
 
 def test_full_or_slow_disk(small_disk, monkeypatch):

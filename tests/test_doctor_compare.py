@@ -45,9 +45,12 @@ def test_a_node_with_fewer_values_than_the_others_is_named(tmp_path: Path) -> No
     (finding,) = compare(paths)
     assert finding.level == "fail" and finding.message.endswith("over 15; b has 7 of 8 values")
     (finding,) = compare_with_baseline(read_document(paths[1]), read_document(paths[0]))
-    assert finding.level == "fail" and finding.message.endswith("baseline 700; 7 of 8 values")
+    assert finding.level == "fail" and finding.message.endswith("baseline 700; b has 7 of 8 values")
     (finding,) = compare_with_baseline(read_document(paths[0]), read_document(paths[1]))
     assert finding.level == "ok"
+    ranks = document(tmp_path / "ranks.json", *[(f"c, rank {rank}", 700.0) for rank in range(4)])
+    both = document(tmp_path / "nodes.json", *8 * [("d", 700.0)], *8 * [("e", 700.0)])
+    assert [finding.level for finding in compare([paths[0], ranks, both])] == ["ok"], "counted by node and kind"
 
 
 def test_a_slow_figure_of_all_ranks_is_named_so(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def test_paths_that_are_not_a_run_or_checkpoint(tmp_path, run, capsys):
     assert status == 4 and "is damaged or not a checkpoint of this program" in message
     (tmp_path / "checkpoints").mkdir()
     status, message = refused(capsys, tmp_path)
-    assert status == 4 and "holds no checkpoint of a step" in message
+    assert status == 4 and "holds no checkpoint of a step: it was lost before its first, or save_checkp" in message
 
 
 def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, run, capsys):

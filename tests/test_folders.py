@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import functional
 
 from tests.tiny_shards import CLASSES, IMAGENET, NUM_TRAIN, NUM_VALID, SETTINGS, write_image
-from train import main
+from train import Trainer, main
 from utils.config import Config
 from utils.config.command_line import Arguments
 from utils.data.build import Loaders, build_loaders, open_dataset
@@ -27,7 +28,7 @@ from utils.data.loaders import device as device_loader
 from utils.data.loaders.dali import DaliFailure, DaliLoader
 from utils.data.sampling import resized_crop_box, sample_augmentation
 from utils.distributed.world import World
-from utils.errors import ConfigError, DataError
+from utils.errors import ConfigError, DataError, Stopped
 from utils.run.logging.environment import dali_version
 from utils.training.metrics.sums import MetricSums
 
@@ -124,22 +125,26 @@ def test_folders_within_classes_are_read_as_by_imagefolder(
         assert find_images([tmp_path / split], CLASSES, 32, 1.0).labels.tolist() == ours.labels.tolist()
     for number, target in enumerate((".", "..", "../..")):  # ImageFolder reads these again and again
         (tmp_path / "train/cat/a/deep" / f"circle{number}").symlink_to(f"../../{target}")
+    (tmp_path / "train/ant").rename(tmp_path / "elsewhere")
+    (tmp_path / "train/ant").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/back").symlink_to(tmp_path / "train")
     circled = open_dataset(config("imagefolder", data_path=str(tmp_path)), one_rank).train
-    assert len(circled.labels) == len(dataset.train.labels) + 3
+    assert len(circled.labels) == len(dataset.train.labels) + 4
     unreadable = circled.read(np.arange(len(circled.labels)), None, replace=False).unreadable
-    assert set(unreadable.values()) == {"Is a directory"} and len(unreadable) == 3
+    assert set(unreadable.values()) == {"Is a directory"} and len(unreadable) == 4
 
 
 def test_a_node_with_other_images_is_refused(
     config: Callable[..., Config], made: Path, one_rank: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gather(world: World, found: tuple[dict[str, Any], int]) -> list[tuple[dict[str, Any], int]]:
-        return [found, (found[0], found[1] - 1)]
+    def gather(world: World, found: tuple[dict[str, Any], list[int]]) -> list[tuple[dict[str, Any], list[int]]]:
+        return [found, (found[0], [*found[1][:-1], found[1][-1] - 1])]
 
     monkeypatch.setattr(World, "all_gather", gather)
     message = "dataset imagefolder: has other data on rank 1 than on rank 0; copy the same files to each node"
-    with pytest.raises(DataError, match=message):
-        open_dataset(config("imagefolder", data_path=str(made / "small")), one_rank)
+    for held_out in (0, 3):
+        with pytest.raises(DataError, match=message):
+            open_dataset(config("imagefolder", data_path=str(made / "small"), holdout_images=held_out), one_rank)
 
 
 def test_a_link_to_itself_is_an_unreadable_image(config: Callable[..., Config], made: Path, tmp_path: Path) -> None:
@@ -338,6 +343,18 @@ def test_unreadable_images_are_named_listed_and_skipped(
     names = [row.split("\t")[0] for row in listed.read_text().splitlines()]
     assert names == [str(damaged / name) for name in ("train/ant/1.JPEG", "train/cat/7.JPEG", "val/cat/0.JPEG")]
     assert report_unreadable(one_rank, built.every(), tmp_path) == []  # nothing new
+
+
+def test_a_stop_lists_the_images_that_were_unreadable_so_far(
+    config: Callable[..., Config], damaged: Path, one_rank: World, tmp_path: Path
+) -> None:
+    """The next start does not read them again."""
+    chosen = config("imagenet", data_path=str(damaged), batch_size=3 * NUM_TRAIN, num_data_workers=0)
+    trainer = Trainer(chosen, one_rank, tmp_path, "damaged", "auto")
+    trainer.requests.signal = signal.SIGTERM
+    with pytest.raises(Stopped, match="after its last batch"):
+        trainer.train()
+    assert "train/ant/1.JPEG" in (tmp_path / "unreadable.txt").read_text()
 
 
 def test_the_next_image_replaces_an_unreadable_one(

@@ -259,6 +259,8 @@ def test_scale_and_skipped_steps_are_logged(tiny, one_rank, tmp_path):
 
 @pytest.mark.parametrize("enabled", [False, True])
 def test_enable_tf32_sets_the_backends(tiny, enabled):
+    gpu_notes = prepare_backends(tiny(keep_cpu_memory=enabled), torch.device("cuda", 0))
+    assert gpu_notes == (["keep_cpu_memory: no effect on a GPU"] if enabled else [])
     notes = prepare_backends(tiny(enable_tf32=enabled), CPU)
     try:
         assert torch.backends.cudnn.allow_tf32 == torch.backends.cuda.matmul.allow_tf32 == enabled

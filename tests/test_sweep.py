@@ -63,7 +63,7 @@ def test_bandwidths_are_defined_as_in_nccl_tests() -> None:
     """All-reduce over 8 ranks, 1 GB in 10 ms: bus bandwidth 175 GB/s."""
     (finding,) = check_sweep([Measured("all-reduce", 10**9, 0.01, 2 * 7 / 8)])
     assert finding.message == "all-reduce up to 1.0 GB, best bus bandwidth 175 GB/s at 1.0 GB; 1.0 GB: 10,000 us"
-    assert finding.figures == {"all-reduce of 1.0 GB, bus GB/s": pytest.approx(175)}
+    assert not finding.figures, "they are only reported: --compare would fail at 15 %, which is noise here"
 
 
 def test_one_bad_cable_is_named() -> None:

@@ -12,6 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,7 @@ from tools.shared.command_line import add_count, new_parser, path_argument, read
 from tools.shared.output import check_writable
 from tools.shared.scaling_model import BACKWARD_SHARE, Cluster, Forecast, MeasuredStep, extremes, make_buckets, predict
 from utils.config import Config, load_config
-from utils.errors import ConfigError, DataError, exit_in_a_line
+from utils.errors import ConfigError, DataError, ExpectedError, exit_in_a_line
 from utils.program import CODE
 
 PUBLISHED = CODE / "results/reference/published_scaling.json"
@@ -166,17 +167,22 @@ def layer_costs(config: Config | str) -> list[tuple[int, float]]:
 
     from models import build_model
     from utils.data.build import image_side
+    from utils.data.datasets.folders import IMAGENET_SIZE
     from utils.training.metrics.flops import NO_VALUES
     from utils.user_code import user_code_errors
 
+    side = IMAGENET_SIZE  # also of data that are on another machine
+    if isinstance(config, Config):
+        with suppress(ExpectedError):
+            side = image_side(config)
     with torch.device("meta"):  # shapes without memory
         if config == "resnet50-imagenet":
-            model, side = torchvision.models.resnet50(), 224
+            model = torchvision.models.resnet50()
         elif config == "resnet50-cifar":
             model, side = build_model(load_config(CODE / "config/cifar100.yaml", "bs128")), 32
         else:
             assert isinstance(config, Config)
-            model, side = build_model(config, image_side(config)), image_side(config)
+            model = build_model(config, side)
     reads_values = user_code_errors(f"the network {NO_VALUES}", ConfigError)
     with reads_values, FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, 3, side, side, device="meta"))

@@ -5,6 +5,7 @@ A document is the output of `python -m tools.doctor --json`. This module imports
 
 import statistics
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -56,6 +57,7 @@ def read_text(file: Path) -> str | None:
 
 
 Placed = tuple[str, float]  # where, and the value there
+Counted = Mapping[tuple[str, bool], int]  # see `count_values`
 
 
 class Document(BaseModel):
@@ -111,7 +113,7 @@ def compare_documents(read: Mapping[Path, Document]) -> list[Finding]:
     return [
         *failed,
         *(
-            _compare_nodes(name, compared, [found[name] for found in figures if name in found])
+            _compare_nodes(name, compared, [count_values(found[name]) for found in figures if name in found])
             for name, compared in compare_figures(read.values()).items()
         ),
     ]
@@ -146,7 +148,7 @@ def check_comparable(what: str, one: Document, other: Document) -> None:
             raise ConfigError(f"{what}: cannot be compared: {name} {mine.get(name)} and {others.get(name)}")
 
 
-def _compare_nodes(name: str, values: Sequence[Compared], by_document: Sequence[Sequence[Placed]]) -> Finding:
+def _compare_nodes(name: str, values: Sequence[Compared], counts: Sequence[Counted]) -> Finding:
     rates = [one.value for one in values]
     median = statistics.median(rates)
     spread = f"{min(rates):,.4g} to {max(rates):,.4g}"
@@ -154,9 +156,7 @@ def _compare_nodes(name: str, values: Sequence[Compared], by_document: Sequence[
         low, _, high = statistics.quantiles(rates, n=4, method="inclusive")
         spread += f", the middle half within {(high - low) / median:.1%}"
     message = f"{name}: median {median:,.4g} ({spread}) over {len(rates)}"
-    most = max(map(len, by_document))
-    missing = [f"{own[0][0] or 'all ranks'} has {len(own)} of {most} values" for own in by_document if len(own) < most]
-    return _judge_rates(message, values, "the median of the others", missing)
+    return _judge_rates(message, values, "the median of the others", missing_values(counts, counts))
 
 
 def compare_with_baseline(now: Document, baseline: Document) -> list[Finding]:
@@ -165,14 +165,33 @@ def compare_with_baseline(now: Document, baseline: Document) -> list[Finding]:
     for name, values in now.figures().items():
         if name in earlier:
             median = statistics.median(value for _, value in earlier[name])
-            missing = [f"{len(values)} of {len(earlier[name])} values"] if len(values) < len(earlier[name]) else []
+            missing = missing_values([count_values(values)], [count_values(earlier[name])])
             compared = [Compared(where, value, median) for where, value in values]
             findings.append(_judge_rates(f"{name}: baseline {median:,.4g}", compared, "the baseline", missing))
     return findings
 
 
+def count_values(values: Sequence[Placed]) -> Counted:
+    """Return {(node, whether of its ranks): number of its values}, of one document."""
+    places = (where.partition(" #")[0].partition(", rank") for where, _ in values if where)
+    return Counter((node, bool(rank)) for node, rank, _ in places)
+
+
+def missing_values(counts: Iterable[Counted], reference: Iterable[Counted]) -> list[str]:
+    """Say which nodes have fewer values, one for each GPU or rank, than the node with most in `reference`."""
+    most: dict[bool, int] = {}
+    for (_, of_ranks), number in (pair for counted in reference for pair in counted.items()):
+        most[of_ranks] = max(number, most.get(of_ranks, 0))
+    return [
+        f"{node} has {number} of {most[of_ranks]} values"
+        for counted in counts
+        for (node, of_ranks), number in counted.items()
+        if number < most.get(of_ranks, 0)
+    ]
+
+
 def _judge_rates(message: str, values: Sequence[Compared], reference: str, missing: Sequence[str]) -> Finding:
-    """`missing`: says where there are fewer values, one for each GPU or rank, than there should be."""
+    """`missing`: see `missing_values`."""
     slow = [
         f"{one.where or 'all ranks'} {one.value:,.4g}, {one.expected / one.value:.2f} times slower than {reference}"
         for one in values

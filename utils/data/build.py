@@ -50,12 +50,13 @@ def open_dataset(config: DataConfig, world: World, *, fetch: bool = True) -> Dat
     whose nodes often have no network."""
     download = fetch and not in_batch_job(os.environ)
     dataset = world.main_first(lambda: find_dataset(config, download=download))
-    found = world.all_gather((dataset.describe(), len(dataset.valid.labels)))
-    if others := [rank for rank, data in enumerate(found) if data != found[0]]:
+    others = [len(split.labels) for split in (dataset.valid, dataset.test) if split is not None]
+    found = world.all_gather((dataset.describe(), others))
+    if differing := [rank for rank, data in enumerate(found) if data != found[0]]:
         remedy = "copy the same files to each node's data_path"
         if is_user_code(config.dataset):
             remedy = "it must return the same each time: seed its random numbers, and sort directory listings"
-        raise DataError(f"dataset {config.dataset}: has other data on {name_ranks(others)} than on rank 0; {remedy}")
+        raise DataError(f"dataset {config.dataset}: has other data on {name_ranks(differing)} than on rank 0; {remedy}")
     return dataset
 
 

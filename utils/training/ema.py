@@ -20,7 +20,7 @@ class Ema:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.network, self.decay = copy.deepcopy(model), decay
         self.updates = 0
-        ours, theirs = ([*network.parameters(), *network.buffers()] for network in (self.network, model))
+        ours, theirs = map(_tensors, (self.network, model))
         self._averaged = _select(ours, floating=True), _select(theirs, floating=True)
         self._counters = _select(ours, floating=False), _select(theirs, floating=False)  # BatchNorm's batches
 
@@ -38,6 +38,11 @@ class Ema:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.network.load_state_dict(state["module"])
         self.updates = state["updates"]
+
+
+def _tensors(network: nn.Module) -> list[Tensor]:
+    """Return the parameters and saved buffers; one that the network has under several names, once."""
+    return list({id(tensor): tensor for tensor in network.state_dict(keep_vars=True).values()}.values())
 
 
 def _select(tensors: list[Tensor], *, floating: bool) -> list[Tensor]:

@@ -92,10 +92,10 @@ def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
     is_auto = level == "O1" and config.opt_level is None and "auto" in (config.enable_amp, config.amp_dtype)
     fp16 = config.amp_dtype == "fp16" or (config.amp_dtype == "auto" and device.type == "cuda")
     if is_auto and not fp16 and not (has_bf16_kernels() if device.type == "cpu" else gpu_has_bf16()):
-        remark = (
-            f": enable_amp has no effect, this {'processor' if device.type == 'cpu' else 'GPU'} has no bf16 kernels "
-            "(enable_amp=true with amp_dtype=bf16 forces bf16)"
-        )
+        where, remedy = "processor", "enable_amp=true with amp_dtype=bf16 forces bf16"
+        if device.type != "cpu":
+            where, remedy = "GPU", "amp_dtype=auto computes in fp16"
+        remark = f": enable_amp has no effect, this {where} has no bf16 kernels ({remedy})"
         return Precision(device_type=device.type, loss_scale=config.loss_scale, remark=remark)
     keep_batchnorm_fp32 = config.keep_batchnorm_fp32
     precision = Precision(

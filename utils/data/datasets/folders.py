@@ -129,7 +129,9 @@ def _list_images(folder: str, outer: tuple[str, ...] = ()) -> list[str]:
 
     A link back to one of the folders `outer` counts as an image, so that it is reported as unreadable."""
     path, images = os.path.realpath(folder), list[str]()
-    outer = outer or tuple(map(str, Path(path).parents))
+    if not outer:  # the class folder may be a link
+        above = Path(os.path.realpath(os.path.dirname(folder)))
+        outer = tuple(map(str, (above, *above.parents, *Path(path).parents)))
     if path in outer:
         return [folder]
     for entry in _scan(folder):

@@ -188,7 +188,7 @@ def fuse_norm_relu(config: SpeedConfig, model: nn.Module, device: torch.device) 
 
 def _fuse(model: nn.Module) -> int:
     """Fuse what can be fused; return the number of fused modules."""
-    uses = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    uses = Counter(child for parent in model.modules() for child in parent._modules.values())
     fused = 0
     for module in list(model.modules()):
         if isinstance(module, BasicBlock | Bottleneck | ResNet) and type(module.relu) is not nn.ReLU:
