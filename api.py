@@ -11,6 +11,7 @@ prints an error and ends, the function raises it (`ExpectedError` of utils/error
 """
 
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,10 +81,15 @@ def train(
 
 
 def load(run: str | Path, **overrides: Any) -> Loaded:
-    """Return the network of a run's folder (its last checkpoint) or of a checkpoint, in evaluation mode."""
+    """Return the network of a run's folder (its last checkpoint) or of a checkpoint, in evaluation mode.
+
+    Warns of what it skipped or ignores, such as a damaged checkpoint."""
     trained = open_trained(Path(run), as_settings(overrides))
     world = alone(trained.config)
-    model = Validated(load_classifier(trained, world), world.device).eval()
+    classifier = load_classifier(trained, world)
+    for note in [*trained.notes, *classifier.notes]:
+        warnings.warn(note, stacklevel=2)
+    model = Validated(classifier, world.device).eval()
     return Loaded(model, trained.class_names, validation_transform(trained))
 
 

@@ -1,6 +1,7 @@
 """The Python API: its functions give what the commands give."""
 
 import json
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -88,6 +89,13 @@ def test_load_gives_the_predictions_of_the_command(run: api.Run, one_rank: World
     assert not model.training and names == list(dataset.class_names)
     torch.testing.assert_close(probabilities, torch.from_numpy(predictions.probabilities), rtol=0, atol=0)
     assert transform(pictures[0].resize((80, 50)).convert("L")).shape == (3, 32, 32)
+
+
+def test_load_warns_of_a_damaged_checkpoint(run: api.Run, tmp_path: Path) -> None:
+    shutil.copytree(run.folder, tmp_path / "run")
+    (tmp_path / "run/checkpoints/step-999999999.pt").write_bytes(b"cut")
+    with pytest.warns(UserWarning, match=r"skipped: .*step-999999999\.pt"):
+        api.load(tmp_path / "run")
 
 
 def test_evaluate_gives_the_figures_of_the_command(run: api.Run, tmp_path: Path) -> None:

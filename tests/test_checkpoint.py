@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -25,9 +26,11 @@ from tests.conftest import CIFAR100, ROOT
 from train import Trainer
 from utils import seeds
 from utils.config.command_line import parse_arguments
+from utils.distributed.world import World
 from utils.errors import CheckpointError, ConfigError, ExpectedError
 from utils.run import folder as run_folder
 from utils.run.checkpoint import io as checkpoint
+from utils.run.checkpoint.fit import check_config_fits, check_same_run, check_tensors_fit
 from utils.run.checkpoint.io import CheckpointWriter, encode, list_checkpoints, newest_good, read_checkpoint, save_last
 from utils.run.checkpoint.schema import CheckpointSchema
 
@@ -291,6 +294,27 @@ def test_another_model_batch_or_order_is_refused_with_what_differs(tiny, one_ran
         with pytest.raises(CheckpointError, match=f"does not fit this configuration: {named}\\n"):
             Trainer(tiny(**change), one_rank, tmp_path, "tiny", str(tmp_path)).train()
     assert contents(tmp_path) == before
+
+
+def test_a_checkpoint_older_than_a_setting_fits(tiny):
+    saved = tiny().model_dump(mode="json")
+    del saved["shard_groups"], saved["test_time_shift"]
+    assert check_config_fits(Path("file"), saved, tiny()) == []
+    check_same_run(Path("run"), saved, tiny(), epochs_left=True)
+
+
+def test_a_buffer_that_the_network_does_not_save_is_no_part_of_a_checkpoint_of_ranks(tiny, one_rank, tmp_path):
+    class TwoRanks(World):
+        def all_gather(self, value):
+            return [value, value]
+
+    trainer = Trainer(tiny(ema_decay=0.9), one_rank, tmp_path)
+    for network in (trainer.learner.model, trainer.learner.ema.network):
+        network.register_buffer("scratch", torch.zeros(2), persistent=False)
+    trainer.progress.batch = 1
+    state = replace(trainer.state, world=TwoRanks(0, 0, 2, torch.device("cpu"))).gather()
+    assert "average.bn1.running_mean" in state["ranks"][0]["buffers"]
+    check_tensors_fit(Path("file"), state, trainer.learner.model.state_dict())
 
 
 def test_another_networks_weights_are_refused_by_name(tiny, one_rank, tmp_path):

@@ -177,6 +177,7 @@ def test_two_ranks_write_the_same_as_one(run, own, tmp_path):
         (["broken.png", "--set", "data_loader=torchvision"], 3, "can be read: cannot be read as an image: broken.png"),
         (["other"], 3, "1 of its 1 folders are no classes of this run: zebra"),
         (["broken.png", "--set", "data_loader=synthetic"], 2, "data_loader synthetic reads no images"),
+        (["--set", "data_loader=synthetic"], 2, "data_loader synthetic reads no images"),
         (["--out", "broken.png"], 2, "broken.png: cannot hold results"),
     ],
 )

@@ -172,6 +172,8 @@ def test_published_curves_state_the_start_of_their_times(page, tmp_path):
 
 def test_seeds_and_differences(run, page):
     folders = [run("a", seed=1), run("b", seed=2), run("c", seed=1, lr=0.01)]
+    _, tables = page(*folders, run("again", seed=1))
+    assert [row[0:1] + row[2:4] for row in tables["seeds"][1:]] == [["again", "1, 2", "2"]], "of equal seeds the newest"
     _, tables = page(*folders)
     assert [row[0:1] + row[2:4] for row in tables["seeds"][1:]] == [["a", "1, 2", "2"]]
     assert " ± " in tables["seeds"][1][4]
@@ -345,6 +347,16 @@ def test_states(run, page, tmp_path, capsys):
     (tmp_path / "expts" / "killed" / "collectives.json").write_text(json.dumps({"message": message}))
     assert runs_tool.main([str(tmp_path / "expts")]) == 0
     assert "rank 1 did not come to all_reduce number 4" in capsys.readouterr().out
+
+
+def test_a_run_that_began_from_another_runs_checkpoint_has_that_runs_best(run, page):
+    metrics = run("later") / "metrics.jsonl"
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    records = [record for record in records if record["kind"] != "epoch" or record["epoch"] > 1]
+    records[-1] |= {"best_acc1": 0.99, "best_epoch": 1}
+    assert records[-1]["kind"] == "end"
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert page(metrics.parent)[1]["results"][1][2:5] == ["2 of 2", "99.00%", "1"]
 
 
 def test_a_run_that_ended_at_its_accuracy_is_finished(run, page):

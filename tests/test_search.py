@@ -45,6 +45,7 @@ def test_an_invalid_space_is_an_error(text: str) -> None:
         (["lr=0.1,0.2", "batch_size=64,0"], "--set batch_size=0: batch_size is 0; allowed: "),
         (["enable_amp=0..1"], "--set enable_amp=0.5: enable_amp is 0.5; "),
         (['model="resnet8","resnet18"', "width=4,1"], "--set width=4: width 4 is for "),
+        (["batch_size=128,192"], "micro_batch_size 128 does not divide the 192 images of each of 1 ranks"),
         (["lr=0.1,0.2", "lr=0.01..0.1"], "--space: a setting is given twice in lr=0.1,0.2, lr=0.01..0.1"),
     ],
 )
@@ -52,7 +53,7 @@ def test_a_space_that_a_trial_would_refuse_is_an_error(space: list[str], message
     words = [f"--space={text}" for text in space]
     options = search.parser().parse_args([f"--out={tmp_path}", "--config=bs128", *words])
     with pytest.raises(ConfigError, match=re.escape(message)) as refused:
-        search.parse_space(options.space, options, [])
+        search.parse_space(options.space, options, ["micro_batch_size=128"])
     assert all(text in str(refused.value).splitlines()[-1] for text in space)
 
 
@@ -178,7 +179,8 @@ def test_a_failed_run_has_its_message_and_status(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_search_keeps_its_log_and_resumes(tmp_path: Path) -> None:
     pytest.importorskip("optuna", reason="Optuna is not installed")
-    arguments = ["--config=bs128", f"--out={tmp_path}", "--space=lr=log:0.001..1", *TINY_OPTIONS, "--set=max_epochs=3"]
+    settings = [*TINY_OPTIONS, "--set=max_epochs=3", "--set=lr_schedule=constant"]
+    arguments = ["--config=bs128", f"--out={tmp_path}", "--space=lr=log:0.001..1", *settings]
     for trials in (2, 3):
         assert search.main([*arguments, f"--trials={trials}"]) == 0
         lines = [json.loads(line) for line in (tmp_path / search.LOG).read_text().splitlines()]

@@ -52,6 +52,9 @@ MEBIBYTE = 2**20
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the pieces; returns the exit status."""
     options = parser().parse_args(argv)
+    names = [os.path.basename(os.path.abspath(path)) for path in options.data]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"--data: two are named {repeated[0]}, and both would be data/{repeated[0]}; rename one")
     for path in options.data:
         if not path.exists():
             raise DataError(f"--data {path}: no such file or folder; python -m tools.prepare_data downloads CIFAR")
@@ -73,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     archive.add(wheel, f"wheels/{wheel.name}")
             # images: 13 % smaller than with gzip; links as what they lead to, which is not on the target
             with tarfile.open(data, mode="w:xz", preset=2, dereference=True) as archive:
-                for path in options.data:
-                    archive.add(path, f"project/data/{os.path.basename(os.path.abspath(path))}")
+                for path, name in zip(options.data, names, strict=True):
+                    archive.add(path, f"project/data/{name}")
         sums = split([code, *([data] if options.data else [])], options.out, options.size * MEBIBYTE)
     write_file(options.out / SUMS, "".join(f"{sum_}  {name}\n" for name, sum_ in sums.items()).encode())
     total = sum((options.out / name).stat().st_size for name in sums)

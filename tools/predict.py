@@ -28,7 +28,15 @@ from typing import TYPE_CHECKING, Any
 
 from tools.shared.command_line import add_count, new_parser, path_argument
 from tools.shared.output import make_folder, printable, say, write_file
-from tools.shared.trained import Trained, add_arguments, build_loader, find_split, load_classifier, run_trained
+from tools.shared.trained import (
+    Trained,
+    add_arguments,
+    build_loader,
+    check_reads_images,
+    find_split,
+    load_classifier,
+    run_trained,
+)
 from utils.errors import DataError, exit_in_a_line
 
 if TYPE_CHECKING:
@@ -100,6 +108,7 @@ def predict(trained: Trained, paths: list[Path], world: "World") -> tuple[Predic
     from utils.data.loader import gather_unreadable
     from utils.training.validation import classify
 
+    check_reads_images(trained.config)
     split = find_split(trained, paths, world)
     # the loader's labels are replaced by the images' indices, to match outputs to images
     loader, notes = build_loader(trained, replace(split, labels=np.arange(len(split.labels))), world)

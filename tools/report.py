@@ -187,7 +187,7 @@ def _results(runs: Sequence[Run]) -> Section:
         rows.append((
             run.name,
             run.state,
-            f"{len(run.epochs)} of {goal}" if goal else len(run.epochs),
+            f"{run.epochs_trained()} of {goal}" if goal else run.epochs_trained(),
             f"{best[0]:.2%}" if best else "-",
             best[1] if best else "-",
             "-" if last is None else f"{last:.2%}",
@@ -287,8 +287,9 @@ def same_but_seed(runs: list[Run]) -> list[list[Run]]:
 
 def _seeds(runs: Sequence[Run]) -> Section:
     rows = []
-    for group in same_but_seed([run for run in runs if run.config and run.state == "finished"]):
-        seeds = sorted({run.config.get("seed", 0) for run in group})
+    for same in same_but_seed([run for run in runs if run.config and run.state == "finished"]):
+        by_seed = {run.config.get("seed", 0): run for run in sorted(same, key=lambda run: run.changed)}
+        seeds, group = sorted(by_seed), [*by_seed.values()]  # of equal seeds the newest run
         best = [100 * found[0] for run in group if (found := run.best())]
         last = [100 * value for run in group if (value := run.last("acc1/valid")) is not None]
         seconds = [value for run in group if (value := run.last("seconds")) is not None]

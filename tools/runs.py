@@ -61,7 +61,7 @@ def show_runs(folder: Path) -> list[str]:
     for run in sorted(runs, key=lambda run: -run.changed):
         best = run.best()
         accuracy, epoch = (f"{best[0]:.2%}", best[1]) if best else ("-", "-")
-        epochs, age = f"{len(run.epochs)}/{run.config.get('max_epochs', '?')}", f"{ago(run.changed)} ago"
+        epochs, age = f"{run.epochs_trained()}/{run.config.get('max_epochs', '?')}", f"{ago(run.changed)} ago"
         lines.append(f"{run.name:28} {run.state:9} {epochs:>9} {accuracy:>10} {epoch:>8} {age:>14}")
         lines += [f"    {problem}" for problem in run.problems]
     return lines

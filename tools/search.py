@@ -24,6 +24,7 @@ from tools.shared.followed_run import FollowedRun
 from tools.shared.output import make_folder
 from utils.config import Config, load_config
 from utils.config.command_line import add_config_arguments
+from utils.distributed.global_batch import divide_batch
 from utils.errors import ConfigError, DataError, ExpectedError, exit_in_a_line
 
 LOG = "trials.jsonl"
@@ -88,7 +89,8 @@ def parse_space(texts: Sequence[str], options: argparse.Namespace, settings: Seq
         for value in dimension.examples:
             try:
                 tried = as_settings(first | {dimension.key: value})
-                load_config(options.yaml_config, options.config, [*settings, *tried])
+                config = load_config(options.yaml_config, options.config, [*settings, *tried])
+                divide_batch(config.batch_size, 1, config.micro_batch_size)
             except ConfigError as error:
                 raise ConfigError(f"{error}\nfrom --space {', '.join(texts)}; train.py must take all values") from None
     return space
@@ -103,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sqlalchemy.exc import SQLAlchemyError
     except ModuleNotFoundError:
         raise ConfigError('tools.search needs Optuna; install it with: pip install ".[search]"') from None
-    settings = [*options.set, "save_checkpoint=false", "log_to_tensorboard=false"]
+    # successive halving needs the accuracies of early epochs
+    settings = ["validate_every_epochs=1", *options.set, "save_checkpoint=false", "log_to_tensorboard=false"]
     load_config(options.yaml_config, options.config, settings)
     space = parse_space(options.space, options, settings)
     make_folder(options.out)

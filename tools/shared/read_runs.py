@@ -62,6 +62,8 @@ class _Record(TypedDict, total=False):
     reason: str
     worst_classes: list[_WorstClass]
     images_per_sec: FiniteFloat
+    best_acc1: FiniteFloat
+    best_epoch: int
 
 
 SETTINGS, ENVIRONMENT, RECORD = TypeAdapter(_Settings), TypeAdapter(_Environment), TypeAdapter(_Record)
@@ -82,10 +84,13 @@ class Run:
     changed: float = 0.0  # seconds since 1970 of the last write
     clock: str = "of training"  # what `seconds` is
     images_per_sec: float | None = None  # of the whole run, once it has ended
+    best_at_end: tuple[float, int] | None = None  # perhaps of the run from whose checkpoint this one began
 
     def best(self) -> tuple[float, int] | None:
         """Return the best validation accuracy and its epoch, the earliest of equal ones."""
         scored = [(row["acc1/valid"], -int(row["epoch"])) for row in self.epochs if "acc1/valid" in row]
+        if self.best_at_end is not None:
+            scored.append((self.best_at_end[0], -self.best_at_end[1]))
         if not scored:
             return None
         accuracy, epoch = max(scored)
@@ -99,6 +104,10 @@ class Run:
     def rate(self) -> float | None:
         """Return images/s: of the whole run, or before its end of its newest epoch."""
         return self.images_per_sec or self.last("images_per_sec")
+
+    def epochs_trained(self) -> int:
+        """Return the number of epochs, with those of the run from whose checkpoint this one began."""
+        return int(self.last("epoch") or 0)
 
     def last(self, name: str) -> float | None:
         """Return the newest value of this name."""
@@ -175,6 +184,8 @@ def read_run_folder(folder: Path) -> Run:
     run.worst_classes = end.get("worst_classes", [])
     if run.epochs and end.get("epoch") == run.epochs[-1]["epoch"]:  # no training has followed
         run.images_per_sec = end.get("images_per_sec")
+        if "best_acc1" in end and "best_epoch" in end:
+            run.best_at_end = end["best_acc1"], end["best_epoch"]
     files = [file for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")]  # no temporary file
     run.changed = max((file.stat().st_mtime for file in files), default=folder.stat().st_mtime)
     run.state, reason = _judge_state(run, records)

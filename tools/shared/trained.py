@@ -141,12 +141,19 @@ def load_classifier(trained: Trained, world: "World") -> "Classifier":
     return classifier
 
 
+def check_reads_images(config: Config) -> None:
+    """Raise `ConfigError` if the loader reads no images, so that its outputs are of none."""
+    from utils.data.config import LOADERS
+
+    if not LOADERS[config.data_loader].needs_data:
+        raise ConfigError(f"data_loader {config.data_loader} reads no images; use --set data_loader=torchvision")
+
+
 def find_split(trained: Trained, paths: list[Path], world: "World", *, test: bool = False) -> "Split":
     """Collective: return the images of `paths`, or without paths the run's validation set, or with `test` its test set.
 
     Raises `DataError` if they have other classes."""
     from utils.data.build import open_dataset
-    from utils.data.config import LOADERS
     from utils.data.datasets.folders import centre_fraction, find_images
 
     config = trained.config
@@ -159,8 +166,7 @@ def find_split(trained: Trained, paths: list[Path], world: "World", *, test: boo
             validated = "it validated on its test images; omit --test"
             raise ConfigError(f"--test: the run held out no images (holdout_images 0); {validated}")
         return dataset.test
-    if not LOADERS[config.data_loader].needs_data:
-        raise ConfigError(f"data_loader {config.data_loader} reads no images; use --set data_loader=torchvision")
+    check_reads_images(config)
     return find_images(paths, trained.class_names, _image_side(trained), centre_fraction(config.dataset))
 
 

@@ -24,7 +24,7 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], config: BaseConfig, *
     `epochs_left`: resuming it would train something. The message suggests resuming only then.
     """
     free = set(config.keys_with(KeyFlag.FREE_ON_RESUME))
-    changes = _changed_settings(saved, config.model_dump(mode="json", exclude=free))
+    changes = _changed_settings(_with_defaults(saved, config), config.model_dump(mode="json", exclude=free))
     if not changes:
         return
     shown = ", ".join(f"{key}={as_yaml(old)} -> {as_yaml(new)}" for key, (old, new) in [*changes.items()][:SHOWN_KEYS])
@@ -40,7 +40,7 @@ def check_same_run(folder: Path, saved: Mapping[str, Any], config: BaseConfig, *
 
 def check_config_fits(path: Path, saved: Mapping[str, Any], config: BaseConfig) -> list[str]:
     """Return a note for each changed setting; raise `CheckpointError` if one changed that is fixed on resume."""
-    different = _changed_settings(saved, config.model_dump(mode="json"))
+    different = _changed_settings(_with_defaults(saved, config), config.model_dump(mode="json"))
     fixed = config.keys_with(KeyFlag.FIXED_ON_RESUME)
     refused = [f"{key} {_show(old)} -> {_show(new)}" for key, (old, new) in different.items() if key in fixed]
     if refused:
@@ -65,6 +65,11 @@ def _changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> d
     """{key: (saved value or None, current value)} of each current key whose value changed."""
     pairs = {key: (saved.get(key), value) for key, value in current.items()}
     return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
+
+
+def _with_defaults(saved: Mapping[str, Any], config: BaseConfig) -> dict[str, Any]:
+    """Return the saved settings, with the defaults of those that this version has added since."""
+    return type(config)().model_dump(mode="json") | dict(saved)
 
 
 def _show(value: Any) -> str:

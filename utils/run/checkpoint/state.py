@@ -97,10 +97,11 @@ class RunState:
     def _describe_rank(self) -> dict[str, Any]:
         """Return what differs between ranks; buffers only in mid-epoch, as they are averaged before validation."""
         buffers = self.learner.named_buffers() if self.world.world_size > 1 and self.progress.batch else ()
+        saved = self.learner.model.state_dict()
         return {
             "random": seeds.random_state(),
             "metric_sums": self.learner.sums.sums.cpu(),
-            "buffers": {name: buffer.cpu() for name, buffer in buffers},
+            "buffers": {name: buffer.cpu() for name, buffer in buffers if name.removeprefix("average.") in saved},
         }
 
     @torch.no_grad()
