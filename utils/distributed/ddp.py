@@ -60,7 +60,7 @@ def wrap_in_ddp(
         model,
         device_ids=[world.device.index] if on_gpu else None,
         bucket_cap_mb=config.bucket_cap_mb,
-        gradient_as_bucket_view=True,  # gradients live inside the buckets: no copy, and less memory
+        gradient_as_bucket_view=True,  # gradients live inside the buckets: no copies back, and less memory
         **{renamed if renamed in options else "broadcast_buffers": False},  # type: ignore[arg-type]
     )
     if hook is not None:
