@@ -122,7 +122,7 @@ def test_keys_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
         "  default: 0.1; in bs256: 0.14\n"
         "  acts in: utils/training/: grep -rnwI lr train.py utils/training\n\n"
         "enable_amp (precision)\n"
-        "  AMP: forward and loss under autocast; auto: not on a CPU without bf16 kernels.\n"
+        "  AMP: forward and loss under autocast; auto: not in bf16 on a CPU or GPU without kernels for it.\n"
         "  allowed: auto, true, false\n"
         "  default: false\n"
         '  acts in: lines with the tag AMP: grep -rnI "\\bAMP:" train.py utils\n\n'

@@ -65,6 +65,8 @@ OPEN_MPI = {
 }  # fmt: skip
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_PORT": "5000"}
 
+PALS = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "PBS_JOBID": "7.pbs"}
+
 
 @pytest.mark.parametrize(
     ("environment", "expected"),
@@ -76,6 +78,8 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
         (SRUN | {"SLURM_STEP_NODELIST": "gpu9"}, Launch(5, 6, 1, 2, "gpu9", 27009, "1001.2")),  # a part of the job
         (OPEN_MPI, Launch(1, 2, 1, 2, "127.0.0.1", 22358, "95158273")),
         (MPICH, Launch(1, 2, 1, 2, "127.0.0.1", 5000, "")),
+        (PALS, Launch(1, 2, 1, 2, "127.0.0.1", find_launch(PALS).port, "7.pbs")),
+        (SRUN | PALS, Launch(5, 6, 1, 2, "gpu03", 27009, "1001.2")),
         (SRUN | TORCHRUN, Launch(3, 4, 1, 2, "node1", 1234, "abc", hosts_store=False)),
         # mpirun over two nodes of a Slurm job, which starts the remote ranks with srun
         (SRUN | OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, Launch(1, 2, 1, 1, "gpu03", 22358, "95158273")),
@@ -564,6 +568,18 @@ def test_a_host_name_that_does_not_resolve_is_named(tmp_path: Path) -> None:
     assert [process.status for process in ended] == [2, 2]
     assert len(complaints(ended)) == 2  # one per node, as nodes may know different names
     assert all("MASTER_ADDR 'nowhere.invalid' does not resolve" in line for line in complaints(ended))
+
+
+def test_a_name_that_kubernetes_does_not_know_yet_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([OSError(-2, "Name or service not known"), OSError(-2, "Name or service not known"), None])
+
+    def resolve(*_: object, **__: object) -> None:
+        if (answer := next(answers)) is not None:
+            raise answer
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    utils.distributed.rendezvous.resolve("pod-0.service", 1234, seconds=60)
+    assert next(answers, "none is left") == "none is left"
 
 
 def test_restarts_in_torchruns_store_do_not_join_an_old_meeting(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_one_srun_starts_torchrun_on_all_nodes(tmp_path: Path, script: str, job:
     assert status == 0
     (srun,) = fake.arguments("srun")
     nodes, processes = job["SLURM_JOB_NUM_NODES"], job["SLURM_GPUS_ON_NODE"]
-    assert {f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"} <= set(srun)
+    assert {f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=0"} <= set(srun)
     torchrun = srun[srun.index("tools/shared/slurm_node.sh") + 1 :]
     assert {
         f"--nnodes={nodes}", f"--nproc_per_node={processes}", "--max_restarts=0", "--rdzv_backend=c10d", "--rdzv_id=4",
@@ -203,6 +203,7 @@ def test_site_settings_reach_the_nodes(tmp_path: Path) -> None:
         "ACTIVATE": "export ACTIVATED=$UNSET_VARIABLE,yes",
         "NETWORK_INTERFACE": "hsn0",
         "MAX_RESTARTS": "2",
+        "SLURM_CPUS_PER_TASK": "8",
     }
     job = fake_job(tmp_path, {"srun": "env >environment"}, **ON_TWO_NODES, **settings)
     assert job.run("submit_multinode.slr")[0] == 0
@@ -212,6 +213,7 @@ def test_site_settings_reach_the_nodes(tmp_path: Path) -> None:
     assert {
         "ACTIVATED=,yes", "NCCL_SOCKET_IFNAME=hsn0", "GLOO_SOCKET_IFNAME=hsn0", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
     } <= set(environment)  # fmt: skip
+    assert not [line for line in environment if line.startswith("SLURM_CPUS_PER_TASK=")]
 
 
 @pytest.mark.parametrize(("copied", "status"), [(1, 3), (2, 2), (3, 3)])
@@ -236,6 +238,7 @@ def test_data_is_staged_on_each_node_before_it_trains_from_there(
     assert [call[:4] for call in calls[::2]] == 2 * [["-m", "tools.stage_data", "/lustre/4", folder]]
     monkeypatch.setenv("SLURM_JOB_ID", "4")
     for words in calls[1::2]:
+        assert "join_timeout=3600" in " ".join(words)
         arguments = parse_arguments([f"--yaml_config={CIFAR100}", "--config=bs128", *words[words.index("--set") :]])
         assert arguments.config.data_path == folder  # of two values the last one counts
 

@@ -14,7 +14,7 @@ ENDS = {
     "killed": ("import os; os.kill(os.getpid(), 9)", 1, "rank 0 was ended by SIGKILL"),
     "of the agent": (
         "import os, time; time.sleep(1); os.kill(os.getppid(), 15)\nwhile True: pass",
-        1,
+        143,
         "ended by SIGTERM",
     ),
 }

@@ -23,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = new_parser(
         "torchrun",
         __doc__,
-        "0 all ranks succeeded; 1 otherwise, whatever their statuses; 2 FILE exists or cannot be made",
+        "0 all ranks succeeded; 128 + N ended by signal N; 1 otherwise, whatever their statuses; 2 FILE exists or "
+        "cannot be made",
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="a new file, for torchrun's log")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="torchrun's arguments")
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if wanted is None:
         del os.environ[CPP_LOG_LEVEL]  # not for the ranks
-    file, stderr, problem = options.file, sys.stderr, ""
+    file, stderr, problem, status = options.file, sys.stderr, "", 1
     try:
         log = file.open("x", encoding="utf-8")
     except OSError as error:
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             torchrun(options.arguments)
         except SignalException as error:  # a requested stop, not a failure
-            problem = f"ended by {error.sigval.name}"
+            problem, status = f"ended by {error.sigval.name}", 128 + error.sigval
             file.unlink()
         except (Exception, SystemExit) as error:
             traceback.print_exc()
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr = stderr
     if problem:
         print(f"torchrun on {socket.gethostname()}: {problem}", file=sys.stderr)
-        return 1
+        return status
     file.unlink()
     return 0
 

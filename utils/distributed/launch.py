@@ -38,6 +38,7 @@ OPEN_MPI = Launcher(
     "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
 )
 MPICH = Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+PALS = Launcher("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")  # mpiexec of HPE Cray
 # not SLURM_NTASKS, which is also set outside of a step, in a batch script or an interactive shell
 SRUN = Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
 
@@ -161,11 +162,11 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def _find_launcher(environment: Mapping[str, str]) -> Launcher | None:
-    """Return the first launcher whose variables are set. srun comes last: its variables are also set for torchrun or
-    mpirun inside a Slurm job."""
+    """Return the first launcher whose variables are set. srun comes late: its variables are also set for torchrun or
+    mpirun inside a Slurm job. `srun --mpi=pmi2` sets some of PALS's."""
     if environment.get("RANK") and environment.get("WORLD_SIZE"):
         return TORCHRUN
-    for launcher in (OPEN_MPI, MPICH, SRUN):
+    for launcher in (OPEN_MPI, MPICH, SRUN, PALS):
         if all(environment.get(name) for name in launcher[:3]):
             return launcher
     for name, absent, alone in (("RANK", "WORLD_SIZE", "0"), ("WORLD_SIZE", "RANK", "1")):

@@ -32,6 +32,22 @@ class Failure:
     message: str
 
 
+def resolve(address: str, port: int, seconds: float) -> None:
+    """Return when MASTER_ADDR resolves; raise `ConfigError` if it still does not after `seconds`."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+            return
+        except OSError as error:
+            if time.monotonic() >= until:
+                raise ConfigError(
+                    f"MASTER_ADDR {address!r} does not resolve on {socket.gethostname()}: {error.strerror}; "
+                    "set it to a name or address of the host of rank 0"
+                ) from None
+        time.sleep(POLL_SECONDS)
+
+
 class Rendezvous:
     """Opens rank 0's store, through which the ranks of one start meet; errors name its address.
 
@@ -61,13 +77,8 @@ class Rendezvous:
 
     def _open_store(self) -> dist.TCPStore:
         port, here = self.launch.port, socket.gethostname()
-        try:
-            socket.getaddrinfo(self._address, port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise ConfigError(
-                f"MASTER_ADDR {self.launch.address!r} does not resolve on {here}: {error.strerror}; "
-                "set it to a name or address of the host of rank 0"
-            ) from None
+        # Kubernetes adds a pod's name only when the pod has an address, so pods that start earlier wait
+        resolve(self._address, port, self.start_timeout if "KUBERNETES_SERVICE_HOST" in os.environ else 0.0)
         if not self._is_host:
             self._wait_for_listener()
             return self._connect()
