@@ -2,8 +2,8 @@
 
 A batch of 2,048 takes 16 times fewer steps per epoch than one of 128, so each step must go further. The SC20 tutorial
 multiplies the rate by the square root of the ratio: 0.1 x sqrt(2048 / 128) = 0.4. (The linear rule would give 1.6.)
-Such a rate is too high for fresh weights: without warm-up the tutorial's losses stay at 4.6, the loss of guessing, for
-eleven epochs. So the rate grows linearly over the first epochs.
+Such a rate is too high for fresh weights: without warm-up the tutorial's losses are at 4.6, the loss of guessing, up
+to epoch 11. So the rate grows linearly over the first epochs.
 
 Write `scaled_rate` and `warmed_up_rate`.
 

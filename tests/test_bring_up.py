@@ -639,6 +639,8 @@ def test_the_printed_commands_start_with_the_first_folder_and_unpack_data_after_
     first.write_bytes(first.read_bytes()[:-1] + b"?")
     assert subprocess.run(["bash", "-c", unpack], cwd=there, capture_output=True, check=False).returncode != 0
     assert pack.main(["--out", str(there)]) == 2  # not empty
+    assert pack.main([f"--out={tmp_path}/new", f"--data={tmp_path}/a/val", f"--data={tmp_path}/b/val"]) == 2
+    assert "--data: two are named val, and both would be data/val; rename one" in capsys.readouterr().err
 
 
 def test_packed_data_are_files_and_never_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -570,7 +570,11 @@ def test_a_host_name_that_does_not_resolve_is_named(tmp_path: Path) -> None:
     assert all("MASTER_ADDR 'nowhere.invalid' does not resolve" in line for line in complaints(ended))
 
 
-def test_a_name_that_kubernetes_does_not_know_yet_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_kubernetes_does_not_know_yet_is_awaited(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setattr(utils.distributed.rendezvous, "RESOLVE_SECONDS", 0.01)
     answers = iter([OSError(-2, "Name or service not known"), OSError(-2, "Name or service not known"), None])
 
     def resolve(*_: object, **__: object) -> None:
@@ -578,8 +582,9 @@ def test_a_name_that_kubernetes_does_not_know_yet_is_awaited(monkeypatch: pytest
             raise answer
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    utils.distributed.rendezvous.resolve("pod-0.service", 1234, seconds=60)
+    utils.distributed.rendezvous.resolve("pod-0.service", 1234, 60, say=True)
     assert next(answers, "none is left") == "none is left"
+    assert capsys.readouterr().out == "pod-0.service does not resolve yet; waiting up to 60 s for its pod\n"
 
 
 def test_restarts_in_torchruns_store_do_not_join_an_old_meeting(tmp_path: Path) -> None:

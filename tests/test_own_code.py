@@ -75,11 +75,6 @@ def nowhere_yet(num_classes):
     with torch.device("meta"):
         return network(num_classes)
 
-def masked(num_classes):
-    model = network(num_classes)
-    model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
-    return model
-
 class Remembers(nn.Sequential):
     def get_extra_state(self):
         return {"a": 1}
@@ -229,7 +224,6 @@ REFUSED_NETWORKS = [
     ),
     ("of_mine:lazy", "has lazy layers, whose shapes are not known yet"),
     ("of_mine:nowhere_yet", "0.weight is on the device meta, without values; build it on the CPU"),
-    ("of_mine:masked", "mask holds numbers that are not finite.*; initialise it, or register .* persistent=False"),
     ("of_mine:remembers", "has a dict in its state, _extra_state; checkpoints hold tensors only"),
     ("of_mine:all_frozen", "has no parameters to train; return a network that has some, with requires_grad"),
     ("of_mine:auxiliary", r"turns images \[2, 3, 32, 32\] in training into a tuple; expected logits \[2, 10\]"),

@@ -72,7 +72,8 @@ def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., i
         left = iter(outcomes)
 
         class Training(FollowedRun):
-            def __init__(self, *_: object) -> None:
+            def __init__(self, _yaml_config: Path, _config: str, settings: list[str], _folder: Path) -> None:
+                assert settings[0] == "validate_every_epochs=1", "else a trial is stopped at its end only; --set wins"
                 self.outcome = next(left)
 
             def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -179,8 +180,7 @@ def test_a_failed_run_has_its_message_and_status(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_search_keeps_its_log_and_resumes(tmp_path: Path) -> None:
     pytest.importorskip("optuna", reason="Optuna is not installed")
-    settings = [*TINY_OPTIONS, "--set=max_epochs=3", "--set=lr_schedule=constant"]
-    arguments = ["--config=bs128", f"--out={tmp_path}", "--space=lr=log:0.001..1", *settings]
+    arguments = ["--config=bs128", f"--out={tmp_path}", "--space=lr=log:0.001..1", *TINY_OPTIONS, "--set=max_epochs=3"]
     for trials in (2, 3):
         assert search.main([*arguments, f"--trials={trials}"]) == 0
         lines = [json.loads(line) for line in (tmp_path / search.LOG).read_text().splitlines()]

@@ -297,7 +297,7 @@ def _seeds(runs: Sequence[Run]) -> Section:
             spreads = _spread(best, 2), _spread(last, 2), _spread(seconds, 1)
             rows.append((group[0].name, _device(group[0]), ", ".join(map(str, seeds)), len(group), *spreads))
     header = ("finished runs like", "device", "seeds", "runs", "best acc1, %", "last acc1, %", "seconds")
-    note = "Mean ± standard deviation (lowest to highest) of runs that differ only in the seed."
+    note = "Mean ± standard deviation (lowest to highest) of runs that differ only in the seed; the newest run of each."
     return Section("Mean and spread over seeds", "seeds", header, rows, note)
 
 

@@ -210,7 +210,7 @@ def _address(environment: Mapping[str, str], launcher: Launcher, world_size: int
             return first_host(nodes)
     raise ConfigError(
         f"{launcher.rank} is set but MASTER_ADDR is not; set it to the host of rank 0 in every process "
-        "(mpirun -x MASTER_ADDR=HOST), or start with torchrun"
+        "(export it before mpiexec; Open MPI: mpirun -x MASTER_ADDR=HOST), or start with torchrun"
     )
 
 

@@ -17,6 +17,7 @@ from utils.distributed.health.hangs import Record, take_record
 from utils.distributed.launch import Launch, name_ranks
 from utils.errors import ConfigError, ExpectedError
 
+RESOLVE_SECONDS = 2.0  # between two requests for a name
 POLL_SECONDS = 0.2  # between two checks whether another rank has failed
 ANSWER_SECONDS = 3.0  # time to answer after contact with some rank is lost
 GRACE_SECONDS = 5.0  # time to leave after another rank's failure; then the process is ended in mid-collective
@@ -32,9 +33,12 @@ class Failure:
     message: str
 
 
-def resolve(address: str, port: int, seconds: float) -> None:
-    """Return when MASTER_ADDR resolves; raise `ConfigError` if it still does not after `seconds`."""
-    until = time.monotonic() + seconds
+def resolve(address: str, port: int, start_timeout: float, *, say: bool) -> None:
+    """Return when MASTER_ADDR resolves; raise `ConfigError` if it does not.
+
+    Kubernetes adds a pod's name only when the pod has an address: there a pod that started earlier waits up to
+    `start_timeout` seconds, and says so."""
+    until = time.monotonic() + (start_timeout if "KUBERNETES_SERVICE_HOST" in os.environ else 0.0)
     while True:
         try:
             socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
@@ -45,7 +49,10 @@ def resolve(address: str, port: int, seconds: float) -> None:
                     f"MASTER_ADDR {address!r} does not resolve on {socket.gethostname()}: {error.strerror}; "
                     "set it to a name or address of the host of rank 0"
                 ) from None
-        time.sleep(POLL_SECONDS)
+        if say:
+            print(f"{address} does not resolve yet; waiting up to {start_timeout:g} s for its pod", flush=True)
+            say = False
+        time.sleep(RESOLVE_SECONDS)
 
 
 class Rendezvous:
@@ -77,8 +84,7 @@ class Rendezvous:
 
     def _open_store(self) -> dist.TCPStore:
         port, here = self.launch.port, socket.gethostname()
-        # Kubernetes adds a pod's name only when the pod has an address, so pods that start earlier wait
-        resolve(self._address, port, self.start_timeout if "KUBERNETES_SERVICE_HOST" in os.environ else 0.0)
+        resolve(self._address, port, self.start_timeout, say=self.launch.reports_for_its_node)
         if not self._is_host:
             self._wait_for_listener()
             return self._connect()

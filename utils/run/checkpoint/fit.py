@@ -85,7 +85,8 @@ def check_tensors_fit(
     parts: list[tuple[str, Any, Any]] = [("", state["model"], network)]
     if state["average"]:
         parts.append(("average.", state["average"]["module"], network))
-    local = {name: network.get(name.removeprefix("average.")) for name in state["ranks"][0]["buffers"]}
+    buffers = state["ranks"][0]["buffers"]
+    local = {name: network.get(name, network.get(name.removeprefix("average."))) for name in buffers}
     local["metric_sums"] = torch.zeros(4, dtype=torch.float64)
     for number, rank in enumerate(state["ranks"]):
         parts.append((f"ranks.{number}.", rank["buffers"] | {"metric_sums": rank["metric_sums"]}, local))

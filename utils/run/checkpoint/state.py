@@ -101,7 +101,11 @@ class RunState:
         return {
             "random": seeds.random_state(),
             "metric_sums": self.learner.sums.sums.cpu(),
-            "buffers": {name: buffer.cpu() for name, buffer in buffers if name.removeprefix("average.") in saved},
+            "buffers": {
+                name: buffer.cpu()
+                for name, buffer in buffers
+                if name in saved or name.removeprefix("average.") in saved
+            },
         }
 
     @torch.no_grad()
