@@ -36,14 +36,6 @@ class GpuFacts:
     nvlinks: tuple[bool, ...]  # True: up
 
 
-@dataclass(frozen=True)
-class LostGpu:
-    """A GPU that the driver knows and cannot reach."""
-
-    number: int
-    error: str
-
-
 def gpu_checks() -> list[Finding]:
     """Check every GPU of this machine."""
     try:
@@ -53,28 +45,25 @@ def gpu_checks() -> list[Finding]:
     gpus = read_gpus(pynvml)
     if isinstance(gpus, str):
         return [Finding("gpu health", "ok", f"not readable here: {gpus}")]
-    return [check_gpu(gpu) if isinstance(gpu, GpuFacts) else check_lost(gpu) for gpu in gpus]
+    return [check_gpu(gpu) if isinstance(gpu, GpuFacts) else gpu for gpu in gpus]
 
 
-def check_lost(gpu: LostGpu) -> Finding:
-    remedy = "drain the node; reset or reboot it, and look for the Xid in the kernel's log"
-    return Finding("gpu health", "fail", f"GPU {gpu.number}: {gpu.error}", remedy)
-
-
-def read_gpus(nvml: Any) -> list[GpuFacts | LostGpu] | str:
-    """Read every GPU with the module pynvml; return the reason if that is impossible."""
+def read_gpus(nvml: Any) -> list[GpuFacts | Finding] | str:
+    """Read every GPU with the module pynvml; return the reason if that is impossible. A GPU that the driver cannot
+    reach is a finding."""
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
         return str(error)
 
-    def read(number: int) -> GpuFacts | LostGpu:
+    def read(number: int) -> GpuFacts | Finding:
         try:
             return _read_gpu(nvml, number)
         except nvml.NVMLError as error:
-            if error.value in UNREACHABLE:
-                return LostGpu(number, str(error))
-            raise
+            if error.value not in UNREACHABLE:
+                raise
+            remedy = "drain the node; reset or reboot it, and look for the Xid in the kernel's log"
+            return Finding("gpu health", "fail", f"GPU {number}: {error}", remedy)
 
     try:
         return [read(number) for number in range(nvml.nvmlDeviceGetCount())]

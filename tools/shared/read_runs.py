@@ -106,7 +106,7 @@ class Run:
         return self.images_per_sec or self.last("images_per_sec")
 
     def epochs_trained(self) -> int:
-        """Return the number of epochs, with those of the run from whose checkpoint this one began."""
+        """Return the number of the last epoch: it counts the epochs of another run whose checkpoint was resumed."""
         return int(self.last("epoch") or 0)
 
     def last(self, name: str) -> float | None:

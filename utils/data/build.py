@@ -88,7 +88,7 @@ def image_side(config: DataConfig) -> int:
     """Return the side of the images in pixels; read the data only if neither setting nor dataset gives the side."""
     if config.image_size is not None:
         return config.image_size
-    if config.dataset in ("imagefolder", *filter(is_user_code, [config.dataset])):
+    if config.dataset == "imagefolder" or is_user_code(config.dataset):
         return find_dataset(config, download=False).train.image_shape[-1]
     return IMAGENET_SIZE if config.dataset == "imagenet" else IMAGE_SHAPE[-1]
 
