@@ -88,10 +88,8 @@ def _describe() -> dict[str, Any]:
     from utils.distributed.world import choose_device
     from utils.run.logging.environment import describe_environment
 
-    device, packed_commit = choose_device("auto", 0), CODE / "commit.txt"  # tools.pack writes it: a tree without .git
+    device = choose_device("auto", 0)
     found = describe_environment(device, 1)
     found.pop("command")
-    if found["commit"] is None and packed_commit.exists():
-        found["commit"] = packed_commit.read_text("utf-8").strip()
     gigabytes = torch.cuda.mem_get_info(device)[1] / 1e9 if device.type == "cuda" else None
     return found | {"type": device.type, "gigabytes": gigabytes}
