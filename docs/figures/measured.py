@@ -9,9 +9,10 @@ from tools.shared.pages.png_plots import COLOURS, draw_bars, new_figure, save
 
 FIGURES = Path(__file__).resolve().parent
 RESULTS = FIGURES.parents[1] / "results"
-RESNET50_RUNS = {  # {recipe: folder of results}
-    "16 epochs": "2026-11-25-resnet50-cpu",
-    "18 epochs": "2026-11-25-resnet50-cpu-18-epochs",
+RESNET50_RUNS = {  # {device and recipe: folder of results}
+    "two CPU cores, 16 epochs": "2026-11-25-resnet50-cpu",
+    "two CPU cores, 18 epochs": "2026-11-25-resnet50-cpu-18-epochs",
+    "one H100, 18 epochs": "2026-11-27-record-75-strict",
 }
 Curve = Sequence[tuple[float, float]]  # (epoch or minutes, accuracy in %)
 
@@ -55,16 +56,18 @@ def draw_published(path: Path) -> None:
 
 def draw_resnet50(path: Path) -> None:
     """Accuracy against minutes of the tutorial's ResNet50: the published run on a V100, and the only validation of each
-    run on two CPU cores."""
+    run of this project."""
     published = json.loads((RESULTS / "reference/sc20_curves.json").read_text("utf-8"))["runs"]["bs128-opt"]
     points = zip(published["wall_s_since_first_event"], published["acc1/valid"], strict=True)
     curves: dict[str, Curve] = {"one V100, bs128-opt": [(seconds / 60, 100 * accuracy) for seconds, accuracy in points]}
-    for recipe, folder in RESNET50_RUNS.items():
-        curves[f"two CPU cores, {recipe}"] = measured(folder)
+    for name, folder in RESNET50_RUNS.items():
+        curves[name] = measured(folder)
     figure, axes = new_figure(size=(8.4, 4.2))
-    draw_curves(axes, curves)
-    axes.set(xlabel="minutes", title="The tutorial's ResNet50 on CIFAR-100", xlim=(0, 240), ylim=(0, 85))
-    axes.set_xticks(range(0, 151, 30))
+    draw_curves(axes, curves, labels_at=1.3)
+    title = "The tutorial's ResNet50 on CIFAR-100"
+    axes.set(xlabel="minutes (logarithmic)", title=title, xscale="log", xlim=(0.6, 2000), ylim=(0, 85))
+    axes.set_xticks(ticks := (1, 3, 10, 30, 100), [str(tick) for tick in ticks])
+    axes.set_xticks([], minor=True)
     save(figure, path)
 
 
@@ -75,8 +78,9 @@ def measured(folder: str) -> Curve:
     return [(record["seconds"] / 60, 100 * record["acc1/valid"]) for record in epochs if "acc1/valid" in record]
 
 
-def draw_curves(axes: Any, curves: Mapping[str, Curve], gap: float = 4.5) -> None:
-    """Draw each curve with its name and its last accuracy at its end; labels are at least `gap` apart."""
+def draw_curves(axes: Any, curves: Mapping[str, Curve], gap: float = 4.5, labels_at: float = 1.06) -> None:
+    """Draw each curve with its name and its last accuracy at its end; labels are at least `gap` apart, and begin at
+    `labels_at` times the last x."""
     right = max(x for curve in curves.values() for x, _ in curve)
     ends = {name: curve[-1][1] for name, curve in curves.items()}
     top = max(*ends.values(), sum(ends.values()) / len(ends) + gap * (len(ends) - 1) / 2)
@@ -92,7 +96,7 @@ def draw_curves(axes: Any, curves: Mapping[str, Curve], gap: float = 4.5) -> Non
         axes.annotate(
             f"{name}: {y:.1f} %",
             (x, y),
-            (1.06 * right, below),
+            (labels_at * right, below),
             color=line.get_color(),
             va="center",
             arrowprops={
