@@ -63,7 +63,7 @@ def outcomes(progress: BringUpProgress, out: Path) -> Iterator[str]:
         logs = sorted((out / "parts" / part.name).glob("log-*.txt"), key=lambda path: int(path.stem[4:]))
         text = logs[-1].read_text("utf-8", "replace") if logs else ""
         resumed = re.search(r"Resuming from .*?(epoch \d+, batch \d+, step \d+)", text)
-        tests = re.search(r"\d+ passed.*?\d+ deselected", text)
+        tests = re.search(r"\d+ passed.*?(?= in )", text)
         what = f"resumed from {resumed[1]}" if resumed else tests[0] if tests else ""
         yield f"{part.name:22} {entry.state:9} calls {entry.calls}  {what or entry.note}".rstrip()
 

@@ -22,7 +22,7 @@ from tools.bench import common, ladder, loaders, peers, training
 from tools.bench.__main__ import main
 from tools.bench.common import Trials, measure
 from tools.bench.ladder import COMPARABLE, compare_with_baseline, evaluate, per_image, read_baseline
-from tools.bench.workers import worker
+from tools.bench.workers import process
 from tools.shared.output import check_writable
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
@@ -109,14 +109,15 @@ def test_a_rung_with_settings_is_compared_with_its_block() -> None:
 
 
 def test_a_case_in_its_own_process_answers_fails_or_dies() -> None:
-    with worker(partial, divmod) as trial:
+    with process(partial) as build:
+        trial = build(divmod)
         assert trial(7, 3) == (2, 1)
         with pytest.raises(ZeroDivisionError):
             trial(1, 0)
-    with worker(partial, os._exit) as trial, pytest.raises(ExpectedError, match="a measuring process ended"):
-        trial(1)
-    with pytest.raises(ValueError, match="invalid literal"), worker(int, "no number"):
-        pass
+    with process(partial) as build, pytest.raises(ExpectedError, match="a measuring process ended"):
+        build(os._exit)(1)
+    with process(int) as build, pytest.raises(ValueError, match="invalid literal"):
+        build("no number")
 
 
 def test_trials_show_median_and_spread() -> None:

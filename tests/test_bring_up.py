@@ -232,8 +232,8 @@ def test_passed_tests_do_not_run_again(tmp_path: Path) -> None:
     folder = tmp_path / "parts/gpu-tests"
     folder.mkdir(parents=True)
     (folder / "log-1.txt").write_text(
-        "tests/test_gpu.py::test_a[one two] PASSED [ 3%]\ntests/test_gpu.py::test_b FAILED [ 4%]\n"
-        "tests/test_gpu.py::test_c \n"
+        "tests/test_gpu.py::test_c \n[gw0] [  3%] PASSED tests/test_gpu.py::test_a[one two] \n"
+        "[gw11] [100%] FAILED tests/test_gpu.py::test_b \n"
     )
     found = build_command(part, CallSettings(tmp_path))
     assert [word for word in found if word.startswith("--deselect")] == [
@@ -387,7 +387,9 @@ def bring_up(folder: Path, fastest: float = 20_000, **machine: Any) -> BringUpPr
     report(folder, "peers", {"this project": {"full": sample(20_000)}, "timm": {"full": sample(15_000)}})
     tests = folder / "parts/gpu-tests"
     tests.mkdir(exist_ok=True)
-    (tests / "log-1.txt").write_text("tests/test_gpu.py::test_a PASSED [50%]\ntests/test_gpu.py::test_b FAILED [99%]\n")
+    (tests / "log-1.txt").write_text(
+        "[gw0] [ 50%] PASSED tests/test_gpu.py::test_a \n[gw1] [ 99%] FAILED tests/test_gpu.py::test_b \n"
+    )
     record = folder / "parts/record-75/run"
     record.mkdir(parents=True, exist_ok=True)
     last = {"kind": "epoch", "epoch": 2, "seconds": 41.0, "acc1/valid": 0.76, "images_per_sec": 21_000.0}

@@ -23,7 +23,7 @@ from tools.bench import common
 from tools.bench.limits import measure_limits
 from tools.bench.reports import read_report
 from tools.bench.training import Rung, alone
-from tools.bench.workers import Trial, worker
+from tools.bench.workers import Trial, process
 from tools.shared.command_line import add_count, path_argument
 from tools.shared.output import check_writable, print_table
 from tools.shared.pages.png_plots import draw_bars, new_figure, save
@@ -119,11 +119,13 @@ def read_rung(yaml_config: Path, name: str, settings: Sequence[str]) -> Config:
 
 
 def start(configs: Mapping[str, Config], stack: ExitStack) -> dict[str, Trial]:
-    """Start a process for each rung, one after the other; `stack` ends them. Skips rungs that cannot run here."""
+    """Start a process for each rung; `stack` ends them. They import PyTorch at the same time, and build and compile one
+    after the other. Skips rungs that cannot run here."""
+    processes = {name: stack.enter_context(process(Rung)) for name in configs}
     rungs: dict[str, Trial] = {}
     for name, config in configs.items():
         try:
-            rungs[name] = stack.enter_context(worker(Rung, config))
+            rungs[name] = processes[name](config)
         except ConfigError as error:
             print(f"{name}: skipped: {error}", file=sys.stderr)
     if not rungs:

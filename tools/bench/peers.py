@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from models import build_model
 from tools.bench import common
 from tools.bench.training import Rung, alone, endless, fed_images_per_sec
-from tools.bench.workers import Trial, worker
+from tools.bench.workers import Trial, process
 from tools.shared.command_line import add_count
 from tools.shared.output import print_table
 from utils.base_config import as_yaml
@@ -57,7 +57,8 @@ def run(options: argparse.Namespace) -> int:
     world = alone(config)
     with ExitStack() as stack:
         built = rows_of(config, world.device).items()
-        steps = {name: stack.enter_context(worker(build, its_config)) for name, (build, its_config) in built}
+        processes = [(name, stack.enter_context(process(build)), its_config) for name, (build, its_config) in built]
+        steps = {name: build_there(its_config) for name, build_there, its_config in processes}
         for step in steps.values():
             step(2, 1)  # compiles
         cases = {name: partial(step, options.warmup, options.iters) for name, step in steps.items()}

@@ -18,11 +18,13 @@ _built: list[Trial] = []  # in such a process: its case
 
 
 @contextmanager
-def worker(build: Callable[..., Trial], *arguments: Any) -> Iterator[Trial]:
-    """Build a case with `build(*arguments)` in a process of its own; yield a function that runs its trials there.
+def process(build: Callable[..., Trial]) -> Iterator[Callable[..., Trial]]:
+    """Start a process for one case, which imports what `build` needs meanwhile.
 
+    Yields a function that calls `build` there with its arguments and returns a function that runs the case's trials.
     Both raise the case's errors, and `ExpectedError` if the process dies."""
     with ProcessPoolExecutor(1, get_context("spawn"), _begin) as pool:
+        pool.submit(_import, build)
 
         def call(function: Callable[..., Any], *values: Any) -> Any:
             try:
@@ -33,13 +35,20 @@ def worker(build: Callable[..., Trial], *arguments: Any) -> Iterator[Trial]:
                     "lower batch_size"
                 ) from None
 
-        call(_build, build, *arguments)
-        yield partial(call, _run)
+        def build_there(*arguments: Any) -> Trial:
+            call(_build, build, *arguments)
+            return partial(call, _run)
+
+        yield build_there
 
 
 def _begin() -> None:
     end_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports an interruption
+
+
+def _import(build: Callable[..., Trial]) -> None:
+    """Import the module of `build`: a process does so when it receives the function."""
 
 
 def _build(build: Callable[..., Trial], *arguments: Any) -> None:

@@ -71,7 +71,7 @@ def _tests(part: str, folder: Path) -> list[Figure]:
     """Count the tests that passed in any call, and those that failed in the last one."""
     logs = sorted(folder.glob("log-*.txt"), key=lambda path: int(path.stem.removeprefix("log-")))
     last = logs[-1].read_text("utf-8", "replace") if logs else ""
-    passed, failed = set(passed_tests(folder)), re.findall(r"^tests/\S+::.* (?:FAILED|ERROR)", last, re.M)
+    passed, failed = set(passed_tests(folder)), re.findall(r"^\[gw\d+\] .*\] (?:FAILED|ERROR) tests/", last, re.M)
     counts = (("passed", len(passed), "higher"), ("failed", len(failed), "lower"))
     return [measured_figure(part, name, "tests", count, better=better) for name, count, better in counts]
 
