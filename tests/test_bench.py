@@ -3,10 +3,13 @@
 import argparse
 import importlib.util
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +121,45 @@ def test_a_case_in_its_own_process_answers_fails_or_dies() -> None:
         build(os._exit)(1)
     with process(int) as build, pytest.raises(ValueError, match="invalid literal"):
         build("no number")
+
+
+def begun(*_: int) -> dict[str, float]:
+    """A trial: the time."""
+    return {"begun": time.monotonic()}
+
+
+def build_from_text(text: str) -> Callable[..., Mapping[str, float]]:
+    """In the place of a rung's class: `text` in the place of its configuration."""
+    if text == "refused":
+        raise ConfigError("no such rung")
+    return begun
+
+
+def test_a_rung_that_cannot_run_is_skipped_and_its_process_ends(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(ladder, "Rung", build_from_text)
+    before = len(multiprocessing.active_children())
+    with ExitStack() as stack:
+        rungs = ladder.start({"a": "text", "b": "refused", "c": "text"}, stack)
+        assert list(rungs) == ["a", "c"] and rungs["c"](0, 1)["begun"] > 0
+        assert len(multiprocessing.active_children()) == before + 2
+    assert len(multiprocessing.active_children()) == before
+    assert capsys.readouterr().err == "b: skipped: no such rung\n"
+    with ExitStack() as stack, pytest.raises(ConfigError, match="none of these rungs can run here"):
+        ladder.start({"b": "refused"}, stack)
+
+
+def test_all_processes_start_before_the_first_rung_is_built(monkeypatch) -> None:
+    order: list[str] = []
+
+    @contextmanager
+    def process(_: object) -> Iterator[Callable[[str], str]]:
+        order.append("start")
+        yield order.append
+
+    monkeypatch.setattr(ladder, "process", process)
+    with ExitStack() as stack:
+        ladder.start({"a": "build a", "b": "build b"}, stack)
+    assert order == ["start", "start", "build a", "build b"]
 
 
 def test_trials_show_median_and_spread() -> None:

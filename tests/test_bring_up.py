@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from tools.bring_up import __main__ as command
 from tools.bring_up import run
 from tools.bring_up.figures import Baseline, Change, Figure, read_baseline, read_figures, read_published
 from tools.bring_up.page import write_all
-from tools.bring_up.parts import EAGER, PARTS, CallSettings, Part, build_command
+from tools.bring_up.parts import EAGER, PARTS, PYTEST, CallSettings, Part, build_command
 from tools.bring_up.progress import BringUpProgress, PartProgress, check_same, read_progress
 from tools.bring_up.run import eager_is_faster, estimate, plan, run_parts
 from tools.shared import processes
@@ -231,10 +232,17 @@ def test_passed_tests_do_not_run_again(tmp_path: Path) -> None:
     part = next(part for part in PARTS if part.name == "gpu-tests")
     folder = tmp_path / "parts/gpu-tests"
     folder.mkdir(parents=True)
-    (folder / "log-1.txt").write_text(
-        "tests/test_gpu.py::test_c \n[gw0] [  3%] PASSED tests/test_gpu.py::test_a[one two] \n"
-        "[gw11] [100%] FAILED tests/test_gpu.py::test_b \n"
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_gpu.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('name', ['one two'])\ndef test_a(name): pass\ndef test_b(): assert 0\n"
     )
+    options = shlex.split(PYTEST.removesuffix(" -m"))
+    done = subprocess.run(
+        [sys.executable, *options, "tests"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    (folder / "log-1.txt").write_text(done.stdout)
+    figures = {figure.key: figure.median for figure in read_figures(tmp_path, {})}
+    assert figures == {"gpu-tests: passed, tests": 1, "gpu-tests: failed, tests": 1}
     found = build_command(part, CallSettings(tmp_path))
     assert [word for word in found if word.startswith("--deselect")] == [
         "--deselect=tests/test_gpu.py::test_a[one two]"
@@ -572,7 +580,7 @@ def test_the_list_runs_and_writes_nothing(tmp_path: Path, capsys: pytest.Capture
     assert re.search(r"^peers +waiting +call \d: about 30\.0 s, by the baseline ", said, re.M)
     assert re.search(r"^about .* in total, in \d+ call\(s\) of 5 minutes$", said, re.M)
     command.main(["--out", str(tmp_path / "out"), "--list", "--part", "ladder", "--minutes", "5"])
-    assert "call 1, 2 (too short): about 6.8 min" in capsys.readouterr().out
+    assert "call 1, 2 (too short): about 7.0 min" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         command.main(["--out", str(tmp_path), "--part", "lader"])
     assert re.search("lader.*doctor.*gpu-tests", capsys.readouterr().err)

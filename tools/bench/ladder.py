@@ -121,13 +121,15 @@ def read_rung(yaml_config: Path, name: str, settings: Sequence[str]) -> Config:
 def start(configs: Mapping[str, Config], stack: ExitStack) -> dict[str, Trial]:
     """Start a process for each rung; `stack` ends them. They import PyTorch at the same time, and build and compile one
     after the other. Skips rungs that cannot run here."""
-    processes = {name: stack.enter_context(process(Rung)) for name in configs}
+    processes: dict[str, ExitStack] = {name: stack.enter_context(ExitStack()) for name in configs}
+    builds = {name: own.enter_context(process(Rung)) for name, own in processes.items()}
     rungs: dict[str, Trial] = {}
     for name, config in configs.items():
         try:
-            rungs[name] = processes[name](config)
+            rungs[name] = builds[name](config)
         except ConfigError as error:
             print(f"{name}: skipped: {error}", file=sys.stderr)
+            processes[name].close()
     if not rungs:
         raise ConfigError("--configs: none of these rungs can run here; the lines above say why")
     return rungs

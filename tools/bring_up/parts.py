@@ -40,8 +40,8 @@ class Part:
     name: str
     what: str
     command: str  # after `python`
-    # Estimate until something was measured. On an H100 the doctor, the tests and a training were measured; starting a
-    # rung took 20 s, the first compilation of ResNet50 at least 60 s (results/2026-11-27-h100).
+    # Estimate until something was measured. Those of the doctor, the tests and a training follow an H100. There a rung
+    # took about 20 s to its first trial (results/2026-11-27-h100); a compilation of ResNet50 is estimated as a minute.
     seconds: float
     needs: tuple[str, ...] = ()  # packages, `cuda`, and `data`, for which a part waits
     small: str = ""  # added for a rehearsal
@@ -78,7 +78,7 @@ PARTS = (
          240, small="--trials 2"),
     training("record-75", "75 % as early as possible", 90, 18),
     Part("ladder", "every rung of the ladder",
-         f"-m tools.bench ladder --budget-minutes 6.3 {{compile}} {REPORT}", 405, ("data",),
+         f"-m tools.bench ladder --budget-minutes 6.7 {{compile}} {REPORT}", 420, ("data",),
          small=f"{TRIALS} --configs=bs256,bs256-amp,fastest"),
     Part("loaders", "each loader by itself and feeding a step",
          f"-m tools.bench loaders --loaders torchvision,device,dali,synthetic {REPORT}", 120, ("data",),
