@@ -284,7 +284,7 @@ class Trainer:
 
     def _handle_requests(self, *, stop: bool) -> None:
         """Collective: between two batches, stop if a signal asked for it, or save for checkpoint_every_steps."""
-        every, steps = self.config.checkpoint_every_steps, self.learner.steps
+        every, steps = self.config.save_checkpoint and self.config.checkpoint_every_steps, self.learner.steps
         if stop:
             self._save_and_stop()
         elif every and steps % every == 0 and steps > self.saved_step:

@@ -14,27 +14,23 @@ from models.config import ModelConfig
 from models.resnet import LOGIT_SCALE, PlainResidual, convolution, initialise
 
 
-def build_airbench(config: ModelConfig) -> nn.Module:
-    return Airbench(config.num_classes, width=config.width, residual=config.model == "airbench96")
-
-
 class Airbench(nn.Module):
     """Images [N, 3, H, W], H and W at least 8 -> logits [N, num_classes]; with `width` 4 the first stage has 64
-    channels, as in airbench. With ten classes: 2.50 M parameters and 0.28 GFLOP per 32x32 image and forward pass; with
-    `residual` 4.12 M and 0.35."""
+    channels, as in airbench. With ten classes: 2.50 M parameters and 0.28 GFLOP per 32x32 image and forward pass;
+    airbench96 4.12 M and 0.35."""
 
-    def __init__(self, num_classes: int, *, width: int, residual: bool) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        stem, *stages = (8 * width * factor for factor in (1, 2, 6, 12))
+        stem, *stages = (8 * config.width * factor for factor in (1, 2, 6, 12))
         layers: list[nn.Module] = [convolution(3, stem, activation=nn.SiLU)]
         for before, channels in zip([stem, *stages], stages, strict=False):
             layers.append(convolution(before, channels, activation=nn.SiLU, pool=True))
-            if not residual:
+            if config.model != "airbench96":
                 layers.append(convolution(channels, channels, activation=nn.SiLU))
             elif before != stem:
                 layers.append(PlainResidual(channels, nn.SiLU))
         self.features = nn.Sequential(*layers)
-        self.fc = nn.Linear(stages[-1], num_classes)
+        self.fc = nn.Linear(stages[-1], config.num_classes)
         initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:

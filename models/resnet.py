@@ -42,10 +42,6 @@ def build_small_resnet(config: ModelConfig) -> nn.Module:
     return SmallResNet(BLOCKS_PER_STAGE[config.model], config.num_classes, width=config.width)
 
 
-def build_resnet9(config: ModelConfig) -> nn.Module:
-    return ResNet9(config.num_classes, width=config.width)
-
-
 class SmallResNet(nn.Module):
     """He's CIFAR ResNet: images [N, 3, 32, 32] -> logits [N, num_classes]; projection shortcuts (option B).
 
@@ -86,14 +82,14 @@ class ResNet9(nn.Module):
     function as long as BatchNorm's weight is positive, with a quarter of the memory traffic.
     """
 
-    def __init__(self, num_classes: int, *, width: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        first, second, third, fourth = (16 * width * factor for factor in (1, 2, 4, 8))
+        first, second, third, fourth = (16 * config.width * factor for factor in (1, 2, 4, 8))
         self.prep = convolution(3, first)
         self.layer1 = nn.Sequential(convolution(first, second, pool=True), PlainResidual(second))  # [N, 32w, 16, 16]
         self.layer2 = convolution(second, third, pool=True)  # [N, 64 x width, 8, 8]
         self.layer3 = nn.Sequential(convolution(third, fourth, pool=True), PlainResidual(fourth))  # [N, 128w, 4, 4]
-        self.fc = nn.Linear(fourth, num_classes)
+        self.fc = nn.Linear(fourth, config.num_classes)
         initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-PR_SET_PDEATHSIG = 1
 FOLDER = "TESTS_FORKED_PYTHON"  # the variable with the folder of the session's server
 FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT}
 PRELOADED = (
@@ -181,7 +180,7 @@ def _exists(process: int) -> bool:
 
 def _guard(client: socket.socket, owner: int) -> None:
     """Run one request in its own process; forward signals to it, and send its exit status to the client."""
-    import ctypes
+    from utils.program import end_with_parent
 
     client.setblocking(True)
     length, streams, _, _ = socket.recv_fds(client, 8, 3)
@@ -193,7 +192,7 @@ def _guard(client: socket.socket, owner: int) -> None:
         content += part
     process = os.fork()
     if process == 0:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a test may kill its parent, this guard
+        end_with_parent(signal.SIGKILL)  # a test may kill its parent, this guard
         client.close()
         _run(json.loads(content), streams)
     for stream in (0, 1, 2, *streams):

@@ -33,6 +33,7 @@ from utils.run.checkpoint import io as checkpoint
 from utils.run.checkpoint.fit import check_config_fits, check_same_run, check_tensors_fit
 from utils.run.checkpoint.io import CheckpointWriter, encode, list_checkpoints, newest_good, read_checkpoint, save_last
 from utils.run.checkpoint.schema import CheckpointSchema
+from utils.run.checkpoint.state import RunState
 
 
 @pytest.fixture(scope="module")
@@ -765,6 +766,33 @@ def test_the_lock_of_a_folder_that_is_moved_aside_does_not_lock_the_new_one(tmp_
         run_folder.lock_folder(tmp_path / "run")
     held[1].close()
     run_folder.lock_folder(tmp_path / "run").close()
+
+
+def test_a_start_that_fails_after_moving_the_earlier_run_aside_leaves_no_lock(tiny, one_rank, tmp_path, monkeypatch):
+    """Also while the error is kept, as in a notebook."""
+    Trainer(tiny(max_epochs=1), one_rank, tmp_path / "run", "tiny", "auto").train()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_folder, "_records", full)
+    with pytest.raises(ExpectedError, match="No space left") as kept:
+        Trainer(tiny(max_epochs=1), one_rank, tmp_path / "run", "tiny", "never").train()
+    assert (tmp_path / "run.1").exists() and kept.value.__traceback__
+    run_folder.lock_folder(tmp_path / "run").close()
+
+
+def test_checkpoint_every_steps_costs_nothing_without_checkpoints(tiny, one_rank, tmp_path, monkeypatch):
+    really, checked = RunState.check_finite, []
+
+    def check_finite(state, average):
+        checked.append(state.learner.steps)
+        return really(state, average)
+
+    monkeypatch.setattr(RunState, "check_finite", check_finite)
+    for every in (None, 1):
+        Trainer(tiny(save_checkpoint=False, checkpoint_every_steps=every), one_rank, tmp_path / str(every)).train()
+    assert checked[: len(checked) // 2] == checked[len(checked) // 2 :]
 
 
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):

@@ -347,25 +347,27 @@ def test_alternating_flip_mirrors_the_other_images_in_the_next_epoch() -> None:
 # ---- resources
 
 
-def test_device_loader_uses_images_in_place_on_a_cpu(tmp_path: Path) -> None:
+def test_device_loader_uses_images_in_place_on_a_cpu(tiny: Callable[..., Config], tmp_path: Path) -> None:
     """From a read-only memory map with gaps between the images, as for CIFAR-100's file."""
     records = np.random.default_rng(0).integers(0, 256, (50, 2 + 3072), np.uint8)
     (tmp_path / "records.bin").write_bytes(records.tobytes())
     mapped = np.memmap(tmp_path / "records.bin", np.uint8, "r").reshape(50, -1)[:, 2:].reshape(50, 3, 32, 32)
     plan = EpochPlan(50, 10, 0, 1, training=True)
     normalise = Normalise((0, 0, 0), (1 / 255,) * 3, CPU, torch.contiguous_format)
-    loader = DeviceLoader(ImageArrays(mapped, np.arange(50)), plan, normalise)
+    loader = DeviceLoader(tiny(), ImageArrays(mapped, np.arange(50)), plan, normalise)
     assert loader.images.data_ptr() == mapped.ctypes.data
     for images, labels in loader:
         np.testing.assert_array_equal(images.round().numpy(), mapped[labels.numpy()])
 
 
-def test_device_loader_yields_more_batches_than_it_prepares_at_once(dataset: Dataset) -> None:
+def test_device_loader_yields_more_batches_than_it_prepares_at_once(
+    tiny: Callable[..., Config], dataset: Dataset
+) -> None:
     plan = EpochPlan(NUM_TRAIN, 1, 0, 1, training=True, augmentation=AugmentationConfig())
     assert NUM_TRAIN > BATCHES_AT_ONCE + 1
     assert isinstance(dataset.train, ImageArrays)
     normalise = Normalise(dataset.mean, dataset.std, CPU, torch.contiguous_format)
-    labels = [label for _, label in DeviceLoader(dataset.train, plan, normalise)]
+    labels = [label for _, label in DeviceLoader(tiny(), dataset.train, plan, normalise)]
     assert torch.cat(labels).tolist() == np.concatenate(plan.batches(0)).tolist()
 
 

@@ -80,6 +80,10 @@ def test_step_schedule_cuts_after_its_milestones(tiny):
     assert factors(build_schedule(config, 2), 6) == pytest.approx([1, 1, 0.2, 0.2, 0.04, 0.04])
 
 
+def test_milestones_are_only_of_the_step_schedule(tiny):
+    assert build_schedule(tiny(lr_schedule="linear", lr_milestones=(1, 2)), 2).milestone_steps == ()
+
+
 @pytest.mark.parametrize(
     ("kind", "theirs", "options"),
     [

@@ -92,9 +92,9 @@ def read_timeline(path: Path) -> Timeline:
         raise ConfigError(f"{path}: {reason}; give a run trained with enable_profiling, or its trace") from None
     ranges = trace.find_ranges(events)
     iterations = ranges.pop("iteration", [])
-    if not iterations:
+    bounds = find_bounds(events, iterations, ranges) if iterations else []
+    if not bounds:
         raise ConfigError(f"{path}: holds no training steps; profile a longer run")
-    bounds = find_bounds(events, iterations, ranges)
     steps = sorted(zip(bounds, bounds[1:], iterations, strict=False), key=lambda step: step[1] - step[0])
     start, end, iteration = steps[(len(steps) - 1) // 2]
     run = path.parents[1].name if path.parent.name == "profile" else path.name
@@ -103,7 +103,7 @@ def read_timeline(path: Path) -> Timeline:
 
 
 def find_bounds(events: Sequence[Event], iterations: Sequence[Event], ranges: dict[str, list[Event]]) -> list[float]:
-    """Return the start of each step and the end of the last one, in microseconds."""
+    """Return the start of each step and the end of the last one, in microseconds; none if a GPU's work is missing."""
     launches, end = trace.find_launches(events), iterations[-1].end
     work = sorted(
         (launches[event.correlation], event.start, event.end)
@@ -112,8 +112,9 @@ def find_bounds(events: Sequence[Event], iterations: Sequence[Event], ranges: di
     )
     if not work:
         return [*(event.start for event in iterations), end]
-    first = [work[bisect_left(work, (data.end,))] for data in ranges["data"]]
-    return [*(begun for _, begun, _ in first), max(ended for _, _, ended in work)]
+    places = [bisect_left(work, (data.end,)) for data in ranges.get("data", [])]
+    first = [work[place] for place in places if place < len(work)]
+    return [*(begun for _, begun, _ in first), max(ended for _, _, ended in work)] if first else []
 
 
 def find_lanes(events: Sequence[Event], ranges: dict[str, list[Event]], start: float, end: float) -> Lanes:

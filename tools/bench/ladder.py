@@ -21,10 +21,10 @@ from torch import nn
 from models import build_model
 from tools.bench import common
 from tools.bench.limits import measure_limits
-from tools.bench.reports import read_report
+from tools.bench.reports import VERSIONS, differences, read_report
 from tools.bench.training import Rung, alone
 from tools.bench.workers import Trial, process
-from tools.shared.command_line import add_count, path_argument
+from tools.shared.command_line import add_count, minutes, path_argument
 from tools.shared.output import check_writable, print_table
 from tools.shared.pages.png_plots import draw_bars, new_figure, save
 from utils.config import Config, load_config
@@ -50,7 +50,7 @@ CANDIDATES = (
     "accuracy,accuracy+amp_dtype=fp16,accuracy+enable_compile=false"
 )
 LISTS = {"ladder": RUNGS, "candidates": CANDIDATES}
-COMPARABLE = ("python", "torch", "torchvision", "cuda", "cudnn", "device", "threads", "world_size", "host")
+COMPARABLE = (*VERSIONS, "threads", "world_size", "host")
 TOLERANCE = 5  # percent; a rung that is slower by more is a regression
 # A step moves at least this: each stored activation and its gradient is written once and read once.
 TRAFFIC_PER_ACTIVATION = 4
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_count(parser, "--iters", 120, "timed steps of a trial")
     add_count(parser, "--warmup", 20, "steps before them", least=0)
     parser.add_argument(
-        "--budget-minutes", type=float, default=10, metavar="M",
+        "--budget-minutes", type=minutes, default=10.0, metavar="M",
         help="limit of the whole command, kept by fewer steps, then by fewer trials (default: 10)",
     )  # fmt: skip
     parser.add_argument(
@@ -233,10 +233,8 @@ def read_baseline(
     if report.bench != "ladder":
         raise ConfigError(f"--baseline {path}: a report of `bench {report.bench}`; expected one of `bench ladder`")
     before, rungs, saved = report.environment, report.results["rungs"], report.results["configs"]
-    different = [key for key in COMPARABLE if before.get(key) != environment[key]]
-    if different:
-        was = ", ".join(f"{key} {before.get(key)!r} -> {environment[key]!r}" for key in different)
-        raise ConfigError(f"--baseline {path}: was measured elsewhere: {was}; measure it again here")
+    if different := differences(before, environment, COMPARABLE):
+        raise ConfigError(f"--baseline {path}: was measured elsewhere: {', '.join(different)}; measure it again here")
     for name, config in configs.items():
         values, saved_values = config.model_dump(mode="json"), saved.get(name, {})
         changed = [key for key in values if saved_values.get(key) != values[key]]

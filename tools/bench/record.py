@@ -20,6 +20,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from tools.bench.reports import VERSIONS
 from tools.shared.command_line import add_count, as_settings, path_argument
 from tools.shared.followed_run import FollowedRun
 from tools.shared.output import make_folder, print_table, write_file, write_json
@@ -32,7 +33,7 @@ from utils.run.logging.environment import describe_environment
 
 RESULTS = Path("results")
 TIMES = ("command", "run", "training")
-SAME = ("commit", "python", "torch", "torchvision", "cuda", "cudnn", "device")
+SAME = ("commit", *VERSIONS)
 BEGIN, END = "<!-- records -->", "<!-- end of records -->"
 
 Trial = dict[str, Any]

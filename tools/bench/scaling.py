@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from tools.bench import common
-from tools.bench.reports import read_report
+from tools.bench.reports import VERSIONS, read_report
 from tools.bench.training import build_measured, capture_steps
 from tools.shared.command_line import add_count, read_counts
 from tools.shared.output import print_table, write_json
@@ -41,7 +41,7 @@ from utils.training.validation import validate
 
 MODES = ("strong", "weak")
 ROUNDS = 3  # of alternating steps with and without communication
-COMPARED = ("commit", "python", "torch", "torchvision", "cuda", "cudnn", "device", "threads")
+COMPARED = ("commit", *VERSIONS, "threads")
 
 Records = defaultdict[tuple[str, int], defaultdict[str, list[float]]]  # {(mode, processes): {quantity: its trials}}
 Conditions = tuple[dict[str, Any], dict[str, Any]]  # configuration and environment of a trial

@@ -21,10 +21,11 @@ from textwrap import shorten
 
 from filelock import FileLock, Timeout
 
-from tools.bring_up.figures import VERSIONS, read_baseline
+from tools.bench.reports import VERSIONS, differences
+from tools.bring_up.figures import read_baseline
 from tools.bring_up.page import write_all
 from tools.bring_up.parts import PARTS, CallSettings, Part, build_command
-from tools.bring_up.progress import PartProgress, check_same, differences, read_progress
+from tools.bring_up.progress import PartProgress, check_same, read_progress
 from tools.bring_up.run import eager_is_faster, estimate, plan, run_parts
 from tools.report import duration
 from tools.shared.command_line import minutes, new_parser, path_argument
@@ -96,7 +97,8 @@ def run_call(options: argparse.Namespace, parts: Sequence[Part], deadline: Deadl
     progress.write()
     regressions = save()
     if baseline is not None:
-        print("".join(f"baseline: {line}\n" for line in differences(baseline.machine, machine, VERSIONS)), end="")
+        changed = differences(baseline.machine, machine, (*VERSIONS, "dali", "commit", "host"))
+        print("".join(f"baseline: {line}\n" for line in changed), end="")
         print("\n".join(f"REGRESSION {line}" for line in regressions) or "no regression")
     entries = {part.name: progress.of(part.name) for part in parts}
     unfinished = [name for name, entry in entries.items() if entry.state in ("waiting", "cut off", "no data")]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from tools.bring_up.parts import PARTS, passed_tests
-from tools.bring_up.progress import MUST_MATCH, PartProgress, read_results
+from tools.bring_up.progress import PartProgress, read_results
 from tools.shared.read_runs import read_run_folder
 from utils.errors import ConfigError
 from utils.program import CODE
@@ -128,7 +128,6 @@ def read_published() -> list[Published]:
     return [Published(**row) for row in rows]
 
 
-VERSIONS = (*MUST_MATCH, "dali", "commit", "host")
 TOLERANCE = 0.05  # machines of one kind differ by some percent
 SINGLE_RUN_TOLERANCE = 0.25  # for the seconds of a single run, whose spread is not known
 ACCURACY_POINTS = 1.0  # by which seeds may differ

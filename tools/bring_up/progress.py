@@ -1,17 +1,15 @@
 """The progress of a bring-up: DIR/state.json, written whole at every change, so that any call may be killed."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, Field
 
-from tools.bench.reports import read_report
+from tools.bench.reports import VERSIONS, differences, read_report
 from tools.shared.output import write_json
 from utils.errors import ConfigError, DataError
-
-MUST_MATCH = ("device", "torch", "cuda", "cudnn", "torchvision", "python")  # in all calls of one folder
 
 
 class PartProgress(BaseModel):
@@ -60,15 +58,10 @@ def read_progress(folder: Path) -> BringUpProgress:
     return progress
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """Return "KEY BEFORE -> NOW" for each of `keys` whose values differ."""
-    return [f"{key} {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
-
-
 def check_same(progress: BringUpProgress, machine: Mapping[str, Any], small: bool, settings: list[str]) -> None:
     """Raise `ConfigError` if DIR holds figures of another machine, size or settings."""
     before = progress.machine | {"--small": progress.small, "--set": progress.settings}
-    different = differences(before, {**machine, "--small": small, "--set": settings}, (*MUST_MATCH, "--small", "--set"))
+    different = differences(before, {**machine, "--small": small, "--set": settings}, (*VERSIONS, "--small", "--set"))
     if progress.machine and different:
         begun = f"{progress.path.parent}: was begun differently: {', '.join(different)}"
         raise ConfigError(f"{begun}\ngive another --out; --baseline compares")

@@ -15,7 +15,7 @@ PerChannel = Field(strict=False, min_length=3, max_length=3)
 class LoaderKind:
     """Properties of a loader that are needed before it is built."""
 
-    builder: str  # "module:function", with the signature of utils.data.build.LoaderBuilder
+    builder: str  # "module:class", with the signature of utils.data.build.LoaderBuilder
     has_workers: bool = False  # num_data_workers applies
     shares_memory: bool = False  # its workers pass batches through shared memory
     in_memory: bool = False  # holds all images in memory: files are decoded once, at the start
@@ -23,10 +23,10 @@ class LoaderKind:
 
 
 LOADERS = {
-    "torchvision": LoaderKind("utils.data.loaders.torchvision:build", has_workers=True, shares_memory=True),
-    "dali": LoaderKind("utils.data.loaders.dali:build", has_workers=True),
-    "device": LoaderKind("utils.data.loaders.device:build", in_memory=True),
-    "synthetic": LoaderKind("utils.data.loaders.synthetic:build", needs_data=False),
+    "torchvision": LoaderKind("utils.data.loaders.torchvision:TorchvisionLoader", has_workers=True, shares_memory=True),
+    "dali": LoaderKind("utils.data.loaders.dali:DaliLoader", has_workers=True),
+    "device": LoaderKind("utils.data.loaders.device:DeviceLoader", in_memory=True),
+    "synthetic": LoaderKind("utils.data.loaders.synthetic:SyntheticLoader", needs_data=False),
 }
 
 DATASETS = ("cifar100", "cifar10", "shapes", "imagefolder", "imagenet")

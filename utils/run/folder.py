@@ -63,8 +63,8 @@ def open_run(
     checkpoints = folder / "checkpoints"
     job = job_name(os.environ)
     restarted = bool(job) and was_restarted(os.environ)
-    with name_file_in_error(folder), _locked(folder, job, patience if restarted else 0.0) as (taken, waited):
-        lock = taken
+    with name_file_in_error(folder), _locked(folder, job, patience if restarted else 0.0) as (locks, waited):
+        [lock] = locks
         lock.seek(0)
         earlier = lock.read().partition("\n")[0]
         again = restarted and earlier == job
@@ -89,6 +89,7 @@ def open_run(
                 notes.append(f"The earlier run in {folder} is now in {earlier_run}")
                 lock.close()
                 lock = lock_folder(target)
+                locks.append(lock)
                 earlier_records = earlier_run / "metrics.jsonl"
                 ended = any(record["kind"] == "end" for record in _records(earlier_records))
                 new = source is None and not ended and (resume == "auto" or again)
@@ -130,18 +131,21 @@ def _lock_in_time(folder: Path, job: str, patience: float) -> tuple[IO[str], lis
 
 
 @contextmanager
-def _locked(folder: Path, job: str, patience: float) -> Iterator[tuple[IO[str], list[str]]]:
-    """Lock a run's folder (see `_lock_in_time`). If the block fails, release it, and remove a new, empty folder."""
+def _locked(folder: Path, job: str, patience: float) -> Iterator[tuple[list[IO[str]], list[str]]]:
+    """Lock a run's folder (see `_lock_in_time`). If the block fails, release it and the locks that the block has added,
+    and remove a new, empty folder."""
     existed = os.path.exists(folder)
     lock, waited = _lock_in_time(folder, job, patience)
+    locks = [lock]
     try:
-        yield lock, waited
+        yield locks, waited
     except BaseException:
         if not existed:
             with suppress(OSError):
                 (folder / ".lock").unlink()
                 folder.rmdir()
-        lock.close()
+        for lock in locks:
+            lock.close()
         raise
 
 

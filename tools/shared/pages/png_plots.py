@@ -29,8 +29,6 @@ def new_figure(columns: int = 1, size: tuple[float, float] = (5.6, 3.8)) -> tupl
         "axes.spines.right": False,
         "axes.titlesize": 11,
         "font.size": 9,
-        "legend.frameon": False,
-        "legend.fontsize": 8,
     }
     with rc_context(style):
         figure = Figure(figsize=(size[0] * columns, size[1]), layout="constrained")

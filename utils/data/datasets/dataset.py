@@ -115,7 +115,6 @@ def stratified_split(labels: IntArray, number: int) -> tuple[IntArray, IntArray]
     shuffled = np.random.Generator(np.random.Philox(key=HOLDOUT_SEED)).permutation(len(labels))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
     sizes = np.bincount(labels)
-    sizes = sizes[sizes > 0]
     # Place the k-th of a class's n images at (k + 1/2) / n: the first places have equal fractions of all classes.
     place = np.concatenate([(np.arange(size) + 0.5) / size for size in sizes])
     order = by_class[np.argsort(place, kind="stable")]

@@ -42,21 +42,16 @@ def import_dali() -> tuple[Any, Any, Any]:
     return fn, types, Pipeline
 
 
-def dali_version() -> int:
-    """Return DALI's major version."""
-    import nvidia.dali
-
-    return int(nvidia.dali.__version__.partition(".")[0])
-
-
 class DaliLoader(Loader):
-    """Runs one pipeline per epoch, with `num_threads` threads, which prepares `AHEAD` batches."""
+    """Runs one pipeline per epoch, with at least one thread, which prepares `AHEAD` batches."""
 
-    def __init__(self, split: Split, plan: EpochPlan, normalise: Normalise, num_threads: int) -> None:
+    def __init__(
+        self, config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int
+    ) -> None:
         super().__init__(plan, normalise)
         self.fn, self.types, self.pipeline_class = import_dali()
-        self.split, self.num_threads = split, num_threads
-        self.preparation = Preparation(split, plan, num_threads)
+        self.split, self.num_threads = split, max(1, num_workers)
+        self.preparation = Preparation(split, plan, self.num_threads)
         self.labels = torch.from_numpy(split.labels).to(self.device)
         self.channels_last = normalise.memory_format is torch.channels_last
 
@@ -144,11 +139,13 @@ class DaliLoader(Loader):
 
     def _decode(self, inputs: dict[str, Any], gpu: bool) -> Any:
         """Decode images to [size, size, 3]: a window or the central square of each."""
+        import nvidia.dali
+
         fn, decoder = self.fn, {"device": "mixed" if gpu else "cpu", "output_type": self.types.RGB}
         # as PIL does: ignore the EXIF orientation; on a GPU, interpolate chroma samples
         decoder |= {"adjust_orientation": False, "jpeg_fancy_upsampling": True}
         # in DALI 1, only the experimental decoders take both options
-        decoders = fn.decoders if dali_version() >= 2 else fn.experimental.decoders
+        decoders = fn.experimental.decoders if nvidia.dali.__version__.startswith("1.") else fn.decoders
         if "window_start" in inputs:
             window = {"start": inputs["window_start"], "shape": inputs["window_shape"], "axes": (0, 1)}
             images = decoders.image_slice(inputs["encoded"], **window, **decoder)
@@ -171,8 +168,3 @@ class DaliLoader(Loader):
             kept = {"keep_size": True, "fill_value": 0, "interp_type": self.types.INTERP_NN}
             images = self.fn.rotate(images, angle=inputs["angle"], **kept)
         return images
-
-
-def build(config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> Loader:
-    """Build the loader of one split."""
-    return DaliLoader(split, plan, normalise, max(1, num_workers))

@@ -25,7 +25,10 @@ class DeviceLoader(Loader):
     On a CPU it uses the images in place: for CIFAR-100, a memory map that all processes of a machine share.
     """
 
-    def __init__(self, arrays: ImageArrays, plan: EpochPlan, normalise: Normalise) -> None:
+    def __init__(
+        self, config: DataConfig, arrays: Split, plan: EpochPlan, normalise: Normalise, num_workers: int = 0
+    ) -> None:
+        assert isinstance(arrays, ImageArrays)
         super().__init__(plan, normalise)
         self.unreadable |= arrays.unreadable
         self.images, self.labels = (_to_device(array, self.device) for array in (arrays.images, arrays.labels))
@@ -82,9 +85,3 @@ def decode_all(split: Split, *, replace: bool) -> ImageArrays:
         raise DataError(f"{found}; check the disk, and run the same command again")
     unreadable = {path: reason for batch in batches for path, reason in batch.unreadable.items()}
     return ImageArrays(np.concatenate([batch.samples for batch in batches]), split.labels[indices], unreadable)
-
-
-def build(config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> Loader:
-    """Build the loader of one split, whose images are in memory."""
-    assert isinstance(split, ImageArrays)
-    return DeviceLoader(split, plan, normalise)

@@ -15,19 +15,16 @@ from utils.data.transforms.augment import Normalise
 class SyntheticLoader(Loader):
     """Repeats one random batch on the device, to measure the cost of computing without input."""
 
-    def __init__(self, split: Split, plan: EpochPlan, normalise: Normalise, num_classes: int) -> None:
+    def __init__(
+        self, config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int
+    ) -> None:
         super().__init__(plan, normalise)
         generator = torch.Generator().manual_seed(plan.seed)
         shape = (plan.batch_size, *split.image_shape)
         images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
         self.images = normalise(images.to(self.device))
-        self.labels = torch.randint(0, num_classes, shape[:1], generator=generator).to(self.device)
+        self.labels = torch.randint(0, config.num_classes, shape[:1], generator=generator).to(self.device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for indices in self.plan.batches(0, self.first_batch):
             yield self.images[: len(indices)], self.labels[: len(indices)]
-
-
-def build(config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> Loader:
-    """Build the loader that replaces one split."""
-    return SyntheticLoader(split, plan, normalise, config.num_classes)

@@ -50,7 +50,9 @@ class AugmentedImages(Dataset[Batch | ExpectedError]):
 class TorchvisionLoader(Loader):
     """Augments image by image with torchvision in worker processes; on CUDA, copies pinned batches without blocking."""
 
-    def __init__(self, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> None:
+    def __init__(
+        self, config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int
+    ) -> None:
         super().__init__(plan, normalise)
         self.has_workers = False
         self.batches: list[tuple[int, IntArray]] = []  # (epoch, indices) of each, so that workers need no shared state
@@ -101,8 +103,3 @@ class TorchvisionLoader(Loader):
             if death:
                 raise RuntimeError(death) from None
             raise
-
-
-def build(config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int) -> Loader:
-    """Build the loader of one split."""
-    return TorchvisionLoader(split, plan, normalise, num_workers)

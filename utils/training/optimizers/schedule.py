@@ -68,12 +68,13 @@ def explain_warmup(config: ScheduleConfig) -> list[str]:
 
 def build_schedule(config: ScheduleConfig, steps_per_epoch: int) -> Schedule:
     """Build the schedule, with the configured epochs converted to steps."""
+    milestones = config.lr_milestones if config.lr_schedule == "step" else ()
     return Schedule(
         kind=config.lr_schedule,
         warmup_steps=round(warmup_epochs(config) * steps_per_epoch),
         total_steps=config.max_epochs * steps_per_epoch,
         decay_factor=config.lr_decay_factor,
-        milestone_steps=tuple(epoch * steps_per_epoch for epoch in config.lr_milestones),
+        milestone_steps=tuple(epoch * steps_per_epoch for epoch in milestones),
         warmup_stride=steps_per_epoch if config.lr_warmup_by == "epoch" else 1,
     )
 

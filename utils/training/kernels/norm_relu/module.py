@@ -171,7 +171,7 @@ def fuse_norm_relu(config: SpeedConfig, model: nn.Module, device: torch.device) 
     auto = not config.enable_sync_bn and not half_norms and norm_relu_cpu.has_compiler()
     if not wants_own_layers(config, "fuse_norm_relu", device, auto=auto):
         return []
-    if device.type == "cpu" and norm_relu_cpu.has_compiler():
+    if device.type == "cpu" and not half_norms and norm_relu_cpu.has_compiler():
         failure = build_failure(norm_relu_cpu.build, config.fuse_norm_relu)
         if failure:
             return [failure]
