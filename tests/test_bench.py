@@ -129,7 +129,7 @@ def begun(*_: int) -> dict[str, float]:
 
 
 def build_from_text(text: str) -> Callable[..., Mapping[str, float]]:
-    """In the place of a rung's class: `text` in the place of its configuration."""
+    """Mocks a rung's class; `text` replaces the configuration."""
     if text == "refused":
         raise ConfigError("no such rung")
     return begun

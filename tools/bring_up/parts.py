@@ -40,8 +40,8 @@ class Part:
     name: str
     what: str
     command: str  # after `python`
-    # Estimate until something was measured. Those of the doctor, the tests and a training follow an H100. There a rung
-    # took about 20 s to its first trial (results/2026-11-27-h100); a compilation of ResNet50 is estimated as a minute.
+    # Estimate until something was measured. On an H100 the doctor, the tests and a training took about as long, and a
+    # rung about 20 s to its first trial (results/2026-11-27-h100). The compilation of ResNet50 is taken as a minute.
     seconds: float
     needs: tuple[str, ...] = ()  # packages, `cuda`, and `data`, for which a part waits
     small: str = ""  # added for a rehearsal
