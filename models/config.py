@@ -13,7 +13,7 @@ from utils.user_code import OWN_FORM, OWN_PATTERN, is_user_code
 class Network:
     """A network as the configuration sees it."""
 
-    builder: str  # "module:function", which takes ModelConfig and returns the network
+    builder: str  # "module:name" of a function or class that takes ModelConfig and returns the network
     residual: bool = False  # torchvision's ResNets: zero_init_residual applies
     external: bool = False  # of the user or timm: the builder also takes the image side; stem and width do not apply
     small: bool = False  # for small images only: `width` applies, the stem is fixed

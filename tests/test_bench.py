@@ -89,6 +89,13 @@ def test_the_ladders_budget_is_for_the_whole_command(minutes_left, trials, said,
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("budget", ["0", "-1", "nan"])
+def test_a_ladder_without_time_is_refused(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["ladder", f"--budget-minutes={budget}"])
+    assert f"argument --budget-minutes: is '{budget}'; expected minutes, more than 0" in capsys.readouterr().err
+
+
 def test_a_rung_with_settings_is_compared_with_its_block() -> None:
     rung = ladder.read_rung(CIFAR100, "fastest+enable_compile=false+lr=0.3", ["batch_size=64"])
     assert (rung.enable_compile, rung.lr, rung.batch_size) == (False, 0.3, 64)
