@@ -23,7 +23,6 @@ COMMANDS = {
     "report": ("tools.report", "draw runs and measurements as one page"),
     "runs": ("tools.runs", "list runs, show how two differ or where the time went"),
     "timeline": ("tools.timeline", "draw a training step of profiled runs"),
-    "search": ("tools.search", "search hyper-parameters"),
     "bench": ("tools.bench", "measure one part of the trainer"),
     "bring_up": ("tools.bring_up", "test and measure a new GPU"),
     "pack": ("tools.pack", "pack the project for a machine without network"),
