@@ -28,7 +28,6 @@ COMMANDS = {
     "pack": ("tools.pack", "pack the project for a machine without network"),
     "doctor": ("tools.doctor", "check a machine before a job"),
     "prepare_data": ("tools.prepare_data", "download CIFAR, or pack and index shards"),
-    "stage_data": ("tools.stage_data", "copy data to a node's local disk"),
     "torchrun": ("tools.torchrun", "start ranks with torchrun, whose own messages go to a file"),
     "predict_scaling": ("tools.predict_scaling", "estimate the speed on more GPUs"),
     "verify_resume": ("tools.verify_resume", "kill runs and check that nothing is lost"),

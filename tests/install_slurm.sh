@@ -1,7 +1,7 @@
 #!/bin/bash
-# Install Debian's Slurm for the tests marked `slurm`, and Open MPI for the test of mpirun. Needs root. Starts no service:
-# the tests start their own cluster.
+# Install Debian's Slurm for the tests marked `slurm`, rsync for the test of STAGE_DATA, and Open MPI for the test of
+# mpirun. Needs root. Starts no service: the tests start their own cluster.
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive
 apt-get update
-apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge iproute2 util-linux openmpi-bin
+apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge iproute2 util-linux rsync openmpi-bin

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from tests.conftest import CIFAR100, ROOT
-from tools import evaluate, export, pack, predict, prepare_data, report, runs, stage_data
+from tools import evaluate, export, pack, predict, prepare_data, report, runs
 from utils.config import Config, load_config
 from utils.config.command_line import parse_arguments
 from utils.config.messages import OTHER_NAMES
@@ -280,7 +280,6 @@ def answered(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (evaluate, ["run", "--data="]), (export, [""]), (export, ["run", "--out="]), (pack, ["--out="]),
         (predict, ["run", ""]),
         (prepare_data, ["--dataset=cifar10", "--data_path="]), (report, [""]), (runs, [""]),
-        (stage_data, ["", "there"]),
     ],
     ids=lambda value: value.__name__.rpartition(".")[2] if hasattr(value, "__name__") else "",
 )  # fmt: skip

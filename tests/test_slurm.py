@@ -25,7 +25,7 @@ from utils.config.command_line import parse_arguments
 PYTHON = Path(sys.executable).parent  # holds torchrun too
 SCRIPTS = ["submit.slr", "submit_multinode.slr"]
 # All commands that the scripts may need on PATH, besides Slurm's and python.
-TOOLS = ["bash", "cat", "env", "grep", "ls", "mkdir", "mktemp", "mv", "realpath", "rm", "sed", "seq", "sleep", "touch"]
+TOOLS = "bash cat dirname env flock grep ls mkdir mktemp mv realpath rm rmdir sed seq sleep touch".split()
 
 # What each fake command does after recording its arguments, in bash.
 FAKE_COMMANDS = {
@@ -216,31 +216,67 @@ def test_site_settings_reach_the_nodes(tmp_path: Path) -> None:
     assert not [line for line in environment if line.startswith("SLURM_CPUS_PER_TASK=")]
 
 
-@pytest.mark.parametrize(("copied", "status"), [(1, 3), (2, 2), (3, 3)])
-def test_a_node_that_cannot_stage_the_data_ends_the_job_and_is_named(tmp_path: Path, copied: int, status: int) -> None:
-    stages = f"[[ $2 != tools.stage_data || $SLURMD_NODENAME == node1 ]] || exit {copied}"
-    fakes = {"srun": SRUN_ON_TWO_NODES, "scontrol": HOSTNAMES, "python": stages, "scancel": ""}
-    job = fake_job(tmp_path, fakes, **ON_TWO_NODES, SLURM_STEP_ID="0", STAGE_DATA="/lustre/data:/tmp/data")
+def test_a_node_that_cannot_stage_the_data_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    copies = "[[ $SLURMD_NODENAME == node1 ]] || exit 11"
+    fakes = {"srun": SRUN_ON_TWO_NODES, "scontrol": HOSTNAMES, "rsync": copies, "scancel": ""}
+    stage = f"/lustre/data:{tmp_path}/data"
+    job = fake_job(tmp_path, fakes, **ON_TWO_NODES, SLURM_STEP_ID="0", STAGE_DATA=stage)
     ended, output = job.run("submit_multinode.slr")
-    assert ended == status
-    assert output.endswith("slurm_node.sh: node node2 cannot copy /lustre/data to /tmp/data\n")
+    assert ended == 3
+    assert output.endswith(f"slurm_node.sh: node node2 cannot copy /lustre/data to {tmp_path}/data\n")
     assert job.arguments("scancel") == [["--signal=KILL", "4.0"]]
     assert len(job.torchrun()) == 1
 
 
-@pytest.mark.parametrize(("given", "folder"), [("/tmp/%j/100%%", "/tmp/4/100%"), ("/tmp/%%j%%", "/tmp/%j%")])
+@pytest.mark.parametrize(("given", "folder"), [("%j/100%%/", "4/100%"), ("%%j%%", "%j%")])
 def test_data_is_staged_on_each_node_before_it_trains_from_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, folder: str
 ) -> None:
-    job = fake_job(tmp_path, {"srun": SRUN_ON_TWO_NODES}, **ON_TWO_NODES, STAGE_DATA=f"/lustre/%j:{given}")
+    at_once = SRUN_ON_TWO_NODES.replace('"$@";', '"$@" &') + "wait"  # here both nodes have the same disk
+    fakes = {"srun": at_once, "rsync": "mkdir busy && sleep 0.3 && rmdir busy"}
+    job = fake_job(tmp_path, fakes, **ON_TWO_NODES, STAGE_DATA=f"/lustre/%j:{tmp_path}/{given}")
     assert job.run("submit_multinode.slr", "--set", "data_path=/lustre/4")[0] == 0
-    calls = job.arguments("python")[1:]  # the first checks the command line
-    assert [call[:4] for call in calls[::2]] == 2 * [["-m", "tools.stage_data", "/lustre/4", folder]]
+    assert [call[-2:] for call in job.arguments("rsync")] == 2 * [["/lustre/4/", f"{tmp_path}/{folder}/"]]
     monkeypatch.setenv("SLURM_JOB_ID", "4")
-    for words in calls[1::2]:
+    assert len(job.torchrun()) == 2
+    for words in job.torchrun():
         assert "join_timeout=3600" in " ".join(words)
         arguments = parse_arguments([f"--yaml_config={CIFAR100}", "--config=bs128", *words[words.index("--set") :]])
-        assert arguments.config.data_path == folder  # of two values the last one counts
+        assert arguments.config.data_path == f"{tmp_path}/{folder}"  # of two values the last one counts
+
+
+@pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
+def test_a_staged_copy_follows_the_original_and_replaces_nothing_else(tmp_path: Path) -> None:
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    (original / "train/cat").mkdir(parents=True)
+    (original / "train/cat/1.jpg").write_bytes(b"a picture")
+    (original / "labels.txt").write_text("cat\n")
+    (original / "train/wolf").symlink_to(original / "train/cat")
+    (original / "train/cat").chmod(0o555)
+    job = fake_job(tmp_path, {"srun": SRUN_ON_ONE_NODE}, STAGE_DATA=f"{original}:{copy}")
+    link_commands(tmp_path / "commands", ["rsync"])
+
+    def write(file: Path, text: str) -> None:
+        file.write_text(text)
+        os.utime(file, (1, 1))
+
+    for change in (
+        lambda: None,
+        lambda: write(original / "labels.txt", "dog\n"),
+        lambda: (original / "labels.txt").unlink(),
+        lambda: write(copy / "train/cat/1.jpg", "half"),
+    ):
+        change()
+        assert job.run("submit.slr")[0] == 0
+        assert subprocess.run(["diff", "-r", "--exclude=.staged", original, copy], check=False).returncode == 0
+    assert (copy / "train/wolf/1.jpg").read_bytes() == b"a picture" and not (copy / "train/wolf").is_symlink()
+    assert (copy / "train/cat").stat().st_mode & 0o200
+    (copy / ".staged").unlink()  # now it could be the user's
+    (original / "train/cat").chmod(0o755)
+    (original / "train/cat/1.jpg").unlink()
+    status, output = job.run("submit.slr")
+    assert status == 2 and f"{copy} exists, but is no copy by this script" in output
+    assert (copy / "train/cat/1.jpg").exists()
 
 
 PROFILES = re.findall(r"```bash\n(export .*?)```", (ROOT / "docs/slurm.md").read_text(), re.DOTALL)
@@ -256,13 +292,14 @@ def test_site_profiles_reach_the_nodes(tmp_path: Path, profile: str) -> None:
     assert all(name in known or name.startswith("SBATCH_") for name in settings)
     if "ACTIVATE" in settings:  # fake the site's own commands
         settings["ACTIVATE"] = "module() { :; }; source() { :; }; " + settings["ACTIVATE"]
+    settings = {name: value.replace(":/tmp/", f":{tmp_path}/") for name, value in settings.items()}
     apptainer = 'until [[ $1 == python ]]; do shift; done; "$@"'
-    job = fake_job(tmp_path, {"srun": SRUN_ON_ONE_NODE, "apptainer": apptainer}, **settings)
+    job = fake_job(tmp_path, {"srun": SRUN_ON_ONE_NODE, "apptainer": apptainer, "rsync": ""}, **settings)
     status, output = job.run("submit.slr")
     assert status == 0, output
     assert len(job.torchrun()) == 1
     assert set(settings.get("SRUN_OPTIONS", "").split()) <= set(job.arguments("srun")[0])
-    assert ("STAGE_DATA" in settings) == (["-m", "tools.stage_data"] in [call[:2] for call in job.arguments("python")])
+    assert ("STAGE_DATA" in settings) == bool(job.arguments("rsync"))
 
 
 def test_ports_of_successive_jobs_differ_and_are_below_ephemeral_ports(tmp_path: Path) -> None:

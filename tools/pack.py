@@ -10,6 +10,7 @@ these folders have arrived, without DALI only 01; they unpack the data once all 
 """
 
 import argparse
+import errno
 import hashlib
 import importlib.metadata
 import io
@@ -19,13 +20,12 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from tools.shared.command_line import at_least_one, new_parser, path_argument
 from tools.shared.output import make_folder, write_file
-from tools.stage_data import list_files
 from utils.errors import ConfigError, DataError, ExpectedError, exit_in_a_line
 from utils.files import name_file_in_error
 from utils.program import CODE
@@ -225,6 +225,29 @@ def advice(wheels: bool, data: bool) -> list[str]:
         f'{install if wheels else ""}cd "$TO/project" && python3 -m tools.bring_up --out ../bring-up --minutes 9',
     ]
     return ["on the target, in the folder of 01, 02 and so on, in each call:", *(f"    {line}" for line in lines)]
+
+
+def list_files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return {relative path: (bytes, modification time in ns)} of the files below `folder`."""
+    files = {}
+    for path in _walk(os.fspath(folder), frozenset()):
+        status = os.stat(path)
+        files[os.path.relpath(path, folder)] = (status.st_size, status.st_mtime_ns)
+    return files
+
+
+def _walk(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
+    """Yield the path of each file; follow links. `above`: device and inode of the parent folders."""
+    status = os.stat(folder)
+    here = (status.st_dev, status.st_ino)
+    if here in above:
+        raise OSError(errno.ELOOP, "a link to one of its parent folders, so the copy would be endless", folder)
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                yield from _walk(entry.path, above | {here})
+            else:
+                yield entry.path
 
 
 if __name__ == "__main__":

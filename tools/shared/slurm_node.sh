@@ -11,12 +11,23 @@ give_up() {
   exit "$2"
 }
 
+# Make the folder $2, on this node's disk, equal to the folder $1. Jobs that start at once wait for each other.
+stage() (
+  mkdir -p "$(dirname "$2")" && exec 9>"$2.lock" && flock 9 || exit 3
+  if [[ ! -e $2/.staged && -n $(ls -A "$2" 2>/dev/null) ]]; then # --delete must not empty a folder of the user's
+    echo "$2 exists, but is no copy by this script; move it or name another folder" >&2
+    exit 2
+  fi
+  # --chmod: else nobody could change the copy of a read-only folder
+  mkdir -p "$2" && touch "$2/.staged" &&
+    rsync --recursive --copy-links --times --chmod=u+w --delete --exclude=/.staged "$1/" "$2/" || exit 3
+)
+
 touch "$notes/nodes/$SLURMD_NODENAME" || give_up "cannot write to $notes" 1
 if [[ -n $STAGE_DATA ]]; then # FROM:TO
-  from=${STAGE_DATA%%:*} to=${STAGE_DATA#*:} staged=0
-  $LAUNCHER_PREFIX python -m tools.stage_data "$from" "$to" || staged=$?
-  if ((staged)); then
-    ((staged == 2)) || staged=3 # as train.py would exit without these data
+  from=${STAGE_DATA%%:*} to=${STAGE_DATA#*:} to=${to%/} staged=0
+  stage "$from" "$to" || staged=$?
+  if ((staged)); then # 3, as train.py would exit without these data
     echo "$staged" >"$TRAIN_EXIT_STATUS_FILE" || true
     give_up "cannot copy $from to $to" "$staged"
   fi
