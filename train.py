@@ -30,6 +30,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ from utils.distributed.ddp import WARNINGS
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World, pin_near_gpu
 from utils.errors import ExpectedError, Stopped
-from utils.run.checkpoint.io import CheckpointWriter
+from utils.run.checkpoint.io import save_checkpoint
 from utils.run.checkpoint.pretrained import Pretrained, read_pretrained
 from utils.run.checkpoint.state import Progress, RunState
 from utils.run.folder import OpenedRun, open_run, write_description
@@ -103,9 +104,6 @@ class Trainer:
         self.state = RunState(config, config_name, self.data, self.learner, self.progress, world)
         screen, board = config.log_to_screen, config.log_to_tensorboard
         self.log = RunLogger(folder, enabled=world.is_main, to_screen=screen, to_tensorboard=board, to=config.log_to)
-        self.writer = CheckpointWriter(
-            folder / "checkpoints", config.keep_checkpoints, config.checkpoint_async, before=self.log.sync
-        )
         self.saved_step = 0
         self.notes = notes + self.loaders.notes + self.learner.notes
         self.requests = StopRequests(world)
@@ -134,7 +132,7 @@ class Trainer:
         opened = self._open_folder()
         lock = opened.lock if opened else nullcontext()
         sensors = self.meters.sensors
-        with listen(self.requests), lock, sensors, self._open_log() as log, self.writer:
+        with listen(self.requests), lock, sensors, self._open_log() as log:
             will_train = not self.finished
             if opened:
                 self.clock.resume(self.learner.steps, opened.reached)
@@ -149,8 +147,6 @@ class Trainer:
                     self.throughput.close_window()  # here, as a profile that ends writes its trace
                 valid_metrics, confusion = self.validate_one_epoch()
                 self._finish_epoch(train_metrics, valid_metrics, confusion)
-            with self.clock.during("checkpoint"):
-                self.world.main_only(self.writer.wait)
             if self.config.log_to_tensorboard:
                 log.say(f"Show the curves with: tensorboard --logdir {shlex.quote(str(self.folder.parent))}")
             log.say(self.progress.summarise(not will_train))
@@ -299,9 +295,7 @@ class Trainer:
             raise ExpectedError(f"stopped on {where}; save_checkpoint is false, so this run cannot be resumed")
         self.state.check_finite(self.learner.sums.average(self.world))
         self._report_unreadable()  # the next start does not read the images of these batches again
-        with self.clock.during("checkpoint"):
-            self._save(is_best=False)
-            self.world.main_only(self.writer.wait)
+        self._save(is_best=False)
         option = "" if self.resume == "auto" else " with --resume auto"
         raise Stopped(f"stopped on {where} with everything saved; run the same command again{option} to resume")
 
@@ -311,8 +305,12 @@ class Trainer:
             return
         with self.clock.during("checkpoint"):
             state = self.state.gather()
-            self.world.main_only(lambda: self.writer.save(state, is_best))
+            self.world.main_only(lambda: self._write(state, is_best))
         self.saved_step = self.learner.steps
+
+    def _write(self, state: dict[str, Any], is_best: bool) -> None:
+        self.log.sync()  # after a power cut, the records must reach to the checkpoint
+        save_checkpoint(self.folder / "checkpoints", state, self.config.keep_checkpoints, is_best=is_best)
 
     def _open_folder(self) -> OpenedRun | None:
         """Collective: lock the run's folder in the main process, and restore the checkpoint to resume from."""

@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import zipfile
 from dataclasses import replace
 from hashlib import sha256
@@ -22,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+import train
 from tests.conftest import CIFAR100, ROOT
 from train import Trainer
 from utils import seeds
@@ -31,7 +31,7 @@ from utils.errors import CheckpointError, ConfigError, ExpectedError
 from utils.run import folder as run_folder
 from utils.run.checkpoint import io as checkpoint
 from utils.run.checkpoint.fit import check_config_fits, check_same_run, check_tensors_fit
-from utils.run.checkpoint.io import CheckpointWriter, encode, list_checkpoints, newest_good, read_checkpoint, save_last
+from utils.run.checkpoint.io import encode, list_checkpoints, newest_good, read_checkpoint, save_checkpoint
 from utils.run.checkpoint.schema import CheckpointSchema
 from utils.run.checkpoint.state import RunState
 
@@ -67,7 +67,7 @@ def state():
 def folder(tmp_path, state):
     """Checkpoints of steps 8 and 16."""
     for step in (8, 16):
-        save_last(tmp_path, encode(state | {"step": step, "batch": step}), step, keep=2)
+        save_checkpoint(tmp_path, state | {"step": step, "batch": step}, 2, is_best=False)
     return tmp_path
 
 
@@ -79,7 +79,7 @@ def test_a_checkpoint_holds_exactly_the_keys_of_the_table(tiny, one_rank, tmp_pa
 
 
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path, state):
-    save_last(tmp_path, encode(state), 8, keep=1)
+    save_checkpoint(tmp_path, state, 1, is_best=False)
     path = checkpoint.step_path(tmp_path, 8)
     read = read_checkpoint(path)
     assert torch.equal(read["model"]["weight"], state["model"]["weight"])
@@ -143,7 +143,7 @@ def test_no_good_one_is_an_error_of_status_4(tiny, one_rank, tmp_path):
 
 def test_the_last_few_are_kept(tmp_path, state):
     for step in (8, 16, 24, 32):
-        save_last(tmp_path, encode(state), step, keep=3)
+        save_checkpoint(tmp_path, state | {"step": step}, 3, is_best=False)
     assert [path.name for path in list_checkpoints(tmp_path)] == [
         "step-000000032.pt", "step-000000024.pt", "step-000000016.pt"
     ]  # fmt: skip
@@ -153,7 +153,7 @@ def test_the_last_few_are_kept(tmp_path, state):
 
 
 def test_newer_format_is_refused_and_not_skipped(folder, state):
-    save_last(folder, encode(state | {"format": checkpoint.FORMAT + 1}), 24, keep=3)
+    save_checkpoint(folder, state | {"format": checkpoint.FORMAT + 1, "step": 24}, 3, is_best=False)
     with pytest.raises(CheckpointError, match=r"step-000000024.pt: has format 2, this program reads 1; use"):
         newest_good(folder)
 
@@ -444,22 +444,19 @@ print(newest_good(folder / "run/checkpoints")[1]["epoch"])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
-@pytest.mark.parametrize("background", [False, True])
-def test_a_really_full_disk(tmp_path, state, background):
+def test_a_really_full_disk(tmp_path, state):
     """4 MB hold the first checkpoint but not the next: the first stays intact, and no partial file is left."""
     script = f"""
 import torch
 from pathlib import Path
-from utils.run.checkpoint.io import CheckpointWriter, newest_good
+from utils.run.checkpoint.io import newest_good, save_checkpoint
 from utils.errors import ExpectedError
 folder = Path({str(tmp_path)!r})
-writer = CheckpointWriter(folder, keep=1, background={background})
 for step, megabytes in ((1, 2), (2, 3)):
     state = torch.load({str(tmp_path.parent / "state.pt")!r})
     state |= {{"step": step, "batch": step, "model": {{"weight": torch.zeros(megabytes, 250_000)}}}}
     try:
-        writer.save(state, is_best=False)
-        writer.wait()
+        save_checkpoint(folder, state, 1, is_best=False)
     except ExpectedError as error:
         print("error:", error, "; status", error.exit_status)
 print(newest_good(folder)[0].name, sorted(path.name for path in folder.iterdir()))
@@ -481,62 +478,13 @@ print(newest_good(folder)[0].name, sorted(path.name for path in folder.iterdir()
     ],
 )
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, state, bad, cause):
-    writer = CheckpointWriter(tmp_path, keep=2, background=False)
     broken = {"fine": torch.ones(2), bad: torch.tensor([1.0, float("inf")])}
     message = (
         f"after step 8, 1 of the network's 2 tensors .* first {bad};.*\n.* finite: {cause} learning rate 0.1; a lower"
     )
     with pytest.raises(ExpectedError, match=message):
-        writer.save(state | {"model": broken}, is_best=False)
+        save_checkpoint(tmp_path, state | {"model": broken}, 2, is_best=False)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.fixture
-def slow_disk(monkeypatch):
-    """(started, release): every write sets `started` and waits for `release`."""
-    started, release = threading.Event(), threading.Event()
-    really = checkpoint.write_atomically
-
-    def write(path, content):
-        started.set()
-        assert release.wait(60)
-        really(path, content)
-
-    monkeypatch.setattr(checkpoint, "write_atomically", write)
-    return started, release
-
-
-def test_training_continues_while_a_checkpoint_is_written(tmp_path, state, slow_disk):
-    started, release = slow_disk
-    writer = CheckpointWriter(tmp_path, keep=2, background=True)
-    weight = torch.zeros(2)
-    for step, is_best in ((1, False), (2, True), (3, False)):
-        weight.fill_(step)
-        writer.save(
-            state | {"step": step, "batch": step, "model": {"weight": weight}}, is_best
-        )  # returns although nothing is written
-        assert started.wait(60)
-    assert not list_checkpoints(tmp_path)
-    weight.fill_(99)  # training changes its weights: the copies must not change with them
-    release.set()
-    writer.wait()
-    written = {path.name: read_checkpoint(path)["model"]["weight"].tolist() for path in tmp_path.iterdir()}
-    # step 3 replaced the waiting step 2, which was still written as the best one
-    assert written == {
-        "step-000000001.pt": [1.0, 1.0], "step-000000003.pt": [3.0, 3.0], "best.pt": [2.0, 2.0],
-    }  # fmt: skip
-
-
-def test_training_does_not_wait_for_the_flush_before_a_write(tmp_path, state):
-    release = threading.Event()
-    writer = CheckpointWriter(
-        tmp_path, keep=2, background=True, before=lambda: release.wait(60) or pytest.fail("never released")
-    )
-    writer.save(state, is_best=False)
-    assert not list_checkpoints(tmp_path)
-    release.set()
-    writer.wait()
-    assert len(list_checkpoints(tmp_path)) == 1
 
 
 def test_after_a_power_cut_the_records_reach_to_the_checkpoint(tiny, one_rank, tmp_path, monkeypatch):
@@ -548,13 +496,13 @@ def test_after_a_power_cut_the_records_reach_to_the_checkpoint(tiny, one_rank, t
         really(descriptor)
         durable[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
 
-    def save(folder, content, step, keep):
-        save_last(folder, content, step, keep)
+    def save(folder, state, keep, *, is_best):
+        save_checkpoint(folder, state, keep, is_best=is_best)
         lines = metrics.read_bytes()[: durable.get(metrics.stat().st_ino, 0)].splitlines()
-        found.append((step, [row["epoch"] for row in map(json.loads, lines) if row["kind"] == "epoch"]))
+        found.append((state["step"], [row["epoch"] for row in map(json.loads, lines) if row["kind"] == "epoch"]))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(checkpoint, "save_last", save)
+    monkeypatch.setattr(train, "save_checkpoint", save)
     Trainer(tiny(), one_rank, tmp_path, "tiny", "auto").train()
     assert found == [(4, [1]), (8, [1, 2])]
 
@@ -579,43 +527,13 @@ def test_a_kill_between_the_two_writes_loses_no_best_weights(tiny, one_rank, tmp
 def test_validation_does_not_save_again_what_was_saved_before_it(tiny, one_rank, tmp_path, monkeypatch):
     saved = []
 
-    def save(folder, content, step, keep):
-        saved.append(step)
-        save_last(folder, content, step, keep)
+    def save(folder, state, keep, *, is_best):
+        saved.append(state["step"])
+        save_checkpoint(folder, state, keep, is_best=is_best)
 
-    monkeypatch.setattr(checkpoint, "save_last", save)
+    monkeypatch.setattr(train, "save_checkpoint", save)
     Trainer(tiny(max_epochs=1, checkpoint_every_steps=2), one_rank, tmp_path, "tiny", "auto").train()
     assert saved == [2, 4, 4]  # the last one has the result of the validation
-
-
-def test_an_error_of_the_writing_thread_surfaces(tmp_path, state, monkeypatch):
-    writer = CheckpointWriter(tmp_path, keep=2, background=True)
-    writer.save(state, is_best=False)
-    writer.wait()
-    monkeypatch.setattr(os, "fsync", _no_space)
-    writer.save(state | {"step": 9, "batch": 9}, is_best=False)
-    with pytest.raises(ExpectedError, match="No space left on device"):
-        writer.wait()
-    writer.save(state | {"step": 10, "batch": 10}, is_best=False)
-    while writer._thread is not None:
-        writer._thread.join()
-    with pytest.raises(ExpectedError, match="No space left on device"):
-        writer.save(state | {"step": 11, "batch": 11}, is_best=False)
-    assert newest_good(tmp_path)[0].name == "step-000000008.pt"
-
-
-def test_the_last_state_is_written_when_training_fails(tmp_path, state, slow_disk):
-    _, release = slow_disk
-
-    def fail():
-        with CheckpointWriter(tmp_path, keep=2, background=True) as writer:
-            writer.save(state, is_best=True)
-            release.set()
-            raise ValueError("training failed")
-
-    with pytest.raises(ValueError, match="training failed"):
-        fail()
-    assert {path.name for path in tmp_path.iterdir()} == {"step-000000008.pt", "best.pt"}
 
 
 def test_temporary_files_of_a_killed_writer_are_removed(tiny, one_rank, tmp_path):

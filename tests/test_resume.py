@@ -148,11 +148,10 @@ def test_the_uninterrupted_runs_cover_their_cases(whole):
     assert read_checkpoint(last)["grad_scaler"]["_growth_tracker"] == 3 * BATCHES
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["sync", "async"])
-def test_a_killed_run_resumes_from_the_last_interval(one_rank, tmp_path, whole, background):
+def test_a_killed_run_resumes_from_the_last_interval(one_rank, tmp_path, whole):
     """Everything after the checkpoint of step 6 is done again, its records included."""
     config, expected = whole(ONECYCLE)
-    config = config.model_copy(update={"checkpoint_every_steps": 3, "checkpoint_async": background})
+    config = config.model_copy(update={"checkpoint_every_steps": 3})
     trainer = Trainer(config, one_rank, tmp_path, "tiny", "auto")
 
     def die():
@@ -165,18 +164,6 @@ def test_a_killed_run_resumes_from_the_last_interval(one_rank, tmp_path, whole, 
     assert read_records(tmp_path, "step")[-1]["step"] == 7
     run(config, one_rank, tmp_path)
     assert_same_run(tmp_path, expected)
-
-
-def test_a_stop_whose_checkpoint_cannot_be_written_fails(one_rank, tmp_path, tiny):
-    trainer = Trainer(tiny(checkpoint_async=True), one_rank, tmp_path, "tiny", "auto")
-
-    def fail_to_write():
-        raise OSError("no space left")
-
-    trainer.writer.before = fail_to_write
-    stop(trainer, 2)
-    with pytest.raises(OSError, match="no space left"):
-        trainer.train()
 
 
 def test_interrupted_after_every_single_step(tiny, one_rank, tmp_path):

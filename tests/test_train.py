@@ -21,7 +21,7 @@ from train import Trainer
 from utils.config.command_line import Arguments
 from utils.errors import CheckpointError, ExpectedError
 from utils.files import write_atomically
-from utils.run.checkpoint.io import encode, list_checkpoints, read_checkpoint, save_last
+from utils.run.checkpoint.io import encode, list_checkpoints, read_checkpoint, save_checkpoint
 from utils.run.folder import open_run
 from utils.run.logging.logger import RunLogger
 from utils.timing.clock import Clock
@@ -182,7 +182,7 @@ def test_going_back_renames_the_best_checkpoint_of_later_epochs(tiny, one_rank, 
     for epoch in (2, 3):  # as if the accuracy had risen in each
         state = read_checkpoint(folder / f"step-{4 * epoch:09d}.pt")
         state["best"] = {"acc1": 0.5 + 0.1 * epoch, "epoch": epoch}
-        save_last(folder, encode(state), 4 * epoch, keep=9)
+        save_checkpoint(folder, state, 9, is_best=False)
         write_atomically(folder / "best.pt", encode(state))
     for number in ("", ".1"):
         trainer = Trainer(tiny(max_epochs=3), one_rank)

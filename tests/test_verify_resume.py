@@ -18,7 +18,7 @@ from tools.verify_resume import main
 from train import Trainer
 from utils.errors import ExpectedError
 from utils.files import write_atomically
-from utils.run.checkpoint.io import encode, newest_good, read_checkpoint, save_last
+from utils.run.checkpoint.io import encode, newest_good, read_checkpoint, save_checkpoint
 
 SETTINGS = TINY | {"limit_train_batches": 16, "max_epochs": 3, "checkpoint_every_steps": 5, "deterministic": True}
 ARGUMENTS = ["--config=default", *as_options(SETTINGS)]
@@ -58,7 +58,7 @@ def test_comparison_finds_each_difference(two_runs):
     _, state, _ = newest_good(killed / "checkpoints")
     for changed in (state["model"]["fc.weight"], state["optimizer"]["state"][0]["momentum_buffer"]):
         changed.view(-1).view(torch.int32)[0] ^= 1  # the last bit
-    save_last(killed / "checkpoints", encode(state), state["step"], keep=2)
+    save_checkpoint(killed / "checkpoints", state, 2, is_best=False)
     found = [line.split(":")[0] for line in compare(uninterrupted, killed)]
     assert found == ["model.fc.weight", "optimizer.state.0.momentum_buffer"]
     shutil.copytree(uninterrupted, killed, dirs_exist_ok=True)

@@ -164,7 +164,7 @@ def check_disk(folder: Path, needed: int = 2**30) -> Finding:
     except OSError as error:
         return Finding("disk", "fail", f"{there}: cannot be written: {error.strerror}", remedy)
     message = f"{there}: {free / GIGABYTE:,.0f} GB free, writes {rate / 1e6:,.0f} MB/s"
-    remedy = "checkpoints will take seconds: use a faster disk or checkpoint_async"
+    remedy = "checkpoints will take seconds: use a faster disk"
     return judge("disk", message, remedy, warn=rate < 50e6)
 
 

@@ -27,7 +27,5 @@ class OutputConfig(SharedConfig):
     """Write the last and the best checkpoint, every epoch and when asked to stop."""
     checkpoint_every_steps: Annotated[PositiveInt | None, KeyFlag.FREE_ON_RESUME] = None
     """Also write a checkpoint every N optimizer steps; null: only after each epoch."""
-    checkpoint_async: Annotated[bool, KeyFlag.FREE_ON_RESUME] = False
-    """Write checkpoints from a copy in host memory while training continues."""
     keep_checkpoints: Annotated[PositiveInt, KeyFlag.FREE_ON_RESUME] = 2
     """Number of last checkpoints to keep, in addition to the best."""

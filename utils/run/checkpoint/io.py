@@ -10,10 +10,8 @@ import os
 import pickle
 import re
 import struct
-import threading
 import zipfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,87 +95,19 @@ def step_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:09d}.pt"
 
 
-def save_last(folder: Path, content: bytes, step: int, keep: int) -> None:
-    """Write the checkpoint of `step` and remove all but the `keep` newest."""
-    write_atomically(step_path(folder, step), content)
+def save_checkpoint(folder: Path, state: dict[str, Any], keep: int, *, is_best: bool) -> None:
+    """Write `state` as the last checkpoint and, if `is_best`, as the best one too; keep the `keep` newest.
+
+    The best one is written first: a run killed between the two resumes from the checkpoint before and writes both
+    again."""
+    check_finite(state)
+    content = encode(state)
+    if is_best:
+        write_atomically(folder / "best.pt", content)
+    write_atomically(step_path(folder, state["step"]), content)
     for old in list_checkpoints(folder)[keep:]:
         with suppress(OSError):
             old.unlink()
-
-
-class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
-    """Writes the checkpoints of a run: before `save` returns, or (`background`) in a thread while training continues.
-
-    In the background one state is written while the newest last and the newest best one wait: at most three, copied to
-    host memory. So training waits for the disk only in `wait`, at its end. The next call raises the error
-    of a failed write. `before` is called before each write, in the same thread; it syncs the records to the disk.
-    """
-
-    def __init__(self, folder: Path, keep: int, background: bool, before: Callable[[], None] = lambda: None) -> None:
-        self.folder, self.keep, self.background, self.before = folder, keep, background, before
-        self._lock = threading.Lock()
-        self._best: dict[str, Any] | None = None
-        self._last: dict[str, Any] | None = None
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
-
-    def save(self, state: dict[str, Any], is_best: bool) -> None:
-        """Write `state` as the last checkpoint and, if `is_best`, as the best one too."""
-        check_finite(state)
-        if not self.background:
-            self._write(state if is_best else None, state)
-            return
-        self._raise_failure()
-        state = _copy_to_host(state)
-        with self._lock:
-            self._last = state
-            self._best = state if is_best else self._best
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._write_waiting, name="checkpoint writer", daemon=True)
-                self._thread.start()
-
-    def wait(self) -> None:
-        """Wait until everything is written."""
-        self._join()
-        self._raise_failure()
-
-    def _join(self) -> None:
-        if (thread := self._thread) is not None:
-            thread.join()
-
-    def _write_waiting(self) -> None:
-        while True:
-            with self._lock:
-                best, last, self._best, self._last = self._best, self._last, None, None
-                if last is None or self._failure is not None:
-                    self._thread = None
-                    return
-            try:
-                self._write(best, last)
-            except Exception as error:
-                self._failure = error
-
-    def _write(self, best: dict[str, Any] | None, last: dict[str, Any]) -> None:
-        """Write the best checkpoint first: a run killed between the two resumes from the checkpoint before
-        and writes it again."""
-        self.before()
-        content = encode(last)
-        if best is not None:
-            write_atomically(self.folder / "best.pt", content if best is last else encode(best))
-        save_last(self.folder, content, last["step"], self.keep)
-
-    def _raise_failure(self) -> None:
-        if (failure := self._failure) is not None:  # one read: the writer may set it at any time
-            self._failure = None
-            raise failure
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """After an error, wait until the waiting states are written, and ignore a failure of that; after Ctrl-C, do not
-        wait."""
-        if error is None:
-            self.wait()
-        elif isinstance(error, Exception):
-            self._join()
 
 
 def check_finite(state: dict[str, Any]) -> None:
@@ -200,16 +130,6 @@ def check_finite(state: dict[str, Any]) -> None:
         f"the loss of that step was finite: {cause}, at learning rate "
         f"{float(state['optimizer']['param_groups'][0]['lr']):.4g}; {REMEDIES}"
     )
-
-
-def _copy_to_host(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copy_to_host(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copy_to_host(item) for item in value)
-    return value
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
