@@ -24,8 +24,6 @@ COMMANDS = {
     "runs": ("tools.runs", "list runs, show how two differ or where the time went"),
     "timeline": ("tools.timeline", "draw a training step of profiled runs"),
     "bench": ("tools.bench", "measure one part of the trainer"),
-    "bring_up": ("tools.bring_up", "test and measure a new GPU"),
-    "pack": ("tools.pack", "pack the project for a machine without network"),
     "doctor": ("tools.doctor", "check a machine before a job"),
     "prepare_data": ("tools.prepare_data", "download CIFAR, or pack and index shards"),
     "torchrun": ("tools.torchrun", "start ranks with torchrun, whose own messages go to a file"),

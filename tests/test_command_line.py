@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from tests.conftest import CIFAR100, ROOT
-from tools import evaluate, export, pack, predict, prepare_data, report, runs
+from tools import evaluate, export, predict, prepare_data, report, runs
 from utils.config import Config, load_config
 from utils.config.command_line import parse_arguments
 from utils.config.messages import OTHER_NAMES
@@ -277,7 +277,7 @@ def answered(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("command", "arguments"),
     [
-        (evaluate, ["run", "--data="]), (export, [""]), (export, ["run", "--out="]), (pack, ["--out="]),
+        (evaluate, ["run", "--data="]), (export, [""]), (export, ["run", "--out="]),
         (predict, ["run", ""]),
         (prepare_data, ["--dataset=cifar10", "--data_path="]), (report, [""]), (runs, [""]),
     ],

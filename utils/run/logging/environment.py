@@ -69,7 +69,7 @@ def read_processors() -> list[dict[str, str]]:
 
 
 def git_commit(root: Path = CODE) -> str | None:
-    """Return the newest commit that changed anything outside results/; None without git and a packed tree's commit.txt.
+    """Return the newest commit that changed anything outside results/; None without git.
 
     So recording or committing the results of a run does not change the commit of the next run.
     """
@@ -82,6 +82,5 @@ def git_commit(root: Path = CODE) -> str | None:
         commit = git("log", "-1", "--format=%H")
         changed = git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
-        packed = root / "commit.txt"  # tools.pack writes it: a tree without .git
-        return packed.read_text("utf-8").strip() if packed.exists() else None
+        return None
     return f"{commit} with changes" if commit and changed else commit or None
