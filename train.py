@@ -317,7 +317,7 @@ class Trainer:
         learner = self.learner
         # for the folder's lock: less than the other ranks' timeout, but enough for an isolated rank of an earlier
         # launch to exit
-        patience = 0.9 * self.config.collective_timeout_seconds
+        patience = 0.9 * self.config.rank_timeout_seconds
         opened = self.world.main_only(
             lambda: open_run(self.folder, self.resume, self.config, learner, self.data, self._read_pretrained, patience)
         )
@@ -370,8 +370,7 @@ def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None, cl
             raise
         when_saved()
 
-    seconds = config.start_timeout_seconds, config.collective_timeout_seconds
-    return run_ranks(run, config.device, *seconds, folder=arguments.run_dir)
+    return run_ranks(run, config.device, config.rank_timeout_seconds, folder=arguments.run_dir)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def wait_until(what: str, seconds: float, test: Callable[[], Any], step: float =
 
 
 def shorten_heartbeat(seconds: float) -> None:
-    """In a rank: replace the limit of the heartbeat, which `collective_timeout_seconds` also gives to collectives."""
+    """In a rank: replace the limit of the heartbeat, which `rank_timeout_seconds` also gives to collectives."""
     import utils.distributed.ranks
     from utils.distributed.health import heartbeat
 

@@ -42,7 +42,7 @@ SETTINGS = {
     "dataset": "shapes", "num_classes": 10, "data_loader": "device", "device": "cpu", "model": "resnet8",
     "batch_size": 16, "valid_batch_size_per_gpu": 50, "limit_train_batches": STEPS_PER_EPOCH, "limit_valid_batches": 1,
     "max_epochs": EPOCHS, "lr_warmup_epochs": 0, "log_freq": 1, "log_to_tensorboard": "false", "deterministic": "true",
-    "checkpoint_every_steps": 3, "collective_timeout_seconds": 25,
+    "checkpoint_every_steps": 3, "rank_timeout_seconds": 25,
 }  # fmt: skip
 # train.py, without generating the unused training images, which would take a second.
 TRAIN = """

@@ -88,7 +88,7 @@ def save_results(folder: Path, num_steps: int, variants: dict[str, dict[str, Any
         results = {name: train_some_steps(world, num_steps, **changes) for name, changes in variants.items()}
         torch.save(results, folder / f"{world.world_size}-{world.rank}.pt")
 
-    return utils.distributed.ranks.run_ranks(action, "cpu", 60, 60)
+    return utils.distributed.ranks.run_ranks(action, "cpu", 60)
 
 
 def results_of(folder: Path, world_size: int, num_steps: int, variants: dict[str, Any]) -> list[dict[str, Any]]:
@@ -165,7 +165,7 @@ def repeat_a_step(folder: Path) -> int:
             model.zero_grad(set_to_none=True)
         torch.save({"gradients": gradients, "unchanged": unchanged}, folder / f"{world.rank}.pt")
 
-    return utils.distributed.ranks.run_ranks(action, "cpu", 60, 60)
+    return utils.distributed.ranks.run_ranks(action, "cpu", 60)
 
 
 def test_the_first_step_sums_gradients_in_the_order_of_later_steps(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def validate(folder: Path) -> int:
         if world.is_main:
             (folder / "validated.json").write_text(json.dumps(results))
 
-    return utils.distributed.ranks.run_ranks(action, "cpu", 60, 60)
+    return utils.distributed.ranks.run_ranks(action, "cpu", 60)
 
 
 def test_validation_is_exact_at_any_world_size(tmp_path: Path) -> None:

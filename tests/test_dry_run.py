@@ -57,7 +57,7 @@ def dry_run_with_a_collective_in_the_forward_pass(folder: Path) -> int:
         return model
 
     train.build_model = build
-    config = tiny_config(collective_timeout_seconds=10)
+    config = tiny_config(rank_timeout_seconds=10)
     return train.main(Arguments(config, "tiny", folder, "auto", dry_run=True))
 
 

@@ -42,7 +42,7 @@ def test_a_command_ends_with_a_line_and_a_status(raised, status, line, capsys):
     ],
 )
 def test_out_of_memory(allocate, first_line, capsys):
-    assert run_ranks(lambda world: allocate(), "cpu", 20, 20) == 1
+    assert run_ranks(lambda world: allocate(), "cpu", 20) == 1
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(f"error: {first_line}")
     assert second.startswith(REMEDY)

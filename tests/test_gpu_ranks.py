@@ -77,7 +77,7 @@ def train_runs(
         if device == "cuda":
             print(json.dumps(runtime.take_violations()), flush=True)
 
-    return run_ranks(action, device, 60, 300)
+    return run_ranks(action, device, 300)
 
 
 def _interrupt(trainer: Trainer, number: int) -> None:

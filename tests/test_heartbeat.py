@@ -20,7 +20,7 @@ from utils.distributed.launch import Launch
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 
-LIMIT = 4.0  # seconds of silence, instead of `collective_timeout_seconds`, which stays long
+LIMIT = 4.0  # seconds of silence, instead of `rank_timeout_seconds`, which stays long
 RUN_SECONDS = 200  # for which the main threads would wait
 
 
@@ -43,7 +43,7 @@ def lose_rank_0(number: int) -> int:
         while time.monotonic() < until:
             library.usleep(100_000_000)
 
-    return run_ranks(action, "cpu", 60, 600)
+    return run_ranks(action, "cpu", 600)
 
 
 def stop_and_continue() -> int:
@@ -64,7 +64,7 @@ def stop_and_continue() -> int:
         ctypes.CDLL(None).usleep(int(1e6 * LIMIT))
         world.barrier()
 
-    return run_ranks(action, "cpu", 60, 600)
+    return run_ranks(action, "cpu", 600)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_lost_rank_ends_all_others(tmp_path: Path, number: int, agent_store: b
     assert [process.status for process in ended] == [1, 1], ended
     (line,) = complaints(ended)
     process = (tmp_path / "process-0/stdout").read_text().strip()
-    since = r"since \d{4}-\d\d-\d\d [\d:]{8}, for nearly 4 s \(collective_timeout_seconds\): killed or stopped"
+    since = r"since \d{4}-\d\d-\d\d [\d:]{8}, for nearly 4 s \(rank_timeout_seconds\): killed or stopped"
     silent = rf"no sign of life from rank 0 \(process {process} on \S+\) {since}"
     if not agent_store:
         answer = rf"no answer from rank 0, which serves the ranks' store, at 127.0.0.1:{port} {since}"

@@ -75,7 +75,7 @@ def test_other_settings_may_change_and_every_configuration_is_kept(tiny, one_ran
     starts = [
         tiny(max_epochs=3, log_freq=1),
         tiny(max_epochs=3, log_freq=3, num_data_workers=1, checkpoint_every_steps=2, log_to_screen=False),
-        tiny(max_epochs=3, log_freq=3, collective_timeout_seconds=60, start_timeout_seconds=9, keep_checkpoints=5),
+        tiny(max_epochs=3, log_freq=3, rank_timeout_seconds=60, keep_checkpoints=5),
     ]
     for config in starts:
         trainer = train.Trainer(config, one_rank, tmp_path, "tiny", "auto")

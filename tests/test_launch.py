@@ -200,7 +200,7 @@ def add_up(ranks: int) -> int:
     def action(world: World) -> None:
         print(world.all_reduce(torch.tensor([1.0 + world.rank])).item(), world.world_size == ranks)
 
-    return run_ranks(action, "cpu", 20, 20)
+    return run_ranks(action, "cpu", 20)
 
 
 def fail_on(rank: int, kind: str, others: str) -> int:
@@ -220,7 +220,7 @@ def fail_on(rank: int, kind: str, others: str) -> int:
             world.barrier()
         time.sleep(600)  # longer than Job.wait does
 
-    return run_ranks(action, "cpu", 20, 60)
+    return run_ranks(action, "cpu", 60)
 
 
 def fail_on_the_main_process(folder: Path) -> int:
@@ -235,7 +235,7 @@ def fail_on_the_main_process(folder: Path) -> int:
                 time.sleep(0.5)
             raise
 
-    return run_ranks(action, "cpu", 20, 60)
+    return run_ranks(action, "cpu", 60)
 
 
 def fail_like_nccl(rank: int) -> int:
@@ -250,7 +250,7 @@ def fail_like_nccl(rank: int) -> int:
             )
         time.sleep(60)
 
-    return run_ranks(action, "cpu", 20, 60)
+    return run_ranks(action, "cpu", 60)
 
 
 def share_a_gpu() -> int:
@@ -258,7 +258,7 @@ def share_a_gpu() -> int:
         raise ConfigError("one GPU for all")
 
     utils.distributed.ranks._refuse_shared_gpus = refuse
-    return run_ranks(lambda world: None, "cpu", 20, 60)
+    return run_ranks(lambda world: None, "cpu", 60)
 
 
 def print_addresses_of_the_store() -> int:
@@ -271,7 +271,7 @@ def print_addresses_of_the_store() -> int:
         if world.is_main:
             print(*found)
 
-    return run_ranks(action, "cpu", 20, 20)
+    return run_ranks(action, "cpu", 20)
 
 
 def stop_on_request() -> int:
@@ -281,7 +281,7 @@ def stop_on_request() -> int:
             print("saved", flush=True)
         raise Stopped("stopped with everything saved")
 
-    return run_ranks(action, "cpu", 20, 20)
+    return run_ranks(action, "cpu", 20)
 
 
 def split_odd() -> int:
@@ -398,11 +398,11 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
     assert [process.status for process in ended] == [1, 1]
     lines = complaints(ended)
     assert len(lines) == 2
-    assert f"ranks 2-4 of 5 did not arrive at 127.0.0.1:{port} within 10 s (start_timeout_seconds)" in lines[0]
+    assert f"ranks 2-4 of 5 did not arrive at 127.0.0.1:{port} within 10 s (rank_timeout_seconds)" in lines[0]
 
 
 def wait_for_all(seconds: float) -> int:
-    return run_ranks(lambda world: None, "cpu", seconds, 20)
+    return run_ranks(lambda world: None, "cpu", seconds)
 
 
 def test_a_rank_without_rank_0_names_the_address(tmp_path: Path) -> None:
@@ -414,7 +414,7 @@ def test_a_rank_without_rank_0_names_the_address(tmp_path: Path) -> None:
 
 def wait_for_torchruns_store() -> int:
     utils.distributed.rendezvous.STORE_SECONDS = 1.0
-    return run_ranks(lambda world: None, "cpu", 600, 20)
+    return run_ranks(lambda world: None, "cpu", 600)
 
 
 def test_ranks_do_not_wait_long_for_a_torchrun_that_is_gone(tmp_path: Path) -> None:
@@ -521,7 +521,7 @@ def action(world):
         print(*sorted({listening[target] for target in targets & listening.keys()}))
     world.barrier()
 
-raise SystemExit(run_ranks(action, "cpu", 60, 60))
+raise SystemExit(run_ranks(action, "cpu", 60))
 """
 
 

@@ -36,7 +36,7 @@ def test_a_command_ends_quietly_when_nobody_reads_its_output() -> None:
 
 def test_an_error_keeps_its_status_if_the_disk_of_stderr_is_full() -> None:
     program = "from utils.distributed.ranks import run_ranks\nfrom utils.errors import DataError\n"
-    program += "def fail(world): raise DataError('gone')\nraise SystemExit(run_ranks(fail, 'cpu', 20, 20))"
+    program += "def fail(world): raise DataError('gone')\nraise SystemExit(run_ranks(fail, 'cpu', 20))"
     with open("/dev/full", "w") as full:
         assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, stderr=full, check=False).returncode == 3
 

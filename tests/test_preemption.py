@@ -122,7 +122,7 @@ def stop_in_the_middle(folder: Path, pace: list[tuple[float, float, int]]) -> in
         rows = [(batches, stop_after(world, batches, batches % 2)) for batches in (*range(1, 10), 150, 1000)]
         (folder / f"rank-{world.rank}.json").write_text(json.dumps(rows))
 
-    return run_ranks(action, "cpu", 60, 60)
+    return run_ranks(action, "cpu", 60)
 
 
 @pytest.mark.parametrize("pace", PACES)

@@ -41,7 +41,7 @@ def measure(out: str) -> int:
         if world.is_main:
             Path(out).write_text(json.dumps([found, pairs]))
 
-    return run_ranks(action, "cpu", 60, 600)
+    return run_ranks(action, "cpu", 600)
 
 
 def test_three_ranks(tmp_path: Path) -> None:

@@ -441,11 +441,11 @@ def test_a_setting_for_measurements_only_is_warned_about(tiny, one_rank, monkeyp
     assert "for measurements only" in Trainer(tiny(parallel="ddp"), one_rank).notes
 
 
-def test_timeouts_reach_the_ranks_and_the_lock_of_the_folder(tiny, one_rank, tmp_path, monkeypatch):
-    config, given = tiny(start_timeout_seconds=7, collective_timeout_seconds=90), []
+def test_the_timeout_reaches_the_ranks_and_the_lock_of_the_folder(tiny, one_rank, tmp_path, monkeypatch):
+    config, given = tiny(rank_timeout_seconds=90), []
     monkeypatch.setattr(train_module, "run_ranks", lambda _, *seconds, **__: given.append(seconds) or 0)
     train_module.main(Arguments(config, "tiny", tmp_path, "auto", dry_run=False))
-    assert given == [("cpu", 7, 90)]
+    assert given == [("cpu", 90)]
     monkeypatch.setattr(train_module, "open_run", lambda *arguments: given.append(arguments[-1]))
     Trainer(config, one_rank, tmp_path)._open_folder()
     assert given[1] == 0.9 * 90

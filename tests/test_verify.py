@@ -194,7 +194,7 @@ def campaign_of_ranks(changes: dict[str, Any], flips: int) -> int:
         if world.is_main:
             print(json.dumps([*wrong, flips_of(outcome)[1]]))
 
-    return run_ranks(act, "cpu", 200, 200)
+    return run_ranks(act, "cpu", 200)
 
 
 @pytest.mark.parametrize(("ranks", "changes"), [(3, {}), (2, {"micro_batch_size": 3, "ema_decay": 0.9})])

@@ -192,7 +192,7 @@ def watch_a_slow_rank() -> int:
             for remark in watch.remarks(""):
                 print(remark)
 
-    return run_ranks(action, "cpu", 60, 60)
+    return run_ranks(action, "cpu", 60)
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ TABLE = Path(__file__).with_suffix(".txt")
 FILES = (ROOT / "config/cifar10.yaml", ROOT / "config/cifar100.yaml")
 # Settings that do not affect a step: blocks that differ only in them are counted once.
 NOT_OF_THE_STEP = re.compile(
-    r"(lr|log|limit|checkpoint|profiling|cifar100|start_timeout|collective_timeout)_.*|lr|seed|data_path"
+    r"(lr|log|limit|checkpoint|profiling|cifar100|rank_timeout)_.*|lr|seed|data_path"
     "|max_epochs|weight_decay|momentum|stop_at_accuracy|test_time_(flip|shift)|valid_batch_size_per_gpu"
     "|validate_every_epochs|save_checkpoint|num_data_workers|enable_profiling"
     "|pretrained|keep_checkpoints|keep_cpu_memory"

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         nonlocal status
         status = campaign(options, config, world)
 
-    return run_ranks(act, config.device, config.start_timeout_seconds, config.collective_timeout_seconds) or status
+    return run_ranks(act, config.device, config.rank_timeout_seconds) or status
 
 
 def parser() -> argparse.ArgumentParser:

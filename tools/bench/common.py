@@ -97,7 +97,7 @@ def read_config(options: argparse.Namespace) -> Config:
 
 def on_all_ranks(config: Config, action: Callable[[World], None]) -> int:
     """Run `action` on this rank of the launcher's; returns the exit status."""
-    return run_ranks(action, config.device, config.start_timeout_seconds, config.collective_timeout_seconds)
+    return run_ranks(action, config.device, config.rank_timeout_seconds)
 
 
 def write_report(path: Path | None, command: str, config: Config, world: World, results: Mapping[str, Any]) -> None:

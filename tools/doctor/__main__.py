@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # with `cuda`, an unusable GPU would end the doctor here instead of becoming a finding
     device = "auto" if config.device == "cuda" else config.device
-    return run_ranks(check, device, config.start_timeout_seconds, config.collective_timeout_seconds) or failed
+    return run_ranks(check, device, config.rank_timeout_seconds) or failed
 
 
 def compare(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from pydantic import AliasChoices, BaseModel, Field
 from tools.doctor.findings import Finding
 
 # Time limits in seconds by level. Level 2 takes about two minutes, but may hang (https://github.com/NVIDIA/DCGM/issues/247).
-# The node's other ranks wait, for collective_timeout_seconds at most.
+# The node's other ranks wait, for rank_timeout_seconds at most.
 SECONDS = {1: 120, 2: 480}
 SETTING = 5  # DCGM_ERROR_CONFIG of dcgm_errors.h: a setting of the node causes the error, such as the persistence mode
 REMEDIES = {

@@ -81,8 +81,7 @@ def run_trained(
     from utils.distributed.ranks import run_ranks
 
     config = trained.config
-    seconds = config.start_timeout_seconds, config.collective_timeout_seconds
-    return run_ranks(lambda world: action(trained, world), config.device, *seconds)
+    return run_ranks(lambda world: action(trained, world), config.device, config.rank_timeout_seconds)
 
 
 def open_trained(path: Path, settings: list[str]) -> Trained:

@@ -88,7 +88,7 @@ def report_error(error: ExpectedError) -> int:
         if find_launch(os.environ).world_size > 1:
             from utils.distributed.ranks import run_ranks
 
-            return run_ranks(fail, "cpu", start_timeout=60, collective_timeout=60)
+            return run_ranks(fail, "cpu", timeout=60)
     print(f"error: {error}", file=sys.stderr)
     return error.exit_status
 

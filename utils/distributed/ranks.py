@@ -48,13 +48,13 @@ LEAVE_SECONDS = 2 * (GRACE_SECONDS + ANSWER_SECONDS)  # from a failure's message
 def run_ranks(
     action: Callable[[World], None],
     device: str,
-    start_timeout: float,
-    collective_timeout: float,
+    timeout: float,
     folder: Path | None = None,
 ) -> int:
     """Run `action` as this process's rank and return the exit status, which is the same for all ranks.
 
-    An exception is printed by one rank only, an `ExpectedError` without traceback. With several ranks a failure ends
+    A rank waits `timeout` seconds for the others, at the start and in a collective. An exception is printed by one rank
+    only, an `ExpectedError` without traceback. With several ranks a failure ends
     the process instead of returning, since other threads may hang in a collective. If the ranks hang, their last
     collectives are written to `folder`, if it exists.
     """
@@ -65,8 +65,7 @@ def run_ranks(
         return error.exit_status
     failure = Failure(0, "")
     if launch.world_size > 1:
-        timeout = timedelta(seconds=collective_timeout)
-        failure = _run_among_others(action, device, launch, start_timeout, timeout, folder)
+        failure = _run_among_others(action, device, launch, timedelta(seconds=timeout), folder)
     else:
         try:
             action(_join_world(device, launch))
@@ -82,7 +81,6 @@ def _run_among_others(
     action: Callable[[World], None],
     device: str,
     launch: Launch,
-    start_timeout: float,
     timeout: timedelta,
     folder: Path | None,
 ) -> Failure:
@@ -91,7 +89,7 @@ def _run_among_others(
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))  # enables the flight recorder of process groups
     rendezvous, outcome = None, Failure(0, "")
     try:
-        rendezvous = Rendezvous(launch, start_timeout)
+        rendezvous = Rendezvous(launch, timeout.total_seconds())
         rendezvous.wait_for_ranks()
         rendezvous.watch(partial(_end, rendezvous=rendezvous, launch=launch))
         leave = partial(_end_after_loss, rendezvous=rendezvous, folder=folder)

@@ -142,7 +142,7 @@ class Rendezvous:
                     return
             except OSError:
                 time.sleep(POLL_SECONDS)
-        setting = " (start_timeout_seconds)" if limit == self.start_timeout else ""
+        setting = " (rank_timeout_seconds)" if limit == self.start_timeout else ""
         raise ExpectedError(
             f"no answer from {self._where}, where {self._owner} should be, within {limit:g} s{setting}; "
             f"tried from {socket.gethostname()}\n"
@@ -168,7 +168,7 @@ class Rendezvous:
             self._num_here -= len(absent)
             message = (
                 f"{name_ranks(absent)} of {self.launch.world_size} did not arrive at {self._where} within "
-                f"{self.start_timeout:g} s (start_timeout_seconds)\n"
+                f"{self.start_timeout:g} s (rank_timeout_seconds)\n"
                 "check these processes and their nodes, or allow more time"
             )
             self.store.set("absent", message)

@@ -106,7 +106,7 @@ def watch_collectives(
                 finished = _last_before_unfinished(backend)
                 if silence.lasts(finished) and finished != NO_UNFINISHED:
                     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(silence.since))
-                    since = f"since {when}, for nearly {pause * CHECKS:g} s (collective_timeout_seconds)"
+                    since = f"since {when}, for nearly {pause * CHECKS:g} s (rank_timeout_seconds)"
                     leave(f"the ranks wait for each other {since}", [], own)
                     return
 

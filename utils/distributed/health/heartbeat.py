@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from utils.distributed.launch import Launch, name_ranks
 
-CHECKS = 20  # per `collective_timeout_seconds`
+CHECKS = 20  # per `rank_timeout_seconds`
 LOST_AFTER = 15  # checks in a row without a heartbeat; before collectives time out
 # the shortest timeout: on a busy machine a thread may wait for seconds, and a rank that leaves because another one has
 # failed is silent for eight
@@ -92,7 +92,7 @@ class Heartbeat:
     def _since(self, moment: float) -> str:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
         return (
-            f"since {when}, for nearly {self._limit:g} s (collective_timeout_seconds): "
+            f"since {when}, for nearly {self._limit:g} s (rank_timeout_seconds): "
             "killed or stopped, or its node or the network is gone"
         )
 
