@@ -2,8 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,7 @@ from ruamel.yaml import YAML
 from tests.conftest import CIFAR100, ROOT
 from tests.test_blocks import BLOCKS, FILES
 from utils.base_config import as_yaml, render
-from utils.config import Config, list_blocks, load_config
-from utils.config import blocks as config_module
+from utils.config import Config, list_blocks, load_config, override
 from utils.config.command_line import parse_arguments
 from utils.config.config import default_block, schema
 from utils.errors import ConfigError
@@ -23,7 +20,7 @@ from utils.errors import ConfigError
 
 
 @pytest.mark.parametrize(("path", "name"), BLOCKS)
-def test_every_block_loads_and_survives_being_printed(path: Path, name: str, tmp_path: Path) -> None:
+def test_every_block_loads_and_survives_being_printed(path, name, tmp_path):
     config, default = load_config(path, name), load_config(path, "default")
     for printed in (render(config), render(config, default)):
         copy = tmp_path / "copy.yaml"
@@ -31,7 +28,7 @@ def test_every_block_loads_and_survives_being_printed(path: Path, name: str, tmp
         assert load_config(copy, name) == config
 
 
-def test_default_of_cifar100_equals_the_fields() -> None:
+def test_default_of_cifar100_equals_the_fields():
     text = CIFAR100.read_text(encoding="utf-8")
     block = "default:" + text.partition("\ndefault:")[2].partition("\n# ---")[0]
     remedy = "run: python -m utils.config --default-block, and put it into config/cifar100.yaml"
@@ -40,7 +37,7 @@ def test_default_of_cifar100_equals_the_fields() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_blocks_state_only_differences(path: Path) -> None:
+def test_blocks_state_only_differences(path):
     """From the merged block, or from the defaults if none is merged; only `default` of cifar100 lists every key."""
     blocks = YAML(typ="safe").load(path.read_text(encoding="utf-8").replace("<<:", "merged:"))
     names = {id(block): name for name, block in blocks.items()}
@@ -51,18 +48,18 @@ def test_blocks_state_only_differences(path: Path) -> None:
         assert not repeated or (path, name) == (CIFAR100, "default"), f"{name} repeats {repeated}"
 
 
-def test_a_block_that_merges_nothing_takes_the_defaults(tmp_path: Path) -> None:
+def test_a_block_that_merges_nothing_takes_the_defaults(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("default:\n  seed: 3\nx:\n  lr: 1\n", encoding="utf-8")
     assert load_config(path, "x") == Config(lr=1)
     assert list_blocks(path) == {"default": {}, "x": {"seed": 0, "lr": 1}}
 
 
-def test_every_field_has_a_docstring() -> None:
+def test_every_field_has_a_docstring():
     assert [key for key, field in Config.model_fields.items() if not field.description] == []
 
 
-def test_schema_is_current() -> None:
+def test_schema_is_current():
     def without_enum(part: dict[str, Any]) -> dict[str, Any]:
         """Older pydantic writes {"const": x, "enum": [x]}."""
         return {key: value for key, value in part.items() if key != "enum" or "const" not in part}
@@ -118,12 +115,12 @@ TUTORIAL_BLOCKS = {
 }
 
 
-def test_default_equals_the_tutorials() -> None:
+def test_default_equals_the_tutorials():
     assert load_config(CIFAR100, "default").model_dump(include=set(TUTORIAL_DEFAULT)) == TUTORIAL_DEFAULT
 
 
 @pytest.mark.parametrize("name", TUTORIAL_BLOCKS)
-def test_named_blocks_equal_the_tutorials(name: str) -> None:
+def test_named_blocks_equal_the_tutorials(name):
     lr, batch_size, max_epochs, warmup, amp, nhwc, extra, profiled = TUTORIAL_BLOCKS[name]
     config = load_config(CIFAR100, name)
     assert config.model_dump(include=set(TUTORIAL_DEFAULT)) == TUTORIAL_DEFAULT | {
@@ -156,24 +153,20 @@ LINE_1 = f"default: &DEFAULT {{{PAIRS}}}\n"
     [
         ("weight_decay", "5e-4", 0.0005),  # a string to YAML 1.1 parsers
         ("lr", "1", 1.0),
+        ("lr", ".5e-1", 0.05),
         ("batch_size", "0x100", 256),
         ("enable_amp", "True", True),
-        ("micro_batch_size", "~", None),
         ("enable_amp", "auto", "auto"),
+        ("micro_batch_size", "~", None),
+        ("pretrained", "null", None),
         ("data_path", "on", "on"),  # True to YAML 1.1 parsers
-        ("data_path", "2026-01-01", "2026-01-01"),  # a date to YAML 1.1 parsers
         ("data_path", "12:30", "12:30"),  # 750 to YAML 1.1 parsers
-        ("data_path", "0b11", "0b11"),  # 3 to YAML 1.1 parsers
-        ("data_path", "1_0", "1_0"),  # 10 to YAML 1.1 parsers
-        ("batch_size", "0o20", 16),
-        ("lr", ".5e-1", 0.05),
         ("data_path", "a b", "a b"),
+        ("data_path", "'/data/set #2'", "/data/set #2"),
         ("lr_milestones", "[60, 80]", (60, 80)),
     ],
 )
-def test_values_are_yaml_1_2_in_a_file_and_on_the_command_line(
-    key: str, text: str, value: object, tmp_path: Path
-) -> None:
+def test_values_are_yaml_1_2_in_a_file_and_on_the_command_line(key, text, value, tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(f"{LINE_1}x:\n  <<: *DEFAULT\n  {key}: {text}\n", encoding="utf-8")
     from_file = getattr(load_config(path, "x"), key)
@@ -182,14 +175,25 @@ def test_values_are_yaml_1_2_in_a_file_and_on_the_command_line(
     assert type(from_file) is type(from_override) is type(value)
 
 
+@pytest.mark.parametrize("text", ["/data/set #2", "2024", "1e5", "null", "true", "[a", "*x", "a: b", "é"])
+def test_a_text_is_taken_literally_on_the_command_line(text):
+    assert override(Config(), [f"data_path={text}"]).data_path == text
+    assert override(Config(), [f"data_path={as_yaml(text)}"]).data_path == text
+
+
+def test_the_command_line_has_no_comments():
+    with pytest.raises(ConfigError, match=r'lr is "0.5 # x"; allowed: '):
+        override(Config(), ["lr=0.5 # x"])
+
+
 @pytest.mark.parametrize("text", ["é", "😀", 'a "b" \\c', "# no comment", "\x7f\x85\u2028", " ", "null", "1", "*a: [b"])
-def test_any_text_survives_being_printed(text: str, tmp_path: Path) -> None:
+def test_any_text_survives_being_printed(text, tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(f"x:\n  {render(_with(data_path=text)).replace(chr(10), chr(10) + '  ')}", encoding="utf-8")
     assert load_config(path, "x").data_path == text
 
 
-def test_own_keys_win_over_merged_and_earlier_merges_over_later(tmp_path: Path) -> None:
+def test_own_keys_win_over_merged_and_earlier_merges_over_later(tmp_path):
     path = tmp_path / "c.yaml"
     text = "a: &A {lr: 2, seed: 2, log_freq: 2}\nb: &B {lr: 3, seed: 3}\nx:\n  <<: [*B, *A, *DEFAULT]\n  lr: 4\n"
     path.write_text(LINE_1 + text, encoding="utf-8")
@@ -197,15 +201,13 @@ def test_own_keys_win_over_merged_and_earlier_merges_over_later(tmp_path: Path) 
     assert (config.lr, config.seed, config.log_freq, config.batch_size) == (4, 6, 2, 128)
 
 
-def test_an_alias_means_the_nearest_anchor_before_it_and_nothing_warns(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_an_alias_means_the_nearest_anchor_before_it_and_nothing_warns(tmp_path, recwarn):
     path = tmp_path / "c.yaml"
     path.write_text(LINE_1 + "a: &A {lr: 2}\nb: &A {lr: 3}\nx: {<<: *A}\n", encoding="utf-8")
     assert load_config(path, "x").lr == 3 and not recwarn.list
 
 
-def test_windows_files_load(tmp_path: Path) -> None:
+def test_windows_files_load(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_bytes(b"\xef\xbb\xbf" + LINE_1.replace("\n", "\r\n").encode())
     assert load_config(path, "default") == DEFAULT
@@ -219,37 +221,22 @@ MEAN = "allowed: a list of 3 values, each a number at least 0 and at most 1"
 BROKEN_VALUES = [
     ("lr: fast", 'lr is "fast"; ' + RATE),
     ("lr: -0.1", "lr is -0.1; " + RATE),
-    ("lr: .nan", f"lr is NaN; {RATE}; it must be finite"),
+    ("lr: .nan", f"lr is NaN; {RATE}"),
     ("lr: true", "lr is true; " + RATE),
     ('lr: "0.1"', f'lr is "0.1"; {RATE}; write 0.1 without quotes'),
-    ("lr: {start: 0.1}", "lr holds a mapping; " + RATE),
-    ("lr: 0b11", 'lr is "0b11"; ' + RATE),
-    ("lr: 1_0", 'lr is "1_0"; ' + RATE),
-    ("lr: !!int ''", "lr is empty, which cannot be read as int; " + RATE),
-    ("lr: !!float '_'", 'lr is "_", which cannot be read as float; ' + RATE),
-    ("lr: !!int [1]", "lr is a list, which cannot be read as int; " + RATE),
-    ("lr: !!float {a: 1}", "lr is a mapping, which cannot be read as float; " + RATE),
+    ("lr: {start: 0.1}", 'lr is {"start": 0.1}; ' + RATE),
+    ("lr: !mine 3", 'lr is "3"; ' + RATE),
+    ("lr: !!python/object/apply:os.getpid []", "lr is []; " + RATE),
     ("batch_size: 1.0", f"batch_size is 1.0; {COUNT}; write 1"),
     ("batch_size: 99999999999999999999", "batch_size is 99999999999999999999; " + COUNT),
-    ("batch_size: " + "9" * 5000, f'batch_size is "{"9" * 56}..., which cannot be read as int; {COUNT}'),
     ("momentum: 1", "momentum is 1; allowed: a number at least 0 and below 1"),
     ("enable_nhwc: yes", 'enable_nhwc is "yes"; allowed: true or false; write true'),
     ("enable_nhwc: 1", "enable_nhwc is 1; allowed: true or false; write true"),
-    ("enable_cuda_graphs: on", 'enable_cuda_graphs is "on"; allowed: '),  # true does not go with another key's default
-    ("width: 4.0", "width is 4.0; allowed: a whole number from 1 to 64"),
     ("micro_batch_size: None", f'micro_batch_size is "None"; {COUNT} or null; write null'),
     ("stem: 3", "stem is 3; allowed: 7x7, 3x3"),
     ('data_path: ""', 'data_path is ""; allowed: a non-empty string'),
-    ('data_path: "a\\0b"', 'data_path is "a\\u0000b", which holds a character that no path can have; allowed: a non-'),
-    ('data_path: "\\ud800"', 'data_path is "\\ud800", which holds a character that no path can have; allowed: a non-'),
     ("cifar100_mean: [129.3, 124.1, 112.4]", "cifar100_mean is [129.3, 124.1, 112.4]; " + MEAN),
     ("lr_milestones: [1.0]", "lr_milestones is [1.0]; allowed: a list of values, each a whole number from 1"),
-    ("lr_milestones: &L [*L]", "lr_milestones holds a list in a list; allowed: a list of values"),
-    ("lr: " + "[" * 300 + "]" * 300, "lr holds a list in a list; " + RATE),
-    ("lr: !!python/object/apply:os.getpid []", "lr has the tag !!python/object/apply:os.getpid, which is not support"),
-    ("lr: !mine 3", "lr has the tag !mine, which is not supported; " + RATE),
-    ("lr: !" + "x" * 300 + " 3", f"lr has the tag !{'x' * 56}..., which is not supported; {RATE}"),
-    ("enable_nhwc: !!bool maybe", 'enable_nhwc is "maybe", which cannot be read as bool; allowed: true or false'),
     ("bacth_size: 64", "unknown key 'bacth_size'. Did you mean 'batch_size'?"),
     ("no_such_key: 64", "unknown key 'no_such_key'; --explain lists every key"),
     ("lr_schedule: onecycle", "lr_warmup_epochs is 0; lr_schedule onecycle rises over it and needs a value above 0"),
@@ -258,88 +245,57 @@ BROKEN_VALUES = [
 
 
 @pytest.mark.parametrize(("line", "message"), BROKEN_VALUES, ids=[line[:40] for line, _ in BROKEN_VALUES])
-def test_a_broken_value_is_named_with_its_place(
-    line: str, message: str, tmp_path: Path, refused: Callable[..., str]
-) -> None:
+def test_a_broken_value_is_named_with_its_place(line, message, tmp_path, refused):
     path = tmp_path / "c.yaml"
     path.write_text(f"{LINE_1}x:\n  <<: *DEFAULT\n  {line}\n", encoding="utf-8")
-    assert refused(f"--yaml_config={path}", "--config=x").startswith(f"error: {path}:4: block 'x': {message}")
+    assert refused(f"--yaml_config={path}", "--config=x").startswith(f"error: {path}:4: {message}")
 
 
 # ---- messages for a wrong file; FILE is its path
 
 BROKEN_FILES = {
-    "duplicate key": ("x:\n  <<: *DEFAULT\n  lr: 1\n  lr: 2\n", "FILE:5: block 'x': key 'lr' is defined twice, first"),
-    "duplicate block": ("x:\n  <<: *DEFAULT\nx:\n  <<: *DEFAULT\n", "FILE:4: block 'x' is defined twice, first on"),
-    "duplicate merge": (
-        "x:\n  <<: *DEFAULT\n  <<: *DEFAULT\n",
-        "FILE:4: block 'x': key '<<' is defined twice, first on line 3; merge a list, <<: [*ONE, *OTHER]",
-    ),
-    "two keys wrong": (
-        "x:\n  <<: *DEFAULT\n  cifar100_mean: []\n  lr: -1\n",
-        f"FILE:4: block 'x': cifar100_mean is []; {MEAN}\nalso wrong: lr\n",
-    ),
+    "duplicate key": ("x:\n  lr: 1\n  lr: 2\n", 'FILE:4: is not valid YAML 1.2: found duplicate key "lr"'),
+    "duplicate block": ("x:\n  lr: 1\nx:\n  lr: 2\n", 'FILE:4: is not valid YAML 1.2: found duplicate key "x"'),
+    "duplicate merge": ("x:\n  <<: *DEFAULT\n  <<: *DEFAULT\n", "FILE:4: is not valid YAML 1.2: found duplicate merge"),
+    "two keys wrong": ("x:\n  cifar100_mean: []\n  lr: -1\n", f"FILE:3: cifar100_mean is []; {MEAN}\nalso wrong: lr\n"),
     "combination placed at its last key": (
         "x:\n  <<: *DEFAULT\n  nesterov: true\n  momentum: 0\n",
-        "FILE:5: block 'x': nesterov is true, but momentum is 0; it needs momentum above 0",
+        "FILE:5: nesterov is true, but momentum is 0; it needs momentum above 0",
     ),
     "profiled epoch never comes": (
         "x:\n  <<: *DEFAULT\n  enable_profiling: true\n  max_epochs: 1\n",
-        "FILE:5: block 'x': enable_profiling would profile nothing: profiling_epoch_start 2 exceeds max_epochs 1",
+        "FILE:5: enable_profiling would profile nothing: profiling_epoch_start 2 exceeds max_epochs 1",
     ),
     "part of an epoch": (
         "x:\n  lr_warmup_by: epoch\n  lr_warmup_epochs: 1.5\n",
-        "FILE:4: block 'x': lr_warmup_by epoch needs whole epochs, but lr_warmup_epochs is 1.5; use step",
+        "FILE:4: lr_warmup_by epoch needs whole epochs, but lr_warmup_epochs is 1.5; use step",
     ),
     "onecycle by epochs": (
         "x:\n  lr_warmup_epochs: 1\n  lr_schedule: onecycle\n  lr_warmup_by: epoch\n",
-        "FILE:5: block 'x': lr_warmup_by is epoch, but lr_schedule onecycle rises with every step; use step",
+        "FILE:5: lr_warmup_by is epoch, but lr_schedule onecycle rises with every step; use step",
     ),
-    "wrong in the merged block": (
-        "y: &Y\n  <<: *DEFAULT\n  lr: -1\nx:\n  <<: *Y\n",
-        "FILE:4: block 'y': lr is -1; " + RATE,
-    ),
+    "wrong in the merged block": ("y: &Y\n  <<: *DEFAULT\n  lr: -1\nx:\n  <<: *Y\n", "FILE:4: lr is -1; " + RATE),
     "tab": ("x:\n  <<: *DEFAULT\n\tlr: 1\n", "FILE:4: is not valid YAML 1.2: found character '\\t'"),
     "no colon": ("x:\n  lr 3\n", "FILE:2: block 'x' is \"lr 3\"; expected keys below it, for example lr: 0.1"),
     "bad indentation": ("x:\n   lr: 3\n  seed: 4\n", "FILE:4: is not valid YAML 1.2: "),
-    "block is empty": ("x:\n", "FILE:2: block 'x' is empty; expected keys below it"),
+    "block is empty": ("x:\n", "FILE:2: block 'x' is null; expected keys below it"),
     "unknown block": ("y: *DEFAULT\n", "--config=x: FILE has no such block. It has: default, y"),
-    "cyclic merge": ("x: &X\n  <<: *X\n", "FILE:2: block 'x' merges itself; remove the cyclic <<"),
-    "cyclic merge of two": ("x: &X\n  <<: &Y\n    <<: *X\n", "FILE:2: block 'x' merges itself; remove the cyclic <<"),
-    "merge of a name": ("x:\n  <<: DEFAULT\n", "FILE:3: block 'x': << merges \"DEFAULT\"; expected an alias, <<: *"),
-    "merge of a list": ("x:\n  <<: [*DEFAULT, 3]\n", "FILE:3: block 'x': << merges \"3\"; expected an alias, <<: *"),
-    "missing anchor": ("x:\n  <<: *NOPE\n", "FILE:3: is not valid YAML 1.2: found undefined alias 'NOPE'; its anchor"),
-    "long alias": (
-        f"x:\n  <<: *{'A' * 300}\n",
-        f"FILE:3: is not valid YAML 1.2: found undefined alias '{'A' * 74}...; its anchor",
-    ),
-    "long duplicate key": (
-        f"x:\n  {'k' * 300}: 1\n  {'k' * 300}: 2\n",
-        f"FILE:4: block 'x': key '{'k' * 57}...' is defined twice, first on line 3; keep one",
-    ),
-    # ruamel.yaml raises ValueError for these, without a line
-    "no character": ('x:\n  data_path: "\\U00110000"\n', "FILE:3: is not valid YAML 1.2: chr() arg not in range"),
-    "no character in a key": ('x:\n  "\\U00110000": 1\n', "FILE:3: is not valid YAML 1.2: chr() arg not in range"),
-    "no character in a name": ('"\\U00110000":\n  lr: 1\n', "FILE:2: is not valid YAML 1.2: chr() arg not in range"),
-    "key is a list": ("x:\n  <<: *DEFAULT\n  [a, b]: 1\n", "FILE:4: a key is a list; expected a plain word"),
-    "two documents": ("---\nx: 1\n", "FILE:2: is not valid YAML 1.2: but found another document; a file holds one"),
-}  # fmt: skip
-BROKEN_FILES |= {
-    f"block name {name[:12]!r}": (
-        f"{json.dumps(name)}:\n  <<: *DEFAULT\n",
-        f"FILE:2: block name {shown} cannot name a folder; allowed: up to 100 letters, digits and . _ + -, beginning",
-    )
-    for name, shown in [
-        *((name, json.dumps(name)) for name in ("../x", ".x", "-x", "", "a b", "x\n", "~")),
-        ("x" * 300, f'"{"x" * 56}...'),
-    ]
+    "cyclic merge": ("x: &X\n  <<: *X\n", "FILE: is not valid YAML 1.2: "),
+    "merge of a name": ("x:\n  <<: DEFAULT\n", "FILE:3: is not valid YAML 1.2: expected a mapping"),
+    "missing anchor": ("x:\n  <<: *NOPE\n", "FILE:3: is not valid YAML 1.2: found undefined alias 'NOPE'"),
+    "two documents": ("---\nx: 1\n", "FILE:2: is not valid YAML 1.2: but found another document"),
+    **{
+        f"block name {name!r}": (
+            f"{json.dumps(name)}: *DEFAULT\n",
+            f"FILE:2: block name {json.dumps(name)} cannot name",
+        )
+        for name in ("../x", ".x", "-x", "", "a b", "x\n", "~")
+    },
 }
 
 
 @pytest.mark.parametrize(("text", "message"), BROKEN_FILES.values(), ids=BROKEN_FILES.keys())
-def test_a_broken_block_is_named_with_its_place(
-    text: str, message: str, tmp_path: Path, refused: Callable[..., str]
-) -> None:
+def test_a_broken_block_is_named_with_its_place(text, message, tmp_path, refused):
     path = tmp_path / "c.yaml"
     path.write_text(LINE_1 + text, encoding="utf-8")
     assert refused(f"--yaml_config={path}", "--config=x").startswith("error: " + message.replace("FILE", str(path)))
@@ -355,68 +311,38 @@ NO_TEXT = "FILE: is not UTF-8 text; expected a YAML file of configuration blocks
         pytest.param(b"", NO_BLOCKS, id="empty"),
         pytest.param(b"- default\n- x\n", NO_BLOCKS, id="a list"),
         pytest.param(bytes(range(256)), NO_TEXT, id="binary"),
-        pytest.param("x: 1".encode("utf-16"), NO_TEXT, id="UTF-16"),
-        pytest.param(b"x:\n  lr: \x00\n", "FILE:2: is not valid YAML 1.2: unacceptable character", id="NUL"),
-        pytest.param(b"[" * 1000, "FILE: is nested too deeply; expected flat keys", id="deep"),
-        pytest.param(b"%YAML 1." + b"9" * 5000, "FILE:1: is not valid YAML 1.2: ", id="version"),
+        pytest.param(b"x:\n  lr: \x00\n", "FILE: is not valid YAML 1.2: unacceptable character", id="NUL"),
+        pytest.param(b"default:\n" + b"#" * 300_000, "FILE: has over 300,000 bytes; expected a YAML", id="large"),
     ],
 )
-def test_a_broken_file_is_named(content: bytes, message: str, tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_a_broken_file_is_named(content, message, tmp_path, refused):
     path = tmp_path / "c.yaml"
     path.write_bytes(content)
     assert refused(f"--yaml_config={path}", "--config=x").startswith("error: " + message.replace("FILE", str(path)))
 
 
-def test_every_key_has_a_message_with_its_allowed_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_module, "_read_blocks", cache(config_module._read_blocks))  # one file for all keys
+def test_every_key_has_a_message_with_its_allowed_values():
     for key in Config.model_fields:
-        for value, fault in (("[[]]", "holds a list in a list"), ("", "has no value")):
-            with pytest.raises(ConfigError) as refused:
-                load_config(CIFAR100, "default", [f"{key}={value}"])
-            assert str(refused.value).startswith(f"--set {key}={value}: {key} {fault}; allowed: ")
+        with pytest.raises(ConfigError) as refused:
+            override(Config(), [f"{key}="])
+        assert str(refused.value).startswith(f"--set {key}=: {key} has no value; allowed: ")
 
 
-def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path, refused: Callable[..., str]) -> None:
-    """Special files neither block the program nor are read without end."""
-    cannot = "expected a YAML file of configuration blocks:"
-    missing, pipe, large = tmp_path / "no.yaml", tmp_path / "pipe.yaml", tmp_path / "large.yaml"
+def test_a_file_that_cannot_be_opened_is_named(tmp_path, refused):
+    """A FIFO does not block the program."""
+    pipe = tmp_path / "pipe.yaml"
     os.mkfifo(pipe)
-    large.write_bytes(b"default:\n  lr: 1\n" + b"#" * 300_000)
-    assert refused(f"--yaml_config={missing}") == f"error: {missing}: {cannot} No such file or directory\n"
-    assert refused(f"--yaml_config={tmp_path}") == f"error: {tmp_path}: {cannot} Is a directory\n"
-    long = Path("c" * 300)
-    assert refused(f"--yaml_config={long}") == f"error: ...{'c' * 200}: {cannot} File name too long\n"
-    for special in (pipe, Path("/dev/zero")):
-        assert refused(f"--yaml_config={special}") == f"error: {special}: {cannot} not a regular file\n"
-    assert refused(f"--yaml_config={large}").startswith(f"error: {large}: has over 300,000 bytes; expected a YAML")
-
-
-@pytest.mark.timeout(60)
-def test_merges_of_merges_cost_no_more_than_their_lines(tmp_path: Path) -> None:
-    """If each << were resolved again, the last of these blocks would merge the first one 8 ** 40 times."""
-    path = tmp_path / "c.yaml"
-    blocks = [f"b{n}: &B{n}\n  <<: [{', '.join(8 * [f'*B{n - 1}'])}]\n" for n in range(1, 41)]
-    path.write_text("b0: &B0 {lr: 0.5}\n" + "".join(blocks), encoding="utf-8")
-    assert load_config(path, "b40").lr == 0.5
-
-
-def test_the_length_of_a_chain_of_blocks_is_limited(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    blocks = ["b0: {lr: 0.5}\n", *(f"b{n}: {{extends: c.yaml#b{n - 1}}}\n" for n in range(1, 101))]
-    path.write_text("".join(blocks[99::-1]), encoding="utf-8")
-    assert load_config(path, "b99").lr == 0.5
-    path.write_text("".join(blocks[::-1]), encoding="utf-8")
-    with pytest.raises(ConfigError, match="is in a chain of over 100 << and extends; make it shorter"):
-        load_config(path, "b100")
-    path.write_text("".join(blocks), encoding="utf-8")
-    assert load_config(path, "b100").lr == 0.5  # each block is resolved before the blocks that extend it
+    cases = {tmp_path / "no.yaml": "No such file or directory", tmp_path: "Is a directory", pipe: "not a regular file"}
+    for path, problem in cases.items():
+        expected = f"error: {path}: expected a YAML file of configuration blocks: {problem}\n"
+        assert refused(f"--yaml_config={path}") == expected
 
 
 # ---- the folder of a block's run
 
 
 @pytest.mark.parametrize("name", ["v1.2_b+3", "0", "null", "x" * 100])
-def test_a_block_writes_into_its_own_folder_of_expts(name: str, tmp_path: Path) -> None:
+def test_a_block_writes_into_its_own_folder_of_expts(name, tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(f"{LINE_1}{json.dumps(name)}: *DEFAULT\n", encoding="utf-8")
     run_dir = parse_arguments([f"--yaml_config={path}", f"--config={name}"]).run_dir
@@ -430,7 +356,7 @@ def _with(**changes: Any) -> Config:
 # ---- blocks of other files
 
 
-def test_a_block_extends_one_of_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_extends_one_of_another_file(tmp_path, monkeypatch):
     """The other file is searched next to the user's file, then next to the code; own keys and merged ones win."""
     monkeypatch.chdir(tmp_path)
     own = tmp_path / "deep/own.yaml"
@@ -458,7 +384,7 @@ def test_a_block_extends_one_of_another_file(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", ["cifar10.yaml", "config/cifar10.yaml"])
-def test_files_of_blocks_are_found_next_to_the_code(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_blocks_are_found_next_to_the_code(name, tmp_path, monkeypatch):
     expected = list_blocks(CIFAR100.with_name("cifar10.yaml"))
     monkeypatch.chdir(tmp_path)
     assert list_blocks(Path(name)) == expected
@@ -473,17 +399,13 @@ def test_files_of_blocks_are_found_next_to_the_code(name: str, tmp_path: Path, m
     [
         ("bs128", "expected FILE#BLOCK without a space, such as cifar100.yaml#bs128-opt"),
         ("cifar100.yaml #bs128", "expected FILE#BLOCK without a space"),
-        ("[a#b]", "extends is a list; expected FILE#BLOCK"),
         ("nosuch.yaml#bs128", 'extends "nosuch.yaml#bs128": no such file; expected one in '),
-        ("x" * 300 + "#bs128", f'extends "{"x" * 56}...: no such file; expected one in '),
-        ('"a\\0b#bs128"', 'extends "a\\u0000b#bs128": no such file; expected one in '),
         ("cifar100.yaml#bs129", "cifar100.yaml has no such block. Did you mean 'bs128'?"),
-        ("own.yaml#mine", "merges itself; remove the cyclic << or extends"),
-        ("other.yaml#theirs", "merges itself; remove the cyclic << or extends"),
-        ("wrong.yaml#it", "wrong.yaml:2: block 'it': lr is \"fast\""),
+        ("other.yaml#theirs", "block 'mine' extends itself; remove the cyclic extends"),
+        ("wrong.yaml#it", 'wrong.yaml:2: lr is "fast"'),
     ],
 )
-def test_a_missing_extended_block_is_named(tmp_path: Path, value: str, message: str) -> None:
+def test_a_missing_extended_block_is_named(tmp_path, value, message):
     own = tmp_path / "own.yaml"
     own.write_text(f"mine:\n  extends: {value}\n", encoding="utf-8")
     (tmp_path / "other.yaml").write_text("theirs:\n  extends: own.yaml#mine\n", encoding="utf-8")
@@ -493,9 +415,9 @@ def test_a_missing_extended_block_is_named(tmp_path: Path, value: str, message: 
     assert message in str(refused.value) and str(refused.value).count("\n") == 0
 
 
-def test_a_wrong_combination_of_keys_is_shown_at_the_block_that_sets_one(tmp_path: Path) -> None:
+def test_a_wrong_combination_of_keys_is_shown_at_the_block_that_sets_one(tmp_path):
     """Not at a later line of the file that it extends, whose block is valid."""
     own = tmp_path / "own.yaml"
     own.write_text("mine:\n  extends: cifar100.yaml#quickstart\n  lr_warmup_epochs: 0\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"own.yaml:3: block 'mine': lr_warmup_epochs is 0; lr_schedule onecycle"):
+    with pytest.raises(ConfigError, match=r"own.yaml:3: lr_warmup_epochs is 0; lr_schedule onecycle"):
         load_config(own, "mine")

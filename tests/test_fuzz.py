@@ -1,7 +1,6 @@
 """Any content of a checkpoint, a configuration file or the command line is either read or an expected error."""
 
 import math
-from functools import cache
 from hashlib import sha256
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor
 from tests.conftest import CIFAR100
 from train import Trainer
 from utils.config import Config, load_config
-from utils.config import blocks as config_module
 from utils.errors import CheckpointError, ConfigError
 from utils.run.checkpoint.io import encode, list_checkpoints, read_checkpoint
 
@@ -170,12 +168,13 @@ def test_any_text_as_a_configuration_file(folder, examples):
 
 
 @pytest.mark.parametrize("examples", BOTH)
-def test_any_text_as_an_override(monkeypatch, examples):
-    monkeypatch.setattr(config_module, "_read_blocks", cache(config_module._read_blocks))  # one file for all examples
+def test_any_text_as_an_override(folder, examples):
+    path = folder / "small.yaml"
+    path.write_text("default: {lr: 0.1}\n", encoding="utf-8")
 
     @examples
     @given(overrides=st.lists(OVERRIDES, min_size=1, max_size=2))
     def check(overrides):
-        load_or_refuse(CIFAR100, "default", overrides)
+        load_or_refuse(path, "default", overrides)
 
     check()

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from utils.base_config import as_yaml, render
 from utils.config import Config, list_blocks, load_config
-from utils.config.config import declaring_group, section
+from utils.config.config import section
 from utils.config.messages import OTHER_NAMES, allowed, nearest_key, shortened, wrong_value
 from utils.distributed.launch import SLURM_FIELDS, fill_in_job, find_launch
 from utils.errors import ConfigError, ExpectedError, reader_is_gone
@@ -58,7 +58,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
         if options.explain is not None:
             _print_and_exit(_explain_keys(options.explain, config, options.config))
         if options.print_config:
-            has_default = "default" in list_blocks(options.yaml_config)
+            has_default = "default" in _block_names(options.yaml_config)
             default = load_config(options.yaml_config, "default") if has_default else None
             _print_and_exit(f"# {options.config} in {options.yaml_config}\n{render(config, default)}")
     except ConfigError as error:
@@ -101,28 +101,26 @@ class _Parser(argparse.ArgumentParser):
 
     def refuse(self, words: Sequence[str], yaml_config: Path) -> NoReturn:
         """Raise `ConfigError` for arguments that are not options, with a suggestion."""
-        if not "".join(words).strip():
-            raise ConfigError("an argument is empty; is a variable of the command line not set?")
-        message = f"unrecognized arguments: {shortened(' '.join(words))}"
-        raise ConfigError(f"{message}; {self._suggestion(words, yaml_config) or '--help lists the options'}")
-
-    def _suggestion(self, words: Sequence[str], yaml_config: Path) -> str:
         first, equals, value = words[0].strip().partition("=")
         name = first.lstrip("-")
-        if name == first and not equals:
-            with suppress(ConfigError):  # the file cannot be read
-                if name in list_blocks(yaml_config):
-                    return f"write --config={name}"
-            return ""
-        if not equals and len(words) > 1 and not words[1].startswith("--"):
-            value = words[1]
+        value = value or " ".join(word for word in words[1:2] if not word.startswith("-"))
         options = difflib.get_close_matches(first, self._option_string_actions, n=1)
-        known = name.replace("-", "_") in {*Config.model_fields, *OTHER_NAMES}
-        key = nearest_key(name) if known or not options else None
-        if key:
-            example = "true" if Config.model_fields[key].default is False else "VALUE"
-            return f"write --set {key}={shortened(value) or example}"
-        return f"did you mean {options[0]}?" if options else ""
+        key = nearest_key(name) if equals or first != name else None
+        if not "".join(words).strip():
+            raise ConfigError("an argument is empty; is a variable of the command line not set?")
+        if first == name and not equals and name in _block_names(yaml_config):
+            remedy = f"write --config={name}"
+        elif key and (not options or name.replace("-", "_") in {*Config.model_fields, *OTHER_NAMES}):
+            remedy = f"write --set {key}={shortened(value) or 'VALUE'}"
+        else:
+            remedy = f"did you mean {options[0]}?" if options else "--help lists the options"
+        raise ConfigError(f"unrecognized arguments: {shortened(' '.join(words))}; {remedy}")
+
+
+def _block_names(yaml_config: Path) -> Iterable[str]:
+    with suppress(ConfigError):  # the file cannot be read
+        return list_blocks(yaml_config)
+    return ()
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, config: str) -> None:
@@ -211,24 +209,15 @@ def _explain(key: str, config: Config, block: str) -> str:
     meaning = " ".join((Config.model_fields[key].description or "").split())
     default, value = (as_yaml(keys.model_dump(mode="json")[key]) for keys in (Config(), config))
     in_block = "" if value == default else f"; in {block}: {value}"
+    tag = re.match(r"[A-Z]+:", meaning)  # the tag of a speed-up, on the lines where it acts
     lines = [
         f"{key} ({section(key)})",
         textwrap.fill(meaning, WIDTH, initial_indent="  ", subsequent_indent="  "),
         f"  allowed: {allowed(key)}",
         f"  default: {default}{in_block}",
-        f"  acts in: {_where(key, meaning)}",
+        f"  acts in: grep -rnwI '{tag[0] if tag else key}' train.py utils models",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _where(key: str, meaning: str) -> str:
-    """Return a grep command for the tag that the docstring begins with, else for the key in its package."""
-    tag = re.match(r"[A-Z]+(?=:)", meaning)
-    if tag:
-        return f'lines with the tag {tag[0]}: grep -rnI "\\b{tag[0]}:" train.py utils'
-    package = declaring_group(key).__module__.rpartition(".")[0].replace(".", "/")
-    places = "train.py utils models" if package == "utils" else f"train.py {package}"
-    return f"{package}/: grep -rnwI {key} {places}"
 
 
 def _print_and_exit(text: str) -> NoReturn:

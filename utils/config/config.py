@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import model_validator
 
 from models.config import ModelConfig
-from utils.base_config import BaseConfig, as_yaml
+from utils.base_config import as_yaml
 from utils.data.config import DataConfig
 from utils.run.config import OutputConfig
 from utils.training.config import TrainingConfig
@@ -74,13 +74,7 @@ def _plain(value: Any) -> str:
     return as_yaml(int(value) if whole else value).strip('"')
 
 
-def declaring_group(key: str) -> type[BaseConfig]:
-    """Return the class that declares a key."""
-    return next(
-        group for group in Config.__mro__ if issubclass(group, BaseConfig) and key in inspect.get_annotations(group)
-    )
-
-
 def section(key: str) -> str:
     """Return the title of the group that declares a key: the class's docstring."""
-    return inspect.cleandoc(declaring_group(key).__doc__ or "")
+    groups = (group for group in Config.__mro__ if key in inspect.get_annotations(group))
+    return inspect.cleandoc(next(groups).__doc__ or "")

@@ -1,77 +1,56 @@
 """Messages for a wrong key or value: one or two lines with the value, the allowed values and the remedy."""
 
 import difflib
-import json
-import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from functools import cache
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 from utils.base_config import as_yaml
 from utils.config.config import Config
 
-# Other programs' names (timm, Lightning, Hugging Face, Keras, PyTorch's examples, apex, MLPerf) of our keys, where the
-# spelling differs too much for difflib.
-_NAMES = {
-    "amp_dtype": "bf16 fp16 half precision",
-    "batch_size": "b bs mini_batch_size per_device_train_batch_size",
-    "checkpoint_every_steps": "save_every save_freq save_interval save_steps",
-    "clip_grad_norm": "clip grad_clip gradient_clip gradient_clip_val",
-    "data_path": "data data_dir dataset_dir root",
-    "device": "accelerator",
-    "ema_decay": "ema model_ema",
-    "enable_amp": "amp autocast mixed_precision",
-    "enable_compile": "compile torch_compile",
-    "enable_nhwc": "channels_last memory_format nhwc",
-    "enable_profiling": "prof profile profiler",
-    "enable_sync_bn": "sync_batchnorm",
-    "fused_optimizer": "fused",
-    "image_size": "input_size resolution",
-    "log_freq": "log_every_n_steps log_interval logging_steps",
-    "lr": "base_lr learning_rate max_lr peak_lr",
-    "lr_decay_factor": "gamma lr_gamma",
-    "lr_plateau_patience": "patience_epochs",
-    "lr_schedule": "sched",
-    "lr_warmup_epochs": "lr_warmup warmup",
-    "micro_batch_size": "accum_iter accumulate_grad_batches accumulation_steps grad_accum gradient_accumulation_steps",
-    "model": "a arch architecture backbone net network",
-    "num_data_workers": "j",
-    "rnd_horizontal_flip": "flip hflip",
-    "seed": "random_seed",
-    "test_time_flip": "tta",
-    "valid_batch_size_per_gpu": "eval_batch_size test_batch_size val_batch_size",
-    "validate_every_epochs": "eval_freq eval_interval val_freq val_interval",
-    "weight_decay": "l2 wd",
+# Names in timm, Lightning and PyTorch's examples of settings whose names here difflib does not find.
+OTHER_NAMES = {
+    "accumulate_grad_batches": "micro_batch_size",
+    "amp": "enable_amp",
+    "arch": "model",
+    "bs": "batch_size",
+    "channels_last": "enable_nhwc",
+    "clip_grad": "clip_grad_norm",
+    "compile": "enable_compile",
+    "data_dir": "data_path",
+    "gamma": "lr_decay_factor",
+    "learning_rate": "lr",
+    "random_seed": "seed",
+    "val_interval": "validate_every_epochs",
+    "wd": "weight_decay",
 }
-OTHER_NAMES = {name: key for key, names in _NAMES.items() for name in names.split()}
+# What people write for a value of YAML 1.2.
+MEANT = {"none": None, "null": None, "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One key of one block: its value and where it was set."""
+class Entry(NamedTuple):
+    """One key of one block: its value and where it was set, for messages."""
 
     value: Any
-    line: int  # sys.maxsize for --set
-    origin: str  # for messages: file, line and block, or --set
+    origin: str  # file, line and block, or --set
 
 
 def explain(error: ValidationError, block: str, entries: Mapping[str, Entry]) -> str:
-    """Return a message of at most two lines: the first problem, and the names of other wrong keys."""
-    problems: dict[str | None, Any] = {}  # the first problem of each key; None: of a combination of keys
-    for problem in error.errors(include_url=False):
-        problems.setdefault(str(problem["loc"][0]) if problem["loc"] else None, problem)
-    wrong = list(problems)
-    if wrong[0] is None:  # show the line of the key in the message that was set last
-        message = problems[None]["msg"].removeprefix("Value error, ")
-        named = [entries[word] for word in re.findall(r"\w+", message) if word in entries]
-        return f"{max(named, key=lambda entry: entry.line).origin if named else block}: {message}"
-    value, origin = entries[wrong[0]].value, entries[wrong[0]].origin
+    """Return a message of at most two lines: the first problem, and the names of other wrong keys. `entries`: in the
+    order in which they were set."""
+    problems = error.errors(include_url=False)
+    wrong = list(dict.fromkeys(str(problem["loc"][0]) for problem in problems if problem["loc"]))
+    if not wrong:  # a combination of keys: show where the last of them was set
+        message = problems[0]["msg"].removeprefix("Value error, ")
+        named = [entry.origin for key, entry in entries.items() if re.search(rf"\b{re.escape(key)}\b", message)]
+        return f"{named[-1] if named else block}: {message}"
+    value, origin = entries[wrong[0]]
     message = wrong_value(wrong[0], f"is {shown(value)}", origin) + _hint(wrong[0], value)
-    others = ", ".join(shortened(str(key)) for key in wrong[1:6])
-    return message + (f"\nalso wrong: {others}{' ...' if len(wrong) > 6 else ''}" if others else "")
+    return message + (f"\nalso wrong: {shortened(', '.join(wrong[1:]), 300)}" if wrong[1:] else "")
 
 
 def wrong_value(key: str, what: str, origin: str) -> str:
@@ -82,42 +61,41 @@ def wrong_value(key: str, what: str, origin: str) -> str:
     return f"{origin}: {key} {what}; allowed: {allowed(key)}"
 
 
+@cache
+def _properties() -> dict[str, Any]:
+    return Config.model_json_schema()["properties"]
+
+
 def allowed(key: str) -> str:
     """Describe the values that a key may have."""
-    return _in_words(Config.model_json_schema()["properties"][key])
+    return _in_words(_properties()[key])
+
+
+def takes_text(key: str, value: str) -> bool:
+    """Whether `--set KEY=VALUE` means the text `value` itself: the setting is a text, and the value is not quoted."""
+    part = _properties().get(key, {})
+    kinds = {option.get("type") for option in part.get("anyOf", [part])}
+    is_null = "null" in kinds and value == "null"
+    return "string" in kinds and kinds <= {"string", "null"} and value[0] not in "'\"" and not is_null
 
 
 def _hint(key: str, value: Any) -> str:
-    """Suggest the allowed value that the user of a wrong value probably meant."""
-    if key not in Config.model_fields:
-        return ""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "; it must be finite"
-    meant = value
-    if isinstance(value, str):
-        words = {"none": None, "yes": True, "on": True, "y": True, "no": False, "off": False, "n": False}
-        try:
-            meant = words[value.lower()] if value.lower() in words else json.loads(value.lower())
-        except (ValueError, RecursionError):
-            return ""
-    elif isinstance(value, float) and value.is_integer():
-        meant = int(value)
-    elif value in (0, 1):
-        meant = bool(value)
-    try:
-        Config(**{key: meant})  # type: ignore[arg-type]
-    except ValidationError as error:
-        # a problem without a key: the meant value does not go with the default of another key
-        if any(problem["loc"][:1] in ((), (key,)) for problem in error.errors(include_url=False)):
-            return ""
-    return f"; write {as_yaml(meant)}" + (" without quotes" if as_yaml(meant) == value else "")
+    """Suggest the value that the user of a wrong value probably meant."""
+    candidates: list[Any] = [MEANT[value.lower()]] if isinstance(value, str) and value.lower() in MEANT else []
+    with suppress(TypeError, ValueError, OverflowError):
+        number = float(value)
+        candidates += [number, int(number), bool(number)] if number.is_integer() else [number]
+    for meant in candidates:
+        with suppress(ValidationError):
+            Config.model_validate({key: meant})
+            return f"; write {as_yaml(meant)}" + (" without quotes" if as_yaml(meant) == value else "")
+    return ""
 
 
 def nearest_key(word: str) -> str | None:
     """Return the key that was probably meant: by another program's name for it, or by similar spelling."""
     keys = {key: key for key in Config.model_fields} | OTHER_NAMES
-    name = word.lower().replace("-", "_")
-    near = [name] if name in keys else difflib.get_close_matches(name, keys, n=1)
+    near = difflib.get_close_matches(word.lower().replace("-", "_"), keys, n=1)
     return keys[near[0]] if near else None
 
 
