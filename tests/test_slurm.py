@@ -25,7 +25,25 @@ from utils.config.command_line import parse_arguments
 PYTHON = Path(sys.executable).parent  # holds torchrun too
 SCRIPTS = ["submit.slr", "submit_multinode.slr"]
 # All commands that the scripts may need on PATH, besides Slurm's and python.
-TOOLS = "bash cat dirname env flock grep ls mkdir mktemp mv realpath rm rmdir sed seq sleep touch".split()
+TOOLS = [
+    "bash",
+    "cat",
+    "dirname",
+    "env",
+    "flock",
+    "grep",
+    "ls",
+    "mkdir",
+    "mktemp",
+    "mv",
+    "realpath",
+    "rm",
+    "rmdir",
+    "sed",
+    "seq",
+    "sleep",
+    "touch",
+]
 
 # What each fake command does after recording its arguments, in bash.
 FAKE_COMMANDS = {
@@ -263,7 +281,7 @@ def test_a_staged_copy_follows_the_original_and_replaces_nothing_else(tmp_path: 
     for change in (
         lambda: None,
         lambda: write(original / "labels.txt", "dog\n"),
-        lambda: (original / "labels.txt").unlink(),
+        (original / "labels.txt").unlink,
         lambda: write(copy / "train/cat/1.jpg", "half"),
     ):
         change()
