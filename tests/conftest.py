@@ -30,7 +30,7 @@ from utils.config import Config, load_config
 from utils.config.command_line import parse_arguments
 from utils.data.datasets import dataset as datasets
 from utils.distributed.world import World
-from utils.run.logging.trackers import MEASURED
+from utils.run.config import MEASURED
 from utils.training.learner import Learner
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,8 +17,8 @@ from train import Trainer
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import ConfigError
+from utils.run.config import MEASURED
 from utils.run.logging.environment import device_name
-from utils.run.logging.trackers import MEASURED
 from utils.run.telemetry.meters import Meters, count_devices, read_peak
 from utils.run.telemetry.sensors import Gpu, Sensors, find_gpu
 from utils.training.kernels.stem import pad_stem

@@ -22,7 +22,7 @@ from tools.shared.followed_run import TRAIN
 from tools.shared.read_runs import read_records
 from utils.distributed.launch import torchrun_here
 from utils.errors import ExpectedError
-from utils.run.logging.trackers import MEASURED
+from utils.run.config import MEASURED
 
 METRICS = "metrics.jsonl"
 KINDS = ("step", "epoch", "end")  # records of metrics.jsonl that must be equal; others record starts and stops

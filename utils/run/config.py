@@ -5,7 +5,12 @@ from typing import Annotated
 from pydantic import Field
 
 from utils.base_config import KeyFlag, OneOf, PositiveInt, SharedConfig
-from utils.run.logging.trackers import TRACKERS
+
+# values in metrics.jsonl that differ between two equal runs
+MEASURED = frozenset({
+    "seconds", "epoch_seconds", "clock_seconds", "images_per_sec", "data_wait", "memory_gb", "model_tflops", "mfu",
+    "gpu_power_w", "gpu_temperature_c", "gpu_clock_mhz", "gpu_memory_gb", "joules", "joules_per_image",
+})  # fmt: skip
 
 
 class OutputConfig(SharedConfig):
@@ -15,8 +20,10 @@ class OutputConfig(SharedConfig):
     """Progress and log lines on the terminal."""
     log_to_tensorboard: Annotated[bool, KeyFlag.FREE_ON_RESUME] = True
     """Write TensorBoard event files."""
-    log_to: Annotated[tuple[Annotated[str, OneOf(TRACKERS)], ...], Field(strict=False), KeyFlag.FREE_ON_RESUME] = ()
-    """Also send the metrics to csv, wandb or mlflow. Errors there never end a run."""
+    log_to: Annotated[
+        tuple[Annotated[str, OneOf(("wandb", "mlflow"))], ...], Field(strict=False), KeyFlag.FREE_ON_RESUME
+    ] = ()
+    """Also send the metrics to wandb or mlflow. Errors there never end a run."""
     limits_report: Annotated[str | None, KeyFlag.FREE_ON_RESUME] = None
     """Report of `tools.bench limits` with the peak for MFU. It must be of this kind of device; null: the peak of
     NVIDIA's data sheets, for the devices in utils/training/metrics/flops.py."""

@@ -20,7 +20,7 @@ from utils.distributed.launch import OPEN_MPI
 from utils.errors import ExpectedError, Stopped, reader_is_gone
 from utils.files import name_file_in_error
 from utils.run.logging.tensorboard import TensorBoardWriter
-from utils.run.logging.trackers import TrackedRun, Trackers
+from utils.run.logging.trackers import Tracker
 from utils.timing.clock import Clock
 from utils.training.metrics.confusion import worst_classes
 
@@ -56,7 +56,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
     ) -> None:
         self.folder, self.enabled, self.to = folder, enabled, to
         self.clock = Clock()
-        self.trackers: Trackers | None = None
+        self.trackers: list[Tracker] = []
         self.to_screen, self.to_tensorboard = to_screen, to_tensorboard
         self.board: TensorBoardWriter | None = None
         self.progress: Any = None
@@ -147,8 +147,8 @@ class RunLogger(AbstractContextManager["RunLogger"]):
     def describe(self, config: BaseConfig, config_name: str, environment: dict[str, Any]) -> None:
         """Show the configuration and environment of this start; called before its first record."""
         self._show(lambda board: board.describe(config, config_name, environment))
-        if self.enabled and self.to:
-            self.trackers = Trackers(self.to, TrackedRun(self.folder, config.model_dump(mode="json")))
+        if self.enabled:
+            self.trackers = [Tracker(name, self.folder, config.model_dump(mode="json")) for name in self.to]
 
     def log_step(
         self, epoch: int, iteration: int, step: int, values: dict[str, float], left: float | None = None,
@@ -207,13 +207,16 @@ class RunLogger(AbstractContextManager["RunLogger"]):
                 self._metrics.write(json.dumps(record) + "\n")
                 self._metrics.flush()
         self._show(lambda board: board.record(record))
-        if self.trackers is not None:
-            self.trackers.record(record)
-            self._log_tracker_errors(self.trackers)
+        for tracker in self.trackers:
+            if tracker.is_alive() and kind in ("step", "epoch", "end"):
+                tracker.records.put(record)
+        self._log_tracker_errors()
 
-    def _log_tracker_errors(self, trackers: Trackers) -> None:
-        for error in trackers.errors():
-            self.say(error)
+    def _log_tracker_errors(self) -> None:
+        for tracker in self.trackers:
+            if tracker.error:
+                self.say(tracker.error)
+                tracker.error = ""
 
     def _show(self, add: Callable[[TensorBoardWriter], None]) -> None:
         if self.board is not None:
@@ -225,10 +228,10 @@ class RunLogger(AbstractContextManager["RunLogger"]):
             self.progress.stop()
         if self.enabled and error is not None:
             self._log_error(error)
-        if self.trackers is not None:
-            self.trackers.close(finished=error is None)
-            with suppress(ExpectedError):
-                self._log_tracker_errors(self.trackers)
+        for tracker in self.trackers:
+            tracker.close(failed=error is not None)
+        with suppress(ExpectedError):
+            self._log_tracker_errors()
         for file in (self._metrics, self.board, *self._handlers):
             if file is not None:
                 with suppress(OSError):  # the error was raised by the write that failed

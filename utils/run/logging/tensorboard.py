@@ -21,9 +21,9 @@ import numpy as np
 from torch import Tensor
 
 from utils.base_config import BaseConfig, KeyFlag, render
-from utils.run.logging.trackers import POSITIONS, Record, numbers
 from utils.training.metrics.confusion import worst_classes
 
+Record = Mapping[str, Any]  # of metrics.jsonl
 EPOCH_TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
 SCALING_TAGS = ("loss_scale", "skipped_steps")  # only if the loss is scaled
 STEP_TAGS = "step/"
@@ -113,8 +113,7 @@ class TensorBoardWriter:
 
     def _add_scalars(self, values: Mapping[str, float], position: int) -> None:
         for tag, value in values.items():
-            if tag not in POSITIONS:
-                self._writer.add_scalar(tag, value, position)
+            self._writer.add_scalar(tag, value, position)
 
     def describe(self, config: BaseConfig, config_name: str, environment: Mapping[str, Any]) -> None:
         writer, step = self._writer, self._epoch + 1
@@ -164,6 +163,16 @@ class TensorBoardWriter:
     def close(self) -> None:
         if self._opened is not None:
             self._opened.close()
+
+
+def numbers(record: Record) -> dict[str, float]:
+    """Return a record's numbers by their tags: step/... for a log point, result/... for the end."""
+    prefix = {"step": "step/", "end": "result/"}.get(record["kind"], "")
+    return {
+        prefix + name: value
+        for name, value in record.items()
+        if isinstance(value, int | float) and name not in ("step", "epoch")
+    }
 
 
 def _read_events(path: Path) -> Iterator[tuple[int, Any]]:
