@@ -49,8 +49,8 @@ from utils.run.checkpoint.state import Progress, RunState
 from utils.run.folder import OpenedRun, open_run, write_description
 from utils.run.logging.environment import describe_environment
 from utils.run.logging.logger import RunLogger
+from utils.run.meters import Meters
 from utils.run.preemption import StopRequests, ignore_signals, listen
-from utils.run.telemetry.meters import Meters
 from utils.timing.clock import Clock, TimeLeft, process_age
 from utils.training.batches import TrainingBatches
 from utils.training.checks.dry_run import describe
@@ -131,8 +131,7 @@ class Trainer:
         """Train, or resume training, to the end. Raises `Stopped` after a signal asked to stop and all is saved."""
         opened = self._open_folder()
         lock = opened.lock if opened else nullcontext()
-        sensors = self.meters.sensors
-        with listen(self.requests), lock, sensors, self._open_log() as log:
+        with listen(self.requests), lock, self._open_log() as log:
             will_train = not self.finished
             if opened:
                 self.clock.resume(self.learner.steps, opened.reached)

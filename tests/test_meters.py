@@ -1,84 +1,56 @@
-"""Model FLOP/s, MFU, and GPU sensors with a mocked NVML."""
+"""Model FLOP/s, MFU, power and energy, with mocked sensors."""
 
 import copy
 import json
-from collections.abc import Callable
-from pathlib import Path
+import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from models import build_model
 from tests.conftest import read_records
 from train import Trainer
-from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import ConfigError
+from utils.run import meters
 from utils.run.config import MEASURED
 from utils.run.logging.environment import device_name
-from utils.run.telemetry.meters import Meters, count_devices, read_peak
-from utils.run.telemetry.sensors import Gpu, Sensors, find_gpu
+from utils.run.meters import Meters, count_devices, read_gpu, read_joules, read_peak
 from utils.training.kernels.stem import pad_stem
 from utils.training.metrics.flops import flops_per_image, measured_peak, published_peak
 
-
-class NVMLError(Exception):
-    """Mocks pynvml's exception."""
+GPU = torch.device("cuda", 0)
 
 
-def nvml(**answers: Any) -> SimpleNamespace:
-    """Mock pynvml; a function whose answer is an error raises it."""
+def test_a_gpu_reports_power_temperature_clock_and_memory_except_what_it_refuses(monkeypatch):
+    def refuse(device):
+        raise RuntimeError("Not Supported")
 
-    def mock(value: Any) -> Callable[..., Any]:
-        def function(*_: object) -> Any:
-            if isinstance(value, NVMLError):
-                raise value
-            return value() if callable(value) else value
-
-        return function
-
-    usual = {
-        "Init": None, "DeviceGetHandleByUUID": "GPU-1", "DeviceGetPowerUsage": 700_000, "DeviceGetTemperature": 60,
-        "DeviceGetClockInfo": 1980, "DeviceGetMemoryInfo": SimpleNamespace(used=8_000_000_000),
-        "DeviceGetTotalEnergyConsumption": 1_000_000,
-    }  # fmt: skip
-    functions = {f"nvml{name}": mock(value) for name, value in (usual | answers).items()}
-    return SimpleNamespace(NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0, NVML_CLOCK_SM=1, **functions)
+    assert read_gpu(torch.device("cpu")) == {}
+    answers = {"power_draw": 700_000, "clock_rate": 1980, "device_memory_used": 8_000_000_000}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "temperature", refuse)
+    values = read_gpu(GPU)
+    assert values == {"gpu_power_w": 700, "gpu_clock_mhz": 1980, "gpu_memory_gb": 8} and values.keys() <= MEASURED
 
 
-def test_a_gpu_reports_power_temperature_clock_memory_and_energy() -> None:
-    gpu, notes = find_gpu(nvml(), "1")
-    assert gpu is not None and notes == [] and gpu.joules() == 1000
-    assert gpu.read() == {
-        "gpu_power_w": 700, "gpu_temperature_c": 60, "gpu_clock_mhz": 1980, "gpu_memory_gb": 8
-    }  # fmt: skip
+def test_the_energy_is_that_of_the_gpu_with_pytorchs_uuid(monkeypatch):
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: {"GPU-1": 5000, "GPU-2": 7000}[handle],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="2"))
+    assert read_joules(GPU) == 7
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert read_joules(GPU) is None and read_joules(torch.device("cpu")) is None
 
 
-def test_values_that_a_gpu_does_not_report_are_omitted() -> None:
-    silent = NVMLError("Not Supported")
-    gpu = Gpu(nvml(DeviceGetPowerUsage=silent, DeviceGetMemoryInfo=silent, DeviceGetTotalEnergyConsumption=silent), "")
-    assert gpu.read() == {"gpu_temperature_c": 60, "gpu_clock_mhz": 1980} and gpu.joules() is None
-    found, [note] = find_gpu(nvml(Init=NVMLError("Driver Not Loaded")), "1")
-    assert found is None and note == "power and energy of the GPU are not recorded: Driver Not Loaded"
-
-
-def test_readings_are_averaged_between_log_points_and_energy_is_counted_within_the_block() -> None:
-    energy, power = iter((5_000_000, 8_000_000)), iter((300_000, 500_000))
-    mocked = nvml(DeviceGetTotalEnergyConsumption=lambda: next(energy), DeviceGetPowerUsage=lambda: next(power))
-    with Sensors(Gpu(mocked, "")) as running:
-        running._closing.set()  # stops the thread: only this test reads
-        running._measure()
-        running._measure()
-        assert running.close_window()["gpu_power_w"] == 400
-        assert running.close_window() == {}
-        assert running.joules() == 3000
-    assert Sensors(None).joules() is None and Sensors(None).close_window() == {}
-
-
-def test_flops_are_counted_without_computing(tiny: Callable[..., Config]) -> None:
+def test_flops_are_counted_without_computing(tiny):
     """And without changing network, gradients or random state."""
     model = build_model(tiny(model="resnet50", num_classes=100, dataset="cifar100"), 32).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -95,44 +67,40 @@ def test_flops_are_counted_without_computing(tiny: Callable[..., Config]) -> Non
 @pytest.mark.parametrize(
     ("device", "number_format", "peak"),
     [
-        ("NVIDIA H100 80GB HBM3", "bf16", 989),
-        ("NVIDIA H100 PCIe", "fp16", 756),
-        ("NVIDIA L40S", "bf16", 362),
-        ("NVIDIA L40", "bf16", None),
-        ("Tesla T4", "fp16", 65),
-        ("AMD EPYC x 2", "float32", None),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989), ("NVIDIA H100 PCIe", "fp16", 756), ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA L40", "bf16", None), ("Tesla T4", "fp16", 65), ("AMD EPYC x 2", "float32", None),
     ],
-)
-def test_published_peaks(device: str, number_format: str, peak: float | None) -> None:
+)  # fmt: skip
+def test_published_peaks(device, number_format, peak):
     assert published_peak(device, number_format) == peak
 
 
-def report(path: Path, device: str, bench: str = "limits") -> Path:
+def report(path, device, bench="limits"):
     results = {"product float32, TFLOP/s": {"median": 0.5}, "convolution float32 NHWC, TFLOP/s": {"median": 0.25}}
     path.write_text(json.dumps({"bench": bench, "environment": {"device": device}, "results": results}))
     return path
 
 
-def test_the_measured_peak_must_be_of_this_device(tmp_path: Path, one_rank: World) -> None:
+def test_the_measured_peak_must_be_of_this_device(tmp_path, one_rank):
     here = device_name(one_rank.device)
     path = report(tmp_path / "limits.json", here)
     assert read_peak(path, here, "float32") == 0.5 and read_peak(path, here, "bf16") is None
     assert measured_peak({}, "float32") is None
-    with pytest.raises(ConfigError, match=r"was measured on another one, this is "):
-        read_peak(report(path, "another one"), here, "float32")
-    with pytest.raises(ConfigError, match=r"not a report of tools\.bench limits"):
-        read_peak(report(path, here, bench="ladder"), here, "float32")
+    for device, bench in (("another", "limits"), (here, "ladder")):
+        with pytest.raises(ConfigError, match=f"has {bench} of {device}; write one of this {here}"):
+            read_peak(report(path, device, bench), here, "float32")
     path.write_text("[]")
-    with pytest.raises(ConfigError, match=r"not a report of tools\.bench limits"):
-        read_peak(path, here, "float32")
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        read_peak(tmp_path / "absent", here, "float32")
+    for wrong in (path, tmp_path / "absent"):
+        with pytest.raises(ConfigError, match=r"cannot be read as a report of tools\.bench"):
+            read_peak(wrong, here, "float32")
 
 
-def test_a_run_records_them(tiny: Callable[..., Config], one_rank: World, tmp_path: Path) -> None:
+def test_a_run_records_them(tiny, one_rank, tmp_path, monkeypatch):
+    energy = iter((5.0, 7.0))
+    monkeypatch.setattr(meters, "read_joules", lambda device: next(energy))
+    monkeypatch.setattr(meters, "read_gpu", lambda device: {"gpu_power_w": 700.0})
     limits = str(report(tmp_path / "limits.json", device_name(one_rank.device)))
     trainer = Trainer(tiny(limits_report=limits, max_epochs=1, enable_amp=False), one_rank, tmp_path / "run")
-    trainer.meters.sensors.gpu = Gpu(nvml(DeviceGetTotalEnergyConsumption=iter((5000, 7000)).__next__), "")
     trainer.train()
     steps, [end] = read_records(tmp_path / "run", "step"), read_records(tmp_path / "run", "end")
     flops = flops_per_image(trainer.learner.model, (3, 32, 32))
@@ -140,57 +108,43 @@ def test_a_run_records_them(tiny: Callable[..., Config], one_rank: World, tmp_pa
         assert row["model_tflops"] == pytest.approx(row["images_per_sec"] * flops / 1e12)
         assert row["mfu"] == pytest.approx(row["model_tflops"] / 0.5)
     assert len(steps) == 2 and end["joules"] == 2 and end["joules_per_image"] == 2 / (4 * 32)
+    assert steps[0]["gpu_power_w"] == 700 and "gpu_power_w" not in steps[1], "read once a second at most"
+    assert {"model_tflops", "mfu", "joules", "joules_per_image"} <= MEASURED
 
 
-def test_mfu_is_relative_to_the_peak_of_all_devices_and_ranks_of_a_host_share_one(
-    tiny: Callable[..., Config], one_rank: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mfu_counts_all_devices_and_ranks_of_a_host_share_one(tiny, one_rank, tmp_path, monkeypatch):
     class Four(World):
-        def all_gather(self, value: Any) -> list[Any]:
+        def all_gather(self, value):
             return ["gpu01", "gpu01", "gpu02", "gpu02"]
 
     cpu, gpu = (Four(0, 0, 4, torch.device(kind)) for kind in ("cpu", "cuda"))
     assert (count_devices("ddp", cpu), count_devices("ddp", gpu)) == (2, 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert count_devices("dataparallel", gpu) == 8
+    monkeypatch.setattr(meters, "read_joules", lambda device: 7.0)
     limits = str(report(tmp_path / "limits.json", device_name(one_rank.device)))
-    meters = Trainer(tiny(limits_report=limits, enable_amp=False), one_rank, tmp_path).meters
-    one = meters.window(100.0, 0)["mfu"]
-    meters.devices = 2
-    assert meters.window(100.0, 0)["mfu"] == pytest.approx(one / 2)
-
-
-def test_energy_is_not_reported_if_only_the_first_of_several_gpus_is_known(
-    tiny: Callable[..., Config], one_rank: World
-) -> None:
-    """As with DataParallel, where one process trains on all GPUs."""
-    meters = Trainer(tiny(), one_rank).meters
-    meters.sensors.gpu = Gpu(nvml(DeviceGetTotalEnergyConsumption=lambda: 7000), "")
-    with meters.sensors:
-        assert set(meters.totals(100)) == {"joules", "joules_per_image"}
-        meters.devices = 8
-        assert meters.totals(100) == {}
+    found = Trainer(tiny(limits_report=limits, enable_amp=False), one_rank, tmp_path).meters
+    one = found.window(100.0, 0)["mfu"]
+    assert found.totals(100) == {"joules": 0, "joules_per_image": 0}
+    found.devices = 2
+    assert found.window(100.0, 0)["mfu"] == pytest.approx(one / 2)
+    assert found.totals(100) == {}, "as with DataParallel, only one of the GPUs is known"
 
 
 class ReadsValues(nn.Module):
     """A network that reads values of its input."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(3, 10)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         return self.layer(images.mean((2, 3)) * float(images.sum()))
 
 
-def test_unknown_flops_or_peak_are_omitted(tiny: Callable[..., Config], one_rank: World, tmp_path: Path) -> None:
+def test_unknown_flops_or_peak_are_omitted(tiny, one_rank, tmp_path):
     trainer = Trainer(tiny(), one_rank, tmp_path)
     assert [note for note in trainer.meters.notes if note.startswith("no MFU: the peak of ")]
     assert trainer.meters.window(100.0, 0).keys() == {"model_tflops"} and trainer.meters.totals(100) == {}
     trainer.learner.model = ReadsValues()
-    without = Meters(trainer.config, trainer.learner, one_rank, (3, 32, 32))
-    assert without.window(100.0, 0) == {}
-
-
-def test_every_measured_name_is_known() -> None:
-    assert {"model_tflops", "mfu", "joules", "joules_per_image", *Gpu(nvml(), "").read()} <= MEASURED
+    assert Meters(trainer.config, trainer.learner, one_rank, (3, 32, 32)).window(100.0, 0) == {}

@@ -17,7 +17,7 @@ from tools.doctor.gpus import gpu_checks
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
 from utils.distributed.world import World
-from utils.run.telemetry.sensors import Sensors, find_sensors
+from utils.run.meters import read_gpu
 
 ROUND_SECONDS = 5.0  # of training
 DRIFT = 0.1  # warn if the rate falls by more than this fraction from the first quarter to the last
@@ -36,7 +36,7 @@ class Round:
 
     rate: float  # images/s over all ranks
     fingerprint: str
-    sensors: dict[str, float]  # {name in metrics.jsonl: mean over the round}
+    sensors: dict[str, float]  # {name in metrics.jsonl: value after its training}
     faults: tuple[str, ...] = ()  # new faults of the node's GPUs
 
 
@@ -60,12 +60,11 @@ def burn_in(config: Config, world: World, minutes: float) -> Finding:
     known = _faults()  # reported by the `gpu health` check
     began = time.monotonic()
     until = began + 60 * minutes
-    with Sensors(find_sensors(world.device)[0]) as sensors:
-        while world.broadcast(len(rounds) < 2 or time.monotonic() < until):
-            seconds = train(steps)
-            faults = tuple(fault for fault in _faults() if fault not in known) if world.local_rank == 0 else ()
-            rate = steps * config.batch_size / seconds
-            rounds.append(Round(rate, train_fixed_network(world.device), sensors.close_window(), faults))
+    while world.broadcast(len(rounds) < 2 or time.monotonic() < until):
+        rate = steps * config.batch_size / train(steps)
+        sensors = read_gpu(world.device)
+        faults = tuple(fault for fault in _faults() if fault not in known) if world.local_rank == 0 else ()
+        rounds.append(Round(rate, train_fixed_network(world.device), sensors, faults))
     return judge_rounds(rounds, (time.monotonic() - began) / 60)
 
 

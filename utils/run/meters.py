@@ -1,0 +1,121 @@
+"""How well a run uses its devices: model FLOP/s, their fraction of the peak (MFU), power and energy per image."""
+
+import json
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from utils.distributed.world import World
+from utils.errors import ConfigError
+from utils.run.config import OutputConfig
+from utils.run.logging.environment import device_name
+from utils.training.batches import training_size
+from utils.training.learner import Learner
+from utils.training.metrics.flops import NO_VALUES, flops_per_image, measured_peak, number_format, published_peak
+
+READ_SECONDS = 1.0  # between two readings of the GPU, at least
+
+
+class Meters:
+    """Values for a run's records: `window` at log points, `totals` at the end. The energy counts from here on."""
+
+    def __init__(self, config: OutputConfig, learner: Learner, world: World, image_shape: Sequence[int]) -> None:
+        self.config, self.world, self.notes = learner.config, world, list[str]()
+        sizes = {training_size(self.config, epoch) for epoch in range(self.config.max_epochs)}
+        # before the first step, since it runs the network
+        self.flops = {size: _flops(learner, image_shape, size) for size in sizes}
+        if None in self.flops.values():
+            self.notes.append(f"no model FLOP/s, no MFU: the network {NO_VALUES}")
+        format_, device = number_format(learner.precision, self.config), device_name(world.device)
+        limits = config.limits_report
+        self.peak = published_peak(device, format_) if limits is None else read_peak(Path(limits), device, format_)
+        if self.peak is None:
+            self.notes.append(f"no MFU: the peak of {device} in {format_} is not known; see limits_report")
+        self.devices = count_devices(self.config.parallel, world)
+        self.read_at, self.joules = 0.0, read_joules(world.device)
+        if self.joules is None and world.device.type == "cuda":
+            self.notes.append('the GPU reports no energy; its sensors need: pip install ".[nvml]"')
+
+    def window(self, images_per_sec: float, epoch: int) -> dict[str, float]:
+        """Return the values since the last log point that are known: {"model_tflops" of all devices together, "mfu"
+        (fraction of their peak), "gpu_power_w", ...}. `epoch` counts from 0."""
+        values, flops = dict[str, float](), self.flops[training_size(self.config, epoch)]
+        if flops is not None:
+            values["model_tflops"] = images_per_sec * flops / 1e12
+            if self.peak is not None:
+                values["mfu"] = values["model_tflops"] / (self.peak * self.devices)
+        if time.monotonic() - self.read_at >= READ_SECONDS:
+            values |= read_gpu(self.world.device)
+            self.read_at = time.monotonic()
+        return values
+
+    def totals(self, images: int) -> dict[str, float]:
+        """Collective: return {"joules", "joules_per_image"} of all devices in this start, which trained `images`; empty
+        if a device does not report its energy."""
+        now = read_joules(self.world.device)
+        spent = self.world.all_gather(None if now is None or self.joules is None else now - self.joules)
+        known = [joules for joules in spent if joules is not None]
+        if not images or len(known) < self.devices:  # with DataParallel only the first GPU is known
+            return {}
+        return {"joules": sum(known), "joules_per_image": sum(known) / images}
+
+
+def _flops(learner: Learner, image_shape: Sequence[int], size: int | None) -> float | None:
+    try:
+        return flops_per_image(learner.model, (image_shape[0], *((size, size) if size else image_shape[1:])))
+    except Exception:  # a user's network may read values, which meta tensors lack, and raise anything
+        return None
+
+
+def read_gpu(device: torch.device) -> dict[str, float]:
+    """Return what a GPU reports now, of these values; {} on a CPU. All need the package nvidia-ml-py."""
+    values = dict[str, float]()
+    readings: dict[str, tuple[Callable[[torch.device], float], float]] = {
+        "gpu_power_w": (torch.cuda.power_draw, 1e-3),
+        "gpu_temperature_c": (torch.cuda.temperature, 1.0),
+        "gpu_clock_mhz": (torch.cuda.clock_rate, 1.0),
+        "gpu_memory_gb": (torch.cuda.device_memory_used, 1e-9),
+    }
+    for name, (read, unit) in readings.items() if device.type == "cuda" else ():
+        with suppress(Exception):  # NVML's errors: not supported or not permitted; its module may be missing
+            values[name] = read(device) * unit
+    return values
+
+
+def read_joules(device: torch.device) -> float | None:
+    """Return the energy that a GPU has used since its driver was loaded; None if it is not known."""
+    if device.type != "cuda":
+        return None
+    with suppress(Exception):  # as above
+        import pynvml
+
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+    return None
+
+
+def count_devices(parallel: str, world: World) -> int:
+    """Collective: count the GPUs that train; on CPUs the hosts, as the ranks of a host share its peak."""
+    hosts = world.all_gather(socket.gethostname())
+    if world.device.type != "cuda":
+        return len(set(hosts))
+    return torch.cuda.device_count() if parallel == "dataparallel" else world.world_size
+
+
+def read_peak(path: Path, device: str, number_format: str) -> float | None:
+    """Return TFLOP/s from a report of `tools.bench limits`; raise `ConfigError` if it is none or of another device."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        limits = {name: float(sample["median"]) for name, sample in report["results"].items()}
+        bench, measured_on = report["bench"], report["environment"]["device"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"limits_report {path}: cannot be read as a report of tools.bench: {error}") from None
+    if bench != "limits" or measured_on != device:
+        raise ConfigError(
+            f"limits_report {path}: has {bench} of {measured_on}; write one of this {device} with: tools.bench limits"
+        )
+    return measured_peak(limits, number_format)
