@@ -1,303 +1,199 @@
-"""Forecast throughput and efficiency beyond the machine at hand, from a step measured on one GPU.
+"""Forecast throughput and efficiency on more GPUs from a step measured on one.
 
-    python -m tools.bench ladder --json BENCH.json
-    python -m tools.predict_scaling --from BENCH.json --gpus 8,16,64,1024,4096 --gpus-per-node 8 --intra 240 --inter 100
-    python -m tools.predict_scaling --published        # the same model against published measurements
+    python -m tools.predict_scaling --from BENCH.json --gpus 8,64,1024,4096 --gpus-per-node 8 --intra 240 --inter 100
+    python -m tools.predict_scaling --published        # forecasts of published measurements, and their errors
 
-The model is in tools/shared/scaling_model.py, its assumptions and its errors in docs/scaling.md.
+A step on N GPUs is the step of one GPU, plus the part of the gradients' all-reduce that backward cannot hide, plus the
+wait for the slowest of N ranks. docs/scaling.md has the assumptions and the errors. Units: seconds, bytes, images.
 """
 
-import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from pydantic import ValidationError
-
+from models import build_model
+from models.config import ModelConfig
 from tools.bench.reports import rates, read_report
-from tools.shared.command_line import add_count, new_parser, path_argument, read_counts
-from tools.shared.output import check_writable
-from tools.shared.scaling_model import BACKWARD_SHARE, Cluster, Forecast, MeasuredStep, extremes, make_buckets, predict
-from utils.config import Config, load_config
-from utils.errors import ConfigError, DataError, ExpectedError, exit_in_a_line
+from tools.shared.command_line import above_zero, add_count, new_parser, read_counts
+from utils.config import Config
+from utils.errors import DataError, exit_in_a_line
 from utils.program import CODE
 
 PUBLISHED = CODE / "results/reference/published_scaling.json"
-MAX_INTERVAL = 0.4  # of efficiency; a forecast with a wider interval says nothing
-BYTES = 4  # of a gradient: DistributedDataParallel reduces float32, under autocast too
+IMAGENET = Config(dataset="imagenet", num_classes=1000, stem="imagenet")
+BACKWARD = 2 / 3  # of a step: a backward pass multiplies twice for every multiplication of the forward pass
+BUCKET, FIRST_BUCKET = 25 * 2**20, 2**20  # bytes; DDP's first bucket is small, so that communication starts early
 
 
-@dataclass(frozen=True)
-class ForecastRow:
-    """A forecast, and the interval of its efficiency when its uncertain inputs vary."""
+class Cluster(NamedTuple):
+    """Assumptions about a cluster. Bandwidths are those that an all-reduce reaches, not the cable's peak."""
 
-    forecast: Forecast
-    low: float
-    high: float
+    gpus_per_node: int = 8
+    intra: float = 120e9  # bytes/s of one GPU to its neighbours within a node
+    inter: float = 10e9  # bytes/s of one node to the others, over all its network cards
+    call_latency: float = 17e-6  # seconds to start an all-reduce; this and the next two: NCCL's src/graph/tuning.cc
+    intra_latency: float = 3.6e-6  # seconds per hop over NVLink (5.7e-6 over PCIe)
+    inter_latency: float = 14e-6  # seconds per hop over a network
+    memory: float = 2e12  # bytes/s of a GPU's memory
+    copies: float = 2  # passes over the gradients besides the all-reduce: 2 divide them, 6 also fill DDP's buckets
+    interference: float = 0.189  # how much slower a GPU computes while it communicates (mean in arXiv:2507.03114)
+    noise: float = 0.01  # standard deviation of one rank's step, as a fraction of the step measured on one GPU
+    floor: float = 0.010  # seconds; no step is shorter: about a thousand kernel launches of 10 us
+    host: float = 0.0  # seconds that the GPU waits for the host's work for DDP; 0 if kernels are queued ahead
+
+    def extremes(self) -> tuple["Cluster", "Cluster"]:
+        """Return the cluster with each uncertain input at its worst and at its best; docs/scaling.md says why."""
+        worst = self._replace(intra=self.intra / 2, inter=self.inter / 2, noise=2 * self.noise, interference=0.4)
+        best = self._replace(intra=self.intra / 0.8, inter=self.inter / 0.8, noise=0.0, interference=0.0)
+        return worst._replace(host=481 * 10e-6), best._replace(floor=0.0)  # ResNet50's DDP: 481 kernels of 10 us
 
 
-@dataclass(frozen=True)
-class PublishedCase:
-    """A published efficiency and its forecast, both relative to the GPUs that the publication compares with."""
+def make_buckets(layers: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return DDP's buckets. `layers`: (bytes of gradients, cost of backward) in forward order; the gradients come in
+    backward order, and the layer that fills a bucket closes it."""
+    total = sum(cost for _, cost in layers)
+    buckets: list[tuple[int, float]] = []
+    size, spent = 0, 0.0
+    for layer_bytes, cost in reversed(layers):
+        size, spent = size + layer_bytes, spent + cost
+        if size >= (BUCKET if buckets else FIRST_BUCKET):
+            buckets.append((size, spent / total))
+            size = 0
+    return [*buckets, (size, 1.0)] if size else buckets
 
-    name: str
-    device: str
-    published: float
-    predicted: float
-    low: float
-    high: float
-    seen: bool  # whether the model was compared with this figure while it was made
 
-    @property
-    def error(self) -> float:
-        """Forecast minus published efficiency, in points."""
-        return 100 * (self.predicted - self.published)
+def all_reduce(size: float, gpus: int, machine: Cluster) -> float:
+    """Return the seconds to sum `size` bytes over `gpus` GPUs: a ring within each node around the faster of ring
+    (2(n-1) hops of 1/n of the bytes; Patarasuk and Yuan, 2009) and double tree between nodes (all bytes up and down,
+    log2 n hops each; Sanders et al., 2009). The slower bandwidth decides, as in a pipeline; the latencies add up."""
+    local, nodes = min(gpus, machine.gpus_per_node), math.ceil(gpus / machine.gpus_per_node)
+    within, seconds = 2 * (local - 1) / local * size / machine.intra, size / machine.inter
+    by_ring = max(within, 2 * (nodes - 1) / nodes * seconds) + 2 * (nodes - 1) * machine.inter_latency
+    by_tree = max(within, 2 * seconds) + 2 * math.ceil(math.log2(nodes)) * machine.inter_latency
+    return machine.call_latency + 2 * (local - 1) * machine.intra_latency + min(by_ring, by_tree)
 
-    @property
-    def inside(self) -> bool:
-        """True if the published figure, rounded to 0.1 %, lies within the forecast's interval."""
-        return round(self.low, 3) <= round(self.published, 3) <= round(self.high, 3)
+
+def expected_maximum(count: int) -> float:
+    """Return the mean of the largest of `count` standard normal numbers: the integral of 1 - F^n above 0, F^n below."""
+    tails = [0.5 * math.erfc((number + 0.5) / 256 / math.sqrt(2)) for number in range(12 * 256)]  # 1 - F = F(-x)
+    return sum(-math.expm1(count * math.log1p(-tail)) - tail**count for tail in tails) / 256
+
+
+class Step(NamedTuple):
+    """A step measured on one GPU."""
+
+    seconds: float
+    batch: int  # images
+    buckets: list[tuple[int, float]]  # (bytes of gradients, fraction of backward after which they are complete)
+
+    def predict(self, gpus: int, machine: Cluster, batch: float) -> float:
+        """Return the seconds of a step with `batch` images on each GPU."""
+        computing = max(self.seconds * batch / self.batch, min(machine.floor, self.seconds))
+        if gpus == 1:
+            return computing
+        backward = BACKWARD * computing
+        now = done = free = 0.0  # the clock, backward's work so far, when the network is free again
+        for size, ready in [*self.buckets, (0, 1.0)]:  # one all-reduce at a time, which slows computing meanwhile
+            work = ready * backward - done
+            hindered = min(work, max(0.0, free - now) / (1 + machine.interference))  # work done during an all-reduce
+            now += work + hindered * machine.interference
+            done = ready * backward
+            free = max(free, now) + (all_reduce(size, gpus, machine) if size else 0.0)
+        copying = machine.copies * sum(size for size, _ in self.buckets) / machine.memory
+        straggling = machine.noise * self.seconds * expected_maximum(gpus)
+        return computing - backward + free + copying + machine.host + straggling
+
+    def efficiency(self, gpus: int, machine: Cluster, batch: float, reference: int = 1) -> list[float]:
+        """Return the forecast of images/s per GPU, relative to `reference` GPUs, and the ends of its interval."""
+        ends = (machine, *machine.extremes())
+        ratios = [(self.predict(reference, end, self.batch), self.predict(gpus, end, batch)) for end in ends]
+        return [batch / self.batch * fewer / more for fewer, more in ratios]
+
+
+@cache
+def layer_costs(network: Config | str) -> list[tuple[int, float]]:
+    """Return (bytes of float32 gradients, multiplications) of each layer in forward order. `network`: a configuration,
+    or a published case's resnet50-cifar, resnet50-imagenet or unet3d."""
+    if network == "unet3d":
+        layers = json.loads(PUBLISHED.read_text("utf-8"))["unet3d"]["values"]
+        return [(4 * (64 * given + 1) * made, 64.0 * given * made * side**3) for given, made, side in layers]
+    if isinstance(network, str):
+        network = IMAGENET if network.endswith("imagenet") else Config()
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from utils.data.build import image_side
+
+    side = image_side(network)
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:  # shapes without memory
+        model = build_model(network, side)
+        model(torch.zeros(1, 3, side, side))
+    flops, root = counter.get_flop_counts(), type(model).__name__
+    sizes = [(name, sum(p.numel() for p in module.parameters(recurse=False))) for name, module in model.named_modules()]
+    return [(4 * size, sum(flops.get(f"{root}.{name}", {}).values()) / 2) for name, size in sizes if size]
+
+
+def read_step(path: Path) -> tuple[Step, str]:
+    """Return the fastest step on one GPU in a report of tools.bench, and a line that describes it."""
+    report = read_report(path)
+    alone = {name: rate for name, rate in rates(report).items() if rate.ranks == 1 and rate.training}
+    if not alone:
+        raise DataError(f"{path}: a forecast needs images/s of training on one GPU; this report has none")
+    name, rate = max(alone.items(), key=lambda item: item[1].images_per_sec)
+    needed = {*ModelConfig.model_fields, "dataset", "data_path", "image_size", "batch_size"}
+    config = Config(**{key: value for key, value in rate.config.items() if key in needed})
+    batch, device = config.batch_size, report.environment.get("device", "one device")
+    described = f"measured: {name}, {rate.images_per_sec:,.0f} images/s with batch {batch} on {device} ({path})"
+    return Step(batch / rate.images_per_sec, batch, make_buckets(layer_costs(config))), described
+
+
+def published_table(seen: bool) -> Iterator[str]:
+    """Yield the lines of a Markdown table of published and predicted efficiencies; `seen`: used for the model."""
+    yield "| measurement | device | published | predicted (interval) | error, points | within |"
+    yield "|---|---|---|---|---|---|"
+    for case in json.loads(PUBLISHED.read_text("utf-8"))["cases"]:
+        if case.get("seen", True) is seen:
+            step = Step(case["step_ms"] / 1e3, case["batch"], make_buckets(layer_costs(case["model"])))
+            batch, reference = case.get("batch_per_gpu", step.batch), case.get("reference", 1)
+            middle, low, high = step.efficiency(case["gpus"], Cluster(**case["machine"]), batch, reference)
+            found, error = case["published"], 100 * (middle - case["published"])
+            inside = "yes" if round(low, 3) <= round(found, 3) <= round(high, 3) else "no"
+            row = (case["name"], case["device"], f"{found:.1%}", f"{middle:.1%} ({low:.1%} to {high:.1%})")
+            yield f"| {' | '.join([*row, f'{error:+.1f}', inside])} |"
 
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the forecast; returns the exit status."""
-    options = parser().parse_args(argv)
-    if options.published:
-        if not PUBLISHED.exists():
-            raise ConfigError("--published: an installed program has no published figures; run it in a checkout")
-        print(
-            "\n".join(["used for the model:", published_table(seen=True), "", "not used:", published_table(seen=False)])
-        )
-        return 0
-    if options.source is None:
-        raise ConfigError("--from is missing; give a report of tools.bench, or --published")
-    check_writable("--plot", options.plot)
-    gpus = read_counts("--gpus", options.gpus)
-    work, described = read_work(options.source)
-    machine = read_machine(options)
-    weak = [forecast_row(work, count, machine) for count in gpus]
-    strong = [forecast_row(work, count, machine, work.batch / count) for count in gpus if count <= work.batch]
-    print("\n".join([described, *assumptions(work, machine), "", *table("weak", weak), "", *table("strong", strong)]))
-    if options.plot:
-        plot(options.plot, weak, strong)
-        print(f"\nplot: {options.plot}")
-    return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    default = Cluster()
-    parser = new_parser("predict_scaling", __doc__)
-    parser.add_argument(
-        "--from", dest="source", type=Path, metavar="BENCH.json", help="a report of tools.bench, measured on one GPU"
-    )
+    parser, bandwidth = new_parser("predict_scaling", __doc__), partial(above_zero, unit="GB/s")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--from", dest="path", type=Path, metavar="BENCH.json", help="a report measured on one GPU")
+    source.add_argument("--published", action="store_true", help="compare forecasts with published measurements")
     parser.add_argument("--gpus", default="8,16,64,1024,4096", metavar="N,M", help="for how many GPUs")
-    add_count(parser, "--gpus-per-node", default.gpus_per_node, "GPUs of each node")
-    for option, value, unit, meaning in (
-        ("--intra", default.intra / 1e9, "GB/s", "bandwidth of an all-reduce within a node"),
-        ("--inter", default.inter / 1e9, "GB/s", "bandwidth of one node to the others, all network cards together"),
-        ("--input", math.inf, "IMG/s", "what a node's loaders deliver"),
-        ("--hop", default.intra_latency * 1e6, "us", "latency of a hop within a node; PCIe: 5.7"),
-        ("--memory", default.memory / 1e12, "TB/s", "bandwidth of a GPU's memory"),
-        ("--copies", default.copies, "N", "passes over the gradients; 6 if DDP copies them into its buckets"),
-    ):
-        parser.add_argument(option, type=float, default=value, metavar=unit, help=f"{meaning} (default: {value:g})")
-    parser.add_argument("--plot", type=path_argument, metavar="FILE", help="draw both curves: .svg, else PNG")
-    parser.add_argument("--published", action="store_true", help="only compare the model with published measurements")
-    return parser
-
-
-def read_machine(options: argparse.Namespace) -> Cluster:
-    """Return the cluster that the command line describes."""
-    for name in ("intra", "inter", "input", "hop", "memory", "copies"):
-        if not getattr(options, name) > 0:  # NaN too
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected a number above 0")
-    return Cluster(
-        gpus_per_node=options.gpus_per_node,
-        intra=options.intra * 1e9,
-        inter=options.inter * 1e9,
-        input_rate=options.input,
-        intra_latency=options.hop / 1e6,
-        memory=options.memory * 1e12,
-        copies=options.copies,
-    )
-
-
-def read_work(path: Path) -> tuple[MeasuredStep, str]:
-    """Return the fastest step in a report of tools.bench, and a line that describes it."""
-    report = read_report(path)
-    alone = {name: rate for name, rate in rates(report).items() if rate.ranks == 1 and rate.training}
-    if not alone:
-        raise DataError(f"{path}: a forecast needs images/s of training on one GPU; this report has none")
-    chosen = max(alone, key=lambda name: alone[name].images_per_sec)
-    try:
-        measured = alone[chosen].config or {}
-        # drop settings that only an earlier version had
-        config = Config.model_validate({key: measured[key] for key in measured if key in Config.model_fields})
-    except ValidationError as error:
-        first = error.errors()[0]
-        problem = ": ".join([*map(str, first["loc"][:1]), first["msg"]])
-        found = f"the configuration of {chosen} does not fit this version: {problem}"
-        raise DataError(f"{path}: {found}; measure it again") from None
-    rate, batch = alone[chosen].images_per_sec, config.batch_size
-    buckets = make_buckets(layer_costs(config))
-    device = report.environment.get("device", "one device")
-    described = f"measured: {chosen}, {rate:,.0f} images/s with batch {batch} on {device} ({path})"
-    return MeasuredStep(batch / rate, batch, buckets), described
-
-
-def layer_costs(config: Config | str) -> list[tuple[int, float]]:
-    """Return (bytes of gradients, multiplications) of each layer in forward order.
-
-    `config`: a configuration, or the network of a published case: resnet50-cifar, resnet50-imagenet, unet3d.
-    """
-    if config == "unet3d":
-        layers = json.loads(PUBLISHED.read_text(encoding="utf-8"))["unet3d"]["values"]
-        weights = [(given * made * 64, made, side) for given, made, side in layers]
-        return [(BYTES * (size + made), float(size * side**3)) for size, made, side in weights]
-    import torch
-    import torchvision
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from models import build_model
-    from utils.data.build import image_side
-    from utils.data.datasets.folders import IMAGENET_SIZE
-    from utils.training.metrics.flops import NO_VALUES
-    from utils.user_code import user_code_errors
-
-    side = IMAGENET_SIZE  # also of data that are on another machine
-    if isinstance(config, Config):
-        with suppress(ExpectedError):
-            side = image_side(config)
-    with torch.device("meta"):  # shapes without memory
-        if config == "resnet50-imagenet":
-            model = torchvision.models.resnet50()
-        elif config == "resnet50-cifar":
-            model, side = build_model(load_config(CODE / "config/cifar100.yaml", "bs128")), 32
-        else:
-            assert isinstance(config, Config)
-            model = build_model(config, side)
-    reads_values = user_code_errors(f"the network {NO_VALUES}", ConfigError)
-    with reads_values, FlopCounterMode(display=False) as counter:
-        model(torch.zeros(1, 3, side, side, device="meta"))
-    flops, root = counter.get_flop_counts(), type(model).__name__
-    sizes = [(name, sum(p.numel() for p in m.parameters(recurse=False))) for name, m in model.named_modules()]
-    return [(BYTES * size, sum(flops.get(f"{root}.{name}", {}).values()) / 2) for name, size in sizes if size]
-
-
-def forecast_row(work: MeasuredStep, gpus: int, machine: Cluster, batch_per_gpu: float | None = None) -> ForecastRow:
-    """Return a forecast with its interval."""
-    low, high = (predict(work, gpus, end, batch_per_gpu=batch_per_gpu).efficiency for end in extremes(machine))
-    return ForecastRow(predict(work, gpus, machine, batch_per_gpu=batch_per_gpu), low, high)
-
-
-def assumptions(work: MeasuredStep, machine: Cluster) -> list[str]:
-    """Return the lines that state what the forecast assumes."""
-    gradients = sum(bucket.size for bucket in work.buckets)
-    limited = math.isfinite(machine.input_rate)
-    feed = f"at most {machine.input_rate:,.0f} images/s per node" if limited else "no limit"
-    return [
-        "assumed:",
-        f"  {gradients / 1e6:.1f} MB of float32 gradients in {len(work.buckets)} buckets; backward is "
-        f"{BACKWARD_SHARE:.0%} of the step; a gradient is ready when its layer's multiplications are done",
-        f"  {machine.gpus_per_node} GPUs per node; all-reduce {machine.intra / 1e9:g} GB/s and "
-        f"{machine.intra_latency * 1e6:g} us per hop in a node, {machine.inter / 1e9:g} GB/s between nodes, "
-        f"{machine.inter_latency * 1e6:g} us per network hop",
-        f"  a GPU computes {machine.interference:.1%} slower while it communicates; {machine.copies:g} more passes "
-        f"over the gradients at {machine.memory / 1e12:g} TB/s",
-        f"  a rank's step varies by {machine.noise:.1%} of the measured step (standard deviation), independently; all "
-        "wait for the slowest",
-        f"  input: {feed}; no step is shorter than {machine.floor * 1e3:g} ms, the time to launch its kernels",
-        "  interval: from all inputs unfavourable to all favourable: bandwidth 0.5 to 1.25 x, noise 2 to 0 x, "
-        "interference 40 % to none, the host's work for DDP exposed (4.8 ms, as for ResNet50) or hidden, launches 10 "
-        "ms or free",
-    ]
-
-
-def table(kind: str, rows: Sequence[ForecastRow]) -> list[str]:
-    """Return the lines of a table with a row for each forecast."""
-    held = {"weak": "constant batch per GPU", "strong": "constant global batch"}[kind]
-    heading = "  GPUs  batch/GPU     step, ms      images/s  efficiency (interval)        limited by"
-    lines = [f"{kind} scaling ({held})", heading]
-    for row in rows:
-        point = row.forecast
-        limit = point.limit if row.high - row.low <= MAX_INTERVAL else "unknown: the model does not apply"
-        lines.append(
-            f"{point.gpus:6,}  {point.batch_per_gpu:9.4g}  {point.step * 1e3:11.2f}  {point.images_per_sec:12,.0f}"
-            f"  {point.efficiency:10.1%} ({row.low:6.1%} to {row.high:6.1%})  {limit}"
-        )
-    return lines
-
-
-@cache
-def read_published() -> list[tuple[dict[str, Any], MeasuredStep, Cluster]]:
-    """Return the published measurements, each with the inputs of its forecast."""
-    return [
-        (
-            case,
-            MeasuredStep(case["step_ms"] / 1e3, case["batch"], make_buckets(layer_costs(case["model"]))),
-            replace(Cluster(), **case["machine"]),
-        )
-        for case in json.loads(PUBLISHED.read_text(encoding="utf-8"))["cases"]
-    ]
-
-
-@cache
-def published_cases() -> list[PublishedCase]:
-    """Return each published measurement with its forecast and the forecast's interval."""
-    cases = []
-    for case, work, machine in read_published():
-        reference = case.get("reference", 1)  # GPUs that the published efficiency is relative to
-        predicted, low, high = (
-            predict(work, case["gpus"], variant, batch_per_gpu=case.get("batch_per_gpu")).efficiency
-            / predict(work, reference, variant).efficiency
-            for variant in (machine, *extremes(machine))
-        )
-        seen = case.get("seen", True)
-        cases.append(PublishedCase(case["name"], case["device"], case["published"], predicted, low, high, seen))
-    return cases
-
-
-def published_table(seen: bool) -> str:
-    """Return a Markdown table of published and predicted efficiencies. `seen`: of the figures used for the model."""
-    lines = [
-        "| measurement | device | published | predicted (interval) | error, points | within |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {case.name} | {case.device} | {case.published:.1%} "
-        f"| {case.predicted:.1%} ({case.low:.1%} to {case.high:.1%}) | {case.error:+.1f} "
-        f"| {'yes' if case.inside else 'no'} |"
-        for case in published_cases()
-        if case.seen is seen
-    ]
-    return "\n".join(lines)
-
-
-def plot(path: Path, weak: Sequence[ForecastRow], strong: Sequence[ForecastRow]) -> None:
-    """Draw throughput and efficiency against GPUs. Raises `ConfigError` if matplotlib is missing."""
-    from tools.shared.pages.png_plots import new_figure, save
-
-    figure, (left, right) = new_figure(2)
-    for name, rows in (("weak", weak), ("strong", strong)):
-        gpus = [row.forecast.gpus for row in rows]
-        left.plot(gpus, [row.forecast.images_per_sec for row in rows], marker="o", label=name)
-        right.plot(gpus, [100 * row.forecast.efficiency for row in rows], marker="o", label=name)
-        right.fill_between(gpus, [100 * row.low for row in rows], [100 * row.high for row in rows], alpha=0.2)
-    ideal = weak[0].forecast.images_per_sec / weak[0].forecast.efficiency / weak[0].forecast.gpus
-    gpus = [row.forecast.gpus for row in weak]
-    left.plot(gpus, [ideal * count for count in gpus], linestyle="--", color="gray", label="ideal")
-    left.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="images/s", title="Forecast of throughput")
-    right.set(xscale="log", xlabel="GPUs", ylabel="efficiency, %", ylim=(0, 105), title="Forecast of efficiency")
-    for axes in (left, right):
-        axes.legend(frameon=False)
-    save(figure, path)
+    add_count(parser, "--gpus-per-node", 8, "GPUs of each node")
+    parser.add_argument("--intra", type=bandwidth, default=120, help="GB/s of an all-reduce within a node")
+    parser.add_argument("--inter", type=bandwidth, default=10, help="GB/s of a node to others, over all its cards")
+    options = parser.parse_args(argv)
+    if options.published:
+        print("used for the model:", *published_table(seen=True), "\nnot used:", *published_table(seen=False), sep="\n")
+        return 0
+    counts = read_counts("--gpus", options.gpus)
+    step, described = read_step(options.path)
+    machine = Cluster(options.gpus_per_node, options.intra * 1e9, options.inter * 1e9)
+    print(described, f"assumed: {len(step.buckets)} buckets of gradients, {machine}", sep="\n")
+    print("\nscaling    GPUs  batch/GPU     step, ms      images/s  efficiency (interval)")
+    weak = [("weak", gpus, float(step.batch)) for gpus in counts]
+    strong = [("strong", gpus, step.batch / gpus) for gpus in counts if gpus <= step.batch]
+    for kind, gpus, batch in [*weak, *strong]:
+        seconds, (efficiency, low, high) = step.predict(gpus, machine, batch), step.efficiency(gpus, machine, batch)
+        row = f"{kind:8} {gpus:6,}  {batch:9.4g}  {seconds * 1e3:11.2f}  {gpus * batch / seconds:12,.0f}"
+        note = "  the model does not apply" if high - low > 0.4 else ""  # too wide to say anything
+        print(f"{row}  {efficiency:10.1%} ({low:6.1%} to {high:6.1%}){note}")
+    return 0
 
 
 if __name__ == "__main__":
