@@ -98,7 +98,7 @@ def test_docs_have_the_tables_that_the_command_prints_and_count_their_errors(cap
 def report(tmp_path):
     def write(**content):
         config = load_config(CIFAR100, "bs256").model_dump(mode="json") | {"learning_speed": 0.1}
-        rungs = {name: {"full": {"median": rate}} for name, rate in (("slow", 1000.0), ("fast", 2560.0))}
+        rungs = {name: {"full": {"median": rate}} for name, rate in (("slow", 1000.0), ("fast", 12800.0))}
         results = {"rungs": rungs, "configs": {"fast": config}}
         path = tmp_path / "bench.json"
         path.write_text(json.dumps({"bench": "ladder", "config": config, "results": results} | content))
@@ -109,12 +109,12 @@ def report(tmp_path):
 
 def test_command_prints_both_curves_and_its_assumptions(report, capsys):
     """Also for a report with a setting that this version lacks."""
-    assert main(["--from", report(), "--gpus", "1,64", "--inter", "40"]) == 0
+    assert main(["--from", report(), "--gpus", "1,8", "--inter", "40"]) == 0
     printed = capsys.readouterr().out
-    assert "measured: fast, 2,560 images/s with batch 256" in printed and "inter=40000000000.0" in printed
+    assert "measured: fast, 12,800 images/s with batch 256" in printed and "inter=40000000000.0" in printed
     rows = [re.sub(r"[(),%]", "", line).split() for line in printed.splitlines()[-4:]]
-    assert rows[0] == ["weak", "1", "256", "100.00", "2560", "100.0", "100.0", "to", "100.0"]
-    assert [row[:3] for row in rows[1:]] == [["weak", "64", "256"], ["strong", "1", "256"], ["strong", "64", "4"]]
+    assert rows[0] == ["weak", "1", "256", "20.00", "12800", "100.0", "100.0", "to", "100.0"]
+    assert [row[:3] for row in rows[1:]] == [["weak", "8", "256"], ["strong", "1", "256"], ["strong", "8", "32"]]
     assert "the model does not apply" in printed.splitlines()[-1]
 
 
