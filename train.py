@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from models import build_model
 from utils.config import Config
@@ -51,10 +52,10 @@ from utils.run.logging.environment import describe_environment
 from utils.run.logging.logger import RunLogger
 from utils.run.meters import Meters
 from utils.run.preemption import StopRequests, ignore_signals, listen
-from utils.timing.clock import Clock, TimeLeft, process_age
+from utils.timing.clock import Clock, process_age
 from utils.training.batches import TrainingBatches
 from utils.training.checks.dry_run import describe
-from utils.training.checks.stragglers import StepWatch, input_remedy
+from utils.training.checks.stragglers import StepWatch
 from utils.training.checks.verify_steps import Verifier
 from utils.training.learner import build_learner, check_outputs, check_settings
 from utils.training.metrics.confusion import Confusion
@@ -108,7 +109,6 @@ class Trainer:
         self.notes = notes + self.loaders.notes + self.learner.notes
         self.requests = StopRequests(world)
         self.meters = Meters(config, self.learner, world, self.data["shape"])
-        self.time_left = TimeLeft(config.max_epochs, len(self.batches), self.clock)
 
     def describe(self) -> str:
         """Describe what this run would do and the memory it would take, for --dry-run."""
@@ -181,7 +181,7 @@ class Trainer:
                 # before a checkpoint can be written: a checkpoint saved from here on resumes at the validation
                 self.learner.average_buffers(self.world)
             if number % self.config.log_freq == 0:
-                self._log_point(number)
+                self._log_point(number, images)
             self._handle_requests(stop=self.requests.poll())
 
     def validate_one_epoch(self) -> tuple[Metrics, Confusion]:
@@ -213,7 +213,6 @@ class Trainer:
         self.log.start_bar(name, len(self.batches), self.progress.batch)
         self.requests.start_loop()
         self.progress.start_epoch()
-        self.time_left.start_epoch(self.progress.batch)
         self.throughput.start_epoch()
 
     def _finish_epoch(self, train: Metrics, valid: Metrics, confusion: Confusion) -> None:
@@ -239,12 +238,10 @@ class Trainer:
             "seconds": self.progress.seconds,
             **self.learner.loss_scaler.metrics(),
         }
-        self.time_left.end_epoch()
-        left = self.time_left.seconds(self.progress.epoch, 0)
+        left = self._time_left()
         self.world.main_only(lambda: self.log.log_epoch(self.progress.epoch, self.learner.steps, values, left))
         self._report_unreadable()
-        remedy = input_remedy(self.config.data_loader, self.config.num_data_workers)
-        for remark in self.watch.remarks(remedy) + self.verifier.remarks():
+        for remark in self.watch.remarks() + self.verifier.remarks():
             self.log.say(remark)
         if self.finished:  # before the last checkpoint, after which a killed run has nothing left to do
             self._log_end(valid, test, confusion)
@@ -260,7 +257,7 @@ class Trainer:
         epoch, steps = self.progress.epoch, self.learner.steps
         self.world.main_only(lambda: self.log.log_end(epoch, steps, results, counts, names))
 
-    def _log_point(self, iteration: int) -> None:
+    def _log_point(self, iteration: int, images: Tensor) -> None:
         window = self.state.check_finite(self.learner.sums.average_since_last(self.world))
         images_per_sec = self.throughput.close_window()
         values = {
@@ -271,9 +268,13 @@ class Trainer:
             **self.watch.close_window(),
             **self.meters.window(images_per_sec, self.progress.epoch),
         }
-        epoch, steps, sample = self.progress.epoch + 1, self.learner.steps, self.watch.take_sample()
-        left = self.time_left.seconds(self.progress.epoch, self.progress.batch)
-        self.world.main_only(lambda: self.log.log_step(epoch, iteration, steps, values, left, sample))
+        epoch, steps = self.progress.epoch + 1, self.learner.steps
+        left = self._time_left()
+        self.world.main_only(lambda: self.log.log_step(epoch, iteration, steps, values, left, images))
+
+    def _time_left(self) -> float | None:
+        position = self.progress.epoch + self.progress.batch / len(self.batches)
+        return self.clock.time_left(position, self.config.max_epochs)
 
     # ---- stop, save, resume
 

@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch.distributed as dist
 import train
 from tests.conftest import tiny_config
 from tests.processes import run_job
-from utils.config import Config
 from utils.config.command_line import Arguments
 from utils.data.datasets.cifar import VERSIONS
 from utils.training.checks.dry_run import state_bytes
@@ -20,38 +18,29 @@ from utils.training.checks.dry_run import state_bytes
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"momentum": 0, "nesterov": False},
-        {"optimizer": "lars"},
-        {"optimizer": "lamb"},
-        {"optimizer": "adamw"},
-        {"ema_decay": 0.9},
-        {"opt_level": "O2"},
-        {"opt_level": "O2", "optimizer": "lamb"},
+        {}, {"momentum": 0, "nesterov": False}, {"optimizer": "lars"}, {"optimizer": "lamb"}, {"optimizer": "adamw"},
+        {"ema_decay": 0.9}, {"opt_level": "O2"}, {"opt_level": "O2", "optimizer": "lamb"},
     ],
-)
+)  # fmt: skip
 def test_the_memory_estimate_counts_all_tensors_after_a_step(tiny, one_rank, changes):
-    def size(tensors: Any) -> int:
+    def size(tensors):
         return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
     config = tiny(fused_optimizer=False, **changes)
     trainer = train.Trainer(config, one_rank)
     trainer.learner.step(*next(iter(trainer.loaders.train)), trainer.learner.sums)
-    ema = trainer.learner.ema
-    if ema is not None:
-        ema.update()
+    ema, optimizer = trainer.learner.ema, trainer.learner.optimizer
     weights = {*trainer.learner.model.parameters(), *trainer.learner.weights.parameters()}
-    states = trainer.learner.optimizer.state.values()
-    moments = [value for state in states for name, value in state.items() if name != "step"]
+    moments = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     average = [] if ema is None else ema.network.state_dict().values()
     assert state_bytes(config, trainer.learner.weights) == 2 * size(weights) + size(moments) + size(average)
 
 
-def dry_run_with_a_collective_in_the_forward_pass(folder: Path) -> int:
+def dry_run_with_a_collective_in_the_forward_pass(folder):
     """Imitate enable_sync_bn, which needs CUDA."""
     build_model = train.build_model
 
-    def build(config: Config, **options: Any) -> torch.nn.Module:
+    def build(config, **options):
         model = build_model(config, **options)
         model.register_forward_hook(lambda *_: dist.barrier() if model.training else None)
         return model
@@ -84,9 +73,8 @@ def test_a_dry_run_leaves_nothing_beside_the_users_code(tiny, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    (tmp_path / "net_of_a_dry_run.py").write_text(
-        "from models.resnet import SmallResNet\n\ndef build(num_classes):\n    return SmallResNet(1, num_classes)\n"
-    )
+    code = "from models.resnet import SmallResNet\n\ndef build(num_classes):\n    return SmallResNet(1, num_classes)\n"
+    (tmp_path / "net_of_a_dry_run.py").write_text(code)
     config = tiny(model="net_of_a_dry_run:build")
     assert train.main(Arguments(config, "tiny", Path("expts/tiny"), "auto", dry_run=True)) == 0
     assert "net_of_a_dry_run:build" in capsys.readouterr().out

@@ -1,19 +1,17 @@
 """Metric sums, and the log files of a run."""
 
 import json
-import logging
 import math
-import random
 import re
 import sys
-from types import SimpleNamespace
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import nn
 
 from utils.run.logging.logger import RunLogger
-from utils.timing.clock import TimeLeft
+from utils.timing.clock import Clock
 from utils.training.metrics.sums import MetricSums
 
 TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
@@ -26,17 +24,19 @@ def batches(*sizes):
         yield torch.randn(size, 5, generator=generator), torch.randint(5, (size,), generator=generator)
 
 
-def test_averages_are_per_image_for_any_division_into_batches(one_rank):
-    sums, logits, labels = MetricSums(one_rank.device), [], []
+def test_averages_are_per_image_for_any_division_into_batches_and_log_points(one_rank):
+    sums, logits, labels, windows = MetricSums(one_rank.device), [], [], []
     for outputs, targets in batches(7, 1, 4):
         sums.add(nn.functional.cross_entropy(outputs, targets), outputs, targets)
         logits.append(outputs)
         labels.append(targets)
+        windows.append(sums.average_since_last(one_rank))
     outputs, targets = torch.cat(logits), torch.cat(labels)
     average = sums.average(one_rank)
     assert average["loss"] == pytest.approx(nn.functional.cross_entropy(outputs, targets).item(), rel=1e-6)
     assert average["acc1"] == pytest.approx((outputs.argmax(1) == targets).float().mean().item())
-    assert average["images"] == 12
+    assert average["images"] == 12 and [window["images"] for window in windows] == [7, 1, 4]
+    assert sum(window["loss"] * window["images"] for window in windows) / 12 == pytest.approx(average["loss"])
 
 
 @pytest.mark.parametrize(("mixed", "not_finite"), [(False, math.inf), (True, math.nan)])
@@ -56,16 +56,6 @@ def test_sums_are_bitwise_equal_to_simple_operations(one_rank, mixed, not_finite
     assert not math.isfinite(sums.average(one_rank)["loss"])
 
 
-def test_windows_add_up_to_the_epoch(one_rank):
-    sums, windows = MetricSums(one_rank.device), []
-    for outputs, targets in batches(3, 5, 2):
-        sums.add(nn.functional.cross_entropy(outputs, targets), outputs, targets)
-        windows.append(sums.average_since_last(one_rank))
-    assert [window["images"] for window in windows] == [3, 5, 2]
-    whole = sum(window["loss"] * window["images"] for window in windows) / 10
-    assert sums.average(one_rank)["loss"] == pytest.approx(whole)
-
-
 def make_logger(folder, **changes):
     logger = RunLogger(folder, **{"enabled": True, "to_screen": False, "to_tensorboard": False} | changes)
     return logger.open(epoch=0, step=0)
@@ -79,15 +69,26 @@ def test_other_ranks_write_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_lines_reach_a_pipe_once_and_the_log_file(tmp_path, capsys):
-    before = list(logging.getLogger("train").handlers)
-    for _ in range(2):  # a second logger must not inherit the first's handlers
+def test_lines_reach_a_pipe_and_the_log_file_once(tmp_path, capsys):
+    for _ in range(2):
         with make_logger(tmp_path, to_screen=True) as log:
             log.log_step(3, 20, 80, {"loss": 1.0, "learning_rate": 0.1, "images_per_sec": 680.5})
-    assert capsys.readouterr().out.count("INFO - Epoch: 3, Iteration: 20, Avg img/sec: 680.5") == 2
-    assert (tmp_path / "train.log").read_text().count("Avg img/sec: 680.5") == 2
-    assert logging.getLogger("train").handlers == before  # pytest's own may be among them
+    printed, written = capsys.readouterr().out, (tmp_path / "train.log").read_text()
+    line = r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - INFO - Epoch: 3, Iteration: 20, Avg img/sec: 680.5$"
+    assert len(re.findall(line, written)) == 2 and printed == written
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["step"] == 80
+
+
+@pytest.mark.parametrize(("stdout", "encoding"), [("/dev/full", "utf-8"), ("/dev/null", "ascii")])
+def test_a_line_that_the_screen_cannot_take_is_in_the_log(tmp_path, monkeypatch, stdout, encoding):
+    screen = open(stdout, "w", encoding=encoding)  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", screen)
+    with make_logger(tmp_path, to_screen=True) as log:
+        log.say("ü")
+    monkeypatch.undo()
+    with suppress(OSError):
+        screen.close()
+    assert "INFO - ü\n" in (tmp_path / "train.log").read_text()
 
 
 def test_the_log_has_loss_accuracy_rate_speed_and_time_left(tmp_path):
@@ -113,39 +114,31 @@ def test_the_log_has_loss_accuracy_rate_speed_and_time_left(tmp_path):
     assert not lines[-1].endswith("left")  # the run is over
 
 
-def test_time_left_covers_the_whole_run():
-    clock = [0.0]
-    left = TimeLeft(3, 10, SimpleNamespace(elapsed=lambda: clock[0]))
-    left.start_epoch(4)  # a resumed epoch, whose first batch takes long
-    clock[0] = 50.0
-    assert left.seconds(0, 5) is None
-    clock[0] = 54.0
-    assert left.seconds(0, 7) == pytest.approx(3 * 2 + 2 * 10 * 2)
-    left.end_epoch()
-    assert left.seconds(1, 0) is None
-    left.start_epoch(0)
-    clock[0] = 55.0
-    assert left.seconds(1, 1) is None
-    clock[0] = 54.0 + 30.0  # the whole second epoch, with validation
-    left.end_epoch()
-    assert left.seconds(2, 0) == pytest.approx(30.0)
-    left.start_epoch(0)
-    assert left.seconds(2, 5) == pytest.approx(15.0)
+def test_time_left_is_forecast_by_the_pace_since_the_first_log_point(monkeypatch):
+    clock, now = Clock(), [0.0]
+    monkeypatch.setattr(clock, "elapsed", lambda: now[0])
+    now[0] = 50.0  # compilation; the run resumes in mid-epoch
+    assert clock.time_left(0.5, 3) is None
+    now[0] = 54.0
+    assert clock.time_left(0.7, 3) == pytest.approx(2.3 * 20)
+    now[0] = 75.0  # with the validation of the first epoch
+    assert clock.time_left(1.0, 3) == pytest.approx(2 * 50) and clock.time_left(3, 3) == 0
 
 
 @pytest.mark.parametrize("launched", [True, False])
-def test_a_progress_bar_uses_no_random_numbers_and_is_off_under_open_mpi(tmp_path, monkeypatch, launched):
-    """The state of Python's generator is in checkpoints, and a bar redraws at arbitrary times."""
+def test_a_terminal_has_a_progress_bar_but_not_under_open_mpi(tmp_path, monkeypatch, capsys, launched):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
     if launched:
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    before = random.getstate()
-    with RunLogger(tmp_path, enabled=True, to_screen=True, to_tensorboard=False).open(epoch=0, step=0) as log:
-        assert (log.progress is None) == launched
-        log.start_bar("epoch 1", 5)
+    monkeypatch.setattr("utils.run.logging.logger.REDRAW_SECONDS", -1)
+    with make_logger(tmp_path, to_screen=True) as log:
+        log.start_bar("epoch 1/2", 4)
+        log.log_step(1, 2, 2, {"loss": 1.0, "learning_rate": 0.1, "images_per_sec": 680.5}, left=60.0)
         log.advance_bar(2)
-        log.say("a line")
-        if log.progress is not None:
-            log.progress.refresh()
-    assert random.getstate() == before
+        log.log_epoch(1, 4, EPOCH)
+    printed = capsys.readouterr().out
+    bar = f"\repoch 1/2 [{15 * '#'}{15 * '.'}] 2/4  0:01:00 left  loss 1.000  680.5 images/s\r"
+    assert (bar in printed.replace("\x1b[K", "")) is not launched
+    assert ("Avg img/sec" in printed) is launched and "epoch   1  train loss 0.5000" in printed

@@ -104,11 +104,11 @@ def read_timeline(path: Path) -> Timeline:
 
 def find_bounds(events: Sequence[Event], iterations: Sequence[Event], ranges: dict[str, list[Event]]) -> list[float]:
     """Return the start of each step and the end of the last one, in microseconds; none if a GPU's work is missing."""
-    launches, end = trace.find_launches(events), iterations[-1].end
+    end = iterations[-1].end
     work = sorted(
-        (launches[event.correlation], event.start, event.end)
+        (event.launched, event.start, event.end)
         for event in events
-        if event.category in GPU_WORK and launches.get(event.correlation, end) < end
+        if event.launched is not None and event.launched < end
     )
     if not work:
         return [*(event.start for event in iterations), end]
@@ -119,10 +119,10 @@ def find_bounds(events: Sequence[Event], iterations: Sequence[Event], ranges: di
 
 def find_lanes(events: Sequence[Event], ranges: dict[str, list[Event]], start: float, end: float) -> Lanes:
     """Return the lanes from `start` to `end`, in microseconds."""
-    launches, updates = trace.find_launches(events), ranges.get("optimizer.step", [])
+    updates = ranges.get("optimizer.step", [])
 
     def kind_of(event: Event) -> str:
-        begun = launches.get(event.correlation, event.start)
+        begun = event.start if event.launched is None else event.launched
         if any(update.start <= begun < update.end for update in updates):
             return "optimizer"
         return next((kind for kind, pattern in KINDS.items() if re.search(pattern, event.name)), "other")

@@ -1,9 +1,8 @@
 """A run's clock: its current activity, the seconds of each activity so far, and the time left.
 
 Throughput, the time waiting for input and the training time in a checkpoint are read here. Each record of metrics.jsonl
-holds the seconds by activity; tools/shared/ledger.py adds up a run's starts.
-
-The times are the host's. A GPU may be some steps behind; the host waits for it at each log point.
+holds the seconds by activity. The times are the host's. A GPU may be some steps behind; the host waits for it at each
+log point.
 """
 
 import os
@@ -24,6 +23,7 @@ class Clock:
         self._reached = 0  # the last step of all earlier starts: steps up to it are replays
         self._spent = dict.fromkeys(ACTIVITIES, 0.0)
         self._activity = "start"
+        self._pace: tuple[float, float] | None = None  # time and position of the first forecast
         self._began = self._changed = time.perf_counter() - age
 
     def resume(self, step: int, reached: int) -> None:
@@ -66,46 +66,16 @@ class Clock:
     def elapsed(self) -> float:
         return time.perf_counter() - self._began
 
+    def time_left(self, position: float, end: float) -> float | None:
+        """Forecast the seconds from `position` to `end`, both in epochs, by the pace since the first call; None if it
+        is not known yet. Call it at log points: the first one is after compilation and the start of workers."""
+        now = self.elapsed()
+        began, first = self._pace = self._pace or (now, position)
+        return (end - position) * (now - began) / (position - first) if position > first else None
+
 
 def process_age() -> float:
     """Return the seconds since this process started, from Linux's /proc to 0.01 s."""
     with open("/proc/self/stat", "rb") as file:
         started = int(file.read().rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
-
-
-class TimeLeft:
-    """Forecasts the time left from the pace of this process. Call it at log points, where the host has waited for the
-    device."""
-
-    def __init__(self, epochs: int, batches: int, clock: Clock) -> None:
-        self.epochs, self.batches = epochs, batches  # of the whole run; of one epoch
-        self.clock = clock
-        self._epoch_seconds: float | None = None  # of the last whole epoch, with its validation
-        self.start_epoch(0)
-
-    def start_epoch(self, first_batch: int) -> None:
-        """Start an epoch; `first_batch` is above 0 after a resume in mid-epoch."""
-        self._started, self._whole = self.clock.elapsed(), first_batch == 0
-        self._first_point: tuple[float, int] | None = None
-
-    def end_epoch(self) -> None:
-        """End an epoch, after its validation."""
-        if self._whole:
-            self._epoch_seconds = self.clock.elapsed() - self._started
-
-    def seconds(self, epoch: int, batch: int) -> float | None:
-        """Return the seconds left after `epoch` finished epochs and `batch` batches of the next; None if the pace is
-        not known yet.
-
-        Until an epoch has ended, the pace is measured from the first log point: without compilation, the start of
-        workers, and validation.
-        """
-        epoch_seconds = self._epoch_seconds
-        if epoch_seconds is None:
-            now = self.clock.elapsed()
-            since, first = self._first_point = self._first_point or (now, batch)
-            if batch <= first:
-                return None
-            epoch_seconds = (now - since) / (batch - first) * self.batches
-        return (self.epochs - epoch - batch / self.batches) * epoch_seconds

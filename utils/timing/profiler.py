@@ -66,8 +66,8 @@ class Profiler:
             torch.cuda.memory._record_memory_history(enabled=None)
         path = folder / TRACE_FILE
         profile.export_chrome_trace(str(path))
-        rows = [row for row in profile.key_averages() if not row.is_user_annotation]
-        summary = describe_trace(read_trace(path), {row.key: row.self_cpu_time_total for row in rows})
+        own_times = {row.key: row.self_cpu_time_total for row in profile.key_averages() if not row.is_user_annotation}
+        summary = describe_trace(read_trace(path), own_times)
         (folder / "summary.txt").write_text(summary + "\n", encoding="utf-8")
         for line in summary.splitlines():
             say(line)

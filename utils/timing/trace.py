@@ -33,7 +33,7 @@ class Event:
     start: float
     duration: float
     thread: str
-    correlation: int | None
+    launched: float | None  # of GPU work: when the host launched it
 
     @property
     def end(self) -> float:
@@ -44,11 +44,12 @@ def read_trace(path: Path) -> list[Event]:
     """Return the complete events of a trace, gzipped if it ends in .gz, by start time; of two that start together, the
     longer one first."""
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-        rows = [row for row in json.load(file)["traceEvents"] if row["ph"] == "X"]
+        rows = [{"cat": "", "args": {}} | row for row in json.load(file)["traceEvents"] if row["ph"] == "X"]
+    launches = {row["args"].get("correlation"): row["ts"] for row in rows if row["cat"] in LAUNCHES}
     events = [
         Event(
-            row["name"], row.get("cat", ""), row["ts"], row["dur"], f"{row['pid']}/{row['tid']}",
-            row.get("args", {}).get("correlation"),
+            row["name"], row["cat"], row["ts"], row["dur"], f"{row['pid']}/{row['tid']}",
+            launches.get(row["args"].get("correlation", "none")) if row["cat"] in GPU_WORK else None,
         )
         for row in rows
     ]  # fmt: skip
@@ -65,12 +66,6 @@ def find_ranges(events: Iterable[Event]) -> dict[str, list[Event]]:
     return {name: occurrences for name, occurrences in found.items() if occurrences}
 
 
-def find_launches(events: Iterable[Event]) -> dict[int | None, float]:
-    """Return {correlation: time} of the host's launches of GPU work."""
-    launches = (event for event in events if event.category in LAUNCHES and event.correlation is not None)
-    return {event.correlation: event.start for event in launches}
-
-
 def describe_trace(events: Sequence[Event], own_times: Mapping[str, float]) -> str:
     """Describe time per range, top kernels or operators, GPU gaps, layout transposes, input, host synchronisations.
 
@@ -81,17 +76,14 @@ def describe_trace(events: Sequence[Event], own_times: Mapping[str, float]) -> s
         return "The trace holds no iteration."
     start, host_end, count = iterations[0].start, iterations[-1].end, len(iterations)
     inside = [event for event in events if start <= event.start < host_end]
-    launches = find_launches(inside)
-    on_gpu = [event for event in events if event.category in GPU_WORK]
+    work = [event for event in events if event.launched is not None and start <= event.launched < host_end]
     # with CUDA graphs, one launch per step, the host finishes many steps before the GPU
-    end = max([host_end, *(event.end for event in on_gpu if event.correlation in launches)])
-    work = [event for event in on_gpu if start <= event.start < end]
-    total, on_host = end - start, host_end - start
+    total, on_host = max([host_end, *(event.end for event in work)]) - start, host_end - start
     times = defaultdict[str, float](float, {} if work else own_times)
     for event in work:
         times[event.name] += event.duration
     lines = [f"Profile of {count} iterations, {total / 1e3 / count:.2f} ms each"]
-    lines += _describe_ranges(ranges, launches, work, total)
+    lines += _describe_ranges(ranges, work, total)
     lines.append(f"top {'kernels' if work else 'operators'}:")
     largest = sorted(times.items(), key=lambda item: -item[1])[:TOP]
     lines += [f"  {_percent(time, total):>7}  {name[:90]}" for name, time in largest]
@@ -111,12 +103,10 @@ def describe_trace(events: Sequence[Event], own_times: Mapping[str, float]) -> s
     ])  # fmt: skip
 
 
-def _describe_ranges(
-    ranges: dict[str, list[Event]], launches: dict[int | None, float], work: Sequence[Event], total: float
-) -> list[str]:
+def _describe_ranges(ranges: dict[str, list[Event]], work: Sequence[Event], total: float) -> list[str]:
     """Describe each range: its host time and, with a GPU, the time of the GPU work launched in it. Backward launches
     from another thread, so a launch is assigned to a range by its time only."""
-    launched = sorted((launches[event.correlation], event.duration) for event in work if event.correlation in launches)
+    launched = sorted((event.launched or 0.0, event.duration) for event in work)
     spent = [0.0, *accumulate(duration for _, duration in launched)]  # GPU time of the first n launches
     lines = [f"  {'range':24} {'host ms':>10} {'share':>7}" + (f" {'GPU ms':>10}" if work else "")]
     for name, occurrences in ranges.items():

@@ -2,8 +2,10 @@
 
 import os
 import platform
+import re
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -51,20 +53,15 @@ def device_name(device: torch.device) -> str:
 def dali_version() -> str | None:
     """Return package and version of the installed NVIDIA DALI, for any of its packages."""
     for package in ("nvidia-dali-cuda130", "nvidia-dali-cuda110"):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             return f"{package} {metadata.version(package)}"
-        except metadata.PackageNotFoundError:
-            continue
     return None
 
 
 def read_processors() -> list[dict[str, str]]:
     """Return /proc/cpuinfo's {name: value} of each processor."""
     blocks = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")
-    facts = [
-        {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in block.splitlines())}
-        for block in blocks
-    ]
+    facts = [dict(re.findall(r"^(.*?)\s*: ?(.*)$", block, re.MULTILINE)) for block in blocks]
     return [one for one in facts if "processor" in one]
 
 

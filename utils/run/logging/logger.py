@@ -1,15 +1,15 @@
 """Write a run's log, progress bar, metrics.jsonl and TensorBoard."""
 
 import json
-import logging
 import os
-import random
+import shutil
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,23 +25,7 @@ from utils.timing.clock import Clock
 from utils.training.metrics.confusion import worst_classes
 
 UNWRITABLE = "the run's log cannot be written"
-
-logger = logging.getLogger("train")
-
-
-class _LogFile(logging.FileHandler):
-    """train.log; raises write errors, which logging would print and ignore."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        raise  # noqa: PLE0704 - called while the error is handled
-
-
-class _Screen(logging.StreamHandler[TextIO]):
-    """The standard output, dropped once nobody reads it, as after `| head`."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not (isinstance(sys.exc_info()[1], BrokenPipeError) and reader_is_gone(self.stream)):
-            super().handleError(record)
+REDRAW_SECONDS, BAR_WIDTH, CLEAR_LINE = 0.1, 30, "\x1b[K"
 
 
 class RunLogger(AbstractContextManager["RunLogger"]):
@@ -55,14 +39,14 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self, folder: Path, *, enabled: bool, to_screen: bool, to_tensorboard: bool, to: Sequence[str] = ()
     ) -> None:
         self.folder, self.enabled, self.to = folder, enabled, to
+        self.to_screen, self.to_tensorboard = to_screen, to_tensorboard
         self.clock = Clock()
         self.trackers: list[Tracker] = []
-        self.to_screen, self.to_tensorboard = to_screen, to_tensorboard
         self.board: TensorBoardWriter | None = None
-        self.progress: Any = None
-        self._task: Any = None
-        self._metrics: Any = None
-        self._handlers: list[logging.Handler] = []
+        self.has_bar = False
+        self._loop, self._info, self._left, self._drawn = ("", 0), "", "", 0.0  # of the progress bar
+        self._metrics: TextIO | None = None
+        self._log_file: TextIO | None = None
 
     def open(self, *, epoch: int, step: int, clock: Clock | None = None) -> "RunLogger":
         """Start recording after `epoch` and `step`; each record gets the times of `clock`."""
@@ -71,39 +55,13 @@ class RunLogger(AbstractContextManager["RunLogger"]):
             return self
         if self.to_tensorboard:
             self.board = TensorBoardWriter(self.folder / "tb_logs", epoch=epoch, step=step)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
         with name_file_in_error(self.folder, UNWRITABLE):
-            self._add_handler(_LogFile(self.folder / "train.log", encoding="utf-8"))
+            self._log_file = (self.folder / "train.log").open("a", encoding="utf-8")
             self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
         # Open MPI gives each rank a pseudo-terminal, so a bar could flood a pipe or a file
         if self.to_screen and sys.stdout.isatty() and OPEN_MPI.world_size not in os.environ:
-            self._start_progress()
-        elif self.to_screen:
-            self._add_handler(_Screen(sys.stdout))
+            self.has_bar = True
         return self
-
-    def _add_handler(self, handler: logging.Handler) -> None:
-        handler.setFormatter(logging.Formatter("%(asctime)s - %(levelname)s - %(message)s"))
-        logger.addHandler(handler)
-        self._handlers.append(handler)
-
-    def _start_progress(self) -> None:
-        # rich numbers links with Python's global generator, whose state is in checkpoints: version 14 when it is
-        # imported, earlier versions at any time
-        state = random.getstate()
-        import rich.style
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        random.setstate(state)
-        if hasattr(rich.style, "randint"):
-            rich.style.randint = random.Random().randint
-        # TextColumn: plain strings in the bar would lose their markup through `_print`, too
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
-        texts = (TextColumn("{task.fields[left]}"), TextColumn("{task.fields[info]}"))
-        self.progress = Progress(*columns, *texts, transient=True, expand=True)
-        self._task = self.progress.add_task("", total=None, left="", info="")
-        self.progress.start()
 
     def say(self, message: str) -> None:
         """Write a line to the log and the screen."""
@@ -111,29 +69,40 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self._print(message)
 
     def start_bar(self, description: str, total: int, done: int = 0) -> None:
-        """Reuse the progress bar for the next loop over batches."""
-        if self.progress is not None:
-            left = self.progress.tasks[self._task].fields["left"]  # the whole run's time left: keep it
-            self.progress.reset(self._task, description=description, total=total, completed=done, info="", left=left)
+        """Reuse the progress bar for the next loop over `total` batches."""
+        self._loop, self._info = (description, total), ""
+        self.advance_bar(done)
 
     def advance_bar(self, done: int) -> None:
-        self._update_bar(completed=done)
+        if self.has_bar and time.monotonic() - self._drawn > REDRAW_SECONDS:
+            description, total = self._loop
+            bar = "#" * (BAR_WIDTH * done // max(1, total))
+            line = f"{description} [{bar:.<{BAR_WIDTH}}] {done}/{total}{self._left}{self._info}"
+            self._write_screen(f"\r{CLEAR_LINE}{line[: shutil.get_terminal_size().columns - 1]}")
+            self._drawn = time.monotonic()
 
-    def _update_bar(self, **fields: Any) -> None:
-        if self.progress is not None:
-            self.progress.update(self._task, **fields)
+    def _write_screen(self, text: str) -> None:
+        try:
+            print(text, end="", flush=True)
+        except (OSError, UnicodeError):  # a full disk, another encoding: train.log has the line
+            reader_is_gone(sys.stdout)  # as after `| head`: the rest of the output is dropped
 
-    def _log(self, message: str) -> None:
-        if self.enabled:
-            with name_file_in_error(self.folder, UNWRITABLE):
-                logger.info(message)
+    def _log(self, message: str, level: str = "INFO", *, to_screen: bool = True) -> None:
+        """Write a line with time and level to train.log and, unless there is a progress bar, the screen."""
+        if self._log_file is None:
+            return
+        line = f"{datetime.now():%Y-%m-%d %H:%M:%S,%f}"[:-3] + f" - {level} - {message}\n"
+        with name_file_in_error(self.folder, UNWRITABLE):
+            self._log_file.write(line)
+            self._log_file.flush()
+        if self.to_screen and to_screen and not self.has_bar:
+            self._write_screen(line)
 
     def _print(self, message: str, more: str = "") -> None:
         """Print a line above the progress bar, if there is one; `more` goes to a second line if it does not fit."""
-        if self.progress is not None:
-            console = self.progress.console
-            gap = "\n" + " " * len("epoch 123") if more and len(message + more) > console.width else ""
-            console.print(message + gap + more, highlight=False, markup=False, soft_wrap=True)
+        if self.has_bar:
+            gap = "\n" + " " * len("epoch 123") if len(message + more) > shutil.get_terminal_size().columns else ""
+            self._write_screen(f"\r{CLEAR_LINE}{message}{gap if more else ''}{more}\n")
 
     def log_start(self, epoch: int, batch: int, step: int, resumed_from: Path | None, world_size: int) -> None:
         """Record that the run starts, or resumes from a checkpoint, at this position."""
@@ -155,11 +124,11 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         images: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Record a log point within an epoch, with the tutorial's line. `values`: loss, learning_rate, images_per_sec,
-        ...; `left`: seconds to the end of the run, if known; `images`: an augmented batch to show, if any."""
+        ...; `left`: seconds to the end of the run, if known; `images`: the batch as it was trained."""
         rate, loss, remaining = significant(values["images_per_sec"]), values["loss"], time_left(left)
         self._log(f"Epoch: {epoch}, Iteration: {iteration}, Avg img/sec: {rate}")
         self._log(f"step {step}  loss {loss:.4f}  lr {significant(values['learning_rate'])}{remaining}")
-        self._update_bar(info=f"loss {loss:.3f}  {rate} images/s", left=remaining.strip())
+        self._info, self._left = f"  loss {loss:.3f}  {rate} images/s", remaining
         self._record("step", epoch=epoch, step=step, **values)
         if images is not None:
             self._show(lambda board: board.add_images(images))
@@ -177,7 +146,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         pace = f"  lr {significant(rate, 3)}  {speed} images/s  {seconds} s{remaining}"
         self._log(result + pace)
         self._print(result, pace)
-        self._update_bar(left=remaining.strip())
+        self._left = remaining
         self._record("epoch", epoch=epoch, step=step, **values)
 
     def log_end(
@@ -224,20 +193,19 @@ class RunLogger(AbstractContextManager["RunLogger"]):
                 add(self.board)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self.progress is not None:
-            self.progress.stop()
-        if self.enabled and error is not None:
+        if self.has_bar:
+            self._write_screen(f"\r{CLEAR_LINE}")
+        if error is not None:
             self._log_error(error)
         for tracker in self.trackers:
             tracker.close(failed=error is not None)
-        with suppress(ExpectedError):
+        with suppress(ExpectedError):  # the error was raised by the write that failed
             self._log_tracker_errors()
-        for file in (self._metrics, self.board, *self._handlers):
+        for file in (self._metrics, self.board, self._log_file):
             if file is not None:
-                with suppress(OSError):  # the error was raised by the write that failed
+                with suppress(OSError):
                     file.close()
-        for handler in self._handlers:
-            logger.removeHandler(handler)
+        self._log_file = self._metrics = self.board = None
 
     def _log_error(self, error: BaseException) -> None:
         """Write to train.log only, as main() prints the error: how the run ended, with a traceback if unexpected."""
@@ -245,12 +213,10 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         reason = f"{type(error).__name__}: {error}"
         with suppress(ExpectedError):
             self._record("stop", step=self.clock.step, time=time.time(), status=status, reason=reason)
-        expected = isinstance(error, ExpectedError | KeyboardInterrupt)
-        level = logging.INFO if isinstance(error, Stopped) else logging.ERROR
-        trace = None if expected else (type(error), error, error.__traceback__)
-        record = logger.makeRecord(logger.name, level, __file__, 0, f"ended by {reason}", (), trace)
-        with suppress(OSError):
-            self._handlers[0].handle(record)
+        if not isinstance(error, ExpectedError | KeyboardInterrupt):
+            reason += "\n" + "".join(traceback.format_exception(error)).rstrip()
+        with suppress(ExpectedError):
+            self._log(f"ended by {reason}", "INFO" if isinstance(error, Stopped) else "ERROR", to_screen=False)
 
 
 def significant(number: float, digits: int = 4) -> str:

@@ -12,7 +12,7 @@ again from the files, as it does from metrics.jsonl.
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -35,20 +35,16 @@ LAYOUT = {
         "accuracy by second": ["Multiline", ["by_second/acc1_valid"]],
         "learning rate by epoch": ["Multiline", ["learning_rate"]],
     },
-    "Speed, by step": {
-        "images per second": ["Multiline", ["step/images_per_sec"]],
-        "fraction of the time waiting for input": ["Multiline", ["step/data_wait"]],
-        "memory, GB": ["Multiline", ["step/memory_gb"]],
-        "model TFLOP/s": ["Multiline", ["step/model_tflops"]],
-        "MFU, fraction of the peak": ["Multiline", ["step/mfu"]],
+    "Speed and GPU of the main process, by step": {
+        title: ["Multiline", [f"step/{name}"]]
+        for title, name in (
+            ("images per second", "images_per_sec"), ("fraction of the time waiting for input", "data_wait"),
+            ("memory, GB", "memory_gb"), ("model TFLOP/s", "model_tflops"), ("MFU, fraction of the peak", "mfu"),
+            ("power, W", "gpu_power_w"), ("temperature, °C", "gpu_temperature_c"), ("clock, MHz", "gpu_clock_mhz"),
+            ("memory in use, GB", "gpu_memory_gb"),
+        )
     },
-    "GPU of the main process, by step": {
-        "power, W": ["Multiline", ["step/gpu_power_w"]],
-        "temperature, °C": ["Multiline", ["step/gpu_temperature_c"]],
-        "clock, MHz": ["Multiline", ["step/gpu_clock_mhz"]],
-        "memory in use, GB": ["Multiline", ["step/gpu_memory_gb"]],
-    },
-}
+}  # fmt: skip
 # the first columns of the HParams tab: four settings, and as one text all others that differ from `default`; its name
 # comes first in the alphabet
 CHANGES = "also changed"
@@ -57,6 +53,7 @@ RESULTS = (
     "best_acc1", "best_epoch", "last_acc1", "last_loss", "seconds", "images_per_sec", "test_acc1", "test_loss",
 )  # fmt: skip
 MATRIX_PIXELS = 600
+PICTURE_IMAGES = 64
 CODE = " " * 4  # indents a Markdown code block, which TensorBoard shows verbatim
 
 
@@ -66,6 +63,7 @@ class TensorBoardWriter:
     def __init__(self, folder: Path, *, epoch: int, step: int) -> None:
         self.folder, self._epoch, self._step = folder, epoch, step
         self._opened: Any = None
+        self._has_images = False
 
     @property
     def _writer(self) -> Any:
@@ -84,11 +82,17 @@ class TensorBoardWriter:
         SummaryWriter(purge_step=...) cannot do this: it hides all tags from one step on, and here some count optimizer
         steps, some epochs and some seconds. A file holds the events of one process in order, so everything after an
         outdated event is outdated, too. Nobody can read beyond a damaged event: that part stays."""
+        from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+        from tensorboard.compat.proto.event_pb2 import Event
+
         for path in self.folder.glob("events.out.tfevents.*"):
-            for position, event in _read_events(path):
+            position = 0
+            for content in RawEventFileLoader(str(path)).Load():
+                event = Event.FromString(content)
                 if any(self._is_outdated(value.tag, event.step) for value in event.summary.value):
                     os.truncate(path, position)
                     break
+                position += 16 + len(content)  # length (8 bytes) with checksum (4), content with checksum (4)
 
     def _is_outdated(self, tag: str, step: int) -> bool:
         if tag.startswith(STEP_TAGS):
@@ -98,22 +102,18 @@ class TensorBoardWriter:
     def record(self, record: Record) -> None:
         """Write a log point by step; an epoch by epoch, under the tutorial's tags, and by the second of training at
         which it ended; the end of the run as the metrics of its row in the HParams tab."""
-        values = numbers(record)
-        if record["kind"] == "step":
-            self._add_scalars(values, record["step"])
-        elif record["kind"] == "epoch":
-            by_epoch = {tag: values[tag] for tag in (*EPOCH_TAGS, *SCALING_TAGS) if tag in values}
-            self._add_scalars(by_epoch, record["epoch"])
-            by_second = {tag: values[name] for name, tag in SECOND_TAGS.items() if name in values}
-            self._add_scalars(by_second, round(record["seconds"]))
+        kind = record["kind"]
+        if kind not in ("step", "epoch", "end"):
+            return
+        for tag, value in numbers(record).items():
+            if kind != "epoch" or tag in (*EPOCH_TAGS, *SCALING_TAGS):
+                self._writer.add_scalar(tag, value, record["step" if kind == "step" else "epoch"])
+            if kind == "epoch" and tag in SECOND_TAGS:
+                self._writer.add_scalar(SECOND_TAGS[tag], value, round(record["seconds"]))
+        if kind == "epoch":
             self._writer.flush()
-        elif record["kind"] == "end":
-            self._add_scalars(values, record["epoch"])
+        elif kind == "end":
             self._writer.file_writer.add_summary(self._hparams({})[2])
-
-    def _add_scalars(self, values: Mapping[str, float], position: int) -> None:
-        for tag, value in values.items():
-            self._writer.add_scalar(tag, value, position)
 
     def describe(self, config: BaseConfig, config_name: str, environment: Mapping[str, Any]) -> None:
         writer, step = self._writer, self._epoch + 1
@@ -139,18 +139,21 @@ class TensorBoardWriter:
         return columns, start, end
 
     def add_images(self, images: Tensor) -> None:
-        """Write a grid of an augmented batch, normalised [N, 3, H, W].
+        """Write a grid of the first batch of this process, as it was trained: normalised [N, 3, H, W].
 
         Each channel is stretched to [0, 1]. As nearly every batch has black borders and some white, this undoes the
         normalisation without knowing mean and standard deviation.
         """
+        if self._has_images:
+            return
         from torchvision.utils import make_grid
 
-        images = images.float().cpu()
+        images = images[:PICTURE_IMAGES].float().cpu()
         low, high = images.amin((0, 2, 3), keepdim=True), images.amax((0, 2, 3), keepdim=True)
         grid = make_grid((images - low) / (high - low).clamp(min=1e-6), nrow=8, padding=1, pad_value=1.0)
         grid = grid.repeat_interleave(3, 1).repeat_interleave(3, 2)  # TensorBoard blurs small pictures
         self._writer.add_image("augmented batch", grid, self._epoch + 1)
+        self._has_images = True
 
     def add_classes(self, counts: Tensor, names: Sequence[str], epoch: int) -> None:
         """Write the confusion matrix [true, predicted] as a picture, and the worst classes as a table."""
@@ -167,23 +170,8 @@ class TensorBoardWriter:
 
 def numbers(record: Record) -> dict[str, float]:
     """Return a record's numbers by their tags: step/... for a log point, result/... for the end."""
-    prefix = {"step": "step/", "end": "result/"}.get(record["kind"], "")
-    return {
-        prefix + name: value
-        for name, value in record.items()
-        if isinstance(value, int | float) and name not in ("step", "epoch")
-    }
-
-
-def _read_events(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (position in bytes, event) of a file of TFRecords, up to its end or a damaged event."""
-    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    position = 0
-    for content in RawEventFileLoader(str(path)).Load():
-        yield position, Event.FromString(content)
-        position += 16 + len(content)  # length (8 bytes) with checksum (4), content with checksum (4)
+    prefix, words = {"step": "step/", "end": "result/"}.get(record["kind"], ""), ("step", "epoch")
+    return {prefix + key: value for key, value in record.items() if isinstance(value, int | float) and key not in words}
 
 
 def _hide_write_errors(raised: threading.ExceptHookArgs) -> None:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from utils.training.checks.fingerprints import WORKING_BYTES
 from utils.training.config import TrainingConfig
 from utils.training.learner import Learner
-from utils.training.optimizers.schedule import Schedule
 from utils.training.precision import MasterWeights, Precision
 
 PROBE_IMAGES = 4
@@ -34,7 +33,10 @@ def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: st
         *([f"  snapshot for verify_every_steps {_gigabytes(snapshot)}"] if snapshot else []),
         f"learning rate    schedule {config.lr_schedule}",
     ]
-    lines += [f"  step {step:>8,}  {config.peak_lr * schedule.factor(step):.6g}" for step in _turning_points(schedule)]
+    turns = (schedule.warmup_steps, *schedule.milestone_steps, schedule.total_steps)
+    for step in sorted({0} | {turn - before for turn in turns for before in (1, 0) if before <= turn}):
+        if step < schedule.total_steps:
+            lines.append(f"  step {step:>8,}  {config.peak_lr * schedule.factor(step):.6g}")
     if config.lr_schedule == "plateau":
         patience = config.lr_plateau_patience + 1
         lines.append(f"  then x {config.lr_decay_factor:g} after {patience} epochs without a better validation loss")
@@ -42,62 +44,39 @@ def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: st
 
 
 def state_bytes(config: TrainingConfig, weights: MasterWeights) -> int:
-    """Bytes kept from step to step: weights, gradients, the optimizer's moments, the moving average."""
+    """Return the bytes kept from step to step: weights, gradients, the optimizer's moments, the moving average."""
     # half-precision weights and master weights have gradients at the same time
-    return _updated_bytes(config, weights) + _bytes({*weights.model.parameters(), *weights.parameters()})
+    updated, kept = weights.parameters(), {*weights.model.parameters(), *weights.parameters()}
+    # AdamW keeps mean and square of the gradients; Muon too except for convolutions, so 2 is its upper bound
+    moments = {"sgd": int(config.momentum > 0), "lars": 1}.get(config.optimizer, 2)
+    average = _bytes(weights.model.state_dict().values()) if config.ema_decay is not None else 0
+    return 2 * _bytes(kept) + moments * _bytes(updated) + average
 
 
 def snapshot_bytes(
     config: TrainingConfig, weights: MasterWeights, rank_batch_size: int, image_shape: tuple[int, int, int]
 ) -> int:
-    """Bytes that `verify_every_steps` takes on the device for the state before the step, the batch and fingerprints; 0
-    if it is null."""
+    """Return the bytes of `verify_every_steps` for the state before the step, the batch and fingerprints; 0 if null."""
     if config.verify_every_steps is None:
         return 0
+    gradients = _bytes({*weights.model.parameters(), *weights.parameters()})
     batch = rank_batch_size * (math.prod(image_shape) * 4 + 8)  # float32 images, int64 labels
-    return _updated_bytes(config, weights) + _bytes(weights.model.buffers()) + batch + WORKING_BYTES
-
-
-def _updated_bytes(config: TrainingConfig, weights: MasterWeights) -> int:
-    """Bytes of weights, the optimizer's moments and the moving average."""
-    # AdamW and LAMB keep mean and square of the gradients; Muon too except for convolutions, so 2 is its upper bound.
-    # LARS keeps a momentum, SGD only if momentum is not 0.
-    moments = {"adamw": 2, "lamb": 2, "lars": 1, "muon": 2}.get(config.optimizer, int(config.momentum > 0))
-    updated = weights.parameters()
-    average = _bytes(weights.model.state_dict().values()) if config.ema_decay is not None else 0
-    return _bytes({*weights.model.parameters(), *updated}) + moments * _bytes(updated) + average
+    return state_bytes(config, weights) - gradients + _bytes(weights.model.buffers()) + batch + WORKING_BYTES
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
-def _turning_points(schedule: Schedule) -> list[int]:
-    """Steps at which the learning rate starts, turns and ends."""
-    points = {0, schedule.warmup_steps - 1, schedule.warmup_steps, schedule.total_steps - 1}
-    turns = [*schedule.milestone_steps]
-    if 1 < schedule.warmup_stride < schedule.warmup_steps:
-        turns.append(schedule.warmup_stride)
-    points |= {step - before for step in turns for before in (0, 1)}
-    return sorted(step for step in points if 0 <= step < schedule.total_steps)
+def _gigabytes(number: float) -> str:
+    return f"{number / 1e9:.2f} GB"
 
 
 def activation_bytes_per_image(
     model: nn.Module, criterion: nn.Module, precision: Precision, image_shape: tuple[int, int, int]
 ) -> int:
-    """Bytes that autograd keeps for the backward pass of one image: the difference between two batch sizes, since
-    autocast keeps half-precision weights once per batch."""
-    small, large = (
-        _activation_bytes(model, criterion, precision, (num_images, *image_shape))
-        for num_images in (PROBE_IMAGES, 2 * PROBE_IMAGES)
-    )
-    return (large - small) // PROBE_IMAGES
-
-
-def _activation_bytes(
-    model: nn.Module, criterion: nn.Module, precision: Precision, shape: tuple[int, int, int, int]
-) -> int:
-    """Bytes that autograd keeps for the backward pass of a batch of images [N, C, H, W]."""
+    """Return the bytes that autograd keeps for the backward pass of one image [C, H, W]: the difference between two
+    batch sizes, since autocast keeps half-precision weights once per batch."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -107,17 +86,15 @@ def _activation_bytes(
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    device = next(model.parameters()).device
-    images = torch.zeros(shape, device=device)
-    labels = torch.zeros(shape[0], dtype=torch.int64, device=device)
+    device, totals = next(model.parameters()).device, []
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.train()
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        loss = criterion(precision.forward(model, images), labels)
-    del loss
+    for number in (PROBE_IMAGES, 2 * PROBE_IMAGES):
+        labels = torch.zeros(number, dtype=torch.int64, device=device)
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            loss = criterion(precision.forward(model, torch.zeros(number, *image_shape, device=device)), labels)
+        totals.append(sum(kept.values()))
+        del loss
+        kept.clear()
     model.load_state_dict(buffers, strict=False)
-    return sum(kept.values())
-
-
-def _gigabytes(number: float) -> str:
-    return f"{number / 1e9:.2f} GB"
+    return (totals[1] - totals[0]) // PROBE_IMAGES

@@ -1,8 +1,7 @@
 """Find slow ranks and slow input; the host waits for the device only at log points.
 
 DDP's all-reduce makes every rank's step equally long, so a slow rank shows only in the time before the first collective
-(https://github.com/pytorch/pytorch/issues/71303). A CUDA graph replays without Python and so cannot be timed: with
-graphs no rank is named, and `tools.doctor` finds slow ones.
+(https://github.com/pytorch/pytorch/issues/71303). CUDA graphs cannot be timed: with them no rank is named.
 """
 
 import resource
@@ -22,7 +21,6 @@ from utils.timing.clock import LOOP, Clock
 SLOW_FACTOR = 1.15  # a rank is slow above this many times the median of the other ranks
 MAX_INPUT_WAIT = 0.10  # fraction of an epoch's time
 SLOW_WINDOWS = 5  # a rank is named if it was slow in each of the last windows
-SAMPLE_IMAGES = 64
 
 
 class StepWatch:
@@ -30,8 +28,7 @@ class StepWatch:
 
     def __init__(self, model: nn.Module, world: World, clock: Clock) -> None:
         self.world, self.clock = world, clock
-        self.step_timer = _StepTimer(world.device)
-        self._sample: Tensor | None = None
+        self._spans: list[list[Any]] = []  # of each step since the last log point: start, last gradient
         self._windows: list[float] = []  # seconds per step between two log points, up to the last gradient
         self._history: list[list[float]] = []  # [log point][rank], over epochs
         self._reported: set[str] = set()
@@ -39,104 +36,94 @@ class StepWatch:
         self._window = self._epoch = self._times()  # at their beginning
         # The first layer's gradient comes last; its hook runs before DDP waits for the other ranks.
         first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
-        first.register_post_accumulate_grad_hook(lambda parameter: self.step_timer.last_gradient())
+        first.register_post_accumulate_grad_hook(lambda parameter: self._end_span())
 
     def batches(self, loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the loader's batches, and time the wait for each."""
         self._window = self._epoch = self._times()
-        self.step_timer.clear()
+        self._spans = []
         iterator = iter(loader)
         while True:
-            self.step_timer.start_step()
+            self._spans.append([self._now()])
             with self.clock.during("input"):
                 batch = next(iterator, None)
             if batch is None:
                 return
-            images, labels = batch
-            if self._first and self._sample is None:
-                self._sample = images[:SAMPLE_IMAGES].clone()
-            yield images, labels
+            yield batch
 
     def _times(self) -> tuple[float, float]:
         """Return the seconds so far of waiting for input, and of the loop over training batches."""
         return self.clock.seconds("input"), self.clock.seconds(*LOOP)
 
-    def take_sample(self) -> Tensor | None:
-        """Return images of the process's first batch at the first call, then None."""
-        sample, self._sample = self._sample, None
-        return sample
+    def _waited(self, since: tuple[float, float]) -> float:
+        """Return the fraction of the loop's time in which the host waited for input."""
+        waited, total = (now - then for now, then in zip(self._times(), since, strict=True))
+        return waited / total if total else 0.0
+
+    def _now(self) -> Any:
+        """Return the time: the host's in seconds, or on a GPU an event in its queue, read at the log point."""
+        if self.world.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _end_span(self) -> None:
+        """Take the time of the last gradient: with several micro-batches that of the last call."""
+        if self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # a captured step replays without Python: nothing to time
+        if self._spans:
+            self._spans[-1][1:] = [self._now()]
 
     def close_window(self) -> dict[str, float]:
         """Return {"data_wait" (fraction of the window), "memory_gb"} and start the next window. Call when the device
         has finished its work."""
-        seconds_per_step, now = self.step_timer.seconds_per_step(), self._times()
-        waited, self._window = fraction_waited(self._window, now), now
+        cuda, spans = self.world.device.type == "cuda", [span for span in self._spans if span[1:]]
+        seconds = [start.elapsed_time(end) / 1e3 if cuda else end - start for start, end in spans]
+        waited, self._window, self._spans = self._waited(self._window), self._times(), []
         if self._first:  # the process's first window includes the start of workers and the choice of algorithms
-            self._epoch, self._first = now, False
+            self._epoch, self._first = self._window, False
         else:
-            self._windows.append(seconds_per_step)
+            self._windows.append(sum(seconds) / max(1, len(seconds)))
         return {"data_wait": waited, "memory_gb": peak_memory(self.world.device) / 1e9}
 
-    def remarks(self, remedy: str) -> list[str]:
+    def remarks(self) -> list[str]:
         """Collective, at the end of an epoch: return remarks for the log, each only once."""
-        waited = 0.0 if self._first else fraction_waited(self._epoch, self._times())
+        waited = 0.0 if self._first else self._waited(self._epoch)
         ranks = self.world.all_gather((socket.gethostname(), self._windows, waited))
         self._windows = []
-        remarks = self._remark_on_input([waited for *_, waited in ranks], remedy)
         self._history += [list(row) for row in zip(*(windows for _, windows, _ in ranks), strict=False)]
         self._history = self._history[-SLOW_WINDOWS:]
+        waits = [waited for *_, waited in ranks]
+        worst = waits.index(max(waits))
+        found = {}
+        if waits[worst] > MAX_INPUT_WAIT:
+            of_rank = f" of rank {worst}" if len(waits) > 1 else ""
+            found["input"] = (
+                f"Waiting for input takes {waits[worst]:.0%} of the time{of_rank}; try more num_data_workers, or find "
+                f"the fastest data_loader here with: {command('bench')} loaders"
+            )
         for rank, factor in slow_ranks(self._history):
-            if f"rank {rank}" not in self._reported:
-                self._reported.add(f"rank {rank}")
-                remarks.append(
-                    f"Rank {rank} on {ranks[rank][0]} is slow: it needs {factor:.2f} times the median of the others "
-                    f"before each all-reduce; check its node with: {command('doctor')} --nodes"
-                )
-        return remarks
-
-    def _remark_on_input(self, waits: list[float], remedy: str) -> list[str]:
-        worst = max(range(len(waits)), key=lambda rank: waits[rank])
-        if waits[worst] <= MAX_INPUT_WAIT or "input" in self._reported:
-            return []
-        self._reported.add("input")
-        of_rank = f" of rank {worst}" if len(waits) > 1 else ""
-        return [f"Waiting for input takes {waits[worst]:.0%} of the time{of_rank}; {remedy}"]
+            found[f"rank {rank}"] = (
+                f"Rank {rank} on {ranks[rank][0]} is slow: it needs {factor:.2f} times the median of the others "
+                f"before each all-reduce; check its node with: {command('doctor')} --nodes"
+            )
+        new = [remark for name, remark in found.items() if name not in self._reported]
+        self._reported |= found.keys()
+        return new
 
 
-def fraction_waited(began: tuple[float, float], now: tuple[float, float]) -> float:
-    """Return the fraction of the loop's time between two times in which the host waited for input."""
-    total = now[1] - began[1]
-    return (now[0] - began[0]) / total if total else 0.0
-
-
-def slow_ranks(windows: list[list[float]]) -> list[tuple[int, float]]:
-    """Ranks that took more than SLOW_FACTOR times the median of the other ranks in each of SLOW_WINDOWS windows, with
-    the median of that factor. `windows[i][rank]`: seconds per step."""
-    if len(windows) < SLOW_WINDOWS or len(windows[0]) < 2:
-        return []
-    factors = []
-    for row in windows:
-        others = medians_of_others(row)
-        factors.append([seconds / other if other else 1.0 for seconds, other in zip(row, others, strict=True)])
-    return [
-        (rank, statistics.median(column))
-        for rank, column in enumerate(zip(*factors, strict=True))
-        if min(column) > SLOW_FACTOR
-    ]
-
-
-def medians_of_others(values: Sequence[float]) -> list[float]:
-    """For each of at least two values, the median of the others. Two values are compared with each other; the median
-    of both would hide half of their difference."""
-    order = sorted(values)
-    return [statistics.median(order[:rank] + order[rank + 1 :]) for rank in map(order.index, values)]
-
-
-def input_remedy(data_loader: str, num_workers: int) -> str:
-    """Return the remedy for a run that waits for its loader."""
-    if data_loader == "torchvision":
-        return f"try more num_data_workers (now {num_workers} per rank) or data_loader=device"
-    return f"find the fastest data_loader here with: {command('bench')} loaders"
+def slow_ranks(windows: Sequence[list[float]]) -> list[tuple[int, float]]:
+    """Return the ranks that took more than SLOW_FACTOR times the median of the other ranks in each of SLOW_WINDOWS
+    windows, with the median of that factor. `windows[i][rank]`: seconds per step."""
+    found = []
+    for rank in range(len(windows[0]) if len(windows) >= SLOW_WINDOWS and len(windows[0]) > 1 else 0):
+        # without the rank itself: the median of two would hide half of their difference
+        others = [statistics.median(row[:rank] + row[rank + 1 :]) for row in windows]
+        factors = [row[rank] / other if other else 1.0 for row, other in zip(windows, others, strict=True)]
+        if min(factors) > SLOW_FACTOR:
+            found.append((rank, statistics.median(factors)))
+    return found
 
 
 def peak_memory(device: torch.device) -> int:
@@ -144,45 +131,3 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-class _StepTimer:
-    """Time of steps from their start to their last gradient: the host's clock on a CPU, events on a GPU, which are read
-    at the log point, when the device has finished its work."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.clear()
-
-    def clear(self) -> None:
-        self.steps: list[tuple[Any, Any]] = []  # start and end, in seconds or as events
-        self.start, self.end = None, None
-
-    def start_step(self) -> None:
-        self._finish_step()
-        self.start = self._now()
-
-    def last_gradient(self) -> None:
-        """Take the time of the last gradient; with several micro-batches the last call counts."""
-        if self.cuda and torch.cuda.is_current_stream_capturing():
-            return  # a captured step replays without Python: nothing to time
-        self.end = self._now()
-
-    def seconds_per_step(self) -> float:
-        """Return the mean since the last call, 0 if nothing was timed."""
-        self._finish_step()
-        seconds = [start.elapsed_time(end) / 1e3 if self.cuda else end - start for start, end in self.steps]
-        self.steps = []
-        return sum(seconds) / len(seconds) if seconds else 0.0
-
-    def _finish_step(self) -> None:
-        if self.end is not None:
-            self.steps.append((self.start, self.end))
-        self.end = None
-
-    def _now(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

@@ -44,18 +44,16 @@ class Throughput:
 
     def counted(self) -> tuple[int, float]:
         """Return images and seconds over all starts of the run."""
-        images, seconds = self.earlier
-        windows = self.windows[self._windows_left_out() :]
-        return images + sum(images for images, _ in windows), seconds + sum(seconds for _, seconds in windows)
+        windows = [self.earlier, *self.windows[self._skipped() :]]
+        return sum(images for images, _ in windows), sum(seconds for _, seconds in windows)
 
     def of_epoch(self) -> float:
         """Return images per second of the epoch's closed windows; of the run if there is none."""
-        first = self._first or self._windows_left_out()
-        windows = self.windows[first:]
+        windows = self.windows[self._first or self._skipped() :]
         seconds = sum(seconds for _, seconds in windows)
         return sum(images for images, _ in windows) / seconds if seconds else self.overall()
 
-    def _windows_left_out(self) -> int:
+    def _skipped(self) -> int:
         """Return how many of the process's first windows do not count."""
         return 1 if self.earlier[0] or len(self.windows) > 1 else 0
 
