@@ -3,7 +3,7 @@
 import json
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -73,14 +73,12 @@ def _flops(learner: Learner, image_shape: Sequence[int], size: int | None) -> fl
 
 def read_gpu(device: torch.device) -> dict[str, float]:
     """Return what a GPU reports now, of these values; {} on a CPU. All need the package nvidia-ml-py."""
-    values = dict[str, float]()
-    readings: dict[str, tuple[Callable[[torch.device], float], float]] = {
-        "gpu_power_w": (torch.cuda.power_draw, 1e-3),
-        "gpu_temperature_c": (torch.cuda.temperature, 1.0),
-        "gpu_clock_mhz": (torch.cuda.clock_rate, 1.0),
-        "gpu_memory_gb": (torch.cuda.device_memory_used, 1e-9),
-    }
-    for name, (read, unit) in readings.items() if device.type == "cuda" else ():
+    values, cuda = dict[str, float](), torch.cuda
+    readings = (
+        ("gpu_power_w", cuda.power_draw, 1e-3), ("gpu_temperature_c", cuda.temperature, 1.0),
+        ("gpu_clock_mhz", cuda.clock_rate, 1.0), ("gpu_memory_gb", cuda.device_memory_used, 1e-9),
+    )  # fmt: skip
+    for name, read, unit in readings if device.type == "cuda" else ():
         with suppress(Exception):  # NVML's errors: not supported or not permitted; its module may be missing
             values[name] = read(device) * unit
     return values

@@ -70,7 +70,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
 
     def start_bar(self, description: str, total: int, done: int = 0) -> None:
         """Reuse the progress bar for the next loop over `total` batches."""
-        self._loop, self._info = (description, total), ""
+        self._loop, self._info, self._drawn = (description, total), "", 0.0
         self.advance_bar(done)
 
     def advance_bar(self, done: int) -> None:

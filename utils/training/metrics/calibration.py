@@ -57,14 +57,9 @@ class Calibration:
     def collect(self, world: World) -> list[Bin]:
         """Collective: return the bins over all ranks."""
         rows = world.all_reduce(self.sums.clone()).tolist()
+        bins = len(rows)
         return [
-            Bin(
-                low=number / len(rows),
-                high=(number + 1) / len(rows),
-                images=int(images),
-                confidence=confidence / max(images, 1.0),
-                accuracy=correct / max(images, 1.0),
-            )
+            Bin(number / bins, (number + 1) / bins, int(images), confidence / max(images, 1), correct / max(images, 1))
             for number, (images, correct, confidence) in enumerate(rows)
         ]
 
