@@ -50,9 +50,9 @@ class Run:
 SHAPES = {"dataset": "shapes", "num_classes": 10, "data_loader": "device", "model": "resnet8"}
 SHORT = {"limit_train_batches": 10, "limit_valid_batches": 4, "max_epochs": 3, "log_freq": 4, "enable_amp": False}
 ONEDNN = {"fuse_norm_relu": False, "conv_weight_products": False, "conv_winograd": False}
-SMALL_IMAGES = {"progressive_image_sizes": [16, 24], "progressive_image_shares": [0.35, 0.7]}
+SMALL_IMAGES = {"progressive_image_sizes": [[16, 0.35], [24, 0.7]]}
 SMALL_IMAGES |= {"optimizer": "muon", "lr": 0.03, "momentum": 0.95, "nesterov": True, "weight_decay": 0.05}
-SMALL_IMAGES |= {"label_smoothing": 0.1, "enable_alternating_flip": True, "test_time_flip": True, "test_time_shift": 1}
+SMALL_IMAGES |= {"label_smoothing": 0.1, "rnd_horizontal_flip": "alternating", "test_time_views": 6}
 SMALL_IMAGES |= {"validate_every_epochs": 7, "lr_schedule": "onecycle", "lr_warmup_epochs": 3}
 # small, since slow on processors without bf16 instructions
 BF16 = {"amp_dtype": "bf16", "batch_size": 16, "valid_batch_size_per_gpu": 20, "limit_valid_batches": 1}

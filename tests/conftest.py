@@ -67,8 +67,7 @@ RECIPE = {
     "cutmix_alpha": 1.0,
     "cutout_size": 8,
     "ema_decay": 0.9,
-    "progressive_image_sizes": [16],
-    "progressive_image_shares": [0.5],
+    "progressive_image_sizes": [[16, 0.5]],
 }
 
 

@@ -299,7 +299,7 @@ def test_another_model_batch_or_order_is_refused_with_what_differs(tiny, one_ran
 
 def test_a_checkpoint_older_than_a_setting_fits(tiny):
     saved = tiny().model_dump(mode="json")
-    del saved["shard_groups"], saved["test_time_shift"]
+    del saved["shard_groups"], saved["test_time_views"]
     assert check_config_fits(Path("file"), saved, tiny()) == []
     check_same_run(Path("run"), saved, tiny(), epochs_left=True)
 

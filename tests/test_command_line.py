@@ -145,8 +145,8 @@ def test_every_key_is_listed_and_used_where_explain_says(capsys: pytest.CaptureF
         found = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
         if not [line for line in found.stdout.splitlines() if not line.split(":")[0].endswith("config.py")]:
             only_declared.append(key)
-    # the first is read as limit_{train,valid}_batches, the others by peak_lr next to their declaration
-    assert only_declared == ["limit_train_batches", "lr_scale_rule", "lr_reference_batch_size"]
+    # the first is read as limit_{train,valid}_batches, the other by peak_lr next to their declaration
+    assert only_declared == ["limit_train_batches", "lr_scale_rule"]
 
 
 def test_other_programs_names_are_not_keys_but_map_to_keys() -> None:

@@ -53,7 +53,7 @@ def ddp(tiny: Tiny, one_rank: World, compiled: CompileCounter) -> Iterator[Learn
 def test_a_compiled_prediction_equals_the_eager_one(tiny: Tiny, one_rank: World) -> None:
     """Of the moving average in NHWC with all views, before and after other weights are loaded. One graph is compiled,
     and none for the shorter last batch."""
-    config = tiny(ema_decay=0.5, enable_nhwc=True, conv_winograd=False, test_time_flip=True, test_time_shift=2)
+    config = tiny(ema_decay=0.5, enable_nhwc=True, conv_winograd=False, test_time_views=6)
     learners = [build_measured(config, one_rank) for _ in range(2)]
     learners[1].compile(8)
     nhwc = [(images.contiguous(memory_format=torch.channels_last), labels) for images, labels in BATCHES]
@@ -80,7 +80,7 @@ def test_validation_is_compiled_where_the_run_has_enough_of_it(
 
     assert [compiles(max_epochs=epochs) for epochs in (2, 3)] == [False, True]
     assert [compiles(max_epochs=epochs, validate_every_epochs=2) for epochs in (4, 5)] == [False, True]
-    assert [compiles(max_epochs=1, test_time_shift=shift) for shift in (0, 1)] == [False, True]
+    assert [compiles(max_epochs=1, test_time_views=views) for views in (1, 6)] == [False, True]
     assert not compiles(max_epochs=3, enable_compile=False)
 
 
@@ -89,8 +89,7 @@ def test_a_run_compiles_once_for_each_image_size_and_for_validation(
 ) -> None:
     """At the first step of each of ten sizes, two more than Dynamo's own limit, and at the first validation."""
     monkeypatch.setattr(validation, "MIN_COMPILED_IMAGES", 0)
-    sizes, shares = list(range(8, 17)), [epochs / 10 for epochs in range(1, 10)]
-    progressive = {"progressive_image_sizes": sizes, "progressive_image_shares": shares, "max_epochs": 10}
+    progressive = {"progressive_image_sizes": [[7 + number, number / 10] for number in range(1, 10)], "max_epochs": 10}
     trainer = Trainer(tiny(enable_compile=True, limit_train_batches=2, **progressive), one_rank, tmp_path)
     train_step, counts = trainer.learner.train_step, []
 

@@ -474,12 +474,10 @@ def test_a_rank_is_pinned_to_the_usable_cores_near_its_gpu(monkeypatch: pytest.M
         os.sched_setaffinity(0, usable)
 
 
-@pytest.mark.parametrize(("rule", "peak"), [("none", 0.1), ("sqrt", 0.2), ("linear", 0.4)])
+@pytest.mark.parametrize(("rule", "peak"), [("none", 0.1), (f"sqrt/{BATCH // 4}", 0.2), (f"linear/{BATCH // 4}", 0.4)])
 def test_learning_rate_follows_the_batch(one_rank: World, rule: str, peak: float) -> None:
     """With four times the reference batch; the warm-up starts at a quarter."""
-    config = configuration(
-        lr=0.1, lr_scale_rule=rule, lr_reference_batch_size=BATCH // 4, lr_warmup_epochs=1, lr_schedule="constant"
-    )
+    config = configuration(lr=0.1, lr_scale_rule=rule, lr_warmup_epochs=1, lr_schedule="constant")
     assert config.peak_lr == pytest.approx(peak)
     trainer = train.Trainer(config, one_rank)
     set_learning_rate(trainer.learner.optimizer, trainer.learner.schedule.factor(0))

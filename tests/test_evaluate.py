@@ -75,7 +75,7 @@ def last_record(folder: Path, kind: str) -> dict[str, Any]:
         {"enable_amp": True, **BF16},
         {"opt_level": "O2", **BF16},
         {"enable_nhwc": True, "data_loader": "torchvision"},
-        {"ema_decay": 0.7, "test_time_flip": True, "test_time_shift": 1},
+        {"ema_decay": 0.7, "test_time_views": 6},
         {"data_loader": "synthetic", "micro_batch_size": 8},
     ],
     ids=["float32", "bf16 autocast", "bf16 weights", "NHWC", "average of weights", "synthetic"],

@@ -43,7 +43,7 @@ def distinct() -> list[Any]:
         for name in list_blocks(path):
             config = shrink(load_config(path, name))
             schedule = config.lr_schedule, config.lr_warmup_by, config.lr_warmup_epochs > 0
-            other = config.test_time_flip, config.checkpoint_every_steps
+            other = config.test_time_views, config.checkpoint_every_steps
             found.setdefault((key_of(config), schedule, other), pytest.param(config, id=f"{path.stem}-{name}"))
     return list(found.values())
 

@@ -36,9 +36,9 @@ NUMBERS: dict[str, list[Any]] = {
     "cutmix_alpha": [0.0, 1.0],
     "cutout_size": [0, 8],
     "checkpoint_every_steps": [None, 2],
-    "progressive": [{}, {"progressive_image_sizes": [16], "progressive_image_shares": [0.5]}],
+    "progressive": [{}, {"progressive_image_sizes": [[16, 0.5]]}],
 }
-OTHERS = ["enable_nhwc", "deterministic", "rnd_horizontal_flip", "enable_alternating_flip"]
+OTHERS = ["enable_nhwc", "deterministic", "rnd_horizontal_flip"]
 # compiled kernels compute nothing on the fake runtime; schedules only change the learning rate; three are CPU settings
 EXCLUDED = {"enable_compile", "lr_schedule", "lr_scale_rule", "lr_warmup_by"}
 EXCLUDED |= {"keep_cpu_memory", "conv_weight_products", "conv_winograd"}

@@ -323,7 +323,6 @@ AUGMENTATIONS = {
     "rnd_horizontal_flip": True,
     "rnd_rotation_angle": 1.0,
     "rnd_resized_crop": True,
-    "enable_alternating_flip": True,
 }
 
 
@@ -336,7 +335,7 @@ def test_one_setting_is_enough_to_augment(setting: str, build: Callable[..., Loa
 
 
 def test_alternating_flip_mirrors_the_other_images_in_the_next_epoch() -> None:
-    config = AugmentationConfig(enable_alternating_flip=True)
+    config = AugmentationConfig(rnd_horizontal_flip="alternating")
     flips = [sample_augmentation(config, 5, epoch, np.arange(10_000)).flip for epoch in range(4)]
     assert 0.48 < flips[0].mean() < 0.52
     np.testing.assert_array_equal(flips[0], ~flips[1])

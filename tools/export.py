@@ -68,13 +68,12 @@ def export(path: Path, folder: Path) -> list[str]:
     write_atomically(folder / "model.safetensors", save(weights, metadata))
     write_atomically(folder / "model.pt2", program)
     config, best, classes = read_config(path, state), state["best"], len(state["data"]["class_names"])
-    source = "the moving average" if state["average"] else "the model"
-    augmented = [key for key in ("test_time_flip", "test_time_shift") if getattr(config, key)]
+    source, views = "the moving average" if state["average"] else "the model", config.test_time_views
     return [
         f"{folder / 'model.safetensors'}: {len(weights)} tensors of {source}",
         f"{folder / 'model.pt2'}: logits differ from the network's by at most {difference:.1e} of the largest logit",
         f"{config.model}, {classes} classes, best acc1 {100 * best['acc1']:.2f} % in epoch {best['epoch']:.0f}"
-        + (f", validated with {' and '.join(augmented)}, which the program does not apply" if augmented else ""),
+        + (f", validated with {views} views of each image; the program uses one" if views > 1 else ""),
     ]
 
 

@@ -125,7 +125,8 @@ def _in_words(part: Mapping[str, Any]) -> str:
         return part["title"]
     if part["type"] == "array":
         count = f"{part['minItems']} values" if "minItems" in part else "values"
-        return f"a list of {count}, each {_in_words(part['items'])}"
+        items = part.get("prefixItems", [part.get("items")])
+        return f"a list of {count}, {'each ' if 'items' in part else ''}{', '.join(map(_in_words, items))}"
     if part["type"] == "integer":
         return f"a whole number from {part['minimum']} to {part['maximum']}"
     names = {"number": "a number", "boolean": "true or false", "string": "a non-empty string", "null": "null"}

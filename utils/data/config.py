@@ -1,7 +1,7 @@
 """The data settings, and the table of loaders. No torch: a loader's module is imported when it is built."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -65,14 +65,12 @@ class AugmentationConfig(SharedConfig):
 
     rnd_crop_padding: Annotated[int, Field(ge=0, le=32)] = 4
     """Crop at random after padding with this many black pixels on each side; 0: no crop."""
-    rnd_horizontal_flip: bool = True
-    """Flip training images horizontally with probability 0.5."""
+    rnd_horizontal_flip: Literal[True, False, "alternating"] = True
+    """Flip training images horizontally with probability 0.5. alternating: mirror each image in every second epoch."""
     rnd_rotation_angle: Annotated[float, Field(ge=0, le=180)] = 15
     """Rotate training images by up to this many degrees either way; 0: no rotation."""
     rnd_resized_crop: bool = False
     """Class folders: crop 8 to 100 % of the image at random, and resize it to image_size."""
-    enable_alternating_flip: bool = False
-    """Mirror each image in every second epoch, instead of the random flip."""
     cutout_size: NonNegativeInt = 0
     """Blank a square of this many pixels at a random position; 0: none."""
     mixup_alpha: Annotated[float, Field(ge=0)] = 0.0
@@ -85,8 +83,8 @@ class AugmentationConfig(SharedConfig):
     @property
     def augments_images(self) -> bool:
         """Whether the loader augments; cutout, mixup and cutmix come after it."""
-        flips = self.rnd_horizontal_flip or self.enable_alternating_flip
-        return bool(self.rnd_crop_padding or flips or self.rnd_rotation_angle or self.rnd_resized_crop)
+        crops = self.rnd_crop_padding or self.rnd_resized_crop
+        return bool(crops or self.rnd_horizontal_flip or self.rnd_rotation_angle)
 
 
 class LoaderConfig(SharedConfig):

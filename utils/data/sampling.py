@@ -39,7 +39,7 @@ def sample_augmentation(config: AugmentationConfig, seed: int, epoch: int, indic
     and RandomRotation, a resized crop, and the alternating flip: an epoch mirrors exactly the images that the previous
     one did not (Jordan 2024, arXiv:2404.00498)."""
     padding = config.rnd_crop_padding
-    if config.enable_alternating_flip:
+    if config.rnd_horizontal_flip == "alternating":
         flip = (uniform(seed, 0, indices, STREAM_FLIP) < 0.5) ^ bool(epoch % 2)
     else:
         flip = (uniform(seed, epoch, indices, STREAM_FLIP) < 0.5) & config.rnd_horizontal_flip

@@ -71,20 +71,19 @@ class Classifier:
 
 
 def augmented_views(config: TrainingConfig, images: Tensor) -> Iterator[Tensor]:
-    """Test-time augmentation by `test_time_flip` and `test_time_shift`: the other views of images [N, 3, H, W], in the
-    same memory format."""
-    if config.test_time_flip:
-        yield images.flip(-1)
-    if not config.test_time_shift:
+    """Yield the other `test_time_views` of images [N, 3, H, W], in the same memory format."""
+    if config.test_time_views == 1:
+        return
+    yield images.flip(-1)
+    if config.test_time_views == 2:
         return
     height, width = images.shape[-2:]
-    padded = nn.functional.pad(images, [config.test_time_shift] * 4, mode="replicate")
-    for first in (0, 2 * config.test_time_shift):
+    padded = nn.functional.pad(images, [1] * 4, mode="replicate")
+    for first in (0, 2):
         # a copy, as convolutions make one anyway and a compiled prediction is for one memory format
         shifted = torch.empty_like(images).copy_(padded[..., first : first + height, first : first + width])
         yield shifted
-        if config.test_time_flip:
-            yield shifted.flip(-1)
+        yield shifted.flip(-1)
 
 
 def build_classifier(config: SomeConfig, build_model: Callable[[SomeConfig], nn.Module], world: World) -> Classifier:

@@ -4,11 +4,24 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from utils.base_config import Fraction, KeyFlag, NonNegativeInt, PositiveFloat, PositiveInt, SharedConfig
+from utils.base_config import (
+    Fraction,
+    KeyFlag,
+    NonNegativeInt,
+    OneOf,
+    PositiveFloat,
+    PositiveInt,
+    SharedConfig,
+    as_yaml,
+)
 from utils.distributed.config import DistributedConfig
 
 Auto = Literal["auto", True, False]
 HAVE_FUSED_KERNEL = ("sgd", "adamw")
+LR_SCALE_RULES = {"sqrt/N": r"^sqrt/[1-9]\d{0,8}$", "linear/N": r"^linear/[1-9]\d{0,8}$"}
+ImageSize = Annotated[
+    tuple[Annotated[int, Field(ge=8, le=1024)], Annotated[float, Field(gt=0, le=1)]], Field(strict=False)
+]
 
 
 class OptimizerConfig(SharedConfig):
@@ -20,10 +33,9 @@ class OptimizerConfig(SharedConfig):
     adamw, 0.03 for muon."""
     lr: Annotated[float, Field(gt=0, le=1000)] = 0.1
     """Peak learning rate, before lr_scale_rule."""
-    lr_scale_rule: Literal["none", "sqrt", "linear"] = "none"
-    """Multiply lr by (batch_size / lr_reference_batch_size), or by its square root."""
-    lr_reference_batch_size: PositiveInt = 128
-    """Global batch size at which lr applies unscaled; used unless lr_scale_rule is none."""
+    lr_scale_rule: Annotated[str, OneOf(("none",), LR_SCALE_RULES)] = "none"
+    """sqrt/128: multiply lr by the square root of batch_size / 128; linear/256: by batch_size / 256. The number is the
+    global batch size at which lr applies unscaled. none: lr itself."""
     momentum: Fraction = 0.9
     """Momentum of sgd, lars and muon; beta1 of adamw and lamb."""
     nesterov: bool = False
@@ -46,8 +58,10 @@ class OptimizerConfig(SharedConfig):
     @property
     def peak_lr(self) -> float:
         """Learning rate after `lr_scale_rule`."""
-        exponent = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.lr_scale_rule]
-        return self.lr * (self.batch_size / self.lr_reference_batch_size) ** exponent
+        if self.lr_scale_rule == "none":
+            return self.lr
+        rule, _, reference = self.lr_scale_rule.partition("/")
+        return self.lr * (self.batch_size / int(reference)) ** (0.5 if rule == "sqrt" else 1.0)
 
 
 class ScheduleConfig(SharedConfig):
@@ -100,27 +114,22 @@ class RecipeConfig(ScheduleConfig):
     """Fraction of the target spread over all classes, in training only."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Validate an exponential moving average of the weights with this decay per step; null: the weights themselves."""
-    test_time_flip: bool = False
-    """Test-time augmentation (TTA): average the validation outputs of each image and its mirror image."""
-    test_time_shift: Annotated[int, Field(ge=0, le=32)] = 0
-    """Test-time augmentation (TTA): average the outputs of images shifted by this many pixels too; 0: none. Shifts are
-    to the lower right and upper left, with repeated border pixels; test_time_flip mirrors the shifted images too."""
+    test_time_views: Literal[1, 2, 6] = 1
+    """Test-time augmentation (TTA): average the validation outputs of this many views of each image. 2: the image and
+    its mirror image; 6: also both shifted by one pixel to the lower right and to the upper left, with repeated border
+    pixels."""
     stop_at_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
     """End the run at this validation accuracy in [0, 1]; null: train all epochs."""
-    progressive_image_sizes: Annotated[tuple[Annotated[int, Field(ge=8, le=1024)], ...], Field(strict=False)] = ()
-    """Train on images resized to these sides in pixels, one after the other, then at full size; []: full size only.
-    Validation always uses full size."""
-    progressive_image_shares: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(strict=False)] = ()
-    """Fraction of max_epochs at which each of progressive_image_sizes ends; must rise."""
+    progressive_image_sizes: Annotated[tuple[ImageSize, ...], Field(strict=False)] = ()
+    """[SIDE, FRACTION] pairs: train on images resized to SIDE pixels until FRACTION of max_epochs. After the last pair,
+    and in validation, images have their full size; []: always. The fractions rise."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "RecipeConfig":
-        shares = self.progressive_image_shares
-        if len(shares) != len(self.progressive_image_sizes) or list(shares) != sorted(set(shares)):
-            raise ValueError(
-                f"progressive_image_shares {list(shares)}: expected rising fractions, one for each of "
-                f"progressive_image_sizes {list(self.progressive_image_sizes)}"
-            )
+        fractions = [fraction for _, fraction in self.progressive_image_sizes]
+        if fractions != sorted(set(fractions)):
+            sizes = as_yaml(self.progressive_image_sizes)
+            raise ValueError(f"progressive_image_sizes {sizes}: expected [SIDE, FRACTION] pairs with rising fractions")
         return self
 
 

@@ -54,7 +54,7 @@ class TrainStep:
     def compile(self) -> None:
         """COMPILE: compile forward and loss, and with them their backward, once for each shape of images. The names in
         the model's state and its validation do not change."""
-        shapes = len({*self.config.progressive_image_sizes}) + 1
+        shapes = len(dict(self.config.progressive_image_sizes)) + 1
         if isinstance(self.model, DistributedDataParallel):
             # inside DDP, whose own code would break the graph and be compiled again for steps without communication;
             # Dynamo still splits the network at the borders of DDP's buckets, so that all-reduces overlap backward
