@@ -296,6 +296,15 @@ def test_non_finite_loss_stops_and_leaves_the_last_checkpoint(tiny, one_rank, tm
     assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()} == good
 
 
+def test_non_finite_outputs_in_validation_only_end_the_run_without_a_best(tiny, one_rank, tmp_path):
+    """As from broken BatchNorm statistics, which training does not read."""
+    trainer = Trainer(tiny(stop_at_accuracy=0.01), one_rank, tmp_path)
+    trainer.learner.model.bn1.running_mean.fill_(math.nan)
+    with pytest.raises(ExpectedError, match="outputs for some images are not finite"):
+        trainer.train()
+    assert not (tmp_path / "checkpoints/best.pt").exists() and read_records(tmp_path, "epoch") == []
+
+
 def test_throughput_leaves_the_first_window_out():
     from utils.training.metrics.throughput import Throughput
 

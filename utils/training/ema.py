@@ -4,32 +4,41 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from utils.errors import ConfigError
 from utils.training.config import RecipeConfig
 
 
 class Ema:
     """`network`: the exponential moving average of a network's weights and BatchNorm statistics.
 
-    Equals torch.optim.swa_utils.AveragedModel with `get_ema_multi_avg_fn(decay)` and `use_buffers=True`, which on a GPU
-    makes the host wait in every step. Each rank averages its own copy: weights are equal on all ranks, statistics are
-    averaged over the ranks before validation.
+    After n updates, the weights of k updates ago count decay**k / (1 + decay + ... + decay**(n-1)): the sum of these
+    factors is 1 from the first update on, as in Adam's bias correction (arXiv:1412.6980), so that a run shorter than
+    1/(1-decay) steps averages all its steps alike and the random first weights count no more than others. Each rank
+    averages its own copy: weights are equal on all ranks, statistics are averaged over the ranks before validation.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.network, self.decay = copy.deepcopy(model), decay
-        self.updates = 0
-        ours, theirs = map(_tensors, (self.network, model))
-        self._averaged = _select(ours, floating=True), _select(theirs, floating=True)
-        self._counters = _select(ours, floating=False), _select(theirs, floating=False)  # BatchNorm's batches
+        self.decay, self.updates, self._model = decay, 0, model
+        try:
+            self.network = copy.deepcopy(model)
+        except RuntimeError as error:  # an attribute computed from parameters, as by the old torch.nn.utils.weight_norm
+            raise ConfigError(f"ema_decay {decay:g}: the network cannot be copied: {error}; use null") from None
 
     @torch.no_grad()
     def update(self) -> None:
         """Update the average after a step of the network; the first call starts it."""
-        torch._foreach_lerp_(*self._averaged, 1 - self.decay if self.updates else 1.0)
-        if self._counters[0]:
-            torch._foreach_copy_(*self._counters)
+        # by name, since a network may assign a new tensor to a buffer; a tensor with several names counts once
+        theirs = self._model.state_dict(keep_vars=True)
+        ours = self.network.state_dict(keep_vars=True)
+        pairs = list({id(average): (average, theirs[name]) for name, average in ours.items()}.values())
+        averages, values = zip(*[pair for pair in pairs if pair[0].is_floating_point()], strict=True)
+        weight = (1 - self.decay) / (1 - self.decay ** (self.updates + 1))
+        torch._foreach_lerp_(averages, values, weight)
+        for counter, value in pairs:
+            if not counter.is_floating_point():  # BatchNorm's batches
+                counter.copy_(value)
         self.updates += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -38,15 +47,6 @@ class Ema:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.network.load_state_dict(state["module"])
         self.updates = state["updates"]
-
-
-def _tensors(network: nn.Module) -> list[Tensor]:
-    """Return the parameters and saved buffers; one that the network has under several names, once."""
-    return list({id(tensor): tensor for tensor in network.state_dict(keep_vars=True).values()}.values())
-
-
-def _select(tensors: list[Tensor], *, floating: bool) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor.is_floating_point() == floating]
 
 
 def build_ema(config: RecipeConfig, model: nn.Module) -> Ema | None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from utils.data.sampling import EpochPlan
 from utils.distributed.world import World
+from utils.errors import ExpectedError
 from utils.training.classifier import Classifier, augmented_views
 from utils.training.kernels.compilers import compiles
 from utils.training.metrics.sums import MetricSums
@@ -59,7 +60,13 @@ def validate(
 
 @torch.no_grad()
 def classify(classifier: Classifier, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (float32 logits [N, classes], labels [N]) of each batch."""
+    """Yield (float32 logits [N, classes], labels [N]) of each batch. Raises `ExpectedError` after the last batch if an
+    output is not finite: its accuracy would count as a result."""
     classifier.validated.eval()
+    finite = torch.ones((), dtype=torch.bool, device=next(classifier.validated.parameters()).device)
     for images, labels in batches:
-        yield classifier.predict(images), labels
+        outputs = classifier.predict(images)
+        finite &= outputs.isfinite().all()
+        yield outputs, labels
+    if not finite:
+        raise ExpectedError("the network's outputs for some images are not finite; use an earlier checkpoint")
