@@ -21,7 +21,7 @@ COMMANDS = {
     "predict": ("tools.predict", "classify images, and show the worst mistakes"),
     "export": ("tools.export", "write the best weights for use elsewhere"),
     "report": ("tools.report", "draw runs and measurements as one page"),
-    "runs": ("tools.runs", "list runs, show how two differ or where the time went"),
+    "runs": ("tools.runs", "list runs, show where the time went or how two differ"),
     "timeline": ("tools.timeline", "draw a training step of profiled runs"),
     "bench": ("tools.bench", "measure one part of the trainer"),
     "doctor": ("tools.doctor", "check a machine before a job"),

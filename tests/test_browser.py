@@ -195,40 +195,41 @@ def report_page(expts: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 MARKUP = "<b>bold<img src=x onerror=document.title='hurt'>"
 
 
-def hover(browser: Any, plot: str, run: str, epoch: int) -> str:
-    """Return the text at the pointer when it is at this epoch of the run's validation curve."""
-    from selenium.webdriver.common.action_chains import ActionChains
-
-    browser.execute_script("document.getElementById(arguments[0]).scrollIntoView({block: 'center'})", plot)
-    where = browser.execute_script(POINT, plot, run, epoch)
-    action = ActionChains(browser)
-    action.w3c_actions.pointer_action.move_to_location(int(where["x"]), int(where["y"]))
-    action.perform()
-    selector = f"#{plot} .hovertext"
-    script = f"return [...document.querySelectorAll('{selector}')].map(label => label.textContent).join()"
-    return str(wait_for(browser, lambda: browser.execute_script(script), "values at the pointer"))
-
-
-def show_alone(browser: Any, number: int) -> None:
-    """Switch every run of the legend off but this one."""
-    browser.execute_script("document.querySelectorAll('.legend button')[1].click()")
-    browser.execute_script("document.querySelectorAll('.legend input')[arguments[0]].click()", number)
-
-
-# Where on the screen a run's validation curve has this epoch.
+# Where on the screen a run's validation curve in the panel with this horizontal and vertical axis has this epoch.
 POINT = """
-const [plot, run, epoch] = [document.getElementById(arguments[0]), arguments[1], arguments[2]];
-const trace = plot.data.filter(trace => trace.name.startsWith(run)).at(-1);
+const [panel, run, epoch] = arguments, plot = document.getElementById('curves');
+const trace = plot.data.find(trace => trace.name.startsWith(run) && (trace.xaxis ?? 'x') === panel);
 const index = trace.customdata.indexOf(epoch);
-const box = plot.getBoundingClientRect(), {xaxis, yaxis} = plot._fullLayout;
+plot.scrollIntoView();
+const box = plot.getBoundingClientRect(), axis = name => plot._fullLayout[name];
+const [xaxis, yaxis] = [axis(panel.replace('x', 'xaxis')), axis(panel.replace('x', 'yaxis'))];
 return {x: Math.round(box.x + xaxis._offset + xaxis.d2p(trace.x[index])),
         y: Math.round(box.y + yaxis._offset + yaxis.d2p(trace.y[index]))};
 """
-# How many curves of each plot a person sees.
-DRAWN = """
-const count = plot => plot.querySelectorAll('.scatterlayer .trace path.js-line').length;
-return Object.fromEntries([...document.querySelectorAll('.plot')].map(plot => [plot.id, count(plot)]));
-"""
+# How many curves a person sees.
+DRAWN = "return document.querySelectorAll('#curves .scatterlayer .trace path.js-line').length"
+
+
+def hover(browser: Any, panel: str, run: str, epoch: int) -> str:
+    """Return the text at the pointer when it is at this epoch of the run's validation curve."""
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    where = browser.execute_script(POINT, panel, run, epoch)
+    action = ActionChains(browser)
+    action.w3c_actions.pointer_action.move_to_location(int(where["x"]), int(where["y"]))
+    action.perform()
+    script = "return [...document.querySelectorAll('#curves .hovertext')].map(label => label.textContent).join()"
+    return str(wait_for(browser, lambda: browser.execute_script(script), "values at the pointer"))
+
+
+def click_legend(browser: Any, run: str, times: int = 1) -> None:
+    """Click a run in the legend; two quick clicks hide all others."""
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    entries = browser.find_elements("css selector", "#curves .legend .traces")
+    (entry,) = (entry for entry in entries if entry.text.startswith(run))
+    action = ActionChains(browser).move_to_element(entry)
+    (action.click() if times == 1 else action.double_click()).perform()
 
 
 @pytest.mark.parametrize("width", [1280, 800])
@@ -243,38 +244,32 @@ def test_report_page_shows_the_published_figures_and_ours(browser, report_page, 
     picture(browser, f"report-{width}")
 
 
-def test_report_curves_tell_their_values_at_the_pointer(browser, report_page, expts):
-    browser.set_window_size(1280, 1000)
+def test_report_curves_tell_their_values_at_the_pointer(browser, report_page):
+    browser.set_window_size(1280, 1200)
     browser.get(report_page)
     curves = json.loads((ROOT / "results/reference/sc20_curves.json").read_text())["runs"]["bs128-opt"]
     accuracy = 100 * curves["acc1/valid"][curves["epoch"].index(40)]
-    shown = hover(browser, "acc1-seconds", "bs128-opt", 40)
-    assert f"bs128-opt (published)validation accuracy {accuracy:.2f} %epoch 40" in shown
+    assert f"bs128-opt (published)validation acc1 {accuracy:.2f} %, epoch 40" in hover(browser, "x2", "bs128-opt", 40)
     picture(browser, "report-hover")
-    show_alone(browser, 0)
-    record = read_records(expts / "first", "epoch")[0]
-    assert f"validation loss {record['loss/valid']:.5g}"[:-1] in hover(browser, "loss-epoch", "first", 1)
 
 
 def test_report_legend_switches_a_run_off_in_every_plot(browser, report_page):
-    browser.set_window_size(1280, 1000)
+    browser.set_window_size(1280, 1200)
     browser.get(report_page)
-    before = browser.execute_script(DRAWN)
-    assert before["acc1-epoch"] == 2 * 9 and before["images_per_sec"] == 3
-    box = browser.find_element("css selector", ".legend input")
-    box.click()
-    wait_for(browser, lambda: browser.execute_script(DRAWN)["learning_rate"] < before["learning_rate"], "fewer curves")
-    lines = {name: 2 if name.startswith(("acc1", "loss")) else 1 for name in before}
-    assert browser.execute_script(DRAWN) == {name: count - lines[name] for name, count in before.items()}
-    box.click()
-    wait_for(browser, lambda: browser.execute_script(DRAWN) == before, "all curves again")
+    # two curves of each run in the panels of accuracy and loss, one of its learning rate, three runs with throughput
+    assert browser.execute_script(DRAWN) == 9 * (4 * 2 + 1) + 3
+    click_legend(browser, "bs128-opt")
+    wait_for(browser, lambda: browser.execute_script(DRAWN) == 8 * (4 * 2 + 1) + 3, "fewer curves")
+    click_legend(browser, "bs128-opt")
+    wait_for(browser, lambda: browser.execute_script(DRAWN) == 9 * (4 * 2 + 1) + 3, "all curves again")
 
 
 def test_report_shows_names_as_text(browser, report_page):
     browser.get(report_page)
     see(browser, re.escape(MARKUP) + r"\s+finished")
-    show_alone(browser, 2)
-    assert MARKUP in hover(browser, "acc1-epoch", "&lt;b", 2)
+    click_legend(browser, MARKUP, times=2)
+    wait_for(browser, lambda: browser.execute_script(DRAWN) == 4 * 2 + 2, "one run")
+    assert MARKUP in hover(browser, "x", "&lt;b", 2)
     assert browser.title.startswith("Training report") and not browser.find_elements("css selector", "img")
 
 

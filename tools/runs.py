@@ -1,89 +1,123 @@
-"""List runs with their state, best accuracy and age; compare two runs, or show where the time of one went.
+"""List runs with their state, best accuracy and use of time; show where the time of one run went; compare two.
 
-python -m tools.runs
-python -m tools.runs --diff expts/bs256 expts/bs256-amp
-python -m tools.runs --ledger expts/bs256
+    python -m tools.runs
+    python -m tools.runs expts/bs256
+    python -m tools.runs --diff expts/bs256 expts/bs256-amp
+
+A run's time is added up over all of its starts. `useful` is ETTR, the effective training time ratio of
+arXiv:2410.21680: training, waiting for input, validation and test, divided by the wall clock from the first start to
+the last record. The rest is start-up, compilation, checkpoints, steps trained again after a kill, and time without a
+process (stopped), in a queue or not. If a start was killed, the time after its last record counts as stopped.
 """
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from tools.shared.command_line import new_parser, path_argument
-from tools.shared.ledger import show_ledger
-from tools.shared.output import say
+from tools.shared.output import print_table, say
 from tools.shared.read_runs import Run, differences, read
 from utils.errors import DataError, exit_in_a_line
+from utils.timing.clock import ACTIVITIES
+
+USEFUL = ("train", "input", "validation", "test")
+ENVIRONMENT = ("commit", "torch", "device", "world_size", "host")  # what --diff compares
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The time of a run over all of its starts."""
+
+    starts: int
+    seconds: dict[str, float]  # by activity of utils/timing/clock.py, and "stopped"
+
+    @property
+    def wall(self) -> float:
+        """Seconds from the first start to the last record."""
+        return sum(self.seconds.values())
+
+    @property
+    def useful(self) -> float:
+        """Useful time as a fraction of the wall clock."""
+        return sum(self.seconds[name] for name in USEFUL) / self.wall
+
+
+def find_ledger(records: Sequence[dict[str, Any]]) -> Ledger | None:
+    """Add up the times in the records of a metrics.jsonl; None if they hold none.
+
+    Each record has the seconds of its start by activity so far."""
+    starts: list[tuple[float, dict[str, float]]] = []  # when each start began, and its last seconds by activity
+    for record in records:
+        if (seconds := record.get("clock_seconds")) is None:
+            continue
+        if record["kind"] in ("start", "resume"):
+            starts.append((record["time"] - sum(seconds.values()), seconds))
+        elif starts and sum(seconds.values()) >= sum(starts[-1][1].values()):  # else of a start that recorded no begin
+            starts[-1] = starts[-1][0], seconds
+    if not starts:
+        return None
+    ends = [began + sum(seconds.values()) for began, seconds in starts]
+    gaps = (later - end for (later, _), end in zip(starts[1:], ends, strict=False))
+    total = {name: sum(seconds.get(name, 0.0) for _, seconds in starts) for name in ACTIVITIES}
+    return Ledger(len(starts), total | {"stopped": sum(max(0.0, gap) for gap in gaps)})  # clocks may disagree
 
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the list, the differences or the ledger; returns the exit status."""
+    """Print the list or the differences; returns the exit status."""
     options = parser().parse_args(argv)
-    if options.ledger:
-        lines = show_ledger(options.ledger)
+    runs, _, problems = read(options.diff or [options.folder])
+    if not runs:
+        raise DataError("; ".join(problems))
+    if options.diff and len(runs) != 2:
+        raise DataError(f"--diff: {', '.join(map(str, options.diff))} hold {len(runs)} runs; name two")
+    if options.diff:
+        show_differences(runs)
     else:
-        lines = show_differences(*options.diff) if options.diff else show_runs(options.folder)
-    say("\n".join(lines))
+        show_runs(runs)
+    for problem in problems:
+        say(problem)
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
     parser = new_parser("runs", __doc__)
     parser.add_argument(
-        "folder", nargs="?", type=path_argument, default=Path("expts"), help="where the runs are (default: expts)"
+        "folder", nargs="?", type=path_argument, default=Path("expts"), help="a run, or a folder of runs: default expts"
     )
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--diff", nargs=2, type=path_argument, metavar=("A", "B"), help="show how two runs differ")
-    choice.add_argument(
-        "--ledger", type=path_argument, metavar="RUN", help="show where the time of a run went, over all starts"
-    )
+    parser.add_argument("--diff", nargs=2, type=path_argument, metavar=("A", "B"), help="show how two runs differ")
     return parser
 
 
-def ago(moment: float) -> str:
-    """Return the time since `moment` in the largest fitting unit."""
-    seconds = max(0.0, time.time() - moment)
-    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} seconds"
-
-
-def show_runs(folder: Path) -> list[str]:
-    """Return a line for each run, the newest first, followed by its problems."""
-    runs, _, problems = read(folder)
-    if problems:
-        raise DataError(problems[0])
-    lines = [f"{'run':28} {'state':9} {'epochs':>9} {'best acc1':>10} {'in epoch':>8} {'changed':>14}"]
+def show_runs(runs: Sequence[Run]) -> None:
+    """Print a line for each run, the newest first; of a single run also its time by activity."""
+    rows = []
     for run in sorted(runs, key=lambda run: -run.changed):
-        best = run.best()
-        accuracy, epoch = (f"{best[0]:.2%}", best[1]) if best else ("-", "-")
-        epochs, age = f"{run.epochs_trained()}/{run.config.get('max_epochs', '?')}", f"{ago(run.changed)} ago"
-        lines.append(f"{run.name:28} {run.state:9} {epochs:>9} {accuracy:>10} {epoch:>8} {age:>14}")
-        lines += [f"    {problem}" for problem in run.problems]
-    return lines
+        best, ledger = run.best(), find_ledger(run.records)
+        accuracy = (f"{best[0]:.2%}", str(best[1])) if best else ("-", "-")
+        times = (str(ledger.starts), f"{ledger.useful:.1%}") if ledger else ("-", "-")
+        changed = datetime.fromtimestamp(run.changed).isoformat(" ", "minutes")
+        rows.append((run.name, run.state, run.epochs_trained(), *accuracy, *times, changed))
+    print_table("", ("run", "state", "epochs", "best acc1", "in epoch", "starts", "useful", "changed"), rows)
+    if len(runs) == 1 and (ledger := find_ledger(runs[0].records)):
+        parts = [*ledger.seconds.items(), ("wall clock", ledger.wall)]
+        print_table("", ("activity", "seconds", "of the wall clock"), [
+            (name, f"{seconds:.1f}", f"{seconds / ledger.wall:.1%}") for name, seconds in parts
+        ])  # fmt: skip
 
 
-def show_differences(*folders: Path) -> list[str]:
-    """Return the differences of two runs in configuration and environment, and their results."""
-    runs = list[Run]()
-    for folder in folders:
-        found, _, problems = read(folder)
-        if len(found) != 1:
-            raise DataError(problems[0] if problems else f"{folder}: holds {len(found)} runs; name one of them")
-        runs += found
-    rows: dict[str, list[object]] = {"": [run.name for run in runs], **differences(runs)}
-    for key in ("commit", "torch", "device", "world_size", "host"):
-        values = [run.environment.get(key) for run in runs]
-        if values[0] != values[1]:
-            rows[key] = values
+def show_differences(runs: Sequence[Run]) -> None:
+    """Print the differences of two runs in configuration and environment, and their results."""
+    rows = differences(runs)
+    environments = {key: [run.environment.get(key) for run in runs] for key in ENVIRONMENT}
+    rows |= {key: values for key, values in environments.items() if values[0] != values[1]}
     bests = [run.best() for run in runs]
     rows["best acc1"] = [f"{best[0]:.2%} in epoch {best[1]}" if best else "none yet" for best in bests]
-    lines = [f"{name:24} {one!s:32} {other!s}" for name, (one, other) in rows.items()]
-    return lines + [f"{run.name}: {problem}" for run in runs for problem in run.problems]
+    print_table("", ("", *(run.name for run in runs)), [(key, *map(str, values)) for key, values in rows.items()])
 
 
 if __name__ == "__main__":

@@ -3,10 +3,9 @@
     python -m tools.timeline expts/bs256-prof --out step.png
     python -m tools.timeline expts/bs256-prof expts/bs256-amp-nhwc-prof --out before_and_after.svg
 
-A run with enable_profiling writes a trace of its rank 0. Of the trace's steps the one of median length is drawn. Lanes:
-the trainer's ranges with their time in the picture, the backward pass, the host's operators by thread (white: Python or
-waiting), the all-reduces, and the GPU's kernels and copies by stream. An all-reduce begins when a bucket's gradients
-are ready on this rank, so it includes the wait for slower ranks. The last one of a step asks all ranks whether to stop.
+Draws the step of median length from the trace of rank 0. Lanes: the trainer's ranges with their time, the backward
+pass, the host's operators by thread (white: Python or waiting), the all-reduces, and the GPU's work by stream. An
+all-reduce begins when a bucket's gradients are ready on this rank, so it includes the wait for slower ranks.
 
 On a CPU a step is an iteration of the loop. The host runs ahead of a GPU: there a step lasts from its first GPU work
 after the input to the next step's, and the host's lanes show what the host does meanwhile, mostly for later steps.
@@ -29,8 +28,13 @@ from utils.errors import ConfigError, exit_in_a_line
 from utils.timing import trace
 from utils.timing.trace import GPU_WORK, Event
 
-BACKWARD = "autograd::engine::evaluate_function"
 ALL_REDUCES = re.compile("(?i)^(gloo:|ncclDev).*all_?reduce")  # `nccl:all_reduce` is only the host's launch
+# In the order of drawing: operators call operators, and the inner one covers the outer one, but `other` covers nothing.
+COLOUR = {
+    "other": "#bbbbbb", "range": "#666666", "convolution": COLOURS[0], "batch norm": COLOURS[5],
+    "matrix product": COLOURS[2], "optimizer": COLOURS[3], "communication": COLOURS[4], "copy": COLOURS[6],
+    "layout transpose": COLOURS[1],
+}  # fmt: skip
 # What an operator or kernel computes: the first that its name matches. cuDNN computes some convolutions as `gemm`.
 KINDS: dict[str, str | re.Pattern[str]] = {
     "layout transpose": trace.TRANSPOSES,
@@ -41,13 +45,6 @@ KINDS: dict[str, str | re.Pattern[str]] = {
     "matrix product": r"(?i)gemm|nvjet|cutlass|addmm|matmul|aten::(linear|b?mm)$|\bMmBackward",
     "copy": "(?i)memcpy|copy",
 }
-# In the order of drawing. Operators call operators: the inner one covers the outer one, but `other` covers nothing.
-PAINT = {
-    "other": "#bbbbbb", "range": "#666666", "convolution": COLOURS[0], "batch norm": COLOURS[5],
-    "matrix product": COLOURS[2], "optimizer": COLOURS[3], "communication": COLOURS[4], "copy": COLOURS[6],
-    "layout transpose": COLOURS[1],
-}  # fmt: skip
-WIDTH, LANE = 14.55, 0.25  # inches: of the picture, which is 1,600 pixels, and the height of a lane
 
 # {lane, from top to bottom: {kind: [(start, duration)]}} in milliseconds from the beginning of the picture
 Lanes = dict[str, dict[str, list[tuple[float, float]]]]
@@ -93,9 +90,9 @@ def read_timeline(path: Path) -> Timeline:
     ranges = trace.find_ranges(events)
     iterations = ranges.pop("iteration", [])
     bounds = find_bounds(events, iterations, ranges) if iterations else []
-    if not bounds:
-        raise ConfigError(f"{path}: holds no training steps; profile a longer run")
     steps = sorted(zip(bounds, bounds[1:], iterations, strict=False), key=lambda step: step[1] - step[0])
+    if not steps:
+        raise ConfigError(f"{path}: holds no training steps; profile a longer run")
     start, end, iteration = steps[(len(steps) - 1) // 2]
     run = path.parents[1].name if path.parent.name == "profile" else path.name
     title = f"{run}: {iteration.name}, {(end - start) / 1e3:.2f} ms: the median length among {len(steps)}"
@@ -120,51 +117,52 @@ def find_bounds(events: Sequence[Event], iterations: Sequence[Event], ranges: di
 def find_lanes(events: Sequence[Event], ranges: dict[str, list[Event]], start: float, end: float) -> Lanes:
     """Return the lanes from `start` to `end`, in microseconds."""
     updates = ranges.get("optimizer.step", [])
-
-    def kind_of(event: Event) -> str:
-        begun = event.start if event.launched is None else event.launched
-        if any(update.start <= begun < update.end for update in updates):
-            return "optimizer"
-        return next((kind for kind, pattern in KINDS.items() if re.search(pattern, event.name)), "other")
-
-    plain = ranges | {"backward pass": [event for event in events if event.name.startswith(BACKWARD)]}
-    groups = plain | {"operators": [event for event in events if event.category == "cpu_op"], "all-reduces": []}
-    for event in events:
-        if ALL_REDUCES.search(event.name):
-            groups["all-reduces"].append(event)
-        elif event.category in GPU_WORK:
-            groups.setdefault(f"GPU stream {event.thread.partition('/')[2]}", []).append(event)
+    names = [*ranges, "backward pass", "operators", "all-reduces"]
     lanes: Lanes = {}
-    for group, members in groups.items():
+    members: dict[str, list[Event]] = {name: [*ranges.get(name, [])] for name in names}
+    for event in events:
+        if event.name.startswith("autograd::engine::evaluate_function"):
+            members["backward pass"].append(event)
+        if ALL_REDUCES.search(event.name):
+            members["all-reduces"].append(event)
+        elif event.category == "cpu_op":
+            members["operators"].append(event)
+        elif event.category in GPU_WORK:
+            members.setdefault(f"GPU stream {event.thread.partition('/')[2]}", []).append(event)
+    for group, inside in members.items():
         threads: dict[str, str] = {}  # {thread: its lane}
-        for event in members:
+        for event in inside:
             begun, ended = max(event.start, start), min(event.end, end)
-            if begun < ended:
-                lane = threads.setdefault(event.thread, f"{group}, thread {len(threads) + 1}" if threads else group)
-                kind = "range" if group in plain else kind_of(event)
-                bar = (begun - start) / 1e3, (ended - begun) / 1e3
-                lanes.setdefault(lane, {}).setdefault(kind, []).append(bar)
+            if begun >= ended:
+                continue
+            lane = threads.setdefault(event.thread, f"{group}, thread {len(threads) + 1}" if threads else group)
+            launched = event.start if event.launched is None else event.launched
+            if group in ranges or group == "backward pass":
+                kind = "range"
+            elif any(update.start <= launched < update.end for update in updates):
+                kind = "optimizer"
+            else:
+                kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, event.name)), "other")
+            lanes.setdefault(lane, {}).setdefault(kind, []).append(((begun - start) / 1e3, (ended - begun) / 1e3))
     return lanes
 
 
 def draw(timelines: Sequence[Timeline], path: Path) -> None:
     """Draw the timelines, each below its title."""
     height = sum(len(timeline.lanes) + 1.5 for timeline in timelines)
-    figure, axes = new_figure(size=(WIDTH, LANE * height + 0.9))
+    figure, axes = new_figure(size=(14.55, 0.25 * height + 0.9))  # 1,600 pixels
     row, names, legend = 0.0, dict[float, str](), dict[str, Any]()
     for timeline in timelines:
         axes.text(0, row, timeline.title, weight="bold", fontsize=10, va="center")
         axes.vlines(timeline.length, row + 0.5, row + len(timeline.lanes) + 0.5, color="black", linewidth=0.8)
         for lane, kinds in timeline.lanes.items():
             row += 1
-            names[row] = lane
-            if "range" in kinds:
-                names[row] += f"  {sum(duration for _, duration in kinds['range']):.2f} ms"
+            total = f"  {sum(duration for _, duration in kinds['range']):.2f} ms" if "range" in kinds else ""
+            names[row] = lane + total
             edge = 0.8 if lane.startswith("all-reduces") else 0  # separates an all-reduce from the next
-            for kind, colour in PAINT.items():
-                style = {"facecolor": colour, "edgecolor": "#7a5200", "linewidth": edge, "snap": False}
-                if kind in kinds:
-                    legend[kind] = axes.broken_barh(kinds[kind], (row - 0.4, 0.8), **style)
+            for kind in sorted(kinds, key=list(COLOUR).index):
+                style = {"facecolor": COLOUR[kind], "edgecolor": "#7a5200", "linewidth": edge, "snap": False}
+                legend[kind] = axes.broken_barh(kinds[kind], (row - 0.4, 0.8), **style)
         row += 1.5
     axes.set_yticks(list(names), list(names.values()), fontsize=9)
     axes.tick_params(axis="y", length=0)
@@ -172,9 +170,7 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
     axes.spines["left"].set_visible(False)
     axes.set(axisbelow=True, xlabel="ms from the beginning of the step", ylim=(row - 0.7, -0.7))
     axes.set_xlim(0, 1.002 * max(timeline.length for timeline in timelines))
-    shown = [kind for kind in (*list(PAINT)[1:], "other") if kind in legend]
-    handles = [legend[kind] for kind in shown]
-    figure.legend(handles, shown, loc="outside lower center", ncols=len(shown), fontsize=9, frameon=False)
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=len(legend), fontsize=9, frameon=False)
     save(figure, path)
 
 
