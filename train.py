@@ -93,7 +93,7 @@ class Trainer:
         compile_timer = partial(self.clock.during, "compile")
         self.learner = build_learner(config, build, world, len(self.loaders.train), compile_timer=compile_timer)
         compile_validation(self.learner, self.loaders.valid.plan, world.device)
-        self.verifier = Verifier(self.learner, world)
+        self.verifier = Verifier(self.learner, world) if config.verify_every_steps is not None else None
         check_outputs(self.learner, config.model, self.data["shape"])
         self.watch = StepWatch(self.learner.model, world, self.clock)
         mix = BatchMix(config, self.loaders.train.plan)
@@ -171,8 +171,9 @@ class Trainer:
     def train_one_epoch(self) -> None:
         """Train the rest of the current epoch, from batch `progress.batch` on."""
         self._start_epoch()
+        train_step = (self.verifier or self.learner).train_step
         for number, (images, labels) in self.batches.rest_of_epoch(self.progress.epoch, self.progress.batch):
-            self.verifier.train_step(images, labels)
+            train_step(images, labels)
             self.clock.count_step(self.learner.steps)
             self.progress.batch = number + 1
             self.throughput.add(len(labels))
@@ -241,7 +242,7 @@ class Trainer:
         left = self._time_left()
         self.world.main_only(lambda: self.log.log_epoch(self.progress.epoch, self.learner.steps, values, left))
         self._report_unreadable()
-        for remark in self.watch.remarks() + self.verifier.remarks():
+        for remark in self.watch.remarks() + (self.verifier.remarks() if self.verifier else []):
             self.log.say(remark)
         if self.finished:  # before the last checkpoint, after which a killed run has nothing left to do
             self._log_end(valid, test, confusion)

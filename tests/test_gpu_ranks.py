@@ -41,6 +41,7 @@ SWITCHES: dict[str, Any] = {
     "enable_prefetch": True,
     "ema_decay": 0.8,
     "verify_every_steps": 1,
+    "deterministic": True,
 }
 RUNS = {"plain": {}, "switches": ACCUMULATION | SWITCHES}
 ON_GPUS = {name: changes | GRAPHS for name, changes in RUNS.items()}

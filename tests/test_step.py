@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import RECIPE, ROOT, check_equal_training
@@ -321,11 +321,15 @@ def test_loss_scaling_without_a_fused_optimizer_reads_values(tiny, one_rank, mon
 def test_gradients_are_averaged_once_per_step(tiny, one_rank):
     """With the last of four micro-batches, in one bucket."""
     buckets = []
+
+    def reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buckets.append(bucket)
+        return default_hooks.allreduce_hook(None, bucket)
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        wrap = partial(wrap_in_ddp, hook=buckets.append)
-        learner = build_measured(tiny(micro_batch_size=2, batch_size=8), one_rank, wrap)
-        buckets.clear()  # of the step that settles them
+        learner = build_measured(tiny(micro_batch_size=2, batch_size=8), one_rank, wrap_in_ddp)
+        learner.step.model.register_comm_hook(None, reduce)
         learner.train_step(torch.randn(8, 3, 32, 32), torch.randint(10, (8,)))
     finally:
         dist.destroy_process_group()

@@ -12,16 +12,19 @@ used. --strike trains the block like train.py, in a separate folder, with one fl
 
 import argparse
 import os
+import random
+import re
 import runpy
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from tests.faults.flip_campaign import Outcome, build_tiny, random_batches, run_campaign
-from tests.faults.flips import KINDS, Flip, Flipper
 from tools.shared.command_line import add_count, as_settings, at_least_one, new_parser
 from tools.shared.followed_run import TRAIN
 from tools.shared.output import print_table, say
@@ -30,14 +33,207 @@ from utils.config.command_line import add_config_arguments
 from utils.distributed.launch import find_launch
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
-from utils.errors import ConfigError, exit_in_a_line
+from utils.errors import ConfigError, CorruptionError, exit_in_a_line
+from utils.training.checks.step_state import Snapshot, own_tensors, shared_tensors
 from utils.training.checks.verify_steps import Verifier
+from utils.training.learner import Learner, build_learner
 
+Batch = tuple[Tensor, Tensor]
+KINDS = ("weight", "optimizer", "batch", "gradient", "activation")  # the last two need an eager step
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
+SIDE = 16  # pixels of a campaign's images
+COLUMNS = ("flips", "changed the step", "caught", "rank named", "changed nothing", "yet detected")
 EXIT_STATUS = "0 no flip missed or misnamed and no false alarm, 1 otherwise; with --strike the status of training: 5"
 CAMPAIGN = {
     "batch_size": 16, "verify_every_steps": 1, "deterministic": True, "lr_schedule": "constant",
     "lr": 0.01, "lr_warmup_epochs": 0, "enable_amp": False, "log_to_screen": False, "log_to_tensorboard": False,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Flip:
+    """One bit of a tensor of this kind, sampled from `seed`, on one rank, in one repetition (1 or 2) of a step."""
+
+    kind: str
+    rank: int
+    step: int  # number of earlier steps
+    seed: str
+    repetition: int = 1
+
+
+def plan_flip(learner: Learner, flip: Flip, rank: int, after: Callable[[], None] = lambda: None) -> list[str]:
+    """Let the learner meet a flip, until `del learner.train_step`; return a list that will get the flipped bit's place.
+    `after` is called after the pass with the flip."""
+    train, choose, struck, passes = learner.train_step, random.Random(flip.seed), list[str](), 0
+
+    def strike(name: str, tensor: Tensor) -> None:
+        number, bit = choose.randrange(tensor.numel()), choose.randrange(8 * tensor.element_size())
+        flip_bit(tensor, number, bit)
+        struck.append(f"bit {bit} of number {number} of {name}")
+
+    def strike_gradient(name: str, gradient: Tensor) -> Tensor | None:
+        if struck:
+            return None
+        wrong = gradient.clone()
+        strike(name, wrong)
+        return wrong
+
+    def strike_output(name: str, layer: nn.Module, inputs: object, output: Tensor) -> None:
+        if not struck:
+            strike(name, output)
+
+    def train_a_pass(images: Tensor, labels: Tensor) -> None:
+        nonlocal passes
+        now = rank == flip.rank and learner.steps == flip.step
+        passes += now
+        if not now or passes != flip.repetition:
+            train(images, labels)
+            return
+        handle = None
+        if flip.kind == "batch":
+            strike("images", images)
+        elif flip.kind == "gradient":
+            name, parameter = choose.choice(list(learner.model.named_parameters()))
+            handle = parameter.register_hook(partial(strike_gradient, f"gradient {name}"))
+        elif flip.kind == "activation":
+            name, layer = choose.choice(
+                [item for item in learner.model.named_modules() if not list(item[1].children())]
+            )
+            # before the hooks of a checked step
+            handle = layer.register_forward_hook(partial(strike_output, f"output {name}"), prepend=True)
+        else:
+            tensors = state_of(learner, flip.kind)
+            if not tensors:
+                raise ConfigError("there is no optimizer state to flip a bit of: this optimizer keeps none yet")
+            strike(*choose.choice(list(tensors.items())))
+        train(images, labels)
+        if handle is not None:
+            handle.remove()
+        after()
+
+    learner.train_step = train_a_pass
+    return struck
+
+
+def state_of(learner: Learner, kind: str) -> dict[str, Tensor]:
+    """Return the weights, or the optimizer's state."""
+    weights, neither = ("weight ", "master weight "), ("average ", "loss scale", "growth tracker", "skipped steps")
+    found = {name: tensor for name, tensor in shared_tensors(learner).items() if not name.startswith(neither)}
+    return {name: tensor for name, tensor in found.items() if name.startswith(weights) == (kind == "weight")}
+
+
+def flip_bit(tensor: Tensor, number: int, bit: int) -> None:
+    """Flip one bit in memory, unnoticed by autograd. `number`: of the element, in the order of the memory."""
+    width = 8 * tensor.element_size()
+    flat = tensor.data.as_strided((tensor.numel(),), (1,)).view(INTEGERS[tensor.element_size()])
+    mask = 1 << bit
+    flat[number] ^= mask if width == 8 or bit < width - 1 else -mask  # all but bytes have a sign
+
+
+def build_tiny(config: Config, world: World) -> tuple[Learner, Verifier]:
+    """Collective: build a learner of the smallest network with a layer of each kind, and the verifier of its steps."""
+    learner = build_learner(config, lambda config: nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=4, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(16, config.num_classes),
+    ), world, 1000)  # fmt: skip
+    learner.model.train()
+    return learner, Verifier(learner, world)
+
+
+def random_batches(learner: Learner, world: World) -> Iterator[Batch]:
+    """Yield batches of this rank forever: random images [N, 3, SIDE, SIDE] with random labels."""
+    generator = torch.Generator().manual_seed(world.rank)
+    shape = (learner.batch.rank_batch_size, 3, SIDE, SIDE)
+    while True:
+        labels = torch.randint(learner.config.num_classes, shape[:1], generator=generator)
+        yield torch.rand(shape, generator=generator).to(world.device), labels.to(world.device)
+
+
+def run_campaign(
+    config: Config, world: World, flips: int, clean: int, seed: int
+) -> tuple[dict[str, Counter[str]], list[str]]:
+    """Collective: run `clean` checked steps, then `flips` flips, each in a checked step that is undone and trained
+    again; return ({kind: counts by column}, problems)."""
+    learner, verifier = build_tiny(config, world)
+    counts, problems = {kind: Counter[str]() for kind in KINDS}, list[str]()
+    batches = random_batches(learner, world)
+    for number in range(-clean, flips):
+        batch = next(batches)
+        if number >= 0:
+            choose = random.Random(f"{seed} {number}")
+            rank, repetition = choose.randrange(world.world_size), choose.choice((1, 2))
+            flip = Flip(KINDS[number % len(KINDS)], rank, learner.steps, f"{seed} {number}", repetition)
+            problems += flip_once(learner, verifier, flip, batch, counts[flip.kind])
+        try:
+            verifier.train_step(*batch)
+        except CorruptionError as error:
+            problems.append(f"false alarm: {error}")
+    return counts, problems
+
+
+def flip_once(learner: Learner, verifier: Verifier, flip: Flip, batch: Batch, counts: Counter[str]) -> list[str]:
+    """Collective: flip a bit in one checked step, then restore the state; return the problem, if any."""
+    world, before, changed, error = verifier.world, Snapshot(learner, batch), list[bool](), ""
+    learner.train_step(*batch)
+    expected = _bits_of_result(learner)
+    before.restore()
+
+    def compare() -> None:
+        result = _bits_of_result(learner)
+        equal = result.keys() == expected.keys() and all(torch.equal(result[name], expected[name]) for name in result)
+        changed.append(not equal)
+
+    struck = plan_flip(learner, flip, world.rank, compare)
+    try:
+        verifier.train_step(*batch)
+    except CorruptionError as raised:
+        error = str(raised)
+    del learner.train_step
+    before.restore()
+    ranks = world.all_gather((any(changed), struck))
+    named = [int(rank) for rank in re.findall(r"rank (\d+) \(", error)] == [flip.rank]
+    counts.update(["flips"])
+    if not any(changed for changed, _ in ranks):
+        counts.update(["changed nothing"] + ["yet detected"] * bool(error))
+        return []
+    counts.update(["changed the step"] + ["caught"] * bool(error) + ["rank named"] * named)
+    return [] if named else [f"{'misnamed' if error else 'missed'}: {flip}, {ranks[flip.rank][1]}: {error}"]
+
+
+def _bits_of_result(learner: Learner) -> dict[str, Tensor]:
+    """Return a copy of the step's result as bytes: NaN equals itself, and 0 differs from -0."""
+    result = shared_tensors(learner) | own_tensors(learner)
+    return {name: tensor.detach().clone().reshape(-1).view(torch.uint8) for name, tensor in result.items()}
+
+
+def strike(options: argparse.Namespace) -> int:
+    """Run train.py in this process, as one of the ranks, with one flip; return its exit status."""
+    launch = find_launch(os.environ)
+    if not 0 <= options.rank < launch.world_size:
+        raise ConfigError(f"--rank {options.rank}: this run has ranks 0 to {launch.world_size - 1}")
+    flip = Flip(options.strike, options.rank, options.step - 1, str(options.seed))
+    train_step, flips = Learner.train_step, list[str]()
+
+    def train_first_step(learner: Learner, images: Tensor, labels: Tensor) -> None:
+        def report() -> None:
+            flips.extend(struck)
+            print(f"flipped {struck[0]} on rank {flip.rank}, in step {options.step}", flush=True)
+
+        Learner.train_step = train_step
+        struck = plan_flip(learner, flip, launch.rank, report)
+        learner.train_step(images, labels)
+
+    Learner.train_step = train_first_step
+    choice = [f"--config={options.config}", f"--yaml_config={options.yaml_config}", f"--run-dir={options.run_dir}"]
+    sys.argv = [str(TRAIN), *choice, "--resume=never", *(f"--set={setting}" for setting in options.set)]
+    try:
+        runpy.run_path(str(TRAIN), run_name="__main__")
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else 1
+    if status == 0 and not flips and options.rank == launch.rank:
+        raise ConfigError(f"nothing was flipped: --step {options.step} never came")
+    return status
 
 
 @exit_in_a_line
@@ -46,19 +242,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     if (options.strike is None) != (options.step is None):
         raise ConfigError("--strike KIND and --step N belong together; a campaign strikes in every step")
-    settings = [] if options.strike else as_settings(CAMPAIGN)
-    config = load_config(options.yaml_config, options.config, settings + options.set)
     if options.strike:
-        if config.verify_every_steps is None:
-            say("verify_every_steps is null: no step is checked, so nothing finds the flip; --set verify_every_steps=1")
-        return strike(options, config)
-    if config.verify_every_steps != 1:
-        raise ConfigError(f"verify_every_steps {config.verify_every_steps}: a campaign checks every step; use 1")
+        return strike(options)
+    config = load_config(options.yaml_config, options.config, as_settings(CAMPAIGN) + options.set)
     status = 0
 
     def act(world: World) -> None:
         nonlocal status
-        status = campaign(options, config, world)
+        counts, problems = run_campaign(config, world, options.flips, options.clean, options.seed)
+        status = int(bool(problems))
+        if world.is_main:
+            rows = [(kind, *(str(found[column]) for column in COLUMNS)) for kind, found in counts.items()]
+            title = f"single bit flips in checked steps, {world.world_size} rank(s)"
+            print_table(title, ("kind of tensor", *COLUMNS), rows)
+            say("\n".join([*problems, f"{len(problems)} flips missed or misnamed, or false alarms"]))
 
     return run_ranks(act, config.device, config.rank_timeout_seconds) or status
 
@@ -77,56 +274,6 @@ def parser() -> argparse.ArgumentParser:
         "--run-dir", type=Path, default=Path("expts/inject"), metavar="DIR", help="--strike: the run's folder"
     )
     return parser
-
-
-def strike(options: argparse.Namespace, config: Config) -> int:
-    """Run train.py in this process, as one of the ranks, with one flip; return its exit status."""
-    launch = find_launch(os.environ)
-    rank, ranks = launch.rank, launch.world_size
-    if not 0 <= options.rank < ranks:
-        raise ConfigError(f"--rank {options.rank}: this run has ranks 0 to {ranks - 1}")
-    flip = Flip(options.strike, options.rank, options.step - 1, str(options.seed))
-    train_step, flippers = Verifier.train_step, list[Flipper]()
-
-    def install_flipper(verifier: Verifier, images: Tensor, labels: Tensor) -> None:
-        Verifier.train_step = train_step  # type: ignore[method-assign]
-        flippers.append(Flipper(verifier, flip, rank, report=print).__enter__())
-        verifier.train_step(images, labels)
-
-    Verifier.train_step = install_flipper  # type: ignore[method-assign]
-    choice = [f"--config={options.config}", f"--yaml_config={options.yaml_config}", f"--run-dir={options.run_dir}"]
-    sys.argv = [str(TRAIN), *choice, "--resume=never", *(f"--set={setting}" for setting in options.set)]
-    try:
-        runpy.run_path(str(TRAIN), run_name="__main__")
-    except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else 1
-    if status == 0 and not any(flipper.struck for flipper in flippers) and options.rank == flippers[0].rank:
-        raise ConfigError(f"nothing was flipped: --step {options.step} never came")
-    return status
-
-
-def campaign(options: argparse.Namespace, config: Config, world: World) -> int:
-    """Collective: run a campaign and return the exit status."""
-    learner, verifier = build_tiny(config, world)
-    batches = random_batches(learner, world)
-    outcome = run_campaign(learner, verifier, batches, flips=options.flips, clean=options.clean, seed=options.seed)
-    if world.is_main:
-        show(outcome, world.world_size)
-    return int(bool(outcome.missed or outcome.misnamed or outcome.alarms))
-
-
-def show(outcome: Outcome, ranks: int) -> None:
-    """Print the table by kind of tensor, and the verdict."""
-    columns = ("kind of tensor", "flips", "changed the step", "caught", "rank named", "changed nothing", "yet detected")
-    rows = [(kind, *map(str, asdict(tally).values())) for kind, tally in outcome.flips.items()]
-    print_table(f"single bit flips in checked steps, {ranks} rank(s)", columns, rows)
-    for title, lines in (("missed", outcome.missed), ("misnamed", outcome.misnamed), ("false alarm", outcome.alarms)):
-        for line in lines:
-            say(f"{title}: {line}")
-    say(
-        f"{len(outcome.missed)} missed, {len(outcome.misnamed)} misnamed; {len(outcome.alarms)} alarms in "
-        f"{outcome.clean_steps} clean checked steps; {outcome.seconds:.0f} s"
-    )
 
 
 if __name__ == "__main__":

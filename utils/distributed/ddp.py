@@ -1,12 +1,8 @@
 """DDP: distribute a network over the ranks."""
 
 import inspect
-from collections.abc import Callable
 
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.futures import Future
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.distributed.config import DistributedConfig
@@ -19,8 +15,6 @@ WARNINGS = {  # about values of `parallel` that are for measurements only
     "dataparallel": "WARNING: parallel=dataparallel: one process drives all GPUs and copies the network to them every "
     "step; use it only for comparison with ddp",
 }
-# Called with each bucket of this rank's gradients before they are averaged.
-BucketHook = Callable[[dist.GradBucket], None]
 
 
 def synchronise_batch_norm(config: DistributedConfig, model: nn.Module, world: World) -> nn.Module:
@@ -32,7 +26,7 @@ def synchronise_batch_norm(config: DistributedConfig, model: nn.Module, world: W
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if world.world_size > 1 else model
 
 
-def distribute(config: DistributedConfig, model: nn.Module, world: World, hook: BucketHook | None = None) -> nn.Module:
+def distribute(config: DistributedConfig, model: nn.Module, world: World) -> nn.Module:
     """Collective: return the module that the training step calls instead of `model`, with the same parameters."""
     device, ranks = world.device.type, world.world_size
     if config.parallel == "dataparallel":
@@ -45,12 +39,10 @@ def distribute(config: DistributedConfig, model: nn.Module, world: World, hook: 
         if config.parallel == "no_communication":
             raise ConfigError("parallel: no_communication compares several ranks, but this run has one; use ddp")
         return model
-    return wrap_in_ddp(config, model, world, hook)
+    return wrap_in_ddp(config, model, world)
 
 
-def wrap_in_ddp(
-    config: DistributedConfig, model: nn.Module, world: World, hook: BucketHook | None = None
-) -> DistributedDataParallel:
+def wrap_in_ddp(config: DistributedConfig, model: nn.Module, world: World) -> DistributedDataParallel:
     """Collective: wrap the network in DDP, in a process group of any size."""
     on_gpu = world.device.type == "cuda"
     renamed = "forward_sync_buffers"  # since PyTorch 2.14
@@ -63,16 +55,9 @@ def wrap_in_ddp(
         gradient_as_bucket_view=True,  # gradients live inside the buckets: no copies back, and less memory
         **{renamed if renamed in options else "broadcast_buffers": False},  # type: ignore[arg-type]
     )
-    if hook is not None:
-        distributed.register_comm_hook(hook, _call_and_reduce)
     if config.deterministic or not on_gpu:
         _settle_buckets(distributed)
     return distributed
-
-
-def _call_and_reduce(hook: BucketHook, bucket: dist.GradBucket) -> Future[Tensor]:
-    hook(bucket)
-    return default_hooks.allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]  # it is initialised
 
 
 def _settle_buckets(distributed: DistributedDataParallel) -> None:
@@ -86,9 +71,9 @@ def _settle_buckets(distributed: DistributedDataParallel) -> None:
     model: nn.Module = distributed.module
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     own = vars(model).get("forward")  # usually None, as forward is the class's method
-    model.forward = lambda: sum(parameter.sum() for parameter in trained)
+    model.forward = lambda unused: sum(parameter.sum() for parameter in trained)
     try:
-        distributed().backward()
+        distributed(trained[0].detach()).backward()  # on a GPU DDP cannot be called without an argument
     finally:
         del model.forward
         if own is not None:

@@ -221,8 +221,8 @@ class VerifyConfig(SharedConfig):
     """verification"""
 
     verify_every_steps: Annotated[PositiveInt | None, KeyFlag.FREE_ON_RESUME] = None
-    """Train one step in every N twice, and stop if the two differ; null: never. Also each start's first steps, on a GPU
-    only with deterministic. The run names the device and the layer that computed wrong and saves nothing of that step;
+    """Train one step in every N, and each start's first steps, twice, and stop if a bit differs; null: never. A GPU
+    needs deterministic. The run names the device and the layer that computed wrong and saves nothing of that step;
     docs/reliability.md says which errors are found."""
 
 

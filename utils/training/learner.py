@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from utils.distributed.global_batch import GlobalBatch, divide_batch
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.timing.profiler import Profiler
-from utils.training.checks.fingerprints import LocalGradients, describe_verification, rounding_varies
 from utils.training.classifier import Classifier, SomeConfig, build_classifier
 from utils.training.config import TrainingConfig
 from utils.training.kernels.compilers import wants_graphs
@@ -45,7 +43,6 @@ class Learner(Classifier):
     step: Step
     sums: MetricSums
     profiler: Profiler
-    local_gradients: LocalGradients | None  # if steps are verified on several ranks
     steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -102,6 +99,8 @@ def check_settings(config: TrainingConfig, world: World) -> None:
     """Raise `ConfigError`, before data is downloaded, for settings that this device or number of ranks cannot meet."""
     divide_batch(config.batch_size, world.world_size, config.micro_batch_size)
     check_graphs(config, choose_precision(config, world.device), world.device)
+    if config.verify_every_steps is not None and world.device.type == "cuda" and not config.deterministic:
+        raise ConfigError("verify_every_steps compares bits, which vary on a GPU; it needs deterministic true")
 
 
 def check_outputs(learner: Learner, model_name: str, image_shape: tuple[int, int, int]) -> None:
@@ -154,11 +153,7 @@ def build_learner(
     optimizer = build_optimizer(config, weights.parameters(), graphed=graphed)
     loss_scaler = LossScaler(precision.device_type, precision.loss_scale)
     criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
-    profiler, local_gradients = Profiler(world.device), None
-    if config.verify_every_steps is not None and world.world_size > 1:
-        sketched = rounding_varies(config, world.device)
-        local_gradients = LocalGradients(model, world.device, sketched=sketched)
-        wrap = partial(wrap, hook=local_gradients.record)
+    profiler = Profiler(world.device)
     with on_capture_stream(world.device, graphed=graphed):
         wrapped = wrap(config, model, world)
     train_step = TrainStep(
@@ -174,7 +169,7 @@ def build_learner(
         compile_timer,
     )
     step, step_notes = choose_step(config, train_step, world.device)
-    notes += step_notes + describe_verification(config, world.device)
+    notes += step_notes
     if config.extra_opt("fused_optimizer") and not uses_fused_kernel(config, weights.parameters()):
         notes.append(
             f"fused_optimizer disabled: torch {torch.__version__} updates half-precision weights wrongly on a CPU"
@@ -196,5 +191,4 @@ def build_learner(
         step=step,
         sums=MetricSums(world.device),
         profiler=profiler,
-        local_gradients=local_gradients,
     )

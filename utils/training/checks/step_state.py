@@ -1,6 +1,5 @@
 """All tensors that a training step changes, by name, and a snapshot that restores them."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +14,12 @@ Tensors = dict[str, Tensor]
 def shared_tensors(learner: Learner) -> Tensors:
     """Tensors that are equal on all ranks that average their gradients: weights, their moving average, optimizer state,
     loss scale."""
-    model = learner.model
-    tensors: Tensors = {f"weight {name}": parameter for name, parameter in model.named_parameters()}
+    named = dict(learner.model.named_parameters())
+    tensors: Tensors = {f"weight {name}": parameter for name, parameter in named.items()}
     tensors |= {f"master weight {name}": master for name, master in learner.weights.masters.items()}
     if learner.ema is not None:
         tensors |= {f"average {name}": parameter for name, parameter in learner.ema.network.named_parameters()}
-    for name, parameter in optimizer_parameters(learner).items():
+    for name, parameter in zip(named, learner.weights.parameters(), strict=True):
         entries = learner.optimizer.state.get(parameter, {})
         tensors |= {f"{key} {name}": value for key, value in entries.items() if isinstance(value, Tensor)}
     return tensors | learner.loss_scaler.tensors()
@@ -31,28 +30,14 @@ def own_tensors(learner: Learner) -> Tensors:
     return {"loss": learner.sums.sums} | {f"buffer {name}": buffer for name, buffer in learner.named_buffers()}
 
 
-def gradients(learner: Learner) -> Tensors:
-    found = {f"gradient {name}": parameter.grad for name, parameter in optimizer_parameters(learner).items()}
-    return {name: gradient for name, gradient in found.items() if gradient is not None}
-
-
-def optimizer_parameters(learner: Learner) -> dict[str, torch.nn.Parameter]:
-    """Parameters that the optimizer updates, by their names in the model."""
-    names = (name for name, _ in learner.model.named_parameters())
-    return dict(zip(names, learner.weights.parameters(), strict=True))
-
-
-@dataclass
 class Snapshot:
     """Copy of a learner's state, its random generators and a batch. Restoring writes into the same memory, which CUDA
     graphs need."""
 
-    learner: Learner
-    batch: tuple[Tensor, Tensor]
-
-    def __post_init__(self) -> None:
-        learner = self.learner
-        self.pairs = [(tensor, tensor.detach().clone()) for tensor in self.tensors().values()]
+    def __init__(self, learner: Learner, batch: tuple[Tensor, Tensor]) -> None:
+        self.learner = learner
+        tensors = [*batch, *own_tensors(learner).values(), *shared_tensors(learner).values()]
+        self.pairs = [(tensor.detach(), tensor.detach().clone()) for tensor in tensors]
         self.entries: dict[Tensor, dict[str, Any]] = {
             parameter: dict(entries) for parameter, entries in learner.optimizer.state.items()
         }
@@ -61,21 +46,13 @@ class Snapshot:
         self.steps, self.random = learner.steps, seeds.random_state()
         self.updates = 0 if learner.ema is None else learner.ema.updates
 
-    def own_tensors(self) -> Tensors:
-        """The batch and this rank's own tensors, with their present values."""
-        return dict(zip(("images", "labels"), self.batch, strict=True)) | own_tensors(self.learner)
-
-    def tensors(self) -> Tensors:
-        """All tensors of the snapshot by name, with their present values."""
-        return self.own_tensors() | shared_tensors(self.learner)
-
     @torch.no_grad()
     def restore(self) -> None:
         learner = self.learner
         learner.optimizer.state.clear()  # a parameter's first step creates entries
         for parameter, entries in self.entries.items():
             learner.optimizer.state[parameter] = dict(entries)
-        torch._foreach_copy_([tensor.detach() for tensor, _ in self.pairs], [saved for _, saved in self.pairs])
+        torch._foreach_copy_([tensor for tensor, _ in self.pairs], [saved for _, saved in self.pairs])
         for parameter in self.without_gradient:  # else a gradient of -0.0 would be added to zeros, which gives 0.0
             parameter.grad = None
         learner.steps = self.steps
