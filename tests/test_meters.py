@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from models import build_model
 from tests.conftest import read_records
@@ -25,14 +24,10 @@ GPU = torch.device("cuda", 0)
 
 
 def test_a_gpu_reports_power_temperature_clock_and_memory_except_what_it_refuses(monkeypatch):
-    def refuse(device):
-        raise RuntimeError("Not Supported")
-
     assert read_gpu(torch.device("cpu")) == {}
-    answers = {"power_draw": 700_000, "clock_rate": 1980, "device_memory_used": 8_000_000_000}
-    for name, answer in answers.items():
+    for name, answer in {"power_draw": 700_000, "clock_rate": 1980, "device_memory_used": 8_000_000_000}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
-    monkeypatch.setattr(torch.cuda, "temperature", refuse)
+    monkeypatch.setattr(torch.cuda, "temperature", lambda device: {}["Not Supported"])
     values = read_gpu(GPU)
     assert values == {"gpu_power_w": 700, "gpu_clock_mhz": 1980, "gpu_memory_gb": 8} and values.keys() <= MEASURED
 
@@ -131,20 +126,11 @@ def test_mfu_counts_all_devices_and_ranks_of_a_host_share_one(tiny, one_rank, tm
     assert found.totals(100) == {}, "as with DataParallel, only one of the GPUs is known"
 
 
-class ReadsValues(nn.Module):
-    """A network that reads values of its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 10)
-
-    def forward(self, images):
-        return self.layer(images.mean((2, 3)) * float(images.sum()))
-
-
-def test_unknown_flops_or_peak_are_omitted(tiny, one_rank, tmp_path):
+def test_unknown_flops_or_peak_are_omitted(tiny, one_rank, tmp_path, monkeypatch):
     trainer = Trainer(tiny(), one_rank, tmp_path)
     assert [note for note in trainer.meters.notes if note.startswith("no MFU: the peak of ")]
     assert trainer.meters.window(100.0, 0).keys() == {"model_tflops"} and trainer.meters.totals(100) == {}
-    trainer.learner.model = ReadsValues()
-    assert Meters(trainer.config, trainer.learner, one_rank, (3, 32, 32)).window(100.0, 0) == {}
+    network = type(trainer.learner.model)
+    monkeypatch.setattr(network, "forward", lambda self, images: images * float(images.sum()))  # reads values
+    found = Meters(trainer.config, trainer.learner, one_rank, (3, 32, 32))
+    assert found.window(100.0, 0) == {} and "no model FLOP/s" in found.notes[0]

@@ -24,8 +24,8 @@ from utils.base_config import BaseConfig, KeyFlag, render
 from utils.training.metrics.confusion import worst_classes
 
 Record = Mapping[str, Any]  # of metrics.jsonl
-EPOCH_TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
-SCALING_TAGS = ("loss_scale", "skipped_steps")  # only if the loss is scaled
+# the tutorial's, and two more if the loss is scaled
+EPOCH_TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate", "loss_scale", "skipped_steps")
 STEP_TAGS = "step/"
 SECOND_TAGS = {"acc1/valid": "by_second/acc1_valid", "loss/valid": "by_second/loss_valid"}
 LAYOUT = {
@@ -97,7 +97,7 @@ class TensorBoardWriter:
     def _is_outdated(self, tag: str, step: int) -> bool:
         if tag.startswith(STEP_TAGS):
             return step > self._step
-        return tag in (*EPOCH_TAGS, *SCALING_TAGS) and step > self._epoch
+        return tag in EPOCH_TAGS and step > self._epoch
 
     def record(self, record: Record) -> None:
         """Write a log point by step; an epoch by epoch, under the tutorial's tags, and by the second of training at
@@ -106,7 +106,7 @@ class TensorBoardWriter:
         if kind not in ("step", "epoch", "end"):
             return
         for tag, value in numbers(record).items():
-            if kind != "epoch" or tag in (*EPOCH_TAGS, *SCALING_TAGS):
+            if kind != "epoch" or tag in EPOCH_TAGS:
                 self._writer.add_scalar(tag, value, record["step" if kind == "step" else "epoch"])
             if kind == "epoch" and tag in SECOND_TAGS:
                 self._writer.add_scalar(SECOND_TAGS[tag], value, round(record["seconds"]))

@@ -32,17 +32,12 @@ def rank_classes(counts: Tensor) -> list[tuple[int, float, int | None, float]]:
 
     `counts`: [true class, predicted class]. The wrong prediction is None if there is none.
     """
-    totals = counts.sum(1)
-    accuracy = counts.diagonal() / totals.clamp(min=1)
-    present = [label for label in range(len(counts)) if totals[label] > 0]
-    rows = []
-    for label in sorted(present, key=lambda label: (float(accuracy[label]), label)):
-        others = counts[label].clone()
-        others[label] = -1
-        wrong = int(others.argmax())
-        fraction = float(others[wrong] / totals[label])
-        rows.append((label, float(accuracy[label]), wrong if fraction > 0 else None, fraction))
-    return rows
+    totals, wrong, rows = counts.sum(1), counts.clone().fill_diagonal_(0), []
+    for label in totals.nonzero().flatten().tolist():
+        fraction, other = (wrong[label] / totals[label]).max(0)
+        accuracy = float(counts[label, label] / totals[label])
+        rows.append((label, accuracy, int(other) if fraction > 0 else None, float(fraction)))
+    return sorted(rows, key=lambda row: (row[1], row[0]))
 
 
 def worst_classes(counts: Tensor, names: Sequence[str]) -> list[tuple[str, float, str, float]]:
