@@ -114,7 +114,7 @@ class Trainer:
         """Describe what this run would do and the memory it would take, for --dry-run."""
         text = describe(self.learner, self.data["shape"], network=self.config.model, dataset=self.config.dataset)
         pretrained = self.world.main_only(self._read_pretrained)
-        return f"{text}\npretrained       {pretrained.note}" if pretrained else text
+        return f"{text}\npretrained       {pretrained[1]}" if pretrained else text
 
     @property
     def finished(self) -> bool:
@@ -324,7 +324,7 @@ class Trainer:
         )
         state, pretrained = self.world.broadcast((opened.state, opened.pretrained) if opened else (None, None))
         if pretrained is not None:
-            self.learner.load_network({"model": pretrained.weights, "average": None})
+            self.learner.load_network({"model": pretrained, "average": None})
         if state is not None:
             self.state.restore(state)
             self.saved_step = self.learner.steps

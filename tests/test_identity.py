@@ -16,7 +16,7 @@ from utils.config.command_line import Arguments, parse_arguments
 from utils.errors import ConfigError, Stopped
 
 CHANGES = {"lr": 0.3, "weight_decay": 0.1}
-SHOWN = "lr=0.1 -> 0.3, weight_decay=0.0005 -> 0.1"
+SHOWN = "lr 0.1 -> 0.3, weight_decay 0.0005 -> 0.1"
 
 
 def refusal(config, world, folder):
@@ -25,21 +25,17 @@ def refusal(config, world, folder):
     return str(refused.value)
 
 
-@pytest.mark.parametrize("epochs", [1, 2], ids=["stopped", "finished"])
-def test_a_run_with_other_settings_is_not_resumed(tiny, one_rank, tmp_path, capsys, epochs):
-    """The folder stays unchanged. The message suggests to resume the run only if an epoch is left."""
+def test_a_run_with_other_settings_is_not_resumed(tiny, one_rank, tmp_path, capsys):
+    """The folder stays unchanged."""
     folder = tmp_path / "run"
-    run(tiny(max_epochs=2), one_rank, folder)
-    for path in sorted((folder / "checkpoints").glob("step-*.pt"))[epochs:]:
-        path.unlink()
+    run(tiny(max_epochs=1), one_rank, folder)
     before = contents(folder)
     capsys.readouterr()
-    assert train.main(Arguments(tiny(max_epochs=2, **CHANGES), "tiny", folder, "auto", dry_run=False)) == 2
-    resume = f"or --resume {folder} to continue from its last checkpoint with the new values; " if epochs == 1 else ""
+    assert train.main(Arguments(tiny(max_epochs=1, **CHANGES), "tiny", folder, "auto", dry_run=False)) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"error: {folder}: holds a run with other settings: {SHOWN}",
-        f"add to the command: --run-dir DIR for a separate run; {resume}"
-        "or --resume never to move it aside and start again",
+        f"add to the command: --run-dir DIR for a separate run; or --resume {folder} to continue from its last "
+        "checkpoint with the new values; or --resume never to move it aside and start again",
     ]
     assert contents(folder) == before
 
@@ -66,7 +62,7 @@ def test_training_settings_may_not_change(tiny, one_rank, tmp_path):
     max((tmp_path / "checkpoints").glob("step-*.pt")).unlink()  # an epoch is left
     for key, value in {"fused_optimizer": True, "max_epochs": 3, "ema_decay": 0.9, "seed": 1}.items():
         message = refusal(tiny(**epochs | {key: value}), one_rank, tmp_path)
-        assert f"holds a run with other settings: {key}=" in message
+        assert f"holds a run with other settings: {key} " in message
         # with another seed the checkpoint would be in the middle of another order of the images
         assert (f"--resume {tmp_path} " in message) == (key != "seed")
 

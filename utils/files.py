@@ -21,11 +21,7 @@ from utils.errors import ConfigError, ExpectedError
 
 
 class FolderHeldError(ConfigError):
-    """Another process, described by `holder`, holds a run's folder for the job `job`; both are "" if unknown."""
-
-    def __init__(self, message: str, job: str = "", holder: str = "") -> None:  # pickle passes only the message
-        super().__init__(f"{message}\nit is {holder}" if holder else message)
-        self.job, self.holder = job, holder
+    """Another process holds a run's folder."""
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -121,20 +117,18 @@ def lock_folder(folder: Path) -> IO[str]:
     The lock file names the last job and its process: see `sign_lock`."""
     path = folder / ".lock"
     while True:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = path.open("a+")
-        except OSError as error:
-            raise ConfigError(f"{folder}: cannot be used: {error.strerror}; choose another --run-dir") from None
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = path.open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             with lock:
                 lock.seek(0)
                 job, _, process = lock.read().partition("\n")
-            holder = f"{process}, of the job {job}" if job and process else process
-            message = f"{folder}: another run is writing here; wait for it or choose another --run-dir"
-            raise FolderHeldError(message, job, holder) from None
+            raise FolderHeldError(
+                f"{folder}: another run is writing here: {process}{f', of the job {job}' if job else ''}; wait for it "
+                "or choose another --run-dir"
+            ) from None
         except OSError as error:
             raise ConfigError(
                 f"{folder}: its file system cannot lock a file ({error.strerror}), so two runs could share the folder; "

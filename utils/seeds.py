@@ -31,29 +31,11 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def check_random_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Return `state`; raise `ValueError` if `restore_random_state` would fail on it, tried on new generators. The CUDA
-    state's content is checked only when it is restored."""
-    try:
-        random.Random().setstate(state["python"])
-        np.random.RandomState().set_state(_numpy_state(state))
-        torch.Generator().set_state(state["torch"])
-        if not isinstance(state["cuda"], torch.Tensor | None):
-            raise TypeError("cuda is neither a tensor nor None")
-    except Exception as error:  # three libraries, each with errors of its own
-        raise ValueError(f"{type(error).__name__}: {error}".splitlines()[0]) from None
-    return state
-
-
 def restore_random_state(state: dict[str, Any]) -> None:
     """Restore what `random_state` returned; the CUDA generator only if both processes use one."""
     random.setstate(state["python"])
-    np.random.set_state(_numpy_state(state))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _numpy_state(state: dict[str, Any]) -> tuple[Any, ...]:
-    name, keys, position, has_gauss, cached = state["numpy"]
-    return name, keys.numpy().astype(np.uint32), position, has_gauss, cached

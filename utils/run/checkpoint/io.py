@@ -1,16 +1,16 @@
-"""Write checkpoints atomically, read and verify them, choose the newest good one. schema.py lists their content.
+"""Write checkpoints atomically, read and verify them, choose the newest good one.
 
 They hold only tensors and plain values, read with `weights_only=True`. The file is what torch.save writes, with the
-SHA-256 of its content as the comment of the zip archive: PyTorch itself does not notice a flipped bit.
+SHA-256 of its content as the comment of the zip archive: PyTorch itself does not notice a flipped bit. The loaders'
+only state is (epoch, batch): order and augmentation are functions of seed, epoch and sample index.
 """
 
 import hashlib
 import io
 import os
 import pickle
-import re
 import struct
-import zipfile
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,34 @@ import torch
 from torch import Tensor
 
 from utils.errors import CheckpointError, ExpectedError
-from utils.files import open_regular, write_atomically
-from utils.run.checkpoint.schema import CheckpointSchema, check_content
+from utils.files import write_atomically
 
 FORMAT = 1
-STATISTICS = ("running_mean", "running_var")  # not used by the forward pass in training
-REMEDIES = "a lower lr, a warm-up (lr_warmup_epochs), clip_grad_norm or amp_dtype=bf16 are the usual remedies"
+CONTENT: Mapping[str, type | tuple[type, ...]] = {
+    "format": int,  # version of this table
+    "config": dict,  # the resolved configuration, plain values
+    "config_name": str,  # of its block
+    "data": dict,  # images, steps of an epoch, names of the classes, shape, mean and std of the pixels in [0, 1]
+    "epoch": int,  # finished epochs
+    "batch": int,  # batches trained in the next epoch; if all, its validation is still to be done
+    "step": int,  # optimizer steps in total
+    "model": dict,  # weights and buffers, keys without `module.`
+    "average": (dict, type(None)),  # moving average of the weights, if there is one: it is validated
+    "optimizer": dict,  # the learning rate is a function of step and plateau
+    "grad_scaler": dict,  # empty without loss scaling
+    "plateau": dict,
+    "logged_sums": list,  # the epoch's sums over all ranks at the last log point
+    "best": dict,  # validation so far
+    "seconds": float,  # training time so far, over all interruptions
+    "timing": list,  # training time when the epoch began; images and seconds from which images/s is computed
+    "ranks": list,  # of each rank: random states, sums of the epoch so far, BatchNorm's buffers if they differ
+    "versions": dict,  # Python and torch that wrote it
+}
 NO_BEST = {"acc1": -1.0, "epoch": 0}  # before the first validation
-KEYS = frozenset(CheckpointSchema.model_fields)
+REMEDIES = "a lower lr, a warm-up (lr_warmup_epochs), clip_grad_norm or amp_dtype=bf16 are the usual remedies"
 
 _DIGEST = b"sha256:"
 _COMMENT_BYTES = len(_DIGEST) + 64
-_STEP_FILE = re.compile(r"step-(\d{9})\.pt")
 
 
 class DamagedError(CheckpointError):
@@ -52,43 +68,30 @@ def encode(state: dict[str, Any]) -> bytes:
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Return the state in a checkpoint file, on the CPU; raise `CheckpointError` if it cannot be used."""
     try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - _COMMENT_BYTES))
-            content = file.read()
-            if content.startswith(_DIGEST):  # otherwise it may be larger than memory
-                file.seek(0)
-                content = file.read()
-    except (OSError, MemoryError) as error:
-        reason = getattr(error, "strerror", "larger than memory")
-        raise DamagedError(f"{path}: the checkpoint cannot be read: {reason}") from None
+        content = path.read_bytes()
+    except OSError as error:
+        raise DamagedError(f"{path}: the checkpoint cannot be read: {error.strerror}") from None
     head, comment = memoryview(content)[:-_COMMENT_BYTES], content[-_COMMENT_BYTES:]
     if comment != _DIGEST + hashlib.sha256(head).hexdigest().encode():
-        raise DamagedError(f"{path}: is damaged or not a checkpoint of this program ({size} bytes, wrong digest)")
-    try:
-        state = decode(content)
-        if not isinstance(state, dict) or state.get("format", FORMAT) == FORMAT:
-            return check_content(state)
-    except ValueError as error:  # the digest is right, so somebody forged the file
-        raise CheckpointError(f"{path}: is not a checkpoint of this program: {error}") from None
+        raise DamagedError(f"{path}: is damaged or not a checkpoint of this program ({len(content)} bytes)")
+    state = decode(str(path), content)
+    known = isinstance(state, dict) and all(isinstance(state.get(key, ...), kind) for key, kind in CONTENT.items())
+    if known and state["format"] == FORMAT:
+        return state
     raise CheckpointError(
-        f"{path}: has format {state['format']}, this program reads {FORMAT}; use the version that wrote it, or "
-        "start a new run with --resume never or another --run-dir"
+        f"{path}: is not a checkpoint of this version (format {FORMAT}); use the version that wrote it, or start a new "
+        "run with --resume never or another --run-dir"
     )
 
 
-def decode(content: bytes) -> Any:
-    """Return what torch.save wrote, on the CPU; raise `ValueError` for anything else."""
+def decode(name: str, content: bytes) -> Any:
+    """Return what torch.save wrote into the file `name`, on the CPU; raise `CheckpointError` for any other content."""
     try:
-        entries = zipfile.ZipFile(io.BytesIO(content)).infolist() if content.startswith(b"PK") else []
-        compressed = any(one.compress_type for one in entries) or sum(one.file_size for one in entries) > len(content)
-        if compressed or b"\nbytearray\n" in content:  # a few bytes of either could fill the memory
-            raise pickle.UnpicklingError
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:  # its message recommends weights_only=False, which runs code
-        raise ValueError("it holds more than uncompressed tensors and plain values") from None
+        raise CheckpointError(f"{name}: holds more than tensors and plain values, or is not of torch.save") from None
     except Exception as error:  # torch may raise anything
-        raise ValueError(ascii(error)[:100]) from None
+        raise CheckpointError(f"{name}: cannot be read: {str(error).partition(chr(10))[0][:100]}") from None
 
 
 def step_path(folder: Path, step: int) -> Path:
@@ -99,8 +102,14 @@ def save_checkpoint(folder: Path, state: dict[str, Any], keep: int, *, is_best: 
     """Write `state` as the last checkpoint and, if `is_best`, as the best one too; keep the `keep` newest.
 
     The best one is written first: a run killed between the two resumes from the checkpoint before and writes both
-    again."""
-    check_finite(state)
+    again. Raises `ExpectedError` if a weight is not finite, so that no such state replaces a good one."""
+    weights: dict[str, Tensor] = state["model"]
+    bad = [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]
+    if bad:
+        raise ExpectedError(
+            f"after step {state['step']}, {len(bad)} of the network's {len(weights)} tensors hold numbers that are "
+            f"not finite, first {bad[0]}; nothing was saved since the last checkpoint\n{REMEDIES}"
+        )
     content = encode(state)
     if is_best:
         write_atomically(folder / "best.pt", content)
@@ -110,31 +119,9 @@ def save_checkpoint(folder: Path, state: dict[str, Any], keep: int, *, is_best: 
             old.unlink()
 
 
-def check_finite(state: dict[str, Any]) -> None:
-    """Raise `ExpectedError` if a weight is not finite, so that no such state replaces a good one.
-
-    Every save follows a check that the loss is finite, so the last update caused it, or in BatchNorm's
-    statistics the last activations.
-    """
-    weights: dict[str, Tensor] = state["model"]
-    bad = [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]
-    if not bad:
-        return
-    only_statistics = all(name.endswith(STATISTICS) for name in bad)
-    cause = (
-        "all are BatchNorm's statistics, so activations grew too large" if only_statistics else "the update caused it"
-    )
-    raise ExpectedError(
-        f"after step {state['step']}, {len(bad)} of the network's {len(weights)} tensors hold numbers that are not "
-        f"finite, first {bad[0]}; nothing was saved since the last checkpoint\n"
-        f"the loss of that step was finite: {cause}, at learning rate "
-        f"{float(state['optimizer']['param_groups'][0]['lr']):.4g}; {REMEDIES}"
-    )
-
-
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the step checkpoints of a folder, newest first."""
-    return sorted((path for path in folder.glob("step-*.pt") if _STEP_FILE.fullmatch(path.name)), reverse=True)
+    return sorted(folder.glob(f"step-{9 * '[0-9]'}.pt"), reverse=True)
 
 
 def newest_good(folder: Path) -> tuple[Path | None, dict[str, Any] | None, list[str]]:

@@ -1,4 +1,4 @@
-"""A run's whole state: gathered from all ranks for a checkpoint, and restored (schema.py lists it)."""
+"""A run's whole state: gathered from all ranks for a checkpoint, and restored (`CONTENT` in io.py lists it)."""
 
 import math
 import platform
@@ -53,15 +53,14 @@ class Progress:
 
     def summarise(self, finished_before: bool) -> str:
         """Return the last line of a run's log."""
-        if self.best["epoch"]:
-            result = f"best acc1 {100 * self.best['acc1']:.2f} % in epoch {self.best['epoch']:.0f} of {self.epoch}"
-        else:  # somebody removed best.pt of a finished run
-            result = f"its best weights are no longer there, the last ones are from epoch {self.epoch}"
+        best = f"best acc1 {100 * self.best['acc1']:.2f} % in epoch {self.best['epoch']:.0f} of {self.epoch}"
+        if not self.best["epoch"]:
+            best = f"the best weights are lost, the last ones are of epoch {self.epoch}"
         if finished_before:
-            return f"Already finished: {result}; --resume never trains it again"
+            return f"Already finished: {best}; --resume never trains it again"
         images_per_sec = self.throughput.overall()
         per_image = f" ({1 / images_per_sec:.3g} seconds per image)" if images_per_sec else ""
-        return f"Finished: {result}, {self.seconds:.1f} s, {images_per_sec:.1f} images/s{per_image}"
+        return f"Finished: {best}, {self.seconds:.1f} s, {images_per_sec:.1f} images/s{per_image}"
 
 
 @dataclass(frozen=True)
@@ -97,44 +96,33 @@ class RunState:
     def _describe_rank(self) -> dict[str, Any]:
         """Return what differs between ranks; buffers only in mid-epoch, as they are averaged before validation."""
         buffers = self.learner.named_buffers() if self.world.world_size > 1 and self.progress.batch else ()
-        saved = self.learner.model.state_dict()
         return {
             "random": seeds.random_state(),
             "metric_sums": self.learner.sums.sums.cpu(),
-            "buffers": {
-                name: buffer.cpu()
-                for name, buffer in buffers
-                if name in saved or name.removeprefix("average.") in saved
-            },
+            "buffers": {name: buffer.cpu() for name, buffer in buffers},
         }
 
     @torch.no_grad()
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `gather` returned, at the same or another world size."""
-        self.learner.load_state_dict(state)
-        self.progress.epoch, self.progress.batch = state["epoch"], state["batch"]
-        self.progress.best, self.progress.earlier_seconds = state["best"], state["seconds"]
-        self.progress.epoch_began, images, seconds = state["timing"]
-        self.progress.throughput.earlier = images, seconds
-        if len(state["ranks"]) == self.world.world_size:
-            self._restore_rank(state["ranks"][self.world.rank], state["logged_sums"])
+        """Continue from what `gather` returned, at the same or another world size; at another one with new random
+        streams, and BatchNorm's statistics averaged over the ranks."""
+        learner, progress, world, ranks = self.learner, self.progress, self.world, state["ranks"]
+        learner.load_state_dict(state)
+        progress.epoch, progress.batch, progress.best = state["epoch"], state["batch"], state["best"]
+        progress.earlier_seconds = state["seconds"]
+        progress.epoch_began, images, seconds = state["timing"]
+        progress.throughput.earlier = images, seconds
+        if len(ranks) == world.world_size:
+            ranks = [ranks[world.rank]]
+            seeds.restore_random_state(ranks[0]["random"])
+            sums: Tensor = ranks[0]["metric_sums"]
         else:
-            self._merge_ranks(state["ranks"], state["logged_sums"])
-        self.learner.sums.set_finite_batches(self.progress.batch * self.learner.batch.accumulation)
-
-    def _restore_rank(self, rank: dict[str, Any], logged: list[float]) -> None:
-        seeds.restore_random_state(rank["random"])
-        for name, buffer in self.learner.named_buffers():
-            if name in rank["buffers"]:
-                buffer.copy_(rank["buffers"][name])
-        self.learner.sums.load(rank["metric_sums"], logged)
-
-    def _merge_ranks(self, ranks: list[dict[str, Any]], logged: list[float]) -> None:
-        """Resume at another world size: with new random streams, and BatchNorm's statistics averaged over the ranks."""
-        seeds.seed_random_state(seeds.seed_of(self.learner.config.seed, self.world.rank, self.learner.steps))
-        merge_buffers(self.learner, ranks)
-        total: Tensor = sum(rank["metric_sums"] for rank in ranks)  # type: ignore[assignment]
-        self.learner.sums.load(total if self.world.is_main else torch.zeros_like(total), logged)
+            seeds.seed_random_state(seeds.seed_of(learner.config.seed, world.rank, learner.steps))
+            total = torch.stack([rank["metric_sums"] for rank in ranks]).sum(0)
+            sums = total if world.is_main else torch.zeros_like(total)
+        merge_buffers(learner, ranks)
+        learner.sums.load(sums, state["logged_sums"])
+        learner.sums.set_finite_batches(progress.batch * learner.batch.accumulation)
 
     def check_finite(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return `metrics` unchanged; raise `ExpectedError`, on all ranks alike, if their common loss is not finite."""
@@ -150,8 +138,9 @@ class RunState:
 
 
 def merge_buffers(classifier: Classifier, ranks: list[dict[str, Any]]) -> None:
-    """Set BatchNorm's buffers to their mean over the `ranks` of a checkpoint, if it was saved in mid-epoch by several
-    ranks. Otherwise they are equal and stay as they are."""
+    """Set the buffers that the `ranks` of a checkpoint hold, those of BatchNorm in mid-epoch, to the mean over these
+    ranks, and integers to the first rank's. Other buffers stay as they are."""
     for name, buffer in classifier.named_buffers():
-        if name in ranks[0]["buffers"] and buffer.is_floating_point():
-            buffer.copy_(torch.stack([rank["buffers"][name] for rank in ranks]).mean(0))
+        if name in ranks[0]["buffers"]:
+            saved = torch.stack([rank["buffers"][name] for rank in ranks])
+            buffer.copy_(saved.mean(0) if buffer.is_floating_point() else saved[0])

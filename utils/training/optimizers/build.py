@@ -1,7 +1,7 @@
 """Build an optimizer, restore its state, set its learning rate."""
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,19 +109,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     groups = [saved | own for saved, own in zip(state["param_groups"], options, strict=True)]
     optimizer.load_state_dict(state | {"param_groups": groups})
     _lay_out_buffers(optimizer)
-
-
-def state_after_a_step(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state dict after a step on the meta device: names, shapes and types without numbers."""
-    options = {"lr": 0.0, "momentum": 0.9, "fused": None, "capturable": False}  # momentum: it may have been 0 so far
-    groups = [group | options for group in optimizer.param_groups]
-    for group in groups:
-        group["params"] = [torch.empty_like(parameter, device="meta") for parameter in group["params"]]
-        for parameter in group["params"]:
-            parameter.grad = torch.empty_like(parameter)
-    trial = cast(Any, type(optimizer))(groups)
-    trial.step()
-    return trial.state_dict()
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
