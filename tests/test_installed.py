@@ -107,7 +107,7 @@ def test_installed_it_runs_from_another_folder(environment: Path, tmp_path: Path
     assert "two" in run([command, "runs", "expts"], folder)
     small = [*short, "--set=limit_train_batches=2", "--set=max_epochs=1"]
     assert "verdict: EQUAL" in run([command, "verify_resume", *small, "--kills=1"], folder)
-    bench = ["--nproc=1", "--steps=2", "--dropped=1", "--trials=1"]
+    bench = ["--nproc=1", "--iters=2", "--warmup=1", "--trials=1"]
     assert "strong 1" in run([command, "bench", "scaling", *short, *bench], folder)
     program = f"from resnet50_at_scale.api import load, train; print(load(train(**{IN_PYTHON}).folder).class_names)"
     assert "hourglass" in run([str(python), "-c", program], folder)

@@ -14,14 +14,11 @@ from utils.errors import ConfigError, exit_in_a_line
 from utils.program import command
 
 COMMANDS = {
-    "ddp_overhead": "what a process group and DDP cost a single process",
     "scaling": "weak and strong scaling over processes, and the fraction of time spent in communication",
-    "record": "time to an accuracy, or the accuracy at the end, over several seeds",
-    "paired": "gains in accuracy by settings, on the same seeds",
+    "record": "time to an accuracy, or the accuracy at the end, over several seeds; gains on the same seeds",
     "loaders": "images/s of each data loader, by itself and feeding a training step",
     "ladder": "images/s of every rung, and as fractions of the hardware limits",
-    "limits": "hardware limits: products, convolutions, memory, copies, disk, all-reduce",
-    "layers": "where a step's time goes: time, fraction and rate by kind of operation",
+    "limits": "hardware limits: products, convolutions, memory, copies, all-reduce",
     "peers": "this project's training step compared with timm's, Lightning's and plain PyTorch's",
 }
 ON_ALL_RANKS = ("loaders", "limits")  # the others would measure one device several times at once

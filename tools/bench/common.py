@@ -1,24 +1,76 @@
 """The protocol of every measurement: a warm-up, interleaved trials, median and spread, and a JSON report."""
 
 import argparse
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tools.shared.command_line import add_count
-from tools.shared.output import check_writable, write_json
+from tools.shared.output import check_writable, print_table, write_json
 from utils.config import Config, load_config
 from utils.config.command_line import add_config_arguments
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
-from utils.errors import ConfigError
+from utils.errors import ConfigError, ExpectedError
+from utils.program import end_with_parent
 from utils.run.logging.environment import describe_environment
+
+# ---- options and reports
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, *, config: str = "default", trials: int = 5, iters: int = 0, warmup: int = 0
+) -> None:
+    """Add the options that measurements share: configuration, number of trials, report, and with `iters` steps."""
+    add_config_arguments(parser, config=config)
+    add_count(parser, "--trials", trials, "trials that count")
+    if iters:
+        add_count(parser, "--iters", iters, "timed steps of a trial")
+        add_count(parser, "--warmup", warmup, "steps before them", least=0)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write figures, configuration and environment here")
+
+
+def read_config(options: argparse.Namespace) -> Config:
+    """Return the configuration that the options name. Raises `ConfigError` if it, or the report's file, is unusable."""
+    check_writable("--json", options.json)
+    return load_config(options.yaml_config, options.config, options.set)
+
+
+def on_all_ranks(config: Config, action: Callable[[World], None]) -> int:
+    """Run `action` on this rank of the launcher's; returns the exit status."""
+    return run_ranks(action, config.device, config.rank_timeout_seconds)
+
+
+def write_report(
+    path: Path | None, command: str, config: Config, world: World, results: Mapping[str, Any], **environment: Any
+) -> None:
+    """Write a report that `tools.bench.reports` can read; only on the main rank, and if there is a path.
+
+    `environment`: values that differ from this process's."""
+    if path is not None and world.is_main:
+        environment = describe_environment(world.device, world.world_size) | environment
+        report = {"bench": command, "config": config.model_dump(mode="json"), "results": results}
+        write_json(path, report | {"environment": environment}, default=Trials.as_json)
+
+
+def print_rows(title: str, rows: Sequence[Mapping[str, str]]) -> None:
+    """Print a table; all rows have the same columns."""
+    print_table(title, list(rows[0]), [list(row.values()) for row in rows])
+
+
+# ---- trials
 
 
 @dataclass(frozen=True)
@@ -41,76 +93,80 @@ class Trials:
 
 
 Results = dict[str, dict[str, Trials]]  # {case: {quantity: trials}}
+Case = Callable[[], Mapping[str, float]]  # runs a trial: {quantity: value}
 
 
 def measure(
-    cases: Mapping[str, Callable[[], Mapping[str, float]]],
+    cases: Mapping[str, Case],
     trials: int,
     *,
     warm_up: int = 1,
-    after_round: Callable[[Results], bool] = lambda results: True,
-    skip_unavailable: bool = False,
+    skip: bool = True,
+    after_trial: Callable[[Results], object] = bool,
 ) -> Results:
-    """Run every case `warm_up` times, then `trials` times that count.
+    """Run every case `warm_up` times, then `trials` times that count, and return the values.
 
     Trials are interleaved, one of each case after the other, so that a machine that becomes slower affects all cases
-    alike. After each round `after_round` gets all results so far; it returns False to end the measurement.
-    `skip_unavailable`: report and skip a case whose first trial raises `ConfigError`, unless no other is left.
+    alike. `skip`: name and skip a case whose first trial raises `ConfigError`, unless no other is left. `after_trial`
+    gets all results after each trial of every case.
     """
     seen: dict[str, list[Mapping[str, float]]] = {name: [] for name in cases}
+    results: Results = {}
     for trial in range(warm_up + trials):
+        started = time.monotonic()
         for name in list(seen):
             try:
                 values = cases[name]()
             except ConfigError as error:
-                if not skip_unavailable or trial or len(seen) == 1:
+                if trial or not skip or len(seen) == 1:
                     raise
                 print(f"{name}: skipped: {error}", file=sys.stderr)
                 del seen[name]
                 continue
             if trial >= warm_up:
                 seen[name].append(values)
-        if trial >= warm_up and not after_round(_samples(seen)):
-            break
-    return _samples(seen)
+        if trial >= warm_up:
+            print(f"trial {trial + 1 - warm_up} of {trials}: {time.monotonic() - started:.1f} s", file=sys.stderr)
+            results = {
+                name: {quantity: Trials(tuple(values[quantity] for values in rows)) for quantity in rows[0]}
+                for name, rows in seen.items()
+            }
+            after_trial(results)
+    return results
 
 
-def _samples(seen: Mapping[str, list[Mapping[str, float]]]) -> Results:
-    return {
-        name: {quantity: Trials(tuple(values[quantity] for values in rows)) for quantity in rows[0]}
-        for name, rows in seen.items()
-    }
+@contextmanager
+def in_processes(builds: Mapping[str, Callable[[], Case]]) -> Iterator[dict[str, Case]]:
+    """Yield for each case a function that runs its trials in a process of its own, so that its switches, caches and
+    memory cannot affect another. The first trial starts the process and calls `build` there."""
+    with ExitStack() as stack:
+        start = partial(ProcessPoolExecutor, 1, get_context("spawn"), _begin)
+        yield {name: partial(_call, stack.enter_context(start()), build) for name, build in builds.items()}
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, config: str = "default", trials: int = 3) -> None:
-    """Add the options that measurements share: configuration, number of trials, report."""
-    add_config_arguments(parser, config=config)
-    add_count(parser, "--trials", trials, "trials that count")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write figures, configuration and environment here")
+def _call(pool: ProcessPoolExecutor, build: Callable[[], Case]) -> Mapping[str, float]:
+    try:
+        return pool.submit(_run, build).result()
+    except BrokenProcessPool:
+        advice = "its output above says why, or it was killed, as if out of memory; lower batch_size"
+        raise ExpectedError(f"a measuring process ended: {advice}") from None
 
 
-def read_config(options: argparse.Namespace) -> Config:
-    """Return the configuration that the options name. Raises `ConfigError` if it, or the report's file, is unusable."""
-    check_writable("--json", options.json)
-    return load_config(options.yaml_config, options.config, options.set)
+def _begin() -> None:
+    end_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports an interruption
 
 
-def on_all_ranks(config: Config, action: Callable[[World], None]) -> int:
-    """Run `action` on this rank of the launcher's; returns the exit status."""
-    return run_ranks(action, config.device, config.rank_timeout_seconds)
+_built: list[Case] = []  # in such a process: its case
 
 
-def write_report(path: Path | None, command: str, config: Config, world: World, results: Mapping[str, Any]) -> None:
-    """Write `results` and their environment as JSON; only on the main rank, and if there is a path."""
-    if path is not None and world.is_main:
-        environment = describe_environment(world.device, world.world_size)
-        write_results(path, command, config, results, environment=environment)
+def _run(build: Callable[[], Case]) -> Mapping[str, float]:
+    if not _built:
+        _built.append(build())
+    return _built[0]()
 
 
-def write_results(path: Path, command: str, config: Config, results: Mapping[str, Any], **more: Any) -> None:
-    """Write a report that `tools.bench.reports` can read."""
-    report = {"bench": command, "config": config.model_dump(mode="json"), "results": results, **more}
-    write_json(path, report, default=Trials.as_json)
+# ---- clocks
 
 
 def synchronize(device: torch.device) -> None:

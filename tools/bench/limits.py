@@ -1,10 +1,8 @@
-"""Hardware limits, measured within seconds: products, convolutions, memory, copies to the device, disk, all-reduce.
+"""Hardware limits, measured within seconds: products, convolutions, memory, copies to the device, all-reduce.
 `python -m tools.bench limits` prints them; other benches give their results as fractions of them."""
 
 import argparse
 import math
-import os
-import tempfile
 from collections.abc import Callable
 
 import torch
@@ -12,14 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tools.bench import common
-from tools.shared.output import print_table
 from utils.distributed.world import World
 
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_arguments(parser, config="fastest", trials=5)
+    common.add_arguments(parser, config="fastest")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -28,8 +25,8 @@ def run(options: argparse.Namespace) -> int:
     def measure(world: World) -> None:
         results = measure_limits(world, options.trials)
         if world.is_main:
-            rows = [(name, f"{sample:,.2f}") for name, sample in results.items()]
-            print_table(f"limits of {world.device.type}: median (min-max)", ["limit", "value"], rows)
+            rows = [{"limit": name, "value": f"{sample:,.2f}"} for name, sample in results.items()]
+            common.print_rows(f"limits of {world.device.type}: median (min-max)", rows)
         common.write_report(options.json, "limits", config, world, results)
 
     return common.on_all_ranks(config, measure)
@@ -49,7 +46,6 @@ def measure_limits(world: World, trials: int) -> dict[str, common.Trials]:
     results["memory, GB/s"] = memory(device, trials)
     if cuda:
         results["host to device, GB/s"] = host_to_device(device, trials)
-    results |= _disk(trials)
     if world.world_size > 1:
         results["all-reduce of 100 MB, GB/s"] = all_reduce(device, trials)
     return results
@@ -98,26 +94,6 @@ def host_to_device(device: torch.device, trials: int) -> common.Trials:
     source = torch.ones(1 << 26).pin_memory()
     target = torch.empty_like(source, device=device)
     return _rate(source.nbytes, lambda: target.copy_(source, non_blocking=True), device, trials)
-
-
-def _disk(trials: int) -> dict[str, common.Trials]:
-    """Measure GB/s of reading a file of 64 MiB in the temporary folder, from the disk and from the page cache."""
-    with tempfile.TemporaryFile() as file:
-        file.write(os.urandom(1 << 26))
-        file.flush()
-        os.fsync(file.fileno())  # only pages on the disk can be dropped from the cache
-        content = bytearray(1 << 26)
-
-        def read(cached: bool) -> None:
-            if not cached:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            os.preadv(file.fileno(), [content], 0)
-
-        cpu = torch.device("cpu")
-        return {
-            "disk read, GB/s": _rate(1 << 26, lambda: read(cached=False), cpu, trials),
-            "disk read from cache, GB/s": _rate(1 << 26, lambda: read(cached=True), cpu, trials),
-        }
 
 
 def all_reduce(device: torch.device, trials: int) -> common.Trials:

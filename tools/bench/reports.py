@@ -1,6 +1,5 @@
-"""Reads reports of tools.bench and the rates of their cases; compares their environments. No torch."""
+"""Reads reports of tools.bench and the rates of their cases. No torch."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,11 +40,6 @@ def read_report(path: Path) -> Report:
         found = getattr(error, "strerror", "it holds something else")
         remedy = "python -m tools.bench COMMAND --json FILE writes one"
         raise DataError(f"{path}: not a report of tools.bench --json ({found}); {remedy}") from None
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """Return "KEY BEFORE -> NOW" for each of `keys` whose values differ."""
-    return [f"{key} {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
 
 
 def rates(report: Report) -> dict[str, Rate]:

@@ -1,7 +1,6 @@
 """Builds and times the training step of a configuration, with the code that the Trainer uses."""
 
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -25,6 +24,11 @@ Consumer = Callable[[Tensor, Tensor], object]
 STEPS_PER_EPOCH = 1000  # only for the schedule: no measurement lasts longer
 
 
+def alone(config: Config) -> World:
+    """Return the world of a single process on the configuration's device."""
+    return World(rank=0, local_rank=0, world_size=1, device=choose_device(config.device, 0))
+
+
 def build_measured(
     config: Config, world: World, wrap: Callable[[DistributedConfig, nn.Module, World], nn.Module] = distribute
 ) -> Learner:
@@ -40,31 +44,11 @@ def capture_steps(config: Config, device: torch.device) -> int:
     return GRAPH_WARMUP_STEPS + 1 if wants_graphs(config, device) else 0
 
 
-class Rung:
-    """Measures images per second of a configuration's training step, of its loader, and of both together."""
-
-    def __init__(self, config: Config) -> None:
-        self.world = alone(config)
-        self.learner = build_measured(config, self.world)
-        self.config = config
-        self.loader = build_loaders(config, open_dataset(config, self.world), self.world).train
-        self.batch = next(iter(self.loader))
-        for _ in range(capture_steps(config, self.world.device)):
-            self.learner.train_step(*self.batch)
-
-    def __call__(self, warmup: int, iters: int) -> dict[str, float]:
-        """Run a trial: {"compute", "io", "full": images/s, "seconds": of the trial, "memory": peak bytes}."""
-        started = time.perf_counter()
-        device, train = self.world.device, self.learner.train_step
-        values = {
-            "compute": images_per_sec(self.config, device, itertools.repeat(self.batch), warmup, iters, train),
-            "io": images_per_sec(self.config, device, endless(self.loader), warmup, iters, lambda *_: None),
-            "full": fed_images_per_sec(self.config, self.world, self.loader, warmup, iters, train),
-            "memory": float(peak_memory(device)),
-        }
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # for the other rungs; the next warm-up allocates it again
-        return values | {"seconds": time.perf_counter() - started}
+def endless(loader: Loader) -> Iterator[Batch]:
+    """Yield the batches of one epoch after the other."""
+    for epoch in itertools.count():
+        loader.set_epoch(epoch)
+        yield from loader
 
 
 def images_per_sec(
@@ -80,19 +64,42 @@ def images_per_sec(
     return iters * config.batch_size / time_action(device, lambda: consume_next(iters))
 
 
-def fed_images_per_sec(config: Config, world: World, loader: Loader, warmup: int, iters: int, step: Consumer) -> float:
-    """Return images per second of loader and step together."""
-    batches = prefetch(config, endless(loader), world.device)
-    return images_per_sec(config, world.device, batches, warmup, iters, step)
+class Fed:
+    """Measures images per second of a step fed by the configuration's loader: {"full": images/s}."""
+
+    def __init__(self, config: Config, step: Consumer, warmup: int, iters: int) -> None:
+        self.world, self.config, self.step, self.steps = alone(config), config, step, (warmup, iters)
+        self.loader = build_loaders(config, open_dataset(config, self.world), self.world).train
+
+    def time(self, batches: Iterator[Batch], consume: Consumer) -> float:
+        return images_per_sec(self.config, self.world.device, batches, *self.steps, consume)
+
+    def __call__(self) -> dict[str, float]:
+        batches = prefetch(self.config, endless(self.loader), self.world.device)
+        return {"full": self.time(batches, self.step)}
 
 
-def alone(config: Config) -> World:
-    """Return the world of a single process on the configuration's device."""
-    return World(rank=0, local_rank=0, world_size=1, device=choose_device(config.device, 0))
+class OurStep(Fed):
+    """Measures train.py's step and loader together."""
+
+    def __init__(self, config: Config, warmup: int, iters: int) -> None:
+        self.learner = build_measured(config, alone(config))
+        super().__init__(config, self.learner.train_step, warmup, iters)
+        self.batch = next(iter(self.loader))
+        for _ in range(capture_steps(config, self.world.device)):
+            self.step(*self.batch)
 
 
-def endless(loader: Loader) -> Iterator[Batch]:
-    """Yield the batches of one epoch after the other."""
-    for epoch in itertools.count():
-        loader.set_epoch(epoch)
-        yield from loader
+class Rung(OurStep):
+    """Measures the step on one batch, the loader by itself, and both together, in images/s; and peak bytes."""
+
+    def __call__(self) -> dict[str, float]:
+        values = {
+            "compute": self.time(itertools.repeat(self.batch), self.step),
+            "io": self.time(endless(self.loader), lambda *_: None),
+            **super().__call__(),
+            "memory": float(peak_memory(self.world.device)),
+        }
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()  # for the other rungs; the next warm-up allocates it again
+        return values

@@ -1,4 +1,4 @@
-"""The plots of tools.bench and tools.predict_scaling (--plot) and of tools.timeline, with matplotlib from the extra
+"""The plots of tools.bench ladder (--plot) and of tools.timeline, with matplotlib from the extra
 ".[plot]"."""
 
 import io
