@@ -1,9 +1,9 @@
-"""Networks by name; the table is in models/config.py. No training code here."""
+"""Networks by name; their names and settings are in models/config.py. No training code here."""
 
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from models.config import ModelConfig, find_network
+from models.config import TIMM, TORCHVISION_RESNETS, ModelConfig
+from utils.user_code import is_user_code
 
 if TYPE_CHECKING:
     from torch import nn
@@ -13,6 +13,17 @@ def build_model(config: ModelConfig, image_side: int | None = None) -> "nn.Modul
     """Build the network of the settings `model` and `num_classes`, initialised from torch's random generator.
 
     `image_side`: side of an image in pixels, for timm's networks that are built for one image size."""
-    network = find_network(config.model)
-    build = resolve_name(network.builder)
-    return build(config, image_side) if network.external else build(config)
+    from models.airbench import Airbench
+    from models.own import build_own, build_timm
+    from models.resnet import ResNet9, build_large_resnet, build_small_resnet
+    from models.vgg import build_imagenet, build_vgg
+
+    if config.model.startswith(TIMM):
+        return build_timm(config, image_side)
+    if is_user_code(config.model):
+        return build_own(config)
+    if config.model in TORCHVISION_RESNETS:
+        return build_large_resnet(config)
+    builders: dict[str, Any] = {"resnet9": ResNet9, "airbench": Airbench, "airbench96": Airbench}
+    builders |= {"vgg16": build_vgg, "vgg16_bn": build_vgg, "alexnet": build_imagenet}
+    return builders.get(config.model, build_small_resnet)(config)

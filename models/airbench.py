@@ -1,11 +1,10 @@
 """Networks for high accuracy in few epochs on small images, after airbench (K. Jordan 2024, arXiv:2404.00498).
 
 Three stages, each with a max-pool after its first convolution. `airbench` has two convolutions per stage, as in
-Jordan's 94 % network. `airbench96` follows his 96 % network: three convolutions and a shortcut around the last two, but
-only one convolution in the first stage, whose feature maps are large. Differences from his networks:
-- widths of 1, 3 and 6 instead of 1, 4 and 4: more of the work is on small feature maps, which is faster on a CPU;
-- a trained stem that keeps the image size, since even sizes divide into whole tiles for Winograd's method;
-- BatchNorm with weights; SiLU instead of GELU.
+Jordan's 94 % network; `airbench96` three and a shortcut around the last two, as in his 96 % network, but only one in
+the first stage, whose feature maps are large. Other than his: widths of 1, 3 and 6 instead of 1, 4 and 4, since small
+feature maps are faster on a CPU; a trained stem that keeps the image size, since even sizes divide into whole tiles for
+Winograd's method; BatchNorm with weights; SiLU instead of GELU.
 """
 
 from torch import Tensor, nn

@@ -1,12 +1,10 @@
 """ResNets for 32x32 images, built from torchvision's residual blocks, and torchvision's own ResNets for 224x224.
 
-`resnet18` to `resnet152` are torchvision's networks with a stem for small images: stride 1 and no max-pool, so that the
-first stage still works at 32x32. With the tutorial's 7x7 stem and 100 classes, resnet50 has 23,712,932 parameters and
-needs 2.61 GFLOP per image and forward pass (a multiply-add counts as two).
-`resnet8`, `resnet20` and `resnet56` are the CIFAR networks of He et al. 2015 (arXiv:1512.03385, section 4.2):
-6n+2 layers in three stages of 16, 32 and 64 channels.
-`resnet9` is the network of D. Page's DAWNBench entry ("How to train your ResNet", 2018), made for few epochs: wide and
-shallow, with most of its work at low resolution.
+`resnet18` to `resnet152` are torchvision's networks with a stem for small images: stride 1 and no max-pool. With the
+tutorial's 7x7 stem and 100 classes, resnet50 has 23,712,932 parameters and needs 2.61 GFLOP per image and forward pass
+(a multiply-add counts as two). `resnet8`, `resnet20` and `resnet56` are the CIFAR networks of He et al. 2015
+(arXiv:1512.03385, section 4.2): 6n+2 layers in three stages of 16, 32 and 64 channels. `resnet9` is the network of D.
+Page's DAWNBench entry ("How to train your ResNet", 2018), made for few epochs: wide and shallow.
 """
 
 from collections.abc import Callable
@@ -28,12 +26,11 @@ def build_large_resnet(config: ModelConfig) -> nn.Module:
     [N, 3, 224, 224] -> logits [N, num_classes]."""
     build = getattr(torchvision.models, config.model)
     model = build(num_classes=config.num_classes, zero_init_residual=config.zero_init_residual)
-    if config.stem == "imagenet":
-        return model
-    kernel_size = int(config.stem[0])
-    model.conv1 = nn.Conv2d(3, 64, kernel_size, stride=1, padding=kernel_size // 2, bias=False)
-    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision does
-    model.maxpool = nn.Identity()
+    if config.stem != "imagenet":
+        kernel_size = int(config.stem[0])
+        model.conv1 = nn.Conv2d(3, 64, kernel_size, stride=1, padding=kernel_size // 2, bias=False)
+        nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision does
+        model.maxpool = nn.Identity()
     return model
 
 
@@ -43,10 +40,8 @@ def build_small_resnet(config: ModelConfig) -> nn.Module:
 
 
 class SmallResNet(nn.Module):
-    """He's CIFAR ResNet: images [N, 3, 32, 32] -> logits [N, num_classes]; projection shortcuts (option B).
-
-    `width` multiplies the number of channels, as in wide ResNets (arXiv:1605.07146).
-    """
+    """He's CIFAR ResNet: images [N, 3, 32, 32] -> logits [N, num_classes]; projection shortcuts (option B). `width`
+    multiplies the number of channels, as in wide ResNets (arXiv:1605.07146)."""
 
     def __init__(self, blocks_per_stage: int, num_classes: int, *, width: int = 1) -> None:
         super().__init__()
@@ -78,9 +73,8 @@ def _stage(in_channels: int, channels: int, num_blocks: int, stride: int) -> nn.
 class ResNet9(nn.Module):
     """Page's network: images [N, 3, H, W], H and W at least 8 -> logits [N, num_classes]; Page uses `width` 4.
 
-    Each max-pool comes before BatchNorm and ReLU instead of after them, as in airbench (arXiv:2404.00498): the same
-    function as long as BatchNorm's weight is positive, with a quarter of the memory traffic.
-    """
+    Each max-pool comes before BatchNorm and ReLU, as in airbench (arXiv:2404.00498): the same function as long as
+    BatchNorm's weight is positive, with a quarter of the memory traffic."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -99,7 +93,7 @@ class ResNet9(nn.Module):
 
 
 class PlainResidual(nn.Module):
-    """The input plus two convolutions of it, without activation after the sum: [N, channels, H, W] -> same shape."""
+    """The input plus two convolutions of it, without activation after the sum: [N, channels, H, W] -> same."""
 
     def __init__(self, channels: int, activation: Callable[[], nn.Module] = ReLU) -> None:
         super().__init__()
@@ -120,7 +114,9 @@ def convolution(
 
 
 def initialise(model: nn.Module) -> None:
-    """Initialise all convolutions as He et al. do."""
+    """Initialise all convolutions as He et al. and torchvision do."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

@@ -271,7 +271,7 @@ def test_folders_with_other_classes_or_no_images(run, folders, tmp_path, capsys)
     assert status == 3 and "not one of 1 images can be read" in message
     (tmp_path / "a.png").write_text("nothing")
     status, message = refused(capsys, run, "--data", tmp_path)
-    assert status == 3 and "holds both images and folders" in message
+    assert status == 3 and "or both images and folders" in message
 
 
 def test_a_checkpoint_that_does_not_match_data_or_network(run, tmp_path, capsys):

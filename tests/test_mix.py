@@ -1,18 +1,13 @@
 """utils.data.transforms.mix: cutout, mixup and cutmix, compared with references that work image by image."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from train import Trainer
-from utils.config import Config
 from utils.data.config import AugmentationConfig
 from utils.data.sampling import EpochPlan, epoch_order, uniform
 from utils.data.transforms.mix import STREAM_CUTMIX, BatchMix, beta_quantile, sample_mixing
-from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.training.metrics.sums import MetricSums
 
@@ -25,24 +20,24 @@ CONFIGS = {
 }
 
 
-def plan(rank: int = 0, world_size: int = 1) -> EpochPlan:
+def plan(rank=0, world_size=1):
     return EpochPlan(NUM_IMAGES, BATCH // world_size, rank, world_size, training=True, seed=9)
 
 
-def data() -> tuple[Tensor, Tensor]:
+def data():
     """Return all images and labels, by index."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(NUM_IMAGES, 3, SIZE, SIZE, generator=generator)
     return images, torch.randint(0, CLASSES, (NUM_IMAGES,), generator=generator)
 
 
-def reference(config: AugmentationConfig, epoch: int, index: int) -> tuple[Tensor, Tensor]:
+def reference(config, epoch, index):
     """Return the mixed image and target of sample `index`, from (seed, epoch, index) only."""
     images, labels = data()
     order = epoch_order(9, epoch, NUM_IMAGES).tolist()
     partner = order[order.index(index) ^ 1]
 
-    def with_hole(number: int) -> Tensor:
+    def with_hole(number):
         top, left, bottom, right = sample_mixing(config, 9, epoch, np.array([number]), SIZE, SIZE).hole[0]
         image = images[number].clone()
         image[:, top:bottom, left:right] = 0
@@ -61,7 +56,7 @@ def reference(config: AugmentationConfig, epoch: int, index: int) -> tuple[Tenso
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_mixing_equals_a_pure_function_of_seed_epoch_and_index(name: str, world_size: int) -> None:
+def test_mixing_equals_a_pure_function_of_seed_epoch_and_index(name, world_size):
     images, labels = data()
     for rank in range(world_size):
         mix = BatchMix(CONFIGS[name], plan(rank, world_size))
@@ -78,7 +73,7 @@ def test_mixing_equals_a_pure_function_of_seed_epoch_and_index(name: str, world_
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_mixing_keeps_the_memory_format_and_does_not_change_its_input(name: str) -> None:
+def test_mixing_keeps_the_memory_format_and_does_not_change_its_input(name):
     images, labels = data()
     indices = plan().batches(0)[0]
     batch = images[indices].contiguous(memory_format=torch.channels_last)
@@ -88,7 +83,7 @@ def test_mixing_keeps_the_memory_format_and_does_not_change_its_input(name: str)
     assert torch.equal(batch, before) and not torch.equal(mixed, before)
 
 
-def test_the_label_weight_is_the_fraction_of_the_pixels() -> None:
+def test_the_label_weight_is_the_fraction_of_the_pixels():
     """The patch is clipped at the border; before, its sides are the square root of its fraction of the image."""
     height, width, indices = 20, 40, np.arange(2000)
     cutmix = sample_mixing(CONFIGS["cutmix"], 9, 0, indices, height, width)
@@ -104,7 +99,7 @@ def test_the_label_weight_is_the_fraction_of_the_pixels() -> None:
     assert not ((both.weight < 1) & both.patch.any(1)).any() and 900 < (both.weight < 1).sum() < 1100
 
 
-def test_weights_follow_the_beta_distribution() -> None:
+def test_weights_follow_the_beta_distribution():
     """alpha 1 is uniform, alpha 1/2 the arcsine distribution; others are compared with NumPy's generator."""
     probability = (np.arange(10_000) + 0.5) / 10_000
     np.testing.assert_allclose(beta_quantile(probability, 1.0), probability, atol=1e-6)
@@ -116,26 +111,20 @@ def test_weights_follow_the_beta_distribution() -> None:
     assert np.isfinite(beta_quantile(np.array([0.0, 1 - 2.0**-53]), 0.2)).all()
 
 
-def test_accuracy_counts_the_class_with_the_larger_weight() -> None:
+def test_accuracy_counts_the_class_with_the_larger_weight():
     sums = MetricSums(torch.device("cpu"))
     targets = torch.tensor([[0.6, 0.4, 0], [0.3, 0, 0.7]])
     sums.add(torch.tensor(1.0), torch.tensor([[2.0, 1, 0], [0, 1, 0]]), targets)
     assert sums.sums.tolist()[:3] == [2.0, 1.0, 2.0]
 
 
-def test_an_odd_batch_cannot_be_paired(tiny: Callable[..., Config]) -> None:
+def test_an_odd_batch_cannot_be_paired(tiny):
     with pytest.raises(ConfigError, match="3 images; use an even number"):
         BatchMix(tiny(mixup_alpha=0.2), plan(0, 8))
     BatchMix(tiny(cutout_size=4), plan(0, 8))
 
 
-def test_without_mixing_a_batch_is_unchanged(tiny: Callable[..., Config]) -> None:
-    images, labels = torch.randn(3, 3, 8, 8), torch.arange(3)
-    mixed = BatchMix(tiny(), plan(0, 8))(images, labels, 0, 0)
-    assert mixed[0] is images and mixed[1] is labels
-
-
-def test_batches_of_a_training_are_mixed(tiny: Callable[..., Config], one_rank: World) -> None:
+def test_batches_of_a_training_are_mixed(tiny, one_rank):
     trainer = Trainer(tiny(cutout_size=8, mixup_alpha=0.2, cutmix_alpha=1.0), one_rank)
     mixed = list(trainer.batches.rest_of_epoch(epoch=1, first_batch=2))
     trainer.loaders.train.set_epoch(1, 2)

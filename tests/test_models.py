@@ -36,24 +36,6 @@ def test_number_of_parameters(tiny, model, stem, num_classes, parameters):
     assert sum(parameter.numel() for parameter in built.parameters()) == parameters
 
 
-def test_small_images_keep_their_resolution_through_the_stem(tiny):
-    model = build_model(tiny(model="resnet50", num_classes=100)).eval()
-    sizes = {}
-    for name in ("conv1", "layer1", "layer2", "layer3", "layer4"):
-        model.get_submodule(name).register_forward_hook(
-            lambda _module, _inputs, output, name=name: sizes.update({name: tuple(output.shape[1:])})
-        )
-    with torch.no_grad():
-        assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
-    assert sizes == {
-        "conv1": (64, 32, 32),
-        "layer1": (256, 32, 32),
-        "layer2": (512, 16, 16),
-        "layer3": (1024, 8, 8),
-        "layer4": (2048, 4, 4),
-    }
-
-
 @pytest.mark.parametrize("model", ["resnet18", "resnet50", "resnet8", "resnet9", "airbench", "airbench96", "vgg16"])
 def test_a_gradient_step_lowers_the_loss_of_every_network(tiny, model):
     """All parameters have a gradient: no part of the network is unused."""
@@ -98,11 +80,3 @@ def test_vgg_of_small_images_computes_torchvisions_features(tiny, model):
         features = reference.features(images)
         assert features.shape == (2, 512, 1, 1)
         assert torch.equal(ours(images), ours.fc(features.flatten(1)))
-
-
-def test_width_multiplies_every_channel(tiny):
-    plain, wide = (build_model(tiny(model="resnet8", width=width)).state_dict() for width in (1, 3))
-    for name, weight in plain.items():
-        if name.startswith("layer") and name.endswith("conv1.weight"):
-            assert wide[name].shape[:2] == (3 * weight.shape[0], 3 * weight.shape[1])
-    assert wide["fc.weight"].shape == (10, 192)

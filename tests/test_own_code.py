@@ -1,6 +1,5 @@
 """A user's own network and dataset: they train like the project's; errors name the user's line."""
 
-import hashlib
 import json
 import subprocess
 import sys
@@ -12,11 +11,10 @@ import torch
 
 import train
 from models import build_model
-from tests.conftest import CIFAR100, read_records, tiny_config
+from tests.conftest import CIFAR100, tiny_config
 from tests.processes import complaints, run_job
 from tools.doctor import machine
 from train import Trainer
-from utils import user_code
 from utils.config.command_line import Arguments
 from utils.data.build import build_loaders, find_dataset, image_side, open_dataset
 from utils.data.datasets.custom import load_own
@@ -45,13 +43,6 @@ def no_head(num_classes):
 def takes_nothing():
     return nn.Linear(2, 2)
 
-class Pair(nn.Linear):
-    def forward(self, images):
-        return super().forward(images.flatten(1)), None
-
-def pair(num_classes):
-    return Pair(3 * 32 * 32, num_classes)
-
 class Flat(nn.Linear):
     def forward(self, images):
         return super().forward(images)
@@ -70,17 +61,6 @@ def frozen(num_classes):
 
 def all_frozen(num_classes):
     return network(num_classes).requires_grad_(False)
-
-def nowhere_yet(num_classes):
-    with torch.device("meta"):
-        return network(num_classes)
-
-class Remembers(nn.Sequential):
-    def get_extra_state(self):
-        return {"a": 1}
-
-def remembers(num_classes):
-    return Remembers(network(num_classes))
 
 class Auxiliary(nn.Sequential):
     def forward(self, images):
@@ -102,8 +82,6 @@ class Counts(nn.Sequential):
 
 def counts(num_classes):
     return Counts(*network(num_classes)[:-1], nn.Dropout(), nn.Linear(8, num_classes))
-
-number = 3
 
 def arrays(data_path, seed=0, count=400):
     rng = np.random.default_rng(seed)
@@ -168,20 +146,6 @@ def test_an_own_network_trains_like_a_built_in_one(tiny, one_rank, tmp_path, cod
     assert list(environment["own_code"]) == [str(code / "same.py")]
 
 
-def test_all_python_files_of_a_package_are_recorded(code):
-    package = code / "recorded_package"
-    for name in ("__init__.py", "blocks.py", "parts/deep.py", ".hidden/no.py", "site-packages/no.py", "notes.txt"):
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).write_text("def network(num_classes): ...\n")
-    (package / "broken.py").symlink_to("nowhere")
-    user_code.find_function("model", "recorded_package.blocks:network")
-    found = user_code.user_file_digests("recorded_package.blocks:network", "resnet50", "cifar100")
-    assert list(found) == [str(package / name) for name in ("__init__.py", "blocks.py", "broken.py", "parts/deep.py")]
-    content = hashlib.sha256((package / "blocks.py").read_bytes()).hexdigest()
-    assert found[str(package / "blocks.py")] == content
-    assert found[str(package / "broken.py")] == "not recorded: No such file or directory"
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -210,43 +174,20 @@ def test_checking_a_network_does_not_change_it(tiny, one_rank, monkeypatch):
 
 
 REFUSED_NETWORKS = [
-    (
-        "of_mine:fails",
-        r"of_mine:fails: IndexError: list index out of range\n{file}:12: return nn.Linear\(num_classes, \[\]",
-    ),
-    ("of_mine:no_network", "returned a str; expected a torch.nn.Module"),
+    ("of_mine:fails", r"fails: IndexError: list index out of range\n{file}:12: return nn.Linear\(num_classes, \[\]"),
+    ("of_mine:no_network", "expected a torch.nn.Module with trained parameters, not 'resnet8'"),
     ("of_mine:no_head", r"turns images \[2, 3, 32, 32\] into \[2, 8, 30, 30\]; expected logits \[2, 10\]"),
-    ("of_mine:takes_nothing", r"is called with num_classes=...: got an unexpected .*\n{file}:20: def takes_nothing"),
-    ("of_mine:pair", "into a tuple; expected logits"),
-    (
-        "of_mine:flat",
-        r"cannot take images \[2, 3, 32, 32\]: RuntimeError: mat1 .*\n{file}:32: return super\(\).forward",
-    ),
-    ("of_mine:lazy", "has lazy layers, whose shapes are not known yet"),
-    ("of_mine:nowhere_yet", "0.weight is on the device meta, without values; build it on the CPU"),
-    ("of_mine:remembers", "has a dict in its state, _extra_state; checkpoints hold tensors only"),
-    ("of_mine:all_frozen", "has no parameters to train; return a network that has some, with requires_grad"),
+    ("of_mine:takes_nothing", "TypeError: takes_nothing.. got an unexpected keyword argument 'num_classes'"),
+    ("of_mine:flat", r"cannot take images \[2, 3, 32, 32\]: Runtime.*\n{file}:25: return super\(\).forward"),
+    ("of_mine:lazy", "1.weight of its state is no tensor with values; .* give lazy layers their shapes"),
+    ("of_mine:all_frozen", "expected a torch.nn.Module with trained parameters"),
     ("of_mine:auxiliary", r"turns images \[2, 3, 32, 32\] in training into a tuple; expected logits \[2, 10\]"),
-    ("of_mine:number", "{file} has number of type int"),
-    ("itertools:network", "itertools' .built-in.> has no function of this name; expected the name of a function"),
-    ("of_mine:netwerk", "{file} has no function of this name; did you mean 'network'?"),
-    ("nowhere:network", r"there is no module nowhere\nmodules are searched on Python's path, then in .*{folder}"),
-    ("of_mine.deeper:network", r"there is no module of_mine.deeper\n"),
-    ("broken:network", r"broken:network cannot be imported: SyntaxError: .*\n{folder}/broken.py:2: def network\(:"),
-    (
-        "incomplete:network",
-        r"ModuleNotFoundError: No module named 'nothing_like_it'\n{folder}/incomplete.py:1: import noth",
-    ),
+    ("of_mine:netwerk", "AttributeError: module 'of_mine' has no attribute 'netwerk'"),
+    ("nowhere:network", r"is not on Python's path or in {folder}, .*: ModuleNotFoundError: No module named 'nowhere'"),
+    ("broken:network", r"broken:network .* cannot be imported: Syntax.*\n{folder}/broken.py:2: def network\(:"),
     ("leaves:network", r"cannot be imported: SystemExit: 3\n{folder}/leaves.py:2: sys.exit\(3\)"),
-    (
-        "utils.of_mine:network",
-        "utils is a module of this program; rename yours to something other than api, config, mod",
-    ),
-    (
-        "yaml_of_mine:network",
-        "Python finds another module yaml_of_mine .* before {folder}/yaml_of_mine.py; rename yours",
-    ),
-]
+    ("yaml_of_mine:network", "finds another module yaml_of_mine .* before {folder}/yaml_of_mine.py; rename yours"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "message"), REFUSED_NETWORKS, ids=[model for model, _ in REFUSED_NETWORKS])
@@ -254,7 +195,6 @@ def test_errors_in_the_users_code_name_the_users_line(
     tiny, one_rank, code, model, message, monkeypatch, tmp_path_factory
 ):
     (code / "broken.py").write_text("\ndef network(:\n")
-    (code / "incomplete.py").write_text("import nothing_like_it\n")
     (code / "leaves.py").write_text("import sys\nsys.exit(3)\n")
     library = tmp_path_factory.mktemp("library")
     for folder in (code, library):
@@ -293,9 +233,7 @@ def test_timms_networks_are_built_for_the_datasets_size(tiny, one_rank):
     pytest.importorskip("timm", reason="timm is not installed")
     logits = Trainer(tiny(model="timm:test_vit"), one_rank).learner.model.eval()(torch.zeros(1, 3, 32, 32))
     assert logits.shape == (1, 10)
-    with pytest.raises(
-        ConfigError, match=r"model timm:test_vit_: timm has no such network; (did you mean .+\?|.*timm\.list_models)"
-    ):
+    with pytest.raises(ConfigError, match=r"model timm:test_vit_: RuntimeError: Unknown model \(test_vit_\)"):
         build_model(tiny(model="timm:test_vit_"))
 
 
@@ -352,29 +290,18 @@ def change(split, images=None, labels=None):
 
 
 REFUSED_DATA = [
-    (lambda _: None, "returned a value of type NoneType\nexpected a dict with the keys train, valid, class_names"),
-    (without("valid"), "returned the keys train, class_names\nexpected a dict"),
-    (lambda data: data | {"test": 1}, "returned the keys train, valid, class_names, test\nexpected a dict"),
-    (lambda data: data | {"class_names": "abcd"}, "class_names is of type str; expected at least two strings"),
-    (lambda data: data | {"class_names": 4}, "class_names is of type int; expected at least two strings"),
-    (lambda data: data | {"train": 3}, "train: is of type int; expected the pair"),
-    (change("train", images=iter), "train: images are of type iterator, labels of type ndarray; expected arrays"),
-    (change("train", images=lambda x: np.array({})), "labels of type ndarray; expected arrays .N, "),
-    (change("train", images=lambda x: x[:-1]), "train: 299 images and 300 labels; expected equal"),
-    (change("valid", images=lambda x: x[:0], labels=lambda y: y[:0]), "valid: 0 images and 0 labels"),
-    (change("train", images=lambda x: x / 255), r"train: images are float64 .*expected uint8.*\(255 \* images"),
-    (change("train", images=lambda x: x.transpose(0, 2, 3, 1)), r"\[300, 16, 20, 3\]; .*transpose\(0, 3"),
-    (change("valid", images=lambda x: x[:, :1]), r"valid: images are uint8 \[100, 1, .*repeat\(3, axis=1\)"),
-    (change("valid", images=lambda x: x[:, 0]), r"valid: images are uint8 \[100, 16, 20\]; expected uint8"),
-    (change("valid", images=lambda x: x[:, :, :8]), r"train has images \(3, 16, 20\), valid \(3, 8, 20\)"),
-    (change("valid", images=lambda x: [image[:, : 8 + i % 2] for i, image in enumerate(x)]), "expected an array"),
+    (lambda _: None, "returned None; expected a dict with the keys train, valid, class_names"),
+    (without("valid"), r"returned \['train', 'class_names'\]; expected a dict"),
+    (lambda data: data | {"class_names": "abcd"}, "class_names is 'abcd'; expected at least two strings"),
+    (lambda data: data | {"train": 3}, "train: is 3; expected the pair"),
+    (change("train", images=iter), "TypeError: object of type 'iterator' has no len"),
+    (change("valid", images=lambda x: x[:0], labels=lambda y: y[:0]), "for 0 images; expected one integer"),
+    (change("train", images=lambda x: x / 255), r"train: images are float64 \[300, 3, 16, 20\]; expected uint8"),
+    (change("valid", images=lambda x: x[:, :, :8]), "train and valid differ; expected"),
     (change("train", labels=lambda y: y + 1), "train: labels range from 1 to 4; class_names has 4 names"),
-    (change("train", labels=lambda y: y - 1), "train: labels range from -1 to 2"),
-    (change("train", labels=lambda y: y / 1), r"labels are float64 \[300\]; expected integers"),
-    (change("train", labels=lambda y: y[:, None]), r"labels are int64 \[300, 1\]; expected integers"),
-    (change("train", images=lambda x: dict(enumerate(x))), "images are of type dict, labels of type ndarray; expected"),
-    (change("train", images=lambda x: ["a.png", *range(1, len(x))]), "images include a value of type int"),
-    (change("valid", images=lambda x: ["a.png"] * len(x)), "must both be arrays, or both paths"),
+    (change("train", labels=lambda y: y / 1), r"labels are float64 \[300\] for 300 images; expected one integer"),
+    (change("train", images=lambda x: ["a.png", *range(1, len(x))]), "expected uint8 .*, or paths of files"),
+    (change("valid", images=lambda x: ["a.png"] * len(x)), "train and valid differ; expected"),
     (lambda data: data | {"mean": 0.5}, "mean: is 0.5; expected three numbers"),
     (lambda data: data | {"std": (0, 1, 1)}, r"std: is \(0, 1, 1\); expected three numbers"),
 ]  # fmt: skip
@@ -391,37 +318,17 @@ def test_data_that_cannot_be_trained_on_is_named(tiny, monkeypatch, code, spoil,
     assert str(refused.value).count("\n") <= 1
 
 
-def test_names_of_classes_are_made_printable(tiny, monkeypatch, code):
-    """A checkpoint with other names cannot be read."""
-    find_dataset(tiny(**OWN), download=False)
-    lines = sys.modules["of_mine"].arrays(code) | {"class_names": ["a\n", "b\n", "c\n", "d\n"]}
-    monkeypatch.setattr(sys.modules["of_mine"], "arrays", lambda data_path: lines)
-    assert load_own(tiny(**OWN)).class_names == ("a\\n", "b\\n", "c\\n", "d\\n")
-
-
-class Labelled(list):
-    """Like a column of a table in pandas: by number only the rows' names can be read."""
-
-    def __getitem__(self, number):
-        raise KeyError(number)
-
-
-def test_paths_may_be_a_column_of_a_table(tiny, monkeypatch, code):
+def test_what_is_accepted(tiny, monkeypatch, code):
+    """Names of classes are made printable, or a checkpoint could not be read; a mean of 0; paths in any sequence."""
     config = tiny(**OWN | {"data_path": str(code)})
     find_dataset(config, download=False)
     given = sys.modules["of_mine"].files(code)
     paths, labels = given["valid"]
-    monkeypatch.setattr(
-        sys.modules["of_mine"], "arrays", lambda data_path: given | {"valid": (Labelled(paths), labels)}
-    )
-    assert len(load_own(config).valid.labels) == len(paths)
-
-
-def test_a_mean_of_zero_is_accepted(tiny, monkeypatch, code):
-    find_dataset(tiny(**OWN), download=False)
-    black = sys.modules["of_mine"].arrays(code) | {"mean": (0, 0.5, 0.5)}
-    monkeypatch.setattr(sys.modules["of_mine"], "arrays", lambda data_path: black)
-    assert load_own(tiny(**OWN)).mean == (0, 0.5, 0.5)
+    given |= {"class_names": ["a\n", "b", "c", "d"], "mean": (0, 0.5, 0.5), "valid": (dict.fromkeys(paths), labels)}
+    monkeypatch.setattr(sys.modules["of_mine"], "arrays", lambda data_path: given)
+    dataset = load_own(config)
+    assert dataset.class_names == ("a\\n", "b", "c", "d") and dataset.mean == (0, 0.5, 0.5)
+    assert len(dataset.valid.labels) == len(paths)
 
 
 def test_an_exception_in_the_users_function_is_missing_data_with_its_line(tiny, code, capsys):
@@ -439,11 +346,11 @@ def test_an_exception_in_the_users_function_is_missing_data_with_its_line(tiny, 
 def test_number_of_classes_and_image_size_must_fit(tiny, one_rank):
     with pytest.raises(ConfigError, match=r"num_classes is 10, but of_mine:arrays has 4; use --set num_classes=4"):
         Trainer(tiny(**OWN | {"num_classes": 10}), one_rank)
-    with pytest.raises(ConfigError, match="image_size is 32, which applies to image files"):
+    with pytest.raises(ConfigError, match="image_size is 32, for image files only"):
         Trainer(tiny(**OWN | {"image_size": 32}), one_rank)
 
 
-def train_own(folder: Path, dataset: str) -> int:
+def train_own(folder, dataset):
     """Train as one rank of a run, in another folder than the project's."""
     import os
 
@@ -451,12 +358,6 @@ def train_own(folder: Path, dataset: str) -> int:
     with_workers = {"data_loader": "torchvision", "num_data_workers": 1}
     config = tiny_config(**OWN | {"model": "of_mine:network", "dataset": dataset} | with_workers)
     return train.main(Arguments(config, "own", folder / "run", "auto", dry_run=False))
-
-
-def test_two_ranks_train_own_code_with_workers(tmp_path, code):
-    ended = run_job(tmp_path / "job", 2, train_own, code, "of_mine:arrays")
-    assert [process.status for process in ended] == [0, 0], ended[0].errors
-    assert [record["images/valid"] for record in read_records(code / "run", "epoch")] == [100, 100]
 
 
 def test_ranks_that_get_different_data_are_refused(tmp_path, code):

@@ -87,12 +87,8 @@ def make_tiny_cifar(name: str, monkeypatch: pytest.MonkeyPatch) -> TinyCifar:
         noise[:, : official.label_bytes] = rng.integers(0, 10, (RECORDS_PER_FILE, official.label_bytes), np.uint8)
         records[file] = noise
     train, valid = (
-        dataclasses.replace(
-            split,
-            records_per_file=RECORDS_PER_FILE,
-            fingerprint=fingerprint(records[file] for file in split.files),
-        )
-        for split in official.splits
+        split._replace(fingerprint=fingerprint(records[file] for file in split.files))
+        for split in (official.train, official.valid)
     )
     version = dataclasses.replace(official, train=train, valid=valid)
     monkeypatch.setitem(cifar.VERSIONS, name, version)

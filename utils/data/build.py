@@ -3,10 +3,9 @@
 import math
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from pkgutil import resolve_name
 
 import numpy as np
 import torch
@@ -16,10 +15,11 @@ from utils.data.datasets.cifar import IMAGE_SHAPE, VERSIONS
 from utils.data.datasets.custom import load_own
 from utils.data.datasets.dataset import Dataset, ImageArrays, Split, hold_out, load_dataset
 from utils.data.datasets.folders import IMAGENET_MEAN, IMAGENET_SIZE, IMAGENET_STD, open_folders
-from utils.data.datasets.shard_index import has_index
-from utils.data.datasets.shards import check_shard_groups, group_shards, open_shards
+from utils.data.datasets.shards import INDEX_FILE, check_shard_groups, group_shards, open_shards
 from utils.data.loader import Loader
-from utils.data.loaders.device import decode_all
+from utils.data.loaders.dali import DaliLoader
+from utils.data.loaders.device import DeviceLoader, SyntheticLoader, decode_all
+from utils.data.loaders.torchvision import TorchvisionLoader
 from utils.data.sampling import EpochPlan
 from utils.data.transforms.augment import Normalise
 from utils.data.workers import cap_workers, check_shared_memory, check_sockets, usable_cores
@@ -29,7 +29,11 @@ from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
 from utils.user_code import is_user_code
 
-LoaderBuilder = Callable[[DataConfig, Split, EpochPlan, Normalise, int], Loader]  # int: workers of this rank
+BUILDERS: dict[str, Callable[[DataConfig, Split, EpochPlan, Normalise, int], Loader]] = {  # int: workers of this rank
+    "torchvision": TorchvisionLoader, "dali": DaliLoader, "device": DeviceLoader, "synthetic": SyntheticLoader,
+}  # fmt: skip
+# training and validation images of the datasets that `black_images` can replace
+DATASET_SIZES = {"cifar100": (50_000, 10_000), "cifar10": (50_000, 10_000), "imagenet": (1_281_167, 50_000)}
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,7 @@ class Loaders:
 def open_dataset(config: DataConfig, world: World, *, fetch: bool = True) -> Dataset:
     """Collective: return the dataset `dataset`. With `fetch` one process downloads missing data, except in a batch job,
     whose nodes often have no network."""
-    download = fetch and not in_batch_job(os.environ)
-    dataset = world.main_first(lambda: find_dataset(config, download=download))
+    dataset = world.main_first(lambda: find_dataset(config, download=fetch and not in_batch_job(os.environ)))
     others = [len(split.labels) for split in (dataset.valid, dataset.test) if split is not None]
     found = world.all_gather((dataset.describe(), others))
     if differing := [rank for rank, data in enumerate(found) if data != found[0]]:
@@ -71,17 +74,13 @@ def find_dataset(config: DataConfig, *, download: bool) -> Dataset:
         dataset = black_images(config)
     elif config.dataset in ("imagefolder", "imagenet"):
         folder = Path(config.data_path)
-        opened = open_shards if has_index(folder) else open_folders
+        opened = open_shards if os.path.lexists(folder / INDEX_FILE) else open_folders
         dataset = opened(config.dataset, folder, config.image_size)
     else:
         dataset = load_dataset(config.dataset, Path(config.data_path), download=download)
     if config.dataset == "cifar100":  # its mean and deviation are settings, as in the tutorial
         dataset = replace(dataset, mean=config.cifar100_mean, std=config.cifar100_std)
     return hold_out(dataset, config.holdout_images)
-
-
-# training and validation images of the datasets that `black_images` can replace
-DATASET_SIZES = {"cifar100": (50_000, 10_000), "cifar10": (50_000, 10_000), "imagenet": (1_281_167, 50_000)}
 
 
 def image_side(config: DataConfig) -> int:
@@ -121,16 +120,11 @@ def build_loaders(config: DataConfig, dataset: Dataset, world: World) -> Loaders
         )
     if kind.needs_data:
         check_shard_groups(config, dataset.train, world.world_size)
-    train_split: Split = dataset.train
-    others: Sequence[Split] = [dataset.valid] if dataset.test is None else [dataset.valid, dataset.test]
-    if kind.in_memory:
-        train_split = decode_all(train_split, replace=True)
-        others = [decode_all(split, replace=False) for split in others]
-    plan = _plan_training(config, train_split, world)
-    largest = batch_bytes(config, plan.batch_size, train_split.image_shape)
+    plan = _plan_training(config, dataset.train, world)
+    largest = batch_bytes(config, plan.batch_size, dataset.train.image_shape)
     build, notes = _choose_builder(config, dataset.mean, dataset.std, largest, world)
-    train = build(train_split, plan)
-    valid, *test = (build(split, _plan_validation(config, split, world)) for split in others)
+    train = build(dataset.train, plan)
+    valid, *test = (build(split, None) for split in (dataset.valid, dataset.test) if split is not None)
     return Loaders(train, valid, test[0] if test else None, [*dataset.notes, *notes])
 
 
@@ -138,17 +132,15 @@ def build_valid_loader(
     config: DataConfig, split: Split, mean: tuple[float, ...], std: tuple[float, ...], world: World
 ) -> tuple[Loader, list[str]]:
     """Collective: build the loader of this rank that validates on `split`; return it and notes for the log."""
-    if LOADERS[config.data_loader].in_memory:
-        split = decode_all(split, replace=False)
-    largest = batch_bytes(config, 0, split.image_shape)
-    build, notes = _choose_builder(config, mean, std, largest, world)
-    return build(split, _plan_validation(config, split, world)), notes
+    build, notes = _choose_builder(config, mean, std, batch_bytes(config, 0, split.image_shape), world)
+    return build(split, None), notes
 
 
 def _choose_builder(
     config: DataConfig, mean: tuple[float, ...], std: tuple[float, ...], largest_batch: int, world: World
-) -> tuple[Callable[[Split, EpochPlan], Loader], list[str]]:
-    """Collective: return a function that builds the loaders of this rank, and notes; `largest_batch` in bytes."""
+) -> tuple[Callable[[Split, EpochPlan | None], Loader], list[str]]:
+    """Collective: return a function that builds a loader of this rank from a split and the plan of training,
+    None for validation; `largest_batch` in bytes."""
     kind = LOADERS[config.data_loader]
     num_workers, notes = _count_workers(config, world) if kind.has_workers else (0, [])
     if kind.shares_memory:
@@ -159,37 +151,33 @@ def _choose_builder(
     # NHWC: the loader returns images in the model's memory format
     memory_format = torch.channels_last if config.enable_nhwc else torch.contiguous_format
     normalise = Normalise(mean, std, world.device, memory_format)
-    build: LoaderBuilder = resolve_name(kind.builder)
-    return lambda split, plan: build(config, split, plan, normalise, num_workers), notes
+
+    def build(split: Split, plan: EpochPlan | None) -> Loader:
+        if kind.in_memory:
+            split = decode_all(split, replace=plan is not None)
+        plan = plan or _plan_validation(config, split, world)
+        return BUILDERS[config.data_loader](config, split, plan, normalise, num_workers)
+
+    return build, notes
 
 
 def _plan_validation(config: DataConfig, split: Split, world: World) -> EpochPlan:
     return EpochPlan(
-        num_samples=len(split.labels),
-        batch_size=config.valid_batch_size_per_gpu,
-        rank=world.rank,
-        world_size=world.world_size,
-        training=False,
-        limit=config.limit_valid_batches,
-        groups=group_shards(config, split),
-    )
+        len(split.labels), config.valid_batch_size_per_gpu, world.rank, world.world_size, training=False,
+        limit=config.limit_valid_batches, groups=group_shards(config, split),
+    )  # fmt: skip
 
 
 def _plan_training(config: DataConfig, split: Split, world: World) -> EpochPlan:
     num_samples = len(split.labels)
     if config.batch_size > num_samples:
         raise ConfigError(f"batch_size {config.batch_size} exceeds the {num_samples} training images; use fewer")
+    rank_batch_size = divide_batch(config.batch_size, world.world_size, config.micro_batch_size).rank_batch_size
     return EpochPlan(
-        num_samples=num_samples,
-        batch_size=divide_batch(config.batch_size, world.world_size, config.micro_batch_size).rank_batch_size,
-        rank=world.rank,
-        world_size=world.world_size,
-        training=True,
-        seed=config.seed,
-        augmentation=config if config.augments_images else None,
-        limit=config.train_limit,
+        num_samples, rank_batch_size, world.rank, world.world_size, training=True, seed=config.seed,
+        augmentation=config if config.augments_images else None, limit=config.train_limit,
         groups=group_shards(config, split),
-    )
+    )  # fmt: skip
 
 
 def batch_bytes(config: DataConfig, rank_batch_size: int, image_shape: tuple[int, int, int]) -> int:
@@ -201,9 +189,6 @@ def _count_workers(config: DataConfig, world: World) -> tuple[int, list[str]]:
     """Collective: return `num_data_workers`, capped to this rank's part of its cores, and a note if it is capped."""
     here = (platform.node(), sorted(os.sched_getaffinity(0)))
     sharing = world.all_gather(here).count(here)
-    workers = cap_workers(config.num_data_workers, sharing)
-    if workers == config.num_data_workers:
-        return workers, []
-    who = f" for {sharing} ranks" if sharing > 1 else ""
-    note = f"num_data_workers: {workers} instead of {config.num_data_workers}, there are {usable_cores()} cores{who}"
-    return workers, [note]
+    workers, wanted = cap_workers(config.num_data_workers, sharing), config.num_data_workers
+    note = f"num_data_workers: {workers} instead of {wanted}, for {sharing} rank(s) on {usable_cores()} cores"
+    return workers, [] if workers == wanted else [note]

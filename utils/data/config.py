@@ -1,4 +1,4 @@
-"""The data settings, and the table of loaders. No torch: a loader's module is imported when it is built."""
+"""The data settings, and the properties of the loaders. No torch."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -13,9 +13,8 @@ PerChannel = Field(strict=False, min_length=3, max_length=3)
 
 @dataclass(frozen=True)
 class LoaderKind:
-    """Properties of a loader that are needed before it is built."""
+    """Properties of a loader that are needed before it is built; utils/data/build.py has the classes."""
 
-    builder: str  # "module:class", with the signature of utils.data.build.LoaderBuilder
     has_workers: bool = False  # num_data_workers applies
     shares_memory: bool = False  # its workers pass batches through shared memory
     in_memory: bool = False  # holds all images in memory: files are decoded once, at the start
@@ -23,10 +22,10 @@ class LoaderKind:
 
 
 LOADERS = {
-    "torchvision": LoaderKind("utils.data.loaders.torchvision:TorchvisionLoader", has_workers=True, shares_memory=True),
-    "dali": LoaderKind("utils.data.loaders.dali:DaliLoader", has_workers=True),
-    "device": LoaderKind("utils.data.loaders.device:DeviceLoader", in_memory=True),
-    "synthetic": LoaderKind("utils.data.loaders.synthetic:SyntheticLoader", needs_data=False),
+    "torchvision": LoaderKind(has_workers=True, shares_memory=True),
+    "dali": LoaderKind(has_workers=True),
+    "device": LoaderKind(in_memory=True),
+    "synthetic": LoaderKind(needs_data=False),
 }
 
 DATASETS = ("cifar100", "cifar10", "shapes", "imagefolder", "imagenet")

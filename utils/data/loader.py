@@ -1,9 +1,7 @@
 """The base class of the loaders, and the list of images that they could not read."""
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -13,7 +11,7 @@ from utils.data.sampling import EpochPlan
 from utils.data.transforms.augment import Normalise
 from utils.distributed.world import World
 from utils.errors import DataError
-from utils.files import open_regular, write_atomically
+from utils.files import write_atomically
 
 
 class Loader(ABC):
@@ -49,23 +47,18 @@ def gather_unreadable(world: World, *loaders: Loader) -> dict[str, str]:
 
 
 def report_unreadable(world: World, loaders: Iterable[Loader], folder: Path) -> list[str]:
-    """Collective: add the files that any rank could not read so far to `folder`/unreadable.txt, which may have files
-    from an earlier start of the run. Return a line for the log if any of them is new."""
-    merged, path = gather_unreadable(world, *loaders), folder / "unreadable.txt"
-    if not merged or not world.main_only(lambda: _add_to_list(merged, path)):
+    """Collective: add the files that any rank could not read so far to `folder`/unreadable.txt, sorted lines "path,
+    tab, reason", with files from an earlier start of the run. Return a line for the log if any of them is new."""
+    unreadable, path = gather_unreadable(world, *loaders), folder / "unreadable.txt"
+
+    def add_to_list() -> bool:
+        lines = (f"{name}\t{reason}".replace("\n", "\\n") for name, reason in unreadable.items())
+        found = {line.encode(errors="surrogateescape") for line in lines}
+        listed = {*path.read_bytes().splitlines()} if path.exists() else set[bytes]()
+        if not found <= listed:
+            write_atomically(path, b"".join(line + b"\n" for line in sorted(found | listed)))
+        return not found <= listed
+
+    if not unreadable or not world.main_only(add_to_list):
         return []
-    return [f"{describe_unreadable(merged)}; replaced in training, skipped in validation; all: {path}"]
-
-
-def _add_to_list(unreadable: dict[str, str], path: Path) -> bool:
-    """Add lines "path, tab, reason" to a sorted file; return whether any line is new. The bytes of names are kept,
-    except newlines."""
-    listed = set[bytes]()
-    with suppress(OSError), open_regular(path) as file:
-        listed = {*file.read().splitlines()}
-    rows = ((os.fsencode(name).replace(b"\n", b"\\n"), reason.encode()) for name, reason in unreadable.items())
-    found = {name + b"\t" + reason for name, reason in rows}
-    if found <= listed:
-        return False
-    write_atomically(path, b"".join(line + b"\n" for line in sorted(found | listed)))
-    return True
+    return [f"{describe_unreadable(unreadable)}; replaced in training, skipped in validation; all: {path}"]

@@ -136,26 +136,18 @@ class EpochPlan:
         Validation: every world_size-th image, or with groups a contiguous part of the shards. Each image is on exactly
         one rank; the last batch may be short.
         """
-        if self.training:
-            order = self._training_order(epoch)
-            starts = [
-                (batch * self.world_size + self.rank) * self.batch_size for batch in range(first_batch, len(self))
-            ]
-        else:
-            order = self._validation_order()
-            starts = [batch * self.batch_size for batch in range(first_batch, len(self))]
-        return [order[start : start + self.batch_size] for start in starts]
-
-    def _training_order(self, epoch: int) -> IntArray:
-        if self.groups is None:
-            return epoch_order(self.seed, epoch, self.num_samples)
-        return self.groups.epoch_order(self.seed, epoch, self.batch_size * self.world_size)
-
-    def _validation_order(self) -> IntArray:
-        """Return this rank's images; groups do not change their number."""
-        if self.groups is None:
-            return np.arange(self.rank, self.num_samples, self.world_size)
-        return np.array_split(np.argsort(self.groups.shard, kind="stable"), self.world_size)[self.rank]
+        size, groups = self.batch_size, self.groups
+        if self.training and groups is None:
+            order = epoch_order(self.seed, epoch, self.num_samples)
+        elif self.training and groups is not None:
+            order = groups.epoch_order(self.seed, epoch, size * self.world_size)
+        elif groups is None:
+            order = np.arange(self.rank, self.num_samples, self.world_size)
+        else:  # groups do not change the number of a rank's images
+            order = np.array_split(np.argsort(groups.shard, kind="stable"), self.world_size)[self.rank]
+        first, step = (self.rank * size, self.world_size * size) if self.training else (0, size)
+        starts = [first + batch * step for batch in range(first_batch, len(self))]
+        return [order[start : start + size] for start in starts]
 
     def sample_augmentation(self, epoch: int, indices: IntArray) -> Augmentation | None:
         """Return the augmentation of the images `indices` [N] in `epoch`; None if there is none."""

@@ -1,16 +1,14 @@
-"""Worker processes of a loader: their number, signals, deaths, shared memory and sockets."""
+"""Worker processes of a loader: their number, signals, shared memory and sockets."""
 
 import os
 import signal
 import threading
-import time
 from multiprocessing.connection import Listener
 from pathlib import Path
 
 from utils.errors import ConfigError
 
 PREFETCHED = 2  # batches that each worker prepares ahead
-EXIT_SECONDS = 1.0  # at most between the end of a worker's connection and its exit
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -32,61 +30,31 @@ def init_worker(worker: int) -> None:
     threading.Thread(target=wait_for_the_trainer, daemon=True).start()
 
 
-def describe_dead_worker(batches: object, error: str) -> str:
-    """Describe how a worker process of a DataLoader's iterator died, in PyTorch's words; empty if none died.
-
-    PyTorch describes the death only in its SIGCHLD handler. If this process was receiving from the worker, PyTorch
-    raises an error about a closed connection or a missing worker instead.
-    """
-    workers = getattr(batches, "_workers", ()) if "in DataLoader worker process" not in error else ()
-    until = time.monotonic() + EXIT_SECONDS
-    while workers and time.monotonic() < until:
-        for worker in workers:
-            if worker.exitcode:
-                status = f"exited with status {worker.exitcode}"
-                if worker.exitcode < 0:
-                    status = f"is killed by signal: {signal.strsignal(-worker.exitcode)}"
-                return f"DataLoader worker (pid {worker.pid}) {status}"
-        time.sleep(0.01)
-    return ""
-
-
-SHARED_MEMORY_REMEDY = (
-    "In a container: docker run --ipc=host, or --shm-size=8g; else fewer workers, "
-    "--set num_data_workers=0 (no shared memory), or --set data_loader=device"
-)
-
-
 def check_shared_memory(batch_bytes: int, num_workers: int) -> None:
     """`ConfigError` if shared memory is too small for the prefetched batches of `num_workers` on this machine."""
     if not num_workers or not SHARED_MEMORY.is_dir():
         return
-    needed = batch_bytes * num_workers * PREFETCHED
-    status = os.statvfs(SHARED_MEMORY)
+    needed, status = batch_bytes * num_workers * PREFETCHED, os.statvfs(SHARED_MEMORY)
     free = status.f_bavail * status.f_frsize
     if free < needed:
         raise ConfigError(
             f"{SHARED_MEMORY} has {free / 1e6:.0f} MB free; {num_workers} data workers on this machine, each with "
             f"{PREFETCHED} prefetched batches of {batch_bytes / 1e6:.1f} MB, need {needed / 1e6:.0f} MB.\n"
-            f"{SHARED_MEMORY_REMEDY}"
+            "In a container: docker run --ipc=host, or --shm-size=8g; else fewer workers, "
+            "--set num_data_workers=0 (no shared memory), or --set data_loader=device"
         )
 
 
 def check_sockets(num_workers: int) -> None:
-    """`ConfigError` if workers cannot make the sockets through which they share their batches' memory.
-
-    PyTorch makes these sockets in a folder below TMPDIR, as Python's multiprocessing does. A socket's path has at most
-    107 bytes, and a worker without a socket never sends a batch.
-    """
-    if not num_workers:
-        return
+    """`ConfigError` if workers cannot make the sockets below TMPDIR through which they share their batches' memory. A
+    socket's path has at most 107 bytes, and a worker without a socket never sends a batch."""
     try:
-        Listener(family="AF_UNIX").close()
+        if num_workers:
+            Listener(family="AF_UNIX").close()
     except OSError as error:
         raise ConfigError(
             f"TMPDIR: worker processes cannot make a socket below {os.environ.get('TMPDIR', '/tmp')} ({error}).\n"
-            "Set TMPDIR to a short path on a local disk with free space, such as /tmp; else --set num_data_workers=0 "
-            "or --set data_loader=device"
+            "Set TMPDIR to a short path on a local disk, such as /tmp; else --set num_data_workers=0"
         ) from None
 
 

@@ -11,9 +11,10 @@ import math
 import os
 import shlex
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,13 +26,11 @@ IMAGE_SHAPE = (3, 32, 32)
 Arrays = tuple[np.ndarray, np.ndarray]  # images, uint8 [N, 3, 32, 32], and labels, int64 [N]
 
 
-@dataclass(frozen=True)
-class CifarSplit:
-    """The files of one split, in the order in which their records are numbered."""
+class CifarSplit(NamedTuple):
+    """The files of one split, in the order of their records' numbers, and the `fingerprint` of all records."""
 
     files: tuple[str, ...]
-    records_per_file: int
-    fingerprint: str  # of all records, see `fingerprint`
+    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,6 @@ class CifarVersion:
     def record_bytes(self) -> int:
         return self.label_bytes + math.prod(IMAGE_SHAPE)
 
-    @property
-    def splits(self) -> tuple[CifarSplit, CifarSplit]:
-        return (self.train, self.valid)
-
 
 _CIFAR100_CLASSES = """
 apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
@@ -77,18 +72,15 @@ willow_tree wolf woman worm
 
 VERSIONS = {
     "cifar10": CifarVersion(
-        name="cifar10",
+        "cifar10",
         title="CIFAR-10",
         folder="cifar-10-batches-bin",
         label_bytes=1,
         train=CifarSplit(
             tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
-            records_per_file=10_000,
-            fingerprint="d17523651dcffdf1be45e6671e5077f61b15cbf5376a64e556c870e6fb6066d3",
+            "d17523651dcffdf1be45e6671e5077f61b15cbf5376a64e556c870e6fb6066d3",
         ),
-        valid=CifarSplit(
-            ("test_batch.bin",), 10_000, "ab21d127e2bbf4b95f1588dcadf3c8502b8fedb328dd5315bc7fa51b5ab965c0"
-        ),
+        valid=CifarSplit(("test_batch.bin",), "ab21d127e2bbf4b95f1588dcadf3c8502b8fedb328dd5315bc7fa51b5ab965c0"),
         class_names=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
         # Computed from the 50,000 training images by `channel_statistics`, as a test does again.
         mean=(0.49139967861519607, 0.48215840839460783, 0.44653091444546567),
@@ -96,12 +88,12 @@ VERSIONS = {
         binary_archive_md5="c32a1d4ab5d03f1284b67883e8d87530",
     ),
     "cifar100": CifarVersion(
-        name="cifar100",
+        "cifar100",
         title="CIFAR-100",
         folder="cifar-100-binary",
         label_bytes=2,
-        train=CifarSplit(("train.bin",), 50_000, "38687b68dab48bb273094c1b366473fcb718ca3d9136c8d50f53cdd7bbe0964f"),
-        valid=CifarSplit(("test.bin",), 10_000, "4bdb8df876901fd525a2b0f3b17dfa05b56653fbc064870eae5c11955f179c3c"),
+        train=CifarSplit(("train.bin",), "38687b68dab48bb273094c1b366473fcb718ca3d9136c8d50f53cdd7bbe0964f"),
+        valid=CifarSplit(("test.bin",), "4bdb8df876901fd525a2b0f3b17dfa05b56653fbc064870eae5c11955f179c3c"),
         class_names=tuple(_CIFAR100_CLASSES.split()),
         # As in published recipes; the same computation agrees to 15 digits.
         mean=(0.5070751592371323, 0.48654887331495095, 0.4409178433670343),
@@ -114,31 +106,33 @@ VERSIONS = {
 def read_cifar(version: CifarVersion, data_path: Path, *, download: bool, archive: Path | None = None) -> list[Arrays]:
     """Return the verified training and validation images of the folder that exists. Without a folder, unpack `archive`,
     or let torchvision download with `download`. `DataError` if the data are missing or damaged."""
+    problem, folder = f"{version.title} is not in {data_path}", None
     try:
         folder = find_folder(version, data_path)
-        if folder is None and not download:
-            raise DataError(f"{version.title} is not in {data_path}")
-        folder = folder or _fetch(version, data_path, archive)
-        if folder.name == version.folder:
-            return [_read_binary(folder, version, split) for split in version.splits]
-        return _read_pickles(folder, version)
-    except (DataError, OSError) as error:
-        problem = error if isinstance(error, DataError) else f"{error.filename or data_path}: {error.strerror}"
-        raise DataError(f"{problem}; to get good data:\n{remedy(version, data_path)}") from error
+        if folder is None and (download or archive):
+            folder = _fetch(version, data_path, archive)
+        if folder is not None and folder.name == version.folder:
+            return [_read_binary(folder, version, split) for split in (version.train, version.valid)]
+        if folder is not None:
+            return _read_pickles(folder, version)
+    except DataError as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{error.filename or data_path}: {error.strerror}"
+    away = "" if folder is None else f". Move {folder} away"
+    raise DataError(f"{problem}{away}; to get good data:\n{remedy(version, data_path)}")
 
 
 def remedy(version: CifarVersion, data_path: Path) -> str:
     """Return the command that gets good files, with and without a network."""
-    prepare = command("prepare_data")
-    fetch = f"{prepare} --dataset {version.name} --data_path {shlex.quote(str(data_path))}"
+    fetch = f"{command('prepare_data')} --dataset {version.name} --data_path {shlex.quote(str(data_path))}"
     return f"{fetch} (without a network: --from ARCHIVE)"
 
 
 def find_folder(version: CifarVersion, data_path: Path) -> Path | None:
     """Return the folder of the binary version, else torchvision's, else None."""
-    binary = data_path / version.folder
-    if os.path.isdir(binary):  # then torchvision need not be imported
-        return binary
+    if os.path.isdir(data_path / version.folder):  # then torchvision need not be imported
+        return data_path / version.folder
     pickled = data_path / version.dataset_class.base_folder
     return pickled if os.path.isdir(pickled) else None
 
@@ -191,7 +185,7 @@ def _read_pickles(folder: Path, version: CifarVersion) -> list[Arrays]:
     try:
         splits = [version.dataset_class(folder.parent, train=train) for train in (True, False)]
     except RuntimeError as error:
-        raise DataError(f"{folder}: incomplete or altered ({error}); move it away") from error
+        raise DataError(f"{folder}: incomplete or altered: {error}; expected the official files") from error
     # torchvision returns [N, 32, 32, 3], a view of planes; transposing back gives a contiguous array.
     return [(split.data.transpose(0, 3, 1, 2), np.asarray(split.targets, np.int64)) for split in splits]
 
@@ -202,18 +196,15 @@ def _read_binary(folder: Path, version: CifarVersion, split: CifarSplit) -> Arra
     A single file is memory-mapped, so all processes of a machine share its pages. The five files of CIFAR-10's training
     split cannot be mapped as one array and are copied (154 MB).
     """
-    paths, expected_bytes = [folder / name for name in split.files], split.records_per_file * version.record_bytes
-    for path in paths:
-        if not path.is_file() or path.stat().st_size != expected_bytes:
-            found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
-            raise DataError(f"{path}: {found}, expected exactly {expected_bytes} bytes. Move {folder} away")
-    # plain arrays: memmap's own indexing is slower
-    records = [np.asarray(np.memmap(path, np.uint8, "r")).reshape(-1, version.record_bytes) for path in paths]
-    actual = fingerprint(records)
-    if actual != split.fingerprint:
+    paths, found = [folder / name for name in split.files], "none"
+    with suppress(ValueError):  # an empty file, or no whole number of records
+        # plain arrays: memmap's own indexing is slower
+        records = [np.asarray(np.memmap(path, np.uint8, "r")).reshape(-1, version.record_bytes) for path in paths]
+        found = fingerprint(records)
+    if found != split.fingerprint:
         raise DataError(
-            f"{' + '.join(map(str, paths))}: altered: the records' fingerprint is {actual[:16]}, "
-            f"expected {split.fingerprint[:16]} for {version.title}. Move {folder} away"
+            f"{' + '.join(map(str, paths))}: altered: the records' fingerprint is {found[:16]}, expected "
+            f"{split.fingerprint[:16]} for {version.title}"
         )
     joined = records[0] if len(records) == 1 else np.concatenate(records)  # [N, record_bytes]
     images = joined[:, version.label_bytes :].reshape(-1, *IMAGE_SHAPE)
@@ -221,14 +212,10 @@ def _read_binary(folder: Path, version: CifarVersion, split: CifarSplit) -> Arra
 
 
 def fingerprint(records: Iterable[np.ndarray]) -> str:
-    """Return the sum of the SHA-256 of every record, modulo 2^256, in hexadecimal.
+    """Return the sum of the SHA-256 of every record, modulo 2^256, in hexadecimal. Each array: uint8 [N, record_bytes].
 
     It detects any altered byte, but ignores the order of records and files: copies of CIFAR with the same records in
-    another order exist, and are equally good. 0.1 s for 50,000 records. Each array: uint8 [N, record_bytes].
+    another order exist, and are equally good. 0.1 s for 50,000 records.
     """
-    total = 0
-    for array in records:
-        content, size = np.ascontiguousarray(array).data.cast("B"), array.shape[1]
-        for start in range(0, len(content), size):
-            total += int.from_bytes(hashlib.sha256(content[start : start + size]).digest(), "big")
-    return f"{total % 2**256:064x}"
+    digests = (hashlib.sha256(record).digest() for array in records for record in np.ascontiguousarray(array))
+    return f"{sum(int.from_bytes(digest, 'big') for digest in digests) % 2**256:064x}"

@@ -1,5 +1,6 @@
 """`Dataset`, and `load_dataset()`, which reads CIFAR or generates shapes."""
 
+import hashlib
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from utils.data.datasets.cifar import VERSIONS, read_cifar
-from utils.data.datasets.image_files import EncodedImages, ReadSamples
+from utils.data.datasets.image_files import EncodedImages, ImageFiles, ReadSamples
 from utils.data.datasets.shapes import CLASS_NAMES, generate_shapes
 from utils.data.sampling import IntArray
 from utils.errors import ConfigError
 
 NUM_SHAPES_TRAIN, NUM_SHAPES_VALID = 10_000, 2_000
+SAMPLED_IMAGES = 512  # of each array, evenly spaced, in a fingerprint
 HOLDOUT_SEED = 0  # not the run's: runs with other seeds hold out the same images
 
 
@@ -34,7 +36,7 @@ class ImageArrays:
         """Return a copy of these samples."""
         return ImageArrays(self.images[indices], self.labels[indices])
 
-    def read(self, indices: IntArray, crops: None, *, replace: bool) -> ReadSamples[np.ndarray]:
+    def read(self, indices: IntArray, crops: np.ndarray | None, *, replace: bool) -> ReadSamples[np.ndarray]:
         """Return the samples `indices`; the other arguments are for `EncodedImages`, which has the same interface."""
         return ReadSamples(self.images[indices], indices, {})
 
@@ -67,12 +69,9 @@ class Dataset:
 
 
 def load_dataset(name: str, data_path: Path, *, download: bool) -> Dataset:
-    """Return the dataset `name`: "cifar100" or "cifar10" from `data_path`, or "shapes", which needs no file.
-
-    CIFAR is read from the binary version's folder or, without it, from torchvision's, which is downloaded only with
-    `download`. In one job, one process must download and the others wait; unrelated processes may call at the same
-    time. `DataError` if files are missing or damaged.
-    """
+    """Return the dataset `name`: "cifar100" or "cifar10" from `data_path`, downloaded only with `download`, or
+    "shapes", which needs no file. In one job, one process must download and the others wait. `DataError` if files are
+    missing or damaged."""
     if name == "shapes":
         return _generate_shapes_dataset()
     version = VERSIONS[name]
@@ -93,7 +92,23 @@ def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[flo
     counts = [np.bincount(images[:, channel].reshape(-1), minlength=256) for channel in range(3)]
     sums = [(int(count @ levels), int(count @ levels**2)) for count in counts]  # exact below 2^63
     means = tuple(total / (number * 255) for total, _ in sums)
-    return means, tuple(math.sqrt(number * squares - total**2) / (number * 255) for total, squares in sums)
+    deviations = (math.sqrt(number * squares - total**2) / (number * 255) for total, squares in sums)
+    return means, tuple(max(deviation, 1e-6) for deviation in deviations)
+
+
+def fingerprint(*splits: Split) -> str:
+    """Return the SHA-256 of all labels, and of the files' names or evenly spaced images. It ensures that a run resumes
+    with the same data, and that all ranks have the same data."""
+    digest = hashlib.sha256()
+    for split in splits:
+        digest.update(split.labels.tobytes())
+        if isinstance(split, ImageArrays):
+            count = len(split.labels)
+            chosen = np.linspace(0, count - 1, min(SAMPLED_IMAGES, count)).astype(np.int64)
+            digest.update(np.ascontiguousarray(split.images[chosen]).tobytes())
+        elif isinstance(split, ImageFiles):
+            digest.update(b"\0".join(split.names.tolist()))
+    return digest.hexdigest()
 
 
 def hold_out(dataset: Dataset, number: int) -> Dataset:

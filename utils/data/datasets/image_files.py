@@ -58,11 +58,18 @@ class EncodedImages(ABC):
         return 3, self.size, self.size
 
     def read(self, indices: IntArray, crops: np.ndarray | None, *, replace: bool) -> ReadSamples[np.ndarray]:
-        """Decode the samples `indices`: their central squares, or random crops with `crops` (`Augmentation.crop`). An
-        unreadable file is replaced by the next readable one with `replace`, else skipped."""
-        read = self.read_each(
-            indices, lambda content, row: self._cut(content, None if crops is None else crops[row]), replace=replace
-        )
+        """Decode the samples `indices`: their central squares, or random crops with `crops` (`Augmentation.crop`); see
+        `read_each`."""
+        from torchvision.transforms import functional
+
+        def decode(content: bytes, row: int) -> np.ndarray:
+            image = decode_image(content)
+            if crops is None:
+                return cut_centre(image, self.size, self.centre_fraction)
+            box = resized_crop_box(crops[row], image.height, image.width)
+            return np.asarray(functional.resized_crop(image, *box, [self.size, self.size])).transpose(2, 0, 1)
+
+        read = self.read_each(indices, decode, replace=replace)
         images = np.stack(read.samples) if read.samples else np.empty((0, *self.image_shape), np.uint8)
         return ReadSamples(images, read.indices, read.unreadable)
 
@@ -89,16 +96,6 @@ class EncodedImages(ABC):
                 if replace:  # no sample at all can be read
                     break
         return ReadSamples(samples, np.array(shown, np.int64), unreadable)
-
-    def _cut(self, content: bytes, crop: np.ndarray | None) -> np.ndarray:
-        """Return uint8 [3, size, size]."""
-        from torchvision.transforms import functional
-
-        image = decode_image(content)
-        if crop is None:
-            return cut_centre(image, self.size, self.centre_fraction)
-        box = resized_crop_box(crop, image.height, image.width)
-        return np.asarray(functional.resized_crop(image, *box, [self.size, self.size])).transpose(2, 0, 1)
 
 
 @dataclass(frozen=True)

@@ -1,45 +1,42 @@
 """The loader `dali`: NVIDIA DALI in a GPU pipeline when training on a GPU, else in a CPU pipeline.
 
-Order and augmentation follow the contract. DALI decodes JPEG (on a GPU fused with the random crop), crops, resizes,
-flips, rotates and normalises, with the parameters that dali_inputs.py passes with each batch. In dali_inputs.py, PIL
-decodes all other files, so that one rule holds for all loaders: DALI applies the EXIF orientation, reads 16 bits, CMYK
-and alpha differently, and may kill the process when it cannot read a file.
+Order and augmentation follow the contract. Threads read the files ahead and pass them to DALI with the parameters of
+their augmentation. DALI decodes JPEG (on a GPU fused with the random crop), crops, resizes, flips, rotates and
+normalises. PIL decodes all other files, so that one rule holds for all loaders: DALI applies the EXIF orientation,
+reads 16 bits, CMYK and alpha differently, and may kill the process when it cannot read a file.
 """
 
+import io
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from utils.data.config import DataConfig
-from utils.data.datasets.dataset import Split
+from utils.data.datasets.dataset import ImageArrays, Split
+from utils.data.datasets.image_files import ReadSamples, central_square, decode_image
 from utils.data.loader import Loader
-from utils.data.loaders.dali_inputs import Preparation, PreparedBatch
-from utils.data.sampling import EpochPlan, IntArray
+from utils.data.sampling import EpochPlan, IntArray, resized_crop_box
 from utils.data.transforms.augment import Normalise
 from utils.errors import ConfigError, DataError
 
 AHEAD = 2  # batches that DALI prepares in advance
+END_OF_JPEG = b"\xff\xd9"  # its last marker; a truncated file lacks it
+BLACK_PIXEL = b"P6 1 1 255\n\0\0\0"  # replaces an empty batch, which DALI does not accept
+
+# DALI's inputs by name, each [N, ...] or a list of N, and the indices of their samples; a placeholder has none. In
+# NumPy: a torch array makes DALI look for a driver.
+PreparedBatch = ReadSamples[dict[str, Any]]
 
 
 class DaliFailure(Exception):
     """A pipeline failed; the message is DALI's."""
-
-
-def import_dali() -> tuple[Any, Any, Any]:
-    """Import DALI's modules `fn` and `types`, and the class Pipeline; `ConfigError` if DALI is not installed."""
-    try:
-        from nvidia.dali import Pipeline, fn, types
-    except ImportError as error:
-        raise ConfigError(
-            f"data_loader dali: NVIDIA DALI cannot be imported ({error}).\n"
-            'pip install ".[dali]" (CUDA 11: ".[dali-cuda110]"), or --set data_loader=device'
-        ) from None
-    return fn, types, Pipeline
 
 
 class DaliLoader(Loader):
@@ -49,9 +46,15 @@ class DaliLoader(Loader):
         self, config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int
     ) -> None:
         super().__init__(plan, normalise)
-        self.fn, self.types, self.pipeline_class = import_dali()
+        try:
+            import nvidia.dali
+        except ImportError as error:
+            raise ConfigError(
+                f"data_loader dali: NVIDIA DALI cannot be imported ({error}).\n"
+                'pip install ".[dali]" (CUDA 11: ".[dali-cuda110]"), or --set data_loader=device'
+            ) from None
+        self.dali: Any = nvidia.dali
         self.split, self.num_threads = split, max(1, num_workers)
-        self.preparation = Preparation(split, plan, self.num_threads)
         self.labels = torch.from_numpy(split.labels).to(self.device)
         self.channels_last = normalise.memory_format is torch.channels_last
 
@@ -73,7 +76,7 @@ class DaliLoader(Loader):
     def _run(self, batches: list[IntArray], *, pass_jpeg: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield these batches from a new pipeline."""
         in_pipeline: deque[PreparedBatch] = deque()
-        with closing(self.preparation.run_ahead(self.epoch, batches, pass_jpeg=pass_jpeg)) as prepared:  # type: ignore[type-var]
+        with closing(self._prepare_ahead(batches, pass_jpeg=pass_jpeg)) as prepared:  # type: ignore[type-var]
             first = next(prepared)
 
             def inputs() -> Iterator[list[Any]]:
@@ -87,6 +90,53 @@ class DaliLoader(Loader):
                 self.record_unreadable(batch.unreadable, len(batch.indices))
                 on_device = torch.from_numpy(batch.indices).to(self.device, non_blocking=True)
                 yield images[: len(on_device)], self.labels[on_device]
+
+    def _prepare_ahead(self, batches: list[IntArray], *, pass_jpeg: bool) -> Iterator[PreparedBatch]:
+        """Yield each batch, prepared ahead in threads, one batch per thread."""
+        pool, waiting = ThreadPoolExecutor(self.num_threads), deque[Future[PreparedBatch]]()
+        try:
+            for indices in batches:
+                waiting.append(pool.submit(self._prepare, self.epoch, indices, pass_jpeg))
+                if len(waiting) > self.num_threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _prepare(self, epoch: int, indices: IntArray, pass_jpeg: bool) -> PreparedBatch:
+        """Return the images and the parameters of their augmentation. With `pass_jpeg`, JPEG is passed on unchanged;
+        without it, PIL decodes every file."""
+        split, config = self.split, self.plan.augmentation
+        augmentation = self.plan.sample_augmentation(epoch, indices)
+        crops = None if augmentation is None else augmentation.crop
+
+        def prepare(content: bytes, row: int) -> tuple[np.ndarray, ...]:
+            assert not isinstance(split, ImageArrays)
+            encoded, height, width = encode_for_dali(content, pass_jpeg=pass_jpeg)
+            if crops is None:
+                resized, corner = central_square(height, width, split.size, split.centre_fraction)
+                return encoded, np.array(resized, np.float32), np.array(corner, np.int32)
+            box = np.array(resized_crop_box(crops[row], height, width), np.int32)
+            return encoded, np.full(2, split.size, np.float32), box[:2], box[2:]
+
+        if isinstance(split, ImageArrays):
+            shown, unreadable = indices, dict[str, str]()
+            inputs: dict[str, Any] = {"images": np.ascontiguousarray(split.images[indices])}
+        else:
+            read = split.read_each(indices, prepare, replace=self.plan.training)
+            shown, unreadable = read.indices, read.unreadable
+            # (rows, columns) of each image after resizing, and of the square's corner or of the window to decode
+            names = ("resized", "square") if crops is None else ("resized", "window_start", "window_shape")
+            encoded, *geometry = zip(*(read.samples or [prepare(BLACK_PIXEL, 0)]), strict=True)
+            inputs = {"encoded": list(encoded)} | dict(zip(names, map(np.stack, geometry), strict=True))
+        if config is not None and augmentation is not None:
+            inputs["flip"] = augmentation.flip.astype(np.int32)
+            if config.rnd_crop_padding:
+                inputs["corner"] = np.stack([augmentation.shift_y, augmentation.shift_x], axis=1).astype(np.int32)
+            if config.rnd_rotation_angle:
+                inputs["angle"] = augmentation.angle.astype(np.float32)
+        return PreparedBatch(inputs, shown, unreadable)
 
     def _receive(self, pipeline: Any) -> Tensor:
         """Return a copy of the next batch's images: DALI reuses its own memory."""
@@ -105,8 +155,8 @@ class DaliLoader(Loader):
 
     def _build(self, names: list[str], batches: Iterator[list[Any]]) -> Any:
         """Build the pipeline for these batches of the inputs `names`."""
-        fn, gpu = self.fn, self.device.type == "cuda"
-        pipeline = self.pipeline_class(
+        fn, gpu = self.dali.fn, self.device.type == "cuda"
+        pipeline = self.dali.Pipeline(
             batch_size=self.plan.batch_size,
             num_threads=self.num_threads,
             device_id=self.device.index if gpu else None,
@@ -139,32 +189,50 @@ class DaliLoader(Loader):
 
     def _decode(self, inputs: dict[str, Any], gpu: bool) -> Any:
         """Decode images to [size, size, 3]: a window or the central square of each."""
-        import nvidia.dali
-
-        fn, decoder = self.fn, {"device": "mixed" if gpu else "cpu", "output_type": self.types.RGB}
+        fn, types = self.dali.fn, self.dali.types
         # as PIL does: ignore the EXIF orientation; on a GPU, interpolate chroma samples
+        decoder = {"device": "mixed" if gpu else "cpu", "output_type": types.RGB}
         decoder |= {"adjust_orientation": False, "jpeg_fancy_upsampling": True}
         # in DALI 1, only the experimental decoders take both options
-        decoders = fn.experimental.decoders if nvidia.dali.__version__.startswith("1.") else fn.decoders
+        decoders = fn.experimental.decoders if self.dali.__version__.startswith("1.") else fn.decoders
         if "window_start" in inputs:
             window = {"start": inputs["window_start"], "shape": inputs["window_shape"], "axes": (0, 1)}
             images = decoders.image_slice(inputs["encoded"], **window, **decoder)
         else:
             images = decoders.image(inputs["encoded"], **decoder)
         # the nearest to PIL's bilinear filter: they differ at the image's edges only
-        images = fn.resize(images, size=inputs["resized"], interp_type=self.types.INTERP_TRIANGULAR)
+        images = fn.resize(images, size=inputs["resized"], interp_type=types.INTERP_TRIANGULAR)
         if "square" in inputs:
             images = fn.slice(images, start=inputs["square"], shape=list(self.split.image_shape[1:]), axes=(0, 1))
         return images
 
     def _augment(self, images: Any, inputs: dict[str, Any]) -> Any:
         """Crop, flip and rotate with the parameters of each batch."""
+        fn = self.dali.fn
         if "corner" in inputs:
             shape, pad = list(self.split.image_shape[1:]), {"out_of_bounds_policy": "pad", "fill_values": 0}
-            images = self.fn.slice(images, start=inputs["corner"], shape=shape, axes=(0, 1), **pad)
+            images = fn.slice(images, start=inputs["corner"], shape=shape, axes=(0, 1), **pad)
         if "flip" in inputs:
-            images = self.fn.flip(images, horizontal=inputs["flip"])
+            images = fn.flip(images, horizontal=inputs["flip"])
         if "angle" in inputs:
-            kept = {"keep_size": True, "fill_value": 0, "interp_type": self.types.INTERP_NN}
-            images = self.fn.rotate(images, angle=inputs["angle"], **kept)
+            kept = {"keep_size": True, "fill_value": 0, "interp_type": self.dali.types.INTERP_NN}
+            images = fn.rotate(images, angle=inputs["angle"], **kept)
         return images
+
+
+def encode_for_dali(content: bytes, *, pass_jpeg: bool) -> tuple[np.ndarray, int, int]:
+    """Return an encoded image, uint8 [bytes], its height and width. With `pass_jpeg`, a whole JPEG in grey or RGB is
+    unchanged; PIL decodes any other image to PPM. Raises PIL's exception if it is not an image.
+
+    PIL reads the header of each image: NVIDIA DALI 2.4 may kill the process when it parses an unknown file.
+    """
+    from PIL import Image
+
+    with Image.open(io.BytesIO(content)) as header:
+        size = header.size
+        is_whole_jpeg = header.format == "JPEG" and header.mode in ("L", "RGB") and content.endswith(END_OF_JPEG)
+    if not (pass_jpeg and is_whole_jpeg):
+        image = decode_image(content)
+        size = image.size
+        content = b"P6 %d %d 255\n" % size + image.tobytes()
+    return np.frombuffer(content, np.uint8), size[1], size[0]

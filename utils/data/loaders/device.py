@@ -1,4 +1,4 @@
-"""The loader `device`: the whole dataset on the device, augmented batch by batch."""
+"""The loaders `device`, with the whole dataset on the device, and `synthetic`, which repeats one random batch."""
 
 import warnings
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from utils.data.config import DataConfig
 from utils.data.datasets.dataset import ImageArrays, Split
+from utils.data.datasets.image_files import describe_unreadable
 from utils.data.loader import Loader
 from utils.data.sampling import EpochPlan, IntArray
 from utils.data.transforms.augment import BatchAugmenter, Normalise, pixel_maps
@@ -56,6 +57,24 @@ class DeviceLoader(Loader):
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
 
+class SyntheticLoader(Loader):
+    """Repeats one random batch on the device, to measure the cost of computing without input."""
+
+    def __init__(
+        self, config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int
+    ) -> None:
+        super().__init__(plan, normalise)
+        generator = torch.Generator().manual_seed(plan.seed)
+        shape = (plan.batch_size, *split.image_shape)
+        images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        self.images = normalise(images.to(self.device))
+        self.labels = torch.randint(0, config.num_classes, shape[:1], generator=generator).to(self.device)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for indices in self.plan.batches(0, self.first_batch):
+            yield self.images[: len(indices)], self.labels[: len(indices)]
+
+
 def _to_device(values: np.ndarray, device: torch.device) -> Tensor:
     """Return the array itself on a CPU, else a copy, made in parts to need little host memory."""
     with warnings.catch_warnings():
@@ -78,10 +97,8 @@ def decode_all(split: Split, *, replace: bool) -> ImageArrays:
     with ThreadPoolExecutor(usable_cores()) as pool:  # decoding releases the GIL
         batches = list(pool.map(lambda part: split.read(part, None, replace=replace), parts))
     indices = np.concatenate([batch.indices for batch in batches])
-    if not len(indices):
-        raise DataError(f"not one of {len(split.labels)} images can be read, for example {split.path(0)}")
-    if replace and len(indices) < len(split.labels):
-        found = f"only {len(indices)} of {len(split.labels)} images can be read or replaced"
-        raise DataError(f"{found}; check the disk, and run the same command again")
     unreadable = {path: reason for batch in batches for path, reason in batch.unreadable.items()}
+    if not len(indices) or (replace and len(indices) < len(split.labels)):
+        found = f"{len(indices) or 'not one'} of {len(split.labels)} images can be read or replaced"
+        raise DataError(f"{found}: {describe_unreadable(unreadable)}; check the disk")
     return ImageArrays(np.concatenate([batch.samples for batch in batches]), split.labels[indices], unreadable)

@@ -13,8 +13,8 @@ from utils.data.datasets.dataset import Split
 from utils.data.loader import Loader
 from utils.data.sampling import EpochPlan, IntArray
 from utils.data.transforms.augment import Normalise, augment_each
-from utils.data.workers import PREFETCHED, SHARED_MEMORY, SHARED_MEMORY_REMEDY, describe_dead_worker, init_worker
-from utils.errors import ConfigError, ExpectedError
+from utils.data.workers import PREFETCHED, init_worker
+from utils.errors import ExpectedError
 
 DELAY_SECONDS = 0.1  # before workers are started
 Batch = tuple[Tensor, Tensor, dict[str, str]]  # images, labels, unreadable files
@@ -31,18 +31,14 @@ class AugmentedImages(Dataset[Batch | ExpectedError]):
         self.split, self.plan = split, plan
 
     def __getitem__(self, epoch_and_indices: tuple[int, IntArray]) -> Batch | ExpectedError:
-        try:
-            return self._read(*epoch_and_indices)
-        except ExpectedError as error:
-            return error
-
-    def _read(self, epoch: int, indices: IntArray) -> Batch:
+        epoch, indices = epoch_and_indices
         augmentation = self.plan.sample_augmentation(epoch, indices)
         crops = None if augmentation is None else augmentation.crop
-        read = self.split.read(indices, crops, replace=self.plan.training)  # type: ignore[arg-type]
-        images = read.samples
-        if augmentation is not None:
-            images = augment_each(images, augmentation)
+        try:
+            read = self.split.read(indices, crops, replace=self.plan.training)
+        except ExpectedError as error:
+            return error
+        images = read.samples if augmentation is None else augment_each(read.samples, augmentation)
         labels = torch.from_numpy(self.split.labels[read.indices])
         return torch.from_numpy(np.ascontiguousarray(images)), labels, read.unreadable
 
@@ -78,28 +74,16 @@ class TorchvisionLoader(Loader):
             self.has_workers = True
         self.batches[:] = [(self.epoch, indices) for indices in self.plan.batches(self.epoch, self.first_batch)]
         batches = iter(self.loader)
-        for images, labels, unreadable in iter(lambda: self._next(batches), None):
+        while True:
+            try:
+                batch = next(batches, None)
+            except (EOFError, OSError) as error:  # the connection to a worker that has just died
+                raise RuntimeError(f"DataLoader worker is lost: {error!r}; out of memory?") from None
+            if batch is None:
+                return
+            if isinstance(batch, ExpectedError):
+                raise batch
+            images, labels, unreadable = batch
             self.record_unreadable(unreadable, len(labels))
             on_device = images.to(self.device, non_blocking=True)
             yield self.normalise(on_device), labels.to(self.device, non_blocking=True)
-
-    @staticmethod
-    def _next(batches: Iterator[Batch | ExpectedError]) -> Batch | None:
-        try:
-            batch = next(batches, None)
-            if isinstance(batch, ExpectedError):
-                raise batch
-            return batch
-        except (RuntimeError, EOFError, OSError) as error:
-            try:
-                death = describe_dead_worker(batches, str(error))
-            except RuntimeError as reported:  # meanwhile, by PyTorch's signal handler
-                death = str(reported)
-            text = death or str(error)
-            # full shared memory kills a worker by SIGBUS, or by ENOSPC from the system call
-            if "bus error" in text.lower() or "shared memory" in text or "No space left" in text:
-                message = f"a data worker ran out of shared memory ({SHARED_MEMORY}).\n{SHARED_MEMORY_REMEDY}"
-                raise ConfigError(message) from None
-            if death:
-                raise RuntimeError(death) from None
-            raise
