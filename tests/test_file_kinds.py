@@ -19,11 +19,9 @@ from tests.conftest import ROOT
 from tests.test_folders import DALI
 from utils.data.build import build_loaders, open_dataset
 from utils.data.loaders.dali import encode_for_dali
-from utils.distributed.world import World
 
 SIZE = 32
 LEVELS_OF_DALI = 2  # of 255, maximum difference of a JPEG from PIL; seen on a CPU: 0
-LOADERS = pytest.mark.parametrize("loader", ["torchvision", "device", DALI])
 
 READ, UNREADABLE, IGNORED = "read", "unreadable", "ignored"
 
@@ -189,30 +187,6 @@ def kinds(tmp_path_factory):
     return root
 
 
-def load(config, split="valid"):
-    world = World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
-    built = build_loaders(config, open_dataset(config, world), world)
-    loader = getattr(built, split)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Palette images with Transparency|.*decompression bomb")
-        batches = list(loader)
-    unreadable = built.train.unreadable | built.valid.unreadable
-    return torch.cat([images for images, _ in batches]), torch.cat([labels for _, labels in batches]), unreadable
-
-
-@pytest.fixture
-def config(tiny):
-    whole = {"limit_train_batches": None, "limit_valid_batches": None, "num_data_workers": 0, "image_size": SIZE}
-    plain = {"rnd_crop_padding": 0, "rnd_horizontal_flip": False, "rnd_rotation_angle": 0.0}
-
-    def make(folder, **changes):
-        num_classes = len(list((folder / "val").iterdir()))
-        base = {"dataset": "imagefolder", "data_path": str(folder), "num_classes": num_classes, "batch_size": 4}
-        return tiny(**base | whole | plain | {"valid_batch_size_per_gpu": 8} | changes)
-
-    return make
-
-
 def expected_pixels(content, path):
     """Decode with torchvision.datasets.ImageFolder's loader, except 16-bit grey; uint8 [H, W, 3]."""
     with Image.open(io.BytesIO(content)) as image:
@@ -221,14 +195,19 @@ def expected_pixels(content, path):
         return np.stack([(np.asarray(image).astype(np.int64) >> 8).astype(np.uint8)] * 3, axis=2)
 
 
-@LOADERS
-def test_every_kind_of_file(loader, config, kinds):
-    chosen = config(kinds, data_loader=loader)
-    images, labels, unreadable = load(chosen)
+@pytest.mark.parametrize("loader", ["torchvision", "device", DALI])
+def test_every_kind_of_file(loader, tiny, kinds, one_rank):
+    whole = {"limit_train_batches": None, "limit_valid_batches": None, "num_data_workers": 0, "image_size": SIZE}
+    base = {"dataset": "imagefolder", "data_path": str(kinds), "num_classes": len(ROWS), "batch_size": 4}
+    config = tiny(**base | whole, valid_batch_size_per_gpu=8, data_loader=loader)
+    dataset = open_dataset(config, one_rank)
+    valid = build_loaders(config, dataset, one_rank).valid
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Palette images with Transparency|.*decompression bomb")
+        images, labels = (torch.cat(parts) for parts in zip(*valid, strict=True))
     assert labels.tolist() == [number for number, row in enumerate(ROWS) if row[3] != UNREADABLE]
-    names = {os.path.basename(os.fsencode(path)) for path in unreadable}
+    names = {os.path.basename(os.fsencode(path)) for path in valid.unreadable}
     assert names == {os.fsencode(name) for _, name, _, outcome in ROWS if outcome == UNREADABLE}
-    dataset = open_dataset(chosen, World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu")))
     mean, std = (np.array(values).reshape(3, 1, 1) for values in (dataset.mean, dataset.std))
     tolerance = LEVELS_OF_DALI / 255 if loader == "dali" else 1e-6
     for image, label in zip(images.numpy(), labels.tolist(), strict=True):

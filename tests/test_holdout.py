@@ -8,12 +8,12 @@ import pytest
 
 from tests.conftest import read_records, tiny_config, without_times
 from tests.processes import run_job
-from tools import evaluate, prepare_data
+from tools import evaluate
 from train import Trainer, main
 from utils.config.command_line import Arguments
 from utils.data.build import build_loaders, find_dataset
 from utils.data.datasets.dataset import ImageArrays, stratified_split
-from utils.data.datasets.image_files import EncodedImages, ImageFiles
+from utils.data.datasets.image_files import ImageFiles
 from utils.data.datasets.shards import ShardedImages
 from utils.data.sampling import EpochPlan
 from utils.errors import ConfigError, Stopped
@@ -52,26 +52,16 @@ def test_no_image_is_lost(tiny):
     assert np.array_equal(again.train.labels, divided.train.labels)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_files_and_shards_hold_out_the_same_images(sharded, tmp_path, tiny):
-    from PIL import Image
-
-    for split, number in (("train", 12), ("val", 4)):
-        for name in "ab":
-            (tmp_path / split / name).mkdir(parents=True)
-            for image in range(number):
-                Image.new("RGB", (16, 16), (image, 2, 3)).save(tmp_path / split / name / f"{image:02}.png")
-    folder = tmp_path
-    if sharded:
-        folder = tmp_path / "shards"
-        assert prepare_data.main(["--shards", str(folder), "--from", str(tmp_path), "--num_shards", "3"]) == 0
-    config = tiny(dataset="imagefolder", data_path=str(folder), image_size=16, num_classes=2, batch_size=4)
+@pytest.mark.parametrize("kind", [ImageFiles, ShardedImages])
+def test_files_and_shards_hold_out_the_same_images(kind, folders, packed, tiny):
+    folder = folders if kind is ImageFiles else packed
+    config = tiny(dataset="imagefolder", data_path=str(folder), image_size=16, num_classes=3, batch_size=4)
     whole = find_dataset(config, download=False).train
     divided = find_dataset(config.model_copy(update={"holdout_images": 6}), download=False)
     kept, held = stratified_split(whole.labels, 6)
-    assert isinstance(whole, ShardedImages if sharded else ImageFiles)
+    assert isinstance(whole, kind)
     for part, indices in ((divided.train, kept), (divided.valid, held)):
-        assert isinstance(part, EncodedImages) and part.labels.tolist() == whole.labels[indices].tolist()
+        assert isinstance(part, kind) and part.labels.tolist() == whole.labels[indices].tolist()
         for row, index in enumerate(indices.tolist()):
             assert part.path(row) == whole.path(index) and part.content(row) == whole.content(index)
 
