@@ -93,10 +93,10 @@ class DaliLoader(Loader):
 
     def _prepare_ahead(self, batches: list[IntArray], *, pass_jpeg: bool) -> Iterator[PreparedBatch]:
         """Yield each batch, prepared ahead in threads, one batch per thread."""
-        pool, waiting = ThreadPoolExecutor(self.num_threads), deque[Future[PreparedBatch]]()
+        pool, waiting, epoch = ThreadPoolExecutor(self.num_threads), deque[Future[PreparedBatch]](), self.epoch
         try:
             for indices in batches:
-                waiting.append(pool.submit(self._prepare, self.epoch, indices, pass_jpeg))
+                waiting.append(pool.submit(self._prepare, epoch, indices, pass_jpeg))
                 if len(waiting) > self.num_threads:
                     yield waiting.popleft().result()
             while waiting:
