@@ -36,7 +36,7 @@ class ImageArrays:
         """Return a copy of these samples."""
         return ImageArrays(self.images[indices], self.labels[indices])
 
-    def read(self, indices: IntArray, crops: np.ndarray | None, *, replace: bool) -> ReadSamples[np.ndarray]:
+    def read(self, indices: IntArray, crops: np.ndarray | None, *, replace: bool) -> ReadSamples:
         """Return the samples `indices`; the other arguments are for `EncodedImages`, which has the same interface."""
         return ReadSamples(self.images[indices], indices, {})
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,15 +20,12 @@ from utils.files import open_regular
 if TYPE_CHECKING:
     from PIL import Image
 
-Decoded = TypeVar("Decoded")
-Samples = TypeVar("Samples")
-
 
 @dataclass(frozen=True)
-class ReadSamples(Generic[Samples]):
+class ReadSamples:
     """The results of decoding samples, the indices of the samples, and the unreadable files."""
 
-    samples: Samples  # uint8 [N, 3, S, S], or a list of N other results
+    samples: Any  # uint8 [N, 3, S, S], or N results of another function
     indices: IntArray
     unreadable: dict[str, str]  # file: reason
 
@@ -57,7 +54,7 @@ class EncodedImages(ABC):
     def image_shape(self) -> tuple[int, int, int]:
         return 3, self.size, self.size
 
-    def read(self, indices: IntArray, crops: np.ndarray | None, *, replace: bool) -> ReadSamples[np.ndarray]:
+    def read(self, indices: IntArray, crops: np.ndarray | None, *, replace: bool) -> ReadSamples:
         """Decode the samples `indices`: their central squares, or random crops with `crops` (`Augmentation.crop`); see
         `read_each`."""
         from torchvision.transforms import functional
@@ -73,9 +70,7 @@ class EncodedImages(ABC):
         images = np.stack(read.samples) if read.samples else np.empty((0, *self.image_shape), np.uint8)
         return ReadSamples(images, read.indices, read.unreadable)
 
-    def read_each(
-        self, indices: IntArray, decode: Callable[[bytes, int], Decoded], *, replace: bool
-    ) -> ReadSamples[list[Decoded]]:
+    def read_each(self, indices: IntArray, decode: Callable[[bytes, int], Any], *, replace: bool) -> ReadSamples:
         """Call `decode` with the bytes of each sample and its position in `indices`. A sample for which it raises an
         exception is unreadable: it is replaced by the next readable one with `replace`, else skipped. An
         `ExpectedError` is passed on: it means that the whole split is unreliable."""

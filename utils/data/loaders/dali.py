@@ -30,10 +30,6 @@ AHEAD = 2  # batches that DALI prepares in advance
 END_OF_JPEG = b"\xff\xd9"  # its last marker; a truncated file lacks it
 BLACK_PIXEL = b"P6 1 1 255\n\0\0\0"  # replaces an empty batch, which DALI does not accept
 
-# DALI's inputs by name, each [N, ...] or a list of N, and the indices of their samples; a placeholder has none. In
-# NumPy: a torch array makes DALI look for a driver.
-PreparedBatch = ReadSamples[dict[str, Any]]
-
 
 class DaliFailure(Exception):
     """A pipeline failed; the message is DALI's."""
@@ -75,7 +71,7 @@ class DaliLoader(Loader):
 
     def _run(self, batches: list[IntArray], *, pass_jpeg: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield these batches from a new pipeline."""
-        in_pipeline: deque[PreparedBatch] = deque()
+        in_pipeline: deque[ReadSamples] = deque()
         with closing(self._prepare_ahead(batches, pass_jpeg=pass_jpeg)) as prepared:  # type: ignore[type-var]
             first = next(prepared)
 
@@ -91,9 +87,9 @@ class DaliLoader(Loader):
                 on_device = torch.from_numpy(batch.indices).to(self.device, non_blocking=True)
                 yield images[: len(on_device)], self.labels[on_device]
 
-    def _prepare_ahead(self, batches: list[IntArray], *, pass_jpeg: bool) -> Iterator[PreparedBatch]:
+    def _prepare_ahead(self, batches: list[IntArray], *, pass_jpeg: bool) -> Iterator[ReadSamples]:
         """Yield each batch, prepared ahead in threads, one batch per thread."""
-        pool, waiting, epoch = ThreadPoolExecutor(self.num_threads), deque[Future[PreparedBatch]](), self.epoch
+        pool, waiting, epoch = ThreadPoolExecutor(self.num_threads), deque[Future[ReadSamples]](), self.epoch
         try:
             for indices in batches:
                 waiting.append(pool.submit(self._prepare, epoch, indices, pass_jpeg))
@@ -104,9 +100,10 @@ class DaliLoader(Loader):
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _prepare(self, epoch: int, indices: IntArray, pass_jpeg: bool) -> PreparedBatch:
-        """Return the images and the parameters of their augmentation. With `pass_jpeg`, JPEG is passed on unchanged;
-        without it, PIL decodes every file."""
+    def _prepare(self, epoch: int, indices: IntArray, pass_jpeg: bool) -> ReadSamples:
+        """Return DALI's inputs by name, each [N, ...] or a list of N: images and parameters of their augmentation, in
+        NumPy, since a torch array makes DALI look for a driver. With `pass_jpeg`, JPEG is passed on unchanged; without
+        it, PIL decodes every file."""
         split, config = self.split, self.plan.augmentation
         augmentation = self.plan.sample_augmentation(epoch, indices)
         crops = None if augmentation is None else augmentation.crop
@@ -136,7 +133,7 @@ class DaliLoader(Loader):
                 inputs["corner"] = np.stack([augmentation.shift_y, augmentation.shift_x], axis=1).astype(np.int32)
             if config.rnd_rotation_angle:
                 inputs["angle"] = augmentation.angle.astype(np.float32)
-        return PreparedBatch(inputs, shown, unreadable)
+        return ReadSamples(inputs, shown, unreadable)
 
     def _receive(self, pipeline: Any) -> Tensor:
         """Return a copy of the next batch's images: DALI reuses its own memory."""
