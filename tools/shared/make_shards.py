@@ -108,9 +108,8 @@ def _index_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     if not images:
         raise DataError(f"{folder / split}: no images found; expected shards, *.tar")
     images.sort(key=lambda row: row[0])  # stable: equal keys keep the order of their shards
-    longest = max(len(row[-1]) for row in images)
     shards = [(os.path.join(split, path.name), path.stat().st_size) for path in paths]
-    fields = [*IMAGE_FIELDS, ("member", f"S{longest}")]
+    fields = [*IMAGE_FIELDS, ("member", f"S{max(len(row[-1]) for row in images)}")]
     return np.array([row[1:] for row in images], fields), np.array(shards, SHARD_FIELDS)
 
 
@@ -122,13 +121,12 @@ def _scan(path: Path) -> list[tuple[str, int, int, int, int, bytes]]:
         with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for info in tar:
                 named = KEY_AND_EXTENSION.fullmatch(info.name)
-                kind = "" if named is None else "image" if f".{named[2].lower()}" in EXTENSIONS else named[2].lower()
+                extension = named[2].lower() if named else ""
+                kind = "image" if f".{extension}" in EXTENSIONS else extension
                 if named is None or kind not in ("image", "cls") or info.isdir():
                     continue
                 if not info.isreg() or info.issparse() or kind in parts[named[1]]:
-                    raise DataError(
-                        f"{path}: {info.name} is a second {kind} of its key, or no plain file; expected one file each"
-                    )
+                    raise DataError(f"{path}: {info.name} is a second {kind} of its key, or no plain file")
                 parts[named[1]][kind] = info
             # tarfile also stops at a damaged header, and where the file was cut
             rest = os.pread(file.fileno(), os.fstat(file.fileno()).st_size - tar.offset, tar.offset)
