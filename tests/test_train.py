@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import train as train_module
-from tests.conftest import ROOT, TINY_OPTIONS, read_records
-from tests.processes import run_on_a_terminal, without_launcher
+from tests.conftest import ROOT, TINY_OPTIONS, read_records, tiny_config
+from tests.processes import complaints, run_job, run_on_a_terminal, without_launcher
 from train import Trainer
 from utils.config.command_line import Arguments
 from utils.errors import CheckpointError, ExpectedError
@@ -364,6 +364,20 @@ def test_memory_estimate_counts_half_weights_once_for_a_batch_of_any_size(tiny, 
         arguments = trainer.learner.model, trainer.learner.criterion, trainer.learner.precision, (3, 32, 32)
         per_image[name] = activation_bytes_per_image(*arguments)
     assert 0.4 < per_image["bf16"] / per_image["float32"] < 0.6
+
+
+def train_with_a_seed_of_its_own(folder):
+    config = tiny_config(seed=int(os.environ["RANK"]), num_data_workers=int(os.environ["RANK"]))
+    return train_module.main(Arguments(config, "tiny", folder, "never", dry_run=False))
+
+
+def test_settings_that_differ_between_ranks_are_refused(tmp_path):
+    """As from `--set seed=$RANDOM` under srun. Workers and the data's path may differ between nodes."""
+    ended = run_job(tmp_path / "job", 2, train_with_a_seed_of_its_own, tmp_path / "run")
+    assert [process.status for process in ended] == [2, 2]
+    (error,) = complaints(ended)
+    assert "seed is 0 on rank 0, but 1 on rank 1; start every rank with the same settings" in error
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from utils import seeds
+from utils.base_config import as_yaml
 from utils.distributed.ddp import distribute
 from utils.distributed.global_batch import GlobalBatch, divide_batch
 from utils.distributed.world import World
@@ -96,7 +97,15 @@ class Learner(Classifier):
 
 
 def check_settings(config: TrainingConfig, world: World) -> None:
-    """Raise `ConfigError`, before data is downloaded, for settings that this device or number of ranks cannot meet."""
+    """Collective: raise `ConfigError`, before data is downloaded, for settings that differ between ranks, or that this
+    device or number of ranks cannot meet."""
+    everyone = world.all_gather(config.model_dump(mode="json", exclude={"data_path", "num_data_workers"}))
+    for rank, values in enumerate(everyone):
+        for key in [key for key in values if values[key] != everyone[0][key]]:
+            raise ConfigError(
+                f"{key} is {as_yaml(everyone[0][key])} on rank 0, but {as_yaml(values[key])} on rank {rank}; start "
+                "every rank with the same settings"
+            )
     divide_batch(config.batch_size, world.world_size, config.micro_batch_size)
     check_graphs(config, choose_precision(config, world.device), world.device)
     if config.verify_every_steps is not None and world.device.type == "cuda" and not config.deterministic:
