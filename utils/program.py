@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 CODE = Path(__file__).resolve().parent.parent  # holds train.py, config/, tools/ ...
+TRAIN = CODE / "train.py"
 INSTALLED = not (CODE / "pyproject.toml").exists()
 PR_SET_PDEATHSIG = 1
 

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from tools.shared.command_line import add_count, as_settings, at_least_one, new_parser
-from tools.shared.followed_run import TRAIN
 from tools.shared.output import print_table, say
 from utils.config import Config, load_config
 from utils.config.command_line import add_config_arguments
@@ -34,6 +33,7 @@ from utils.distributed.launch import find_launch
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, CorruptionError, exit_in_a_line
+from utils.program import TRAIN
 from utils.training.checks.step_state import Snapshot, own_tensors, shared_tensors
 from utils.training.checks.verify_steps import Verifier
 from utils.training.learner import Learner, build_learner

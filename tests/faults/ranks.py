@@ -16,8 +16,8 @@ from typing import Any
 
 from tests.faults.kinds import KINDS, Fault
 from tests.processes import free_port
-from tools.shared.followed_run import TRAIN
 from tools.shared.interrupted_runs import RunCommand
+from utils.program import TRAIN
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,6 @@ from utils.errors import ConfigError, ExpectedError
 from utils.program import end_with_parent
 from utils.run.logging.environment import describe_environment
 
-# ---- options and reports
-
 
 def add_arguments(
     parser: argparse.ArgumentParser, *, config: str = "default", trials: int = 5, iters: int = 0, warmup: int = 0
@@ -70,9 +68,6 @@ def print_rows(title: str, rows: Sequence[Mapping[str, str]]) -> None:
     print_table(title, list(rows[0]), [list(row.values()) for row in rows])
 
 
-# ---- trials
-
-
 @dataclass(frozen=True)
 class Trials:
     """The values of one quantity in the trials of one case, in the order they ran."""
@@ -94,15 +89,11 @@ class Trials:
 
 Results = dict[str, dict[str, Trials]]  # {case: {quantity: trials}}
 Case = Callable[[], Mapping[str, float]]  # runs a trial: {quantity: value}
+Evaluate = Callable[[Results], object]
 
 
 def measure(
-    cases: Mapping[str, Case],
-    trials: int,
-    *,
-    warm_up: int = 1,
-    skip: bool = True,
-    after_trial: Callable[[Results], object] = bool,
+    cases: Mapping[str, Case], trials: int, *, warm_up: int = 1, skip: bool = True, after_trial: Evaluate = bool
 ) -> Results:
     """Run every case `warm_up` times, then `trials` times that count, and return the values.
 
@@ -164,9 +155,6 @@ def _run(build: Callable[[], Case]) -> Mapping[str, float]:
     if not _built:
         _built.append(build())
     return _built[0]()
-
-
-# ---- clocks
 
 
 def synchronize(device: torch.device) -> None:

@@ -34,9 +34,8 @@ def run(options: argparse.Namespace) -> int:
 
 def measure_limits(world: World, trials: int) -> dict[str, common.Trials]:
     """Collective: return each limit by name and unit; TFLOP/s count a multiply-add as two."""
-    device = world.device
+    device, results = world.device, {}
     cuda = device.type == "cuda"
-    results = {}
     for name, dtype in DTYPES.items():
         if name in ("tf32", "fp16") and not cuda:
             continue  # CPUs have no tf32, and only emulate fp16

@@ -90,13 +90,12 @@ class LoaderTrial:
 
     def __call__(self) -> Mapping[str, float]:
         values = {}
+        epochs: Iterable[int] = self.epochs
         if self.options.cold:
-            epoch = next(self.epochs)
+            epochs = [next(self.epochs)]
             drop_page_cache()
-            values["cold_images_per_sec"] = self._time_loader([epoch])
-            values["images_per_sec"] = self._time_loader([epoch])  # the same files, now cached
-        else:
-            values["images_per_sec"] = self._time_loader(self.epochs)
+            values["cold_images_per_sec"] = self._time_loader(epochs)  # then the same files, cached
+        values["images_per_sec"] = self._time_loader(epochs)
         return values | (self._time_training(self.step) if self.step else {})
 
     def _batches(self, epochs: Iterable[int]) -> Iterator[tuple[Tensor, Tensor]]:

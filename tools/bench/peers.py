@@ -8,7 +8,7 @@ import importlib
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
@@ -24,7 +24,7 @@ from utils.config import Config
 from utils.data.build import image_side
 from utils.errors import ConfigError
 from utils.run.logging.environment import device_name
-from utils.training.batches import Batch, prefetch
+from utils.training.batches import prefetch
 from utils.training.kernels.backends import prepare_backends
 from utils.training.kernels.compilers import compiles, wants_graphs
 from utils.training.optimizers.build import build_optimizer
@@ -47,8 +47,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"opt_level {config.opt_level}: the other trainers have no such level; use O0 or O1")
     for key, expected in EXPECTED.items():
         if (value := getattr(config, key)) != expected:
-            remedy = f"use {as_yaml(expected)}"
-            raise ConfigError(f"{key} {as_yaml(value)}: the other trainers' steps here lack it; {remedy}")
+            message = f"{key} {as_yaml(value)}: the other trainers' steps here lack it"
+            raise ConfigError(f"{message}; use {as_yaml(expected)}")
     world = alone(config)
     builds = {
         name: partial(build, its_config, options.warmup, options.iters)
@@ -150,12 +150,6 @@ def lightning_case(config: Config, warmup: int, iters: int) -> common.Case:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return build_optimizer(config, self.model.parameters())
 
-    class Batches(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
-        """The project's loader, endlessly."""
-
-        def __iter__(self) -> Iterator[Batch]:
-            return prefetch(config, endless(fed.loader), device)
-
     fed = Fed(config, lambda *_: None, warmup, iters)
     names = {"O0": "32-true", "O1": "16-mixed" if precision.loss_scale is not None else "bf16-mixed"}
 
@@ -165,7 +159,7 @@ def lightning_case(config: Config, warmup: int, iters: int) -> common.Case:
             barebones=True, max_steps=warmup + iters, max_epochs=-1, devices=1, precision=names[precision.level],
             accelerator="gpu" if device.type == "cuda" else "cpu",
         )  # fmt: skip
-        trainer.fit(module, torch.utils.data.DataLoader(Batches(), batch_size=None))
+        trainer.fit(module, prefetch(config, endless(fed.loader), device))
         return {"full": iters * config.batch_size / (module.ended - module.started)}
 
     return trial

@@ -36,7 +36,7 @@ from utils.config import Config, find_file, list_blocks, load_config
 from utils.config.command_line import add_config_arguments
 from utils.distributed.world import choose_device
 from utils.errors import ConfigError
-from utils.program import CODE, end_with_parent
+from utils.program import TRAIN, end_with_parent
 from utils.run.logging.environment import describe_environment
 
 TIMES = ("command", "run", "training")
@@ -92,7 +92,7 @@ def run_seed(yaml_config: Path, block: str, settings: Sequence[str], out: Path) 
     config = load_config(yaml_config, block, settings)
     unfinished = out / f".seed-{config.seed}.partial"
     shutil.rmtree(unfinished, ignore_errors=True)  # from an interrupted run
-    command = [sys.executable, str(CODE / "train.py"), f"--yaml_config={find_file(yaml_config)}", f"--config={block}"]
+    command = [sys.executable, str(TRAIN), f"--yaml_config={find_file(yaml_config)}", f"--config={block}"]
     command += [f"--run-dir={unfinished}", "--resume=never", *(f"--set={setting}" for setting in settings)]
     started, end_too = time.perf_counter(), partial(end_with_parent, signal.SIGTERM)
     if status := subprocess.run(command, preexec_fn=end_too, check=False).returncode:
@@ -110,7 +110,7 @@ def run_seed(yaml_config: Path, block: str, settings: Sequence[str], out: Path) 
 def measure(epochs: Sequence[Mapping[str, Any]], rate: float, config: Config, command: float) -> dict[str, Any]:
     """Return the results of one seed, from the records of its epochs, the images/s of the run, and its seconds."""
     last, best = epochs[-1], max(epochs, key=lambda record: record.get("acc1/valid", -1.0))
-    target, training = config.stop_at_accuracy, last["step"] * config.batch_size / rate
+    target = config.stop_at_accuracy
     return {
         "seed": config.seed,
         "epochs": last["epoch"],
@@ -118,7 +118,7 @@ def measure(epochs: Sequence[Mapping[str, Any]], rate: float, config: Config, co
         "last_acc1": last["acc1/valid"],
         "best_acc1": best["acc1/valid"],
         "best_epoch": best["epoch"],
-        "seconds": {"command": command, "run": last["seconds"], "training": training},
+        "seconds": {"command": command, "run": last["seconds"], "training": last["step"] * config.batch_size / rate},
         "images_per_sec": rate,
     }
 
@@ -129,8 +129,7 @@ def summarise(out: Path, name: str, config: Config) -> dict[str, Any]:
     environment = json.loads((folders[0] / "environment.json").read_text())
     check_same(out, name, config, environment)
     trials = [json.loads((folder / "trial.json").read_text()) for folder in folders]
-    # a mean over only the seeds that reached the target would be too good
-    missed = any(trial["reached"] is False for trial in trials)
+    missed = any(trial["reached"] is False for trial in trials)  # a mean over only the others would be too good
     return {
         "config_name": name,
         "target": config.stop_at_accuracy,

@@ -44,23 +44,20 @@ def read_report(path: Path) -> Report:
 
 def rates(report: Report) -> dict[str, Rate]:
     """Return {case: its rate} of a report of `ladder`, `scaling` or `loaders`; empty for others."""
-    rungs = report.results.get("rungs")
-    configs = report.results.get("configs", {})
+    configs, ranks = report.results.get("configs", {}), report.environment.get("world_size", 1)
     found = {}
+    rungs = report.results.get("rungs")
     for name, values in (rungs if isinstance(rungs, dict) else report.results).items():
         mode, _, number = name.rpartition(" ")
-        if isinstance(rungs, dict):
-            if (rate := _median(values, "full")) is not None:
-                found[name] = Rate(rate, configs.get(name, report.config))
-        elif report.bench == "scaling" and number.isdigit():
-            if (rate := _median(values, "train_images_per_sec")) is not None:
-                epoch_rate = _median(values, "epoch_images_per_sec")
-                found[name] = Rate(rate, report.config, int(number), mode=mode, epoch_images_per_sec=epoch_rate)
-        else:
-            trained = _median(values, "training_images_per_sec")
-            training = bool(trained) or report.bench != "loaders"
-            if rate := trained or _median(values, "images_per_sec"):
-                found[name] = Rate(rate, report.config, report.environment.get("world_size", 1), training)
+        if rate := _median(values, "full"):
+            found[name] = Rate(rate, configs.get(name, report.config))
+        elif rate := _median(values, "train_images_per_sec"):
+            epoch_rate = _median(values, "epoch_images_per_sec")
+            found[name] = Rate(rate, report.config, int(number), mode=mode, epoch_images_per_sec=epoch_rate)
+        elif rate := _median(values, "training_images_per_sec"):
+            found[name] = Rate(rate, report.config, ranks)
+        elif rate := _median(values, "images_per_sec"):
+            found[name] = Rate(rate, report.config, ranks, training=report.bench != "loaders")
     return found
 
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from tools.shared.command_line import path_argument, seconds
-from tools.shared.followed_run import TRAIN
 from tools.shared.read_runs import read_records
 from utils.distributed.launch import torchrun_here
 from utils.errors import ExpectedError
+from utils.program import TRAIN
 from utils.run.config import MEASURED
 
 METRICS = "metrics.jsonl"
