@@ -88,7 +88,6 @@ def test_a_reader_that_leaves_ends_the_output_and_not_the_training(tmp_path):
     options = as_options(TINY | {"log_freq": 1})
     command = [PYTHON, "train.py", "--config=default", f"--run-dir={tmp_path}", *options]
     run = start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert run.stdout is not None and run.stderr is not None
     run.stdout.readline()
     run.stdout.close()
     assert (run.wait(120), run.stderr.read()) == (0, "")
@@ -101,11 +100,10 @@ def test_a_reader_of_the_errors_that_leaves_does_not_change_the_status(tmp_path)
     command = [PYTHON, "train.py", "--config=default", f"--run-dir={tmp_path / 'run'}", *options]
     status = tmp_path / "status"
     run = start(command, {"TRAIN_EXIT_STATUS_FILE": str(status)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    assert run.stderr is not None
     run.stderr.close()
     assert (run.wait(120), status.read_text()) == (DataError.exit_status, f"{DataError.exit_status}\n")
 
 
-def start(command: list[str], variables: dict[str, str] | None = None, **streams: int) -> subprocess.Popen[str]:
+def start(command, variables=None, **streams):
     environment = without_launcher(os.environ) | (variables or {})
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **streams)

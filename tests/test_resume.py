@@ -113,15 +113,6 @@ def test_two_epochs_equal_one_and_a_resumed_one(tiny, one_rank, tmp_path):
     assert whole.learner.steps == resumed.learner.steps == 8
 
 
-def test_seconds_of_training_include_earlier_starts(tiny, one_rank, tmp_path):
-    run(tiny(max_epochs=1), one_rank, tmp_path)
-    (path,) = list_checkpoints(tmp_path / "checkpoints")
-    path.write_bytes(encode(read_checkpoint(path) | {"seconds": 1000.0}))
-    run(tiny(max_epochs=2), one_rank, tmp_path, resume=str(tmp_path))
-    seconds = read_records(tmp_path, "epoch")[-1]["seconds"]
-    assert 1000 < seconds < 1600 and read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])["seconds"] > 1000
-
-
 def test_an_epoch_that_an_earlier_start_trained_keeps_its_time_and_speed(tiny, one_rank, tmp_path):
     trainer = Trainer(tiny(max_epochs=1), one_rank, tmp_path, "tiny", "auto")
     stop(trainer, BATCHES + 1)  # in validation
@@ -132,7 +123,7 @@ def test_an_epoch_that_an_earlier_start_trained_keeps_its_time_and_speed(tiny, o
     path.write_bytes(encode(read_checkpoint(path) | times))
     resumed = run(tiny(max_epochs=1), one_rank, tmp_path)
     (epoch,), (end,) = read_records(tmp_path, "epoch"), read_records(tmp_path, "end")
-    assert 600 < epoch["epoch_seconds"] < 700
+    assert 600 < epoch["epoch_seconds"] < 700 and 1000 < epoch["seconds"] < 1100
     assert epoch["images_per_sec"] == end["images_per_sec"] == resumed.throughput.overall() == 10
 
 
@@ -194,28 +185,6 @@ def run_validation(config, world, folder):
         assert trainer.progress.batch == 1
 
 
-def test_a_clock_that_is_set_back_changes_nothing(one_rank, tmp_path, whole, monkeypatch):
-    """Neither the order of checkpoints nor intervals depend on the wall clock or on times of files."""
-    config, expected = whole(ONECYCLE)
-    trainer = Trainer(
-        config.model_copy(update={"checkpoint_every_steps": 1, "keep_checkpoints": 99}),
-        one_rank,
-        tmp_path,
-        "tiny",
-        "auto",
-    )
-    stop(trainer, POLLS + 2)
-    now = iter(range(2_000_000_000, 0, -3600))
-    with monkeypatch.context() as patched, pytest.raises(Stopped):
-        patched.setattr(time, "time", lambda: float(next(now)))
-        trainer.train()
-    newest, *older = list_checkpoints(tmp_path / "checkpoints")
-    assert newest.name == "step-000000006.pt" and len(older) == 5
-    os.utime(newest, (0, 0))
-    run(config, one_rank, tmp_path)
-    assert_same_run(tmp_path, expected)
-
-
 @pytest.mark.parametrize("resume", ["nosuch", "auto"])
 def test_a_start_that_fails_leaves_no_new_folder(tiny, one_rank, tmp_path, resume):
     config, new = tiny(pretrained=None if resume == "nosuch" else str(tmp_path / "nosuch.pt")), tmp_path / "new"
@@ -255,15 +224,8 @@ def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path, num
     folder = tmp_path / "run"
     command = [PYTHON, "train.py", "--config=bs128-opt", f"--run-dir={folder}", *as_options(keys)]
     environment = without_launcher(os.environ)
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes)
     metrics = folder / "metrics.jsonl"
     while not (metrics.exists() and '"kind": "step"' in metrics.read_text()) and process.poll() is None:
         time.sleep(0.01)
