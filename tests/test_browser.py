@@ -12,10 +12,8 @@ import shutil
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,8 +21,6 @@ from tests.conftest import ROOT, read_records
 from tests.processes import free_port, wait_until
 from tools.report import main as report
 from train import Trainer
-from utils.config import Config
-from utils.distributed.world import World
 
 pytestmark = pytest.mark.browser
 WAIT_SECONDS = 60
@@ -65,7 +61,7 @@ return header && [header, rows('#items').map(text)];
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     selenium = pytest.importorskip("selenium", reason="selenium is missing: bash tests/install_browser.sh")
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
@@ -84,12 +80,12 @@ def browser() -> Iterator[Any]:
     chrome.quit()
 
 
-def picture(browser: Any, name: str) -> None:
+def picture(browser, name):
     if folder := os.environ.get("SCREENSHOTS"):
         browser.save_screenshot(str(Path(folder) / f"{name}.png"))
 
 
-def wait_for(browser: Any, condition: Callable[[], Any], what: str) -> Any:
+def wait_for(browser, condition, what):
     """The first true value of `condition`; fails with a picture of what the page shows instead."""
     try:
         return wait_until(what, WAIT_SECONDS, condition, 0.3)
@@ -99,7 +95,7 @@ def wait_for(browser: Any, condition: Callable[[], Any], what: str) -> Any:
         raise AssertionError(f"{error}; the page shows: {text[:3000]}") from None
 
 
-def see(browser: Any, pattern: str) -> re.Match[str]:
+def see(browser, pattern):
     """Waits until the visible text has this pattern."""
     found = wait_for(browser, lambda: re.search(pattern, browser.execute_script(VISIBLE_TEXT)), pattern)
     assert isinstance(found, re.Match)
@@ -107,7 +103,7 @@ def see(browser: Any, pattern: str) -> re.Match[str]:
 
 
 @pytest.fixture(scope="module")
-def expts(tiny: Callable[..., Config], one_rank: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def expts(tiny, one_rank, tmp_path_factory):
     """Two small finished runs."""
     folder = tmp_path_factory.mktemp("expts")
     for name, changes in (("first", {}), ("second", {"lr": 0.05, "nesterov": True})):
@@ -116,19 +112,19 @@ def expts(tiny: Callable[..., Config], one_rank: World, tmp_path_factory: pytest
     return folder
 
 
-def results(folder: Path) -> dict[str, float]:
+def results(folder):
     return read_records(folder, "end")[0]
 
 
 @pytest.fixture(scope="module")
-def tensorboard(expts: Path) -> Iterator[str]:
+def tensorboard(expts):
     """TensorBoard's address on the loopback."""
     port = free_port()
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(expts), "--host=127.0.0.1", f"--port={port}"]
     process = subprocess.Popen([*command, "--load_fast=false"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     address = f"http://127.0.0.1:{port}/"
 
-    def has_both_runs() -> bool:
+    def has_both_runs():
         with suppress(OSError):
             return len(json.load(urllib.request.urlopen(address + "data/runs", timeout=5))) == 2
         return False
@@ -182,7 +178,7 @@ def test_texts_hold_configuration_environment_and_worst_classes(browser, tensorb
 
 
 @pytest.fixture(scope="module")
-def report_page(expts: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def report_page(expts, tmp_path_factory):
     """The address of a report about our two runs, one with a name made of markup, and the tutorial's six."""
     pytest.importorskip("plotly", reason='plotly is missing: pip install ".[report]"')
     folder = tmp_path_factory.mktemp("report")
@@ -210,7 +206,7 @@ return {x: Math.round(box.x + xaxis._offset + xaxis.d2p(trace.x[index])),
 DRAWN = "return document.querySelectorAll('#curves .scatterlayer .trace path.js-line').length"
 
 
-def hover(browser: Any, panel: str, run: str, epoch: int) -> str:
+def hover(browser, panel, run, epoch):
     """Return the text at the pointer when it is at this epoch of the run's validation curve."""
     from selenium.webdriver.common.action_chains import ActionChains
 
@@ -222,7 +218,7 @@ def hover(browser: Any, panel: str, run: str, epoch: int) -> str:
     return str(wait_for(browser, lambda: browser.execute_script(script), "values at the pointer"))
 
 
-def click_legend(browser: Any, run: str, times: int = 1) -> None:
+def click_legend(browser, run, times=1):
     """Click a run in the legend; two quick clicks hide all others."""
     from selenium.webdriver.common.action_chains import ActionChains
 

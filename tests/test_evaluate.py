@@ -112,12 +112,6 @@ def test_two_ranks_reproduce_their_run_and_one_rank_agrees_up_to_rounding(tmp_pa
     assert one["calibration_error"] == pytest.approx(two["calibration_error"], abs=1e-6)
 
 
-def test_an_error_with_two_ranks_is_reported_once(tmp_path):
-    ended = run_job(tmp_path / "ranks", 2, evaluate.main, [str(tmp_path / "none")])
-    assert [rank.status for rank in ended] == [4, 4]
-    assert sum(rank.errors.count("there is no such file or folder") for rank in ended) == 1
-
-
 def test_a_checkpoint_within_an_epoch(run, capsys):
     found = results(run / "checkpoints/step-000000004.pt")
     assert (found["epoch"], found["step"], found["recorded"]) == (0, 4, None)
@@ -196,18 +190,14 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, s
     return status, message
 
 
-def test_paths_that_are_not_a_run_or_checkpoint(tmp_path, run, capsys):
-    assert refused(capsys, tmp_path / "none") == (
-        4, f"error: {tmp_path}/none: there is no such file or folder; give a run's folder, such as expts/NAME, or a "
-        "checkpoint of it\n",
-    )  # fmt: skip
-    status, message = refused(capsys, tmp_path)
-    assert status == 4 and "holds no checkpoints" in message
-    status, message = refused(capsys, run / "metrics.jsonl")
-    assert status == 4 and "is damaged or not a checkpoint of this program" in message
-    (tmp_path / "checkpoints").mkdir()
-    status, message = refused(capsys, tmp_path)
-    assert status == 4 and "holds no checkpoint of a step: it was lost before its first, or save_checkp" in message
+def test_a_path_without_a_checkpoint(tmp_path, run, capsys):
+    for path, problem in (
+        (tmp_path, "holds no checkpoint of a step; give a run's folder, such as expts/NAME, or a checkpoint of it"),
+        (tmp_path / "none", "holds no checkpoint of a step"),
+        (run / "metrics.jsonl", "is damaged or not a checkpoint of this program"),
+    ):
+        status, message = refused(capsys, path)
+        assert status == 4 and problem in message
 
 
 def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, run, capsys):
@@ -218,25 +208,20 @@ def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, run, capsys):
     assert results(tmp_path, "--set", "limit_valid_batches=1")["step"] == 8
     assert "skipped: " in capsys.readouterr().err
     step_path(tmp_path / "checkpoints", 8).write_bytes(good[:5000])
-    (tmp_path / "checkpoints/best.pt").write_bytes(good)
     status, message = refused(capsys, tmp_path)
-    assert status == 4 and "is damaged" in message and "best.pt holds the weights of the best validation" in message
+    assert status == 4 and "is damaged" in message
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
         (["--set", "model=resnet20"], 2, "--set model: cannot be changed after training; it was 'resnet8'"),
-        (["--set", "ema_decay=0.5"], 2, "--set ema_decay: cannot be changed after training; it was None"),
         (["--set", "modle=resnet20"], 2, "unknown key 'modle'. Did you mean 'model'?"),
-        (["--set", "enable_amp=true", "--set", "amp_dtype=fp16"], 2, "amp_dtype fp16 needs a CUDA device"),
-        (["--device", "cuda"], 2, "PyTorch finds no usable GPU"),
+        (["--set", "enable_amp=true", "--set", "amp_dtype=fp16", "--device", "cpu"], 2, "amp_dtype fp16 needs a CUDA"),
         (["--json", "/proc/none/file"], 2, "--json /proc/none/file: cannot be written"),
     ],
 )
 def test_bad_usage(run, capsys, arguments, status, message):
-    if "cuda" in arguments and torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
     found = refused(capsys, run, *arguments)
     assert found[0] == status and message in found[1]
 
@@ -253,25 +238,18 @@ def test_all_images_of_a_folder_are_evaluated_and_classes_may_be_missing(tmp_pat
 
 
 def test_folders_with_other_classes_or_no_images(run, folders, tmp_path, capsys):
-    assert refused(capsys, run, "--data", tmp_path / "none")[0] == 3
-    status, message = refused(capsys, run, "--data", tmp_path)
-    assert status == 3 and f"{tmp_path}: holds no images" in message
-    status, message = refused(capsys, run, "--data", folders / "disc")
-    assert status == 3 and "has images outside class folders; expected" in message
-    (tmp_path / "zebra").mkdir()
-    (tmp_path / "disc").mkdir()
-    status, message = refused(capsys, run, "--data", tmp_path)
-    assert (
-        status == 3
-        and "1 of its 2 folders are no classes of this run: zebra\nits 10 classes are: disc, ring" in message
-    )
-    (tmp_path / "zebra").rename(tmp_path / "ring")
-    (tmp_path / "ring/no image.png").write_text("nothing")
-    status, message = refused(capsys, run, "--data", tmp_path)
-    assert status == 3 and "not one of 1 images can be read" in message
-    (tmp_path / "a.png").write_text("nothing")
-    status, message = refused(capsys, run, "--data", tmp_path)
-    assert status == 3 and "or both images and folders" in message
+    (tmp_path / "photos/zebra").mkdir(parents=True)
+    (tmp_path / "broken/ring").mkdir(parents=True)
+    (tmp_path / "broken/ring/no image.png").write_text("nothing")
+    for folder, problem in (
+        (tmp_path / "none", "none"),
+        (folders / "disc", "has images outside class folders; expected"),
+        (tmp_path / "photos", "1 of its 1 folders are no classes of this run: zebra"),
+        (tmp_path / "broken", "not one of 1 images can be read"),
+        (tmp_path / "broken/ring", "has images outside class folders"),
+    ):
+        status, message = refused(capsys, run, "--data", folder)
+        assert status == 3 and problem in message
 
 
 def test_a_checkpoint_that_does_not_match_data_or_network(run, tmp_path, capsys):

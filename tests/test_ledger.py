@@ -3,10 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -16,20 +13,18 @@ from tests.test_train import run as train_run
 from tools import runs
 from tools.shared.read_runs import read_lines
 from train import Trainer
-from utils.config import Config
-from utils.distributed.world import World
 from utils.timing.clock import ACTIVITIES, LOOP, Clock, process_age
 
 
 @pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def now(monkeypatch):
     """A clock that only the test advances: now.seconds += 1."""
     now = SimpleNamespace(seconds=1000.0)
     monkeypatch.setattr("utils.timing.clock.time", SimpleNamespace(perf_counter=lambda: now.seconds))
     return now
 
 
-def test_all_time_belongs_to_one_activity(now: SimpleNamespace) -> None:
+def test_all_time_belongs_to_one_activity(now):
     clock = Clock(age=5.0)
     now.seconds += 1
     clock.switch("train")
@@ -46,7 +41,7 @@ def test_all_time_belongs_to_one_activity(now: SimpleNamespace) -> None:
     assert clock.seconds(*LOOP) == 170 and clock.seconds(*ACTIVITIES) == clock.elapsed() == 316
 
 
-def test_steps_up_to_the_last_of_an_earlier_start_are_replays(now: SimpleNamespace) -> None:
+def test_steps_up_to_the_last_of_an_earlier_start_are_replays(now):
     clock = Clock()
     clock.resume(4, reached=7)
     now.seconds += 3
@@ -60,12 +55,12 @@ def test_steps_up_to_the_last_of_an_earlier_start_are_replays(now: SimpleNamespa
     assert clock.seconds("replay") == 3 and clock.seconds("train") == 2 and clock.seconds("validation") == 2
 
 
-def begin(began: float, step: int = 0) -> dict[str, Any]:
+def begin(began, step=0):
     """Return the record of a start after four seconds."""
     return {"kind": "resume" if step else "start", "step": step, "time": began + 4, "clock_seconds": {"start": 4.0}}
 
 
-def at(step: int, kind: str = "step", **seconds: float) -> dict[str, Any]:
+def at(step, kind="step", **seconds):
     return {"kind": kind, "step": step, "clock_seconds": {"start": 4.0, **seconds}}
 
 
@@ -75,7 +70,7 @@ LOST_AND_RESUMED = (
 )  # fmt: skip
 
 
-def test_the_parts_add_up_to_the_wall_clock() -> None:
+def test_the_parts_add_up_to_the_wall_clock():
     ledger = runs.find_ledger(LOST_AND_RESUMED)
     assert ledger is not None and ledger.starts == 2 and ledger.wall == 1030 + 9 - 1000
     assert ledger.seconds == dict.fromkeys(ledger.seconds, 0) | {"start": 8, "train": 9, "replay": 3, "stopped": 19}
@@ -83,12 +78,12 @@ def test_the_parts_add_up_to_the_wall_clock() -> None:
     assert runs.find_ledger([{"kind": "start"}]) is None
 
 
-def test_clocks_that_disagree_add_no_time() -> None:
+def test_clocks_that_disagree_add_no_time():
     ledger = runs.find_ledger([begin(1000), at(6, train=6), begin(990, 6), at(9, train=3), {"kind": "step", "step": 9}])
     assert ledger is not None and ledger.wall == 10 + 7
 
 
-def test_the_command_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_it(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in LOST_AND_RESUMED))
     assert runs.main([str(tmp_path)]) == 0
     shown = re.sub(" +", " ", capsys.readouterr().out)
@@ -96,7 +91,7 @@ def test_the_command_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert text in shown
 
 
-def test_process_age_counts_seconds() -> None:
+def test_process_age_counts_seconds():
     earliest, first, latest = time.monotonic(), process_age(), time.monotonic()
     time.sleep(0.3)
     shortest, second, longest = time.monotonic() - latest, process_age(), time.monotonic() - earliest
@@ -104,13 +99,13 @@ def test_process_age_counts_seconds() -> None:
     assert shortest - tick <= second - first <= longest + tick
 
 
-def test_a_killed_start_stays_in_the_ledger(tiny: Callable[..., Config], one_rank: World, tmp_path: Path) -> None:
+def test_a_killed_start_stays_in_the_ledger(tiny, one_rank, tmp_path):
     """Although its records are dropped: the run goes back to step 6."""
     began = time.time()
     config = tiny(max_epochs=2, log_freq=1, checkpoint_every_steps=3)
     trainer = Trainer(config, one_rank, tmp_path / "run", "tiny", "auto")
 
-    def die() -> None:
+    def die():
         raise KeyboardInterrupt
 
     interrupt_at(trainer, POLLS + 4, die)  # after step 8

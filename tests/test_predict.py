@@ -7,7 +7,6 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -152,13 +151,6 @@ def test_the_table_is_valid_csv_with_any_file_names():
     assert list(csv.reader(io.StringIO(text, newline=""))) == [["image", "p"], *([name, "0.25"] for name in names)]
 
 
-def test_a_run_in_a_folder_whose_name_is_not_utf8(run, tmp_path):
-    link = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
-    link.symlink_to(run)
-    assert predict.main([str(link), "--out", str(tmp_path / "out")]) == 0
-    assert f"Predictions of {tmp_path}/\\udcff/checkpoints/" in (tmp_path / "out/worst.html").read_text()
-
-
 def test_two_ranks_write_the_same_as_one(run, own, tmp_path):
     ended = run_job(tmp_path / "ranks", 2, predict.main, [str(run), "--out", str(tmp_path / "out"), "--pictures", "7"])
     assert [(rank.status, rank.errors) for rank in ended] == [(0, "")] * 2
@@ -173,21 +165,15 @@ def test_two_ranks_write_the_same_as_one(run, own, tmp_path):
     [
         (["none.png"], 3, "none.png: cannot be read: No such file or directory"),
         (["empty"], 3, "empty: holds no images"),
-        (["broken.png", "broken.jpg"], 3, "not one of 2 images can be read"),
-        (["broken.png", "--set", "data_loader=torchvision"], 3, "can be read: cannot be read as an image: broken.png"),
-        (["other"], 3, "1 of its 1 folders are no classes of this run: zebra"),
-        (["broken.png", "--set", "data_loader=synthetic"], 2, "data_loader synthetic reads no images"),
+        (["broken.png"], 3, "not one of 1 images can be read"),
         (["--set", "data_loader=synthetic"], 2, "data_loader synthetic reads no images"),
         (["--out", "broken.png"], 2, "broken.png: cannot hold results"),
     ],
 )
-def test_images_that_cannot_be_classified(run, tmp_path, monkeypatch, capsys, arguments: list[str], status, message):
+def test_images_that_cannot_be_classified(run, tmp_path, monkeypatch, capsys, arguments, status, message):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
-    Path("other/zebra").mkdir(parents=True)
-    for name in ("broken.png", "broken.jpg"):
-        Path(name).write_text("no image")
-    out: list[Any] = [] if "--out" in arguments else ["--out", "out"]
-    assert predict.main([str(run), *arguments, *out]) == status
+    Path("broken.png").write_text("no image")
+    assert predict.main([str(run), *(["--out", "out"] if "--out" not in arguments else []), *arguments]) == status
     err = capsys.readouterr().err
     assert err.startswith("error: ") and message in err and err.count("\n") <= 2

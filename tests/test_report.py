@@ -50,9 +50,9 @@ def without_scripts(page):
     return re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
 
 
-def traces(page, plot="curves"):
-    """Return the traces of a figure."""
-    start = re.search(rf'Plotly\.newPlot\(\s*"{plot}",\s*', page).end()
+def traces(page):
+    """Return the traces of the figure."""
+    start = re.search(r'Plotly\.newPlot\(\s*"curves",\s*', page).end()
     return json.JSONDecoder().raw_decode(page[start:])[0]
 
 
@@ -145,17 +145,6 @@ def test_runs_of_one_name_are_distinguished_by_their_paths(run, page, tmp_path):
     assert names[-1].endswith("curves.json: bs512-opt (published)")
 
 
-def test_measurements_become_bars(page, tmp_path):
-    environment = {"world_size": 1, "device": "GPU"}
-    rungs = {"rungs": {"fp32": {"full": {"median": 680.0}}, "amp": {"full": {"median": 1795.0}}}, "configs": {}}
-    ladder = {"bench": "ladder", "environment": environment, "config": {}, "results": rungs}
-    (tmp_path / "ladder.json").write_text(json.dumps(ladder))
-    text, tables = page(tmp_path / "ladder.json")
-    assert traces(text, "bars-0")[0]["x"] == [680, 1795]
-    assert tables["speeds-0"][1:] == [["fp32", "680", "1.00"], ["amp", "1,795", "2.64"]]
-    assert "ladder on GPU" in text
-
-
 def test_names_are_escaped(run, page, tmp_path):
     hostile = "<img src=x onerror=hurt()>'\"&amp;"
     shutil.move(run("plain"), tmp_path / "expts" / hostile)
@@ -188,17 +177,11 @@ def test_a_missing_library_is_reported(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("gone", None, "no run folder, folder of runs, file of curves or report of tools.bench"),
+        ("gone", None, "no run folder, folder of runs or file of curves"),
         ("text.json", "no JSON", "cannot be read: Expecting value"),
-        ("list.json", "[1, 2]", "no run folder, folder of runs, "),
+        ("list.json", "[1, 2]", "no run folder, folder of runs "),
         ("wrong.json", '{"runs": {"a": 1}}', "cannot be read: "),
         ("words.json", '{"runs": {"a": {"epoch": [1], "acc1/valid": ["x"]}}}', "cannot be read: could not convert"),
-        (
-            "peers.json",
-            '{"bench": "peers", "results": {}}',
-            "a report of tools.bench peers, which this page cannot draw",
-        ),
-        ("ladder.json", '{"bench": "ladder", "results": []}', "cannot be read: 1 validation error for Report"),
     ],
 )
 def test_what_cannot_be_read_is_named_and_the_rest_is_shown(tmp_path, capsys, page, name, content, problem):

@@ -1,6 +1,7 @@
 """tools.verify_resume: finds differences, ends hanging runs, and passes real runs that are killed."""
 
 import json
+import random
 import re
 import shutil
 import sys
@@ -11,10 +12,9 @@ import torch
 
 from tests.conftest import ROOT, TINY, as_options
 from tests.processes import PYTHON
-from tools import verify_resume
 from tools.shared import interrupted_runs
 from tools.shared.interrupted_runs import RunCommand, compare
-from tools.verify_resume import main
+from tools.verify_resume import main, train_and_kill
 from train import Trainer
 from utils.errors import ExpectedError
 from utils.files import write_atomically
@@ -69,26 +69,25 @@ def test_comparison_finds_each_difference(two_runs):
     assert [line.split(":")[0] for line in compare(uninterrupted, killed)] == ["model of best.pt.fc.bias"]
 
 
-def test_a_run_that_hangs_is_ended_and_reported(tmp_path, monkeypatch, capsys):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "import pathlib, sys\n[folder] = [a.split('=')[1] for a in sys.argv if a.startswith('--run-dir')]\n"
-        "pathlib.Path(folder).mkdir()\npathlib.Path(folder, 'metrics.jsonl').write_text('{\"kind\": \"start\"}\\n')\n"
-        "print('going', flush=True)\ntime.sleep(600)\n"
-    )
+@pytest.fixture
+def scripted(tmp_path, monkeypatch):
+    """scripted(TEXT) makes this the train.py under test."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(interrupted_runs, "TRAIN", script)
-    monkeypatch.setattr(
-        sys, "executable", PYTHON
-    )  # starts at once, where the server of forked processes may not run yet
+    monkeypatch.setattr(interrupted_runs, "TRAIN", tmp_path / "train.py")
+    monkeypatch.setattr(sys, "executable", PYTHON)  # starts at once, where the forking server may not run yet
+    return (tmp_path / "train.py").write_text
+
+
+def test_a_run_that_hangs_is_ended_and_reported(tmp_path, scripted, capsys):
+    scripted(
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('going', flush=True)\n"
+        "time.sleep(600)\n"
+    )
     assert main([*ARGUMENTS, "--timeout=2", "--seed=5", f"--work-dir={tmp_path}"]) == 1
     out = capsys.readouterr().out
-    assert "verdict: FAILED" in out
-    assert "so it may hang; the end of its output:\ngoing" in out
-    assert "--seed 5" in out
+    assert "verdict: FAILED" in out and "so it may hang; the end of its output:\ngoing" in out and "--seed 5" in out
     (work,) = tmp_path.glob("verify-resume-*")
-    assert interrupted_runs.find_processes(work / "uninterrupted") == {}
+    assert interrupted_runs.find_processes(work / "uninterrupted") == []
 
 
 # train.py that never finds its checkpoints: every start begins from scratch, and all end equal
@@ -103,52 +102,31 @@ sys.exit(train.main(parse_arguments()))
 """
 
 
-def test_a_start_that_does_not_resume_is_detected(tiny, one_rank, tmp_path, monkeypatch):
+def test_a_start_that_does_not_resume_is_detected(tiny, one_rank, tmp_path, scripted):
     Trainer(tiny(max_epochs=1), one_rank, tmp_path / "run", "tiny", "auto").train()
-    script = tmp_path / "train.py"
-    script.write_text(FORGETFUL)
-    monkeypatch.setattr(interrupted_runs, "TRAIN", script)
-    monkeypatch.chdir(ROOT)
     job = RunCommand([*ARGUMENTS, *QUICK], nproc=1, timeout=120, end=time.monotonic() + 240)
-    with pytest.raises(ExpectedError, match="a start did not resume from its good checkpoint"):
-        list(verify_resume._train_through(job, tmp_path / "run", []))
-
-
-def test_a_resumed_run_that_moved_its_checkpoints_aside_is_detected(tmp_path):
-    run = interrupted_runs.Attempt.__new__(interrupted_runs.Attempt)
-    run.folder, run.log, run.starts_before = tmp_path / "run", tmp_path / "run.output", []
-    (tmp_path / "run.1").mkdir()
-    run.log.write_text("")
-    run.folder.mkdir()
-    (run.folder / "metrics.jsonl").write_text('{"kind": "resume"}\n')
-    run.check_resumed(earlier={tmp_path / "run.1"})
-    with pytest.raises(ExpectedError, match=r"moved its good checkpoint aside, to .*run\.1:"):
-        run.check_resumed(earlier=set())
-
-
-@pytest.mark.parametrize("option", ["--kills=0", "--kills=-1", "--nproc=0", "--kills=many"])
-def test_invalid_counts_are_bad_usage(option, capsys):
-    with pytest.raises(SystemExit) as leaving:
-        main([option])
-    assert leaving.value.code == 2
-    assert "expected a whole number from 1 on" in capsys.readouterr().err
+    for text, message in (
+        ("import os, sys\nos.mkdir(sys.argv[-1].partition('=')[2] + '.1')", "moved its good checkpoint aside"),
+        (FORGETFUL, "a start did not resume from its good checkpoint"),
+    ):
+        scripted(text)
+        with pytest.raises(ExpectedError, match=message):
+            train_and_kill(job, tmp_path / "run", None, random.Random(0))
 
 
 def test_a_configuration_error_is_reported_before_anything_starts(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert main(["--config=default", "--set=no_such_key=1"]) == 2
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ") and "no_such_key" in err
+    assert out == "" and err.startswith("error: ") and "no_such_key" in err
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("name", "nproc", "kills"), [("KILL", 1, 5), ("KILL", 2, 2), ("TERM", 2, 2), ("USR1", 1, 2)])
-def test_killed_runs_equal_the_uninterrupted_one(name, nproc, kills, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize(("nproc", "kills"), [(1, 5), (2, 2)])
+def test_killed_runs_equal_the_uninterrupted_one(nproc, kills, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(ROOT)
-    options = [f"--signal={name}", f"--nproc={nproc}", f"--kills={kills}", f"--work-dir={tmp_path}", "--seed=1"]
-    status = main([*ARGUMENTS, *options, "--timeout=600"])
+    status = main([*ARGUMENTS, f"--nproc={nproc}", f"--kills={kills}", f"--work-dir={tmp_path}", "--seed=1"])
     out = capfd.readouterr().out
     assert status == 0 and "verdict: EQUAL" in out and f"{kills} kills over" in out, out
     assert list(tmp_path.iterdir()) == []

@@ -1,21 +1,21 @@
 """One self-contained HTML page about any number of runs: tables and interactive curves.
 
     python -m tools.report expts/bs256-amp expts/bs256-amp-nhwc --out report
-    python -m tools.report expts results/reference/sc20_curves.json BENCH.json
+    python -m tools.report expts results/reference/sc20_curves.json
 
-Takes run folders, folders of runs, published curves and reports of tools.bench. The page lists damaged, empty and
+Takes run folders, folders of runs and published curves. The page lists damaged, empty and
 unfinished runs, and shows the rest. It needs no network; plotly draws the curves.
 """
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tools.bench.reports import Report, rates
 from tools.shared.command_line import new_parser, path_argument
 from tools.shared.output import make_folder, printable, say, write_file
 from tools.shared.read_runs import Found, Run, differences, read
@@ -49,13 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; returns the exit status."""
     options = parser().parse_args(argv)
     found = read(options.runs)
-    for path, report in [*found.reports]:
-        if not rates(report):
-            found.reports.remove((path, report))
-            found.problems.append(f"{path}: a report of tools.bench {report.bench}, which this page cannot draw")
-    if not found.runs and not found.reports:
+    if not found.runs:
         raise DataError(printable("; ".join(found.problems)))
-    title = f"{len(found.runs)} runs, {len(found.reports)} measurements"
+    title = f"{len(found.runs)} runs"
     page = printable(render_page(title, found))
     make_folder(options.out)
     write_file(options.out / "report.html", page.encode())
@@ -68,8 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     parser = new_parser("report", __doc__, "0 written, 2 bad usage, 3 nothing to show")
     parser.add_argument(
-        "runs", nargs="+", type=path_argument, metavar="RUN",
-        help="run folders, folders of runs, files of curves, reports of tools.bench",
+        "runs", nargs="+", type=path_argument, metavar="RUN", help="run folders, folders of runs, files of curves"
     )  # fmt: skip
     parser.add_argument("--out", type=path_argument, default=Path("report"), metavar="DIR", help="default: report")
     return parser
@@ -81,21 +76,20 @@ def render_page(title: str, found: Found) -> str:
         from jinja2 import Environment, StrictUndefined
         from plotly.offline import get_plotlyjs
 
-        from tools.shared.pages.plots import draw_curves, to_html
+        from tools.shared.pages.plots import draw_curves
     except ImportError as error:
         raise ConfigError(f'{error.name} is missing; install it with: pip install ".[report]"') from None
     shown = [run for run in found.runs if run.epochs]
-    curves = to_html(draw_curves(shown), "curves") if shown else ""
+    curves = draw_curves(shown) if shown else ""
     sections = [
         _results(found.runs),
         Section("Curves", "", note=CURVES_NOTE, figure=curves),
         _time_to_accuracy(shown),
-        *(_speeds(number, path, report) for number, (path, report) in enumerate(found.reports)),
         _differences(found.runs),
     ]
-    library = get_plotlyjs() if any(section.figure for section in sections) else ""
+    library = get_plotlyjs() if shown else ""
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE.read_text(encoding="utf-8"))
-    written = datetime.now().astimezone().isoformat(" ", "minutes")
+    written = clock_time(time.time())
     return template.render(title=title, written=written, problems=found.problems, sections=sections, library=library)
 
 
@@ -112,9 +106,9 @@ def _results(runs: Sequence[Run]) -> Section:
             best[1] if best else "-",
             "-" if last is None else f"{last:.2%}",
             "-" if seconds is None else duration(seconds),
-            speed_text(rate) if rate else "-",
+            f"{rate:,.0f}" if rate else "-",
             _device(run),
-            datetime.fromtimestamp(run.changed).astimezone().isoformat(" ", "minutes"),
+            clock_time(run.changed) if run.changed else "-",
         ))  # fmt: skip
     note = (
         "acc1: fraction of validation images whose most probable class is correct. Times are of training; of published "
@@ -128,16 +122,16 @@ def _device(run: Run) -> str:
     return f"{count} x {device}" if count > 1 else device
 
 
+def clock_time(seconds: float) -> str:
+    """Return a moment (seconds since 1970) as date, time and difference from UTC."""
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "minutes")
+
+
 def duration(seconds: float) -> str:
     """Return seconds, minutes or hours as text."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.2f} h"
-
-
-def speed_text(images_per_sec: float) -> str:
-    """Return images/s as text."""
-    return f"{images_per_sec:,.0f}" if images_per_sec >= 100 else f"{images_per_sec:.1f}"
 
 
 def goals(runs: Sequence[Run]) -> list[float]:
@@ -162,17 +156,6 @@ def _time_to_accuracy(runs: Sequence[Run]) -> Section:
     )
     header = ("run", "device", *(f"{100 * goal:.4g} %" for goal in columns))
     return Section("Time to accuracy", "targets", header, rows if columns else (), note)
-
-
-def _speeds(number: int, path: Path, report: Report) -> Section:
-    from tools.shared.pages.plots import draw_bars, to_html
-
-    speeds = {name: rate.images_per_sec for name, rate in rates(report).items()}
-    first = next(iter(speeds.values()))
-    rows = [(name, speed_text(speed), f"{speed / first:.2f}") for name, speed in speeds.items()]
-    title = f"{path}: {report.bench} on {report.environment.get('device', 'unknown device')}"
-    header, figure = ("case", "images/s", "relative speed"), to_html(draw_bars(speeds), f"bars-{number}")
-    return Section(title, f"speeds-{number}", header, rows, figure=figure)
 
 
 def _differences(runs: Sequence[Run]) -> Section:

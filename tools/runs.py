@@ -70,7 +70,7 @@ def find_ledger(records: Sequence[dict[str, Any]]) -> Ledger | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the list or the differences; returns the exit status."""
     options = parser().parse_args(argv)
-    runs, _, problems = read(options.diff or [options.folder])
+    runs, problems = read(options.diff or [options.folder])
     if not runs:
         raise DataError("; ".join(problems))
     if options.diff and len(runs) != 2:

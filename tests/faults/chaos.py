@@ -137,7 +137,7 @@ def wait_for_orphans(folder: Path, deadline: float) -> None:
     """Wait for the workers of killed ranks to end; raise `ExpectedError` if they hang."""
     while find_processes(folder):
         if time.monotonic() > deadline:
-            raise ExpectedError(f"processes {sorted(find_processes(folder))} of {folder} do not end")
+            raise ExpectedError(f"processes {find_processes(folder)} of {folder} do not end")
         time.sleep(0.05)
 
 

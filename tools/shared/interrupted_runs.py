@@ -1,4 +1,4 @@
-"""Starts train.py, interrupts it, and compares interrupted with uninterrupted runs.
+"""Starts train.py, kills it, and compares interrupted with uninterrupted runs.
 
 For tools.verify_resume and tests.faults. Needs Linux's /proc.
 """
@@ -6,14 +6,14 @@ For tools.verify_resume and tests.faults. Needs Linux's /proc.
 import argparse
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,28 +31,23 @@ KILL_SECONDS = 30.0  # seconds that a process may take to end after SIGKILL
 
 @dataclass(frozen=True)
 class RunCommand:
-    """How to start the run under test."""
+    """How to start the run under test, the same at every start."""
 
     train_arguments: list[str]
     nproc: int
     timeout: float  # seconds after which a start counts as hanging
     end: float  # of all starts (time.monotonic)
 
-    def command(self, folder: Path) -> tuple[list[str], dict[str, str]]:
-        """Return the command line, the same at every start, and its environment variables."""
-        if self.nproc > 1:
-            rendezvous = folder.with_name(f"{folder.name}.rendezvous")
-            rendezvous.unlink(missing_ok=True)  # from the previous start, whose ranks are dead
-            start, environment = torchrun_here(self.nproc, rendezvous)
-        else:
-            start, environment = [sys.executable], {}
-        return [*start, str(TRAIN), *self.train_arguments, f"--run-dir={folder}"], environment
-
     def start(self, folder: Path, environment: Mapping[str, str], output: Path) -> Any:
         """Start the run; return its `subprocess.Popen`, or an object with the same `poll`, `wait` and `returncode`.
 
         Its processes, orphans too, are identified by their standard output."""
-        command, more = self.command(folder)
+        launcher, more = [sys.executable], dict[str, str]()
+        if self.nproc > 1:
+            rendezvous = folder.with_name(f"{folder.name}.rendezvous")
+            rendezvous.unlink(missing_ok=True)  # from the previous start, whose ranks are dead
+            launcher, more = torchrun_here(self.nproc, rendezvous)
+        command = [*launcher, str(TRAIN), *self.train_arguments, f"--run-dir={folder}"]
         with output.open("wb") as file:
             return subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env={**environment, **more}, start_new_session=True
@@ -77,10 +72,8 @@ class Attempt:
             if self.process.poll() is not None:
                 return False
             if time.monotonic() > self.deadline:
-                raise ExpectedError(
-                    "longer than --timeout or --total-timeout, so it may hang; the end of its output:\n"
-                    + self.end_of_output()
-                )
+                limits = "longer than --timeout or --total-timeout, so it may hang"
+                raise ExpectedError(f"{limits}; the end of its output:\n{self.end_of_output()}")
             time.sleep(pause)
         return True
 
@@ -95,21 +88,6 @@ class Attempt:
         starts = read_records(self.folder / METRICS, "start", "resume")
         return bool(starts) and starts != self.starts_before  # fewer if the folder was moved aside
 
-    def is_writing(self) -> bool:
-        """Return whether a checkpoint is being written, or was when its writer was killed."""
-        return any((self.folder / "checkpoints").glob("*.tmp"))
-
-    def check_resumed(self, earlier: set[Path]) -> None:
-        """Raise `ExpectedError` if it started from the beginning although there was a good checkpoint.
-
-        Such a run can still be equal, as every start is deterministic. `earlier`: folders moved aside before.
-        """
-        starts = read_records(self.folder / METRICS, "start", "resume")
-        if self.has_begun() and starts[-1]["kind"] == "start":
-            raise ExpectedError(f"a start did not resume from its good checkpoint:\n{self.end_of_output()}")
-        if new := moved_aside(self.folder) - earlier:
-            raise ExpectedError(f"a start moved its good checkpoint aside, to {min(new)}:\n{self.end_of_output()}")
-
     def end_of_output(self) -> str:
         return self.log.read_text(errors="replace")[-2000:]
 
@@ -117,27 +95,36 @@ class Attempt:
         return self
 
     def __exit__(self, *_: object) -> None:
-        kill_all(self.folder)
+        self.kill()
         self.process.wait(KILL_SECONDS)
 
-
-def moved_aside(folder: Path) -> set[Path]:
-    """Return the folders to which starts from the beginning have moved `folder`."""
-    return {path for path in folder.parent.glob(f"{folder.name}.*") if path.suffix[1:].isdigit()}
+    def kill(self) -> None:
+        """Send SIGKILL to every process of the run until none is left."""
+        deadline = time.monotonic() + KILL_SECONDS
+        while processes := find_processes(self.folder):
+            if time.monotonic() > deadline:
+                raise ExpectedError(f"processes {processes} do not end after SIGKILL; see the kernel's log (dmesg)")
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.01)
 
 
 def compare(uninterrupted: Path, killed: Path) -> list[str]:
-    """Return the differences between two finished runs."""
+    """Return the differences between two finished runs, at most 20."""
     from utils.run.checkpoint.io import newest_good, read_checkpoint
 
-    states = [newest_good(folder / "checkpoints")[1] or {} for folder in (uninterrupted, killed)]
-    best = [read_checkpoint(folder / "checkpoints" / "best.pt") for folder in (uninterrupted, killed)]
-    records = [_records(folder) for folder in (uninterrupted, killed)]
-    sides: dict[str, Sequence[Any]] = {METRICS: records}
-    keys = sorted(states[0].keys() - {"seconds", "timing", "versions"})
-    sides |= {key: [state.get(key) for state in states] for key in keys}
-    sides |= {f"{key} of best.pt": [state[key] for state in best] for key in ("model", "epoch")}
-    return [difference for name, (left, right) in sides.items() for difference in _differences(name, left, right)][:20]
+    sides = []
+    for folder in (uninterrupted, killed):
+        state = newest_good(folder / "checkpoints")[1] or {}
+        best = read_checkpoint(folder / "checkpoints/best.pt")
+        records = read_records(folder / METRICS, *KINDS)
+        sides.append({
+            METRICS: [{key: value for key, value in row.items() if key not in MEASURED} for row in records],
+            **{key: state[key] for key in sorted(state.keys() - {"seconds", "timing", "versions"})},
+            **{f"{key} of best.pt": best[key] for key in ("model", "epoch")},
+        })  # fmt: skip
+    return list(islice(_differences("", *sides), 20))
 
 
 def _differences(where: str, left: Any, right: Any) -> Iterator[str]:
@@ -146,22 +133,15 @@ def _differences(where: str, left: Any, right: Any) -> Iterator[str]:
 
     if isinstance(left, Mapping) and isinstance(right, Mapping) and left.keys() == right.keys():
         for key in left:
-            yield from _differences(f"{where}.{key}", left[key], right[key])
+            yield from _differences(f"{where}.{key}" if where else key, left[key], right[key])
     elif isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
         for number, (one, other) in enumerate(zip(left, right, strict=True)):
             yield from _differences(f"{where}[{number}]", one, other)
     elif isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        if left.dtype != right.dtype or left.shape != right.shape:
-            yield f"{where}: {left.dtype} {tuple(left.shape)} uninterrupted, {right.dtype} {tuple(right.shape)} killed"
-        elif not torch.equal(left, right):
-            yield f"{where}: differs by {(left.double() - right.double()).abs().max().item():.3g}"
+        if left.dtype != right.dtype or not torch.equal(left, right):
+            yield f"{where}: {left.dtype} {tuple(left.shape)} and {right.dtype} {tuple(right.shape)} differ"
     elif left != right:
         yield f"{where}: {str(left)[:80]} uninterrupted, {str(right)[:80]} killed"
-
-
-def _records(folder: Path) -> list[dict[str, Any]]:
-    records = read_records(folder / METRICS, *KINDS)
-    return [{key: value for key, value in record.items() if key not in MEASURED} for record in records]
 
 
 def output_of(folder: Path) -> Path:
@@ -169,52 +149,14 @@ def output_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.output")
 
 
-def find_processes(folder: Path) -> dict[int, bytes]:
-    """Return every process of the run in `folder`, with its environment, from /proc."""
-    output = os.path.realpath(output_of(folder))
-    found = {}
+def find_processes(folder: Path) -> list[int]:
+    """Return every living process of the run in `folder`, from /proc."""
+    output, found = os.path.realpath(output_of(folder)), []
     for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
+        with suppress(OSError):  # also of a zombie
             if os.readlink(entry / "fd/1") == output:
-                found[int(entry.name)] = (entry / "environ").read_bytes()
+                found.append(int(entry.name))
     return found
-
-
-def find_ranks(folder: Path) -> dict[int, int]:
-    """Return {rank: process}. A rank's children, such as loader workers, share its environment.
-
-    A run without torchrun has only rank 0, and so has a torchrun that has not started its ranks yet."""
-    processes = find_processes(folder)
-    parents = {process: int(_status(process)[1]) for process in processes}
-    found = ((process, re.search(rb"(?:^|\0)RANK=(\d+)", environment)) for process, environment in processes.items())
-    numbers = {process: int(number[1]) for process, number in found if number}
-    ranks = {number: process for process, number in numbers.items() if parents[process] not in numbers}
-    roots = [process for process, parent in parents.items() if parent not in processes]
-    return ranks or dict(enumerate(roots[:1]))
-
-
-def _status(process: int) -> list[str]:
-    """Return state, parent and so on of a process, or those of a dead process if it has ended."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ["X", "0"]
-
-
-def send(process: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(process, number)
-
-
-def kill_all(folder: Path) -> None:
-    """Send SIGKILL to every process of the run until none is left."""
-    deadline = time.monotonic() + KILL_SECONDS
-    while processes := [process for process in find_processes(folder) if _status(process)[0] not in ("Z", "X")]:
-        if time.monotonic() > deadline:
-            raise ExpectedError(f"processes {processes} do not end after SIGKILL; see the kernel's log (dmesg)")
-        for process in processes:
-            send(process, signal.SIGKILL)
-        time.sleep(0.01)
 
 
 def add_limits(parser: argparse.ArgumentParser, timeout: float) -> None:

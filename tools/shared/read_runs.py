@@ -1,4 +1,4 @@
-"""Reads run folders, published curves and reports of tools.bench.
+"""Reads run folders and published curves.
 
 What is damaged or missing becomes a problem of its run or path; the rest is read. No torch, so that the commands start
 fast.
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from tools.bench.reports import Report
 from utils.errors import Stopped
 
 MARKS = ("metrics.jsonl", "config.yaml", "tb_logs")  # a folder with one of them is a run
@@ -34,7 +33,7 @@ class Run:
     records: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl
     epochs: list[dict[str, float]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    changed: float = 0.0  # seconds since 1970 of the last write
+    changed: float = 0.0  # seconds since 1970 of the last write; 0 of published curves
 
     @property
     def end(self) -> dict[str, Any]:
@@ -74,14 +73,12 @@ class Found(NamedTuple):
     """The content of some paths."""
 
     runs: list[Run]
-    reports: list[tuple[Path, Report]]
     problems: list[str]
 
 
 def read(paths: Sequence[Path]) -> Found:
-    """Read files of curves, reports of tools.bench, run folders, and all runs in folders. Runs of the same name get
-    their paths as names."""
-    found = Found([], [], [])
+    """Read files of curves, run folders, and all runs in folders. Runs of the same name get their paths as names."""
+    found = Found([], [])
     for path in paths:
         inner = sorted(folder for folder in path.glob("*/") if _is_run(folder))
         for part in [path] if _is_run(path) or not inner else inner:
@@ -110,10 +107,8 @@ def _add(path: Path, found: Found) -> None:
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if "runs" in content:
         found.runs.extend(_published(path, name, curves) for name, curves in content["runs"].items())
-    elif "bench" in content:
-        found.reports.append((path, Report.model_validate(content)))
     else:
-        found.problems.append(f"{path}: no run folder, folder of runs, file of curves or report of tools.bench")
+        found.problems.append(f"{path}: no run folder, folder of runs or file of curves")
 
 
 def _published(path: Path, name: str, curves: dict[str, list[float]]) -> Run:
@@ -124,7 +119,7 @@ def _published(path: Path, name: str, curves: dict[str, list[float]]) -> Run:
         {"seconds": 0.0} | {key: float(values[number]) for key, values in columns.items() if number < len(values)}
         for number in range(len(curves["epoch"]))
     ]
-    return Run(f"{name} (published)", path, "published", epochs=epochs, changed=path.stat().st_mtime)
+    return Run(f"{name} (published)", path, "published", epochs=epochs)
 
 
 def read_run_folder(folder: Path) -> Run:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from utils.distributed.world import World
     from utils.training.classifier import Classifier
 
-NONE_SAVED = "it was lost before its first, or save_checkpoint was false"
 WHAT_TO_GIVE = "give a run's folder, such as expts/NAME, or a checkpoint of it"
 RUNS_DATA = "--set data_path=PATH names the run's data"
 
@@ -101,17 +100,9 @@ def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any], list[str]]:
 
     if path.is_file():
         return path, read_checkpoint(path), []
-    folder = path / "checkpoints"
-    if not folder.is_dir():
-        lack = "holds no checkpoints" if path.is_dir() else "there is no such file or folder"
-        raise CheckpointError(f"{path}: {lack}; {WHAT_TO_GIVE}")
-    found, state, complaints = newest_good(folder)
+    found, state, complaints = newest_good(path / "checkpoints")
     if found is None or state is None:
-        reason = (
-            complaints[0] if complaints else f"{folder}: holds no checkpoint of a step: {NONE_SAVED}; {WHAT_TO_GIVE}"
-        )
-        best = folder / "best.pt"
-        raise CheckpointError(reason + (f"\n{best} holds the weights of the best validation" if best.exists() else ""))
+        raise CheckpointError("; ".join(complaints) or f"{path}: holds no checkpoint of a step; {WHAT_TO_GIVE}")
     return found, state, [f"skipped: {complaint}" for complaint in complaints]
 
 

@@ -89,7 +89,7 @@ def expect_interruptions(runs: Path | None, devices: int, checkpoint_seconds: fl
     if runs is None:
         message = "unknown, as a record is of one moment; --runs DIR counts them in the ledgers of training runs"
         return [Finding("interruptions", "ok", message)]
-    found, _, problems = read([runs])
+    found, problems = read([runs])
     ledgers = [(run, ledger) for run in found if (ledger := find_ledger(run.path)) is not None]
     if not ledgers:
         raise DataError(f"--runs {runs}: {problems[0] if problems else 'no run has times'}; expected runs of train.py")

@@ -1,10 +1,9 @@
-"""The interactive figures of tools.report, with plotly from the extra ".[report]"."""
+"""The interactive figure of tools.report, with plotly from the extra ".[report]"."""
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from plotly.graph_objects import Figure
 from plotly.subplots import make_subplots
 
 from tools.shared.pages.png_plots import COLOURS
@@ -22,15 +21,9 @@ PANELS = (  # title, key in an epoch's record, alone or with /valid and /train, 
 )
 
 
-def to_html(figure: Figure, name: str) -> str:
-    """Return the figure as an element with the id `name`, without the library."""
-    figure.update_layout(template="plotly_white", margin={"l": 50, "r": 10, "t": 40, "b": 40})
-    options = {"responsive": True, "displaylogo": False}
-    return str(figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=options))
-
-
-def draw_curves(runs: Sequence[Run]) -> Figure:
-    """Plot what the runs recorded for each epoch. A click in the legend hides a run in all panels."""
+def draw_curves(runs: Sequence[Run]) -> str:
+    """Plot what the runs recorded for each epoch; return the element `curves`, without the library. A click in the
+    legend hides a run in all panels."""
     recorded = {key for run in runs for row in run.epochs for key in row}
     panels = [panel for panel in PANELS if recorded & {panel[1], f"{panel[1]}/valid", f"{panel[1]}/train"}]
     longest = max(row["seconds"] for run in runs for row in run.epochs)
@@ -67,15 +60,10 @@ def draw_curves(runs: Sequence[Run]) -> Figure:
             values.sort()
             highest = min(LOSS_OUTLIER * values[int(0.95 * (len(values) - 1))], 1.05 * values[-1])
             figure.update_yaxes(range=[0, highest], **where)
-    legend = {"orientation": "h", "yanchor": "bottom", "y": 1.0 + 0.1 / height}
-    return figure.update_layout(height=330 * height, legend=legend)
-
-
-def draw_bars(rates: Mapping[str, float]) -> Figure:
-    """Plot a bar for each case, the first on top, with its images/s and relative speed."""
-    names, speeds = [html.escape(name) for name in rates], list(rates.values())
-    labels = [f"{speed:,.{0 if speed >= 100 else 1}f} ({speed / speeds[0]:.2f} x)" for speed in speeds]
-    figure = Figure().add_bar(orientation="h", x=speeds, y=names, text=labels)
-    figure.update_traces(textposition="outside", cliponaxis=False, marker_color=COLOURS[0])
-    figure.update_xaxes(title_text="images/s", range=[0, 1.3 * max(speeds)])
-    return figure.update_yaxes(autorange="reversed", automargin=True).update_layout(height=100 + 34 * len(speeds))
+    figure.update_layout(
+        height=330 * height, template="plotly_white", margin={"l": 50, "r": 40, "t": 40, "b": 40},
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.0 + 0.1 / height},
+        modebar_orientation="v",  # in the right margin: else the buttons would cover the legend
+    )  # fmt: skip
+    options = {"responsive": True, "displaylogo": False}
+    return str(figure.to_html(full_html=False, include_plotlyjs=False, div_id="curves", config=options))
