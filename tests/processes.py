@@ -113,17 +113,6 @@ def wait_until(what: str, seconds: float, test: Callable[[], Any], step: float =
     return value
 
 
-def shorten_heartbeat(seconds: float) -> None:
-    """In a rank: replace the limit of the heartbeat, which `rank_timeout_seconds` also gives to collectives."""
-    import utils.distributed.ranks
-    from utils.distributed.health import heartbeat
-
-    heartbeat.SHORTEST_SECONDS = seconds
-    utils.distributed.ranks.Heartbeat = lambda store, launch, limit, leave: heartbeat.Heartbeat(  # type: ignore[assignment, misc]
-        store, launch, seconds, leave
-    )
-
-
 def run_on_a_terminal(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
     """Run a command on a terminal of 120 columns; return its exit status and output."""
     terminal, end = pty.openpty()

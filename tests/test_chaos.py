@@ -77,7 +77,15 @@ def test_a_start_without_a_record_is_reported(tmp_path):
     [
         ("kill of a rank", -9, "", 1, False, True, 0),  # a killed process prints nothing
         ("kill of a rank", -9, "", 2, False, False, 1),
-        ("kill of a rank", -9, "error: rank 0: lost contact: no answer from rank 1, perhaps killed", 2, False, True, 0),
+        (
+            "kill of a rank",
+            -9,
+            "error: rank 0: no answer from rank 1 (process 7)",
+            2,
+            False,
+            True,
+            0,
+        ),
         ("USR1", 0, "", 1, True, True, 0),  # too late
         ("USR1", 0, "", 1, False, False, 2),
         ("write error", 1, "error: rank 1: a: cannot be written: Input/output error", 2, False, True, 0),

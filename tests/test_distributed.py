@@ -114,7 +114,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ranks_equal_one_process(tmp_path: Path, one_process: dict[str, Any], world_size: int) -> None:
+def test_ranks_equal_one_process(tmp_path, one_process, world_size):
     results = results_of(tmp_path, world_size, 20, {"plain": {}})
     assert len({result["plain"]["sample"] for result in results}) == world_size  # ranks have different dropout
     for result in results:
@@ -126,12 +126,12 @@ def test_ranks_equal_one_process(tmp_path: Path, one_process: dict[str, Any], wo
 
 
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
-def test_accumulation_equals_one_process(one_process: dict[str, Any], accumulation: str) -> None:
+def test_accumulation_equals_one_process(one_process, accumulation):
     for name in ("weights", "gradients"):
         assert distance(one_process[accumulation][name], one_process["plain"][name]) < 1e-6, name
 
 
-def test_all_options_of_ddp_give_the_same(tmp_path: Path) -> None:
+def test_all_options_of_ddp_give_the_same(tmp_path):
     first, second = results_of(tmp_path, 2, 3, VARIANTS)
     reference = results_of(tmp_path, 1, 3, {"plain": {}})[0]["plain"]
     for name, result in first.items():
@@ -168,7 +168,7 @@ def repeat_a_step(folder: Path) -> int:
     return utils.distributed.ranks.run_ranks(action, "cpu", 60)
 
 
-def test_the_first_step_sums_gradients_in_the_order_of_later_steps(tmp_path: Path) -> None:
+def test_the_first_step_sums_gradients_in_the_order_of_later_steps(tmp_path):
     """Otherwise a resumed run of three ranks would differ in the last bit. DDP prints no warning."""
     ended = run_job(tmp_path / "job", 3, repeat_a_step, tmp_path)
     assert [(process.status, process.errors) for process in ended] == [(0, "")] * 3
@@ -210,7 +210,7 @@ def epochs_of(
     return read_records(run, "epoch")
 
 
-def test_epoch_metrics_of_two_ranks_equal_accumulation(tmp_path: Path) -> None:
+def test_epoch_metrics_of_two_ranks_equal_accumulation(tmp_path):
     """With BatchNorm in train mode: both see the same micro-batches, so weights and their average are bitwise equal."""
     ranks = epochs_of(tmp_path, "ranks", 2, ema_decay=0.8)
     accumulated = epochs_of(tmp_path, "accumulated", 1, micro_batch_size=BATCH // 2, ema_decay=0.8)
@@ -224,7 +224,7 @@ def test_epoch_metrics_of_two_ranks_equal_accumulation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_epoch_metrics_of_more_ranks_equal_accumulation(tmp_path: Path, world_size: int) -> None:
+def test_epoch_metrics_of_more_ranks_equal_accumulation(tmp_path, world_size):
     """In float64: more than two ranks sum gradients in another order. In these untrained networks, with eight or six
     images in a micro-batch, that rounding would grow to 1e-4 of the loss within eight steps in float32."""
     ranks = epochs_of(tmp_path, "ranks", world_size, run_program_in_float64)
@@ -238,7 +238,7 @@ def test_epoch_metrics_of_more_ranks_equal_accumulation(tmp_path: Path, world_si
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
-def test_runs_resume_in_mid_epoch_with_an_average_at_any_world_size(tmp_path: Path, before: int, after: int) -> None:
+def test_runs_resume_in_mid_epoch_with_an_average_at_any_world_size(tmp_path, before, after):
     """After batch 2 of 4, neither the epoch's sums nor BatchNorm's statistics, which differ between ranks, are lost."""
     settings = {"ema_decay": 0.8, "checkpoint_every_steps": 1, "keep_checkpoints": 9, "micro_batch_size": BATCH // 2}
     straight = epochs_of(tmp_path, "straight", after, **settings)
@@ -269,7 +269,7 @@ def run_with_nan_on(rank: int, folder: Path) -> int:
     return run_program(folder, {"log_freq": 2, "checkpoint_every_steps": 1})
 
 
-def test_a_nan_loss_on_one_rank_ends_both_and_is_printed_once(tmp_path: Path) -> None:
+def test_a_nan_loss_on_one_rank_ends_both_and_is_printed_once(tmp_path):
     ended = run_job(tmp_path / "job", 2, run_with_nan_on, 1, tmp_path / "run")
     assert [process.status for process in ended] == [1, 1]
     error, remedy = complaints(ended)
@@ -292,7 +292,7 @@ def run_with_an_unused_layer(folder: Path) -> int:
     return run_program(folder, {})
 
 
-def test_an_unused_layer_is_reported_with_the_remedy(tmp_path: Path) -> None:
+def test_an_unused_layer_is_reported_with_the_remedy(tmp_path):
     ended = run_job(tmp_path / "job", 2, run_with_an_unused_layer, tmp_path / "run")
     assert [process.status for process in ended] == [2, 2]
     assert "requires_grad_(False)" in complaints(ended)[1]
@@ -321,9 +321,7 @@ def run_with_a_faulty_worker_of(rank: int, killed: bool, folder: Path) -> int:
         (1, True, r"loader worker \d+ was killed by SIGKILL, as the kernel does when host memory runs out"),
     ],
 )
-def test_a_failed_loader_worker_of_one_rank_ends_both_and_is_printed_once(
-    tmp_path: Path, rank: int, killed: bool, reason: str
-) -> None:
+def test_a_failed_loader_worker_of_one_rank_ends_both_and_is_printed_once(tmp_path, rank, killed, reason):
     ended = run_job(tmp_path / "job", 2, run_with_a_faulty_worker_of, rank, killed, tmp_path / "run")
     assert [process.status for process in ended] == [1, 1]
     assert re.match(f"error: rank {rank}: {reason}", complaints(ended)[0])
@@ -356,7 +354,7 @@ def validate(folder: Path) -> int:
     return utils.distributed.ranks.run_ranks(action, "cpu", 60)
 
 
-def test_validation_is_exact_at_any_world_size(tmp_path: Path) -> None:
+def test_validation_is_exact_at_any_world_size(tmp_path):
     results = []
     for world_size in (1, 2, 3, 4):
         folder = tmp_path / str(world_size)
@@ -374,7 +372,7 @@ def test_validation_is_exact_at_any_world_size(tmp_path: Path) -> None:
 # ---- components
 
 
-def test_accumulated_statistics_are_the_mean_over_micro_batches() -> None:
+def test_accumulated_statistics_are_the_mean_over_micro_batches():
     """One BatchNorm with 3 micro-batches equals the mean of 3 BatchNorms with one each."""
     torch.manual_seed(0)
     layer, separate = nn.BatchNorm2d(4), [nn.BatchNorm2d(4) for _ in range(3)]
@@ -392,7 +390,7 @@ def test_accumulated_statistics_are_the_mean_over_micro_batches() -> None:
         assert torch.allclose(getattr(layer, name), mean, rtol=1e-5)
 
 
-def test_settings_that_cannot_work_here_are_refused(one_rank: World) -> None:
+def test_settings_that_cannot_work_here_are_refused(one_rank):
     pair = World(rank=0, local_rank=0, world_size=2, device=torch.device("cpu"))
     model = nn.Linear(1, 1)
     with pytest.raises(ConfigError, match="enable_sync_bn needs CUDA devices, this run is on cpu"):
@@ -406,14 +404,14 @@ def test_settings_that_cannot_work_here_are_refused(one_rank: World) -> None:
         distribute(configuration(parallel="no_communication"), model, one_rank)
 
 
-def test_a_micro_batch_is_no_larger_than_the_ranks_share() -> None:
+def test_a_micro_batch_is_no_larger_than_the_ranks_share():
     assert str(divide_batch(BATCH, 4, 100)) == "24 = 4 rank(s) x 1 accumulated x 6 images"
     assert str(divide_batch(BATCH, 4, 3)) == "24 = 4 rank(s) x 2 accumulated x 3 images"
     with pytest.raises(ConfigError, match="micro_batch_size 4 does not divide the 6 images of each of 4 ranks"):
         divide_batch(BATCH, 4, 4)
 
 
-def test_dataparallel_refuses_settings_that_need_one_gpu() -> None:
+def test_dataparallel_refuses_settings_that_need_one_gpu():
     for refused, message in (
         ({"enable_cuda_graphs": True, "fused_optimizer": True}, "a CUDA graph cannot span its GPUs; use false or auto"),
         ({"enable_compile": True}, "its replicas run in threads, where PyTorch compiles nothing; use false or auto"),
@@ -430,7 +428,7 @@ def test_dataparallel_refuses_settings_that_need_one_gpu() -> None:
     assert not compiles(configuration(parallel="dataparallel", **automatic), torch.device("cuda", 0))
 
 
-def test_batch_norm_is_synchronised_over_several_ranks_only() -> None:
+def test_batch_norm_is_synchronised_over_several_ranks_only():
     def kinds(model: nn.Module) -> set[type]:
         return {type(module) for module in model.modules() if "BatchNorm" in type(module).__name__}
 
@@ -445,7 +443,7 @@ def test_batch_norm_is_synchronised_over_several_ranks_only() -> None:
     assert converted.state_dict().keys() == plain.state_dict().keys()  # checkpoints fit either way
 
 
-def test_cores_near_a_gpu(tmp_path: Path, one_rank: World) -> None:
+def test_cores_near_a_gpu(tmp_path, one_rank):
     (tmp_path / "0000:3b:00.0").mkdir()
     (tmp_path / "0000:3b:00.0/local_cpulist").write_text("0-2,8,10-11\n")
     assert cores_near("0000:3b:00.0", tmp_path) == {0, 1, 2, 8, 10, 11}
@@ -453,7 +451,7 @@ def test_cores_near_a_gpu(tmp_path: Path, one_rank: World) -> None:
     assert pin_near_gpu(one_rank) == []
 
 
-def test_a_rank_is_pinned_to_the_usable_cores_near_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_is_pinned_to_the_usable_cores_near_its_gpu(monkeypatch):
     usable = os.sched_getaffinity(0)
     core = max(usable)
     near = {"0000:3b:00.0": {core, 10_000}, "0000:af:00.0": {10_000}}  # this process may not use core 10,000
@@ -475,7 +473,7 @@ def test_a_rank_is_pinned_to_the_usable_cores_near_its_gpu(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("rule", "peak"), [("none", 0.1), (f"sqrt/{BATCH // 4}", 0.2), (f"linear/{BATCH // 4}", 0.4)])
-def test_learning_rate_follows_the_batch(one_rank: World, rule: str, peak: float) -> None:
+def test_learning_rate_follows_the_batch(one_rank, rule, peak):
     """With four times the reference batch; the warm-up starts at a quarter."""
     config = configuration(lr=0.1, lr_scale_rule=rule, lr_warmup_epochs=1, lr_schedule="constant")
     assert config.peak_lr == pytest.approx(peak)

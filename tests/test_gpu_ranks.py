@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tests.conftest import TINY, read_records, tiny_config
 from tests.fake_cuda import arithmetic, runtime
-from tests.processes import Ended, complaints, run_job, shorten_heartbeat
+from tests.processes import Ended, complaints, run_job
 from train import Trainer
 from utils.config import Config
 from utils.distributed.ranks import run_ranks
@@ -94,7 +94,6 @@ def _interrupt(trainer: Trainer, number: int) -> None:
 
 def lose_a_rank(folder: Path) -> int:
     """Kill rank 1 while rank 0 waits for it in the replay of a graph."""
-    shorten_heartbeat(6)
     return train_runs(folder, "cuda", {"lost": GRAPHS}, 1, signal.SIGKILL)
 
 
@@ -201,4 +200,4 @@ def test_a_rank_that_waits_in_a_replay_ends_when_another_is_killed(tmp_path: Pat
     lines = complaints([first])
     assert len(lines) == 1, lines
     (line,) = lines
-    assert line.startswith("error: rank 0: no sign of life from rank 1 (process "), line
+    assert line.startswith("error: rank 0: no answer from rank 1 (process "), line

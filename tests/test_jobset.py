@@ -43,20 +43,20 @@ def fake_command(folder: Path, action: str) -> None:
     make_command(folder, "python", f'echo "$RANK $LOCAL_RANK $WORLD_SIZE $*" >"{folder}/rank.$RANK"\n{action}')
 
 
-def test_manifest_matches_the_published_schema() -> None:
+def test_manifest_matches_the_published_schema():
     models = pytest.importorskip("kubeflow_trainer_api.models.jobset_v1alpha2_job_set", reason="the package is absent")
     # fields unknown to the schema would be lost in the round trip
     assert models.JobsetV1alpha2JobSet.from_dict(MANIFEST).to_dict() == MANIFEST
 
 
-def test_numbers_of_nodes_and_gpus_agree() -> None:
+def test_numbers_of_nodes_and_gpus_agree():
     assert JOB["parallelism"] == JOB["completions"] == int(ENVIRONMENT["NODES"])
     assert CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == int(ENVIRONMENT["LOCAL_WORLD_SIZE"])
     name, job = MANIFEST["metadata"]["name"], MANIFEST["spec"]["replicatedJobs"][0]["name"]
     assert ENVIRONMENT["MASTER_ADDR"] == f"{name}-{job}-0-0.{name}"
 
 
-def test_exit_statuses_lead_to_the_documented_actions() -> None:
+def test_exit_statuses_lead_to_the_documented_actions():
     """Kubernetes' message: Container NAME for pod POD failed with exit code N matching FailJob rule at index I"""
     saved, mistake = MANIFEST["spec"]["failurePolicy"]["rules"]
     reported = [value for rule in JOB["podFailurePolicy"]["rules"] for value in rule["onExitCodes"]["values"]]
@@ -66,7 +66,7 @@ def test_exit_statuses_lead_to_the_documented_actions() -> None:
     assert saved["onJobFailureReasons"] == mistake["onJobFailureReasons"] == ["PodFailurePolicy"]
 
 
-def test_each_pod_starts_its_ranks(tmp_path: Path) -> None:
+def test_each_pod_starts_its_ranks(tmp_path):
     fake_command(tmp_path, "")
     assert Pods(tmp_path, 2, 2, "--config=a", "--set", "b=c  d").wait() == [0, 0]
     started = [(tmp_path / f"rank.{rank}").read_text() for rank in range(4)]
@@ -77,12 +77,12 @@ def test_each_pod_starts_its_ranks(tmp_path: Path) -> None:
     ("action", "status"),
     [("exit 2", 2), ("((RANK < 1)) || exit 3", 3), ("kill -9 $$", 137), ("exit $((1 + 2 * RANK))", 3)],
 )
-def test_pod_exits_with_the_trainings_status(tmp_path: Path, action: str, status: int) -> None:
+def test_pod_exits_with_the_trainings_status(tmp_path, action, status):
     fake_command(tmp_path, action)
     assert Pods(tmp_path, 1, 2).wait() == [status]
 
 
-def test_eviction_signals_every_rank_and_waits_for_it(tmp_path: Path) -> None:
+def test_eviction_signals_every_rank_and_waits_for_it(tmp_path):
     fake_command(
         tmp_path,
         f'trap "sleep 1.5; touch {tmp_path}/saved.$RANK; exit 75" TERM\n'
@@ -96,7 +96,7 @@ def test_eviction_signals_every_rank_and_waits_for_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_evicted_training_resumes(tmp_path: Path) -> None:
+def test_evicted_training_resumes(tmp_path):
     settings = TINY | {"max_epochs": 2000}
     arguments = [f"--run-dir={tmp_path}/run", *(word for pair in as_settings(settings) for word in ("--set", pair))]
     pods = Pods(tmp_path, 2, 1, *arguments)

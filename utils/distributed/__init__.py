@@ -1,1 +1,1 @@
-"""Several processes: launch, rendezvous, collectives, failure and exit."""
+"""Several processes: launch, start, collectives, failure and exit."""

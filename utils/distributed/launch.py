@@ -57,6 +57,11 @@ class Launch:
     hosts_store: bool = True  # rank 0 serves the store; False: torchrun does
 
     @property
+    def serves_store(self) -> bool:
+        """Whether this process serves the store through which the ranks meet."""
+        return self.hosts_store and self.rank == 0
+
+    @property
     def reports_for_its_node(self) -> bool:
         """Whether this rank prints errors about rank 0 that all ranks of its node find."""
         return self.local_rank == 0 or self.rank == 1
@@ -68,7 +73,7 @@ def find_launch(environment: Mapping[str, str]) -> Launch:
     if launcher is None:
         return Launch()
     rank, world_size = _whole_number(environment, launcher.rank), _whole_number(environment, launcher.world_size)
-    local_rank = _whole_number(environment, launcher.local_rank, default=0)
+    local_rank = _whole_number(environment, launcher.local_rank, default="0")
     if not 0 <= rank < world_size:
         raise ConfigError(
             f"{launcher.rank} is {rank} and {launcher.world_size} is {world_size}; "
@@ -176,10 +181,8 @@ def _find_launcher(environment: Mapping[str, str]) -> Launcher | None:
     return None
 
 
-def _whole_number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environment.get(name, "")
-    if not text and default is not None:
-        return default
+def _whole_number(environment: Mapping[str, str], name: str, default: str = "") -> int:
+    text = environment.get(name) or default
     if not re.fullmatch(r"\d{1,9}", text):
         raise ConfigError(f"{name} is {text!r}; expected a whole number, as a launcher sets it")
     return int(text)
@@ -187,13 +190,13 @@ def _whole_number(environment: Mapping[str, str], name: str, default: int | None
 
 def _local_world_size(environment: Mapping[str, str], launcher: Launcher) -> int:
     if launcher != SRUN:
-        return _whole_number(environment, launcher.local_world_size, default=1)
+        return _whole_number(environment, launcher.local_world_size, default="1")
     # tasks per node, such as 4(x2),3
     tasks: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
         number, _, times = part.rstrip(")").partition("(x")
         tasks += [int(number)] * int(times or 1)
-    return tasks[_whole_number(environment, "SLURM_NODEID", default=0) % len(tasks)]
+    return tasks[_whole_number(environment, "SLURM_NODEID", default="0") % len(tasks)]
 
 
 def _address(environment: Mapping[str, str], launcher: Launcher, world_size: int) -> str:
@@ -221,10 +224,6 @@ def _port(environment: Mapping[str, str], launcher: Launcher, job: str) -> int:
         if not 0 < port < 65536:
             raise ConfigError(f"MASTER_PORT is {port}; allowed: 1 to 65535")
         return port
-    if launcher == SRUN:
-        # different for neighbouring jobs, and for the first seven steps of each
-        number, step = (_whole_number(environment, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-        return FIRST_PORT + (7 * number + step) % NUM_PORTS
     if not job:
         raise ConfigError(
             f"{launcher.rank} is set but MASTER_PORT is not, and no variable names the job; "

@@ -1,153 +1,96 @@
 """Run a function on all ranks, and end all of them when one fails.
 
-The rank that fails first prints its error, and all others leave with its exit status, also ranks that wait in a
-collective. rendezvous.py holds the protocol.
+Launchers start the processes and torch.distributed connects them. Three questions are left: which rank is missing,
+which failure was the first, and who ends a rank that waits in a call that never returns.
+
+Start: every rank opens the store, which rank 0 or torchrun serves, and writes its host, process and device there.
+Run: a thread of every rank calls gloo's monitored_barrier twice a second, in a group of its own. A killed rank breaks
+its connections, a stopped or isolated one lets the barrier time out, and rank 0 learns which one it was, wherever the
+main threads wait: NCCL's watchdog does not see replayed CUDA graphs, nor the read of their results. A rank that is only
+slow (a validation, a checkpoint, a compilation) has no slow thread.
+End: the first rank that fails, or finds another one lost, writes its status to the store and prints the message. The
+others find the status after their next barrier and leave with it; the process that serves the store leaves last.
+A collective that does not end is reported by gloo's timeout, or by NCCL's watchdog, which ends the process.
 """
 
 import gc
+import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from utils.distributed.health.hangs import RECORDED, Record, explain_hang, watch_collectives, write_records
-from utils.distributed.health.heartbeat import Heartbeat
-from utils.distributed.health.ras import ask_nccl
 from utils.distributed.launch import Launch, find_launch, name_ranks
-from utils.distributed.rendezvous import (
-    ANSWER_SECONDS,
-    GRACE_SECONDS,
-    Failure,
-    Rendezvous,
-    answer_alarm,
-    claim_failure,
-    gather_answers,
-)
 from utils.distributed.world import World, choose_device
 from utils.errors import LOST_RANK, ConfigError, ExpectedError, Stopped, explain, print_error
 from utils.files import write_atomically
 from utils.program import command
 
-LEAVE_SECONDS = 2 * (GRACE_SECONDS + ANSWER_SECONDS)  # from a failure's message to the end of the process, at most
+POLL_SECONDS = 0.05  # between two looks for a name, a port or a rank
+STORE_SECONDS = 30.0  # for torchrun's store to open, and for one answer of a store
+BARRIER_SECONDS = 0.5  # between two barriers
+ANSWER_SECONDS = 3.0  # for another rank to report what this one has noticed
+GRACE_SECONDS = 5.0  # for the main thread to leave, perhaps after a checkpoint; then the process is ended
+SHORTEST_SECONDS = 10.0  # shortest timeout of a barrier: on a busy machine a thread may wait for seconds
+LOST, UNREACHABLE = 0.8, 0.9  # of the timeout, for a rank and for rank 0: before collectives time out
+LOOPBACK = "127.0.0.1"
+COLLECTIVES = "collectives_"  # + rank: files of PyTorch's flight recorder in the run's folder
 
 
-def run_ranks(
-    action: Callable[[World], None],
-    device: str,
-    timeout: float,
-    folder: Path | None = None,
-) -> int:
+@dataclass(frozen=True)
+class Failure:
+    """How a run ended. `message` is empty if it has been printed; after a `hang` every rank writes its collectives."""
+
+    status: int
+    message: str = ""
+    hang: bool = False
+
+
+def run_ranks(action: Callable[[World], None], device: str, timeout: float, folder: Path | None = None) -> int:
     """Run `action` as this process's rank and return the exit status, which is the same for all ranks.
 
     A rank waits `timeout` seconds for the others, at the start and in a collective. An exception is printed by one rank
-    only, an `ExpectedError` without traceback. With several ranks a failure ends
-    the process instead of returning, since other threads may hang in a collective. If the ranks hang, their last
-    collectives are written to `folder`, if it exists.
+    only, an `ExpectedError` without traceback. With several ranks a failure ends the process instead of returning,
+    since other threads may hang in a collective. If the ranks hang, their last collectives are written to `folder`.
     """
+    launch, peers, outcome = Launch(), None, Failure(0)
     try:
         launch = find_launch(os.environ)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
-    failure = Failure(0, "")
-    if launch.world_size > 1:
-        failure = _run_among_others(action, device, launch, timedelta(seconds=timeout), folder)
-    else:
-        try:
-            action(_join_world(device, launch))
-        except BaseException as error:
-            failure = _describe(error, launch)
-    if failure.message:
-        print_error(failure.message)
-    _report_status(launch, failure.status)
-    return failure.status
-
-
-def _run_among_others(
-    action: Callable[[World], None],
-    device: str,
-    launch: Launch,
-    timeout: timedelta,
-    folder: Path | None,
-) -> Failure:
-    """Return how the run ended; after a failure, end the process."""
-    _set_threads(launch.local_world_size)
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))  # enables the flight recorder of process groups
-    rendezvous, outcome = None, Failure(0, "")
-    try:
-        rendezvous = Rendezvous(launch, timeout.total_seconds())
-        rendezvous.wait_for_ranks()
-        rendezvous.watch(partial(_end, rendezvous=rendezvous, launch=launch))
-        leave = partial(_end_after_loss, rendezvous=rendezvous, folder=folder)
-        heartbeat = Heartbeat(rendezvous.store, launch, timeout.total_seconds(), leave)
-        hangs = watch_collectives(rendezvous.store, timeout.total_seconds(), leave)
-        world = _join_world(device, launch)
-        backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
-        store = dist.PrefixStore("group", rendezvous.store)
-        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
-        _refuse_mixed_devices(world, store)
-        _refuse_shared_gpus(world)
-        try:
+        if launch.world_size > 1:
+            _set_threads(launch.local_world_size)
+            peers = Peers(launch, open_store(launch, timeout), timeout, folder)
+        world = World(launch.rank, launch.local_rank, launch.world_size, choose_device(device, launch.local_rank))
+        if world.device.type == "cuda":
+            torch.cuda.set_device(world.device)
+        if peers is None:
             action(world)
-        except Stopped as stopped:  # all ranks have agreed to stop, so it is no failure
-            outcome = Failure(stopped.exit_status, str(stopped) if world.is_main else "")
-        world.barrier()  # rank 0 may still be writing
-        heartbeat.stop()
-        hangs.set()
-        rendezvous.stop_watching()
-        gc.collect()  # DistributedDataParallel has threads that must not outlive the group
-        dist.destroy_process_group()
-        rendezvous.leave_last()
+        else:
+            outcome = peers.run(action, world)
     except BaseException as error:
-        _end(_agree_on_failure(error, rendezvous, launch, folder), rendezvous, launch)
-    return outcome
-
-
-def _join_world(device: str, launch: Launch) -> World:
-    world = World(launch.rank, launch.local_rank, launch.world_size, choose_device(device, launch.local_rank))
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)
-    return world
-
-
-def _refuse_mixed_devices(world: World, store: dist.Store) -> None:
-    """Refuse ranks on CPUs among ranks on GPUs, as on a node with a broken driver: they would hang."""
-    store.set(f"device/{world.rank}", world.device.type)
-    if not world.is_main:
-        return
-    types = [store.get(f"device/{rank}").decode() for rank in range(world.world_size)]
-    if without := [rank for rank, kind in enumerate(types) if kind == "cpu"] if "cuda" in types else []:
-        raise ConfigError(
-            f"{name_ranks(without)} of {world.world_size} find no usable GPU, the others do; check driver and "
-            f"CUDA_VISIBLE_DEVICES on their nodes with {command('doctor')}, or use device: cpu"
-        )
-
-
-def _refuse_shared_gpus(world: World) -> None:
-    """Collective: refuse two ranks on one GPU, for which NCCL would only report a failed system call."""
-    if world.device.type != "cuda":
-        return
-    gpus = world.all_gather((socket.gethostname(), str(torch.cuda.get_device_properties(world.device).uuid)))
-    sharing = [rank for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]
-    if sharing:
-        raise ConfigError(
-            f"{name_ranks(sharing)} share a GPU with another rank; start one process per GPU, and let each process of "
-            "a node see all GPUs, or only its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1)"
-        )
+        if peers is not None:
+            peers.fail(error)
+        outcome = _describe(error, launch)
+    # one rank of a node prints why it has no store: the reason is usually the same for all
+    if outcome.message and (launch.local_rank == 0 or launch.world_size == 1):
+        print_error(outcome.message)
+    _report_status(launch, outcome.status)
+    return outcome.status
 
 
 def _set_threads(local_world_size: int) -> None:
@@ -162,12 +105,319 @@ def _set_threads(local_world_size: int) -> None:
     torch.set_num_threads(max(1, cores if bound else cores // local_world_size))
 
 
+# ---- start
+
+
+def open_store(launch: Launch, timeout: float) -> dist.Store:
+    """Open the store through which the ranks meet: serve it on rank 0, unless torchrun does, and connect to it."""
+    host, port, seconds = socket.gethostname(), launch.port, timedelta(seconds=STORE_SECONDS)
+    # Kubernetes adds a pod's name only when the pod has an address
+    patience = timeout if "KUBERNETES_SERVICE_HOST" in os.environ else 0
+    if not wait_for(lambda: socket.getaddrinfo(launch.address, port), patience):
+        raise ConfigError(
+            f"MASTER_ADDR {launch.address!r} does not resolve on {host}; set it to a name or address of rank 0's host"
+        )
+    # with all ranks on one node, rank 0 serves the store on the loopback only
+    one_node = launch.hosts_store and launch.local_world_size == launch.world_size
+    if launch.serves_store:
+        version = socket.AF_INET6 if not one_node and socket.has_dualstack_ipv6() else socket.AF_INET
+        try:
+            listener = socket.create_server(
+                (LOOPBACK if one_node else "", port), family=version, dualstack_ipv6=version == socket.AF_INET6
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} on {host} cannot be opened ({os.strerror(error.errno or 0)}), perhaps another job uses "
+                "it; set MASTER_PORT to a free one in every process, or start with torchrun --standalone"
+            ) from None
+        descriptor = listener.detach()
+        store = dist.TCPStore("localhost", port, None, True, seconds, False, master_listen_fd=descriptor)
+    else:
+        store = _connect(LOOPBACK if one_node else launch.address, launch, timeout)
+    # torchrun's store outlives a start, so it still has the keys of the previous one
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"train/{launch.job}/{launch.world_size}/{restart}", store)
+
+
+def _connect(address: str, launch: Launch, timeout: float) -> dist.TCPStore:
+    owner = "rank 0" if launch.hosts_store else "torchrun"
+    # torchrun's store is open before the ranks start, so a closed one means that torchrun is gone
+    limit = timeout if launch.hosts_store else min(timeout, STORE_SECONDS)
+    message = (
+        f"no answer from {owner} at {address}:{launch.port} within {limit:g} s (rank_timeout_seconds); tried from "
+        f"{socket.gethostname()}\ncheck that {owner} has started, and that MASTER_ADDR and MASTER_PORT are right, "
+        "pass the firewall, and belong to no other job or program"
+    )
+    # PyTorch's own attempts would each print a stack trace
+    if not wait_for(lambda: _is_open(address, launch.port), limit):
+        raise ExpectedError(message)
+
+    def give_up() -> NoReturn:
+        print_error(f"error: rank {launch.rank}: {message}")
+        os._exit(1)
+
+    # PyTorch waits forever for another program that listens at this port and never answers
+    with deadline(STORE_SECONDS, give_up):
+        try:
+            seconds = timedelta(seconds=STORE_SECONDS)
+            return dist.TCPStore(address, launch.port, timeout=seconds, wait_for_workers=False)
+        except dist.DistError:
+            raise ExpectedError(message) from None
+
+
+def _is_open(address: str, port: int) -> bool:
+    with socket.create_connection((address, port), timeout=5):
+        return True
+
+
+def wait_for(test: Callable[[], object], seconds: float) -> bool:
+    """Call `test` at least once; return whether it returned a true value, without an `OSError`, within `seconds`."""
+    until = time.monotonic() + seconds
+    while True:
+        with suppress(OSError):
+            if test():
+                return True
+        if time.monotonic() >= until:
+            return False
+        time.sleep(POLL_SECONDS)
+
+
+@contextmanager
+def deadline(seconds: float, action: Callable[[], object]) -> Iterator[None]:
+    """Call `action` in a thread if the block has not ended after `seconds`."""
+    timer = threading.Timer(seconds, action)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def check_devices(places: Sequence[tuple[str, int, str, str]]) -> None:
+    """Refuse ranks on CPUs among ranks on GPUs, as on a node with a broken driver, and two ranks on one GPU: they would
+    hang, or NCCL would only report a failed system call. `places`: host, process, kind of device and GPU of each."""
+    kinds = [kind for _, _, kind, _ in places]
+    if without := [rank for rank, kind in enumerate(kinds) if kind == "cpu"] if "cuda" in kinds else []:
+        raise ConfigError(
+            f"{name_ranks(without)} of {len(places)} find no usable GPU, the others do; check driver and "
+            f"CUDA_VISIBLE_DEVICES on their nodes with {command('doctor')}, or use device: cpu"
+        )
+    gpus = [(host, gpu) for host, _, _, gpu in places]
+    if sharing := [rank for rank, gpu in enumerate(gpus) if gpu[1] and gpus.count(gpu) > 1]:
+        raise ConfigError(
+            f"{name_ranks(sharing)} share a GPU with another rank; start one process per GPU, and let each process of "
+            "a node see all GPUs, or only its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1)"
+        )
+
+
+# ---- run and end
+
+
+class Peers:
+    """All ranks of this run: who they are, whether they live, and which failure was the first."""
+
+    def __init__(self, launch: Launch, store: dist.Store, timeout: float, folder: Path | None) -> None:
+        self.launch, self._store, self._timeout, self._folder = launch, store, timeout, folder
+        self._places: list[tuple[str, int, str, str]] = []  # of each rank: host, process, kind of device, GPU
+        self._num_lost = 0
+        self._found: Future[Failure] = Future()  # by the thread
+        self._left = threading.Event()  # the main thread needs no watch any more
+        self._ending = threading.Lock()  # held by the thread that ends the process
+        self._thread = threading.Thread(target=self._watch, name="watch over the ranks", daemon=True)
+
+    def run(self, action: Callable[[World], None], world: World) -> Failure:
+        """Run `action` on every rank; return how the run ended, on the main rank with the message of a stop."""
+        self._meet(world.device)
+        # NCCL's watchdog writes its collectives there before it ends the process; `_read_failure` does it for gloo
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")
+        if self._folder is not None:
+            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(self._folder / COLLECTIVES))
+        backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+        store, timeout = dist.PrefixStore("group", self._store), timedelta(seconds=self._timeout)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
+        self._limit = max(self._timeout, SHORTEST_SECONDS)
+        patience = timedelta(seconds=UNREACHABLE * self._limit)
+        self._group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=patience)  # type: ignore[assignment]
+        self._thread.start()
+        outcome = Failure(0)
+        try:
+            action(world)
+        except Stopped as stopped:  # all ranks have agreed to stop, so it is no failure
+            outcome = Failure(stopped.exit_status, str(stopped) if world.is_main else "")
+        world.barrier()  # rank 0 may still be writing
+        self._left.set()
+        self._thread.join()
+        gc.collect()  # DistributedDataParallel has threads that must not outlive the group
+        dist.destroy_process_group()
+        self._leave()
+        return outcome
+
+    def _meet(self, device: torch.device) -> None:
+        """Wait until every rank has arrived; raise `ExpectedError` naming the missing ones."""
+        launch, store = self.launch, self._store
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        keys = [f"arrived/{rank}" for rank in range(launch.world_size)]
+        store.set(keys[launch.rank], json.dumps((socket.gethostname(), os.getpid(), device.type, gpu)))
+        if not wait_for(lambda: store.check(keys), self._timeout):
+            absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise ExpectedError(
+                f"{name_ranks(absent)} of {launch.world_size} did not arrive at {launch.address}:{launch.port} "
+                f"within {self._timeout:g} s (rank_timeout_seconds); check these processes and their nodes"
+            )
+        places = [tuple(json.loads(store.get(key))) for key in keys]
+        if () in places:
+            raise ExpectedError("another rank has failed")  # and has printed its message
+        self._places = places
+        check_devices(places)
+
+    def _watch(self) -> None:
+        store = self._store.clone()  # a connection of this thread
+        try:
+            failure = self._follow(store)
+        except Exception as error:  # of gloo or of the store
+            failure = self._find_lost(store, str(error))
+        if failure is not None:
+            self._found.set_result(failure)
+            dist.destroy_process_group(self._group)
+            del self._group  # closes its connections: other ranks may wait in the barrier for this one
+            if not self._left.wait(GRACE_SECONDS):
+                self._end(failure)
+
+    def _follow(self, store: dist.Store) -> Failure | None:
+        """Meet the other ranks until one has reported a failure, or all have finished: then return None."""
+        for number in itertools.count():
+            if self.launch.rank == 0 and self._left.is_set():
+                store.set("last barrier", str(number))
+            dist.monitored_barrier(self._group, timedelta(seconds=LOST * self._limit), wait_all_ranks=True)
+            if store.check(["failure"]):
+                return self._read_failure(store)
+            if store.check(["last barrier"]) and int(store.get("last barrier")) == number:
+                break
+            self._left.wait(BARRIER_SECONDS)
+        return None
+
+    def _find_lost(self, store: dist.Store, error: str) -> Failure:
+        """Return the failure after which the barrier or the store has failed."""
+        rank, gone = self.launch.rank, "killed or stopped, or its node or the network is gone"
+        server = f"{self._name([0])}, or " if rank else ""
+        where = f"{server}the store at {self.launch.address}:{self.launch.port}"
+        message = f"error: rank {rank}: lost contact with {where}: {gone}"
+        # all ranks of a node find this, and cannot agree
+        unreachable = Failure(1, message if self.launch.reports_for_its_node else "")
+        # a store whose process is stopped or isolated never answers
+        with suppress(dist.DistError), deadline(2 * ANSWER_SECONDS, lambda: self._end(unreachable)):
+            # rank 0 knows which rank is lost
+            if wait_for(lambda: store.check(["failure"]), ANSWER_SECONDS if rank else 0):
+                return self._read_failure(store)
+            named = re.search(r"Ranks ([\d, ]+) failed to pass monitoredBarrier", error)
+            lost = [int(number) for number in named[1].split(",")] if named else self._find_closed() or [0]
+            self._num_lost = len(lost)
+            return self._claim(store, Failure(1, f"error: rank {rank}: no answer from {self._name(lost)}: {gone}"))
+        return unreachable
+
+    def _find_closed(self) -> list[int]:
+        """Return the ranks whose connection with rank 0 is broken."""
+        closed = []
+        for rank in range(1, self.launch.world_size if self.launch.rank == 0 else 1):
+            try:
+                dist.isend(torch.zeros(1), rank, group=self._group)
+            except RuntimeError:
+                closed.append(rank)
+        return closed
+
+    def _name(self, ranks: Sequence[int]) -> str:
+        """Name ranks with their hosts, and a single one with its process."""
+        hosts = ", ".join(sorted({self._places[rank][0] for rank in ranks}))
+        process = f"process {self._places[ranks[0]][1]} " if len(ranks) == 1 else ""
+        return f"{name_ranks(ranks)} ({process}on {hosts})"
+
+    def _explain_hang(self) -> Failure:
+        """Return the failure of ranks that wait in a collective until it times out: some rank did not call it."""
+        self._store.set(f"waits/{self.launch.rank}", "")
+        time.sleep(ANSWER_SECONDS)  # until all ranks that wait have noticed
+        ranks = range(self.launch.world_size)
+        absent = [rank for rank in ranks if not self._store.check([f"waits/{rank}"])]
+        reason = f"{self._name(absent)} did not call it" if absent else "the ranks called different ones"
+        return Failure(
+            1,
+            f"error: rank {self.launch.rank}: a collective has not ended within {self._timeout:g} s "
+            f"(rank_timeout_seconds): {reason}, or the network is broken; each rank's last ones: "
+            f"{self._folder or 'RUN'}/{COLLECTIVES}*.json",
+            hang=True,
+        )
+
+    def _claim(self, store: dist.Store, failure: Failure) -> Failure:
+        """Make this the run's failure and print it; if another one was first, return that."""
+        mine = json.dumps([failure.status, failure.hang, os.urandom(8).hex()])  # unique, as two ranks may fail alike
+        if store.compare_set("failure", "", mine).decode() == mine:
+            print_error(failure.message)
+            _report_to_torchrun(failure.message[max(0, failure.message.rfind("error: rank")) :])
+        return self._read_failure(store)
+
+    def _read_failure(self, store: dist.Store) -> Failure:
+        """Return the run's failure, which has been printed; after a hang, write this rank's last collectives."""
+        status, hang, _ = json.loads(store.get("failure"))
+        if hang and self._folder is not None:
+            with suppress(Exception):  # the message has been printed
+                recorded = torch._C._distributed_c10d._dump_fr_trace_json(True, False)  # type: ignore[attr-defined]
+                (self._folder / f"{COLLECTIVES}{self.launch.rank}.json").write_bytes(recorded)
+        return Failure(status)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """End this process after an exception in the main thread, with the status of the run's first failure."""
+        if threading.current_thread() is threading.main_thread():
+            # torchrun and Slurm terminate the others as soon as one has failed: let this one finish its report
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            # PyTorch's handler would raise here when a loader worker dies
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        failure = _describe(error, self.launch)
+        with suppress(dist.DistError), deadline(STORE_SECONDS, lambda: self._end(failure)):
+            if self._thread.is_alive() and isinstance(error, RuntimeError) and LOST_RANK.search(str(error)):
+                if "Timed out waiting" in str(error):
+                    failure = self._explain_hang()
+                else:
+                    with suppress(TimeoutError):  # the thread finds out which rank is lost
+                        self._end(self._found.result(BARRIER_SECONDS + 3 * ANSWER_SECONDS))
+            failure = self._claim(self._store, failure)
+            for rank in range(self.launch.world_size if not self._places else 0):
+                self._store.compare_set(f"arrived/{rank}", "", "[]")  # end the wait of the others in `_meet`
+        self._end(failure)
+
+    def _end(self, failure: Failure) -> NoReturn:
+        """Report the failure to the launcher and end this process, whatever hangs meanwhile: a disk, or the store."""
+        self._ending.acquire()  # never released
+        self._left.set()
+        with deadline(2 * (GRACE_SECONDS + ANSWER_SECONDS), lambda: os._exit(failure.status)):
+            if failure.message:
+                print_error(failure.message)
+            with suppress(OSError):
+                sys.stdout.flush()
+            _report_status(self.launch, failure.status)
+            self._leave()
+            for child in multiprocessing.active_children():  # loader workers, which os._exit would leave behind
+                child.terminate()
+            os._exit(failure.status)
+
+    def _leave(self) -> None:
+        """Note that this rank leaves. If it serves the store, first wait until the others have left or time is up."""
+        with suppress(dist.DistError):  # the process that served the store may be gone already
+            self._store.add("left", 1)
+            if self.launch.serves_store:
+                here = self.launch.world_size - self._num_lost
+                wait_for(lambda: self._store.add("left", 0) >= here, GRACE_SECONDS + ANSWER_SECONDS)
+
+
 def _describe(error: BaseException, launch: Launch) -> Failure:
     who = f"rank {launch.rank}: " if launch.world_size > 1 else ""
     if isinstance(error, Stopped):
         return Failure(error.exit_status, str(error))
     if isinstance(error, KeyboardInterrupt):
         return Failure(130, f"{who}interrupted; earlier checkpoints are kept")
+    if who and isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or LOST_RANK.search(str(error))):
+        # NCCL's first line says what failed, its last line why
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return Failure(1, f"error: {who}{'; '.join(dict.fromkeys((lines[0], lines[-1])))}")
     expected = explain(error) if isinstance(error, Exception) else None
     if expected is not None:
         if who and expected.rank is not None:  # raised on another rank, which may report it later than this one
@@ -175,120 +425,6 @@ def _describe(error: BaseException, launch: Launch) -> Failure:
         return Failure(expected.exit_status, f"error: {who}{expected}")
     trace = "".join(traceback.format_exception(error)).rstrip()
     return Failure(1, f"{trace}\nerror: {who}{type(error).__name__}: {error}" if who else trace)
-
-
-def _agree_on_failure(
-    error: BaseException, rendezvous: Rendezvous | None, launch: Launch, folder: Path | None
-) -> Failure:
-    """Agree with the other ranks which failure was first, and return what this rank prints and leaves with."""
-    if threading.current_thread() is threading.main_thread():
-        # torchrun and Slurm terminate the others as soon as one has failed: let this one finish its report
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        # PyTorch's handler would raise here when a loader worker dies
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    failure = _describe(error, launch)
-    if rendezvous is None:
-        # the ranks cannot agree; one of each node prints, as the reason is often the same for all
-        return failure if launch.local_rank == 0 else Failure(failure.status, "")
-    rendezvous.ending.acquire(timeout=LEAVE_SECONDS)
-    rendezvous.stop_watching()
-    lost_rank = LOST_RANK.search(str(error)) is not None
-    try:
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and lost_rank):
-            first, records = rendezvous.collect_answers()
-            if first is not None:
-                return first
-            absent = [rank for rank in range(launch.world_size) if rank not in records]
-            failure = claim_failure(
-                rendezvous.store, Failure(1, f"error: rank {launch.rank}: {_explain_loss(error, absent)}")
-            )
-            return _add_collectives(failure, records, True, launch, folder)
-        return claim_failure(rendezvous.store, failure)
-    except dist.DistError:
-        return Failure(1, rendezvous.lost_store()) if lost_rank else failure
-
-
-def _explain_loss(error: BaseException, absent: list[int]) -> str:
-    if absent:
-        return f"lost contact: no answer from {name_ranks(absent)}, perhaps killed, or its node is gone"
-    # NCCL's first line says what failed, its last line why
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = "; ".join(dict.fromkeys((lines[0], lines[-1])))
-    return f"lost contact: {reason}" if LOST_RANK.search(reason) else reason
-
-
-def _end_after_loss(
-    message: str, lost: Sequence[int], store: dist.Store | None, rendezvous: Rendezvous, folder: Path | None
-) -> NoReturn:
-    """End the process from a watching thread, with its own connection to the store: the main thread may hang."""
-    launch = rendezvous.launch
-    failure = Failure(1, f"error: rank {launch.rank}: {message}")
-    if store is None:
-        _end(failure if launch.reports_for_its_node else Failure(1, ""), None, launch)
-    rendezvous.ending.acquire(timeout=LEAVE_SECONDS)
-    rendezvous.stop_watching()
-    _limit_exit_time(failure.status)
-    with suppress(Exception):  # whatever fails here, this thread has to end the process
-        answer_alarm(store, launch.rank)
-        failure = claim_failure(store, failure)
-        store.set("alarm", "")
-        if failure.message:
-            here = [rank for rank in range(launch.world_size) if rank not in lost]
-            records = gather_answers(store, here, ANSWER_SECONDS)
-            failure = _add_collectives(failure, records, False, launch, folder)
-            report = ask_nccl() if torch.cuda.is_initialized() else ""  # a run on CPUs has no NCCL
-            failure = Failure(failure.status, "\n".join(filter(None, (failure.message, report))))
-    _end(failure, rendezvous, launch)
-
-
-def _add_collectives(
-    failure: Failure, records: Mapping[int, Record], broken: bool, launch: Launch, folder: Path | None
-) -> Failure:
-    """Add the collectives that the ranks wait in to the failure; the one rank with a message also writes the file."""
-    reason = explain_hang(records, launch.world_size, broken)
-    if not failure.message or not reason:
-        return failure
-    message = f"{failure.message}\n{reason}"
-    written: list[str] = []
-
-    def write() -> None:
-        with suppress(ExpectedError, OSError):
-            if folder is not None and folder.is_dir():
-                path = folder / "collectives.json"
-                write_records(path, message, records)
-                written.append(f"; all ranks' last collectives: {path}")
-
-    # in a thread, as a full or hanging disk must not hold back the message
-    writer = threading.Thread(target=write, name="write collectives", daemon=True)
-    writer.start()
-    writer.join(ANSWER_SECONDS)
-    return Failure(failure.status, message + "".join(written))
-
-
-def _end(failure: Failure, rendezvous: Rendezvous | None, launch: Launch) -> NoReturn:
-    """Print the failure, report it to the other ranks and the launcher, and end this process at once."""
-    _limit_exit_time(failure.status)
-    if failure.message:
-        print_error(failure.message)
-        _report_to_torchrun(failure.message[max(0, failure.message.rfind("error: rank")) :])
-    with suppress(OSError):
-        sys.stdout.flush()
-    with suppress(dist.DistError):  # the store's process may be gone already
-        if rendezvous is not None:
-            rendezvous.stop_watching()
-            rendezvous.raise_alarm()
-            rendezvous.leave_last()
-    _report_status(launch, failure.status)
-    for child in multiprocessing.active_children():  # loader workers, which os._exit would leave behind
-        child.terminate()
-    os._exit(failure.status)
-
-
-def _limit_exit_time(status: int) -> None:
-    """End this process within LEAVE_SECONDS, even if the store hangs."""
-    leave = threading.Timer(LEAVE_SECONDS, os._exit, [status])
-    leave.daemon = True
-    leave.start()
 
 
 def _report_to_torchrun(message: str) -> None:

@@ -1,0 +1,429 @@
+"""Real ranks meet, and end together with one message and one status, whatever happens to one of them."""
+
+import ctypes
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import utils.distributed.ranks as ranks_module
+from tests.processes import (
+    Job,
+    complaints,
+    free_port,
+    run_job,
+    torchrun_variables,
+)
+from utils.distributed.launch import Launch
+from utils.distributed.ranks import open_store, run_ranks
+from utils.distributed.world import World
+from utils.errors import ConfigError, DataError, Stopped
+from utils.files import FolderHeldError, lock_folder, sign_lock
+
+LONG = 200  # seconds for which a main thread waits, longer than a test
+LIMIT = 8.0  # seconds, the timeout of the tests that wait for it
+
+
+# ---- what the ranks do in each test, after a barrier
+
+
+def add_up(world: World) -> None:
+    print(world.all_reduce(torch.tensor([1.0 + world.rank])).item())
+
+
+def wait_in_c() -> None:
+    """Wait like a read from a GPU; in a loop, as signals interrupt usleep."""
+    until = time.monotonic() + LONG
+    while time.monotonic() < until:
+        ctypes.CDLL(None).usleep(LONG * 1_000_000)
+
+
+def raise_expected(world: World, rank: int) -> None:
+    if world.rank == rank:
+        time.sleep(0.3)
+        raise DataError("the disk is gone\nbuy another")
+    world.barrier()
+
+
+def raise_expected_while_others_hang(world: World, rank: int) -> None:
+    if world.rank == rank:
+        raise DataError("the disk is gone\nbuy another")
+    wait_in_c()
+
+
+def raise_unexpected(world: World, rank: int) -> None:
+    if world.rank == rank:
+        raise ValueError("what is this")
+    world.barrier()
+
+
+def raise_like_nccl(world: World, rank: int) -> None:
+    """All ranks still live."""
+    if world.rank == rank:
+        raise dist.DistBackendError("NCCL error in: x.cpp:3, unhandled system error\n\nLast error:\nno space left\n")
+    time.sleep(LONG)
+
+
+def raise_on_main(world: World, folder: Path) -> None:
+    """Rank 0 finds its folder locked, and raises the error later than the other ranks, which have it from rank 0."""
+    try:
+        world.main_only(lambda: lock_folder(folder))
+    except FolderHeldError as error:
+        assert ", of the job 7; wait" in str(error)
+        if world.is_main:
+            time.sleep(0.5)
+        raise
+
+
+def stop_on_request(world: World) -> None:
+    if world.is_main:
+        time.sleep(0.5)  # rank 0 still writes the checkpoint
+        print("saved", flush=True)
+    raise Stopped("stopped with everything saved")
+
+
+def lose(world: World, rank: int, number: int, in_c: bool) -> None:
+    """A rank is killed or stopped while the main threads of the others wait in a collective or in a C function."""
+    if world.rank == rank:
+        print(os.getpid(), flush=True)
+        os.kill(os.getpid(), number)
+    if in_c:
+        wait_in_c()
+    world.all_reduce(torch.ones(55))
+
+
+def slow_down(world: World) -> None:
+    """Rank 1 is stopped for a while, then both are slow for longer than the timeout: busy, and in one long call."""
+    if world.rank == 1:
+        if os.fork() == 0:
+            time.sleep(LIMIT / 4)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    until = time.monotonic() + LIMIT / 2
+    while time.monotonic() < until:
+        sum(range(10_000))
+    ctypes.CDLL(None).usleep(int(1e6 * LIMIT))
+    world.barrier()
+
+
+def skip_a_sum(world: World) -> None:
+    """Rank 1 does something else forever."""
+    if world.rank == 1:
+        time.sleep(LONG)
+    world.all_reduce(torch.ones(55))
+
+
+def swap_two(world: World) -> None:
+    """Rank 2 calls two collectives in the other order."""
+    actions = [lambda: world.all_reduce(torch.ones(3)), lambda: world.all_gather("a long text")]
+    for action in reversed(actions) if world.rank == 2 else actions:
+        action()
+
+
+def print_addresses_of_the_store(world: World) -> None:
+    """Rank 0 prints the local addresses, in hexadecimal, of the sockets that listen at MASTER_PORT."""
+    port, listening = f"{int(os.environ['MASTER_PORT']):04X}", "0A"
+    rows = [row.split() for kind in ("tcp", "tcp6") for row in Path(f"/proc/net/{kind}").read_text().splitlines()]
+    if world.is_main:
+        print(*(row[1].partition(":")[0] for row in rows if row[1].endswith(f":{port}") and row[3] == listening))
+
+
+def play_within(seconds: float, folder: Path | None, name: str, *arguments) -> int:
+    """Be one rank that calls the function of this name."""
+    ranks_module.GRACE_SECONDS, ranks_module.SHORTEST_SECONDS = 0.5, 1.0
+
+    def action(world: World) -> None:
+        world.barrier()
+        globals()[name](world, *arguments)
+
+    return run_ranks(action, "cpu", seconds, folder)
+
+
+def play(name: str, *arguments) -> int:
+    return play_within(60, None, name, *arguments)
+
+
+def play_with_long_collectives(name: str) -> int:
+    """Only the barrier times out soon."""
+    really = dist.init_process_group
+    dist.init_process_group = lambda *args, timeout, **options: really(*args, timeout=10 * timeout, **options)
+    return play_within(LIMIT, None, name)
+
+
+def wait_for_all(seconds: float, store_seconds: float = 1.0) -> int:
+    ranks_module.STORE_SECONDS = store_seconds
+    return run_ranks(lambda world: None, "cpu", seconds)
+
+
+def choose_cuda_on(rank: int) -> int:
+    return run_ranks(lambda world: None, "cuda" if int(os.environ["RANK"]) == rank else "cpu", 60)
+
+
+def split_odd() -> int:
+    """Run train.py with a batch that two ranks cannot share."""
+    import train
+    from utils.config.command_line import parse_arguments
+
+    return train.main(parse_arguments(["--config=quickstart", "--set", "batch_size=33", "--set", "device=cpu"]))
+
+
+def bad_command_line() -> int:
+    from utils.config.command_line import parse_arguments
+
+    with pytest.raises(SystemExit) as leave:
+        parse_arguments(["--config=quickstart", "--set", "batch_size=none"])
+    return int(str(leave.value.code))
+
+
+# ---- ends
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_meet_and_leave(tmp_path, world_size):
+    ended = run_job(tmp_path, world_size, play, "add_up")
+    total = float(sum(range(1, world_size + 1)))
+    assert [(one.status, one.output, one.errors) for one in ended] == [(0, f"{total}\n", "")] * world_size
+
+
+NO_ANSWER = r"error: rank 0: no answer from rank {} \(process \d+ on \S+\): killed or stopped, or its node or .*"
+LOST_0 = r"error: rank [12]: lost contact with rank 0 \(process \d+ on \S+\), or the store at 127.0.0.1:\d+: .*"
+GONE = [r"error: rank {}: the disk is gone", "buy another"]
+FAILURES = [  # action, arguments, status of the others and of this rank, lines that the ranks print
+    ("raise_expected", (0,), 3, 3, [GONE[0].format(0), GONE[1]]),
+    ("raise_expected", (1,), 3, 3, [GONE[0].format(1), GONE[1]]),
+    ("raise_expected_while_others_hang", (0,), 3, 3, [GONE[0].format(0), GONE[1]]),
+    ("raise_expected_while_others_hang", (1,), 3, 3, [GONE[0].format(1), GONE[1]]),
+    ("raise_unexpected", (1,), 1, 1, ["Traceback .*", *[".*"] * 9, "error: rank 1: ValueError: what is this"]),
+    ("raise_like_nccl", (1,), 1, 1, ["error: rank 1: NCCL error in: x.cpp:3, unhandled system error; no space left"]),
+    ("stop_on_request", (), 75, 75, ["stopped with everything saved"]),
+    ("lose", (2, signal.SIGKILL, False), 1, -9, [NO_ANSWER.format(2)]),
+    ("lose", (2, signal.SIGKILL, True), 1, -9, [NO_ANSWER.format(2)]),
+    ("lose", (0, signal.SIGKILL, False), 1, -9, [LOST_0]),
+    ("lose", (0, signal.SIGKILL, True), 1, -9, [LOST_0]),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "status", "own_status", "lines"), FAILURES)
+def test_all_ranks_end_with_one_message(tmp_path, name, arguments, status, own_status, lines):
+    report = tmp_path / "status"
+    ended = run_job(tmp_path, 3, play, name, *arguments, TRAIN_EXIT_STATUS_FILE=str(report))
+    affected = arguments[0] if arguments else 0
+    assert [one.status for one in ended] == [own_status if rank == affected else status for rank in range(3)], ended
+    found = complaints(ended)
+    if name == "raise_unexpected":
+        assert found[0].startswith("Traceback") and sum(line.startswith("Traceback") for line in found) == 1
+        lines, found = lines[-1:], found[-1:]
+    assert len(found) == len(lines), found
+    assert all(re.fullmatch(line, this) for line, this in zip(lines, found, strict=True)), found
+    assert report.exists() == (own_status != -9 or affected != 0)
+    assert not report.exists() or report.read_text() == f"{status}\n"
+
+
+@pytest.mark.parametrize(("rank", "agent_store", "line"), [(1, False, NO_ANSWER.format(1)), (0, False, LOST_0),
+    (0, True, r"error: rank \d: no answer from rank 0 .*")])  # fmt: skip
+def test_a_stopped_rank_ends_the_others(tmp_path, rank, agent_store, line):
+    """The store is lost with rank 0, unless torchrun serves it. The main threads wait in a call that never returns."""
+    store = dist.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    port = store.port if agent_store else free_port()
+    others = {"TORCHELASTIC_USE_AGENT_STORE": "True"} if agent_store else {}
+    variables = [torchrun_variables(number, 3, port, **others) for number in range(3)]
+    job = Job(tmp_path, play_within, (LIMIT, None, "lose", rank, signal.SIGSTOP, True), variables)
+    for number in {0, 1, 2} - {rank}:
+        job.processes[number].wait(LONG / 2)
+    job.processes[rank].kill()
+    ended = job.wait(LONG)
+    assert [one.status for one in ended] == [-9 if number == rank else 1 for number in range(3)]
+    (found,) = complaints(ended)
+    assert re.fullmatch(line, found), found
+
+
+def test_a_slow_rank_is_not_lost_nor_one_that_continues(tmp_path):
+    ended = run_job(tmp_path, 2, play_with_long_collectives, "slow_down")
+    assert [(one.status, one.errors) for one in ended] == [(0, "")] * 2
+
+
+HANGS = {
+    "skip_a_sum": r"rank 1 \(process \d+ on \S+\) did not call it, or the network is broken",
+    "swap_two": "the ranks called different ones, or the network is broken",
+}
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_ranks_that_wait_for_each_other_end_with_one_message_and_their_collectives(tmp_path, name):
+    ended = run_job(tmp_path / "job", 3, play_within, LIMIT, tmp_path, name)
+    assert [one.status for one in ended] == [1, 1, 1], ended
+    (line,) = complaints(ended)
+    start = r"error: rank \d: a collective has not ended within 8 s \(rank_timeout_seconds\): "
+    assert re.fullmatch(f"{start}{HANGS[name]}; .*: {tmp_path}/collectives_\\*.json", line), line
+    kept = [json.loads((tmp_path / f"collectives_{rank}.json").read_text()) for rank in range(3)]
+    assert all(record["entries"] for record in kept)
+
+
+def test_a_failure_of_the_main_process_is_not_blamed_on_another(tmp_path):
+    with lock_folder(tmp_path / "run") as lock:
+        sign_lock(lock, "7")
+        ended = run_job(tmp_path, 2, play, "raise_on_main", tmp_path / "run")
+    assert [one.status for one in ended] == [2, 2]
+    assert [line.partition(": /")[0] for line in complaints(ended)] == ["error: rank 0"]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (split_odd, "batch_size 33 cannot be split evenly over 2 ranks"),
+        (bad_command_line, 'batch_size is "none"'),
+    ],
+)
+def test_the_same_error_on_all_ranks_is_printed_once(tmp_path, function, words):
+    ended = run_job(tmp_path, 2, function)
+    assert [one.status for one in ended] == [2, 2]
+    (line,) = complaints(ended)
+    assert words in line
+
+
+# ---- start
+
+
+def test_missing_ranks_are_named(tmp_path):
+    port = free_port()
+    ended = Job(tmp_path, wait_for_all, (8,), [torchrun_variables(rank, 5, port) for rank in (0, 1)]).wait()
+    assert [one.status for one in ended] == [1, 1]
+    (line,) = complaints(ended)
+    assert f"ranks 2-4 of 5 did not arrive at 127.0.0.1:{port} within 8 s (rank_timeout_seconds)" in line
+
+
+def test_a_rank_that_cannot_start_ends_the_waiting_ones(tmp_path):
+    ended = run_job(tmp_path, 3, choose_cuda_on, 1, CUDA_VISIBLE_DEVICES="")
+    assert [one.status for one in ended] == [2, 2, 2]
+    (line,) = complaints(ended)
+    assert "error: rank 1: device: cuda was asked for" in line
+
+
+@pytest.mark.parametrize(
+    ("agent_store", "message"),
+    [("", "rank 0 at 127.0.0.1:{port} within 3 s"), ("True", "torchrun at 127.0.0.1:{port} within 1 s")],
+)
+def test_a_rank_without_a_store_names_the_address(tmp_path, agent_store, message):
+    """It does not wait long for a torchrun that is gone."""
+    port = free_port()
+    variables = torchrun_variables(1, 2, port, LOCAL_RANK="0", TORCHELASTIC_USE_AGENT_STORE=agent_store)
+    (ended,) = Job(tmp_path, wait_for_all, (3,), [variables]).wait()
+    assert ended.status == 1
+    assert f"error: rank 1: no answer from {message.format(port=port)}" in ended.errors
+
+
+def test_a_port_in_use_is_named(tmp_path):
+    store = dist.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
+    (ended,) = Job(tmp_path, wait_for_all, (2,), [torchrun_variables(0, 2, store.port)]).wait()
+    assert ended.status == 2
+    assert re.fullmatch(
+        rf"error: rank 0: port {store.port} on \S+ cannot be opened \(Address already in use\), .*MASTER_PORT.*\n",
+        ended.errors,
+    )
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n"])
+def test_a_rank_does_not_wait_forever_for_another_program_at_the_port(tmp_path, answer):
+    """As PyTorch itself would, whether the program answers or not."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connections = []
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connections.append(server.accept()[0])
+                    connections[-1].sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        port = server.getsockname()[1]
+        (ended,) = Job(tmp_path, wait_for_all, (2,), [torchrun_variables(1, 2, port) | {"LOCAL_RANK": "0"}]).wait()
+        server.shutdown(socket.SHUT_RDWR)
+    assert ended.status == 1
+    first, second = complaints([ended])
+    assert f"error: rank 1: no answer from rank 0 at 127.0.0.1:{port} within 2 s" in first
+    assert second.endswith("belong to no other job or program")
+
+
+def test_a_host_name_that_does_not_resolve_is_named(tmp_path):
+    port, elsewhere = free_port(), {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "nowhere.invalid"}
+    variables = [torchrun_variables(rank, 2, port, **elsewhere) for rank in range(2)]
+    ended = Job(tmp_path, wait_for_all, (2,), variables).wait()
+    assert [one.status for one in ended] == [2, 2]
+    assert len(complaints(ended)) == 2  # one per node, as nodes may know different names
+    assert all("MASTER_ADDR 'nowhere.invalid' does not resolve" in line for line in complaints(ended))
+
+
+def test_a_name_that_kubernetes_does_not_know_yet_is_awaited(monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    answers = iter([OSError(-2, "Name or service not known"), OSError(-2, "Name or service not known"), ["pod-0"]])
+
+    def resolve(*_: object) -> object:
+        if isinstance(answer := next(answers), OSError):
+            raise answer
+        return answer
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    launch = Launch(0, 2, 0, 2, address="pod-0.service", port=port)
+    assert open_store(launch, 60) is not None
+    assert next(answers, "none is left") == "none is left"
+
+
+def test_restarts_in_torchruns_store_do_not_join_an_old_start(tmp_path):
+    store = dist.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    for restart, (name, *arguments) in enumerate([("raise_expected", 1), ("add_up",), ("add_up",)]):
+        count = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restart)}
+        variables = [torchrun_variables(rank, 2, store.port, **count) for rank in range(2)]
+        ended = Job(tmp_path / str(restart), play, (name, *arguments), variables).wait()
+        expected = (3, "") if restart == 0 else (0, "3.0\n")
+        assert [(one.status, one.output) for one in ended] == [expected] * 2, ended
+
+
+def test_two_jobs_at_the_same_port_do_not_meet(tmp_path):
+    """Rank 1 of the second job does not join the first job, but fails."""
+    port = free_port()
+    first = [torchrun_variables(rank, 2, port, TORCHELASTIC_RUN_ID="one") for rank in range(2)]
+    second = [torchrun_variables(1, 2, port, TORCHELASTIC_RUN_ID="two", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")]
+    stranger = Job(tmp_path / "two", wait_for_all, (4,), second)
+    ended = Job(tmp_path / "one", play, ("add_up",), first).wait()
+    assert [(one.status, one.output) for one in ended] == [(0, "3.0\n")] * 2
+    (refused,) = stranger.wait()
+    assert refused.status == 1 and complaints([refused])[0].startswith("error: rank 1: "), refused.errors
+
+
+def test_ranks_with_other_devices_or_the_same_gpu_are_refused():
+    def place(host: str, gpu: str) -> tuple[str, int, str, str]:
+        return host, 1, "cuda" if gpu else "cpu", gpu
+
+    ranks_module.check_devices([place("a", ""), place("a", "")])
+    ranks_module.check_devices([place("a", "GPU-1"), place("b", "GPU-1")])
+    with pytest.raises(ConfigError, match="ranks 0, 2 share a GPU"):
+        ranks_module.check_devices([place("a", "GPU-1"), place("b", "GPU-1"), place("a", "GPU-1")])
+    with pytest.raises(ConfigError, match="rank 1 of 2 find no usable GPU, the others do"):
+        ranks_module.check_devices([place("a", "GPU-1"), place("a", "")])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
+@pytest.mark.parametrize("one_node", [True, False])
+def test_the_store_of_one_node_answers_that_node_only(tmp_path, one_node):
+    port = free_port()
+    elsewhere = {} if one_node else {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    variables = [torchrun_variables(rank, 2, port, **elsewhere) for rank in range(2)]
+    ended = Job(tmp_path, play, ("print_addresses_of_the_store",), variables).wait()
+    assert [one.status for one in ended] == [0, 0], ended[0].errors
+    (address,) = ended[0].output.split()
+    assert (address == "0100007F") is one_node  # 127.0.0.1
+    assert (set(address) == {"0"}) is not one_node
