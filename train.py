@@ -155,7 +155,7 @@ class Trainer:
         the description of the run stays as it is."""
         config, log, steps, world = self.config, self.log, self.learner.steps, self.world
         environment = describe_environment(world.device, world.world_size)
-        environment["own_code"] = user_file_digests(config.model, config.dataset)
+        environment["own_code"] = user_file_digests(config.model, config.dataset, config.optimizer)
         if will_train:
             write_description(self.folder, self.config, self.config_name, environment)
             log.describe(self.config, self.config_name, environment)

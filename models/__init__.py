@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from models.config import TIMM, TORCHVISION_RESNETS, ModelConfig
-from utils.user_code import is_user_code
+from models.config import TORCHVISION_RESNETS, ModelConfig
+from utils.user_code import TIMM, is_user_code
 
 if TYPE_CHECKING:
     from torch import nn

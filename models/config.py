@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from utils.base_config import KeyFlag, OneOf, SharedConfig
-from utils.user_code import OWN_FORM, OWN_PATTERN
+from utils.user_code import FORMS
 
 TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 SMALL = ("resnet8", "resnet20", "resnet56", "resnet9", "airbench", "airbench96")  # for small images only
@@ -13,8 +13,6 @@ NETWORKS = (*TORCHVISION_RESNETS, *SMALL, "vgg16", "vgg16_bn", "alexnet")
 # the stems of all other networks are fixed; 7x7 then means the network's own
 STEMS: dict[str, tuple[str, ...]] = dict.fromkeys(TORCHVISION_RESNETS, ("7x7", "3x3", "imagenet"))
 STEMS |= {"vgg16": ("7x7", "imagenet"), "vgg16_bn": ("7x7", "imagenet"), "alexnet": ("imagenet",)}
-TIMM = "timm:"
-FORMS = {OWN_FORM: OWN_PATTERN, "timm:NAME": r"^timm:[\w.-]+$"}
 
 
 class ModelConfig(SharedConfig):

@@ -5,9 +5,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from models.config import TIMM, ModelConfig
+from models.config import ModelConfig
 from utils.errors import ConfigError
-from utils.user_code import call, user_code_errors
+from utils.user_code import TIMM, call, user_code_errors
 
 
 def build_own(config: ModelConfig) -> nn.Module:

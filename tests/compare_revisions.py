@@ -1,7 +1,7 @@
 """Compare whole runs of two revisions bit for bit: weights, optimizer state, and all recorded values except times.
 
     python tests/compare_revisions.py                  # the working tree against its parent commit
-    python tests/compare_revisions.py v0.1 --runs lars # against a named revision, one run only
+    python tests/compare_revisions.py v0.1 --runs muon # against a named revision, one run only
 
 Rounding differs between processors and versions of PyTorch, so both revisions train here instead of being compared with
 recorded numbers. Exit status, as for `git bisect run`: 0 equal, 1 different, 125 if a revision cannot be compared. The
@@ -69,8 +69,7 @@ RUNS = {
     "average": Run("quickstart", SHORT | {"ema_decay": 0.9}),
     "mixed": Run("quickstart", SHORT | {"cutmix_alpha": 1.0, "mixup_alpha": 0.2, "cutout_size": 8}),
     "half-weights": Run("bs128", SHAPES | SHORT | BF16 | {"opt_level": "O2", "clip_grad_norm": 1.0}),
-    "lars": Run("bs128", SHAPES | SHORT | {"optimizer": "lars", "lr": 5.0, "weight_decay_bn_bias": False}),
-    "lamb": Run("bs128", SHAPES | SHORT | {"optimizer": "lamb", "lr": 0.01, "lr_schedule": "cosine"}),
+    "muon": Run("bs128", SHAPES | SHORT | {"optimizer": "muon", "lr": 0.01, "weight_decay_bn_bias": False}),
     "plateau": Run("bs128", SHAPES | SHORT | {"lr_plateau_patience": 0, "max_epochs": 5, "lr": 1e-4}),
     "resumed": Run("bs128-opt", RESUMED, is_stopped=True),
     "two-ranks-resumed": Run("bs128-opt", RESUMED | {"ema_decay": 0.9}, ranks=2, is_stopped=True),

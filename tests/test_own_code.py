@@ -108,6 +108,18 @@ def files(data_path):
 
 def no_data(data_path):
     return open(data_path / "nowhere.npy").read()
+
+class Counted(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+def counted(params, lr, weight_decay, momentum):
+    return Counted(params, lr=lr, weight_decay=weight_decay, momentum=momentum)
+
+def no_optimizer(params, lr, weight_decay, momentum):
+    return lr
 """
 OWN = {"dataset": "of_mine:arrays", "num_classes": 4, "rnd_rotation_angle": 0, "limit_valid_batches": None}
 
@@ -151,7 +163,7 @@ def test_an_own_network_trains_like_a_built_in_one(tiny, one_rank, tmp_path, cod
     [
         {"fused_optimizer": True, "clip_grad_norm": 1.0, "micro_batch_size": 16},
         {"opt_level": "O2", "optimizer": "adamw"},
-        {"optimizer": "lars", "ema_decay": 0.5},
+        {"optimizer": "muon", "ema_decay": 0.5},
     ],
 )
 def test_frozen_layers_do_not_change(tiny, one_rank, tmp_path, changes):
@@ -237,8 +249,55 @@ def test_timms_networks_are_built_for_the_datasets_size(tiny, one_rank):
         build_model(tiny(model="timm:test_vit_"))
 
 
-def test_without_timm(tiny, monkeypatch):
+@pytest.mark.parametrize("name", ["of_mine:counted", "timm:lamb"])
+def test_own_and_timms_optimizers_train_and_resume(tiny, one_rank, tmp_path, name):
+    """Stopped and resumed bitwise equal to a whole run, with counts in the groups; verified steps count once."""
+    if name.startswith("timm"):
+        pytest.importorskip("timm", reason="timm is not installed")
+    values = {"optimizer": name, "weight_decay_bn_bias": False, "lr_schedule": "constant", "verify_every_steps": 1}
+    learners = []
+    halves = tmp_path / "halves"
+    for folder, epochs, resume in ((tmp_path / "whole", 2, "auto"), (halves, 1, "auto"), (halves, 2, str(halves))):
+        trainer = Trainer(tiny(max_epochs=epochs, **values), one_rank, folder, "tiny", resume)
+        trainer.train()
+        learners.append(trainer.learner)
+    whole, _, resumed = learners
+    assert [group["weight_decay"] for group in whole.optimizer.param_groups] == [5e-4, 0.0]
+    assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
+    assert name != "of_mine:counted" or [learner.optimizer.param_groups[0]["count"] for learner in learners] == [
+        8,
+        4,
+        8,
+    ]
+
+
+def test_an_own_sgd_equals_the_projects(tiny, one_rank):
+    ours, own = (Trainer(tiny(optimizer=name), one_rank) for name in ("sgd", "of_mine:counted"))
+    for trainer in (ours, own):
+        trainer.train_one_epoch()
+    assert all(map(torch.equal, ours.learner.model.parameters(), own.learner.model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("of_mine:no_optimizer", "optimizer of_mine:no_optimizer: returned a float; expected a torch.optim.Optimizer"),
+        ("of_mine:network", "optimizer of_mine:network: TypeError: "),
+        ("timm:no_such", "optimizer timm:no_such cannot be built"),
+    ],
+)
+def test_unusable_optimizers_are_refused(tiny, one_rank, name, message):
+    if name.startswith("timm"):
+        pytest.importorskip("timm", reason="timm is not installed")
+    with pytest.raises(ConfigError, match=message):
+        Trainer(tiny(optimizer=name), one_rank)
+
+
+def test_without_timm(tiny, one_rank, monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
+    monkeypatch.setitem(sys.modules, "timm.optim", None)
+    with pytest.raises(ConfigError, match=r'optimizer timm:lamb: timm cannot be imported .*pip install "\.\[timm\]"'):
+        Trainer(tiny(optimizer="timm:lamb"), one_rank)
     with pytest.raises(ConfigError, match=r'model timm:resnet18: timm cannot be imported .*pip install "\.\[timm\]"'):
         build_model(tiny(model="timm:resnet18"))
 

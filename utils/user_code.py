@@ -21,6 +21,8 @@ from utils.program import CODE
 
 OWN_FORM = "package.module:function"
 OWN_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$"
+TIMM = "timm:"
+FORMS = {OWN_FORM: OWN_PATTERN, "timm:NAME": r"^timm:[\w.-]+$"}
 OUR_NAMES = ("api", "config", "models", "tools", "train", "train_simple", "utils")
 
 

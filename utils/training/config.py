@@ -15,6 +15,7 @@ from utils.base_config import (
     as_yaml,
 )
 from utils.distributed.config import DistributedConfig
+from utils.user_code import FORMS, is_user_code
 
 Auto = Literal["auto", True, False]
 HAVE_FUSED_KERNEL = ("sgd", "adamw")
@@ -27,21 +28,20 @@ ImageSize = Annotated[
 class OptimizerConfig(SharedConfig):
     """optimizer"""
 
-    optimizer: Annotated[Literal["sgd", "adamw", "lars", "lamb", "muon"], KeyFlag.FIXED_ON_RESUME] = "sgd"
-    """sgd with momentum, adamw, muon; for large batches lars (layer-wise SGD), lamb (layer-wise Adam). muon
-    orthogonalises the updates of convolutions and trains all other parameters as adamw does. A usual lr is 0.001 for
-    adamw, 0.03 for muon."""
+    optimizer: Annotated[str, OneOf(("sgd", "adamw", "muon"), FORMS), KeyFlag.FIXED_ON_RESUME] = "sgd"
+    """sgd with momentum, adamw, muon, timm:NAME, or a function of your own. muon orthogonalises the updates of
+    convolutions and trains all other parameters as adamw does. A usual lr is 0.001 for adamw, 0.03 for muon."""
     lr: Annotated[float, Field(gt=0, le=1000)] = 0.1
     """Peak learning rate, before lr_scale_rule."""
     lr_scale_rule: Annotated[str, OneOf(("none",), LR_SCALE_RULES)] = "none"
     """sqrt/128: multiply lr by the square root of batch_size / 128; linear/256: by batch_size / 256. The number is the
     global batch size at which lr applies unscaled. none: lr itself."""
     momentum: Fraction = 0.9
-    """Momentum of sgd, lars and muon; beta1 of adamw and lamb."""
+    """Momentum of sgd and muon; beta1 of adamw."""
     nesterov: bool = False
-    """Nesterov momentum for sgd, lars and muon."""
+    """Nesterov momentum for sgd and muon."""
     weight_decay: Annotated[float, Field(ge=0, le=1000)] = 5e-4
-    """L2 penalty; adamw, lamb and muon decouple it from the gradient."""
+    """L2 penalty; adamw and muon decouple it from the gradient."""
     weight_decay_bn_bias: Annotated[bool, KeyFlag.FIXED_ON_RESUME] = True
     """Decay BatchNorm weights and biases too, as the tutorial does."""
     clip_grad_norm: PositiveFloat | None = None
@@ -51,7 +51,7 @@ class OptimizerConfig(SharedConfig):
     def _check_optimizer(self) -> "OptimizerConfig":
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov is true, but momentum is 0; it needs momentum above 0")
-        if self.nesterov and self.optimizer in ("adamw", "lamb"):
+        if self.nesterov and self.optimizer not in ("sgd", "muon"):
             raise ValueError(f"nesterov is true, which optimizer {self.optimizer} does not have; use nesterov=false")
         return self
 
@@ -250,6 +250,8 @@ class TrainingConfig(SpeedConfig, RecipeConfig, VerifyConfig):
         if self.enable_cuda_graphs is False:
             return self
         asked = f"enable_cuda_graphs {str(self.enable_cuda_graphs).lower()}"
+        if is_user_code(self.optimizer):
+            raise ValueError(f"{asked} is for sgd, adamw and muon; optimizer {self.optimizer} needs false")
         if self.optimizer in HAVE_FUSED_KERNEL and not self.extra_opt("fused_optimizer"):
             raise ValueError(
                 f"{asked} needs fused_optimizer true (or enable_extra_opts); without it PyTorch's {self.optimizer} "

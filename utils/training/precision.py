@@ -22,7 +22,7 @@ from utils.training.config import SpeedConfig
 
 Level = Literal["O0", "O1", "O2", "O3"]
 FORMAT_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-ADAPTIVE = ("adamw", "lamb", "muon")  # optimizers that keep squared gradients, in the format of the weights
+ADAPTIVE = ("adamw", "muon")  # optimizers that keep squared gradients, in the format of the weights
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def state_bytes(config: TrainingConfig, weights: MasterWeights) -> int:
     # half-precision weights and master weights have gradients at the same time
     updated, kept = weights.parameters(), {*weights.model.parameters(), *weights.parameters()}
     # AdamW keeps mean and square of the gradients; Muon too except for convolutions, so 2 is its upper bound
-    moments = {"sgd": int(config.momentum > 0), "lars": 1}.get(config.optimizer, 2)
+    moments = int(config.momentum > 0) if config.optimizer == "sgd" else 2
     average = _bytes(weights.model.state_dict().values()) if config.ema_decay is not None else 0
     return 2 * _bytes(kept) + moments * _bytes(updated) + average
 

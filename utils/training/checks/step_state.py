@@ -41,6 +41,10 @@ class Snapshot:
         self.entries: dict[Tensor, dict[str, Any]] = {
             parameter: dict(entries) for parameter, entries in learner.optimizer.state.items()
         }
+        self.groups = [  # the learning rate of a CUDA graph keeps its memory; other tensors may be counts
+            {key: value.clone() if isinstance(value, Tensor) and key != "lr" else value for key, value in group.items()}
+            for group in learner.optimizer.param_groups
+        ]
         parameters = {*learner.model.parameters(), *learner.weights.parameters()}
         self.without_gradient = [parameter for parameter in parameters if parameter.grad is None]
         self.steps, self.random = learner.steps, seeds.random_state()
@@ -52,6 +56,9 @@ class Snapshot:
         learner.optimizer.state.clear()  # a parameter's first step creates entries
         for parameter, entries in self.entries.items():
             learner.optimizer.state[parameter] = dict(entries)
+        for group, saved in zip(learner.optimizer.param_groups, self.groups, strict=True):
+            group.clear()
+            group.update(saved)  # an external optimizer may count its steps here
         torch._foreach_copy_([tensor for tensor, _ in self.pairs], [saved for _, saved in self.pairs])
         for parameter in self.without_gradient:  # else a gradient of -0.0 would be added to zeros, which gives 0.0
             parameter.grad = None

@@ -8,12 +8,14 @@ from torch import Tensor, nn
 
 from utils.errors import ConfigError
 from utils.training.config import SpeedConfig
-from utils.training.optimizers.lars_lamb import ADAM_BETA2, LARS_TRUST_COEFFICIENT, Lamb, Lars
-from utils.training.optimizers.muon import Muon
+from utils.training.optimizers.muon import ADAM_BETA2, Muon
+from utils.user_code import TIMM, call, is_user_code, user_code_errors
 
 # Until then, fused SGD on a CPU did not update most half-precision weights (pytorch/pytorch#191763); measured: 2.11.0,
 # 2.12.0, 2.12.1 and 2.13.0 are wrong, 2.14.1 is right.
 FUSED_HALF_FIXED_IN = "2.14"
+OURS = (torch.optim.SGD, torch.optim.AdamW, Muon)
+CONFIGURED = ("lr", "initial_lr", "weight_decay", "momentum")  # options of any optimizer that settings decide
 
 
 def build_optimizer(
@@ -26,15 +28,12 @@ def build_optimizer(
     rate = torch.tensor(config.peak_lr, device=parameters[0].device) if graphed else config.peak_lr
     fused = uses_fused_kernel(config, parameters) or None  # None: PyTorch chooses, on a GPU its foreach kernels
     common: dict[str, Any] = {"lr": rate, "weight_decay": config.weight_decay}
-    own: dict[str, Any] = common | {"capturable": graphed}  # as PyTorch's AdamW names it
     momentum: dict[str, Any] = {"momentum": config.momentum, "nesterov": config.nesterov}
     optimizer: torch.optim.Optimizer
-    if config.optimizer == "lamb":
-        optimizer = Lamb(groups, **own, beta1=config.momentum, layerwise=True)
-    elif config.optimizer == "lars":
-        optimizer = Lars(groups, **own, **momentum, trust_coefficient=LARS_TRUST_COEFFICIENT, layerwise=True)
+    if is_user_code(config.optimizer):
+        optimizer = _build_external(config, groups)
     elif config.optimizer == "muon":
-        optimizer = Muon(groups, **own, **momentum, orthogonalise=True)
+        optimizer = Muon(groups, **common, **momentum, orthogonalise=True, capturable=graphed)
     elif config.optimizer == "adamw":
         betas = (config.momentum, ADAM_BETA2)
         # GRAPHS: capturable counts steps on the device
@@ -45,6 +44,23 @@ def build_optimizer(
     for group in optimizer.param_groups:
         group["initial_lr"] = config.peak_lr
     return optimizer
+
+
+def _build_external(config: SpeedConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Build timm's optimizer NAME, or call the user's function."""
+    values: dict[str, Any] = {"lr": config.peak_lr, "weight_decay": config.weight_decay, "momentum": config.momentum}
+    name = config.optimizer
+    if not name.startswith(TIMM):
+        optimizer = call("optimizer", name, ConfigError, params=groups, **values)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            return optimizer
+        raise ConfigError(f"optimizer {name}: returned a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
+    try:
+        from timm.optim import create_optimizer_v2
+    except ImportError as error:
+        raise ConfigError(f'optimizer {name}: timm cannot be imported ({error}); pip install ".[timm]"') from None
+    with user_code_errors(f"optimizer {name} cannot be built with {values}", ConfigError):
+        return create_optimizer_v2(groups, opt=name.removeprefix(TIMM), **values)
 
 
 def uses_fused_kernel(config: SpeedConfig, parameters: Iterable[nn.Parameter]) -> bool:
@@ -65,15 +81,12 @@ def uses_fused_kernel(config: SpeedConfig, parameters: Iterable[nn.Parameter]) -
 
 def _parameter_groups(config: SpeedConfig, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     """Group the parameters by their treatment. Vectors are BatchNorm's parameters and biases."""
-    layerwise = config.optimizer in ("lars", "lamb")
     muon = config.optimizer == "muon"
-    if config.weight_decay_bn_bias and not layerwise and not muon:
+    if config.weight_decay_bn_bias and not muon:
         return [{"params": parameters}]
     vectors: dict[str, Any] = {"params": [parameter for parameter in parameters if parameter.ndim <= 1]}
     if not config.weight_decay_bn_bias:
         vectors["weight_decay"] = 0.0
-    if layerwise:
-        vectors["layerwise"] = False
     if muon:
         convolutions = [parameter for parameter in parameters if parameter.ndim == 4]
         matrices = [parameter for parameter in parameters if parameter.ndim > 1 and parameter.ndim != 4]
@@ -103,8 +116,13 @@ def _lay_out_buffers(optimizer: torch.optim.Optimizer) -> None:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Restore the optimizer's buffers; options such as momentum stay as configured now."""
-    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    """Restore the optimizer's buffers; options such as momentum stay as configured now. An external optimizer may also
+    count in its groups, so only the settings of this program stay."""
+    ours = isinstance(optimizer, OURS)
+    options = [
+        {key: value for key, value in group.items() if key != "params" and (ours or key in CONFIGURED)}
+        for group in optimizer.param_groups
+    ]
     # before loading, since the option `fused` decides on which device PyTorch puts AdamW's step count
     groups = [saved | own for saved, own in zip(state["param_groups"], options, strict=True)]
     optimizer.load_state_dict(state | {"param_groups": groups})

@@ -8,23 +8,36 @@ no rule for other parameters; a test compares both on matrices.
 
 import functools
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from utils.training.optimizers.lars_lamb import ForeachOptimizer
+from torch import Tensor, nn
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration; Jordan's, as their number of steps
 NEWTON_SCHULZ_STEPS = 5
 ADAMW_RMS = 0.2  # root mean square of AdamW's usual update at a learning rate of 1: Liu et al., section 2.2
 ADAMW_EPSILON = 1e-8
+ADAM_BETA2 = 0.999  # default of Kingma and Ba, and of PyTorch
 MIN_NORM = 1e-7
 
 
-class Muon(ForeachOptimizer):
-    """Options of a group: lr, momentum (beta1 of AdamW), nesterov, weight_decay (decoupled from the gradient),
-    orthogonalise (false: AdamW)."""
+class Muon(torch.optim.Optimizer):
+    """Updates all parameters of a group at once. Options of a group: lr, momentum (beta1 of AdamW), nesterov,
+    weight_decay (decoupled from the gradient), orthogonalise (false: AdamW), capturable (keep learning rate and step
+    counts on the device, for a CUDA graph)."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], **options: float | bool) -> None:
+        super().__init__(parameters, options)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        assert closure is None, "a closure is not supported"
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
+                self._update(group, parameters, [parameter.grad for parameter in parameters])
+        return None
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         momentum = group["momentum"]
@@ -36,8 +49,46 @@ class Muon(ForeachOptimizer):
                 steps = list(torch._foreach_lerp(gradients, steps, momentum))
             steps = orthogonalise_filters(steps)
         else:
-            steps = self._adam(group, parameters, gradients, momentum, ADAMW_EPSILON)
-        self._descend(group, parameters, steps)
+            steps = self._adam(group, parameters, gradients)
+        if group["capturable"]:  # GRAPHS: the rate stays on the device
+            torch._foreach_sub_(parameters, torch._foreach_mul(steps, group["lr"]))
+        else:
+            torch._foreach_add_(parameters, steps, alpha=-float(group["lr"]))
+
+    def _buffers(self, name: str, parameters: list[Tensor]) -> list[Tensor]:
+        """Return the state `name` of each parameter; it starts at 0."""
+        for parameter in parameters:
+            if name not in self.state[parameter]:
+                self.state[parameter][name] = torch.zeros_like(parameter)
+        return [self.state[parameter][name] for parameter in parameters]
+
+    def _adam(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+        """Return Adam's updates before the learning rate and the sign (Kingma and Ba 2014, arXiv:1412.6980)."""
+        beta1 = group["momentum"]
+        first, second = self._bias_corrections(parameters, beta1, captured=group["capturable"])
+        means, squares = self._buffers("mean", parameters), self._buffers("square", parameters)
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, ADAM_BETA2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - ADAM_BETA2)
+        roots = torch._foreach_sqrt(torch._foreach_div(squares, second))
+        torch._foreach_add_(roots, ADAMW_EPSILON)
+        return list(torch._foreach_div(torch._foreach_div(means, first), roots))
+
+    def _bias_corrections(self, parameters: list[Tensor], beta1: float, *, captured: bool) -> tuple[Any, Any]:
+        """Count this update of each parameter, and return the divisors of Adam's means and squares. GRAPHS: counts and
+        divisors stay on the device, and the first parameter's serve all, since a graph updates the same ones each
+        time."""
+        steps = []
+        for parameter in parameters:
+            state = self.state[parameter]
+            if "step" not in state:
+                state["step"] = torch.zeros((), device=parameter.device if captured else "cpu")
+            steps.append(state["step"])
+        torch._foreach_add_(steps, 1)
+        if captured:
+            return 1 - beta1 ** steps[0], 1 - ADAM_BETA2 ** steps[0]
+        counts = [int(step) for step in steps]
+        return [1 - beta1**count for count in counts], [1 - ADAM_BETA2**count for count in counts]
 
 
 def orthogonalise_filters(filters: list[Tensor]) -> list[Tensor]:
