@@ -190,10 +190,10 @@ def test_no_epoch_waits_for_the_device_outside_its_log_points(tiny, gpu, tmp_pat
     trainer = Trainer(config, gpu)
     log_point, log_points = trainer._log_point, []
 
-    def wait_here(iteration: int) -> None:
+    def wait_here(iteration: int, images: torch.Tensor) -> None:
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("default")
-        log_point(iteration)
+        log_point(iteration, images)
         log_points.append(trainer.progress.epoch)
         torch.cuda.set_sync_debug_mode(mode)
 
