@@ -11,7 +11,7 @@ COPY . .
 # Installs only missing packages: the image's constraints (PIP_CONSTRAINT) keep pip from replacing its torch, torchvision,
 # NCCL and DALI, which are built for its CUDA.
 RUN pip install --no-cache-dir ".[report]"
-# Fails the build if torch is too old or does not match torchvision; needs no GPU.
+# Fails the build if torch is too old; needs no GPU.
 RUN python -c "from tools.doctor.machine import check_installed_torch as check; import sys; f = check(); print(f.message); \
 sys.exit(f.level == 'fail')" || (echo "build on an image with torch >= 2.11: --build-arg BASE=IMAGE" && exit 1)
 

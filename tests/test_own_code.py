@@ -398,7 +398,7 @@ def test_an_exception_in_the_users_function_is_missing_data_with_its_line(tiny, 
     assert "dataset of_mine:no_data: FileNotFoundError: " in error
     line = CODE[: CODE.index("nowhere.npy")].count("\n") + 1
     assert error.endswith(f'of_mine.py:{line}: return open(data_path / "nowhere.npy").read()\n')
-    finding, _ = machine.check_data(config)
+    finding = machine.check_data(config)
     assert finding.level == "fail" and "of_mine.py" in finding.remedy
 
 

@@ -1,12 +1,10 @@
 """Check before a job whether this machine, or every node of a Slurm allocation, is fit for it.
 
     python -m tools.doctor                                          # this machine
-    torchrun --nproc_per_node=8 -m tools.doctor                     # also all-reduce, clocks and the slowest rank
-    srun --ntasks=16 --ntasks-per-node=8 python -m tools.doctor --sweep  # two nodes: collectives of all sizes, pairs
+    torchrun --nproc_per_node=8 -m tools.doctor                     # also all-reduce and slow ranks
     torchrun --nproc_per_node=8 -m tools.doctor --burn-in 60        # train for an hour; watch results, rate and heat
-    python -m tools.doctor --nodes                                  # in a Slurm allocation: one process on every node
-    python -m tools.doctor --compare a.json b.json --html page.html # find the slow node in the --json of several nodes
-    python -m tools.doctor --baseline DIR                           # the --json of many nodes and days
+    python -m tools.doctor --nodes --failing-nodes FILE             # every node of a Slurm allocation, with srun
+    python -m tools.doctor --compare a.json b.json                  # find the slow node in the --json of several nodes
 
 Each line is ok, warn or fail, with the remedy. The last line begins with the worst level.
 Exit status: 0 all ok, 1 a check warns, 2 a check fails and the node should be drained, 130 interrupted.
@@ -19,7 +17,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -28,20 +25,18 @@ from typing import TYPE_CHECKING
 
 from tools.doctor.findings import (
     LEVELS,
-    Document,
     Finding,
-    check_comparable,
-    compare_documents,
-    compare_with_baseline,
-    read_document,
+    Record,
+    compare_fingerprints,
+    compare_records,
+    read_record,
     render,
     worst_level,
-)
-from tools.shared.command_line import minutes, new_parser, path_argument, seconds
+)  # fmt: skip
+from tools.shared.command_line import minutes, new_parser, path_argument
 from tools.shared.output import check_writable, write_file
 from utils.config import Config, load_config
 from utils.config.command_line import add_config_arguments
-from utils.distributed.launch import find_launch
 from utils.errors import ConfigError, exit_in_a_line
 from utils.program import module_command
 
@@ -49,45 +44,32 @@ if TYPE_CHECKING:
     from utils.distributed.world import World
 
 
-COMPARISONS = ("comparison", "repeat offenders", "interruptions")  # findings that are of no single record
-
-
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Check, print, return the exit status."""
     options = parser().parse_args(argv)
+    check_writable("--failing-nodes", options.failing_nodes)
     if options.nodes:
         return subprocess.run(_on_every_node(sys.argv[1:] if argv is None else list(argv)), check=False).returncode
-    check_writable("--html", options.html)
-    has_fleet = options.baseline is not None and options.baseline.is_dir()
-    if options.compare or has_fleet:
+    if options.compare:
         return compare(options)
-    if options.runs or options.checkpoint_seconds:
-        raise ConfigError("--runs and --checkpoint-seconds are for records; they need --baseline DIR, a folder")
-    if options.sweep and find_launch(os.environ).world_size == 1:
-        raise ConfigError("--sweep needs at least two ranks; start the doctor with torchrun or srun")
-    baseline = None if options.baseline is None else read_document(options.baseline)
+    baseline = None if options.baseline is None else read_record(options.baseline)
     config = load_config(options.yaml_config, options.config, options.set)
     from utils.distributed.ranks import run_ranks
 
     # Fingerprints need deterministic cuBLAS. PyTorch reads this variable once, at the first matrix product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    started, failed = time.perf_counter(), 0
+    failed = 0
 
     def check(world: "World") -> None:
         nonlocal failed
         from tools.doctor.machine import software_versions
-        from utils.run.logging.environment import describe_environment
+        from utils.run.logging.environment import device_name
 
-        device = describe_environment(world.device, world.world_size)["device"]
-        now = datetime.now(UTC).replace(microsecond=0)
-        document = Document(worst="ok", device=device, software=software_versions(), time=now, findings=[])
-        if baseline is not None:  # before measuring
-            check_comparable(f"this machine and {options.baseline}", document, baseline)
-        document.findings = examine(options, config, world, time.perf_counter() - started)
-        if baseline is not None:
-            document.findings += compare_with_baseline(document, baseline)
-        failed = report(options, document, document.findings, say=world.is_main)
+        record = Record(device=device_name(world.device), software=software_versions(), time=datetime.now(UTC))
+        record.findings = examine(options, config, world)
+        record.findings += compare_records([record], [baseline], "the baseline") if baseline else []
+        failed = report(options, record, say=world.is_main)
 
     # with `cuda`, an unusable GPU would end the doctor here instead of becoming a finding
     device = "auto" if config.device == "cuda" else config.device
@@ -95,141 +77,91 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Compare the files of `--compare`, or those in the folder of `--baseline`; return the exit status."""
-    option = "--compare" if options.compare else "--baseline DIR"
-    if options.sweep or options.burn_in:
-        raise ConfigError(f"{option} measures nothing; give --sweep and --burn-in to the runs that write the files")
-    if options.compare:
-        documents = {path: read_document(path) for path in options.compare}
-        findings = compare_documents(documents)
-    else:
-        from tools.doctor.records.fleet import judge_fleet, read_fleet
-
-        documents = read_fleet(options.baseline)
-        findings = judge_fleet(documents, options.runs, options.checkpoint_seconds)
-    document = next(iter(documents.values())).model_copy(update={"findings": findings})
-    on_page = [finding for each in documents.values() for finding in each.findings]
-    on_page += [finding for finding in findings if finding.check in COMPARISONS]
-    return report(options, document, on_page, name_nodes=True)
+    """Compare the records of `--compare`; return the exit status."""
+    records = [read_record(path) for path in options.compare]
+    findings = [finding for record in records for finding in record.findings if finding.level == "fail"]
+    findings += compare_records(records, records, "the median")
+    return report(options, records[0].model_copy(update={"findings": findings}), say=True)
 
 
-def report(
-    options: argparse.Namespace,
-    document: Document,
-    on_page: Sequence[Finding],
-    *,
-    say: bool = True,
-    name_nodes: bool = False,
-) -> int:
-    """Print the report, write the page, return the exit status."""
-    document.worst = worst_level(document.findings)
+def report(options: argparse.Namespace, record: Record, *, say: bool) -> int:
+    """Print the report, write the names of failing nodes, return the exit status."""
+    record.worst = worst_level(record.findings)
     if say:
-        lines = render(document.findings, name_nodes=name_nodes)
-        print(document.model_dump_json(indent=1) if options.json else "\n".join(lines))
-    if say and options.html is not None:
-        from tools.doctor.records.page import render_page
-
-        page = render_page(document.model_copy(update={"findings": list(on_page)}))
-        write_file(options.html, page.encode("utf-8", "backslashreplace"))
-        print(f"page: {options.html}", file=sys.stderr)
-    return LEVELS.index(document.worst)
+        print(record.model_dump_json(indent=1) if options.json else "\n".join(render(record.findings)))
+    if say and options.failing_nodes is not None:
+        names = sorted({finding.node for finding in record.findings if finding.level == "fail" and finding.where})
+        write_file(options.failing_nodes, f"{','.join(names)}\n".encode())
+    return LEVELS.index(record.worst)
 
 
 def parser() -> argparse.ArgumentParser:
     parser = new_parser("doctor", __doc__)
     add_config_arguments(parser, config="default")
-    parser.add_argument(
-        "--run-dir", type=path_argument, default=Path("expts"), metavar="DIR", help="where runs will write"
-    )
+    help_text = "where runs will write"
+    parser.add_argument("--run-dir", type=path_argument, default=Path("expts"), metavar="DIR", help=help_text)
     parser.add_argument("--nodes", action="store_true", help="check every node of this Slurm allocation, with srun")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of lines")
-    help_text = "check nothing; compare the figures in the --json output of several nodes"
+    help_text = 'write the failing nodes\' names, for srun --exclude="$(cat FILE)"'
+    parser.add_argument("--failing-nodes", type=path_argument, metavar="FILE", help=help_text)
+    parser.add_argument("--json", action="store_true", help="print one JSON document, a record, instead of lines")
+    help_text = "check nothing; compare the figures in the records of several nodes"
     parser.add_argument("--compare", nargs="+", type=path_argument, metavar="FILE", help=help_text)
+    help_text = "an earlier record of this machine; fail if a figure is now 15 %% slower"
+    parser.add_argument("--baseline", type=path_argument, metavar="FILE", help=help_text)
     help_text = "level of NVIDIA's dcgmi diag, if installed: 2 takes minutes, 1 seconds, 0: none (default: 2)"
     parser.add_argument("--dcgm", type=int, choices=(0, 1, 2), default=2, metavar="LEVEL", help=help_text)
-    help_text = "measure all-reduce, all-gather and reduce-scatter at all sizes, and every pair"
-    parser.add_argument("--sweep", action="store_true", help=help_text)
     help_text = "train for MINUTES; watch rate, results, heat and faults"
     parser.add_argument("--burn-in", type=minutes, metavar="MINUTES", help=help_text)
-    help_text = (
-        "earlier --json output of this machine; fail if a figure is now 15 %% slower. DIR of such files, of many "
-    )
-    help_text += "nodes and days: check nothing; report the spread, outliers, and nodes with faults on several days"
-    parser.add_argument("--baseline", type=path_argument, metavar="FILE|DIR", help=help_text)
-    help_text = "with --baseline DIR: a folder of training runs, to say how often a job of N nodes is interrupted"
-    parser.add_argument("--runs", type=path_argument, metavar="DIR", help=help_text)
-    help_text = "with --runs: how long a checkpoint stops the training; prints how often to write one"
-    parser.add_argument("--checkpoint-seconds", type=seconds, metavar="S", help=help_text)
-    parser.add_argument(
-        "--html", type=path_argument, metavar="FILE", help="also write a page: nodes by checks, in colours"
-    )
     return parser
 
 
 def _on_every_node(arguments: list[str]) -> list[str]:
     if "SLURM_JOB_ID" not in os.environ or shutil.which("srun") is None:
         raise ConfigError("--nodes: not in a Slurm allocation; get one with salloc, or start the doctor with torchrun")
-    rest = [word for word in arguments if word != "--nodes"]
-    return [
-        "srun",
-        f"--ntasks={os.environ['SLURM_JOB_NUM_NODES']}",
-        "--ntasks-per-node=1",
-        *module_command("doctor"),
-        *rest,
-    ]
+    tasks = [f"--ntasks={os.environ['SLURM_JOB_NUM_NODES']}", "--ntasks-per-node=1"]
+    return ["srun", *tasks, *module_command("doctor"), *(word for word in arguments if word != "--nodes")]
 
 
-def examine(options: argparse.Namespace, config: Config, world: "World", seconds_to_meet: float) -> list[Finding]:
+def examine(options: argparse.Namespace, config: Config, world: "World") -> list[Finding]:
     """Collective: run all checks on all ranks."""
     import torch
 
-    from tools.bench.limits import all_reduce
-    from tools.doctor import dcgm, fingerprints, gpus, hardware, machine, measured
+    from tools.doctor import fingerprints, gpus, hardware, machine, measured
 
-    host, first = socket.gethostname(), world.local_rank == 0
-    name = f"rank {world.rank} on {host}"
-    hosts = world.all_gather(host)
-    ranks_here = hosts.count(host)
-    only_rank = ranks_here == 1
-    seen = torch.cuda.device_count()
-    if options.burn_in is not None and world.device.type == "cuda" and only_rank and seen > 1:
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    nodes = world.all_gather(node)
+    ranks_here, visible = nodes.count(node), torch.cuda.device_count()
+    name = node if ranks_here == 1 else f"{node}, rank {world.rank}"
+    places = {name: world.device}
+    if ranks_here == 1 and world.device.type == "cuda" and visible > 1:  # the only rank checks all GPUs
+        places = {f"{name}, cuda:{number}": torch.device("cuda", number) for number in range(visible)}
+    if options.burn_in is not None and len(places) > 1:
         raise ConfigError(
-            f"--burn-in trains on one GPU of each process, {host} has {seen}; start it with torchrun "
-            f"--nproc_per_node={seen} -m tools.doctor"
+            f"--burn-in trains on one GPU of each process, {node} has {visible}; start it with torchrun "
+            f"--nproc_per_node={visible} -m tools.doctor"
         )
     findings = []
-    here = (host, sorted(os.sched_getaffinity(0)))
-    sharing = world.all_gather(here).count(here)  # srun may bind each rank to cores of its own
-    if first:
-        findings += machine.machine_checks(config, options.run_dir, world, ranks_here, sharing)
+    if world.local_rank == 0:
+        findings += machine.machine_checks(config, options.run_dir, ranks_here)
         findings += hardware.hardware_checks()
-        visible = max(seen, ranks_here) if seen else 0  # srun may show each rank only its own
-        findings.append(dcgm.check_dcgm(options.dcgm, visible, len(hardware.find_gpus(hardware.PCI_DEVICES))))
+        usable = max(visible, ranks_here) if visible else 0  # srun may show each rank only its own GPU
+        findings.append(gpus.check_dcgm(options.dcgm, usable, len(hardware.find_gpus(hardware.PCI_DEVICES))))
     world.barrier()  # DCGM's tests need the GPUs for themselves
-    findings += measured.device_checks(world.device, only_rank=only_rank)
-    trained = fingerprints.train_on(measured.devices_of_a_rank(world.device, only_rank=only_rank), name)
-    findings += [fingerprints.check_device(device, fingerprints.read_known()) for device in trained]
-    findings += gpus.gpu_checks() if first else []  # last: the GPUs are warm from the measurements
-    where = f"{host}, rank {world.rank}" if world.world_size > 1 else host
-    gathered = world.all_gather([replace(finding, where=where) for finding in findings])
-    all_findings = [finding for part in gathered for finding in part]
+    findings += [replace(measured.check_limits(device), where=place) for place, device in places.items()]
+    findings += [replace(fingerprints.check_device(device), where=place) for place, device in places.items()]
     if options.burn_in is not None:
         from tools.doctor.burn_in import burn_in
 
-        all_findings += world.all_gather(replace(burn_in(config, world, options.burn_in), where=where))
-    if len(all_trained := [device for part in world.all_gather(trained) for device in part]) > 1:
-        all_findings.append(fingerprints.compare_devices(all_trained))
+        findings.append(replace(burn_in(config, world, options.burn_in), where=name))
+    if world.local_rank == 0:
+        findings += gpus.gpu_checks()  # last: the GPUs are hot
+    findings = [finding if finding.where else replace(finding, where=node) for finding in findings]
+    findings = [finding for part in world.all_gather(findings) for finding in part]
+    findings += [*measured.compare_rates(findings), *compare_fingerprints(findings)]
     if world.world_size > 1:
-        from tools.doctor.sweep import sweep_checks
-
-        all_findings += measured.check_rates(world.all_gather((name, measured.arithmetic(world.device))), "slow rank")
-        all_findings.append(measured.check_versions(world.all_gather((name, machine.software_versions()))))
-        all_findings.append(measured.check_meeting(seconds_to_meet, world.world_size))
-        all_findings.append(measured.check_clocks(measured.clock_offsets(world)))
-        all_findings.append(measured.check_all_reduce(all_reduce(world.device, measured.TRIALS).median, world))
-        all_findings += sweep_checks(world) if options.sweep else []
-    together = host if len(set(hosts)) == 1 else ""  # of findings over all ranks
-    return [finding if finding.where else replace(finding, where=together) for finding in all_findings]
+        findings += measured.check_versions(world.all_gather((name, machine.software_versions())))
+        findings.append(replace(measured.check_all_reduce(world), where=node if len(set(nodes)) == 1 else ""))
+    return findings
 
 
 if __name__ == "__main__":

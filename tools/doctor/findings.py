@@ -1,25 +1,23 @@
-"""Findings of the checks: printed, saved as JSON, compared over nodes or with an earlier baseline.
-
-A document is the output of `python -m tools.doctor --json`. This module imports no torch.
-"""
+"""Findings of the checks: printed, saved as JSON, and compared over nodes or with an earlier record. No torch."""
 
 import statistics
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from utils.errors import ConfigError
 
 LEVELS = ("ok", "warn", "fail")
 NOT_RUN = ("not run", "not readable")  # begin the messages of checks that could not look; they are `ok`
 GIGABYTE = 1e9
-SLOW = 1.15  # a rate fails if the median of the others, or the baseline, is more than this many times higher
+SLOW = 1.15  # a rate fails if the median, or the baseline, is more than this many times higher
+FINGERPRINT_REMEDY = "exclude the device, and run python -m tools.doctor again to see whether it recurs"
+Placed = tuple[str, float]  # where, and the value there
+SLOW_REMEDY = "exclude the node; look there for other processes, heat, a power limit, a link that is down"
 
 
 @dataclass(frozen=True)
@@ -30,22 +28,18 @@ class Finding:
     level: str
     message: str
     remedy: str = ""
-    where: str = ""  # host, and rank where it matters
+    where: str = ""  # "NODE", "NODE, rank N" or "NODE, cuda:N"; empty: all nodes together
     figures: dict[str, float] = field(default_factory=dict)  # {name with unit: rate}; more is better
 
+    @property
+    def node(self) -> str:
+        return self.where.partition(",")[0]
 
-def judge(
-    check: str,
-    message: str,
-    remedy: str,
-    *,
-    warn: bool = False,
-    fail: bool = False,
-    figures: dict[str, float] | None = None,
-) -> Finding:
+
+def judge(check: str, message: str, remedy: str, *, warn: bool = False, fail: bool = False) -> Finding:
     """Return a finding; the remedy is kept only if it warns or fails."""
     level = "fail" if fail else "warn" if warn else "ok"
-    return Finding(check, level, message, remedy if warn or fail else "", figures=figures or {})
+    return Finding(check, level, message, remedy if warn or fail else "")
 
 
 def read_text(file: Path) -> str | None:
@@ -56,176 +50,108 @@ def read_text(file: Path) -> str | None:
         return None
 
 
-Placed = tuple[str, float]  # where, and the value there
-Counted = Mapping[tuple[str, bool], int]  # see `count_values`
+class Record(BaseModel):
+    """All findings of one run of the doctor (--json), with the device and software that its figures depend on."""
 
-
-class Document(BaseModel):
-    """All findings of one run of the doctor, with the device and software that its figures depend on."""
-
-    model_config = ConfigDict(ser_json_inf_nan="constants")
-
-    worst: str
+    worst: str = "ok"
     device: str
     software: dict[str, str]  # {name: version}
     time: datetime | None = None  # when the checks began; older records have none
-    findings: list[Finding]
-
-    def figures(self) -> dict[str, list[Placed]]:
-        """Return {"CHECK, FIGURE": [(where, value)]}, with a value for each node, rank or device."""
-        found: dict[str, list[Placed]] = {}
-        for finding in self.findings:
-            for name, value in finding.figures.items():
-                values = found.setdefault(f"{finding.check}, {name}", [])
-                again = sum(where.partition(" #")[0] == finding.where for where, _ in values)
-                values.append((f"{finding.where} #{again + 1}" if again else finding.where, value))
-        return found
+    findings: list[Finding] = []
 
 
-class Compared(NamedTuple):
-    """A measured value and the value expected of it."""
-
-    where: str
-    value: float
-    expected: float
-
-    @property
-    def slow(self) -> bool:
-        return not self.value * SLOW >= self.expected  # NaN is slow too
-
-
-def read_document(path: Path) -> Document:
-    """Read a document; raise `ConfigError` if the file cannot be read or is not one."""
+def read_record(path: Path) -> Record:
+    """Read a record; raise `ConfigError` if the file cannot be read or is not one."""
     try:
-        return Document.model_validate_json(path.read_bytes())
+        return Record.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         found = getattr(error, "strerror", "it holds something else")
         raise ConfigError(f"{path}: expected the output of python -m tools.doctor --json: {found}") from None
 
 
-def compare_documents(read: Mapping[Path, Document]) -> list[Finding]:
-    """Compare each figure over all nodes; raise `ConfigError` if devices or software differ."""
-    (first, reference), *others = read.items()
-    for path, document in others:
-        check_comparable(f"{path} and {first}", document, reference)
-    failed = [finding for document in read.values() for finding in document.findings if finding.level == "fail"]
-    figures = [document.figures() for document in read.values()]
-    return [
-        *failed,
-        *(
-            _compare_nodes(name, compared, [count_values(found[name]) for found in figures if name in found])
-            for name, compared in compare_figures(read.values()).items()
-        ),
+def read_figures(findings: Iterable[Finding]) -> dict[str, list[Placed]]:
+    """Return {"CHECK, FIGURE": [(where, value)]}, with a value for each node, rank or device."""
+    found: dict[str, list[Placed]] = {}
+    for finding in findings:
+        for name, value in finding.figures.items():
+            found.setdefault(f"{finding.check}, {name}", []).append((finding.where, value))
+    return found
+
+
+def compare_values(name: str, values: Sequence[Placed], others: Sequence[Placed], reference: str) -> list[Finding]:
+    """Return a finding for each value that is too far below the median of `others`, or one `ok` for all."""
+    # the upper one, so that the better of two nodes decides, also if each has several devices
+    expected = statistics.median_high([value for _, value in others])
+    text = f"{reference} {expected:,.4g}"
+    slow = [
+        Finding("comparison", "fail", f"{name} {value:,.4g}, {value / expected:.0%} of {text}", SLOW_REMEDY, where)
+        for where, value in values
+        if value * SLOW < expected
     ]
+    rates = [value for _, value in values]
+    message = f"{name} {min(rates):,.4g} to {max(rates):,.4g}, {text}, over {len(rates)}"
+    return slow or [Finding("comparison", "ok", message)]
 
 
-def compare_figures(documents: Iterable[Document]) -> dict[str, list[Compared]]:
-    """Return {"CHECK, FIGURE": each value of all documents, with the median of the others}."""
-    values: dict[str, list[tuple[str, float]]] = {}
-    for document in documents:
-        for name, found in document.figures().items():
-            values.setdefault(name, []).extend(found)
-    return {name: with_others(found) for name, found in values.items()}
+def compare_fingerprints(findings: Iterable[Finding]) -> list[Finding]:
+    """Fail each device with another fingerprint than most devices of its kind."""
+    kinds: dict[str, list[tuple[str, str]]] = {}  # {kind: [(where, fingerprint)]}
+    for finding in findings:
+        if finding.check == "fingerprint" and finding.level == "ok":
+            kind, _, found = finding.message.rpartition(": ")
+            kinds.setdefault(kind, []).append((finding.where, found))
+    differing = []
+    for alike in kinds.values():
+        usual, count = Counter(found for _, found in alike).most_common(1)[0]
+        # without a majority each device may be wrong
+        wrong = [where for where, found in alike if found != usual or 2 * count <= len(alike) > 1]
+        message = f"differs from other devices of its kind: most have {usual}"
+        differing += [Finding("fingerprint", "fail", message, FINGERPRINT_REMEDY, where) for where in wrong]
+    return differing
 
 
-def with_others(values: Sequence[tuple[str, float]]) -> list[Compared]:
-    """Return each value with the median of the others. `values`: (where, rate); a single one expects itself."""
-    order = sorted(value for _, value in values)
-    compared = []
-    for where, value in values:
-        rank = bisect_left(order, value)
-        low, high = (place + (place >= rank) for place in ((len(order) - 2) // 2, (len(order) - 1) // 2))
-        expected = (order[low] + order[high]) / 2 if len(order) > 1 else value
-        compared.append(Compared(where, value, expected))
-    return compared
-
-
-def check_comparable(what: str, one: Document, other: Document) -> None:
-    """Raise `ConfigError` if device or software differ, naming the first difference."""
-    mine, others = ({"device": document.device, **document.software} for document in (one, other))
-    for name in mine | others:
-        if mine.get(name) != others.get(name):
-            raise ConfigError(f"{what}: cannot be compared: {name} {mine.get(name)} and {others.get(name)}")
-
-
-def _compare_nodes(name: str, values: Sequence[Compared], counts: Sequence[Counted]) -> Finding:
-    rates = [one.value for one in values]
-    median = statistics.median(rates)
-    spread = f"{min(rates):,.4g} to {max(rates):,.4g}"
-    if len(rates) > 3 and median:
-        low, _, high = statistics.quantiles(rates, n=4, method="inclusive")
-        spread += f", the middle half within {(high - low) / median:.1%}"
-    message = f"{name}: median {median:,.4g} ({spread}) over {len(rates)}"
-    return _judge_rates(message, values, "the median of the others", missing_values(counts, counts))
-
-
-def compare_with_baseline(now: Document, baseline: Document) -> list[Finding]:
-    """Compare each figure with the median of that figure in the baseline, and the numbers of values."""
-    findings, earlier = [], baseline.figures()
-    for name, values in now.figures().items():
-        if name in earlier:
-            median = statistics.median(value for _, value in earlier[name])
-            missing = missing_values([count_values(values)], [count_values(earlier[name])])
-            compared = [Compared(where, value, median) for where, value in values]
-            findings.append(_judge_rates(f"{name}: baseline {median:,.4g}", compared, "the baseline", missing))
+def compare_records(records: Sequence[Record], others: Sequence[Record], reference: str) -> list[Finding]:
+    """Compare fingerprints, each figure of `records` with its median in `others`, and each node's number of devices
+    with the most there. Raise `ConfigError` if device or software differ."""
+    for record in (*records, *others):
+        for name, found in {"device": record.device, **record.software}.items():
+            if found != (other := {"device": others[0].device, **others[0].software}.get(name)):
+                nodes = " and ".join(next((one.node for one in each.findings), "?") for each in (record, others[0]))
+                raise ConfigError(f"the records of {nodes} cannot be compared: {name} {found} and {other}")
+    mine, theirs = ([one for record in some for one in record.findings] for some in (records, others))
+    findings, known = compare_fingerprints(mine if records is others else [*mine, *theirs]), read_figures(theirs)
+    for name, values in read_figures(mine).items():
+        findings += compare_values(name, values, known[name], reference) if name in known else []
+    counts, most = ([_count_devices(record) for record in some] for some in (records, others))
+    limit = max((number for counted in most for number in counted.values()), default=0)
+    lost = {node: number for counted in counts for node, number in counted.items() if number < limit}
+    for node, number in lost.items():
+        message = f"{number} of {limit} devices"
+        findings.append(Finding("comparison", "fail", message, "look for a lost GPU there", node))
     return findings
 
 
-def count_values(values: Sequence[Placed]) -> Counted:
-    """Return {(node, whether of its ranks): number of its values}, of one document."""
-    places = (where.partition(" #")[0].partition(", rank") for where, _ in values if where)
-    return Counter((node, bool(rank)) for node, rank, _ in places)
+def _count_devices(record: Record) -> Counter[str]:
+    """Return {node: number of its devices that were measured}."""
+    return Counter(finding.node for finding in record.findings if finding.check == "limits")
 
 
-def missing_values(counts: Iterable[Counted], reference: Iterable[Counted]) -> list[str]:
-    """Say which nodes have fewer values, one for each GPU or rank, than the node with most in `reference`."""
-    most: dict[bool, int] = {}
-    for (_, of_ranks), number in (pair for counted in reference for pair in counted.items()):
-        most[of_ranks] = max(number, most.get(of_ranks, 0))
-    return [
-        f"{node} has {number} of {most[of_ranks]} values"
-        for counted in counts
-        for (node, of_ranks), number in counted.items()
-        if number < most.get(of_ranks, 0)
-    ]
-
-
-def _judge_rates(message: str, values: Sequence[Compared], reference: str, missing: Sequence[str]) -> Finding:
-    """`missing`: see `missing_values`."""
-    slow = [
-        f"{one.where or 'all ranks'} {one.value:,.4g}, {one.expected / one.value:.2f} times slower than {reference}"
-        for one in values
-        if one.slow
-    ]
-    remedy = "exclude the node; look there for other processes, heat, a power limit, a link that is down"
-    remedy += ", a lost GPU" if missing else ""
-    return judge("comparison", "; ".join([message, *slow, *missing]), remedy, fail=bool(slow or missing))
-
-
-def render(findings: Sequence[Finding], *, name_nodes: bool = False) -> list[str]:
-    """Return a line for each finding, with the remedy below; equal findings of several nodes share one line.
-
-    `name_nodes`: name all nodes of a line, also if there is only one; otherwise several are only counted.
-    """
+def render(findings: Sequence[Finding]) -> list[str]:
+    """Return a line for each finding, with the remedy below; equal findings of several places share one line."""
+    several = len({finding.node for finding in findings if finding.where}) > 1
     merged: dict[tuple[str, str, str, str], list[str]] = {}
     for finding in findings:
-        merged.setdefault((finding.check, finding.level, finding.message, finding.remedy), []).append(finding.where)
-    several = len({finding.where for finding in findings if finding.where}) > 1
+        place = finding.where if several else finding.where.partition(", ")[2]
+        merged.setdefault((finding.check, finding.level, finding.message, finding.remedy), []).append(place)
     lines = []
-    for (check, level, message, remedy), origins in merged.items():
-        named = [where for where in origins if where] if several or name_nodes else []
-        names = ", ".join(named) if name_nodes or len(named) == 1 else f"{len(named)} alike"
-        suffix = f"  [{names}]" if named else ""
-        lines.append(f"{level:4}  {check:14} {message}{suffix}")
-        if remedy and level != "ok":
-            lines.append(f"      {'':14} -> {remedy}")
-    return [*lines, f"{worst_level(findings)}: {count_levels((level, message) for _, level, message, _ in merged)}"]
-
-
-def count_levels(findings: Iterable[tuple[str, str]]) -> str:
-    """Return "N ok, N warn, N fail" for (level, message) of each finding, and "N not run" if there are such checks."""
-    names = ["not run" if level == "ok" and message.startswith(NOT_RUN) else level for level, message in findings]
-    return ", ".join(f"{names.count(name)} {name}" for name in (*LEVELS, "not run") if name in (*LEVELS, *names))
+    for (check, level, message, remedy), places in merged.items():
+        named = [place for place in places if place]
+        names = f"{len(named)} alike" if level == "ok" and len(named) > 1 else ", ".join(named)
+        lines.append(f"{level:4}  {check:14} {message}" + (f"  [{names}]" if names else ""))
+        lines += [f"      {'':14} -> {remedy}"] if remedy and level != "ok" else []
+    levels = ["not run" if text.startswith(NOT_RUN) else level for _, level, text, _ in merged]
+    counts = ", ".join(f"{levels.count(name)} {name}" for name in (*LEVELS, "not run") if name in (*LEVELS, *levels))
+    return [*lines, f"{worst_level(findings)}: {counts}"]
 
 
 def worst_level(findings: Sequence[Finding]) -> str:

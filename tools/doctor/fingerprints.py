@@ -1,67 +1,49 @@
 """Check that devices compute correctly: train a small fixed network on each and compare the results bit for bit.
 
-Network, data and steps never change. So a device's fingerprint can be compared with its own on an earlier day, with
-other devices of the same kind, and with known_fingerprints.json. Rounding depends on device, torch and CUDA.
+Network, data and steps never change. So a device's fingerprint can be compared with its own on an earlier day, and
+with other devices of the same kind. Rounding depends on device, torch and CUDA.
 """
 
-import json
 import platform
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from tools.doctor.findings import Finding
-from utils.run.logging.environment import describe_environment, read_processors
+from tools.doctor.findings import FINGERPRINT_REMEDY, Finding, judge
+from utils.run.logging.environment import device_name, read_processors
 from utils.training.checks.fingerprints import fingerprint
 
-KNOWN = Path(__file__).with_name("known_fingerprints.json")
 SECONDS = 3.0  # each device repeats the training for this long, at least twice
 STEPS, IMAGES, SIDE, CLASSES = 12, 32, 16, 10
-REMEDY = "exclude the device, and run python -m tools.doctor again to see whether it recurs"
-
-
-@dataclass(frozen=True)
-class DeviceFingerprints:
-    """The fingerprints of one device, one for each repetition."""
-
-    where: str
-    kind: str
-    fingerprints: list[str]
-
-
-def train_on(devices: Sequence[torch.device], host: str) -> list[DeviceFingerprints]:
-    """Train on each of these devices of `host`."""
-    return [DeviceFingerprints(f"{device} of {host}", describe(device), repeat(device, SECONDS)) for device in devices]
-
-
-def read_known() -> dict[str, str]:
-    """Return {kind of device and versions: fingerprint}."""
-    known: dict[str, str] = json.loads(KNOWN.read_text(encoding="utf-8"))
-    return known
 
 
 def describe(device: torch.device) -> str:
     """Name what the fingerprint depends on: the device, torch, and CUDA with cuDNN or the CPU's instruction set."""
-    environment = describe_environment(device, world_size=1)
-    name, version = environment["device"], environment["torch"]
     if device.type == "cuda":
-        return f"{name}, torch {version}, CUDA {environment['cuda']}, cuDNN {environment['cudnn']}"
-    return f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}, torch {version}"
+        versions = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+        return f"{device_name(device)}, torch {torch.__version__}, {versions}"
+    # a processor's model, stepping and cache decide the order of sums; Arm reports other facts
+    facts = next(iter(read_processors()), {})
+    x86 = ("model name", "cpu family", "model", "stepping", "cache size")
+    arm = ("CPU implementer", "CPU variant", "CPU part")
+    name = ", ".join(facts[name] for name in (*x86, *arm) if name in facts) or platform.machine()
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
 
 
-def repeat(device: torch.device, seconds: float) -> list[str]:
-    """Train repeatedly for `seconds`, at least twice; return the fingerprints."""
+def check_device(device: torch.device) -> Finding:
+    """Train repeatedly for `SECONDS`, at least twice, and check that all results agree. The message is "KIND:
+    FINGERPRINT", so that other devices can be compared with it."""
     found: list[str] = []
-    until = time.monotonic() + seconds
+    until = time.monotonic() + SECONDS
     while len(found) < 2 or time.monotonic() < until:
         found.append(train_fixed_network(device))
-    return found
+    usual, count = Counter(found).most_common(1)[0]
+    differing = f", from which {len(found) - count} of {len(found)} differ" if count < len(found) else ""
+    return judge("fingerprint", f"{describe(device)}: {usual}{differing}", FINGERPRINT_REMEDY, fail=bool(differing))
 
 
 def train_fixed_network(device: torch.device) -> str:
@@ -101,55 +83,18 @@ def train_fixed_network(device: torch.device) -> str:
     return f"{int(total) % 2**64:016x}"
 
 
-def check_device(trained: DeviceFingerprints, known: Mapping[str, str]) -> Finding:
-    """Check that all repetitions on a device agree, and agree with the known fingerprint of its kind."""
-    found, kind = trained.fingerprints, trained.kind
-    usual, count = Counter(found).most_common(1)[0]
-    subject = f"{trained.where.partition(' of ')[0]} trained a fixed network {len(found)} times, {kind}"
-    if count < len(found):
-        message = f"{subject}: {len(found) - count} of the fingerprints differ from {usual}"
-        return Finding("fingerprint", "fail", message, REMEDY)
-    if kind in known and known[kind] != usual:
-        return Finding("fingerprint", "fail", f"{subject}: {usual}, but the known fingerprint is {known[kind]}", REMEDY)
-    reference = "as known" if kind in known else f"not in {KNOWN.name}"
-    return Finding("fingerprint", "ok", f"{subject}: {usual}, {reference}")
-
-
-def compare_devices(devices: Sequence[DeviceFingerprints]) -> Finding:
-    """Check that all devices of one kind have the same fingerprint; name those that differ from the majority."""
-    outliers = []
-    for kind in dict.fromkeys(trained.kind for trained in devices):
-        alike = [(trained.where, trained.fingerprints[0]) for trained in devices if trained.kind == kind]
-        usual, count = Counter(found for _, found in alike).most_common(1)[0]
-        outliers += [where for where, found in alike if found != usual or 2 * count <= len(alike) > 1]
-    if outliers:
-        message = f"differ from most devices of their kind: {', '.join(outliers)}"
-        return Finding("fingerprints", "fail", message, REMEDY)
-    return Finding("fingerprints", "ok", f"{len(devices)} devices, equal within each kind")
-
-
 @contextmanager
 def _deterministic() -> Iterator[None]:
     """Use deterministic kernels and one thread, so that the number of cores does not change rounding."""
-    cudnn = torch.backends.cudnn
-    before = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32
-    threads, products = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
+    deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
     torch.use_deterministic_algorithms(True)
-    cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32 = True, False, False
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
     torch.set_num_threads(1)
     try:
-        yield
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
+            yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32 = before[1:]
-        torch.backends.cuda.matmul.allow_tf32 = products
+        torch.use_deterministic_algorithms(deterministic)
+        torch.set_float32_matmul_precision(precision)
         torch.set_num_threads(threads)
-
-
-def _processor() -> str:
-    """Name the processor by the facts that decide the order of sums: model, stepping, cache; Arm: what it reports."""
-    facts = next(iter(read_processors()), {})
-    x86 = ("model name", "cpu family", "model", "stepping", "cache size")
-    arm = ("CPU implementer", "CPU variant", "CPU part")
-    return ", ".join(facts[name] for name in (*x86, *arm) if name in facts) or platform.machine()
