@@ -297,10 +297,15 @@ def test_after_a_power_cut_the_records_reach_to_the_checkpoint(tiny, one_rank, t
 def test_a_kill_between_the_two_writes_loses_no_best_weights(tiny, one_rank, tmp_path, monkeypatch):
     """Otherwise the run would count as finished without its best weights. The next start removes temporary files."""
 
+    written = []
+
     def write_and_die(path, content):
+        """The checkpoints of steps 2 and 4 are before the validation; the third write is the first one after it."""
         files.write_atomically(path, content)
-        path.with_name(".step-000000008.pt.123.tmp").write_bytes(b"half")
-        raise KeyboardInterrupt
+        written.append(path)
+        if len(written) == 3:
+            path.with_name(".step-000000008.pt.123.tmp").write_bytes(b"half")
+            raise KeyboardInterrupt
 
     config = tiny(max_epochs=1, checkpoint_every_steps=2)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
