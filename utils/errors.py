@@ -144,9 +144,7 @@ def _explain_loader_worker(text: str) -> str:
         return f"a loader worker failed: {lines[-1]} ({files[-1] if files else 'file unknown'})"
     process = re.search(r"pid(?:\(s\))?:? ([\d, ]+)", text)
     name = f"loader worker {process[1].strip()}" if process else "a loader worker"
-    if "Killed" in text:
-        return (
-            f"{name} was killed by SIGKILL, as the kernel does when host memory runs out\n"
-            "use fewer num_data_workers, data_loader=device, or a job with more memory; the last checkpoint is good"
-        )
-    return f"{name} exited unexpectedly: {text.splitlines()[0]}; the last checkpoint is good"
+    return (  # PyTorch reports the signal or not, depending on what it waited for
+        f"{name} was killed, as the kernel does when host memory runs out\n"
+        "use fewer num_data_workers, data_loader=device, or a job with more memory; the last checkpoint is good"
+    )
