@@ -17,6 +17,7 @@ from utils.data.workers import PREFETCHED, init_worker
 from utils.errors import ExpectedError
 
 DELAY_SECONDS = 0.1  # before workers are started
+EXIT_SECONDS = 1.0  # for the signal of a worker's death, after its connection has broken
 Batch = tuple[Tensor, Tensor, dict[str, str]]  # images, labels, unreadable files
 
 
@@ -78,7 +79,8 @@ class TorchvisionLoader(Loader):
             try:
                 batch = next(batches, None)
             except (EOFError, OSError) as error:  # the connection to a worker that has just died
-                raise RuntimeError(f"DataLoader worker is lost: {error!r}; out of memory?") from None
+                time.sleep(EXIT_SECONDS)  # PyTorch's SIGCHLD handler raises its RuntimeError here, not in a later line
+                raise RuntimeError(f"DataLoader worker is lost: {error!r}") from None
             if batch is None:
                 return
             if isinstance(batch, ExpectedError):
