@@ -163,7 +163,7 @@ def test_another_model_batch_or_order_is_refused_with_what_differs(tiny, one_ran
 
 def test_a_checkpoint_older_than_a_setting_fits(tiny):
     saved = tiny().model_dump(mode="json")
-    del saved["shard_groups"]
+    del saved["holdout_images"]
     assert check_settings(Path("file"), saved, tiny(), automatic=True) == []
 
 

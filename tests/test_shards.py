@@ -1,6 +1,5 @@
 """Tar shards: the same batches as class folders, what a rank reads, and damaged shards."""
 
-import itertools
 import os
 import shutil
 import tarfile
@@ -20,8 +19,7 @@ from train import main
 from utils.config.command_line import Arguments
 from utils.data.datasets import shards
 from utils.data.datasets.shards import INDEX_FILE, open_shards
-from utils.data.sampling import EpochPlan, ShardGroups
-from utils.errors import ConfigError, DataError
+from utils.errors import DataError
 
 
 @pytest.fixture
@@ -106,81 +104,6 @@ def test_a_rank_reads_the_bytes_of_its_own_samples(backend, part, packed, config
             path = str(packed / split.shards["name"][image["shard"]])
             expected[path].append((int(image["offset"]), int(image["length"])))
         assert {path: sorted(found) for path, found in reads.items()} == {p: sorted(r) for p, r in expected.items()}
-
-
-def test_with_groups_a_rank_opens_its_own_shards_only(folders, config, reads, tmp_path):
-    """Three equal shards for training and for validation: each of three ranks opens one."""
-    assert prepare_data.main([f"--shards={tmp_path / 'x'}", f"--from={folders}", "--num_shards=3"]) == 0
-    reads.clear()
-    for part in ("train", "valid"):
-        assignments = []
-        for epoch in range(4) if part == "train" else range(1):
-            opened = []
-            for rank in range(3):
-                reads.clear()
-                built = build(config(tmp_path / "x", batch_size=6, shard_groups=3), rank, 3)
-                everything(getattr(built, part), epoch)
-                opened.append(sorted(Path(path).name for path in reads))
-            assert sorted(itertools.chain(*opened)) == [f"shard-{number:06d}.tar" for number in range(3)], opened
-            assignments.append(opened)
-        assert part == "valid" or any(opened != assignments[0] for opened in assignments), "differs between epochs"
-
-
-# ---- groups
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "num_shards", "num_groups", "batch_size"), [(100, 7, 4, 8), (1003, 31, 8, 16), (33, 4, 4, 32)]
-)
-def test_groups_keep_the_contract_of_sampling(num_samples, num_shards, num_groups, batch_size):
-    """In an epoch every image comes at most once, with the same global batches at every number of ranks; validation has
-    every image once, and the same number on each rank as without groups."""
-    groups = ShardGroups(np.random.default_rng(0).permutation(np.arange(num_samples) % num_shards), num_groups)
-
-    def batches(world_size, training, epoch, groups=groups):
-        size = batch_size // world_size if training else 5
-        plans = (EpochPlan(num_samples, size, rank, world_size, training, groups=groups) for rank in range(world_size))
-        return [plan.batches(epoch) for plan in plans]
-
-    for epoch in (0, 1):
-        epochs = []
-        for world_size in (1, 2, 4):
-            ranks = batches(world_size, True, epoch)
-            assert {len(of_rank) for of_rank in ranks} == {num_samples // batch_size}
-            epochs.append(np.stack([np.concatenate(batch) for batch in zip(*ranks, strict=True)]))
-        assert all((found == epochs[0]).all() for found in epochs[1:])
-        assert len(set(epochs[0].ravel().tolist())) == num_samples // batch_size * batch_size
-    assert (batches(1, True, 0)[0][0] != batches(1, True, 1)[0][0]).any()
-    for world_size in (1, 3, 8):
-        parts = [np.concatenate([*of_rank, np.arange(0)]) for of_rank in batches(world_size, False, 0)]
-        assert sorted(np.concatenate(parts).tolist()) == list(range(num_samples))
-        ungrouped = batches(world_size, False, 0, None)
-        assert [len(part) for part in parts] == [sum(map(len, of_rank)) for of_rank in ungrouped]
-
-
-def test_groups_mix_images_of_all_shards_equally():
-    shard = np.repeat(np.arange(8), 6)
-    plan = EpochPlan(48, 8, 0, 1, True, groups=ShardGroups(shard, 4))
-    together = np.zeros((8, 8), int)
-    for epoch in range(200):
-        for batch in plan.batches(epoch):
-            assert len(batch) == 8
-            present = np.bincount(shard[batch], minlength=8)
-            together += np.outer(present, present)
-    others = together[~np.eye(8, dtype=bool)]
-    assert others.min() > 0.8 * others.mean() and others.max() < 1.2 * others.mean()
-
-
-def test_wrong_numbers_of_groups_are_refused(packed, folders, config):
-    for changes, world_size in (
-        ({"shard_groups": 2}, 4), ({"shard_groups": 3}, 1), ({"shard_groups": 8, "batch_size": 8}, 1),
-    ):  # fmt: skip
-        with pytest.raises(ConfigError, match=f"shard_groups {changes['shard_groups']}: expected a multiple of the"):
-            build(config(packed, **changes), 0, world_size)
-    with pytest.raises(ConfigError, match="shard_groups 2 needs shards"):
-        build(config(packed, shard_groups=2, data_loader="device", rnd_resized_crop=False))
-    ungrouped = build(config(packed, dataset="imagefolder", shard_groups=5, data_loader="synthetic")).train
-    assert {len(labels) for _, labels in ungrouped} == {4}
 
 
 # ---- damaged shards

@@ -15,7 +15,7 @@ from utils.data.datasets.cifar import IMAGE_SHAPE, VERSIONS
 from utils.data.datasets.custom import load_own
 from utils.data.datasets.dataset import Dataset, ImageArrays, Split, hold_out, load_dataset
 from utils.data.datasets.folders import IMAGENET_MEAN, IMAGENET_SIZE, IMAGENET_STD, open_folders
-from utils.data.datasets.shards import INDEX_FILE, check_shard_groups, group_shards, open_shards
+from utils.data.datasets.shards import INDEX_FILE, open_shards
 from utils.data.loader import Loader
 from utils.data.loaders.dali import DaliLoader
 from utils.data.loaders.device import DeviceLoader, SyntheticLoader, decode_all
@@ -118,8 +118,6 @@ def build_loaders(config: DataConfig, dataset: Dataset, world: World) -> Loaders
             f"rnd_resized_crop needs images that are decoded in each epoch, not {config.dataset} with "
             f"{config.data_loader}; use dataset imagefolder or imagenet with data_loader torchvision or dali"
         )
-    if kind.needs_data:
-        check_shard_groups(config, dataset.train, world.world_size)
     plan = _plan_training(config, dataset.train, world)
     largest = batch_bytes(config, plan.batch_size, dataset.train.image_shape)
     build, notes = _choose_builder(config, dataset.mean, dataset.std, largest, world)
@@ -164,7 +162,7 @@ def _choose_builder(
 def _plan_validation(config: DataConfig, split: Split, world: World) -> EpochPlan:
     return EpochPlan(
         len(split.labels), config.valid_batch_size_per_gpu, world.rank, world.world_size, training=False,
-        limit=config.limit_valid_batches, groups=group_shards(config, split),
+        limit=config.limit_valid_batches,
     )  # fmt: skip
 
 
@@ -176,7 +174,6 @@ def _plan_training(config: DataConfig, split: Split, world: World) -> EpochPlan:
     return EpochPlan(
         num_samples, rank_batch_size, world.rank, world.world_size, training=True, seed=config.seed,
         augmentation=config if config.augments_images else None, limit=config.train_limit,
-        groups=group_shards(config, split),
     )  # fmt: skip
 
 

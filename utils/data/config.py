@@ -54,9 +54,6 @@ class DatasetConfig(SharedConfig):
     best epoch, stop_at_accuracy, a search) looks better than it is on unseen images."""
     image_size: PositiveInt | None = None
     """Image files: resize to this many pixels; null: 224 for imagenet, else the median shorter side."""
-    shard_groups: Annotated[PositiveInt, KeyFlag.FIXED_ON_RESUME] = 1
-    """Shards: assign them to N groups in each epoch, so that a rank reads only the shards of its groups. A multiple of
-    the number of ranks that divides batch_size. 1: shuffle all images, in the same order as class folders."""
 
 
 class AugmentationConfig(SharedConfig):

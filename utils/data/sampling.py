@@ -79,30 +79,6 @@ def epoch_order(seed: int, epoch: int, num_samples: int) -> IntArray:
 
 
 @dataclass(frozen=True)
-class ShardGroups:
-    """A two-level shuffle: each epoch assigns the shards to groups, and shuffles the images of each group.
-
-    Every global batch takes equally many images from each group, group by group, so that a rank reads only the shards
-    of its groups. The order depends on (seed, epoch) and the shards and groups, not on the ranks.
-    """
-
-    shard: np.ndarray  # int [N], number of each sample's shard
-    num_groups: int
-
-    def epoch_order(self, seed: int, epoch: int, batch_size: int) -> IntArray:
-        """Return the samples of all whole global batches of `batch_size`, a multiple of the number of groups."""
-        rng = np.random.Generator(np.random.Philox(key=[seed, epoch]))
-        place, samples = rng.permutation(self.shard.max() + 1), rng.permutation(len(self.shard))
-        by_shard = samples[np.argsort(place[self.shard[samples]], kind="stable")]
-        per_group, num_batches = batch_size // self.num_groups, len(samples) // batch_size
-        # Groups are equally large, so neighbours share a shard unless their border coincides with a shard's.
-        groups = [
-            rng.permutation(part)[: num_batches * per_group] for part in np.array_split(by_shard, self.num_groups)
-        ]
-        return np.stack(groups).reshape(self.num_groups, num_batches, per_group).transpose(1, 0, 2).reshape(-1)
-
-
-@dataclass(frozen=True)
 class EpochPlan:
     """The images of each batch of an epoch on this rank, and their augmentation."""
 
@@ -114,7 +90,6 @@ class EpochPlan:
     seed: int = 0
     augmentation: AugmentationConfig | None = None
     limit: int | None = None  # maximum number of batches
-    groups: ShardGroups | None = None  # None: one shuffle of all samples
 
     def __len__(self) -> int:
         if self.training:
@@ -133,18 +108,13 @@ class EpochPlan:
 
         Training: a global batch is a slice of the epoch's shuffle, and this rank's part is a contiguous slice of it. So
         one rank that accumulates over micro-batches sees the same micro-batches as several ranks.
-        Validation: every world_size-th image, or with groups a contiguous part of the shards. Each image is on exactly
-        one rank; the last batch may be short.
+        Validation: every world_size-th image; each is on exactly one rank, and the last batch may be short.
         """
-        size, groups = self.batch_size, self.groups
-        if self.training and groups is None:
+        size = self.batch_size
+        if self.training:
             order = epoch_order(self.seed, epoch, self.num_samples)
-        elif self.training and groups is not None:
-            order = groups.epoch_order(self.seed, epoch, size * self.world_size)
-        elif groups is None:
+        else:
             order = np.arange(self.rank, self.num_samples, self.world_size)
-        else:  # groups do not change the number of a rank's images
-            order = np.array_split(np.argsort(groups.shard, kind="stable"), self.world_size)[self.rank]
         first, step = (self.rank * size, self.world_size * size) if self.training else (0, size)
         starts = [first + batch * step for batch in range(first_batch, len(self))]
         return [order[start : start + size] for start in starts]

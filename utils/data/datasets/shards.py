@@ -18,12 +18,11 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from utils.data.config import LOADERS, DataConfig
-from utils.data.datasets.dataset import Dataset, Split
+from utils.data.datasets.dataset import Dataset
 from utils.data.datasets.folders import build_from_files
 from utils.data.datasets.image_files import EncodedImages
-from utils.data.sampling import IntArray, ShardGroups
-from utils.errors import ConfigError, DataError
+from utils.data.sampling import IntArray
+from utils.errors import DataError
 from utils.files import name_file_in_error, open_regular
 from utils.program import command
 
@@ -108,27 +107,3 @@ def open_shards(name: str, data_path: Path, image_size: int | None) -> Dataset:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each process may open every shard
     return build_from_files(name, class_names, train, valid, image_size)
-
-
-def check_shard_groups(config: DataConfig, train: Split, world_size: int) -> None:
-    """`ConfigError` if training on this split cannot use `shard_groups`."""
-    number = config.shard_groups
-    if number == 1:
-        return
-    if not isinstance(train, ShardedImages) or LOADERS[config.data_loader].in_memory:
-        raise ConfigError(
-            f"shard_groups {number} needs shards that are read in each epoch: dataset imagefolder or imagenet with "
-            f"{INDEX_FILE} in data_path, and data_loader torchvision or dali; else --set shard_groups=1"
-        )
-    if number % world_size or config.batch_size % number or number > len(train.shards):
-        raise ConfigError(
-            f"shard_groups {number}: expected a multiple of the {world_size} ranks that divides batch_size "
-            f"{config.batch_size}, and at most {len(train.shards)}, the number of training shards"
-        )
-
-
-def group_shards(config: DataConfig, split: Split) -> ShardGroups | None:
-    """Return the groups of a split in shards; None without `shard_groups`, or for a loader that reads no shard."""
-    if config.shard_groups == 1 or not isinstance(split, ShardedImages) or not LOADERS[config.data_loader].needs_data:
-        return None
-    return ShardGroups(split.images["shard"], config.shard_groups)
